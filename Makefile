@@ -1,0 +1,98 @@
+# The front door: `make` prints the targets. Set-up happens by itself, once, and again when pyproject.toml or
+# constraints.txt change.
+
+CLUSTER ?= clusters/local.yaml
+JOB     ?= examples/digits/job.yaml
+VENV    ?= .venv
+FAB     := $(VENV)/bin/fab
+
+# Given by the user of a target; exported so that no shell but the last one interprets them.
+export CLUSTER JOB NODE RANK CMD FAULTS NOTICE ID
+flag     = $(if $($(1)),--$(2) "$$$(1)")
+cluster  = --cluster "$$CLUSTER" $(if $(JSON),--json)
+job_id   = $(call flag,ID,id)
+
+.DEFAULT_GOAL := help
+.PHONY: help up train status follow logs ssh run preempt kill relaunch stop down test lint bench-recovery clean
+
+help: ## print this
+	@echo "spotrun: torchrun for machines that vanish. Targets:"
+	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-16s %s\n", $$1, $$2 }'
+	@echo "Variables: CLUSTER=$(CLUSTER) JOB=$(JOB) JSON=1 (for programs)"
+
+up: $(VENV)/.installed ## bring the cluster up: a head and a bucket; nodes come with a job
+	@$(FAB) up $(cluster)
+
+train: $(VENV)/.installed ## run a job and follow it; brings the cluster up first [JOB= FAULTS=preempt@25%,kill@60% or none]
+	@$(FAB) train $(cluster) --job "$$JOB" $(call flag,FAULTS,faults)
+
+status: $(VENV)/.installed ## what the cluster does now [ID=job]
+	@$(FAB) status $(cluster) $(job_id)
+
+follow: $(VENV)/.installed ## follow the running job; Ctrl-C ends only the following [ID=job]
+	@$(FAB) follow $(cluster) $(job_id)
+
+logs: $(VENV)/.installed ## what the workers printed [NODE= RANK= ID=job]
+	@$(FAB) logs $(cluster) $(job_id) $(call flag,NODE,node) $(call flag,RANK,rank)
+
+ssh: $(VENV)/.installed ## a shell on a node, or on the head [NODE=head]
+	@$(FAB) ssh $(cluster) $(call flag,NODE,node)
+
+run: $(VENV)/.installed ## run a command on all nodes, or on one: CMD='df -h' [NODE=]
+	@$(FAB) run $(cluster) --cmd "$$CMD" $(call flag,NODE,node)
+
+preempt: $(VENV)/.installed ## have the cloud take a node away, with notice, as a test: NODE= [NOTICE=seconds]
+	@$(FAB) preempt $(cluster) --node "$$NODE" $(call flag,NOTICE,notice)
+
+kill: $(VENV)/.installed ## have the cloud take a node away without a word, as a test: NODE=
+	@$(FAB) kill $(cluster) --node "$$NODE"
+
+relaunch: $(VENV)/.installed ## run an ended job on from its checkpoint, or restart a running one's workers [ID=job]
+	@$(FAB) relaunch $(cluster) $(job_id)
+
+stop: $(VENV)/.installed ## stop the job; its state goes into the bucket [ID=job]
+	@$(FAB) stop $(cluster) $(job_id)
+
+down: $(VENV)/.installed ## take the cluster down; refuses while a job runs [FORCE=1]
+	@$(FAB) down $(cluster) $(if $(FORCE),--force)
+
+test: $(VENV)/.installed-dev ## run the tests [ARGS='-k planner -x']
+	@$(VENV)/bin/python -m pytest $(ARGS)
+
+lint: $(VENV)/.installed-dev ## check style and types
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/ruff format --check .
+	@$(VENV)/bin/mypy
+
+bench-recovery: $(VENV)/.installed-dev ## measure recovery against torchrun; writes bench/RESULTS.md
+	@$(VENV)/bin/python -m bench.recovery $(ARGS)
+
+clean: ## remove the set-up and all caches; the local clusters' state (.spotrun) stays
+	rm -rf $(VENV) build dist agent/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find agent bench examples scripts tests -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@$(call install,train$(comma)local$(comma)operator$(comma)examples)
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml constraints.txt
+	@$(call install,train$(comma)local$(comma)operator$(comma)examples$(comma)dev)
+	@touch $(VENV)/.installed $@
+
+comma := ,
+# Make the virtual environment unless it is there, and install the project with these extras.
+define install
+if [ ! -x $(VENV)/bin/python ]; then \
+	for python in $(PYTHON) python3.11 python3.12 python3.13 python3.14 python3 python; do \
+		$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && break; python=; \
+	done; \
+	if [ -z "$$python" ]; then \
+		echo "spotrun needs Python 3.11 or newer, and found none. Install it, or name it: make PYTHON=/path/to/python3.11" >&2; \
+		exit 2; \
+	fi; \
+	echo "Creating $(VENV) with $$($$python --version)"; \
+	$$python -m venv $(VENV) || { rm -rf $(VENV); echo "Could not create $(VENV); on Debian and Ubuntu: apt install python3-venv" >&2; exit 2; }; \
+fi; \
+echo "Installing what is needed into $(VENV); this happens once"; \
+$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(1)]'
+endef

@@ -1,0 +1,104 @@
+"""Checkpoints in the bucket: which are complete, and removing old ones. No torch: the head asks.
+
+A checkpoint is complete when its manifest, written last and create-only, lists every file with size and checksum.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+
+from pydantic import ValidationError
+
+from spotrun.errors import NotFound
+from spotrun.store import Store, checkpoint_key, checkpoints_key
+from spotrun.wire import Manifest, StateRef
+
+log = logging.getLogger(__name__)
+
+_FOLDER = re.compile(r"(\d{10})/(.+)$")
+_GENERATION = re.compile(r"g(\d+)-")
+
+
+def complete(store: Store, job: str) -> list[StateRef]:
+    """Complete checkpoints of the job, newest first. Those with a junk manifest are passed over, with a warning."""
+    found = _manifests(store, job, _folders(store, job))
+    refs = [StateRef(generation=manifest.generation, step=manifest.step) for manifest in found.values()]
+    return sorted(refs, key=_order, reverse=True)
+
+
+def prune(store: Store, job: str, keep: int) -> None:
+    """Remove complete checkpoints beyond the newest `keep`, and what is left of older incomplete ones.
+
+    Call it when no checkpoint is being uploaded. A manifest goes first: a removal cut short leaves an incomplete one.
+    """
+    folders = _folders(store, job)
+    manifests = _manifests(store, job, folders)
+    kept = sorted(manifests, key=lambda step: (manifests[step].generation, step), reverse=True)[:keep]
+    if not kept:
+        return
+    newest = (manifests[kept[0]].generation, kept[0])
+    for step, names in folders.items():
+        if step in kept:
+            listed = {"manifest.json", *(file.name for file in manifests[step].files)}
+            doomed = sorted(names - listed)
+        elif step in manifests or _newest_file(step, names) < newest:
+            doomed = sorted(names, key=lambda name: name != "manifest.json")
+        else:
+            continue
+        store.delete([checkpoint_key(job, step, name) for name in doomed])
+
+
+def read_manifest(store: Store, job: str, step: int) -> Manifest:
+    """The manifest of a checkpoint. Raises `NotFound`; `ValueError`, naming the key, if it is junk."""
+    key = checkpoint_key(job, step)
+    text = store.get(key)
+    try:
+        manifest = Manifest.model_validate_json(text)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        place = ".".join(str(part) for part in problem["loc"])
+        raise ValueError(f"{key} is not a manifest: {place + ': ' if place else ''}{problem['msg']}") from None
+    if (manifest.job, manifest.step) != (job, step):
+        raise ValueError(f"{key} speaks of job {manifest.job}, step {manifest.step}")
+    if any(not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", file.name) for file in manifest.files):
+        raise ValueError(f"{key} lists a file outside its folder")
+    return manifest
+
+
+def _order(ref: StateRef) -> tuple[int, int]:
+    return (ref.generation, ref.step)
+
+
+def _newest_file(step: int, names: set[str]) -> tuple[int, int]:
+    generations = [int(match[1]) for name in names if (match := _GENERATION.match(name))]
+    return (max(generations, default=0), step)
+
+
+def _folders(store: Store, job: str) -> dict[int, set[str]]:
+    """Names of the files below each step's folder."""
+    folders: dict[int, set[str]] = {}
+    for key in store.list(checkpoints_key(job)):
+        if match := _FOLDER.search(key.removeprefix(checkpoints_key(job))):
+            folders.setdefault(int(match[1]), set()).add(match[2])
+    return folders
+
+
+def _manifests(store: Store, job: str, folders: dict[int, set[str]]) -> dict[int, Manifest]:
+    found: dict[int, Manifest] = {}
+    for step, names in folders.items():
+        if "manifest.json" not in names:
+            continue
+        try:
+            manifest = read_manifest(store, job, step)
+        except NotFound:
+            continue  # removed since it was listed
+        except ValueError as error:
+            log.warning("checkpoint passed over: %s", error)
+            continue
+        missing = {file.name for file in manifest.files} - names
+        if missing:
+            log.warning("checkpoint passed over: %s is missing", checkpoint_key(job, step, min(missing)))
+            continue
+        found[step] = manifest
+    return found

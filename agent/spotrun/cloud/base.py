@@ -1,0 +1,69 @@
+"""What the head and the operator ask of a cloud: one small protocol, one module a cloud behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+Market = Literal["spot", "on-demand"]
+State = Literal["provisioning", "running", "stopping", "terminated"]
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One machine as the cloud lists it.
+
+    name: stable within its pool; a machine that was recreated has it again. id: unique to each incarnation.
+    created: epoch seconds.
+    """
+
+    name: str
+    pool: str
+    zone: str
+    address: str
+    state: State
+    market: Market
+    created: float
+    id: str
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why a pool has fewer machines than its size. `at`: epoch seconds when it was first seen."""
+
+    pool: str
+    kind: Literal["stockout", "quota", "other"]
+    message: str
+    at: float
+
+
+class Cloud(Protocol):
+    """Pools and their nodes. Every method raises `CloudError` when the cloud refuses or does not answer."""
+
+    async def nodes(self) -> list[Instance]:
+        """Every machine of the cluster, the head's (pool `head`) too."""
+
+    async def sizes(self) -> dict[str, int]:
+        """The size that each pool was told to have; without the head's."""
+
+    async def resize(self, pool: str, size: int) -> None:
+        """Tell a pool how many machines to have. Returns before it has them."""
+
+    async def remove(self, names: Sequence[str]) -> None:
+        """Delete these machines, and lower the size of each one's pool accordingly."""
+
+    async def recreate(self, names: Sequence[str]) -> None:
+        """Replace these machines by new ones of the same names."""
+
+    async def preempt(self, name: str, notice: float | None = None) -> None:
+        """Take a spot machine as the cloud would, `notice` seconds after saying so; None: as long as is usual."""
+
+    async def prices(self) -> dict[str, float]:
+        """Dollars for an hour of one machine of each pool."""
+
+    async def problems(self) -> list[Problem]:
+        """What keeps pools from their sizes at this moment."""
+
+    async def close(self) -> None:
+        """Let go of connections."""

@@ -1,0 +1,226 @@
+"""Taking a machine off the network: its TCP sockets and the other ends of them go silent, without root.
+
+No reset, no end of file: packets in either direction are dropped by the kernel, so both sides see what they would see
+of a pulled cable. It works by borrowing the sockets of other processes (`pidfd_getfd`) and attaching a filter that
+drops whatever arrives (`SO_ATTACH_FILTER` with a one-instruction program). Listening sockets of the machine drop SYNs
+the same way, and what its processes open during the cut is found and filtered within some 10 ms.
+
+What stays reachable for a machine that is cut off is the hardest case for fencing, and is what a partition of
+a real cloud's network often leaves: its metadata server (a real machine's is on its own host), its bucket while that
+is a folder, and established connections between its own processes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import socket
+import struct
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from spotrun.cloud.local import procs
+from spotrun.cloud.local.layout import METADATA_PORT, Layout
+from spotrun.errors import CloudError
+
+_SYS_PIDFD_GETFD = 438  # the same on every architecture
+_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
+_TCP_INFO, _ESTABLISHED_TO_CLOSING, _LISTEN = 11, (1, 4, 5, 6, 8, 9, 11), 10
+_LOOK_FOR_NEW = 5  # sweeps between two searches for new processes
+_LOOK_FOR_PEERS = 10  # sweeps between two searches for other ends, once the first searches found none
+_EAGER = 20
+
+Address = tuple[str, int]
+Ends = tuple[Address, Address]  # (local, remote)
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_program = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # BPF_RET | BPF_K, 0: keep no byte
+_filter = struct.pack("@HL", 1, ctypes.addressof(_program))
+
+
+@dataclass
+class _Cut:
+    """One machine's cut. `ends`: of its connections, by inode. `lost`: ends of peers not found yet, with tries."""
+
+    pids: set[int] = field(default_factory=set)
+    done: set[int] = field(default_factory=set)
+    ends: dict[int, Ends] = field(default_factory=dict)
+    lost: dict[Ends, int] = field(default_factory=dict)
+    sweeps: int = 0
+
+
+class Cutter:
+    """All cuts of one cluster. Blocking, for use by one thread at a time."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._cuts: dict[str, _Cut] = {}
+        self._filtered: dict[int, set[str]] = {}  # inode: the cuts that want it silent
+        self._strangers: dict[int, Ends | None] = {}  # ends of other machines' sockets, seen while looking for peers
+
+    def cut(self, node: str) -> None:
+        """Silence a machine. Raises `CloudError` where the kernel does not allow it; then nothing is cut."""
+        self._cuts[node] = _Cut()
+        try:
+            self.sweep(node)
+        except OSError as error:
+            self.join(node)
+            raise CloudError(
+                f"cannot cut {node} off: the kernel refuses access to its sockets ({error}); "
+                "needed is Linux 5.6 or newer that lets a process trace its descendants (no seccomp filter against "
+                "pidfd_getfd, kernel.yama.ptrace_scope at most 1)"
+            ) from error
+
+    def sweep(self, node: str) -> None:
+        """Silence what the machine has opened since. Raises OSError if the kernel does not allow it."""
+        cut = self._cuts.get(node)
+        if cut is None:
+            return
+        if cut.sweeps % _LOOK_FOR_NEW == 0:
+            cut.pids = procs.of_node(self._layout.mark(node))
+        cut.sweeps += 1
+        fresh: list[tuple[int, int, int]] = []
+        for inode, pid, fd in _sockets(cut.pids):
+            if inode not in cut.done:
+                fresh.append((inode, pid, fd))
+        held: list[tuple[int, socket.socket]] = []
+        try:
+            for inode, pid, fd in fresh:
+                if (sock := _borrow(pid, fd)) is not None:
+                    held.append((inode, sock))
+                    self._note(cut, inode, sock)
+            own = set(cut.ends.values())
+            for inode, sock in held:
+                self._silence(node, cut, inode, sock, own)
+        finally:
+            for _, sock in held:
+                sock.close()
+        if cut.lost:
+            self._find_peers(node, cut)
+
+    def join(self, node: str) -> None:
+        """Undo the cut."""
+        if self._cuts.pop(node, None) is None:
+            return
+        free = set()
+        for inode, wanting in list(self._filtered.items()):
+            wanting.discard(node)
+            if not wanting:
+                free.add(inode)
+                del self._filtered[inode]
+        everyone = procs.of_cluster(self._layout.unique) | {os.getpid()}
+        for inode, pid, fd in _sockets(everyone):
+            if inode in free and (sock := _borrow(pid, fd)) is not None:
+                with sock, suppress(OSError):
+                    sock.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
+        if not self._cuts:
+            self._strangers.clear()
+
+    def forget(self, node: str) -> None:
+        """The machine is gone. Its peers never hear of it."""
+        self._cuts.pop(node, None)
+
+    def _note(self, cut: _Cut, inode: int, sock: socket.socket) -> None:
+        if (ends := _ends(sock)) is not None:
+            cut.ends[inode] = ends
+
+    def _silence(self, node: str, cut: _Cut, inode: int, sock: socket.socket, own: set[Ends]) -> None:
+        if not _is_tcp(sock):
+            cut.done.add(inode)
+        elif _state(sock) == _LISTEN:
+            self._attach(node, inode, sock)
+            cut.done.add(inode)
+        elif inode in cut.ends:
+            local, remote = cut.ends[inode]
+            cut.done.add(inode)
+            if (remote, local) in own or remote[1] == METADATA_PORT:
+                return
+            self._attach(node, inode, sock)
+            cut.lost[(remote, local)] = 0
+
+    def _attach(self, node: str, inode: int, sock: socket.socket) -> None:
+        sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, _filter)
+        self._filtered.setdefault(inode, set()).add(node)
+
+    def _find_peers(self, node: str, cut: _Cut) -> None:
+        """Silence the other ends, among the cluster's processes. One not accepted yet shows up later."""
+        if min(cut.lost.values()) > _EAGER and cut.sweeps % _LOOK_FOR_PEERS:
+            return
+        others = (procs.of_cluster(self._layout.unique) | {os.getpid()}) - cut.pids
+        for inode, pid, fd in _sockets(others):
+            known = self._strangers.get(inode)
+            if inode in self._strangers and known not in cut.lost:
+                continue
+            if (sock := _borrow(pid, fd)) is None:
+                continue
+            with sock:
+                ends = _ends(sock)
+                if ends is not None or not _is_tcp(sock) or _state(sock) == _LISTEN:
+                    self._strangers[inode] = ends
+                if ends in cut.lost:
+                    self._attach(node, inode, sock)
+                    del cut.lost[ends]
+        for ends in cut.lost:
+            cut.lost[ends] += 1
+
+
+def _sockets(pids: Iterable[int]) -> Iterator[tuple[int, int, int]]:
+    """(inode, pid, fd) of each socket, once each."""
+    seen: set[int] = set()
+    for pid in pids:
+        try:
+            fds = os.listdir(f"/proc/{pid}/fd")
+        except OSError:
+            continue
+        for fd in fds:
+            with suppress(OSError):
+                target = os.readlink(f"/proc/{pid}/fd/{fd}")
+                if target.startswith("socket:[") and (inode := int(target[8:-1])) not in seen:
+                    seen.add(inode)
+                    yield inode, pid, int(fd)
+
+
+def _borrow(pid: int, fd: int) -> socket.socket | None:
+    """A second handle on another process's socket; None if the process or the socket is gone. Raises OSError."""
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+    try:
+        handle = _libc.syscall(_SYS_PIDFD_GETFD, process, fd, 0)
+        if handle < 0:
+            code = ctypes.get_errno()
+            if code in (errno.ESRCH, errno.EBADF):
+                return None
+            raise OSError(code, os.strerror(code))
+    finally:
+        os.close(process)
+    try:
+        return socket.socket(fileno=handle)
+    except OSError:  # the number was reused for something else meanwhile
+        os.close(handle)
+        return None
+
+
+def _is_tcp(sock: socket.socket) -> bool:
+    return sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM
+
+
+def _state(sock: socket.socket) -> int:
+    return sock.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, 1)[0]
+
+
+def _ends(sock: socket.socket) -> Ends | None:
+    """The ends of a TCP connection; None of anything else. IPv4 in IPv6 clothes reads as IPv4."""
+    if not _is_tcp(sock) or _state(sock) not in _ESTABLISHED_TO_CLOSING:
+        return None
+    try:
+        return _plain(sock.getsockname()), _plain(sock.getpeername())
+    except OSError:
+        return None
+
+
+def _plain(name: tuple[str, int]) -> Address:
+    return name[0].removeprefix("::ffff:"), name[1]

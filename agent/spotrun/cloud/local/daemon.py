@@ -1,0 +1,113 @@
+"""The local cloud's daemon: pools with sizes on one side, machines on the other, and a loop that makes them agree.
+
+    python -m spotrun.cloud.local.daemon <state folder>
+
+It goes into the background once its interface answers. It keeps its state in memory only: if it is killed, `up` first
+removes what it left, as after a power cut. SIGTERM ends it with all of its machines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from aiohttp import web
+
+from spotrun.cloud.local import api, procs
+from spotrun.cloud.local.layout import METADATA_PORT, SSH_PORT, Config, Layout, write_json
+from spotrun.cloud.local.machines import Group
+from spotrun.errors import CloudError
+
+_SUBNETS = 250 * 250
+log = logging.getLogger("cloud")
+
+
+def claim_subnet(unique: str) -> tuple[str, socket.socket]:
+    """Three bytes of a loopback network that no other cluster uses, and the socket that says so while it is open."""
+    start = int(unique, 16)
+    for attempt in range(_SUBNETS):
+        number = (start + attempt * 7919) % _SUBNETS
+        subnet = f"127.{number // 250 + 3}.{number % 250 + 3}"
+        claim = socket.socket()
+        try:
+            claim.bind((f"{subnet}.1", SSH_PORT))
+            for port in (SSH_PORT, METADATA_PORT):
+                with socket.socket() as probe:
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    probe.bind((f"{subnet}.2", port))
+        except OSError:
+            claim.close()
+            continue
+        return subnet, claim
+    raise CloudError("no loopback network (127.x.y.0/24) is free; is this Linux?")
+
+
+async def serve(layout: Layout, ready: Callable[[], None]) -> None:
+    """Run the cloud until SIGTERM."""
+    config = Config.from_json(json.loads(layout.config.read_text()))
+    subnet, claim = claim_subnet(layout.unique)
+    token = secrets.token_urlsafe(32)
+    cloud = Group(config, layout, subnet, token)
+    runner = web.AppRunner(api.build(cloud, layout.unique, token), access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    await web.TCPSite(runner, f"{subnet}.1", 0).start()
+    port = runner.addresses[0][1]
+    cloud.endpoint = f"http://{subnet}.1:{port}"
+    layout.tmpfs.mkdir(mode=0o700, exist_ok=True)
+    write_json(
+        layout.record,
+        {"cluster": config.cluster, "endpoint": cloud.endpoint, "token": token, "pid": os.getpid(), "subnet": subnet},
+    )
+    ended = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
+    loop, end = asyncio.create_task(cloud.run()), asyncio.create_task(ended.wait())
+    ready()
+    await asyncio.wait({loop, end}, return_when=asyncio.FIRST_COMPLETED)
+    if loop.done():
+        log.error("the loop ended", exc_info=loop.exception())
+    loop.cancel()
+    await cloud.close()
+    await runner.cleanup()
+    claim.close()
+
+
+def _detach(log_file: Path) -> Callable[[], None]:
+    """Go on in a child process of its own session; the parent ends when the child is ready, or fails."""
+    from_child, to_parent = os.pipe()
+    if os.fork():
+        os.close(to_parent)
+        os._exit(0 if os.read(from_child, 1) else 1)
+    os.close(from_child)
+    os.setsid()
+    output = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for target, source in ((0, nothing), (1, output), (2, output)):
+        os.dup2(source, target)
+    os.close(nothing)
+    os.close(output)
+
+    def ready() -> None:
+        os.write(to_parent, b"1")
+        os.close(to_parent)
+
+    return ready
+
+
+def main(argv: list[str]) -> None:
+    layout = Layout(Path(argv[0]))
+    ready = _detach(layout.log)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
+    procs.become_subreaper()
+    asyncio.run(serve(layout, ready))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

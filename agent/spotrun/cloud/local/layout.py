@@ -1,0 +1,167 @@
+"""Where things are: files, marks and ports of a local cluster, and what its daemon is configured with."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+
+from spotrun.cloud.base import Market
+
+SSH_PORT = 2222
+METADATA_PORT = 8169
+MARK = "SPOTRUN_NODE_MARK"  # the variable that all processes of a machine carry
+HEAD = "head"
+HEAD_NODE = "head-0"
+DAEMON = "@daemon"  # the daemon's own place among the marks; no machine can have this name
+# What a machine takes over from the shell that brought the cluster up; everything else stays out.
+_INHERITED = ("HOME", "USER", "LOGNAME", "LANG", "TZ", "TMPDIR", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
+_INHERITED_PREFIXES = ("LC_", "CUDA_", "NVIDIA_", "PIP_", "UV_", "SSL_CERT_")
+_PROXIES = ("http_proxy", "https_proxy", "no_proxy", "all_proxy")
+
+
+@dataclass(frozen=True)
+class Pool:
+    """A pool as the daemon needs it."""
+
+    name: str
+    zone: str
+    machine: str
+    market: Market
+    max: int
+
+
+@dataclass(frozen=True)
+class Config:
+    """What `up` tells the daemon. `spec` is the cluster file as JSON: the head finds it in its metadata.
+
+    role: command of a machine's role process; `{role}` in it becomes `agent` or `head`.
+    """
+
+    cluster: str
+    region: str
+    bucket: str
+    spec: str
+    head: Pool
+    pools: tuple[Pool, ...]
+    metadata: Literal["gce", "ec2"] = "gce"
+    boot_delay: float = 0.2
+    recreate_delay: float = 1.0
+    capacity: Mapping[str, int] = field(default_factory=dict)
+    role: tuple[str, ...] = (sys.executable, "-m", "spotrun.cli", "{role}")
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Config:
+        """Raises TypeError, KeyError or ValueError if it is not a configuration."""
+        found = dict(values)
+        found["head"] = Pool(**found["head"])
+        found["pools"] = tuple(Pool(**pool) for pool in found["pools"])
+        found["role"] = tuple(str(part) for part in found["role"])
+        found["capacity"] = {str(zone): int(most) for zone, most in found["capacity"].items()}
+        return cls(**found)
+
+    def pool(self, name: str) -> Pool | None:
+        return next((pool for pool in (self.head, *self.pools) if pool.name == name), None)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The files of one cluster, all below `state` but those in memory."""
+
+    state: Path
+
+    @classmethod
+    def of(cls, home: Path, cluster: str) -> Layout:
+        return cls(home.absolute().resolve() / "local" / cluster)
+
+    @property
+    def unique(self) -> str:
+        """A short name of this cluster at this home; no two clusters of this machine share it."""
+        return hashlib.sha256(str(self.state).encode()).hexdigest()[:12]
+
+    @property
+    def tmpfs(self) -> Path:
+        """The folder in memory that holds a folder for each machine."""
+        root = Path("/dev/shm")
+        if not (root.is_dir() and os.access(root, os.W_OK)):
+            root = Path(tempfile.gettempdir())
+        return root / f"spotrun-{os.getuid()}-{self.unique}"
+
+    @property
+    def key(self) -> Path:
+        """The operator's SSH key, which every machine accepts."""
+        return self.state / "id_ed25519"
+
+    @property
+    def record(self) -> Path:
+        return self.state / "cloud.json"
+
+    @property
+    def config(self) -> Path:
+        return self.state / "config.json"
+
+    @property
+    def log(self) -> Path:
+        return self.state / "daemon.log"
+
+    @property
+    def bucket(self) -> Path:
+        return self.state / "bucket"
+
+    def mark(self, node: str) -> str:
+        return f"{self.unique}/{node}"
+
+    def node(self, name: str) -> Path:
+        return self.state / "nodes" / name
+
+
+def write_json(path: Path, values: object) -> None:
+    """Whole or not at all, readable by its owner only."""
+    partial = path.with_suffix(".part")
+    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        json.dump(values, file)
+    partial.replace(path)
+
+
+def ensure_key(path: Path) -> str:
+    """An SSH key pair at `path` and `path.pub`, made unless there is one; the public line."""
+    public = path.with_name(path.name + ".pub")
+    if not (path.exists() and public.exists()):
+        key = Ed25519PrivateKey.generate()
+        path.unlink(missing_ok=True)
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
+        public.write_bytes(key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + b"\n")
+    return public.read_text().strip()
+
+
+def base_environment(mark: str) -> dict[str, str]:
+    """A clean environment for the daemon, from which those of the machines derive."""
+    names = {name for name in os.environ if name in _INHERITED or name.lower() in _PROXIES}
+    names |= {name for name in os.environ if name.startswith(_INHERITED_PREFIXES)}
+    kept = {name: os.environ[name] for name in names}
+    if "PYTHONPATH" in kept:  # machines run in folders of their own
+        parts = kept["PYTHONPATH"].split(os.pathsep)
+        kept["PYTHONPATH"] = os.pathsep.join(os.path.abspath(part) for part in parts if part)
+    programs = os.path.dirname(sys.executable)
+    kept["PATH"] = os.pathsep.join([programs, os.environ.get("PATH", os.defpath)])
+    kept[MARK] = mark
+    return kept
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a folder and all in it, if it is there."""
+    shutil.rmtree(path, ignore_errors=True)

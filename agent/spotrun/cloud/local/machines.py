@@ -1,0 +1,398 @@
+"""The machines of a local cluster, and the loop that makes what is there what is wanted."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from aiohttp import web
+
+from spotrun.cloud.base import Instance, Problem, State
+from spotrun.cloud.local import group, metadata, procs
+from spotrun.cloud.local.cut import Cutter
+from spotrun.cloud.local.layout import (
+    HEAD,
+    HEAD_NODE,
+    MARK,
+    METADATA_PORT,
+    SSH_PORT,
+    Config,
+    Layout,
+    Pool,
+    ensure_key,
+    remove_tree,
+)
+from spotrun.errors import CloudError
+
+NOTICE = {"gce": 30.0, "ec2": 120.0}  # seconds between notice and end
+PRICES = {"spot": 0.3, "on-demand": 1.0}  # dollars an hour, made up; the ratio is what clouds usually have
+_SWEEP = 0.01  # seconds between two looks for new sockets of a machine that is cut off
+_FIRST_HOST, _LAST_HOST = 10, 254  # last byte of the nodes' addresses; the gateway is 1 and the head 2
+log = logging.getLogger("cloud")
+
+
+@dataclass
+class Node:
+    """A machine and what the daemon holds of it. `gone` is set when nothing of it is left."""
+
+    name: str
+    index: int
+    pool: Pool
+    address: str
+    id: str
+    created: float
+    subject: metadata.Subject
+    state: State = "provisioning"
+    due: float = math.inf
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    life: asyncio.Task[None] | None = None
+    pid: int = 0
+    dying: bool = False
+    cut: asyncio.Task[None] | None = None
+
+    def instance(self) -> Instance:
+        pool = self.pool
+        return Instance(self.name, pool.name, pool.zone, self.address, self.state, pool.market, self.created, self.id)
+
+
+class Group:
+    """The pools and machines of one cluster."""
+
+    def __init__(self, config: Config, layout: Layout, subnet: str, token: str) -> None:
+        self.config, self.layout, self.subnet, self.token = config, layout, subnet, token
+        self.endpoint = ""
+        self.nodes: dict[str, Node] = {}
+        self.dry: set[str] = set()
+        self._wanted: dict[str, frozenset[int]] = {pool.name: frozenset() for pool in config.pools}
+        self._wanted[HEAD] = frozenset({0})
+        self._addresses: dict[str, str] = {HEAD_NODE: f"{subnet}.2"}
+        self._short: dict[str, Problem] = {}
+        self._broken: dict[str, Problem] = {}
+        self._wake = asyncio.Event()
+        self._cutter, self._cutting = Cutter(layout), asyncio.Lock()
+        self._spawning = asyncio.Lock()
+        self._metadata = web.AppRunner(
+            metadata.build(config.metadata, self._subject_at),
+            access_log=None,
+            handler_cancellation=True,
+            shutdown_timeout=1.0,
+        )
+
+    # What the interface asks for.
+
+    def instances(self) -> list[Instance]:
+        return [node.instance() for _, node in sorted(self.nodes.items())]
+
+    def sizes(self) -> dict[str, int]:
+        return {pool.name: len(self._wanted[pool.name]) for pool in self.config.pools}
+
+    def prices(self) -> dict[str, float]:
+        return {pool.name: PRICES[pool.market] for pool in self.config.pools}
+
+    def problems(self) -> list[Problem]:
+        return [*self._short.values(), *self._broken.values()]
+
+    def resize(self, name: str, size: int) -> None:
+        pool = next((pool for pool in self.config.pools if pool.name == name), None)
+        if pool is None:
+            names = ", ".join(sorted(self._wanted.keys() - {HEAD}))
+            raise CloudError(f"there is no pool {name!r} to resize; pools: {names}")
+        if not 0 <= size <= pool.max:
+            raise CloudError(f"pool {name}: size {size} is not allowed; its cluster file says 0 to {pool.max}")
+        self._wanted[name] = group.resized(self._wanted[name], size)
+        self._wake.set()
+
+    def remove(self, names: list[str]) -> None:
+        nodes = [self.find(name) for name in names]
+        if any(node.pool.name == HEAD for node in nodes):
+            raise CloudError("the head cannot be removed; `make down` ends the cluster")
+        for node in nodes:
+            self._wanted[node.pool.name] -= {node.index}
+        self._wake.set()
+
+    def recreate(self, names: list[str]) -> None:
+        for node in [self.find(name) for name in names]:
+            self._end(node)
+
+    def find(self, name: str, alive: bool = False) -> Node:
+        """A machine by its name or id; `head` will do for the head. Raises `CloudError`."""
+        found = self.nodes.get(HEAD_NODE if name == HEAD else name)
+        found = found or next((node for node in self.nodes.values() if node.id == name), None)
+        if found is None:
+            raise CloudError(f"there is no machine {name!r}; machines: {', '.join(sorted(self.nodes)) or 'none'}")
+        if alive and found.state not in ("running", "stopping"):
+            raise CloudError(f"machine {found.name} is {found.state}; wait until it is running")
+        return found
+
+    async def preempt(self, name: str, notice: float | None) -> None:
+        if notice is not None and notice <= 0:
+            return await self.kill(name)
+        node = self.find(name, alive=True)
+        if node.pool.market != "spot":
+            raise CloudError(f"machine {node.name} is on-demand, the cloud does not preempt those; kill it instead")
+        if node.state != "stopping":
+            now = time.time()
+            node.due = now + (NOTICE[self.config.metadata] if notice is None else notice)
+            node.state = "stopping"
+            node.subject.change(terminate_at=node.due, rebalance_at=now)
+            self._wake.set()
+
+    async def kill(self, name: str) -> None:
+        node = self.find(name)
+        if node.state == "terminated":
+            raise CloudError(f"machine {node.name} is terminated already")
+        self._end(node)
+        await node.gone.wait()
+
+    async def freeze(self, name: str) -> None:
+        node = self.find(name, alive=True)
+        await asyncio.to_thread(procs.stop, self._search(node))
+
+    async def thaw(self, name: str) -> None:
+        node = self.find(name, alive=True)
+        await asyncio.to_thread(procs.resume, self._search(node))
+
+    async def cut(self, name: str) -> None:
+        """Take a machine off the network; again: reach now what it has opened since."""
+        node = self.find(name, alive=True)
+        async with self._cutting:
+            await asyncio.to_thread(self._cutter.sweep if node.cut else self._cutter.cut, node.name)
+        if node.cut is None and not node.dying:
+            node.cut = asyncio.create_task(self._keep_cut(node))
+
+    async def join(self, name: str) -> None:
+        node = self.find(name, alive=True)
+        if node.cut is not None:
+            await self._stop_cutting(node)
+            async with self._cutting:
+                await asyncio.to_thread(self._cutter.join, node.name)
+
+    def stockout(self, zone: str, on: bool) -> None:
+        zones = {pool.zone for pool in self.config.pools}
+        if zone not in zones:
+            raise CloudError(f"no pool is in zone {zone!r}; zones: {', '.join(sorted(zones))}")
+        (self.dry.add if on else self.dry.discard)(zone)
+        self._wake.set()
+
+    def configure(self, config: Config) -> None:
+        """Follow a changed cluster file, as `terraform apply` would; machines that are there stay as they are."""
+        if (config.cluster, config.metadata) != (self.config.cluster, self.config.metadata):
+            raise CloudError("name and metadata flavour of a running cluster cannot change: `make down` first")
+        sizes = {pool.name: self._wanted.get(pool.name, frozenset()) for pool in config.pools}
+        self._wanted = {
+            pool.name: group.resized(sizes[pool.name], min(len(sizes[pool.name]), pool.max)) for pool in config.pools
+        } | {HEAD: frozenset({0})}
+        self.config = config
+        self._wake.set()
+
+    # The loop.
+
+    async def run(self) -> None:
+        """Make what is there what is wanted, whenever either changes. Never returns."""
+        await self._metadata.setup()
+        while True:
+            self._wake.clear()
+            wake = self._reconcile()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(None if wake == math.inf else max(0.0, wake - time.time())):
+                    await self._wake.wait()
+
+    async def close(self) -> None:
+        """End every machine."""
+        for node in self.nodes.values():
+            self._end(node)
+        await asyncio.gather(*(node.gone.wait() for node in self.nodes.values() if node.life))
+        await self._metadata.cleanup()
+
+    def _reconcile(self) -> float:
+        pools = {pool.name: pool for pool in (self.config.head, *self.config.pools)}
+        machines = {n.name: group.Machine(n.pool.name, n.index, n.state, n.due) for n in self.nodes.values()}
+        view = group.View(time.time(), pools, self._wanted, machines, self.config.capacity, frozenset(self.dry))
+        plan = group.plan(view)
+        for name in plan.forget:
+            del self.nodes[name]
+            self._broken.pop(name, None)
+        for name in plan.destroy:
+            self._end(self.nodes[name])
+        for pool, index in plan.create:
+            self._begin(pools[pool], index)
+        self._short = {name: self._shortage(pools[name], missing) for name, missing in plan.short.items()}
+        return plan.wake
+
+    def _shortage(self, pool: Pool, missing: int) -> Problem:
+        before = self._short.get(pool.name)
+        message = f"zone {pool.zone} has no more {pool.market} {pool.machine} at present: {missing} missing"
+        return Problem(pool.name, "stockout", message, before.at if before else time.time())
+
+    # A machine's life.
+
+    def _begin(self, pool: Pool, index: int) -> None:
+        name, now = group.node_name(pool.name, index), time.time()
+        address, identity = self._address(name), _new_id(self.config.metadata)
+        attributes = {
+            "spotrun-cluster": self.config.cluster,
+            "spotrun-bucket": self.config.bucket,
+            "spotrun-role": "head" if pool.name == HEAD else "node",
+            "spotrun-pool": pool.name,
+        }
+        if pool.name == HEAD:
+            attributes["spotrun-spec"] = self.config.spec
+        facts = metadata.Facts(
+            name, identity, pool.zone, self.config.region, pool.machine, address, pool.market, attributes
+        )
+        node = Node(name, index, pool, address, identity, now, metadata.Subject(facts))
+        self.nodes[name] = node
+        node.life = asyncio.create_task(self._live(node))
+
+    def _end(self, node: Node) -> None:
+        """Take a machine at once; returns before it is gone."""
+        if not node.dying and node.life is not None:
+            node.dying, node.state, node.due = True, "stopping", math.inf
+            node.life.cancel()
+
+    async def _live(self, node: Node) -> None:
+        """From a machine's creation to its end, whoever brings that about."""
+        site: web.TCPSite | None = None
+        try:
+            await asyncio.sleep(self.config.boot_delay)
+            site = web.TCPSite(self._metadata, node.address, METADATA_PORT, reuse_address=True)
+            await site.start()
+            process = await self._boot(node)
+            if process.stdout is not None and await process.stdout.readline() and node.state == "provisioning":
+                log.info("%s runs at %s", node.name, node.address)
+                node.state = "running"
+                self._broken.pop(node.name, None)
+            code = await process.wait()
+            self._blame(node, f"its first process ended with {code}; see {self.layout.node(node.name) / 'init.log'}")
+        except asyncio.CancelledError:
+            log.info("%s is taken", node.name)
+        except Exception as error:  # whatever kept this machine from starting must not end the others
+            log.exception("%s", node.name)
+            self._blame(node, f"it could not be started: {error}")
+        node.dying, node.state, node.due = True, "stopping", math.inf
+        try:
+            await self._clear(node, site)
+        finally:
+            node.state, node.due = "terminated", time.time() + self.config.recreate_delay
+            node.gone.set()
+            self._wake.set()
+
+    def _blame(self, node: Node, message: str) -> None:
+        log.warning("%s: %s", node.name, message)
+        self._broken[node.name] = Problem(node.pool.name, "other", f"machine {node.name}: {message}", time.time())
+
+    async def _boot(self, node: Node) -> asyncio.subprocess.Process:
+        folder, memory = self.layout.node(node.name), self.layout.tmpfs / node.name
+        keys, scratch = folder / "ssh", folder / "scratch"
+        await asyncio.to_thread(_prepare, folder, memory, keep_keys=node.pool.name == HEAD)
+        role = "head" if node.pool.name == HEAD else "agent"
+        command = [part.replace("{role}", role) for part in self.config.role]
+        init = [sys.executable, "-m", "spotrun.cloud.local.node", node.address, str(keys), f"{self.layout.key}.pub"]
+        environment = self._environment(node, memory, scratch, keys)
+        async with self._spawning:
+            with (folder / "init.log").open("ab") as output:
+                process = await asyncio.create_subprocess_exec(
+                    *init,
+                    "--",
+                    *command,
+                    env=environment,
+                    cwd=scratch,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=output,
+                    start_new_session=True,
+                )
+            node.pid = process.pid
+        return process
+
+    def _environment(self, node: Node, memory: Path, scratch: Path, keys: Path) -> dict[str, str]:
+        server = f"{node.address}:{METADATA_PORT}"
+        values = {
+            **os.environ,
+            MARK: self.layout.mark(node.name),
+            "SPOTRUN_NODE": node.name,
+            "SPOTRUN_TMPFS": str(memory),
+            "SPOTRUN_SCRATCH": str(scratch),
+            "SPOTRUN_SSH_KEYS": str(keys),
+            "SPOTRUN_SSH_PORT": str(SSH_PORT),
+            "GCE_METADATA_HOST": server,
+            "AWS_EC2_METADATA_SERVICE_ENDPOINT": f"http://{server}/",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+        }
+        if node.pool.name == HEAD:  # only the head may resize pools
+            values |= {"SPOTRUN_LOCAL_CLOUD": self.endpoint, "SPOTRUN_LOCAL_CLOUD_TOKEN": self.token}
+        return values
+
+    async def _clear(self, node: Node, site: web.TCPSite | None) -> None:
+        """Leave nothing of a machine: no process, no port, nothing in memory."""
+        node.subject.end()
+        await self._stop_cutting(node)
+        async with self._cutting:
+            self._cutter.forget(node.name)
+        killed = await asyncio.to_thread(procs.kill, self._search(node))
+        async with self._spawning:
+            known = {other.pid for other in self.nodes.values()}
+            killed |= await asyncio.to_thread(procs.kill, lambda: procs.strays(known))
+        procs.reap(killed - {node.pid})  # that one is asyncio's to collect
+        if site is not None:
+            with suppress(RuntimeError):  # it never started
+                await site.stop()
+        await asyncio.to_thread(remove_tree, self.layout.tmpfs / node.name)
+
+    async def _keep_cut(self, node: Node) -> None:
+        while True:
+            await asyncio.sleep(_SWEEP)
+            async with self._cutting:
+                try:
+                    await asyncio.to_thread(self._cutter.sweep, node.name)
+                except OSError as error:
+                    log.warning("%s: the cut has a hole: %s", node.name, error)
+
+    async def _stop_cutting(self, node: Node) -> None:
+        if node.cut is not None:
+            async with self._cutting:  # a sweep under way in a thread ends first
+                node.cut.cancel()
+            node.cut = None
+
+    def _search(self, node: Node) -> Callable[[], set[int]]:
+        mark = self.layout.mark(node.name)
+        return lambda: procs.of_node(mark)
+
+    def _subject_at(self, address: str) -> metadata.Subject | None:
+        return next((n.subject for n in self.nodes.values() if n.address == address and not n.gone.is_set()), None)
+
+    def _address(self, name: str) -> str:
+        """Stable for a name. When all are taken, that of a name that has no machine."""
+        if name not in self._addresses:
+            free = [f"{self.subnet}.{host}" for host in range(_FIRST_HOST, _LAST_HOST + 1)]
+            held = {address for owner, address in self._addresses.items()}
+            used = {self._addresses[owner] for owner in self.nodes if owner in self._addresses}
+            choice = next((a for a in free if a not in held), None) or next((a for a in free if a not in used), None)
+            if choice is None:
+                raise CloudError(f"the local cloud has {len(free)} addresses, and all are in use")
+            self._addresses = {owner: a for owner, a in self._addresses.items() if a != choice} | {name: choice}
+        return self._addresses[name]
+
+
+def _new_id(flavour: str) -> str:
+    return str(secrets.randbelow(9 * 10**18) + 10**18) if flavour == "gce" else f"i-{secrets.token_hex(9)[:17]}"
+
+
+def _prepare(folder: Path, memory: Path, keep_keys: bool) -> None:
+    """The disk and memory of a new machine: empty, with host keys of its own. The head's keys outlive it."""
+    for path in (folder / "scratch", memory, *(() if keep_keys else (folder / "ssh",))):
+        remove_tree(path)
+        path.mkdir(parents=True, mode=0o700)
+    (folder / "ssh").mkdir(exist_ok=True, mode=0o700)
+    ensure_key(folder / "ssh" / "ssh_host_ed25519_key")

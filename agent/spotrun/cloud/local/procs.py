@@ -1,0 +1,162 @@
+"""The processes of a machine: all that carry its mark in their environment, and all that descend from those.
+
+Blocking: each call looks through /proc (a few milliseconds); in an event loop use `asyncio.to_thread`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import time
+from collections.abc import Callable, Iterable
+
+from spotrun.cloud.local.layout import MARK
+
+_VARIABLE = f"{MARK}=".encode()
+_PR_SET_CHILD_SUBREAPER = 36
+_ROUNDS = 100  # of stopping or killing; each fork bomb of a sane size is over long before
+
+
+def mark_of(pid: int) -> str:
+    """The mark in a process's environment; empty if it has none, is gone, or is someone else's."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            environ = file.read()
+    except OSError:
+        return ""
+    if _VARIABLE not in environ:
+        return ""
+    for item in environ.split(b"\0"):
+        if item.startswith(_VARIABLE):
+            return item[len(_VARIABLE) :].decode(errors="replace")
+    return ""
+
+
+def status(pid: int) -> tuple[str, int]:
+    """(state letter, parent's pid); ("X", 0) if it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return "X", 0
+    return fields[0].decode(), int(fields[1])
+
+
+def pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def find(accept: Callable[[str], bool]) -> set[int]:
+    """Live processes whose mark is accepted, and their descendants that have no mark of their own; never this one."""
+    everyone = pids()
+    marks = {pid: mark_of(pid) for pid in everyone}
+    found = {pid for pid, mark in marks.items() if mark and accept(mark)}
+    parents = {pid: status(pid) for pid in everyone if pid in found or not marks[pid]}
+    grown = True
+    while grown:
+        more = {pid for pid, (_, parent) in parents.items() if parent in found} - found
+        grown = bool(more)
+        found |= more
+    return {pid for pid in found if parents[pid][0] not in "ZX"} - {os.getpid()}
+
+
+def of_node(mark: str) -> set[int]:
+    return find(lambda found: found == mark)
+
+
+def of_cluster(unique: str) -> set[int]:
+    """The processes of all of a cluster's machines, and its daemon unless this is it."""
+    return find(lambda found: found.startswith(f"{unique}/"))
+
+
+def strays(known: set[int]) -> set[int]:
+    """Orphans without a mark that fell to this process when the machine they belonged to lost its first process.
+
+    known: children that are none of these; nor may any be on its way, for one that just starts has no mark to be seen.
+    """
+    parents = {pid: status(pid) for pid in pids()}
+    found = {pid for pid, (_, parent) in parents.items() if parent == os.getpid() and pid not in known}
+    found -= {pid for pid in found if mark_of(pid)}
+    return {pid for pid in found if parents[pid][0] not in "ZX"}
+
+
+def stop(search: Callable[[], set[int]]) -> set[int]:
+    """SIGSTOP everything that the search finds, again and again until it finds nothing new. Returns all of them."""
+    stopped: set[int] = set()
+    for _ in range(_ROUNDS):
+        new = search() - stopped
+        if not new:
+            break
+        _signal(new, signal.SIGSTOP)
+        stopped |= new
+    return stopped
+
+
+def resume(search: Callable[[], set[int]]) -> None:
+    """SIGCONT everything that the search finds."""
+    _signal(search(), signal.SIGCONT)
+
+
+def kill(search: Callable[[], set[int]], patience: float = 20.0) -> set[int]:
+    """End everything that the search finds; its sockets and files are let go when this returns.
+
+    Stopped first, so that nothing reacts to the death of something else. Those that are found only by their descent go
+    before those that carry a mark, so that whoever ends this halfway leaves nothing that cannot be found again. Returns
+    the pids that it killed.
+    """
+    killed: set[int] = set()
+    deadline = time.monotonic() + patience
+    while found := stop(search):
+        batch = {pid for pid in found if not mark_of(pid)} or found
+        handles = []
+        for pid in batch:
+            with contextlib.suppress(OSError):
+                handle = os.pidfd_open(pid)
+                handles.append(handle)
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
+        _await_end(handles, deadline)
+        killed |= batch
+        if time.monotonic() > deadline:  # in an uninterruptible sleep: the kernel ends it when it wakes
+            break
+    return killed
+
+
+def become_subreaper() -> None:
+    """Have orphans of this tree become children of this process, instead of leaving the tree."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def reap(children: Iterable[int]) -> None:
+    """Collect those of the given processes that are dead children of this one."""
+    for pid in children:
+        with contextlib.suppress(OSError):
+            os.waitpid(pid, os.WNOHANG)
+
+
+def await_exit(pid: int, patience: float) -> bool:
+    """Whether the process has ended, waiting for it at most `patience` seconds."""
+    try:
+        handle = os.pidfd_open(pid)
+    except OSError:
+        return True
+    return _await_end([handle], time.monotonic() + patience)
+
+
+def _await_end(handles: list[int], deadline: float) -> bool:
+    """Wait until every process is dead with all of its threads, which is when a pidfd becomes readable."""
+    ended = True
+    for handle in handles:
+        poll = select.poll()
+        poll.register(handle, select.POLLIN)
+        ended &= bool(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
+        os.close(handle)
+    return ended
+
+
+def _signal(targets: set[int], number: int) -> None:
+    for pid in targets:
+        with contextlib.suppress(OSError):
+            os.kill(pid, number)

@@ -1,0 +1,39 @@
+"""The exceptions a user or a caller may meet. All derive from `SpotrunError`; its text is fit to print as it is."""
+
+from __future__ import annotations
+
+
+class SpotrunError(Exception):
+    """Root of the tree: something went wrong that the message explains, with what to do about it."""
+
+
+class SpecError(SpotrunError):
+    """A cluster file or a job file is wrong. The message names file, key, value and what is allowed."""
+
+
+class StoreError(SpotrunError):
+    """The bucket could not be read or written."""
+
+
+class NotFound(StoreError):
+    """There is no object of that key in the bucket."""
+
+
+class CorruptError(SpotrunError):
+    """A snapshot, checkpoint or bundle is not what its record says. The message names the file."""
+
+
+class LinkError(SpotrunError):
+    """Head and agent could not agree: wrong certificate, wrong token, malformed message."""
+
+
+class CloudError(SpotrunError):
+    """The cloud refused. Subclasses tell apart what the caller must treat differently."""
+
+
+class StockoutError(CloudError):
+    """The zone has no such machine at the moment; another zone or a later try may have."""
+
+
+class QuotaError(CloudError):
+    """The account may not have that many; trying again changes nothing."""

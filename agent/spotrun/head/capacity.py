@@ -1,0 +1,65 @@
+"""How many machines each pool should have now: `decide(observation)` is pure, and its tests are data.
+
+Pools are used in the order of the cluster file. A pool whose zone has no machines keeps being asked (a managed
+group goes on trying, at no cost) while the next pools stand in for what it lacks. What is too much afterwards is removed node
+by node, never a member of the running generation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Pool:
+    """One pool as it is. short: its zone or the quota refused the last machines asked for."""
+
+    name: str
+    max: int
+    size: int
+    running: tuple[str, ...] = ()
+    short: bool = False
+
+
+@dataclass(frozen=True)
+class Observation:
+    """needed: machines the job wants. keep: nodes that must not be taken away (members)."""
+
+    pools: tuple[Pool, ...]
+    needed: int
+    keep: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Decision:
+    """sizes: pools to resize. remove: nodes to delete, each lowering its pool's size by one."""
+
+    sizes: dict[str, int]
+    remove: tuple[str, ...] = ()
+
+
+def decide(seen: Observation) -> Decision:
+    """Sizes for the pools, changed ones only."""
+    if seen.needed == 0:
+        return Decision({pool.name: 0 for pool in seen.pools if pool.size})
+    sizes: dict[str, int] = {}
+    missing = seen.needed
+    for pool in seen.pools:
+        want = min(pool.max, max(missing, 0))
+        sizes[pool.name] = want
+        # A short pool counts only for what it has: the rest is asked of the next ones too.
+        missing -= min(want, len(pool.running)) if pool.short else want
+    remove: list[str] = []
+    for pool in seen.pools:
+        # Shrinking by size would let the cloud choose whom to end; name the nodes instead.
+        surplus = pool.size - sizes[pool.name]
+        if surplus <= 0:
+            continue
+        idle = [name for name in reversed(pool.running) if name not in seen.keep]
+        unborn = max(0, pool.size - len(pool.running))
+        taken = idle[: max(0, surplus - unborn)]
+        remove += taken
+        # remove() lowers the size itself; what was never born is taken back by size.
+        sizes[pool.name] = pool.size - min(surplus, unborn) if not taken else pool.size
+    changed = {pool.name: sizes[pool.name] for pool in seen.pools if sizes[pool.name] != pool.size}
+    return Decision(changed, tuple(remove))

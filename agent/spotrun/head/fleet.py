@@ -1,0 +1,82 @@
+"""The machines: what the cloud says there is, and how many there should be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from spotrun.cloud.base import Cloud, Instance, Problem
+from spotrun.errors import SpotrunError
+from spotrun.head import capacity
+from spotrun.spec import ClusterSpec
+
+RECREATE_AGAIN = 60.0  # seconds before the cloud is asked again to recreate the same node
+
+
+class Fleet:
+    """The pools of one cluster. instances is None while the cloud cannot be asked."""
+
+    def __init__(self, cluster: ClusterSpec, cloud: Cloud) -> None:
+        self.cluster = cluster
+        self.instances: list[Instance] | None = None
+        self.sizes: dict[str, int] = {}
+        self.problems: list[Problem] = []
+        self.prices: dict[str, float] = {}
+        self._cloud = cloud
+        self._recreated: dict[str, float] = {}
+
+    async def look(self) -> list[Problem]:
+        """Ask the cloud; problems that are new. Raises `CloudError`, and knows nothing then."""
+        self.instances = None
+        sizes, found = await self._cloud.sizes(), await self._cloud.nodes()
+        problems = await self._cloud.problems()
+        known = {(problem.pool, problem.message) for problem in self.problems}
+        self.prices = await self._cloud.prices()
+        self.sizes, self.problems = sizes, problems
+        self.instances = [instance for instance in found if self.cluster.pool(instance.pool)]
+        return [problem for problem in problems if (problem.pool, problem.message) not in known]
+
+    async def scale(self, needed: int, keep: Iterable[str]) -> None:
+        """Bring the pools to `needed` machines, never taking one of `keep`."""
+        decision = capacity.decide(self._observe(needed, frozenset(keep)))
+        for pool, size in decision.sizes.items():
+            await self._cloud.resize(pool, size)
+            self.sizes[pool] = size
+        if decision.remove:
+            await self._cloud.remove(list(decision.remove))
+
+    async def recreate(self, node: str, now: float) -> bool:
+        """Ask for another machine in a dead one's place; False if that was asked a moment ago."""
+        if now - self._recreated.get(node, 0.0) < RECREATE_AGAIN:
+            return False
+        self._recreated[node] = now
+        await self._cloud.recreate([node])
+        return True
+
+    async def preempt(self, node: str, notice: float | None) -> None:
+        """Have the cloud take a node, as a test; `notice` 0 without a word. Raises `SpotrunError` if unknown."""
+        names = sorted(instance.name for instance in self.instances or ())
+        if node not in names:
+            raise SpotrunError(f"there is no node {node!r}; nodes: {', '.join(names) or 'none'}")
+        await self._cloud.preempt(node, notice)
+
+    def state_of(self, node: str, heard: float) -> str | None:
+        """The state of the machine that ran the agent last heard at `heard`; None if the cloud cannot be asked."""
+        if self.instances is None:
+            return None
+        instance = next((each for each in self.instances if each.name == node), None)
+        # A machine made after this agent was last heard is its successor.
+        return "gone" if instance is None or instance.created > heard else instance.state
+
+    def _observe(self, needed: int, keep: frozenset[str]) -> capacity.Observation:
+        short = {problem.pool for problem in self.problems if problem.kind in ("stockout", "quota")}
+        pools = tuple(
+            capacity.Pool(
+                name=pool.name,
+                max=pool.max,
+                size=self.sizes.get(pool.name, 0),
+                running=tuple(sorted(i.name for i in self.instances or () if i.pool == pool.name)),
+                short=pool.name in short,
+            )
+            for pool in self.cluster.pools
+        )
+        return capacity.Observation(pools, needed, keep)

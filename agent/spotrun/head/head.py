@@ -1,0 +1,354 @@
+"""The head's loop: reports in, orders out, the job's state in the bucket before anyone acts on it.
+
+One task (`run`) owns the job and changes it; links and the control socket only leave documents and requests for
+it and wake it up. Another (`watch_cloud`) asks the cloud. Whatever is killed here at any point is rebuilt from the
+bucket and from the agents' next reports.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from spotrun.cloud.base import Cloud
+from spotrun.errors import SpotrunError, StoreError
+from spotrun.head import ledger
+from spotrun.head.fleet import Fleet
+from spotrun.head.health import Node, View
+from spotrun.head.journal import Journal
+from spotrun.head.orders import manifests, order_for
+from spotrun.head.planner import plan
+from spotrun.head.state import (
+    Action,
+    Cause,
+    Drain,
+    Fail,
+    Finish,
+    Hold,
+    JobState,
+    Recreate,
+    Start,
+    Unsave,
+    apply,
+    saved,
+)
+from spotrun.head.status import status
+from spotrun.spec import ClusterSpec, JobSpec, check_fit
+from spotrun.store import Store, epoch_key
+from spotrun.wire import Order, Report
+
+log = logging.getLogger(__name__)
+
+TICK = 0.25  # seconds between looks while a job is active; reports wake the loop at once
+IDLE_TICK = 2.0
+GAP = 2.0  # seconds without a turn after which the head does not trust its picture of who is silent
+SCALE_DOWN_AFTER = 10.0  # seconds that agents have to upload their last logs before their machines go
+
+Change = Callable[[JobState, float], JobState]
+Send = Callable[[Order], None]
+
+
+@dataclass
+class Seen:
+    """An agent: its newest report, and the way to it while it is linked."""
+
+    report: Report
+    heard: float
+    send: Send | None = None
+    sent: Order | None = None
+
+
+class Head:
+    """The head of one cluster."""
+
+    def __init__(self, cluster: ClusterSpec, store: Store, cloud: Cloud, epoch: int, poll_seconds: float = 5.0) -> None:
+        self.cluster = cluster
+        self.epoch = epoch
+        self.store = store
+        self.journal = Journal(store, cluster.name)
+        self.fleet = Fleet(cluster, cloud)
+        self.job: JobState | None = None
+        self.events: list[dict[str, Any]] = []
+        self.published = asyncio.Condition()  # notified after each turn: what status() says may have changed
+        self._poll_seconds = poll_seconds
+        self._agents: dict[str, Seen] = {}
+        self._queue: list[str] = []
+        self._requests: list[tuple[Change, asyncio.Future[JobState]]] = []
+        self._changed = asyncio.Event()
+        self._look_now = asyncio.Event()
+        self._turned_at = self._awake_since = self._ready_at = 0.0
+
+    # What links and the control socket call.
+
+    def hear(self, report: Report, send: Send) -> None:
+        """An agent's newest report came in over a link."""
+        before = self._agents.get(report.node)
+        new = before is None or before.report.boot != report.boot
+        if new:
+            self.note("node", f"{report.node} joined")
+        if report.phase == "ready" and (new or before is None or before.report.phase != "ready"):
+            self._ready_at = time.time()
+        if report.notice and (new or before is None or before.report.notice is None):
+            self.note("notice", f"{report.node} will be taken: {report.notice.kind}")
+            self._look_now.set()
+        sent = before.sent if before and before.send is send else None
+        self._agents[report.node] = Seen(report, time.time(), send, sent)
+        self._changed.set()
+
+    def lose(self, node: str, send: Send) -> None:
+        """A link closed. A newer link of the same node is not touched."""
+        seen = self._agents.get(node)
+        if seen is not None and seen.send is send:
+            seen.send, seen.sent = None, None
+            self.note("link", f"{node} is not connected")
+            self._changed.set()
+            self._look_now.set()
+
+    async def submit(self, job: dict[str, object], code: str) -> str:
+        """Queue a job; its id. Raises `SpecError`."""
+        spec = JobSpec.model_validate(job)
+        check_fit(spec, self.cluster)
+        now = time.time()
+        state = JobState(
+            id=f"{spec.name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now))}",
+            name=spec.name,
+            cluster=self.cluster.name,
+            code=code,
+            spec=spec.model_dump(mode="json"),
+            submitted=now,
+            ordered_at=now,
+        )
+        state = await self.journal.create(state)
+        await self._enqueue(state.id)
+        return state.id
+
+    async def relaunch(self, job: str) -> None:
+        """Run an ended job again, from its newest checkpoint; restart the workers of an active one."""
+        state = await self.load(job)
+        if not state.ended_already:
+            await self.change(lambda active, now: apply(active, Hold(cause=Cause(kind="relaunch")), now))
+            return
+        fresh = {"phase": "queued", "reason": "", "ended": None, "restarts": 0, "failure": None, "stopping": False}
+        state = state.model_copy(update=fresh | {"ending": None, "counted_at": 0.0, "ordered_at": time.time()})
+        await self.journal.replace(state)
+        if self.job is not None and self.job.id == job:
+            self.job = None
+        await self._enqueue(job)
+
+    async def change(self, change: Change) -> JobState:
+        """Have the loop change the active job; the job afterwards. Raises `SpotrunError` if none is active."""
+        future: asyncio.Future[JobState] = asyncio.get_running_loop().create_future()
+        self._requests.append((change, future))
+        self._changed.set()
+        return await future
+
+    async def load(self, job: str) -> JobState:
+        """A job's state: the active one's from memory, another's from the bucket."""
+        return self.job if self.job is not None and self.job.id == job else await self.journal.read(job)
+
+    @property
+    def jobs(self) -> list[str]:
+        """Ids of the jobs not yet ended, the active one first."""
+        return list(self._queue)
+
+    def status(self) -> dict[str, Any]:
+        """The status document as of now."""
+        view = self._view(time.time()) if self.job else None
+        return status(self.cluster, self.epoch, self.job, view, self.fleet, self.events)
+
+    def note(self, kind: str, text: str) -> None:
+        """Add to the job's events."""
+        self.events.append({"at": time.time(), "kind": kind, "text": text})
+        log.info("%s: %s", kind, text)
+
+    # The loop.
+
+    async def run(self) -> None:
+        """Own the job, for ever."""
+        self._queue = await self.journal.queue()
+        self._turned_at = self._awake_since = time.time()
+        while True:
+            busy = bool(self._queue)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), TICK if busy else IDLE_TICK)
+            self._changed.clear()
+            now = time.time()
+            if now - self._turned_at > (TICK if busy else IDLE_TICK) + GAP:
+                self._awake_since = now
+            self._turned_at = now
+            try:
+                await self._turn(now)
+            except StoreError as error:
+                # Nothing was sent that is not written; the next turn tries again.
+                log.warning("%s", error)
+                await asyncio.sleep(1.0)
+
+    async def _turn(self, now: float) -> None:
+        await self._next_job()
+        requests, self._requests = self._requests, []
+        for change, future in requests:
+            if self.job is None or self.job.ended_already:
+                future.set_exception(SpotrunError("no job is active"))
+                continue
+            try:
+                self.job = change(self.job, now)
+                future.set_result(self.job)
+            except SpotrunError as error:
+                future.set_exception(error)
+        if self.job is not None and not self.job.ended_already:
+            self.job = await self._advance(self.job, now)
+        if self.job is not None:
+            await self.journal.write(self.job, self.events, now)
+        self._send()
+        async with self.published:
+            self.published.notify_all()
+
+    async def _advance(self, job: JobState, now: float) -> JobState:
+        """Observe, count, complete checkpoints, plan, apply."""
+        open_loss = bool(job.losses) and job.losses[-1].seconds is None
+        self.job = job
+        view = self._view(now)
+        job = ledger.count(ledger.observe(job, view), view, self.fleet.prices)
+        if open_loss and job.losses[-1].seconds is not None:
+            loss = job.losses[-1]
+            self.note("recovered", f"after {loss.seconds:.1f} s, {loss.steps_lost} steps lost ({loss.kind})")
+        for manifest in manifests(job, [seen.report for seen in self._agents.values()], now):
+            found = await self.journal.complete(manifest, JobSpec.model_validate(job.spec).keep)
+            self.note("checkpoint", f"step {manifest.step} is in the bucket")
+            job = saved(job, tuple(found), manifest, now)
+        self.job = job
+        for action in plan(self._view(now)):
+            self._tell(job, action)
+            job = apply(job, action, now)
+            if isinstance(action, Recreate):
+                await self._recreate(action.node, now)
+            if isinstance(action, Finish | Hold):
+                self._look_now.set()
+        return job
+
+    def _view(self, now: float) -> View:
+        assert self.job is not None
+        nodes = tuple(
+            Node(seen.report, seen.send is not None, seen.heard, self.fleet.state_of(name, seen.heard))
+            for name, seen in self._agents.items()
+        )
+        return View(
+            now=now,
+            job=self.job,
+            nodes=nodes,
+            expected=sum(self.fleet.sizes.values()),
+            waiting_since=max(self._ready_at, self.job.submitted),
+            awake_since=self._awake_since,
+        )
+
+    def _tell(self, job: JobState, action: Action) -> None:
+        match action:
+            case Start():
+                names = ", ".join(member.node for member in action.members)
+                self.note("generation", f"{job.generation + 1}: {len(action.members)} nodes ({names}){_why(action)}")
+            case Hold():
+                self.note("generation", "the job is done" if action.ending else f"none; waiting for nodes{_why(action)}")
+            case Drain():
+                self.note("drain", f"all stop after step {action.step}{_why(action)}")
+            case Fail():
+                self.note("failure", f"{action.node} rank {action.failure.rank}: {action.failure.message}")
+            case Unsave():
+                self.note("checkpoint", f"given up: {action.reason}")
+            case Finish():
+                self.note("job", action.phase + (f": {action.reason}" if action.reason else ""))
+
+    async def _recreate(self, node: str, now: float) -> None:
+        try:
+            if await self.fleet.recreate(node, now):
+                self.note("node", f"{node} does not answer: asked the cloud for another in its place")
+        except SpotrunError as error:
+            self.note("cloud", str(error))
+
+    def _send(self) -> None:
+        for node, seen in self._agents.items():
+            order = order_for(self.job, node, seen.report.boot, self.epoch)
+            if seen.send is not None and order != seen.sent:
+                seen.sent = order
+                seen.send(order)
+
+    async def _enqueue(self, job: str) -> None:
+        self._queue.append(job)
+        await self.journal.write_queue(self._queue)
+        self._changed.set()
+        self._look_now.set()
+
+    async def _next_job(self) -> None:
+        """The first job in the queue is the active one until its end is in the bucket."""
+        if self.job is not None and self._queue and self._queue[0] == self.job.id:
+            if not self.job.ended_already or not self.journal.has(self.job):
+                return
+            self._queue.pop(0)
+            await self.journal.write_queue(self._queue)
+        if not self._queue:
+            return
+        try:
+            self.job, events = await self.journal.take_up(self._queue[0])
+            self.events = sorted(events + [e for e in self.events if e not in events], key=lambda e: float(e["at"]))
+        except StoreError:
+            raise
+        except SpotrunError as error:
+            self.note("job", f"passed over: {error}")
+            self._queue.pop(0)
+            await self.journal.write_queue(self._queue)
+
+    # The machines.
+
+    async def watch_cloud(self) -> None:
+        """Ask what there is and say what there should be, for ever. A cloud that does not answer changes nothing.
+
+        Raises `SystemExit` when another head has taken over.
+        """
+        while True:
+            try:
+                if await asyncio.to_thread(self.store.exists, epoch_key(self.cluster.name, self.epoch + 1)):
+                    log.warning("head %d has taken over; this one (%d) ends", self.epoch + 1, self.epoch)
+                    raise SystemExit(0)
+                for problem in await self.fleet.look():
+                    self.note("cloud", f"pool {problem.pool}: {problem.message}")
+                needed = self._needed(time.time())
+                if needed is not None:
+                    members = self.job.current.members if self.job and self.job.current else ()
+                    await self.fleet.scale(needed, [member.node for member in members])
+                self._forget()
+            except SpotrunError as error:
+                log.warning("%s", error)
+            self._changed.set()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._look_now.wait(), self._poll_seconds)
+            self._look_now.clear()
+
+    def _needed(self, now: float) -> int | None:
+        """Machines wanted now; None: leave them for the moment, their agents still have logs to upload."""
+        if self.job is not None and not self.job.ended_already:
+            nodes = JobSpec.model_validate(self.job.spec).nodes
+            # A node under notice still counts in its pool, but not for long: ask for its successor now.
+            notices = [seen.report.notice for seen in self._agents.values() if seen.send is not None]
+            leaving = sum(notice is not None and notice.kind != "rebalance" for notice in notices)
+            return nodes.max + nodes.spares + leaving
+        if self._queue and (self.job is None or self._queue[0] != self.job.id):
+            return None
+        busy = any(seen.send is not None and seen.report.job for seen in self._agents.values())
+        ended = self.job.ended if self.job and self.job.ended else 0.0
+        return None if busy and now - ended < SCALE_DOWN_AFTER else 0
+
+    def _forget(self) -> None:
+        """Drop agents whose machines are gone for good, unless the generation still counts on them."""
+        names = {instance.name for instance in self.fleet.instances or ()}
+        members = {member.node for member in self.job.current.members} if self.job and self.job.current else set()
+        for name in [n for n, seen in self._agents.items() if seen.send is None and n not in names | members]:
+            del self._agents[name]
+
+
+def _why(action: Start | Hold | Drain) -> str:
+    cause = action.cause
+    return f" ({cause.kind}{': ' + cause.node if cause.node else ''})" if cause else ""

@@ -1,0 +1,145 @@
+"""What the head knows of the nodes, and when one counts as lost. Pure.
+
+Lost takes two independent signals: the link (closed, or silent for `heartbeat_timeout`), and one of: the cloud says
+the machine is gone, other members' collectives failed, or no member has completed a step since. The head's own
+blindness (every node silent at once, or the head itself having stood still) is therefore never taken for a loss.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from spotrun.head.state import JobState
+from spotrun.spec import JobSpec
+from spotrun.wire import Report
+
+HEARTBEAT = 0.5  # seconds between an agent's reports
+GONE = ("stopping", "terminated", "gone")
+
+
+@dataclass(frozen=True)
+class Node:
+    """An agent as the head sees it. heard: time of its newest report; cloud: its machine's state there, if known."""
+
+    report: Report
+    linked: bool
+    heard: float
+    cloud: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.report.node
+
+    @property
+    def noticed(self) -> bool:
+        """Whether it will be taken. A rebalance recommendation alone is not that word."""
+        return self.report.notice is not None and self.report.notice.kind != "rebalance"
+
+    @property
+    def gone(self) -> bool:
+        return self.cloud in ("terminated", "gone")
+
+    @property
+    def setup_failure(self) -> bool:
+        return self.report.failure is not None and self.report.failure.kind == "setup"
+
+    def expendable(self, view: View) -> bool:
+        """Not a member of the generation that runs."""
+        current = view.job.current
+        return current is None or all(m.node != self.name or m.boot != self.report.boot for m in current.members)
+
+
+@dataclass(frozen=True)
+class View:
+    """All that a decision may rest on.
+
+    expected: how many nodes the pools have been asked for. waiting_since: when the newest node became ready, or the job came.
+    awake_since: since when the head has been running without a gap.
+    """
+
+    now: float
+    job: JobState
+    nodes: tuple[Node, ...]
+    expected: int = 0
+    waiting_since: float = 0.0
+    awake_since: float = 0.0
+
+    def members(self) -> list[Node | None]:
+        """The current generation's nodes in rank order; None for one whose machine or agent is another now."""
+        current = self.job.current
+        known = {(node.name, node.report.boot): node for node in self.nodes}
+        return [known.get((m.node, m.boot)) for m in current.members] if current else []
+
+    def eligible(self, spec: JobSpec) -> list[Node]:
+        """Nodes that could be in a generation that begins now."""
+        return [
+            node
+            for node in self.nodes
+            if node.linked
+            and not silent(self, node, spec)
+            and node.report.job == self.job.id
+            and node.report.phase not in ("idle", "preparing")
+            and not node.setup_failure
+            and not node.noticed
+            and node.cloud not in GONE
+            and node.report.store
+        ]
+
+
+def silent(view: View, node: Node, spec: JobSpec) -> bool:
+    """Whether nothing was heard of it for so long that something is wrong."""
+    return view.now - max(node.heard, view.awake_since) > spec.heartbeat_timeout
+
+
+def lost(view: View, spec: JobSpec) -> dict[str, str]:
+    """Members of the current generation that are lost: name → kind (`kill`, `preempt`, `silent`)."""
+    current = view.job.current
+    if current is None:
+        return {}
+    found: dict[str, str] = {}
+    newest = {node.name: node for node in view.nodes}
+    for member, node in zip(current.members, view.members(), strict=True):
+        others = [n for n in view.members() if n is not None and n is not node]
+        kind = _lost(view, spec, node, newest.get(member.node), others)
+        if kind:
+            found[member.node] = kind
+    return found
+
+
+def _lost(view: View, spec: JobSpec, node: Node | None, newer: Node | None, others: list[Node]) -> str | None:
+    if node is None:
+        # Never seen by this head: it may be on its way back from the last head. Another incarnation of it that
+        # reports is proof; else its peers' word is needed.
+        if newer is not None:
+            return "kill"
+        quiet = view.now - view.awake_since > 2 * spec.heartbeat_timeout
+        return "kill" if quiet and (_stalled(view, others) or _peers_failed(view, others)) else None
+    away = not node.linked or silent(view, node, spec)
+    if not away:
+        return None
+    kind = "preempt" if node.noticed else "kill" if not node.linked else "silent"
+    if node.gone:
+        return kind
+    if not others:
+        return None  # the head's word against nobody's: only the cloud can decide
+    if _peers_failed(view, others) or (silent(view, node, spec) and _stalled(view, others)):
+        return kind
+    return None
+
+
+def _peers_failed(view: View, others: list[Node]) -> bool:
+    """Whether a collective failed elsewhere in this generation."""
+    return any(
+        n.report.generation == view.job.generation and n.report.failure and n.report.failure.kind == "peer"
+        for n in others
+    )
+
+
+def _stalled(view: View, others: list[Node]) -> bool:
+    """Whether the others, who can be heard, do not get on: a step takes the whole generation."""
+    heard = [n for n in others if n.linked and view.now - n.heard < 3 * HEARTBEAT]
+    if not heard:
+        return False
+    progress = view.job.progress
+    newest = max((w.stepped_at for n in heard for w in n.report.workers), default=0.0)
+    return view.now - max(newest, view.job.ordered_at) > max(1.0, 3 * progress.pace)

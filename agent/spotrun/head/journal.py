@@ -1,0 +1,105 @@
+"""What the head keeps in the bucket: the queue, each job's state and events. It is how a new head knows."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from typing import Any
+
+from spotrun import checkpoints
+from spotrun.errors import SpotrunError
+from spotrun.head.state import JobState, Progress
+from spotrun.store import Store, checkpoint_key, job_key, queue_key
+from spotrun.wire import Manifest, StateRef
+
+log = logging.getLogger(__name__)
+
+PROGRESS_EVERY = 2.0  # seconds between writes of a state in which only progress changed
+
+
+class Journal:
+    """The bucket as the head writes it. All methods raise `StoreError` when it does not answer."""
+
+    def __init__(self, store: Store, cluster: str) -> None:
+        self.store = store
+        self._queue_key = queue_key(cluster)
+        self._written: JobState | None = None
+        self._written_at = 0.0
+        self._events = 0
+
+    async def queue(self) -> list[str]:
+        """Ids of the jobs not yet ended, the active one first."""
+        data = await asyncio.to_thread(self.store.find, self._queue_key)
+        return list(json.loads(data)) if data else []
+
+    async def write_queue(self, queue: list[str]) -> None:
+        await asyncio.to_thread(self.store.put, self._queue_key, json.dumps(queue).encode())
+
+    async def create(self, state: JobState) -> JobState:
+        """Write a new job; its id gets a number if it is taken."""
+        stem, number = state.id, 1
+        spec = json.dumps(state.spec, indent=2).encode()
+        while not await asyncio.to_thread(self.store.create, job_key(state.id), spec):
+            number += 1
+            state = state.model_copy(update={"id": f"{stem}-{number}"})
+        await self.replace(state)
+        return state
+
+    async def replace(self, state: JobState) -> None:
+        """Write a job's state as it is, whoever holds it."""
+        await asyncio.to_thread(self.store.put, job_key(state.id, "state.json"), state.model_dump_json().encode())
+
+    async def read(self, job: str) -> JobState:
+        """A job's state. Raises `SpotrunError` if there is none that can be read."""
+        data = await asyncio.to_thread(self.store.find, job_key(job, "state.json"))
+        if data is None:
+            raise SpotrunError(f"there is no job {job} in {self.store.url}; `spotrun ctl jobs` lists them")
+        try:
+            return JobState.model_validate_json(data)
+        except ValueError as error:
+            raise SpotrunError(f"{self.store.url}: jobs/{job}/state.json is not readable: {error}") from None
+
+    async def take_up(self, job: str) -> tuple[JobState, list[dict[str, Any]]]:
+        """A job to go on with, and its events; its checkpoints are those that are really there."""
+        state = await self.read(job)
+        lines = (await asyncio.to_thread(self.store.find, job_key(job, "events.jsonl")) or b"").splitlines()
+        events = [json.loads(line) for line in lines if line.startswith(b"{") and line.endswith(b"}")]
+        complete = await asyncio.to_thread(checkpoints.complete, self.store, job)
+        self._written, self._events = None, 0
+        return state.model_copy(update={"checkpoints": tuple(complete)}), events
+
+    async def write(self, job: JobState, events: list[dict[str, Any]], now: float) -> None:
+        """The job's state, if there is something new; mere progress only every few seconds."""
+        if job == self._written:
+            return
+        if self._written is not None and now - self._written_at < PROGRESS_EVERY:
+            if _essence(self._written) == _essence(job):
+                return
+        await self.replace(job)
+        self._written, self._written_at = job, now
+        if len(events) != self._events:
+            count = len(events)
+            lines = "".join(json.dumps(event) + "\n" for event in events).encode()
+            await asyncio.to_thread(self.store.put, job_key(job.id, "events.jsonl"), lines)
+            self._events = count
+
+    def has(self, job: JobState) -> bool:
+        """Whether exactly this state is in the bucket."""
+        return self._written == job
+
+    async def complete(self, manifest: Manifest, keep: int) -> list[StateRef]:
+        """Make a checkpoint count, prune older ones; those that count now, newest first.
+
+        Create-only: whichever generation completes a step first has it; another's files of that step are pruned.
+        """
+        key = checkpoint_key(manifest.job, manifest.step)
+        await asyncio.to_thread(self.store.create, key, manifest.model_dump_json().encode())
+        await asyncio.to_thread(checkpoints.prune, self.store, manifest.job, keep)
+        return await asyncio.to_thread(checkpoints.complete, self.store, manifest.job)
+
+
+def _essence(job: JobState) -> JobState:
+    """The job without what changes all the time and may be a little old after a head's death."""
+    blank = {"progress": Progress(), "node_seconds": 0.0, "cost": 0.0, "counted_at": 0.0}
+    return job.model_copy(update=blank)

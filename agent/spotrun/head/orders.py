@@ -1,0 +1,58 @@
+"""From the job's state to what each agent is told, and from agents' parts to a manifest. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from spotrun.head.state import JobState
+from spotrun.wire import Bundle, Manifest, Order, Part, Report, SaveOrder
+
+
+def order_for(job: JobState | None, node: str, boot: str, epoch: int) -> Order:
+    """What the agent `node`, in its incarnation `boot`, should be doing."""
+    if job is None or job.ended_already:
+        return Order(epoch=epoch)
+    bundle = Bundle(id=job.id, code=job.code, job=job.spec)
+    save = _save_for(job, node)
+    if job.current is None:
+        if job.saving is None or save is None:
+            return Order(epoch=epoch, bundle=bundle)
+        return Order(epoch=epoch, bundle=bundle, upload=job.saving.ref, save=save)
+    if all((member.node, member.boot) != (node, boot) for member in job.current.members):
+        return Order(epoch=epoch, bundle=bundle)
+    return Order(
+        epoch=epoch,
+        bundle=bundle,
+        generation=job.current,
+        stop_at=job.draining.step if job.draining else None,
+        save=save,
+        dump=job.dumping,
+    )
+
+
+def manifests(job: JobState, reports: Iterable[Report], now: float) -> list[Manifest]:
+    """A manifest for each checkpoint of which every part has been uploaded and that is not known as complete."""
+    found: dict[tuple[int, int, int], dict[int, Part]] = defaultdict(dict)
+    for report in reports:
+        for part in report.parts if report.job == job.id else ():
+            found[(part.generation, part.step, part.parts)][part.index] = part
+    known = {(ref.generation, ref.step) for ref in job.checkpoints}
+    return [
+        Manifest(
+            job=job.id,
+            generation=generation,
+            step=step,
+            created=now,
+            files=tuple(file for index in sorted(parts) for file in parts[index].files),
+        )
+        for (generation, step, count), parts in sorted(found.items())
+        if set(parts) == set(range(count)) and (generation, step) not in known
+    ]
+
+
+def _save_for(job: JobState, node: str) -> SaveOrder | None:
+    if job.saving is None or node not in job.saving.holders:
+        return None
+    holders = job.saving.holders
+    return SaveOrder(step=job.saving.ref.step, index=holders.index(node), parts=len(holders))

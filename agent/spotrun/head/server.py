@@ -1,0 +1,283 @@
+"""The head's doors: a TLS WebSocket for agents, a Unix socket for `spotrun ctl`, and the process around both.
+
+What comes in is untrusted until it has shown the token, and is validated after: a bad message is refused, logged,
+and closes at most its own link.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime
+import hashlib
+import hmac
+import json
+import logging
+import secrets
+import signal
+import socket
+import ssl
+import tempfile
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from aiohttp import WSMsgType, web
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+from pydantic import ValidationError
+
+from spotrun.errors import SpotrunError
+from spotrun.head.head import Head
+from spotrun.head.state import JobState
+from spotrun.head.status import job_status
+from spotrun.store import Store, epoch_key, head_key
+from spotrun.wire import MAX_MESSAGE, HeadRecord, Order, Report
+
+log = logging.getLogger(__name__)
+
+PORT = 8470
+HEARTBEAT = 5.0  # seconds between WebSocket pings; reports themselves come twice a second
+BAD_MESSAGES = 5  # in a row from one link before it is closed
+FOLLOW_EVERY = 0.2  # seconds between two lines of `ctl follow` at the least
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+async def serve(head: Head, address: str, control: Path, port: int = PORT) -> None:
+    """Run the head until SIGTERM or until another head takes over."""
+    token = secrets.token_urlsafe(32)
+    context, fingerprint = await asyncio.to_thread(_certificate)
+    agents = web.AppRunner(_agent_app(head, token), access_log=None)
+    operators = web.AppRunner(_control_app(head), access_log=None)
+    await agents.setup()
+    await operators.setup()
+    try:
+        await web.TCPSite(agents, address, port, ssl_context=context).start()
+        control.unlink(missing_ok=True)
+        await web.UnixSite(operators, str(control)).start()
+        control.chmod(0o600)
+        record = HeadRecord(epoch=head.epoch, address=address, port=port, fingerprint=fingerprint, token=token)
+        await asyncio.to_thread(head.store.put, head_key(head.cluster.name), record.model_dump_json().encode())
+        log.info("head %d of cluster %s listens on %s:%d", head.epoch, head.cluster.name, address, port)
+        await _until_stopped(head.run(), head.watch_cloud())
+    finally:
+        await operators.cleanup()
+        await agents.cleanup()
+        control.unlink(missing_ok=True)
+
+
+def claim_epoch(store: Store, cluster: str) -> int:
+    """The number of this head: one more than the last one's. Whoever creates the key has it."""
+    prefix = epoch_key(cluster, 0).rsplit("/", 1)[0]
+    taken = [int(key.rsplit("/", 1)[1]) for key in store.list(prefix)]
+    epoch = max(taken, default=0) + 1
+    while not store.create(epoch_key(cluster, epoch), socket.gethostname().encode()):
+        epoch += 1
+    return epoch
+
+
+async def _until_stopped(*work: Awaitable[None]) -> None:
+    """Run all until one fails or SIGTERM comes; then none is left."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    tasks = [asyncio.ensure_future(each) for each in work] + [asyncio.ensure_future(stop.wait())]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _certificate() -> tuple[ssl.SSLContext, str]:
+    """A fresh self-signed certificate and its SHA-256; agents trust exactly this one, by head.json."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "spotrun head")])
+    now = datetime.datetime.now(datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=3650))
+        .sign(key, hashes.SHA256())
+    )
+    der = certificate.public_bytes(serialization.Encoding.DER)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    with tempfile.TemporaryDirectory() as folder:  # the ssl module reads keys from files only
+        path = Path(folder) / "head.pem"
+        private = key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+        path.touch(mode=0o600)
+        path.write_bytes(private + certificate.public_bytes(serialization.Encoding.PEM))
+        context.load_cert_chain(path)
+    return context, hashlib.sha256(der).hexdigest()
+
+
+def _agent_app(head: Head, token: str) -> web.Application:
+    app = web.Application(client_max_size=MAX_MESSAGE)
+
+    async def agent(request: web.Request) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(given.encode(), token.encode()):
+            log.warning("refused %s: wrong token", request.remote)
+            return web.json_response({"error": "wrong token: read head.json again"}, status=401)
+        return await _link(head, request)
+
+    app.router.add_get("/agent", agent)
+    return app
+
+
+async def _link(head: Head, request: web.Request) -> web.WebSocketResponse:
+    """One agent's link, until it closes. Orders go out through a queue that keeps only the newest."""
+    socket_ = web.WebSocketResponse(max_msg_size=MAX_MESSAGE, heartbeat=HEARTBEAT)
+    await socket_.prepare(request)
+    orders: asyncio.Queue[Order] = asyncio.Queue()
+
+    def send(order: Order) -> None:
+        while not orders.empty():
+            orders.get_nowait()
+        orders.put_nowait(order)
+
+    sender = asyncio.create_task(_send(socket_, orders))
+    node, bad = "", 0
+    try:
+        async for message in socket_:
+            report = _report(message.data) if message.type is WSMsgType.TEXT else "not a text frame"
+            if isinstance(report, str) or (node and report.node != node):
+                bad += 1
+                log.warning("refused a message from %s (%s): %s", node or "?", request.remote, report)
+                if bad >= BAD_MESSAGES:
+                    await socket_.close(code=1008, message=b"too many bad messages")
+                continue
+            node, bad = report.node, 0
+            head.hear(report, send)
+    finally:
+        sender.cancel()
+        if node:
+            head.lose(node, send)
+        await asyncio.gather(sender, return_exceptions=True)
+    return socket_
+
+
+async def _send(link: web.WebSocketResponse, orders: asyncio.Queue[Order]) -> None:
+    with contextlib.suppress(ConnectionError):
+        while True:
+            await link.send_str((await orders.get()).model_dump_json())
+
+
+def _report(text: str) -> Report | str:
+    """The report, or what is wrong with it in a line."""
+    try:
+        return Report.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+
+
+def _control_app(head: Head) -> web.Application:
+    """What `spotrun ctl` talks to. The socket's file mode is the guard: whoever may open it is the operator."""
+    app = web.Application(middlewares=[_explain])
+
+    async def body(request: web.Request) -> dict[str, Any]:
+        found = await request.json()
+        if not isinstance(found, dict):
+            raise SpotrunError("the request is not a JSON object")
+        return found
+
+    async def submit(request: web.Request) -> web.Response:
+        asked = await body(request)
+        return web.json_response({"job": await head.submit(asked["job"], str(asked["code"]))})
+
+    async def status(request: web.Request) -> web.Response:
+        return web.json_response(await _status(head, request.query.get("job")))
+
+    async def jobs(request: web.Request) -> web.Response:
+        return web.json_response([{"job": job, "phase": (await head.load(job)).phase} for job in head.jobs])
+
+    async def stop(request: web.Request) -> web.Response:
+        def ask(job: JobState, now: float) -> JobState:
+            return job.model_copy(update={"stopping": True})
+
+        return web.json_response({"job": (await head.change(ask)).id})
+
+    async def relaunch(request: web.Request) -> web.Response:
+        job = (await body(request)).get("job") or _active(head)
+        await head.relaunch(str(job))
+        return web.json_response({"job": job})
+
+    async def preempt(request: web.Request) -> web.Response:
+        asked = await body(request)
+        notice = asked.get("notice")
+        await head.fleet.preempt(str(asked["node"]), None if notice is None else float(notice))
+        return web.json_response({"node": asked["node"]})
+
+    async def follow(request: web.Request) -> web.StreamResponse:
+        return await _follow(head, request)
+
+    app.router.add_post("/submit", submit)
+    app.router.add_post("/stop", stop)
+    app.router.add_post("/relaunch", relaunch)
+    app.router.add_post("/preempt", preempt)
+    app.router.add_get("/status", status)
+    app.router.add_get("/jobs", jobs)
+    app.router.add_get("/follow", follow)
+    return app
+
+
+@web.middleware
+async def _explain(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """A user's mistake becomes one line, never a traceback."""
+    try:
+        return await handler(request)
+    except SpotrunError as error:
+        return web.json_response({"error": str(error)}, status=400)
+    except ValidationError as error:
+        lines = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        return web.json_response({"error": f"not a valid request: {lines}"}, status=400)
+    except (KeyError, TypeError, ValueError) as error:
+        return web.json_response({"error": f"not a valid request: {error}"}, status=400)
+
+
+def _active(head: Head) -> str:
+    if head.job is None:
+        raise SpotrunError("no job has run since this head began; name one (spotrun ctl jobs lists those that wait)")
+    return head.job.id
+
+
+async def _status(head: Head, job: str | None) -> dict[str, Any]:
+    document = head.status()
+    if job is not None and (head.job is None or head.job.id != job):
+        document["job"] = job_status(await head.load(job))
+    return document
+
+
+async def _follow(head: Head, request: web.Request) -> web.StreamResponse:
+    """A status document a line whenever something changed, until the job has ended."""
+    job = request.query.get("job") or (head.jobs[0] if head.jobs else _active(head))
+    await head.load(job)
+    response = web.StreamResponse()
+    await response.prepare(request)
+    last = ""
+    with contextlib.suppress(ConnectionError):
+        while True:
+            document = await _status(head, job)
+            text = json.dumps(document)
+            if text != last:
+                await response.write(text.encode() + b"\n")
+                last = text
+            if document["job"]["ended"]:
+                break
+            # Not more often than a person can read; changes meanwhile are in the next line.
+            await asyncio.sleep(FOLLOW_EVERY)
+            async with head.published:
+                await head.published.wait()
+    return response

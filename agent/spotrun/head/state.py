@@ -1,0 +1,297 @@
+"""The state of a job as the head keeps it in the bucket (jobs/<id>/state.json), and the actions that change it.
+
+All of it is frozen data. `planner.plan` proposes actions, `apply` here carries them out on paper; the server does
+the I/O that follows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from spotrun.wire import Document, Failure, Generation, Manifest, Member, StateRef
+
+Phase = Literal["queued", "starting", "running", "draining", "waiting", "finishing", "succeeded", "failed", "stopped"]
+ENDED = ("succeeded", "failed", "stopped")
+
+
+class Cause(Document):
+    """Why a generation ended. kind: preempt (with notice), kill, silent (frozen or cut off), crash, hang, grow…"""
+
+    kind: str
+    node: str = ""
+
+
+class Loss(Document):
+    """One interruption. `seconds`: last step before it to first step after it; None while it lasts."""
+
+    kind: str
+    node: str
+    at: float
+    generation: int  # the one it ended
+    step: int  # reached when it came
+    step_cost: float = 0.0  # node-seconds of one step then
+    seconds: float | None = None
+    steps_lost: int | None = None
+    phases: tuple[float, ...] = ()  # of the generation after it: ordered, then as in wire.Worker.phases
+
+
+class Draining(Document):
+    """A generation on its way to a common stop."""
+
+    step: int
+    cause: Cause
+    deadline: float  # when the head stops waiting for it
+
+
+class Saving(Document):
+    """A checkpoint being taken: holder i uploads part i."""
+
+    ref: StateRef
+    holders: tuple[str, ...]
+    since: float
+
+
+class Ending(Document):
+    """What the job will become once its last state is in the bucket."""
+
+    phase: Literal["succeeded", "stopped", "failed"]
+    reason: str = ""
+    deadline: float = 0.0  # finish without the checkpoint then; 0: not yet counting
+
+
+class Progress(Document):
+    """What the current generation has done, from its members' reports."""
+
+    base: int = -1  # step it took up the work at
+    step: int = -1  # newest completed
+    stepped_at: float = 0.0
+    restored_at: float = 0.0
+    pace: float = 0.0  # seconds a step
+    samples_per_second: float = 0.0
+    total_steps: int = 0
+    metrics: dict[str, float] = {}
+
+
+class JobState(Document):
+    """Everything the head must know of a job after it was killed."""
+
+    id: str
+    name: str
+    cluster: str
+    code: str
+    spec: dict[str, object]
+    phase: Phase = "queued"
+    reason: str = ""
+    submitted: float
+    started: float | None = None
+    ended: float | None = None
+    generation: int = 0  # newest number given out
+    current: Generation | None = None
+    ordered_at: float = 0.0  # when `current` was given out, or when the last one ended
+    last: tuple[Member, ...] = ()  # members of the newest generation, in rank order
+    draining: Draining | None = None
+    saving: Saving | None = None
+    checkpoints: tuple[StateRef, ...] = ()  # complete ones, newest first
+    saved_at: float = 0.0
+    dumping: bool = False
+    stopping: bool = False
+    ending: Ending | None = None
+    restarts: int = 0
+    failure: Failure | None = None
+    failed_node: str = ""
+    stacks: str = ""
+    progress: Progress = Progress()
+    reached: int = 0  # newest step, of whichever generation
+    losses: tuple[Loss, ...] = ()
+    good_seconds: float = 0.0  # node-seconds in steps that counted, of ended generations
+    node_seconds: float = 0.0
+    cost: float = 0.0  # USD, as far as prices are known
+    counted_at: float = 0.0  # node_seconds are counted up to here
+
+    @property
+    def ended_already(self) -> bool:
+        return self.phase in ENDED
+
+
+@dataclass(frozen=True)
+class Start:
+    """Begin a new generation."""
+
+    members: tuple[Member, ...]
+    store: str
+    cause: Cause | None = None
+
+
+@dataclass(frozen=True)
+class Hold:
+    """End the generation; no other can begin yet."""
+
+    cause: Cause | None = None
+    ending: Ending | None = None
+
+
+@dataclass(frozen=True)
+class Drain:
+    """Stop all workers after `step`."""
+
+    step: int
+    cause: Cause
+    deadline: float
+
+
+@dataclass(frozen=True)
+class Save:
+    """Take a checkpoint."""
+
+    ref: StateRef
+    holders: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Unsave:
+    """Give up the checkpoint under way."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Fail:
+    """User code failed. Counts as a restart."""
+
+    failure: Failure
+    node: str
+    stacks: str = ""
+
+
+@dataclass(frozen=True)
+class Dump:
+    """The workers hang: keep their stacks, end them."""
+
+
+@dataclass(frozen=True)
+class Conclude:
+    """Settle what the job will become, once its state is safe."""
+
+    ending: Ending
+
+
+@dataclass(frozen=True)
+class Finish:
+    """End the job."""
+
+    phase: Literal["succeeded", "failed", "stopped"]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Recreate:
+    """Replace a machine that is lost but that the cloud still counts."""
+
+    node: str
+
+
+Action = Start | Hold | Drain | Save | Unsave | Fail | Dump | Conclude | Finish | Recreate
+
+
+def apply(job: JobState, action: Action, now: float) -> JobState:
+    """The job after the action. `Recreate` changes nothing here."""
+    match action:
+        case Start():
+            job = _end_generation(job, action.cause, now)
+            number = job.generation + 1
+            current = Generation(
+                number=number, members=action.members, store=action.store, checkpoints=job.checkpoints[:8]
+            )
+            return job.model_copy(
+                update={
+                    "generation": number,
+                    "current": current,
+                    "last": action.members,
+                    "ordered_at": now,
+                    "phase": "starting",
+                    "started": job.started or now,
+                    "saving": None,
+                }
+            )
+        case Hold():
+            job = _end_generation(job, action.cause, now)
+            phase = "finishing" if action.ending or job.ending else "waiting"
+            return job.model_copy(update={"phase": phase, "ordered_at": now, "ending": action.ending or job.ending})
+        case Drain():
+            draining = Draining(step=action.step, cause=action.cause, deadline=action.deadline)
+            return job.model_copy(update={"draining": draining, "phase": "draining", "saving": None})
+        case Save():
+            return job.model_copy(update={"saving": Saving(ref=action.ref, holders=action.holders, since=now)})
+        case Unsave():
+            # Not at once again: what made it fail may still be there.
+            return job.model_copy(update={"saving": None, "saved_at": max(job.saved_at, now - _interval(job) + 2.0)})
+        case Fail():
+            found = {"restarts": job.restarts + 1, "failure": action.failure, "failed_node": action.node}
+            return job.model_copy(update=found | {"stacks": action.stacks or job.stacks})
+        case Dump():
+            return job.model_copy(update={"dumping": True})
+        case Conclude():
+            return job.model_copy(update={"ending": action.ending})
+        case Finish():
+            job = _end_generation(job, None, now)
+            final = {"phase": action.phase, "reason": action.reason, "ended": now, "saving": None, "ending": None}
+            return job.model_copy(update=final)
+        case Recreate():
+            return job
+
+
+def saved(job: JobState, complete: tuple[StateRef, ...], manifest: Manifest, now: float) -> JobState:
+    """The job once `manifest` is written; `complete`: the checkpoints that count now, newest first."""
+    ref = StateRef(generation=manifest.generation, step=manifest.step)
+    saving = None if job.saving and job.saving.ref == ref else job.saving
+    # Should the same step of an older generation have been complete already, this state is in the bucket under that name.
+    known = complete if ref in complete else (ref, *complete)
+    return job.model_copy(update={"checkpoints": known, "saved_at": now, "saving": saving})
+
+
+def good_seconds(progress: Progress, members: int) -> float:
+    """Node-seconds that a generation spent in completed steps."""
+    return max(0.0, progress.stepped_at - progress.restored_at) * members if progress.step > progress.base else 0.0
+
+
+def _interval(job: JobState) -> float:
+    return float(str(job.spec.get("checkpoint_interval", 300.0)))
+
+
+def _end_generation(job: JobState, cause: Cause | None, now: float) -> JobState:
+    """Book the current generation: its good seconds (corrected when it is known what was lost), and the loss."""
+    if job.current is None:
+        return job
+    members = len(job.current.members)
+    good = good_seconds(job.progress, members)
+    return job.model_copy(
+        update={
+            "current": None,
+            "draining": None,
+            "dumping": False,
+            "losses": job.losses if cause is None else _book(job, cause, good, now),
+            "good_seconds": job.good_seconds + good,
+            "progress": Progress(total_steps=job.progress.total_steps, metrics=job.progress.metrics),
+        }
+    )
+
+
+def _book(job: JobState, cause: Cause, good: float, now: float) -> tuple[Loss, ...]:
+    """The losses with one more; what strikes before the first step after the last one belongs to that one."""
+    progress = job.progress
+    steps = progress.step - progress.base
+    if job.losses and job.losses[-1].seconds is None and steps <= 0:
+        last = job.losses[-1]
+        kinds = last.kind if cause.kind in last.kind.split("+") else f"{last.kind}+{cause.kind}"
+        nodes = [name for name in (last.node, cause.node) if name]
+        return (*job.losses[:-1], last.model_copy(update={"kind": kinds, "node": ", ".join(dict.fromkeys(nodes))}))
+    loss = Loss(
+        kind=cause.kind,
+        node=cause.node,
+        at=progress.stepped_at or now,
+        generation=job.current.number if job.current else job.generation,
+        step=max(progress.step, progress.base, 0),
+        step_cost=good / steps if steps > 0 else 0.0,
+    )
+    return (*job.losses, loss)

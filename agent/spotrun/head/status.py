@@ -1,0 +1,100 @@
+"""The status document: what `spotrun ctl status` prints and the operator's display draws. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from spotrun.cloud.base import Instance
+from spotrun.head import ledger
+from spotrun.head.fleet import Fleet
+from spotrun.head.health import View
+from spotrun.head.state import JobState
+from spotrun.spec import ClusterSpec
+
+EVENTS = 50  # newest ones in a status document
+
+
+def status(
+    cluster: ClusterSpec,
+    epoch: int,
+    job: JobState | None,
+    view: View | None,
+    fleet: Fleet,
+    events: Sequence[dict[str, Any]],
+) -> dict[str, Any]:
+    """Everything an operator may want to know, as JSON values."""
+    instances = fleet.instances or []
+    problems = {problem.pool: problem.message for problem in fleet.problems}
+    return {
+        "cluster": cluster.name,
+        "head": {"epoch": epoch},
+        "job": job_status(job, view) if job else None,
+        "nodes": _nodes(view, instances),
+        "pools": [
+            {
+                "name": pool.name,
+                "target": fleet.sizes.get(pool.name, 0),
+                "running": sum(i.pool == pool.name and i.state == "running" for i in instances),
+                "max": pool.max,
+                "problem": problems.get(pool.name),
+            }
+            for pool in cluster.pools
+        ],
+        "events": list(events)[-EVENTS:],
+    }
+
+
+def job_status(job: JobState, view: View | None = None) -> dict[str, Any]:
+    """A job alone; also of one that ended long ago, from its state.json."""
+    progress = job.progress
+    newest = [n.report.snapshot for n in view.nodes if n.report.job == job.id and n.report.snapshot] if view else []
+    failure = None
+    if job.failure:
+        failure = job.failure.model_dump() | {"node": job.failed_node, "stacks": job.stacks or None}
+    return {
+        "id": job.id,
+        "name": job.name,
+        "phase": job.phase,
+        "reason": job.reason,
+        "generation": job.generation,
+        "members": [member.node for member in job.current.members] if job.current else [],
+        "step": job.reached,
+        "total_steps": progress.total_steps,
+        "samples_per_second": progress.samples_per_second,
+        "metrics": progress.metrics,
+        "snapshot": max(newest, key=lambda ref: (ref.generation, ref.step)).step if newest else None,
+        "checkpoint": job.checkpoints[0].step if job.checkpoints else None,
+        "saving": job.saving.ref.step if job.saving else None,
+        "restarts": job.restarts,
+        "max_restarts": job.spec.get("max_restarts"),
+        "submitted": job.submitted,
+        "started": job.started,
+        "ended": job.ended,
+        "failure": failure,
+        "losses": [loss.model_dump(exclude={"step_cost"}) for loss in job.losses],
+        "goodput": ledger.goodput(job),
+        "node_seconds": job.node_seconds,
+        "cost": job.cost or None,
+    }
+
+
+def _nodes(view: View | None, instances: Sequence[Instance]) -> list[dict[str, Any]]:
+    known = {node.name: node for node in view.nodes} if view else {}
+    found = []
+    for instance in instances:
+        node = known.get(instance.name)
+        report = node.report if node and node.linked else None
+        found.append(
+            {
+                "name": instance.name,
+                "pool": instance.pool,
+                "zone": instance.zone,
+                "address": instance.address,
+                "state": instance.state,
+                "phase": report.phase if report else None,
+                "notice": report.notice.deadline if report and report.notice else None,
+                "step": max((w.step for w in report.workers), default=None) if report else None,
+            }
+        )
+    return found

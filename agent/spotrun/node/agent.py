@@ -1,0 +1,373 @@
+"""The agent: on each node one small process that brings about what the head has ordered, and reports what is.
+
+One task (`Agent.run`) owns all state and is woken by whatever changes: an order, a worker's end, a notice. Orders are
+whole documents, so a turn looks only at the newest one. No torch here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import signal
+import time
+import uuid
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import aiohttp
+
+from spotrun.errors import SpotrunError
+from spotrun.node import code
+from spotrun.node import group as groups
+from spotrun.node.job import Job
+from spotrun.node.link import Link
+from spotrun.node.metadata import Identity, Metadata, detect
+from spotrun.node.notice import watch
+from spotrun.node.process import gpu_count
+from spotrun.node.uploader import Logs, newest, upload_part
+from spotrun.store import Store, host_key, log_key
+from spotrun.wire import Failure, HostRecord, Notice, Order, Part, Report, StateRef
+
+log = logging.getLogger(__name__)
+
+JOB_ID = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
+POLL = 0.05  # seconds between looks at the control blocks while workers live
+RETRY = 2.0  # seconds between tries to reach what is needed at the start
+LAST_UPLOAD = 5.0  # seconds that the bucket gets for logs before something waits no longer for it
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Where things are on this machine."""
+
+    tmpfs: Path
+    scratch: Path
+    ssh_keys: Path
+    ssh_port: int
+    name: str  # of this node, if its metadata do not tell
+
+    @classmethod
+    def from_env(cls) -> Settings:
+        get = os.environ.get
+        return cls(
+            tmpfs=Path(get("SPOTRUN_TMPFS", "/dev/shm/spotrun")),
+            scratch=Path(get("SPOTRUN_SCRATCH", "/var/lib/spotrun")),
+            ssh_keys=Path(get("SPOTRUN_SSH_KEYS", "/etc/ssh")),
+            ssh_port=int(get("SPOTRUN_SSH_PORT", "22")),
+            name=get("SPOTRUN_NODE", ""),
+        )
+
+
+async def run() -> None:
+    """Be this machine's agent until SIGTERM or SIGINT, which end everything it has started."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    life = asyncio.create_task(_live(Settings.from_env()))
+    stopped = asyncio.create_task(stop.wait())
+    await asyncio.wait([life, stopped], return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if not life.done():
+        life.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await life
+
+
+async def _live(settings: Settings) -> None:
+    async with await detect() as metadata:
+        identity, attributes = await _who_am_i(metadata)
+        identity = replace(identity, name=settings.name or identity.name)
+        store = await asyncio.to_thread(Store, attributes["spotrun-bucket"])
+        agent = Agent(settings, identity, attributes, store)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(_register(agent, settings))
+                tasks.create_task(watch(metadata, agent.notify))
+                tasks.create_task(agent.link.run())
+                tasks.create_task(agent.logs.run())
+                tasks.create_task(agent.run())
+        finally:
+            await agent.end()
+
+
+async def _who_am_i(metadata: Metadata) -> tuple[Identity, dict[str, str]]:
+    keys = ("spotrun-cluster", "spotrun-bucket", "spotrun-pool")
+    while True:
+        try:
+            identity = await metadata.identity()
+            found = {key: await metadata.attribute(key) or "" for key in keys}
+            missing = [key for key, value in found.items() if not value]
+            if not missing:
+                return identity, found
+            log.warning("the machine's metadata has no %s; trying again", ", ".join(missing))
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            log.warning("metadata: no usable answer, trying again: %r", error)
+        await asyncio.sleep(RETRY)
+
+
+async def _register(agent: Agent, settings: Settings) -> None:
+    """Publish the machine's SSH host keys, by which operators will know it."""
+    keys = [" ".join(path.read_text().split()[:2]) for path in sorted(settings.ssh_keys.glob("ssh_host_*_key.pub"))]
+    identity = agent.identity
+    record = HostRecord(node=identity.name, address=identity.address, port=settings.ssh_port, keys=tuple(keys))
+    data = record.model_dump_json().encode()
+    while True:
+        try:
+            await asyncio.to_thread(agent.store.put, host_key(agent.cluster, identity.name), data)
+            return
+        except SpotrunError as error:
+            log.warning("host keys not published, trying again: %s", error)
+        await asyncio.sleep(RETRY)
+
+
+class Agent:
+    """All that this node holds and does."""
+
+    def __init__(self, settings: Settings, identity: Identity, attributes: dict[str, str], store: Store) -> None:
+        self.identity = identity
+        self.cluster = attributes["spotrun-cluster"]
+        self.store = store
+        self.link = Link(store, self.cluster, self.obey)
+        self.logs = Logs(store)
+        self._settings = settings
+        self._boot = uuid.uuid4().hex
+        self._pool = attributes["spotrun-pool"]
+        self._devices = max(1, gpu_count())
+        self._order: Order | None = None
+        self._notice: Notice | None = None
+        self._wake = asyncio.Event()
+        self._job: Job | None = None
+        self._missed: Failure | None = None  # a generation ordered that cannot be taken part in any more
+        self._snapshot: StateRef | None = None
+        self._looked = (-1, 0.0)  # newest commit seen, when the slots were last read
+        self._save: tuple[StateRef, int, int] | None = None  # what the upload below is of
+        self._upload: asyncio.Task[Part | None] | None = None
+        self._part: Part | None = None
+        self._late_save: int | None = None
+        self._flushed = 0  # generation whose logs have been sent to the bucket after its end
+        self._flush: asyncio.Task[None] | None = None
+
+    def obey(self, order: Order) -> None:
+        """Take the head's newest order."""
+        job = self._job
+        bundle, generation = order.bundle, order.generation
+        # Both become names of folders and objects.
+        if bundle and not (re.fullmatch(JOB_ID, bundle.id) and re.fullmatch("[0-9a-f]{64}", bundle.code)):
+            log.warning("an order for job %r with code %r: refused, malformed", bundle.id, bundle.code)
+            return
+        if generation and bundle and job and bundle.id == job.bundle.id and generation.number < job.newest:
+            log.warning("generation %s was ordered after %s: refused", generation.number, job.newest)
+            return
+        self._order = order
+        self._wake.set()
+
+    def notify(self, notice: Notice | None) -> None:
+        """Take the cloud's word."""
+        log.warning("notice: %s", notice)
+        self._notice = notice
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Turn after turn, whenever something has changed; at intervals only while workers live."""
+        self._publish()
+        while True:
+            busy = self._job is not None and self._job.group is not None and self._job.group.alive
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(POLL if busy else None):
+                    await self._wake.wait()
+            self._wake.clear()
+            if self._order is not None:
+                await self._turn(self._order)
+            self._publish()
+
+    async def end(self) -> None:
+        """End all that was started here."""
+        if self._job is not None:
+            await self._job.end()
+            await self._upload_logs()
+
+    async def _turn(self, order: Order) -> None:
+        await self._hold_job(order)
+        job = self._job
+        if job is None:
+            return
+        await self._hold_generation(job, order)
+        group = job.group
+        if group is not None:
+            group.arm(order.stop_at, order.save.step if order.save and not self._part else None)
+            if order.dump and group.alive and not group.stacks:
+                await self._dump(job, group)
+            elif group.broken:
+                self._publish()
+                await self._free(job, group)
+            if not group.alive and self._flushed != group.number:
+                self._flushed = group.number
+                self._flush = asyncio.create_task(self._upload_logs())
+        self._look_at_slots(job)
+        self._hold_save(job, order)
+
+    async def _hold_job(self, order: Order) -> None:
+        """Have the ordered bundle and no other."""
+        job, bundle = self._job, order.bundle
+        if job is not None and job.bundle != bundle:
+            await job.end()
+            self._drop_group(job)
+            await self._upload_logs()
+            self.logs.forget()
+            if bundle is None or bundle.id != job.bundle.id:
+                job.remove()
+            self._job, self._missed, self._snapshot, self._looked, self._flushed = None, None, None, (-1, 0.0), 0
+            self._drop_save()
+        if bundle is not None and self._job is None:
+            code.remove(self._settings.tmpfs, keep=bundle.id)
+            self._job = Job(
+                bundle, self.store, self.identity.address, self._devices, self._settings.tmpfs, self._settings.scratch,
+                self._wake.set,
+            )  # fmt: skip
+            self._job.begin()
+
+    async def _hold_generation(self, job: Job, order: Order) -> None:
+        """Have the workers of the ordered generation and no other; those of an older one are dead before it begins."""
+        wanted, rank = order.generation, -1
+        if wanted is not None:
+            me = (self.identity.name, self._boot)
+            rank = next((i for i, member in enumerate(wanted.members) if (member.node, member.boot) == me), -1)
+        if rank < 0:
+            wanted = None
+        if job.group is not None and (wanted is None or wanted.number != job.group.number):
+            await self._free(job, job.group)
+            if job.group.alive:
+                return  # until the launcher has been replaced
+            self._drop_group(job)
+        if wanted is None or job.group is not None:
+            self._missed = None
+        elif wanted.number <= job.newest:
+            message = f"generation {wanted.number} has ended on this node already"
+            self._missed = self._missed or Failure(kind="peer", rank=rank, at=time.time(), message=message)
+        elif job.store:
+            self._start(job, groups.create(wanted, rank, job.procs, job.control, job.logs / f"{wanted.number:04d}"))
+
+    def _start(self, job: Job, group: groups.Group) -> None:
+        for each in group.locals:
+            self.logs.follow(each.log, log_key(job.bundle.id, group.number, self.identity.name, each.rank))
+        job.start(group, self.identity.name)
+
+    async def _free(self, job: Job, group: groups.Group) -> None:
+        await group.free()
+        if group.alive:
+            log.error("workers of generation %s did not end; the launcher is ended with them", group.number)
+            await job.restart_launcher()
+
+    def _drop_group(self, job: Job) -> None:
+        if job.group is not None:
+            job.group.close()
+            job.group = None
+
+    async def _dump(self, job: Job, group: groups.Group) -> None:
+        """The workers hang: keep their stacks, end them."""
+        text = await group.dump()
+        key = log_key(job.bundle.id, group.number, self.identity.name, "stacks")
+        with contextlib.suppress(TimeoutError, SpotrunError):
+            async with asyncio.timeout(LAST_UPLOAD):
+                await asyncio.to_thread(self.store.put, key, text)
+        group.stacks = key
+        message = f"no step was completed for too long; stacks of this node's workers: {key}"
+        trace = text.decode(errors="replace")[-20000:]
+        group.lost = Failure(kind="hang", rank=group.locals[0].rank, at=time.time(), message=message, traceback=trace)
+        await self._free(job, group)
+        await self._upload_logs()
+
+    def _look_at_slots(self, job: Job) -> None:
+        """Read the newest snapshot's record, when there may be another and not too often."""
+        commit = max((each.control.committed for each in job.group.locals), default=-1) if job.group else -2
+        ended = job.group is not None and not job.group.alive
+        seen, at = self._looked
+        if commit != seen and (ended or commit < 0 or time.monotonic() - at > 10 * POLL):
+            self._snapshot = newest(job.slots, job.bundle.id)
+            self._looked = (commit, time.monotonic())
+
+    def _hold_save(self, job: Job, order: Order) -> None:
+        """Upload the ordered part of the ordered snapshot, once it is there."""
+        save, ref = order.save, order.upload
+        if save is not None and order.generation is not None:
+            ref = StateRef(generation=order.generation.number, step=save.step)
+        wanted = (ref, save.index, save.parts) if save is not None and ref is not None else None
+        if wanted != self._save:
+            self._drop_save()
+            self._save = wanted
+        if self._save is None or self._part is not None or self._late_save is not None:
+            return
+        if self._upload is None:
+            self._begin_upload(job, *self._save)
+        elif self._upload.done():
+            self._end_upload(job, self._save[0])
+
+    def _begin_upload(self, job: Job, ref: StateRef, index: int, parts: int) -> None:
+        group = job.group
+        running = group is not None and group.alive and group.number == ref.generation
+        if group and running and max(each.control.committed for each in group.locals) < ref.step:
+            return  # not there yet
+        work = asyncio.to_thread(
+            upload_part, self.store, job.bundle.id, job.slots, ref, index, parts, self._settings.scratch / "parts"
+        )
+        self._upload = asyncio.create_task(work)
+        self._upload.add_done_callback(lambda _: self._wake.set())
+
+    def _end_upload(self, job: Job, ref: StateRef) -> None:
+        assert self._upload is not None
+        upload, self._upload = self._upload, None
+        error = upload.exception()
+        if error is None:
+            self._part = upload.result()
+        elif not isinstance(error, SpotrunError | OSError):
+            raise error
+        else:
+            log.warning("checkpoint part of step %s not uploaded: %s", ref.step, error)
+        if self._part is None:
+            self._late_save = ref.step  # also when the bucket refuses: the head will choose another step
+
+    def _drop_save(self) -> None:
+        self._save, self._upload, self._part, self._late_save = None, None, None, None
+
+    async def _upload_logs(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_UPLOAD):
+                await self.logs.upload(all=True)
+
+    def _publish(self) -> None:
+        job = self._job
+        group = job.group if job else None
+        late = group.late if group and group.late is not None else self._late_save
+        report = Report(
+            node=self.identity.name,
+            boot=self._boot,
+            pool=self._pool,
+            zone=self.identity.zone,
+            address=self.identity.address,
+            ssh_port=self._settings.ssh_port,
+            devices=self._devices,
+            job=job.bundle.id if job else None,
+            phase="idle" if job is None else _phase(job, self._missed),
+            generation=job.newest if job else 0,
+            store=job.store if job else "",
+            workers=group.view() if group else (),
+            failure=(job.failure or (group.failure if group else self._missed)) if job else None,
+            snapshot=self._snapshot,
+            parts=(self._part,) if self._part else (),
+            late=late,
+            notice=self._notice,
+            stacks=group.stacks if group else "",
+        )
+        self.link.publish(report)
+
+
+def _phase(job: Job, missed: Failure | None) -> groups.Phase | Literal["preparing", "ready"]:
+    if job.group is not None:
+        return job.group.phase
+    if job.failure is not None or missed is not None:
+        return "failed"
+    return "ready" if job.store else "preparing"

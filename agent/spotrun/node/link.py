@@ -1,0 +1,155 @@
+"""The agent's end of the link to the head: a WebSocket over TLS, pinned to the certificate named in the bucket.
+
+Both sides send whole documents, so the link may break and come back at any time: the newest one counts. Training
+goes on meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+
+import aiohttp
+from pydantic import ValidationError
+
+from spotrun.errors import LinkError, SpotrunError
+from spotrun.store import Store, head_key
+from spotrun.wire import MAX_MESSAGE, HeadRecord, Order, Report
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT = 0.5  # seconds between reports when nothing changes
+COALESCE = 0.02  # seconds to gather changes before a report goes out
+PING = 4.0  # seconds between WebSocket pings; half of it without a pong and the link counts as cut
+SEND_TIMEOUT = 4.0
+CONNECT_TIMEOUT = 4.0
+BACKOFF = (0.1, 2.0)  # seconds between tries: the first pause, the longest
+
+
+class Link:
+    """Keeps the head informed and hands its orders to `on_order`."""
+
+    def __init__(self, store: Store, cluster: str, on_order: Callable[[Order], None]) -> None:
+        self.connected = False
+        self._store = store
+        self._key = head_key(cluster)
+        self._on_order = on_order
+        self._report: Report | None = None
+        self._changed = asyncio.Event()
+        self._epoch = 0
+
+    def publish(self, report: Report) -> None:
+        """Make this the newest report. It goes out at once if more than progress is new, else with the heartbeat."""
+        before, self._report = self._report, report
+        if before is None or _essence(before) != _essence(report):
+            self._changed.set()
+
+    async def run(self) -> None:
+        """Connect, and again whenever the link is lost, until cancelled."""
+        pause = BACKOFF[0]
+        said = ""
+        while True:
+            began = time.monotonic()
+            try:
+                record = await self._find_head()
+                await self._talk(record)
+                problem, said = "the link to the head was lost", ""
+            except aiohttp.ServerFingerprintMismatch as error:
+                found = error.got.hex()
+                problem = f"{error.host}:{error.port} shows certificate {found}, not the one in {self._key}: refused"
+            except aiohttp.WSServerHandshakeError as error:
+                reason = f"the head refuses the token in {self._key}" if error.status in (401, 403) else error.message
+                problem = f"no link: {reason} (status {error.status})"
+            except (SpotrunError, aiohttp.ClientError, OSError, TimeoutError) as error:
+                problem = f"no link to the head: {error!r}" if not isinstance(error, SpotrunError) else str(error)
+            if problem != said:
+                log.warning("%s; trying again", problem)
+            said = problem
+            if time.monotonic() - began > BACKOFF[1]:
+                pause = BACKOFF[0]
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, BACKOFF[1])
+
+    async def _find_head(self) -> HeadRecord:
+        data = await asyncio.to_thread(self._store.find, self._key)
+        if data is None:
+            raise LinkError(f"there is no {self._key} in {self._store.url}; has the head started?")
+        try:
+            record = HeadRecord.model_validate_json(data)
+            if len(bytes.fromhex(record.fingerprint)) != 32:
+                raise ValueError("the fingerprint is not a sha256")
+        except ValueError as error:
+            raise LinkError(f"{self._key} is not a head's record: {_first_line(error)}") from None
+        return record
+
+    async def _talk(self, record: HeadRecord) -> None:
+        """One connection, until it ends. The certificate is compared before anything is sent."""
+        url = f"https://{record.address}:{record.port}/agent"
+        pin = aiohttp.Fingerprint(bytes.fromhex(record.fingerprint))
+        headers = {"Authorization": f"Bearer {record.token}"}
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT)
+        async with aiohttp.ClientSession(timeout=timeout, trust_env=False) as session:
+            async with asyncio.timeout(2 * CONNECT_TIMEOUT):
+                socket = await session.ws_connect(
+                    url,
+                    ssl=pin,
+                    headers=headers,
+                    heartbeat=PING,
+                    max_msg_size=MAX_MESSAGE,
+                    compress=0,
+                    timeout=aiohttp.ClientWSTimeout(ws_close=1.0),
+                )
+            log.info("linked to the head at %s:%s", record.address, record.port)
+            self.connected = True
+            sender = asyncio.create_task(self._send(socket))
+            try:
+                await self._receive(socket)
+            finally:
+                self.connected = False
+                sender.cancel()
+                with contextlib.suppress(asyncio.CancelledError, OSError, TimeoutError, aiohttp.ClientError):
+                    await sender
+                await socket.close()
+
+    async def _send(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        try:
+            while not socket.closed:
+                self._changed.clear()
+                if self._report is not None:
+                    async with asyncio.timeout(SEND_TIMEOUT):
+                        await socket.send_str(self._report.model_dump_json())
+                await asyncio.sleep(COALESCE)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(HEARTBEAT - COALESCE):
+                        await self._changed.wait()
+        finally:
+            if not socket.closed:
+                await socket.close()
+
+    async def _receive(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        async for message in socket:
+            if message.type is not aiohttp.WSMsgType.TEXT:
+                log.warning("a %s frame from the head: ignored", message.type.name)
+                continue
+            try:
+                order = Order.model_validate_json(message.data)
+            except ValidationError as error:
+                log.warning("a message from the head is not an order, ignored: %s", _first_line(error))
+                continue
+            if order.epoch < self._epoch:
+                log.warning("an order of head %s came after head %s had spoken: refused", order.epoch, self._epoch)
+                continue
+            self._epoch = order.epoch
+            self._on_order(order)
+
+
+def _essence(report: Report) -> Report:
+    """The report without what changes all the time."""
+    return report.model_copy(update={"workers": (), "snapshot": None})
+
+
+def _first_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]

@@ -1,0 +1,196 @@
+"""The cloud's metadata server, which tells a machine who it is: GCE's, or EC2's in its second version (IMDSv2).
+
+GCE: https://cloud.google.com/compute/docs/metadata/querying-metadata
+EC2: https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/instancedata-data-retrieval.html
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import aiohttp
+
+log = logging.getLogger(__name__)
+
+TIMEOUT = 3.0  # seconds for a whole answer
+TOKEN_TTL = 21600  # seconds, the longest that IMDSv2 allows
+MAX_ANSWER = 1 << 16  # bytes; more is junk
+PATIENCE = 5.0  # longest pause between tries to find the server
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Which machine this is. `name` is what the cloud module's list of nodes calls it."""
+
+    name: str
+    zone: str
+    address: str
+    id: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    text: str
+    etag: str = ""
+
+
+class Server:
+    """What both kinds share: one HTTP session, answers of bounded size."""
+
+    def __init__(self, base: str) -> None:
+        self.base = base.rstrip("/")
+        self._session = aiohttp.ClientSession(trust_env=False)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def _request(
+        self, method: str, path: str, headers: dict[str, str], wait: float = 0.0
+    ) -> tuple[Answer, Mapping[str, str]]:
+        """`wait`: seconds that the server may take beyond the usual."""
+        timeout = aiohttp.ClientTimeout(total=TIMEOUT + wait)
+        async with self._session.request(
+            method, self.base + path, headers=headers, timeout=timeout, allow_redirects=False
+        ) as response:
+            data = bytearray()
+            async for chunk in response.content.iter_chunked(MAX_ANSWER):
+                data += chunk
+                if len(data) > MAX_ANSWER:
+                    raise aiohttp.ClientPayloadError(f"{path}: more than {MAX_ANSWER} bytes")
+            text = data.decode(errors="replace").strip()
+            return Answer(response.status, text, response.headers.get("ETag", "")), response.headers
+
+
+class GceMetadata(Server):
+    """Google Compute Engine's."""
+
+    ROOT = "/computeMetadata/v1"
+
+    async def answers(self) -> bool:
+        """Whether this is such a server."""
+        _, headers = await self._request("GET", "/", {"Metadata-Flavor": "Google"})
+        return headers.get("Metadata-Flavor") == "Google"
+
+    async def get(self, path: str, query: str = "", wait: float = 0.0) -> Answer:
+        answer, _ = await self._request("GET", self.ROOT + path + query, {"Metadata-Flavor": "Google"}, wait)
+        return answer
+
+    async def attribute(self, key: str) -> str | None:
+        """An instance attribute; None if it is not set."""
+        return _value(await self.get(f"/instance/attributes/{key}"))
+
+    async def identity(self) -> Identity:
+        async def text(path: str) -> str:
+            return _need(path, await self.get(path))
+
+        return Identity(
+            name=await text("/instance/name"),
+            zone=(await text("/instance/zone")).rpartition("/")[2],
+            address=await text("/instance/network-interfaces/0/ip"),
+            id=await text("/instance/id"),
+        )
+
+
+class Ec2Metadata(Server):
+    """Amazon EC2's. A session token is fetched when needed and renewed at half its life, or when it is refused."""
+
+    ROOT = "/latest/meta-data"
+
+    def __init__(self, base: str) -> None:
+        super().__init__(base)
+        self._token = ""
+        self._renew_at = 0.0
+
+    async def answers(self) -> bool:
+        """Whether this is such a server."""
+        await self._renew()
+        return bool(self._token)
+
+    async def get(self, path: str) -> Answer:
+        for _ in range(2):
+            if time.monotonic() >= self._renew_at:
+                await self._renew()
+            answer, _headers = await self._request("GET", self.ROOT + path, {"X-aws-ec2-metadata-token": self._token})
+            if answer.status != 401:
+                break
+            self._renew_at = 0.0
+        return answer
+
+    async def attribute(self, key: str) -> str | None:
+        """An instance tag; None if it is not set, or tags are not allowed in metadata."""
+        return _value(await self.get(f"/tags/instance/{key}"))
+
+    async def identity(self) -> Identity:
+        async def text(path: str) -> str:
+            return _need(path, await self.get(path))
+
+        instance = await text("/instance-id")
+        # Every machine of a scaling group carries the same Name: the instance's id is what tells them apart.
+        return Identity(instance, await text("/placement/availability-zone"), await text("/local-ipv4"), instance)
+
+    async def _renew(self) -> None:
+        headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_TTL)}
+        answer, _ = await self._request("PUT", "/latest/api/token", headers)
+        if answer.status != 200 or not answer.text.isprintable():
+            raise aiohttp.ClientPayloadError(f"no metadata token: status {answer.status}")
+        self._token, self._renew_at = answer.text, time.monotonic() + TOKEN_TTL / 2
+
+
+Metadata = GceMetadata | Ec2Metadata
+
+
+async def detect() -> Metadata:
+    """The server that answers here; waits until one does (the network may come up after the agent).
+
+    The variables GCE_METADATA_HOST (host:port) and AWS_EC2_METADATA_SERVICE_ENDPOINT (URL) move them, and if one alone
+    is set, the other cloud's server is not looked for.
+    """
+    gce, ec2 = os.environ.get("GCE_METADATA_HOST", ""), os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", "")
+    if not gce and not ec2:
+        gce, ec2 = "metadata.google.internal", "http://169.254.169.254/"
+    pause = 0.2
+    while True:
+        candidates: list[Metadata] = [GceMetadata(f"http://{gce}")] if gce else []
+        candidates += [Ec2Metadata(ec2)] if ec2 else []
+        results = await asyncio.gather(*(each.answers() for each in candidates), return_exceptions=True)
+        chosen = next((each for each, result in zip(candidates, results, strict=True) if result is True), None)
+        for each in candidates:
+            if each is not chosen:
+                await each.close()
+        if chosen is not None:
+            return chosen
+        places = " and ".join(filter(None, [gce, ec2]))
+        log.warning("no metadata server answers at %s; trying again: %s", places, "; ".join(map(repr, results)))
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, PATIENCE)
+
+
+def _value(answer: Answer) -> str | None:
+    if answer.status == 200:
+        return answer.text
+    if answer.status == 404:
+        return None
+    raise aiohttp.ClientPayloadError(f"metadata: status {answer.status}")
+
+
+def _need(path: str, answer: Answer) -> str:
+    value = _value(answer)
+    if not value:
+        raise aiohttp.ClientPayloadError(f"metadata has no {path}")
+    return value

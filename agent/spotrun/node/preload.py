@@ -1,0 +1,44 @@
+"""What the forkserver does before it forks: end with its parent, and import what every worker will need.
+
+It is named as the forkserver's one preloaded module; an exception here would end the server, so none gets out.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from multiprocessing import forkserver
+
+from spotrun.node.process import die_with_parent
+
+MODULES = "SPOTRUN_PRELOAD"  # the variable: names, separated by spaces
+PARENT = "SPOTRUN_LAUNCHER"  # the variable: the launcher's pid
+BASE = ("torch", "torch._dynamo", "numpy", "spotrun.node.entry", "spotrun.train.run")
+
+SERVER = os.getpid()  # a worker compares it with its parent's pid
+used_cuda = False
+
+
+def serve() -> None:
+    """Start the forkserver, from the launcher's main thread, so that it imports torch while the launcher does."""
+    die_with_parent(int(sys.argv[1]))
+    os.environ[PARENT] = str(os.getpid())
+    forkserver.set_forkserver_preload([__name__])
+    forkserver.ensure_running()
+
+
+def _import_all() -> None:
+    global used_cuda
+    for name in (*BASE, *os.environ.get(MODULES, "").split()):
+        try:
+            importlib.import_module(name)
+        except BaseException as error:  # an import may even exit; the worker will meet it again, and report it
+            print(f"preload: {name} was not imported: {error!r}", file=sys.stderr, flush=True)
+    torch = sys.modules.get("torch")
+    used_cuda = torch is not None and torch.cuda.is_initialized()
+
+
+if os.environ.get(PARENT) == str(os.getppid()):
+    die_with_parent(os.getppid())
+    _import_all()

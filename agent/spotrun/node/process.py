@@ -1,0 +1,48 @@
+"""Processes that end with their parent, and what is on this machine. Standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import signal
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent, `parent`, ends (prctl(2)); exits if it has ended already."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def descendants(pid: int) -> list[int]:
+    """All processes below `pid`, as far as /proc shows them."""
+    found: list[int] = []
+    for task in _list(Path(f"/proc/{pid}/task")):
+        with contextlib.suppress(OSError):
+            for child in (task / "children").read_text().split():
+                found += [int(child), *descendants(int(child))]
+    return found
+
+
+def gpu_count(dev: Path = Path("/dev")) -> int:
+    """How many NVIDIA GPUs this machine has, by their device files."""
+    return sum(1 for path in _list(dev) if re.fullmatch(r"nvidia[0-9]+", path.name))
+
+
+def _list(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []
+
+
+def loopback(address: str) -> bool:
+    """Whether an address is of this machine alone."""
+    return address.startswith("127.") or address == "::1"

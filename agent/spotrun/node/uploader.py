@@ -1,0 +1,89 @@
+"""From this node into the bucket: its parts of checkpoints, and its workers' logs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import tempfile
+import time
+from pathlib import Path
+
+from spotrun import slots
+from spotrun.errors import SpotrunError
+from spotrun.shards import write_part
+from spotrun.store import Store, checkpoint_key
+from spotrun.wire import FileRef, Part, StateRef
+
+log = logging.getLogger(__name__)
+
+LOG_INTERVAL = 5.0  # seconds between uploads of a log that grows
+LOG_STRETCH = 4 << 20  # bytes; a log of n times this size is uploaded n times as seldom, as it goes up whole
+
+
+def newest(folder: Path, job: str) -> StateRef | None:
+    """The newest committed snapshot in a slot folder."""
+    found = slots.newest(folder, job)
+    return StateRef(generation=found[0][1].generation, step=found[0][1].step) if found else None
+
+
+def upload_part(
+    store: Store, job: str, folder: Path, ref: StateRef, index: int, parts: int, scratch: Path
+) -> Part | None:
+    """Put part `index` of a snapshot into the bucket; None if no slot holds that snapshot (any more).
+
+    The slot is held still while the part is copied, not while it is uploaded. Raises `StoreError`, `CorruptError`.
+    """
+    scratch.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="part-", dir=scratch) as out:
+        for slot, record in slots.newest(folder, job):
+            if (record.generation, record.step) != (ref.generation, ref.step):
+                continue
+            with slots.reading(folder, slot):
+                held = slots.read(folder, slot)
+                if held is None or held.order != record.order:
+                    return None  # overwritten before it could be held
+                written = write_part(folder, slot, index, parts, Path(out))
+            for name, path, _, _ in written:
+                store.put(checkpoint_key(job, ref.step, name), path)
+            files = tuple(FileRef(name=name, size=size, xxh3=xxh3) for name, _, size, xxh3 in written)
+            return Part(step=ref.step, generation=ref.generation, index=index, parts=parts, files=files)
+    return None
+
+
+class Logs:
+    """Log files that follow into the bucket."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._keys: dict[Path, str] = {}
+        self._done: dict[Path, tuple[int, float]] = {}  # size uploaded, when
+        self._lock = asyncio.Lock()
+
+    def follow(self, path: Path, key: str) -> None:
+        self._keys[path] = key
+
+    def forget(self) -> None:
+        self._keys, self._done = {}, {}
+
+    async def run(self) -> None:
+        """Upload what has grown, for ever."""
+        while True:
+            await asyncio.sleep(LOG_INTERVAL)
+            await self.upload()
+
+    async def upload(self, all: bool = False) -> None:
+        """Upload logs that have grown and are due; `all`: due or not. A bucket that is away is logged."""
+        async with self._lock:
+            for path, key in list(self._keys.items()):
+                with contextlib.suppress(FileNotFoundError):
+                    size, now = path.stat().st_size, time.monotonic()
+                    done, at = self._done.get(path, (0, 0.0))
+                    if size == done or (not all and now - at < LOG_INTERVAL * size / LOG_STRETCH):
+                        continue
+                    try:
+                        await asyncio.to_thread(self._store.put, key, path)
+                    except SpotrunError as error:
+                        log.warning("log not uploaded, trying again later: %s", error)
+                        return
+                    self._done[path] = (size, now)

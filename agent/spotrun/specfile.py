@@ -1,0 +1,187 @@
+"""A YAML file read into a pydantic model, with messages that a user can act on.
+
+One line a problem: `file:line: key: value: what is wrong; allowed: what is; did you mean key?`. "Allowed" is the
+description of the model's field. Knows nothing of what the files are about: that is `spec`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import PydanticCustomError
+
+from spotrun.errors import SpecError
+
+Place = tuple[str | int, ...]  # where a key is: ("pools", 0, "zone")
+Conflict = tuple[Place, str]  # and what is wrong with it
+M = TypeVar("M", bound=BaseModel)
+
+
+class File:
+    """A YAML mapping with the line of each key, to tell a user where something is wrong."""
+
+    def __init__(self, path: Path, kind: str) -> None:
+        self.path = path
+        try:
+            text = path.read_text("utf-8")
+        except FileNotFoundError:
+            raise SpecError(f"{path}: there is no such {kind}") from None
+        except (OSError, UnicodeError) as error:
+            raise SpecError(f"{path}: cannot read this {kind}: {error}") from None
+        try:
+            loader = yaml.SafeLoader(text)
+            self.root = loader.get_single_node()
+            self._refuse_duplicates(self.root, ())
+            data = loader.construct_document(self.root) if self.root is not None else None
+        except yaml.YAMLError as error:
+            mark = getattr(error, "problem_mark", None)
+            where = f":{mark.line + 1}" if mark else ""
+            problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+            raise SpecError(f"{path}{where}: this is not YAML: {problem}") from None
+        except (ValueError, RecursionError) as error:  # a date that does not exist, lists too deep
+            raise SpecError(f"{path}: this is not YAML that can be read: {error}") from None
+        if data is None:
+            raise SpecError(f"{path}: this {kind} is empty")
+        if not isinstance(data, dict):
+            raise SpecError(f"{path}: a {kind} is a mapping (key: value), this is a {type(data).__name__}")
+        self.data: dict[str, Any] = data
+
+    def parse(self, model: type[M]) -> M:
+        """The file as a `model`. Raises `SpecError` with a line for each problem."""
+        try:
+            return model.model_validate(self.data)
+        except ValidationError as error:
+            lines: list[str] = []
+            for detail in error.errors(include_url=False):
+                lines += self._explain(model, detail)
+            raise SpecError("\n".join(dict.fromkeys(lines))) from None
+
+    def say(self, place: Place, message: str) -> str:
+        """One line about the key at `place`."""
+        found, value = self._value(place)
+        line = self._line(place)
+        where = f"{self.path}:{line}" if line else f"{self.path}"
+        shown = f" {_shown(value)}:" if found else ""
+        return f"{where}: {dotted(place)}:{shown} {message}"
+
+    def _explain(self, model: type[BaseModel], detail: Any) -> list[str]:
+        place = tuple(part for part in detail["loc"] if part != "[key]")
+        kind, context = detail["type"], detail.get("ctx", {})
+        if kind == "conflicts":
+            return [self.say(at, message) for at, message in context["conflicts"]]
+        if kind == "invalid_key":
+            return [self.say(place[:-1] or ("top level",), f"the key {place[-1]} is not text; put it in quotes")]
+        if kind == "too_short" and self._value(place)[1]:
+            return []  # the list's items are wrong, each with a message of its own
+        parent, field = _field(model, place)
+        allowed = _allowed(field)
+        if kind == "extra_forbidden":
+            keys = list(parent.model_fields) if parent else []
+            return [self.say(place, f"unknown key; allowed: {', '.join(keys)}{nearest(str(place[-1]), keys)}")]
+        if kind == "missing":
+            return [self.say(place, f"is missing; allowed: {allowed}")]
+        reason = str(context["error"]) if kind == "value_error" and str(context.get("error", "")) else "is not allowed"
+        found, value = self._value(place)
+        options = list(get_args(field.annotation)) if field is not None and kind == "literal_error" else []
+        hint = nearest(str(value), [str(option) for option in options]) if found else ""
+        return [self.say(place, f"{reason}; allowed: {allowed}{hint}")]
+
+    def _value(self, place: Place) -> tuple[bool, object]:
+        value: Any = self.data
+        for part in place:
+            try:
+                value = value[part]
+            except (KeyError, IndexError, TypeError):
+                return False, None
+        return True, value
+
+    def _line(self, place: Place) -> int:
+        """The line of the deepest part of `place` that the file has; 0 if it has none."""
+        node, line = self.root, 0
+        for part in place:
+            if isinstance(node, yaml.MappingNode):
+                pair = next((pair for pair in node.value if pair[0].value == str(part)), None)
+                if pair is None:
+                    break
+                line, node = pair[0].start_mark.line + 1, pair[1]
+            elif isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
+                node = node.value[part]
+                line = node.start_mark.line + 1
+            else:
+                break
+        return line
+
+    def _refuse_duplicates(self, node: Any, place: Place) -> None:
+        """YAML parsers take the last of two equal keys without a word."""
+        if isinstance(node, yaml.SequenceNode):
+            for index, child in enumerate(node.value):
+                self._refuse_duplicates(child, (*place, index))
+        if not isinstance(node, yaml.MappingNode):
+            return
+        lines: dict[str, int] = {}
+        for key, value in node.value:
+            line = key.start_mark.line + 1
+            here = (*place, str(key.value))
+            if str(key.value) in lines:
+                first = lines[str(key.value)]
+                raise SpecError(f"{self.path}:{line}: {dotted(here)}: this key is already on line {first}; keep one")
+            lines[str(key.value)] = line
+            self._refuse_duplicates(value, here)
+
+
+def refuse(conflicts: Iterable[Conflict]) -> None:
+    """For a model's validator: fail with all of them at once, or pass if there is none."""
+    found = list(conflicts)
+    if found:
+        text = "; ".join(f"{dotted(place)}: {message}" for place, message in found)
+        raise PydanticCustomError("conflicts", "{text}", {"text": text, "conflicts": found})
+
+
+def nearest(word: str, known: list[str]) -> str:
+    """The hint that ends a message: the known word that `word` may have been meant for, if any is near."""
+    found = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+def dotted(place: Place) -> str:
+    """pools[0].zone"""
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
+    return text.removeprefix(".")
+
+
+def _field(model: type[BaseModel], place: Place) -> tuple[type[BaseModel] | None, Any]:
+    """The model that holds the key at `place`, and its field there; None for what has no such."""
+    parent: type[BaseModel] | None = model
+    field: Any = None
+    for index, part in enumerate(place):
+        if isinstance(part, int) or parent is None:
+            continue
+        field = parent.model_fields.get(part)
+        inner = _model_in(field.annotation) if field is not None else None
+        if index < len(place) - 1 and field is not None:
+            parent = inner
+    return parent, field
+
+
+def _model_in(annotation: object) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for each in get_args(annotation) if (found := _model_in(each))), None)
+
+
+def _allowed(field: Any) -> str:
+    if field is None:
+        return "a value that fits"
+    if field.description:
+        return str(field.description)
+    return ", ".join(str(option) for option in get_args(field.annotation))
+
+
+def _shown(value: object) -> str:
+    text = {True: "true", False: "false", None: "null"}.get(value) if isinstance(value, bool | None) else repr(value)
+    return text if text and len(text) <= 80 else f"{text}"[:77] + "..."

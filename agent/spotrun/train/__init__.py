@@ -1,0 +1,1 @@
+"""What a training script imports. Knows neither the head nor any cloud."""

@@ -1,0 +1,95 @@
+"""How `run.steps` goes through a loader: which batch belongs to which step, and how much it weighs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from spotrun.errors import SpotrunError
+from spotrun.train.sampler import ElasticSampler, share, taken
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One batch of one rank.
+
+    weight: what its mean loss is multiplied by, so that DDP's mean over ranks is the mean over all samples of the step.
+    last: the step is complete with it. end: position in the epoch (samples, or batches without an ElasticSampler)
+    after it. own: this rank's positions, if known. number: which batch of its step.
+    """
+
+    weight: float
+    last: bool
+    end: int
+    samples: int
+    number: int = 0
+    own: range | None = None
+
+    @property
+    def padding(self) -> bool:
+        return self.samples == 0
+
+
+def elastic(
+    position: int, n: int, batch: int, world: int, rank: int, accumulate: int = 1, drop_last: bool = False
+) -> Iterator[Batch]:
+    """The rest of an epoch of `n` samples, from `position` on."""
+    while taken(position, n, batch, world, drop_last):
+        rounds: list[tuple[int, int]] = []
+        at = position
+        while len(rounds) < accumulate and (count := taken(at, n, batch, world, drop_last)):
+            rounds.append((at, count))
+            at += count
+        whole = at - position
+        for number, (start, count) in enumerate(rounds):
+            own = share(start, n, batch, world, rank)
+            last = number == len(rounds) - 1
+            yield Batch(len(own) * world / whole, last, start + count, len(own), number, own)
+        position = at
+
+
+def plain(consumed: int, total: int | None, batch: int, accumulate: int = 1) -> Iterator[Batch]:
+    """The rest of an epoch of a loader that knows nothing of us: `total` batches, None if it does not say."""
+    for start in itertools.count(consumed, accumulate):
+        if total is not None and start >= total:
+            return
+        rounds = accumulate if total is None else min(accumulate, total - start)
+        for number in range(rounds):
+            yield Batch(1 / rounds, number == rounds - 1, start + number + 1, batch, number)
+
+
+def steps_in(n: int, batch: int, world: int, accumulate: int, drop_last: bool) -> int:
+    """Steps in a whole epoch of an ElasticSampler."""
+    batches = n // (batch * world) if drop_last else -(-n // (batch * world))
+    return -(-batches // accumulate)
+
+
+def sampler_of(loader: Any) -> ElasticSampler | None:
+    """The loader's ElasticSampler, if it has one."""
+    sampler = getattr(loader, "sampler", None)
+    return sampler if isinstance(sampler, ElasticSampler) else None
+
+
+def length_of(loader: Any, accumulate: int) -> int | None:
+    """Batches in an epoch of a loader; None if it has no length."""
+    try:
+        return len(loader)
+    except TypeError:
+        if accumulate > 1:
+            raise SpotrunError("run.steps(loader, accumulate=…) needs a loader that has a length") from None
+        return None
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """A batch with its tensors on the device."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, dict):
+        return {key: to_device(item, device) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(to_device(item, device) for item in value)
+    return value

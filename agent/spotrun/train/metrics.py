@@ -1,0 +1,66 @@
+"""What a worker tells about itself while it trains: numbers the script logs, and where its time goes."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import torch
+
+from spotrun.control import Control
+
+EVERY = 0.2  # seconds between publications: reading a CUDA tensor waits for the device
+
+
+class Metrics:
+    """The newest value of each name given to run.log()."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, Any] = {}
+        self._published = 0.0
+        self._fresh = False
+
+    def update(self, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            self._values[name] = value.detach() if isinstance(value, torch.Tensor) else value
+        self._fresh = True
+
+    def publish(self, control: Control, now: bool = False) -> None:
+        """Write them to the control block if it is time; JSON has no infinities and NaNs, so those are left out."""
+        moment = time.monotonic()
+        if not self._fresh or (not now and moment - self._published < EVERY):
+            return
+        self._published, self._fresh = moment, False
+        numbers = {name: float(value) for name, value in self._values.items()}
+        control.write_metrics({name: number for name, number in numbers.items() if math.isfinite(number)})
+
+
+class Clock:
+    """Measures steps. step_seconds: of a usual step, without snapshots; 0 until two are done."""
+
+    def __init__(self) -> None:
+        self.step_seconds = 0.0
+        self.samples = 0
+        self._resumed: float | None = None
+        self._ticks = 0
+
+    def tick(self, control: Control) -> None:
+        """A step is done: tell when, how long it took and how many samples it had."""
+        now = time.time()
+        control.stepped_at = now
+        control.samples += self.samples
+        self.samples = 0
+        self._ticks += 1
+        if self._ticks == 1:
+            control.stepped_first = now
+        if self._resumed is not None:
+            took = time.monotonic() - self._resumed
+            control.stepping += took
+            # Moving average over about five steps; the first step pays for what is set up lazily.
+            if self._ticks > 1:
+                self.step_seconds += (took - self.step_seconds) * (0.2 if self.step_seconds else 1.0)
+
+    def resume(self) -> None:
+        """The next step begins."""
+        self._resumed = time.monotonic()

@@ -1,0 +1,111 @@
+"""The model as the training script holds it: the user's module, with a DDP instance behind it that can be replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.distributed_c10d import _get_default_group
+from torch.nn.parallel import DistributedDataParallel
+
+_BUCKET = 250 << 20  # bytes a broadcast of buffers takes at once, as DDP does
+
+
+class Parallel(nn.Module):
+    """Runs `module` through DDP where there is more than one worker; otherwise the module itself.
+
+    Neither is a registered submodule: parameters, names and state_dict are those of the user's module. Buffers (the
+    running statistics of a BatchNorm, say) are copied from rank 0 at the end of each step instead of at the beginning
+    of the next, so that every rank's snapshot is the whole truth.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device, **options: Any) -> None:
+        super().__init__()
+        self.__dict__["module"] = module.to(device)
+        self.__dict__["_options"] = dict(options)
+        self.__dict__["_device"] = device
+        # Both names that DDP has for it.
+        shares = (self._options.pop(name, True) for name in ("broadcast_buffers", "forward_sync_buffers"))
+        self.__dict__["_share_buffers"] = all(list(shares))
+        self.training = module.training
+        self.rebuild()
+
+    def rebuild(self) -> None:
+        """Wrap the module for the process group of now; every rank takes part."""
+        ddp = None
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            module, options = self.module, {"forward_sync_buffers": False, **self._options}
+            if self._device.type == "cuda":
+                options.setdefault("device_ids", [self._device.index])
+            elif "find_unused_parameters" not in options:
+                # DDP rearranges its buckets after the first iteration, unless it looks for unused parameters. That
+                # changes the order in which gloo adds three or more ranks: a restarted run would differ by a bit
+                options["find_unused_parameters"] = True
+                module = _Spare(module)
+            ddp = DistributedDataParallel(module, **options)
+        self.__dict__["_ddp"] = ddp
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        # Without gradients there is nothing to exchange, and ranks may evaluate different numbers of batches.
+        inner = self.module if self._ddp is None or not torch.is_grad_enabled() else self._ddp
+        return inner(*args, **kwargs)
+
+    def exchange(self, on: bool) -> None:
+        """Whether the next backward averages gradients over the ranks (not within an accumulation)."""
+        if self._ddp is not None:
+            self._ddp.require_backward_grad_sync = on
+
+    def share_buffers(self) -> None:
+        """Give every rank the buffers of rank 0."""
+        if self._ddp is None or not self._share_buffers or not self.training:
+            return
+        if buffers := [buffer.detach() for buffer in self.module.buffers()]:
+            dist._broadcast_coalesced(_get_default_group(), buffers, _BUCKET, 0)  # type: ignore[attr-defined]
+
+    # What nn.Module does by walking registered submodules goes to the user's module.
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        return self.module.named_modules(*args, **kwargs)  # type: ignore[no-any-return]
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        return self.module.named_children()  # type: ignore[no-any-return]
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.load_state_dict(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> Parallel:
+        self.training = mode
+        self.module.train(mode)
+        return self
+
+    def apply(self, fn: Any) -> Parallel:
+        self.module.apply(fn)
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Parallel:
+        self.module._apply(fn, recurse)
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["module"], name)
+
+    def __repr__(self) -> str:
+        return f"Parallel({self.module!r})"
+
+
+class _Spare(nn.Module):
+    """The module beside a parameter that nobody uses: DDP warns, on every rank, when it looked for one in vain."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.unused = nn.Parameter(torch.zeros(1))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)

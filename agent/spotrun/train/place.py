@@ -1,0 +1,47 @@
+"""Where this process is: its rank, its device, its process group."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from spotrun.errors import SpotrunError
+
+# Of collectives. Long, for rank 0 may be downloading a checkpoint; that a peer is gone is found out by other means.
+TIMEOUT = timedelta(minutes=30)
+
+
+def place() -> tuple[int, int]:
+    """(world size, rank) of this process."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size(), dist.get_rank()
+    return 1, 0
+
+
+def choose_device(local_rank: int) -> torch.device:
+    """This worker's GPU where the machine has GPUs, else the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise SpotrunError(f"worker {local_rank} of this machine has no GPU: there are {count}. Lower procs_per_node")
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def join(device: torch.device, backend: str | None) -> None:
+    """Form the process group that torchrun's variables describe; without them, or if there is one, do nothing."""
+    if "WORLD_SIZE" in os.environ and "RANK" in os.environ and not dist.is_initialized():
+        backend = backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        dist.init_process_group(backend, timeout=TIMEOUT)
+
+
+def cpu_group(device: torch.device) -> dist.ProcessGroup | None:
+    """A group that takes CPU tensors; None where the default one does."""
+    if not dist.is_initialized() or device.type == "cpu" or "gloo" in str(dist.get_backend_config()):
+        return None
+    return dist.new_group(backend="gloo", timeout=TIMEOUT)  # type: ignore[no-any-return]

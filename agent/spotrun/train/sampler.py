@@ -1,0 +1,99 @@
+"""Which sample is seen when, and by whom: a global order that does not depend on the number of workers.
+
+An epoch's permutation is a function of (seed, epoch). A step takes the next batch times world positions of it, of which
+rank r gets every world-th from the r-th on. So the position alone says what has been seen, whatever the world was along
+the way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sized
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler
+
+from spotrun.errors import SpotrunError
+from spotrun.train.place import place
+
+
+def taken(position: int, n: int, batch: int, world: int, drop_last: bool = False) -> int:
+    """How many samples the step at `position` of `n` takes over all ranks; 0: the epoch is over."""
+    left = max(0, n - position)
+    if drop_last and left < batch * world:
+        return 0
+    return min(batch * world, left)
+
+
+def share(position: int, n: int, batch: int, world: int, rank: int) -> range:
+    """Positions that the rank gets in the step at `position`. Shares differ by at most one; the last may be empty."""
+    return range(position + rank, min(n, position + batch * world), world)
+
+
+class ElasticSampler(Sampler[int]):
+    """Draws each sample exactly once an epoch, whatever the number of workers is along the way.
+
+    Give it to a `DataLoader` as `sampler`, track it (`run.track(sampler=sampler)`) and iterate with
+    `run.steps(loader)`, which tells it the batch size and moves `position` at each step boundary. All ranks make the
+    same number of steps: a rank that would go without a sample in the last one gets repeated samples, and
+    `run.padding` is True for it. An epoch's tail may leave a rank one sample: a model with BatchNorm, which cannot
+    train on one, wants a loader with `drop_last=True`.
+    """
+
+    def __init__(self, dataset: Sized, seed: int = 0, shuffle: bool = True) -> None:
+        self.n = len(dataset)
+        if self.n == 0:
+            raise SpotrunError("ElasticSampler: the dataset is empty")
+        self.seed = seed
+        self.shuffle = shuffle
+        self.epoch = 0
+        self.position = 0
+        self.batch = 1
+        self.drop_last = False
+        self._order: tuple[tuple[int, int], torch.Tensor] | None = None
+
+    def bind(self, batch: int, drop_last: bool) -> None:
+        """Set what the loader does with the indices; the tail of an epoch depends on it."""
+        self.batch, self.drop_last = batch, drop_last
+
+    def set_epoch(self, epoch: int) -> None:
+        """Start an epoch, unless it is the one begun already."""
+        if epoch != self.epoch:
+            self.epoch, self.position = epoch, 0
+
+    def indices(self, positions: range) -> list[int]:
+        """Samples at these positions of the epoch's permutation."""
+        if not self.shuffle:
+            return list(positions)
+        if self._order is None or self._order[0] != (self.seed, self.epoch):
+            key = hashlib.blake2b(f"{self.seed}/{self.epoch}".encode(), digest_size=7).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(key, "little"))
+            self._order = ((self.seed, self.epoch), torch.randperm(self.n, generator=generator))
+        found: list[int] = self._order[1][positions.start : positions.stop : positions.step].tolist()
+        return found
+
+    def __iter__(self) -> Iterator[int]:
+        world, rank = place()
+        position = self.position
+        while count := taken(position, self.n, self.batch, world, self.drop_last):
+            own = share(position, self.n, self.batch, world, rank)
+            # Two samples to pad with, where they fit: BatchNorm refuses to train on one.
+            yield from self.indices(own if len(own) else range(min(2, self.batch, self.n)))
+            position += count
+
+    def __len__(self) -> int:
+        """Samples of one rank in a whole epoch, so that `len(loader)` is its number of steps."""
+        return -(-self.n // place()[0])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "position": self.position, "seed": self.seed, "n": self.n}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises `SpotrunError` if the dataset has another length now."""
+        if state["n"] != self.n:
+            raise SpotrunError(
+                f"ElasticSampler: the saved state is of a dataset of {state['n']} samples, this one has {self.n}. "
+                "Train on the same data, or submit this as a new job"
+            )
+        self.epoch, self.position, self.seed = state["epoch"], state["position"], state["seed"]

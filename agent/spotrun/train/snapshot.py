@@ -1,0 +1,250 @@
+"""Snapshots: the training state in the node's memory after a step, at the price of one memory copy.
+
+The two slot files (see `spotrun.slots`) are mapped and filled with pages beforehand. The training thread copies the
+tensors into one; a background thread hashes it and writes the commit record.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import mmap
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from spotrun import shards, slots
+from spotrun.control import NONE, Control
+from spotrun.errors import CorruptError, SpotrunError
+from spotrun.train.staging import Staging
+from spotrun.train.state import DTYPES, TORCH, Encoder
+
+log = logging.getLogger(__name__)
+
+STALL_SHARE = 0.01  # of training time that adaptive snapshots may cost
+PATIENCE = 10.0  # seconds an urgent snapshot waits for a slot that is being uploaded
+PINNED = 5.0  # seconds in which the agent must take the lock of a slot it asked for
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14; not in the mmap module
+
+
+def next_interval(stall: float, step_seconds: float) -> int:
+    """The smallest number of steps between snapshots that keeps a stall of `stall` seconds under 1 % of the time."""
+    if stall <= 0 or step_seconds <= 0:
+        return 1
+    return max(1, math.ceil(stall / (STALL_SHARE * max(step_seconds, 1e-6))))
+
+
+@dataclass
+class _Slot:
+    """A mapped slot file; `views` are tensors in the map."""
+
+    head: bytes
+    mapped: mmap.mmap
+    views: dict[str, torch.Tensor]
+
+
+class Writer:
+    """Writes this node's snapshots; one per node (the state is the same on all its ranks).
+
+    control: gets `copied`, `committed` and `stall`; its `snapshot_at` pins the slot of that step until the agent has
+    had time to lock it.
+    """
+
+    def __init__(
+        self, folder: Path, job: str, generation: int, control: Control | None = None, cuda: bool = False
+    ) -> None:
+        self._folder, self._job, self._generation, self._control = folder, job, generation, control
+        folder.mkdir(parents=True, exist_ok=True)
+        self._slots: dict[int, _Slot] = {}
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
+        self._running: Future[None] | None = None
+        found = slots.newest(folder, job)
+        self._newest = found[0][0] if found else 1
+        self._steps = {slot: record.step for slot, record in found}
+        self._since = dict.fromkeys(slots.SLOTS, -math.inf)
+        self._staging = Staging() if cuda else None
+        self.stall = 0.0  # seconds the last snapshot held up training; layouts are not counted
+        self.newest_step = NONE
+
+    def guard(self) -> None:
+        """Call before an optimizer changes tensors: the device waits for a copy still under way."""
+        if self._staging is not None:
+            self._staging.guard()
+
+    def prepare(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Lay out the slot to be written next, so that the first snapshot costs no more than the others."""
+        target = 1 - self._newest
+        with slots.writing(self._folder, target) as free:
+            if free:
+                self._lay_out(target, tensors)
+
+    def take(self, step: int, state: Callable[[Encoder], Any], optimized: set[int], wait: bool) -> bool:
+        """Snapshot what `state(encoder)` encodes. False: not now, since the last one is not committed or is being read.
+
+        wait: rather wait for the commit, and up to `PATIENCE` for the reader.
+        """
+        if wait:
+            self.settle()
+        elif self._running is not None and not self._running.done():
+            return False
+        self._collect()
+        held = ExitStack()
+        target = self._claim(held, wait)
+        if target is None:
+            return False
+        with ExitStack() as on_error:
+            on_error.push(held.__exit__)
+            started = time.monotonic()
+            encoder = Encoder()
+            tree = state(encoder)
+            laying = time.monotonic()
+            self._lay_out(target, encoder.tensors)
+            copying = time.monotonic()
+            slots.revoke(self._folder, target)
+            finish = self._copy(encoder.tensors, self._slots[target].views, optimized)
+            if finish is None and self._control is not None:
+                self._control.copied = step
+            ended = time.monotonic()
+            self.stall = (ended - copying) + (laying - started)
+            if self._control is not None:
+                self._control.stall += ended - started
+            self._running = self._pool.submit(self._commit, held, target, step, tree, encoder.tensors, finish)
+            on_error.pop_all()
+        return True
+
+    def settle(self, timeout: float | None = None) -> None:
+        """Wait until the snapshot under way is committed. Raises what went wrong with it, `TimeoutError` too."""
+        if self._running is not None:
+            self._running.result(timeout)
+
+    def _collect(self) -> None:
+        if self._running is not None:
+            running, self._running = self._running, None
+            running.result()
+
+    def _claim(self, held: ExitStack, wait: bool) -> int | None:
+        """Lock the slot that does not hold the newest snapshot."""
+        deadline = time.monotonic() + PATIENCE
+        target = 1 - self._newest
+        while True:
+            if not self._pinned(target) and held.enter_context(slots.writing(self._folder, target)):
+                return target
+            held.close()
+            if not wait or time.monotonic() > deadline:
+                return None
+            time.sleep(0.005)
+
+    def _pinned(self, slot: int) -> bool:
+        """Whether the agent asked for the snapshot in this slot and may not have locked it yet."""
+        if self._control is None or self._control.snapshot_at == NONE:
+            return False
+        return self._steps.get(slot) == self._control.snapshot_at and time.monotonic() - self._since[slot] < PINNED
+
+    def _copy(
+        self, tensors: dict[str, torch.Tensor], views: dict[str, torch.Tensor], optimized: set[int]
+    ) -> Callable[[], None] | None:
+        on_device = []
+        for name, tensor in tensors.items():
+            if tensor.device.type == "cpu":
+                views[name].copy_(tensor.resolve_conj().resolve_neg())
+            else:
+                on_device.append((tensor, views[name]))
+        return self._staging.start(on_device, optimized) if self._staging is not None and on_device else None
+
+    def _commit(
+        self,
+        held: ExitStack,
+        target: int,
+        step: int,
+        tree: Any,
+        tensors: dict[str, torch.Tensor],
+        finish: Callable[[], None] | None,
+    ) -> None:
+        with held:
+            if finish is not None:
+                finish()
+                if self._control is not None:
+                    self._control.copied = step
+            mapped = self._slots[target].mapped
+            record = slots.Record(
+                self._job, self._generation, step, len(mapped), xxhash.xxh3_128_hexdigest(mapped), tree
+            )
+            slots.commit(self._folder, target, record)
+            self._newest, self._steps[target], self._since[target] = target, step, time.monotonic()
+            self.newest_step = step
+            if self._control is not None:
+                self._control.committed = step
+        other = 1 - target
+        if other in self._slots and self._slots[other].head == self._slots[target].head:
+            return
+        # The other slot gets the same layout now, while training goes on.
+        with ExitStack() as lock:
+            if not self._pinned(other) and lock.enter_context(slots.writing(self._folder, other)):
+                self._lay_out(other, tensors)
+
+    def _lay_out(self, slot: int, tensors: dict[str, torch.Tensor]) -> None:
+        """Map the slot's file with room for these tensors, unless it is so already. Needs the slot's lock."""
+        entries = shards.layout([(name, DTYPES[t.dtype], tuple(t.shape)) for name, t in tensors.items()])
+        head = shards.header(entries)
+        if slot in self._slots and self._slots[slot].head == head:
+            return
+        slots.revoke(self._folder, slot)
+        self._slots.pop(slot, None)
+        path = slots.data_path(self._folder, slot)
+        mapped = map_file(path, len(head) + (entries[-1].stop if entries else 0))
+        mapped[: len(head)] = head
+        self._slots[slot] = _Slot(head, mapped, _views(mapped, entries, len(head)))
+
+
+class Reader:
+    """A committed slot, read. Tensors are copies: the map may be written again soon."""
+
+    def __init__(self, folder: Path, slot: int) -> None:
+        path = slots.data_path(folder, slot)
+        entries, begin = shards.read_header(path)
+        with path.open("rb") as file:
+            # Private and writable only because torch warns of read-only memory.
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        self._path = path
+        self._views = _views(mapped, entries, begin)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        if name not in self._views:
+            raise CorruptError(f"snapshot {self._path} has no tensor {name}, though its record does")
+        return self._views[name].clone()
+
+
+def _views(mapped: mmap.mmap, entries: tuple[shards.Entry, ...], begin: int) -> dict[str, torch.Tensor]:
+    flat = torch.frombuffer(mapped, dtype=torch.uint8)
+    return {
+        entry.name: flat[begin + entry.start : begin + entry.stop].view(TORCH[entry.dtype]).view(entry.shape)
+        for entry in entries
+    }
+
+
+def map_file(path: Path, size: int) -> mmap.mmap:
+    """The file, of that size and with all its pages, mapped to be written."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        os.ftruncate(handle, size)
+        # Without this a full tmpfs would kill the process (SIGBUS) in the middle of a copy.
+        os.posix_fallocate(handle, 0, size)
+        mapped = mmap.mmap(handle, size)
+    except OSError as error:
+        raise SpotrunError(
+            f"no room for a snapshot of {size / 1e6:.0f} MB in {path.parent}: {error.strerror}. "
+            "Two of them must fit: use machines with more memory, or make that file system larger"
+        ) from None
+    finally:
+        os.close(handle)
+    with suppress(OSError, ValueError):
+        mapped.madvise(_POPULATE_WRITE)
+    return mapped

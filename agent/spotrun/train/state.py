@@ -1,0 +1,152 @@
+"""A training state as JSON and tensors: what state_dict() gives, without pickle and without loss.
+
+JSON values stand for themselves (None, bool, int, finite float, str, list, dict with string keys). Everything else is a
+dict with the key "$": {"$": "tensor", "v": name}, {"$": "tuple", "v": […]} and so on.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import torch
+
+from spotrun.errors import SpotrunError
+
+# safetensors' names. A dtype missing here cannot be in a snapshot.
+DTYPES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.int16: "I16",
+    torch.uint16: "U16",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int32: "I32",
+    torch.uint32: "U32",
+    torch.float32: "F32",
+    torch.int64: "I64",
+    torch.uint64: "U64",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+}
+TORCH = {name: dtype for dtype, name in DTYPES.items()}
+_KINDS = "tensors, numbers, strings, bytes, None, and lists, tuples and dicts of them"
+
+
+class Encoder:
+    """Collects the tensors of what it encodes in `tensors`. One met twice (tied weights) is kept once."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._seen: dict[tuple[object, ...], str] = {}
+
+    def encode(self, value: Any, path: str) -> Any:
+        """JSON for the value. Raises `SpotrunError`, naming the path, for what cannot be kept."""
+        kind = type(value)
+        if value is None or kind in (bool, int, str):
+            return value
+        if isinstance(value, float):  # numpy.float64 is one
+            return float(value) if math.isfinite(value) else {"$": "float", "v": repr(float(value))}
+        if isinstance(value, torch.Tensor):
+            return {"$": "tensor", "v": self._keep(value.detach(), path)}
+        if kind is dict and "$" not in value and all(type(key) is str for key in value):
+            return {key: self.encode(item, f"{path}.{key}") for key, item in value.items()}
+        if kind in (dict, OrderedDict, Counter):
+            return self._mapping(value, path)
+        if kind is list:
+            return [self.encode(item, f"{path}[{index}]") for index, item in enumerate(value)]
+        if kind in (tuple, torch.Size):
+            items = [self.encode(item, f"{path}[{index}]") for index, item in enumerate(value)]
+            return {"$": "tuple" if kind is tuple else "size", "v": items}
+        if kind is bytes:
+            return {"$": "bytes", "v": base64.b64encode(value).decode()}
+        if isinstance(value, (numpy.ndarray, numpy.generic)):
+            return self._array(value, path)
+        raise SpotrunError(f"{path} is a {kind.__name__}; a snapshot can hold {_KINDS}. Leave it out of state_dict()")
+
+    def _mapping(self, value: dict[Any, Any], path: str) -> Any:
+        pairs = []
+        for key, item in value.items():
+            below = f"{path}.{key}" if type(key) is str else f"{path}[{key!r}]"
+            pairs.append([self.encode(key, f"{path} key {key!r}"), self.encode(item, below)])
+        encoded = {"$": type(value).__name__, "v": pairs}
+        metadata = getattr(value, "_metadata", None)  # of Module.state_dict(): versions of each submodule's format
+        if metadata is not None:
+            encoded["m"] = self.encode(dict(metadata), f"{path}._metadata")
+        return encoded
+
+    def _array(self, value: Any, path: str) -> Any:
+        try:
+            # A copy, since a torch tensor may neither be read-only nor of foreign byte order.
+            tensor = torch.from_numpy(numpy.array(value))
+        except TypeError:
+            raise SpotrunError(f"{path} is a numpy {value.dtype} array, which a snapshot cannot hold") from None
+        kind = "array" if isinstance(value, numpy.ndarray) else "scalar"
+        return {"$": kind, "v": self._keep(tensor, path)}
+
+    def _keep(self, tensor: torch.Tensor, path: str) -> str:
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.dtype not in DTYPES or tensor.is_meta:
+            what = f"{tensor.dtype}, {tensor.layout}, on {tensor.device}"
+            raise SpotrunError(
+                f"{path} is a tensor that a snapshot cannot hold ({what}); use a dense one of a usual dtype"
+            )
+        key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if tensor.numel() and key in self._seen:
+            return self._seen[key]
+        name = path
+        while name in self.tensors:
+            name += "'"  # {"a.b": …} beside {"a": {"b": …}}
+        self.tensors[name] = tensor
+        self._seen[key] = name
+        return name
+
+
+def decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
+    """What was encoded. `tensor(name)` gives a tensor's value, each name being asked for once."""
+    kept: dict[str, torch.Tensor] = {}
+
+    def get(name: str) -> torch.Tensor:
+        if name not in kept:
+            kept[name] = tensor(name)
+        return kept[name]
+
+    return _decode(value, get)
+
+
+def _decode(value: Any, get: Callable[[str], torch.Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_decode(item, get) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kind = value.get("$")
+    if kind is None:
+        return {key: _decode(item, get) for key, item in value.items()}
+    body = value["v"]
+    if kind == "tensor":
+        return get(body)
+    if kind == "float":
+        return float(body)
+    if kind == "bytes":
+        return base64.b64decode(body)
+    if kind == "array":
+        return get(body).numpy()
+    if kind == "scalar":
+        return get(body).numpy()[()]
+    if kind in ("tuple", "size"):
+        items = (_decode(item, get) for item in body)
+        return tuple(items) if kind == "tuple" else torch.Size(items)
+    pairs = [(_decode(key, get), _decode(item, get)) for key, item in body]
+    if kind == "Counter":
+        return Counter(dict(pairs))
+    mapping: Any = OrderedDict(pairs) if kind == "OrderedDict" else dict(pairs)
+    if "m" in value:
+        mapping._metadata = OrderedDict(_decode(value["m"], get))
+    return mapping

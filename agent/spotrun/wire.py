@@ -1,0 +1,185 @@
+"""What head and agents say to each other: two whole documents, re-sent whenever they change.
+
+The head sends each agent an `Order`: everything that agent should be doing. The agent answers with a `Report`:
+everything that is. Both are complete in themselves, so a lost message, a new connection or a new head needs no
+replay: the newest document counts (as in a Kubernetes spec and status). Each is one JSON text frame over a
+WebSocket. Nothing here does I/O.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+MAX_MESSAGE = 1 << 20  # bytes; a larger frame is refused and the link closed
+
+
+class Document(BaseModel):
+    """A frozen message part; unknown keys are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class StateRef(Document):
+    """A saved training state, ordered by (generation, step): the later generation counts, whatever its step."""
+
+    generation: int = Field(ge=0)
+    step: int = Field(ge=0)
+
+
+class Member(Document):
+    """One node of a generation. Its place in `Generation.members` is its node rank."""
+
+    node: str
+    boot: str  # the agent's incarnation: a node that came back is another member
+    address: str
+
+
+class Generation(Document):
+    """A fixed set of nodes training together. A generation's number is never used twice in a job."""
+
+    number: int = Field(ge=1)
+    members: tuple[Member, ...]
+    store: str  # "host:port" of a TCPStore that the first member's launcher holds, never used before
+    checkpoints: tuple[StateRef, ...] = ()  # complete ones in the bucket, newest first
+
+
+class Bundle(Document):
+    """The job as an agent needs it: what to run and how."""
+
+    id: str
+    code: str  # sha256 of the bundle at code/<sha256>.tar.zst
+    job: dict[str, object]  # the job file, validated, as JSON (JobSpec.model_validate reads it)
+
+
+class SaveOrder(Document):
+    """A checkpoint to take at a step: this agent uploads part `index` of `parts`."""
+
+    step: int = Field(ge=0)
+    index: int = Field(ge=0)
+    parts: int = Field(ge=1)
+
+
+class Order(Document):
+    """Head to agent: what the agent should be doing."""
+
+    kind: Literal["order"] = "order"
+    epoch: int  # of the head that speaks; an agent ignores a lower one than it has seen
+    bundle: Bundle | None = None  # None: hold nothing, end everything
+    generation: Generation | None = None  # None: no workers; be ready. Workers of any other generation are ended
+    stop_at: int | None = None  # every worker of `generation` snapshots after this step and exits (drain)
+    save: SaveOrder | None = None  # checkpoint at this step of `generation`
+    upload: StateRef | None = None  # with `generation` None: put this local snapshot into the bucket (save has parts)
+    dump: bool = False  # write the stacks of all workers to the log, then end them (they hang)
+
+
+class Failure(Document):
+    """Why a worker ended early."""
+
+    kind: Literal["user", "peer", "signal", "hang", "setup"]  # peer: a collective failed, so someone else died
+    rank: int
+    at: float  # epoch seconds
+    message: str  # one line
+    traceback: str = ""
+
+
+class Worker(Document):
+    """One training process, as its control block shows it."""
+
+    rank: int
+    pid: int
+    step: int  # steps completed since the job began; -1 before the state is restored
+    base: int = -1  # the step at which it took up the work, this generation
+    stepped_at: float  # epoch seconds of the last completed step, 0 before the first
+    samples: float = 0.0  # seen by this process in this generation
+    total_steps: int = 0  # the script's own estimate of the job's length; 0: unknown
+    metrics: dict[str, float] = {}
+    # Epoch seconds of: forked, init called, group formed, state restored, first step done. 0: not yet.
+    phases: tuple[float, float, float, float, float] = (0.0, 0.0, 0.0, 0.0, 0.0)
+    stall: float = 0.0  # seconds spent copying snapshots, this generation
+    stepping: float = 0.0  # seconds spent in steps, this generation
+
+
+class Part(Document):
+    """One uploaded piece of a checkpoint: the head writes the manifest when it has all."""
+
+    step: int
+    generation: int
+    index: int
+    parts: int
+    files: tuple[FileRef, ...]
+
+
+class FileRef(Document):
+    """An object of a checkpoint, with what it must be."""
+
+    name: str  # below the checkpoint's folder
+    size: int
+    xxh3: str  # hex digest, 128 bits
+
+
+class Manifest(Document):
+    """Written last into a checkpoint's folder, create-only: the checkpoint is complete."""
+
+    job: str
+    generation: int
+    step: int
+    created: float
+    files: tuple[FileRef, ...]
+
+
+class Notice(Document):
+    """The cloud's word that this node will be taken."""
+
+    kind: Literal["preempt", "rebalance", "maintenance"]
+    deadline: float  # epoch seconds when the node may be gone
+
+
+class Report(Document):
+    """Agent to head: what is."""
+
+    kind: Literal["report"] = "report"
+    node: str
+    boot: str
+    pool: str
+    zone: str
+    address: str
+    ssh_port: int = 22
+    devices: int = 1  # worker processes this node takes when the job says "auto"
+    job: str | None = None
+    # idle: no job. preparing: code, packages, forkserver. ready: could start at once. starting/running: workers live.
+    # drained: all workers stopped at stop_at. failed: a worker ended early. succeeded: all workers exited 0.
+    # Phases from starting on are about `generation`.
+    phase: Literal["idle", "preparing", "ready", "starting", "running", "drained", "failed", "succeeded"] = "idle"
+    generation: int = 0  # the newest one this agent took part in, of this job
+    store: str = ""  # "host:port" for a generation to come in which this node is first
+    workers: tuple[Worker, ...] = ()
+    failure: Failure | None = None  # the first of this node's workers to fail in `generation`, or the set-up's
+    snapshot: StateRef | None = None  # the newest committed one in this node's memory
+    parts: tuple[Part, ...] = ()  # uploaded, manifest not yet seen
+    late: int | None = None  # stop or save step that came too late for a worker here: choose a later one
+    notice: Notice | None = None
+    stacks: str = ""  # bucket key of the stacks written on `dump`
+
+
+class HeadRecord(Document):
+    """clusters/<name>/head.json: how agents find and trust the head."""
+
+    epoch: int
+    address: str
+    port: int
+    fingerprint: str  # sha256 of the TLS certificate, hex
+    token: str
+
+
+class HostRecord(Document):
+    """clusters/<name>/hosts/<node>.json: how operators reach and trust a node over SSH."""
+
+    node: str
+    address: str
+    port: int
+    keys: tuple[str, ...]  # "ssh-ed25519 AAAA…" lines
+
+
+Part.model_rebuild()

@@ -1,0 +1,126 @@
+"""From a run's events to the phases of its recovery. Pure: the same function judges every system."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from itertools import accumulate, pairwise
+from statistics import median
+
+
+@dataclass(frozen=True, order=True)
+class Event:
+    """Something a worker said, or that was seen about it, at `time` (epoch seconds).
+
+    name: created (forked), entered (imports done, about to form the group), grouped, restored, step, failed (a
+    collective raised), ended (the process is gone; seen from outside). step: steps completed, -1 where it has no sense.
+    """
+
+    time: float
+    name: str
+    pid: int
+    node: str
+    step: int = -1
+
+
+@dataclass(frozen=True)
+class Phases:
+    """Where the seconds between a fault and the next step went; they add up to `total`.
+
+    detection: until the first survivor's worker left the old group (its collective raised, or it ended).
+    rendezvous: until the last process of the new group was created. process_start: until the last of them was through
+    its imports. process_group: until all were in the group. state_restored: until all had model, optimizer and state.
+    first_step: until the first new step was complete. pause: from the last old step to the first new one.
+    """
+
+    detection: float
+    rendezvous: float
+    process_start: float
+    process_group: float
+    state_restored: float
+    first_step: float
+    total: float
+    pause: float
+    steps_lost: float
+
+
+PARTS = ("detection", "rendezvous", "process_start", "process_group", "state_restored", "first_step")
+_MARKS = ("created", "entered", "grouped", "restored")
+
+
+def parse(text: str) -> list[Event]:
+    """Events of whole lines; a line that is still being written is left out."""
+    lines = text.splitlines(keepends=True)
+    return [Event(**json.loads(line)) for line in lines if line.endswith("\n")]
+
+
+def phases(events: Iterable[Event], fault_time: float, victim: str) -> Phases | None:
+    """The recovery from the fault that hit node `victim` at `fault_time`; None if no step has followed yet.
+
+    The new group is told from the old one by its workers having formed a group after the fault, be it in new
+    processes or in the old ones. Groups that fell apart before they made a step are part of the recovery.
+    """
+    ordered = sorted(events)
+    first, grouped = _first_step(ordered, fault_time)
+    if first is None:
+        return None
+    ended = {event.pid: event.time for event in ordered if event.name == "ended"}
+    members = {pid for pid in grouped if ended.get(pid, first.time) >= first.time}
+    marks = [max(_last(ordered, name, members, first.time), default=fault_time) for name in _MARKS]
+    left = _left(ordered, fault_time, victim, first.time)
+    if left is None:  # nobody was seen to leave: the first sign of the new group is the first sign of anything
+        left = min((mark for mark in marks if mark > fault_time), default=first.time)
+    bounds = list(accumulate([fault_time, left, *marks, first.time], max))
+    parts = [after - before for before, after in pairwise(bounds)]
+    old = [
+        event
+        for event in ordered
+        if event.name == "step" and event.time < min(first.time, grouped.get(event.pid, first.time))
+    ]
+    restored = [
+        event.step for event in ordered if event.name == "restored" and event.pid in members and event.time > fault_time
+    ]
+    return Phases(
+        *parts,
+        total=first.time - fault_time,
+        pause=first.time - max((event.time for event in old), default=fault_time),
+        steps_lost=max(0, max((event.step for event in old), default=0) - max(restored, default=first.step - 1)),
+    )
+
+
+def medians(runs: Sequence[Phases]) -> Phases:
+    """The median of each number by itself, so the parts need not add up to the total."""
+    return Phases(**{field.name: median(getattr(run, field.name) for run in runs) for field in fields(Phases)})
+
+
+def _first_step(ordered: Sequence[Event], fault_time: float) -> tuple[Event | None, dict[int, float]]:
+    """The first step made by a group formed after the fault, and when each of its processes joined."""
+    grouped: dict[int, float] = {}
+    for event in ordered:
+        if event.time <= fault_time:
+            continue
+        if event.name == "grouped":
+            grouped[event.pid] = event.time
+        if event.name == "step" and event.pid in grouped:
+            return event, grouped
+    return None, grouped
+
+
+def _left(ordered: Sequence[Event], fault_time: float, victim: str, until: float) -> float | None:
+    """When the first worker that was running elsewhere than on the victim left its group."""
+    running = {event.pid for event in ordered if event.name == "step" and event.time <= fault_time}
+    running -= {event.pid for event in ordered if event.node == victim}
+    running -= {event.pid for event in ordered if event.name == "ended" and event.time <= fault_time}
+    leaving = [
+        event.time
+        for event in ordered
+        if event.name in ("failed", "ended") and event.pid in running and fault_time < event.time <= until
+    ]
+    return min(leaving, default=None)
+
+
+def _last(ordered: Sequence[Event], name: str, members: set[int], until: float) -> list[float]:
+    """When each member last passed the mark."""
+    found = {event.pid: event.time for event in ordered if event.name == name and event.pid in members}
+    return [time for time in found.values() if time <= until]

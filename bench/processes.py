@@ -1,0 +1,75 @@
+"""Nodes as process trees: launch, signal whole, sweep. Whatever this process started dies with it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+_libc = ctypes.CDLL(None)
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of every descendant that loses its own, so that `sweep` finds them all."""
+    _libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def launch(arguments: list[str], env: dict[str, str], log: Path) -> int:
+    """Start a node's root process in a session of its own; its pid. It is killed if this process is."""
+
+    def die_with_parent() -> None:
+        _libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
+
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            [sys.executable, *arguments],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
+    return process.pid
+
+
+def signal_tree(pid: int, number: signal.Signals) -> None:
+    """Send a signal to a process and all its descendants, whatever session they are in."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        root = psutil.Process(pid)
+        for process in [root, *root.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+
+
+def sweep() -> None:
+    """Kill and reap every descendant of this process."""
+    me = psutil.Process()
+    while children := me.children(recursive=True):
+        for process in children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(children, timeout=10)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def tail(folder: Path, lines: int = 15) -> str:
+    """The last lines of every log below a run's folder, to show when something went wrong."""
+    found = [path for path in sorted(folder.rglob("*.log")) if path.stat().st_size]
+    ends = ("\n".join(path.read_text(errors="replace").splitlines()[-lines:]) for path in found)
+    return "\n".join(f"--- {path.relative_to(folder)}\n{end}" for path, end in zip(found, ends, strict=True))

@@ -1,0 +1,157 @@
+"""spotrun with its defaults, on its local cloud: brought up, and its job submitted, as an operator does it.
+
+The machines come from one pool whose group recreates what is lost, as it would in a cloud. Where the scenario has no
+replacement, the zone has run dry.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench.processes import tail
+from bench.systems import BOOT_DELAY, NODES, NOTICE, START_TIMEOUT, BenchError, Scenario, stepping
+from bench.watch import Watch
+
+if TYPE_CHECKING:
+    from scripts.ssh import Access
+    from spotrun.cloud.local.client import LocalCloud
+
+HERE = Path(__file__).parent
+CLUSTER, ZONE = "bench", "local-a"
+_STARTING = 0.2  # of BOOT_DELAY, the part in which the machine itself boots
+
+
+class Spotrun:
+    """The job under spotrun, for one run."""
+
+    name = "spotrun"
+
+    def __init__(self) -> None:
+        self._runner = asyncio.Runner()
+        self._folder: Path | None = None
+        self._cloud: LocalCloud | None = None
+        self._access: Access | None = None
+
+    def start(self, scenario: Scenario, folder: Path, watch: Watch) -> None:
+        from scripts import cluster, jobs
+        from spotrun.errors import SpotrunError
+
+        self._folder = folder
+        os.environ["SPOTRUN_HOME"] = str(home(folder))
+        try:
+            spec = cluster.load(str(_write_cluster(folder)))
+            cluster.up(spec)
+            self._access = cluster.access(spec)
+            self._cloud = _find(folder)
+            self._submitted = jobs.submit(self._access, spec, str(_write_job(folder, scenario, watch.path)), _ignore)
+        except SpotrunError as error:
+            raise BenchError(f"spotrun: {error}\n{tail(folder)}") from error
+        if not watch.until(stepping, START_TIMEOUT):
+            raise BenchError(f"spotrun: no step on {NODES} nodes within {START_TIMEOUT:g} s\n{tail(folder)}")
+        if not watch.until(lambda _: self._standing_by() >= scenario.spares, START_TIMEOUT):
+            raise BenchError(f"spotrun: the spare was not ready within {START_TIMEOUT:g} s\n{tail(folder)}")
+        if not scenario.spares and not scenario.replaced:
+            self._wait(self._cloud.stockout(ZONE, True))
+        self._wait(self._cloud.sizes())  # the connection stands before the fault is timed
+
+    def fault(self, scenario: Scenario) -> tuple[float, str]:
+        assert self._cloud is not None
+        victim = str(self._status()["job"]["members"][-1])
+        now = time.time()
+        if scenario.fault == "notice":
+            self._wait(self._cloud.preempt(victim, NOTICE))
+        elif scenario.fault == "freeze":
+            self._wait(self._cloud.freeze(victim))
+        else:
+            self._wait(self._cloud.kill(victim))
+        return now, victim
+
+    def tick(self) -> None:
+        """The cloud does by itself what is due."""
+
+    def close(self) -> None:
+        if self._cloud is not None:
+            self._wait(self._cloud.close())
+            self._cloud = None
+        self._runner.close()
+        if self._folder is not None:
+            remove(self._folder)
+
+    def _status(self) -> dict[str, Any]:
+        from scripts import control
+
+        assert self._access is not None
+        found: dict[str, Any] = control.ask(self._access, "status")
+        return found
+
+    def _standing_by(self) -> int:
+        return sum(node["phase"] == "ready" for node in self._status()["nodes"])
+
+    def _wait(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return self._runner.run(work)
+
+
+def home(folder: Path) -> Path:
+    """The operator's state of a run whose files are in `folder`."""
+    return folder / "home"
+
+
+def remove(folder: Path) -> None:
+    """Take down the cluster that a run with this folder brought up, if it did."""
+    if home(folder).exists():
+        from spotrun.cloud.local import client
+
+        client.down(CLUSTER, home(folder))
+
+
+def _find(folder: Path) -> LocalCloud:
+    from spotrun.cloud.local import client
+
+    cloud = client.find(CLUSTER, home(folder))
+    if cloud is None:
+        raise BenchError(f"spotrun: the local cloud is gone as soon as it was up\n{tail(folder)}")
+    return cloud
+
+
+def _write_cluster(folder: Path) -> Path:
+    cluster = {
+        "name": CLUSTER,
+        "cloud": "local",
+        "pools": [{"name": "spot", "zone": ZONE, "max": NODES + 1}],
+        "local": {"boot_delay": _STARTING, "recreate_delay": BOOT_DELAY - _STARTING},
+    }
+    return _write(folder / "cluster.yaml", cluster)
+
+
+def _write_job(folder: Path, scenario: Scenario, events: Path) -> Path:
+    """A folder with the two files that the job needs, which is what reaches the nodes."""
+    job = folder / "job"
+    job.mkdir()
+    shutil.copy(HERE / "work.py", job / "work.py")
+    shutil.copy(HERE / "train_spotrun.py", job / "train.py")
+    return _write(
+        job / "job.yaml",
+        {
+            "name": "bench",
+            "script": "train.py",
+            "nodes": {"min": scenario.min_nodes, "max": NODES, "spares": scenario.spares},
+            "procs_per_node": 1,
+            "env": {"BENCH_EVENTS": str(events), "OMP_NUM_THREADS": "1"},
+        },
+    )
+
+
+def _write(path: Path, values: dict[str, Any]) -> Path:
+    path.write_text(json.dumps(values, indent=2))  # JSON is YAML
+    return path
+
+
+def _ignore(_: str) -> None:
+    pass

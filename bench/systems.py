@@ -1,0 +1,69 @@
+"""What is measured (scenarios), and what a system under measurement must offer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+from bench.phases import Event
+from bench.watch import Watch
+
+NODES = 2
+BOOT_DELAY = 1.2  # seconds from a node's loss until its replacement begins to start, in every system
+NOTICE = 10.0  # seconds from a notice until the node is gone
+START_TIMEOUT = 120.0
+
+
+class BenchError(Exception):
+    """A run could not even start; the message holds the last lines of the logs."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A loss of one of two nodes. `min_nodes` is what the job may go on with."""
+
+    name: str
+    title: str
+    fault: Literal["kill", "freeze", "notice"]
+    spares: int = 0
+    replaced: bool = False
+    min_nodes: int = NODES
+
+
+SCENARIOS = {
+    scenario.name: scenario
+    for scenario in (
+        Scenario("spare", "SIGKILL, a spare stands by", "kill", spares=1),
+        Scenario("cold", "SIGKILL, cold replacement", "kill", replaced=True),
+        Scenario("shrink", "SIGKILL, no replacement", "kill", min_nodes=1),
+        Scenario("freeze", "frozen (SIGSTOP), a spare stands by", "freeze", spares=1),
+        Scenario("notice", "preempted with notice, a spare stands by", "notice", spares=1),
+    )
+}
+
+
+class System(Protocol):
+    """One way to run the job. Used for one run, then closed; `folder` is empty and thrown away afterwards."""
+
+    name: str
+
+    def start(self, scenario: Scenario, folder: Path, watch: Watch) -> None:
+        """Bring up NODES nodes and the scenario's spares and start the job, whose workers write to `watch.path`.
+
+        Returns when the job steps on all nodes and the spares are ready. Raises `BenchError`.
+        """
+
+    def fault(self, scenario: Scenario) -> tuple[float, str]:
+        """Do to one node what the scenario says; when that was (epoch seconds), and the node's name in the events."""
+
+    def tick(self) -> None:
+        """Called now and then after the fault: do what is due (start the replacement, take the machine away)."""
+
+    def close(self) -> None:
+        """End everything. Also called after an error, or twice."""
+
+
+def stepping(events: list[Event], nodes: int = NODES, steps: int = 1) -> bool:
+    """Whether workers on `nodes` different nodes have each completed `steps` steps."""
+    return len({event.node for event in events if event.name == "step" and event.step >= steps}) >= nodes

@@ -1,0 +1,1 @@
+"""What the operator does. `fabfile.py` has a task for each command; what the tasks do is here, as plain functions."""

@@ -1,0 +1,119 @@
+"""The head's own command, `spotrun ctl`, over SSH: JSON in, JSON out."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shlex
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import paramiko
+
+from scripts.ssh import TIMEOUT, Access, StrictConnection, Unreachable, connect
+from spotrun.errors import SpotrunError
+
+Status = dict[str, Any]  # the status document
+PATIENCE = 180.0  # seconds that a head may be away while following; it is recreated in less
+SILENCE = 600.0  # seconds without a line from the head after which the connection counts as dead
+_PAUSE = 1.0
+
+
+class Head:
+    """An open connection to the head."""
+
+    def __init__(self, connection: StrictConnection) -> None:
+        self._connection = connection
+
+    def ask(self, verb: str, *arguments: str, data: object = None, timeout: float = 60.0) -> Any:
+        """The answer of `spotrun ctl <verb>`. Raises `SpotrunError` with the head's words, or `Unreachable`."""
+        with self._started(f"timeout -k 5 {timeout:g} {_command(verb, *arguments)}", timeout + 10) as channel:
+            if data is not None:
+                channel.sendall(json.dumps(data).encode())
+            channel.shutdown_write()
+            output = b"".join(iter(lambda: channel.recv(65536), b""))
+            _check_exit(channel, verb)
+        if not output.strip():
+            return None
+        try:
+            return json.loads(output)
+        except ValueError:
+            raise Unreachable(f"the head's answer to {verb} is not JSON: {output[:200]!r}") from None
+
+    def follow(self, job: str | None) -> Iterator[Status]:
+        """Status documents until the job ended or the head is gone."""
+        with self._started(_command("follow", *(["--job", job] if job else [])), SILENCE) as channel:
+            rest = b""
+            while block := channel.recv(65536):
+                *lines, rest = (rest + block).split(b"\n")
+                for line in lines:
+                    if line.strip():
+                        yield _parsed(line)
+            _check_exit(channel, "follow")
+
+    @contextlib.contextmanager
+    def _started(self, command: str, timeout: float) -> Iterator[paramiko.Channel]:
+        try:
+            with self._connection.transport.open_session(timeout=TIMEOUT) as channel:
+                channel.settimeout(timeout)
+                channel.exec_command(command)
+                yield channel
+        except (paramiko.SSHException, EOFError, OSError) as error:
+            reason = "no answer in time" if isinstance(error, socket.timeout) else error or type(error).__name__
+            raise Unreachable(f"the connection to the head broke: {reason}") from None
+
+
+@contextlib.contextmanager
+def open_head(access: Access) -> Iterator[Head]:
+    """The head. Raises `Unreachable` if it cannot be reached now."""
+    with connect(access) as connection:
+        yield Head(connection)
+
+
+def ask(access: Access, verb: str, *arguments: str, data: object = None) -> Any:
+    """One question over a connection of its own."""
+    with open_head(access) as head:
+        return head.ask(verb, *arguments, data=data)
+
+
+def await_head(access: Access, patience: float = PATIENCE) -> Status:
+    """The first status document of a head that is coming up. Raises `Unreachable` after `patience` seconds."""
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            found: Status = ask(access, "status")
+            return found
+        except SpotrunError as error:
+            if time.monotonic() > deadline:
+                raise Unreachable(f"the head of cluster {access.cluster} does not come up: {error}") from None
+        time.sleep(_PAUSE / 4)
+
+
+def _command(*words: str) -> str:
+    return shlex.join(["spotrun", "ctl", *words])
+
+
+def _check_exit(channel: paramiko.Channel, verb: str) -> None:
+    """Raise unless the command ended well. The head's process being killed is not the operator's mistake."""
+    code = channel.recv_exit_status()
+    if code == 0:
+        return
+    said = b"".join(iter(lambda: channel.recv_stderr(65536), b"")).decode(errors="replace").strip()
+    text = said.removeprefix("spotrun: ") or f"spotrun ctl {verb} ended with status {code}"
+    if code == 127:
+        raise Unreachable(f"the head has no `spotrun` command: {text}")
+    if code == 2 and not text.startswith(("no head runs", "the head does not answer")):
+        raise SpotrunError(text)
+    raise Unreachable(text)
+
+
+def _parsed(line: bytes) -> Status:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise Unreachable(f"the head sent what is not a status document: {line[:200]!r}")
+    return found

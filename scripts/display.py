@@ -1,0 +1,202 @@
+"""What a status document looks like to a person: a live picture on a terminal, lines elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any, Protocol, TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+Status = dict[str, Any]
+ENDED = ("succeeded", "failed", "stopped")
+_COLOURS = {"running": "green", "succeeded": "green", "failed": "red", "waiting": "yellow", "draining": "yellow"}
+_EVENTS = 8  # shown on a terminal
+_EVERY = 10.0  # seconds between two lines of progress where there is no terminal
+
+
+class Display(Protocol):
+    """Where following shows what it sees."""
+
+    def show(self, status: Status) -> None:
+        """A new status document."""
+
+    def say(self, text: str) -> None:
+        """A line about the following itself."""
+
+
+@contextlib.contextmanager
+def opened(as_json: bool, out: TextIO | None = None) -> Iterator[Display]:
+    """The display that fits: JSON lines for programs, live on a terminal, plain lines otherwise."""
+    out = out or sys.stdout
+    console = Console(file=out, highlight=False, soft_wrap=True)
+    if as_json:
+        yield Lines(out)
+    elif not console.is_terminal:
+        yield Plain(out)
+    else:
+        live = Terminal(Console(file=out, highlight=False))
+        with live.live:
+            yield live
+
+
+class Lines:
+    """A status document a line; what is said goes to stderr."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+
+    def show(self, status: Status) -> None:
+        print(json.dumps(status), file=self._out, flush=True)
+
+    def say(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+
+class Plain:
+    """A line for each event, and one of progress from time to time."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self._seen: set[tuple[float, str]] = set()
+        self._state: tuple[object, ...] = ()
+        self._at = 0.0
+
+    def show(self, status: Status) -> None:
+        for event in status["events"]:
+            key = (float(event["at"]), event["text"])
+            if key not in self._seen:
+                self._seen.add(key)
+                self.say(event_line(event))
+        job = status["job"]
+        if job is None:
+            return
+        state = (job["phase"], job["generation"])
+        if state != self._state or time.monotonic() - self._at >= _EVERY:
+            self._state, self._at = state, time.monotonic()
+            self.say(f"{clock(time.time())} {'progress':<11} {progress(job)}")
+
+    def say(self, text: str) -> None:
+        print(text, file=self._out, flush=True)
+
+
+class Terminal:
+    """A picture that is drawn anew in place; what is said scrolls by above it."""
+
+    def __init__(self, console: Console) -> None:
+        self.live = Live(console=console, refresh_per_second=5, transient=False)
+
+    def show(self, status: Status) -> None:
+        self.live.update(picture(status))
+
+    def say(self, text: str) -> None:
+        self.live.console.print(Text(text))
+
+
+def progress(job: Status) -> str:
+    """One line: digits-3 running, generation 2, step 120/400, 812 samples/s, loss 0.31, snapshot 119, checkpoint 100"""
+    words = [f"{job['id']} {job['phase']}" + (f" ({job['reason']})" if job["reason"] else "")]
+    if job["generation"]:
+        words.append(f"generation {job['generation']}")
+    words.append(f"step {_steps(job)}")
+    if job["samples_per_second"] and job["phase"] not in ENDED:
+        words.append(f"{job['samples_per_second']:,.0f} samples/s")
+    words += [f"{name} {number(value)}" for name, value in job["metrics"].items()]
+    words += [f"{name} {job[name]}" for name in ("snapshot", "checkpoint") if job[name] is not None]
+    return ", ".join(words)
+
+
+def text(status: Status) -> str:
+    """The whole document as plain text."""
+    console = Console(width=120, highlight=False, record=True, file=io.StringIO(), color_system=None)
+    console.print(picture(status))
+    return console.export_text().rstrip()
+
+
+def picture(status: Status) -> RenderableType:
+    """The whole document, for a terminal."""
+    parts: list[RenderableType] = [_headline(status)]
+    if status["job"] is not None:
+        parts.append(_job(status["job"]))
+    if status["nodes"]:
+        parts.append(_nodes(status["nodes"]))
+    for pool in status["pools"]:
+        if pool["problem"]:
+            parts.append(Text(f"pool {pool['name']}: {pool['problem']}", style="yellow"))
+    if status["events"]:
+        lines = [event_line(event) for event in status["events"][-_EVENTS:]]
+        parts.append(Text("\n".join(lines), style="dim"))
+    return Group(*parts)
+
+
+def event_line(event: Status) -> str:
+    """05:43:17 recovered   after 0.4 s, 0 steps lost (preempt)"""
+    return f"{clock(event['at'])} {event['kind']:<11} {event['text']}"
+
+
+def clock(at: float) -> str:
+    """A time of day, as the operator's clock has it."""
+    return time.strftime("%H:%M:%S", time.localtime(at))
+
+
+def number(value: float) -> str:
+    """Four digits that count."""
+    return f"{value:.4g}"
+
+
+def _headline(status: Status) -> Text:
+    pools = ", ".join(f"{pool['name']} {pool['running']}/{pool['target']}" for pool in status["pools"])
+    job = status["job"]
+    line = Text(f"cluster {status['cluster']}  pools {pools}  ")
+    return line.append("no job") if job is None else line
+
+
+def _job(job: Status) -> RenderableType:
+    table = Table.grid(padding=(0, 2))
+    phase = Text(job["phase"], style=_COLOURS.get(job["phase"], "cyan")).append(f"  {job['reason']}", style="dim")
+    table.add_row("job", Text(job["id"], style="bold"), phase)
+    table.add_row("generation", str(job["generation"]), f"restarts {job['restarts']} of {job['max_restarts']}")
+    bar: RenderableType = ""
+    if job["total_steps"]:
+        bar = ProgressBar(total=job["total_steps"], completed=min(job["step"], job["total_steps"]), width=40)
+    table.add_row("step", _steps(job), bar)
+    metrics = "  ".join(f"{name} {number(value)}" for name, value in job["metrics"].items())
+    table.add_row("speed", f"{job['samples_per_second'] or 0:,.0f} samples/s", metrics)
+    goodput = "" if job["goodput"] is None else f"goodput {job['goodput']:.0%}"
+    table.add_row("saved", f"snapshot {_or(job['snapshot'])}  checkpoint {_or(job['checkpoint'])}", goodput)
+    return table
+
+
+def _nodes(nodes: list[Status]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for title in ("node", "pool", "zone", "address", "machine", "phase", "step", ""):
+        table.add_column(title)
+    for node in nodes:
+        left = f"taken in {max(0.0, node['notice'] - time.time()):.0f} s" if node["notice"] else ""
+        table.add_row(
+            node["name"],
+            node["pool"],
+            node["zone"],
+            node["address"],
+            node["state"],
+            Text(node["phase"] or "", style=_COLOURS.get(node["phase"] or "", "")),
+            _or(node["step"]) if node["step"] != -1 else "",
+            Text(left, style="yellow"),
+        )
+    return table
+
+
+def _steps(job: Status) -> str:
+    return f"{job['step']}/{job['total_steps']}" if job["total_steps"] else str(job["step"])
+
+
+def _or(value: object) -> str:
+    return "" if value is None else str(value)

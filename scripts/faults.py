@@ -1,0 +1,60 @@
+"""Machines that a demonstration takes away along the way: `preempt@25%,kill@120`. Pure."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from spotrun.errors import SpotrunError
+
+KINDS = {"preempt": "preempt with notice", "kill": "hard kill, no notice"}
+DEMO = "preempt@25%,kill@60%"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Take a node once the job is at `at`: a step, or a share of all steps if `share`."""
+
+    kind: str
+    at: float
+    share: bool = False
+
+    def step(self, total: int) -> float | None:
+        """The step it is due at; None while the job's length is unknown."""
+        if not self.share:
+            return self.at
+        return self.at * total if total > 0 else None
+
+
+def parse(text: str) -> list[Fault]:
+    """The faults, in the order in which they are due. Raises `SpotrunError`."""
+    if text.strip().lower() in ("", "none"):
+        return []
+    found = []
+    for word in text.split(","):
+        match = re.fullmatch(r"\s*([a-z]+)@([0-9]+(?:\.[0-9]+)?)(%?)\s*", word)
+        if match is None or match[1] not in KINDS or (match[3] and float(match[2]) > 100):
+            raise SpotrunError(
+                f"FAULTS: {word.strip()!r}: allowed: kind@step or kind@share% with kind {' or '.join(KINDS)}, separated"
+                " by commas, such as preempt@25%,kill@120; or none"
+            )
+        found.append(Fault(match[1], float(match[2]) / (100 if match[3] else 1), bool(match[3])))
+    return found
+
+
+def due(faults: list[Fault], job: dict[str, Any], generation: int) -> Fault | None:
+    """The next fault if it is time for it. generation: the one that the last fault hit; it must have been left."""
+    if not faults or job["phase"] != "running" or job["generation"] <= generation:
+        return None
+    step = faults[0].step(job["total_steps"])
+    return faults[0] if step is not None and job["step"] >= step else None
+
+
+def victim(status: dict[str, Any]) -> str | None:
+    """The node to take: the last one of the generation, by rank."""
+    members = (status["job"] or {}).get("members") or []
+    if members:
+        return str(members[-1])
+    running = [node["name"] for node in status["nodes"] if node["phase"] == "running"]
+    return running[-1] if running else None

@@ -1,0 +1,66 @@
+"""The closing report: what a job cost and what its losses cost. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from scripts.display import number
+
+Status = dict[str, Any]
+
+
+def report(job: Status) -> str:
+    """The report of a job, as its last status has it."""
+    lines = [_verdict(job)]
+    if job["failure"]:
+        lines += _failure(job["failure"])
+    if job["metrics"]:
+        lines.append("  last values: " + ", ".join(f"{name} {number(value)}" for name, value in job["metrics"].items()))
+    lines += _losses(job["losses"])
+    if job["goodput"] is not None:
+        lines.append(f"  goodput {job['goodput']:.1%} (share of node time that went into steps that counted)")
+    machines = f"  node time {duration(job['node_seconds'])}"
+    if job["cost"] is not None:
+        machines += f", cost ${job['cost']:.2f}"
+    lines.append(machines)
+    return "\n".join(lines)
+
+
+def duration(seconds: float) -> str:
+    """12.3 s, 4 min 5 s, 2 h 10 min"""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
+def _verdict(job: Status) -> str:
+    steps = f"{job['step']} of {job['total_steps']} steps" if job["total_steps"] else f"{job['step']} steps"
+    reason = f": {job['reason']}" if job["reason"] else ""
+    took = f" in {duration(job['ended'] - job['started'])}" if job["ended"] and job["started"] else ""
+    generations = f"{job['generation']} generation{'' if job['generation'] == 1 else 's'}"
+    return f"job {job['id']} {job['phase']}{reason}: {steps}{took}, {generations}"
+
+
+def _failure(failure: Status) -> list[str]:
+    lines = [f"  rank {failure['rank']} on {failure['node']}: {failure['message']}"]
+    lines += [f"    {line}" for line in (failure["traceback"] or "").rstrip().splitlines()]
+    if failure["stacks"]:
+        lines.append(f"  the stacks of all ranks are in the bucket at {failure['stacks']}")
+    return lines
+
+
+def _losses(losses: list[Status]) -> list[str]:
+    if not losses:
+        return ["  no machine was lost"]
+    rows = [("loss", "node", "seconds to the next step", "steps lost")]
+    for loss in losses:
+        seconds = "" if loss["seconds"] is None else f"{loss['seconds']:.1f}"
+        lost = "" if loss["steps_lost"] is None else str(loss["steps_lost"])
+        rows.append((loss["kind"], loss["node"] or "", seconds, lost))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    return [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]

@@ -1,0 +1,202 @@
+"""SSH to the machines of a cluster, with strict host keys: only those that the machines put into the bucket count.
+
+The head is reached directly, every node through the head. An unknown or changed key is an error, never added silently.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import paramiko
+from fabric import Config, Connection
+from pydantic import ValidationError
+
+from spotrun.errors import SpotrunError
+from spotrun.store import Store, host_key
+from spotrun.wire import HostRecord
+
+HEAD = "head"
+POOL = 16  # connections at once: hundreds of threads are slower than sixteen, not faster
+TIMEOUT = 10  # seconds for each stage of a connection
+EXIT_TIMEOUT = 124  # of coreutils' timeout
+
+
+class Unreachable(SpotrunError):
+    """A machine does not answer over SSH, or is not the one it should be."""
+
+
+@dataclass(frozen=True)
+class Access:
+    """How an operator gets into a cluster. key: the private key's file. scratch: a folder for known_hosts."""
+
+    cluster: str
+    store: Store
+    user: str
+    key: Path
+    scratch: Path
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command did on a node. code: its exit status; `EXIT_TIMEOUT` if it was ended for its time."""
+
+    node: str
+    code: int
+    output: str
+
+
+class StrictConnection(Connection):
+    """A `fabric.Connection` that accepts exactly the host keys of `record`.
+
+    Fabric itself adds unknown keys, and follows the user's own SSH configuration; both would undo the check.
+    """
+
+    def __init__(self, access: Access, record: HostRecord, gateway: Connection | None = None) -> None:
+        super().__init__(
+            record.address,
+            user=access.user,
+            port=record.port,
+            gateway=gateway,
+            connect_timeout=TIMEOUT,
+            config=Config(overrides={"load_ssh_configs": False}),
+            connect_kwargs={
+                "key_filename": str(access.key),
+                "allow_agent": False,
+                "look_for_keys": False,
+                "banner_timeout": TIMEOUT,
+                "auth_timeout": TIMEOUT,
+                "channel_timeout": TIMEOUT,
+            },
+        )
+        self.client.set_missing_host_key_policy(paramiko.RejectPolicy())
+        known = self.client.get_host_keys()
+        for line in record.keys:
+            entry = paramiko.hostkeys.HostKeyEntry.from_line(f"{host_pattern(record)} {line}")
+            if entry is not None and entry.key is not None:
+                known.add(host_pattern(record), entry.key.get_name(), entry.key)
+
+
+def read_host(access: Access, node: str) -> HostRecord:
+    """Address and host keys of a node, or of the head, as it put them into the bucket itself."""
+    key = host_key(access.cluster, node)
+    data = access.store.find(key)
+    if data is None:
+        raise SpotrunError(f"{node}: there is no such machine in cluster {access.cluster}; `make status` lists them")
+    try:
+        return HostRecord.model_validate_json(data)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        raise Unreachable(f"{access.store.url}/{key}: not a host record: {problem['msg']}") from None
+
+
+@contextlib.contextmanager
+def connect(access: Access, node: str = HEAD) -> Iterator[StrictConnection]:
+    """An open connection. Raises `Unreachable` with the reason."""
+    with contextlib.ExitStack() as stack:
+        gateway = stack.enter_context(connect(access)) if node != HEAD else None
+        yield stack.enter_context(_opened(access, read_host(access, node), gateway))
+
+
+def run(access: Access, nodes: list[str], command: str, timeout: float, report: Callable[[Outcome], None]) -> bool:
+    """Run a shell command on nodes at once; `report` gets each outcome as it comes. True if all exited with 0."""
+    through = [node for node in nodes if node != HEAD]
+    with contextlib.ExitStack() as stack:
+        head = stack.enter_context(connect(access)) if through else None
+
+        def one(node: str) -> Outcome:
+            try:
+                with _opened(access, read_host(access, node), head if node != HEAD else None) as connection:
+                    return _run(connection, node, command, timeout)
+            except SpotrunError as error:
+                return Outcome(node, 255, str(error))
+
+        good = True
+        with ThreadPoolExecutor(POOL) as pool:
+            for outcome in pool.map(one, nodes):
+                report(outcome)
+                good = good and outcome.code == 0
+        return good
+
+
+def shell(access: Access, node: str) -> None:
+    """Become an interactive `ssh` to a node: replaces this process. Raises `SpotrunError` if there is no ssh."""
+    arguments = shell_command(access, node)
+    program = shutil.which("ssh")
+    if program is None:
+        raise SpotrunError("no `ssh` on this machine: install OpenSSH's client, or use `make run CMD=… NODE=…`")
+    os.execv(program, arguments)
+
+
+def shell_command(access: Access, node: str) -> list[str]:
+    """The command line of `shell`. Writes the known_hosts file that it names."""
+    records = {name: read_host(access, name) for name in {HEAD, node}}
+    known = access.scratch / "known_hosts"
+    known.write_text("".join(f"{host_pattern(record)} {line}\n" for record in records.values() for line in record.keys))
+    options = ["-F", "none", "-i", str(access.key)]
+    for option in (
+        "IdentitiesOnly=yes",
+        "StrictHostKeyChecking=yes",
+        f"UserKnownHostsFile={_quoted(known)}",
+        "GlobalKnownHostsFile=none",
+        "UpdateHostKeys=no",
+        f"ConnectTimeout={TIMEOUT}",
+    ):
+        options += ["-o", option]
+    target, head = records[node], records[HEAD]
+    proxy: list[str] = []
+    if node != HEAD:  # not ProxyJump: the jump would not take these options over
+        jump = ["ssh", *options, "-p", str(head.port), "-W", f"[{target.address}]:{target.port}"]
+        proxy = ["-o", "ProxyCommand=" + shlex.join([*jump, f"{access.user}@{head.address}"]).replace("%", "%%")]
+    return ["ssh", *options, *proxy, "-p", str(target.port), f"{access.user}@{target.address}"]
+
+
+def host_pattern(record: HostRecord) -> str:
+    """The host's name in a known_hosts file."""
+    return record.address if record.port == 22 else f"[{record.address}]:{record.port}"
+
+
+@contextlib.contextmanager
+def _opened(access: Access, record: HostRecord, gateway: Connection | None) -> Iterator[StrictConnection]:
+    where = f"{record.node} ({record.address}:{record.port})"
+    connection = StrictConnection(access, record, gateway)
+    try:
+        connection.open()
+    except paramiko.BadHostKeyException as error:
+        raise Unreachable(
+            f"{where}: refused: its host key has changed ({error.key.get_name()} {error.key.fingerprint}); the bucket"
+            " has another. Either the machine was replaced this moment, then try again, or someone is in between"
+        ) from None
+    except paramiko.AuthenticationException:
+        raise Unreachable(f"{where}: refused user {access.user} with key {access.key}") from None
+    except (paramiko.SSHException, OSError, EOFError) as error:
+        if "not found in known_hosts" in str(error):
+            raise Unreachable(f"{where}: refused: its host key is unknown; the bucket has none of that kind") from None
+        raise Unreachable(f"{where}: no SSH connection: {error or type(error).__name__}") from None
+    try:
+        yield connection
+    finally:
+        connection.close()
+
+
+def _run(connection: StrictConnection, node: str, command: str, timeout: float) -> Outcome:
+    # `timeout` runs on the node: one that gave up here would leave the command running there.
+    wrapped = f"timeout -k 5 {timeout:g} bash -c {shlex.quote(command)}"
+    try:
+        result = connection.run(wrapped, hide=True, warn=True, in_stream=False, timeout=int(timeout + 2 * TIMEOUT))
+    except Exception as error:  # Fabric wraps what its threads met in several classes of its own
+        return Outcome(node, 255, f"{node}: connection lost: {error or type(error).__name__}\n")
+    text = result.stdout + result.stderr
+    if result.exited == EXIT_TIMEOUT:
+        text += f"ended after {timeout:g} s; give it longer with --timeout\n"
+    return Outcome(node, result.exited, text)
+
+
+def _quoted(path: Path) -> str:
+    return f'"{path}"'

@@ -1,0 +1,39 @@
+"""One local cluster for all end-to-end tests; each test runs a job of its own on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from spotrun.spec import ClusterSpec
+from tests.e2e.harness import Harness
+
+SPEC = {
+    "name": "e2e",
+    "cloud": "local",
+    "pools": [{"name": "spot", "zone": "local-a", "max": 5}],
+    "local": {"boot_delay": 0.1, "recreate_delay": 0.5},
+}
+
+
+@pytest.fixture(scope="session")
+def _cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
+    folder = tmp_path_factory.mktemp("e2e")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPOTRUN_HOME", str(folder / "home"))
+        harness = Harness(folder, ClusterSpec.model_validate(SPEC))
+        try:
+            yield harness
+        finally:
+            harness.close()
+
+
+@pytest.fixture
+def cluster(_cluster: Harness) -> Iterator[Harness]:
+    """The cluster with no job on it, all zones stocked."""
+    yield _cluster
+    _cluster.fault("restock", "local-a")
+    if _cluster.status()["job"] and not _cluster.status()["job"]["ended"]:
+        _cluster.ctl("stop")
+        _cluster.until_ended()

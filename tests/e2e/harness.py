@@ -1,0 +1,196 @@
+"""A local cluster as an operator sees it: everything through SSH, except the faults, which are the cloud's."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scripts import bundle, cluster, control
+from spotrun.cloud.local import client
+from spotrun.cloud.local.client import LocalCloud
+from spotrun.errors import SpotrunError
+from spotrun.spec import ClusterSpec, JobSpec
+
+TOY = Path(__file__).parent.parent / "jobs" / "toy"
+PATIENCE = 90.0  # seconds that anything may take on a slow machine
+OPTIONS = ("epochs", "samples", "batch", "pause", "fail", "hang")  # of the toy script; the rest is the job file's
+
+
+@dataclass(frozen=True)
+class Job:
+    id: str
+    out: Path
+
+
+class Harness:
+    """One cluster; use `submit`, then the rest is about that job."""
+
+    def __init__(self, folder: Path, spec: ClusterSpec) -> None:
+        self.folder = folder
+        self.spec = spec
+        self._changed = threading.Condition()
+        self._newest: dict[str, Any] = {}
+        self._error: BaseException | None = None
+        self._follower: threading.Thread | None = None
+        self._closing = False
+        cluster.up(spec)
+        self.access = cluster.access(spec)
+
+    def submit(self, **options: Any) -> Job:
+        """Run the toy script. Options of the script by their names, everything else is of the job file."""
+        out = self.folder / f"out-{len(list(self.folder.glob('out-*')))}"
+        out.mkdir()
+        args = ["--out", str(out)]
+        for name in [name for name in OPTIONS if name in options]:
+            args += [f"--{name}", str(options.pop(name))]
+        job = JobSpec(name="toy", script="train.py", args=tuple(args), **options)
+        packed = bundle.upload(self.access.store, TOY, "train.py")
+        request = {"job": job.model_dump(mode="json"), "code": packed.sha256}
+        found = control.ask(self.access, "submit", data=request)
+        self._newest, self._error = {}, None
+        self._follower = threading.Thread(target=self._follow, args=(found["job"],), daemon=True)
+        self._follower.start()
+        return Job(found["job"], out)
+
+    def until(self, good: Callable[[dict[str, Any]], Any], what: str, timeout: float = PATIENCE) -> dict[str, Any]:
+        """The first status document that is good. AssertionError with the newest one otherwise."""
+        with self._changed:
+            found = self._changed.wait_for(
+                lambda: self._error or (self._newest and good(self._newest)) or self._over(), timeout
+            )
+            if self._error:
+                raise self._error
+            assert found and good(self._newest), f"not seen: {what}\n{self._story()}"
+            return self._newest
+
+    def until_step(self, step: int) -> dict[str, Any]:
+        return self.until(lambda s: s["job"]["step"] >= step and s["job"]["phase"] == "running", f"step {step}")
+
+    def until_ended(self, timeout: float = 2 * PATIENCE) -> dict[str, Any]:
+        """The job's part of the last status document."""
+        job: dict[str, Any] = self.until(lambda s: s["job"]["ended"], "the end", timeout)["job"]
+        return job
+
+    def members(self) -> list[str]:
+        """Nodes of the running generation, in rank order."""
+        return list(self.until(lambda s: s["job"]["members"], "a generation")["job"]["members"])
+
+    def status(self) -> dict[str, Any]:
+        """Asked for now."""
+        found: dict[str, Any] = control.ask(self.access, "status")
+        return found
+
+    def ctl(self, *words: str) -> Any:
+        found = control.ask(self.access, *words)
+        if words[0] == "relaunch":
+            self._newest = {}
+            self._follower = threading.Thread(target=self._follow, args=(words[-1],), daemon=True)
+            self._follower.start()
+        return found
+
+    def fault(self, kind: str, what: str) -> None:
+        """preempt, kill, freeze, thaw, cut, join a node; stockout, restock a zone."""
+        if kind in ("stockout", "restock"):
+            self.cloud(lambda cloud: cloud.stockout(what, kind == "stockout"))
+        else:
+            self.cloud(lambda cloud: getattr(cloud, kind)(what))
+
+    def kill_head(self) -> None:
+        self.cloud(lambda cloud: cloud.kill("head"))
+
+    def cloud(self, ask: Callable[[LocalCloud], Any]) -> Any:
+        """Ask the local cloud itself."""
+
+        async def run() -> Any:
+            cloud = client.find(self.spec.name, cluster.home())
+            assert cloud is not None, "the local cloud does not run"
+            try:
+                return await ask(cloud)
+            finally:
+                await cloud.close()
+
+        return asyncio.run(run())
+
+    def logs(self, job: str, generation: int) -> dict[str, str]:
+        """Logs in the bucket, by key."""
+        store = self.access.store
+        keys = store.list(f"jobs/{job}/logs/{generation:04d}")
+        return {key: store.get(key).decode(errors="replace") for key in keys}
+
+    def close(self) -> None:
+        self._closing = True
+        client.down(self.spec.name, cluster.home())
+        if self._follower:
+            self._follower.join(30)
+
+    def _follow(self, job: str) -> None:
+        """Keep the newest status; a head that is away for a moment is none of our business."""
+        while not self._closing:
+            try:
+                with control.open_head(self.access) as head:
+                    for status in head.follow(job):
+                        with self._changed:
+                            self._newest = status
+                            self._changed.notify_all()
+                        if status["job"]["ended"]:
+                            return
+            except SpotrunError:
+                continue
+            except BaseException as error:
+                with self._changed:
+                    self._error = error
+                    self._changed.notify_all()
+                return
+
+    def _over(self) -> bool:
+        return bool(self._newest and self._newest["job"]["ended"])
+
+    def _story(self) -> str:
+        events = self._newest.get("events", [])
+        lines = [f"{event['at'] % 1000:8.2f} {event['kind']}: {event['text']}" for event in events]
+        rest = {key: value for key, value in self._newest.items() if key != "events"}
+        return "\n".join([*lines, json.dumps(rest, indent=1)])
+
+
+def undisturbed(out: Path, ranks: int, **options: Any) -> str:
+    """The final digest under plain torchrun."""
+    args = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run(
+        [*command, str(TOY / "train.py"), "--out", str(out), "--pause", "0", *args],
+        check=True,
+        env=environment,
+        timeout=PATIENCE,
+        stdout=subprocess.DEVNULL,
+    )
+    return digest_of(out)
+
+
+def digest_of(out: Path) -> str:
+    """The one digest that all ranks ended with."""
+    found = {json.loads(path.read_text())["digest"] for path in out.glob("final-*.json")}
+    assert len(found) == 1, found
+    return str(found.pop())
+
+
+def sample_ids(out: Path, epochs: int) -> dict[int, list[int]]:
+    """The samples of each epoch, sorted. Of a step done again in a later generation, only that time counts."""
+    steps: dict[tuple[int, int], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for path in out.glob("steps-*.jsonl"):
+        for line in path.read_text().splitlines():
+            entry = json.loads(line)
+            steps[(entry["epoch"], entry["step"])][entry["generation"]] += entry["ids"]
+    found: dict[int, list[int]] = {epoch: [] for epoch in range(epochs)}
+    for (epoch, _), generations in sorted(steps.items()):
+        found[epoch] += generations[max(generations)]
+    return {epoch: sorted(ids) for epoch, ids in found.items()}

@@ -1,0 +1,115 @@
+"""Nodes are taken in every way a cloud knows, and training goes on: nothing lost that need not be."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e.harness import Harness, digest_of, sample_ids, undisturbed
+
+EPOCHS, SAMPLES, BATCH = 3, 600, 2
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The digest of the final state of an undisturbed run: plain torchrun, three ranks."""
+    return undisturbed(tmp_path_factory.mktemp("undisturbed"), ranks=3, epochs=EPOCHS, samples=SAMPLES, batch=BATCH)
+
+
+@pytest.mark.parametrize("sequence", [("preempt", "kill", "preempt"), ("freeze", "cut")], ids="-".join)
+def test_final_weights_are_those_of_an_undisturbed_run(
+    cluster: Harness, expected: str, sequence: tuple[str, ...]
+) -> None:
+    """Bit for bit, when every lost node is replaced by one; 0 steps lost with notice, else the interval at most."""
+    job = cluster.submit(
+        nodes={"min": 3, "max": 3, "spares": 1}, epochs=EPOCHS, samples=SAMPLES, batch=BATCH, snapshot_interval=5
+    )
+    for number, fault in enumerate(sequence):
+        cluster.until_step(40 + 70 * number)
+        victim = cluster.members()[number % 3]
+        cluster.fault(fault, victim)
+        cluster.until(lambda s, n=number: len(closed(s)) > n, what=f"recovery from {fault} of {victim}")
+    final = cluster.until_ended()
+    assert final["phase"] == "succeeded", final
+    assert digest_of(job.out) == expected
+    assert sample_ids(job.out, EPOCHS) == {epoch: list(range(SAMPLES)) for epoch in range(EPOCHS)}
+    for fault, loss in zip(sequence, final["losses"], strict=True):
+        kind = {"cut": "silent", "freeze": "silent"}.get(fault, fault)
+        assert loss["kind"] == kind
+        assert loss["steps_lost"] <= (0 if fault == "preempt" else 5)
+    assert 0 < final["goodput"] < 1
+
+
+def closed(status: dict) -> list[dict]:
+    return [loss for loss in status["job"]["losses"] if loss["seconds"] is not None]
+
+
+def test_every_sample_once_though_the_number_of_nodes_changes(cluster: Harness) -> None:
+    """Shrinks from 3 to 2 without notice, grows back to 3: each sample still once an epoch."""
+    job = cluster.submit(
+        nodes={"min": 1, "max": 3}, epochs=2, samples=2401, batch=4, snapshot_interval=7, grow_interval=3
+    )
+    cluster.until_step(30)
+    cluster.fault("kill", cluster.members()[0])
+    cluster.until(lambda s: len(closed(s)) == 1 and len(s["job"]["members"]) == 2, what="two nodes train")
+    cluster.until(lambda s: len(s["job"]["members"]) == 3 and s["job"]["phase"] == "running", what="three again")
+    cluster.fault("preempt", cluster.members()[1])
+    final = cluster.until_ended()
+    assert final["phase"] == "succeeded"
+    assert sample_ids(job.out, 2) == {epoch: list(range(2401)) for epoch in range(2)}
+    assert [loss["kind"] for loss in final["losses"]][:2] == ["kill", "grow"]
+    assert all(loss["steps_lost"] == 0 for loss in final["losses"] if loss["kind"] in ("grow", "preempt"))
+
+
+@pytest.mark.parametrize("fault", ["freeze", "cut"])
+def test_a_node_that_comes_back_does_not_disturb(cluster: Harness, fault: str) -> None:
+    """Recovered within 10 s; thawed or joined again, its old workers end and it serves in a later generation."""
+    job = cluster.submit(nodes={"min": 2, "max": 3}, epochs=2, samples=3000, batch=4, grow_interval=5)
+    cluster.until_step(30)
+    victim = cluster.members()[1]
+    cluster.fault(fault, victim)
+    status = cluster.until(lambda s: closed(s), what="recovery")
+    (loss,) = closed(status)
+    assert (loss["kind"], loss["node"]) == ("silent", victim)
+    assert loss["seconds"] < 10
+    before = status["job"]["generation"]
+    cluster.fault({"freeze": "thaw", "cut": "join"}[fault], victim)
+    cluster.until(lambda s: victim in s["job"]["members"], what="it takes part again")
+    final = cluster.until_ended()
+    assert final["phase"] == "succeeded"
+    assert final["generation"] > before
+    assert all(loss["kind"] in ("silent", "grow") for loss in final["losses"])
+    assert sample_ids(job.out, 2) == {epoch: list(range(3000)) for epoch in range(2)}
+
+
+def test_all_nodes_killed_at_once(cluster: Harness) -> None:
+    """Resumes from the newest complete checkpoint."""
+    job = cluster.submit(nodes={"min": 2, "max": 2}, epochs=2, samples=2000, batch=4, checkpoint_interval=2)
+    status = cluster.until(lambda s: s["job"]["checkpoint"], what="a checkpoint")
+    for member in cluster.members():
+        cluster.fault("kill", member)
+    status = cluster.until(lambda s: closed(s), what="recovery")
+    (loss,) = closed(status)
+    assert loss["steps_lost"] > 0
+    final = cluster.until_ended()
+    assert final["phase"] == "succeeded"
+    assert sample_ids(job.out, 2) == {epoch: list(range(2000)) for epoch in range(2)}
+
+
+def test_fewer_than_min_nodes(cluster: Harness) -> None:
+    """The state is in the bucket before the notice ends; the job goes on by itself when machines return."""
+    cluster.submit(nodes={"min": 2, "max": 2}, epochs=2, samples=2000, batch=4)
+    cluster.until_step(30)
+    zones = {node["zone"] for node in cluster.status()["nodes"]}
+    for zone in zones:
+        cluster.fault("stockout", zone)
+    victim = cluster.members()[1]
+    cluster.fault("preempt", victim)
+    status = cluster.until(lambda s: s["job"]["phase"] == "waiting" and s["job"]["checkpoint"], what="state is safe")
+    assert any(node["name"] == victim and node["notice"] for node in status["nodes"]), "after the notice ended"
+    step = status["job"]["step"] or status["job"]["checkpoint"]
+    assert status["job"]["checkpoint"] == status["job"]["losses"][-1]["step"] == step
+    for zone in zones:
+        cluster.fault("restock", zone)
+    final = cluster.until_ended()
+    assert final["phase"] == "succeeded"
+    assert final["losses"][-1]["steps_lost"] == 0

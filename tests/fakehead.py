@@ -1,0 +1,224 @@
+"""What an agent meets outside its machine: a head that says what a test wants, and a metadata server."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import hashlib
+import ssl
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from aiohttp import WSCloseCode, WSMsgType, web
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from spotrun.store import Store, head_key
+from spotrun.wire import MAX_MESSAGE, HeadRecord, Order, Report
+from tests.helpers import await_for
+
+
+def certificate() -> tuple[ssl.SSLContext, str]:
+    """A server context with a new self-signed certificate, and its fingerprint."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "head")])
+    now = datetime.datetime.now(datetime.UTC)
+    cert = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now)
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .sign(key, hashes.SHA256())
+    )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(cert.public_bytes(serialization.Encoding.PEM))
+        file.write(
+            key.private_bytes(
+                serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+            )
+        )
+        file.flush()
+        context.load_cert_chain(file.name)
+    return context, hashlib.sha256(cert.public_bytes(serialization.Encoding.DER)).hexdigest()
+
+
+class FakeHead:
+    """A head without a mind: it keeps the newest report of each node and sends the orders it is given."""
+
+    def __init__(self, store: Store, cluster: str = "test", token: str = "t0ken", epoch: int = 1) -> None:
+        self.store, self.cluster, self.token, self.epoch = store, cluster, token, epoch
+        self.reports: dict[str, Report] = {}
+        self.history: list[Report] = []
+        self.orders: dict[str, Order] = {}
+        self.refused: list[str] = []  # what came as Authorization and was not the token
+        self.sockets: dict[str, web.WebSocketResponse] = {}
+        self._runner: web.AppRunner | None = None
+
+    async def start(self, publish: bool = True) -> HeadRecord:
+        context, fingerprint = certificate()
+        app = web.Application()
+        app.router.add_get("/agent", self._serve)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.5)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0, ssl_context=context)
+        await site.start()
+        port = self._runner.addresses[0][1]
+        self.record = HeadRecord(
+            epoch=self.epoch, address="127.0.0.1", port=port, fingerprint=fingerprint, token=self.token
+        )
+        if publish:
+            self.publish(self.record)
+        return self.record
+
+    def publish(self, record: HeadRecord) -> None:
+        self.store.put(head_key(self.cluster), record.model_dump_json().encode())
+
+    async def stop(self) -> None:
+        for socket in list(self.sockets.values()):
+            await socket.close(code=WSCloseCode.GOING_AWAY)
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def order(self, node: str, order: Order) -> None:
+        self.orders[node] = order
+        if node in self.sockets:
+            await self.sockets[node].send_str(order.model_dump_json())
+
+    async def wait(self, node: str, look: Callable[[Report], object], what: str, timeout: float = 40) -> Report:
+        """The newest report of the node, once `look` holds for it."""
+
+        def found() -> Report | None:
+            report = self.reports.get(node)
+            return report if report is not None and look(report) else None
+
+        try:
+            report = await await_for(found, timeout, what)
+        except AssertionError as error:
+            raise AssertionError(f"{error}; newest report: {self.reports.get(node)}") from None
+        assert report is not None
+        return report
+
+    async def _serve(self, request: web.Request) -> web.StreamResponse:
+        if request.headers.get("Authorization") != f"Bearer {self.token}":
+            self.refused.append(request.headers.get("Authorization", ""))
+            return web.Response(status=401)
+        socket = web.WebSocketResponse(max_msg_size=MAX_MESSAGE)
+        await socket.prepare(request)
+        node = ""
+        async for message in socket:
+            if message.type is not WSMsgType.TEXT:
+                continue
+            report = Report.model_validate_json(message.data)
+            self.reports[report.node] = report
+            self.history.append(report)
+            if not node:
+                node = report.node
+                self.sockets[node] = socket
+                if node in self.orders:
+                    await socket.send_str(self.orders[node].model_dump_json())
+        if self.sockets.get(node) is socket:
+            del self.sockets[node]
+        return socket
+
+
+class FakeMetadata:
+    """A metadata server of either kind, with faults: `down` (503), `junk`, `hang`, tokens that are forgotten."""
+
+    def __init__(self, flavour: str, attributes: dict[str, str], name: str = "n", address: str = "127.0.0.1") -> None:
+        self.flavour, self.attributes = flavour, attributes
+        self.name, self.address = name, address
+        self.values = {"preempted": "FALSE", "maintenance-event": "NONE"}  # GCE
+        self.files: dict[str, str] = {}  # EC2: path below meta-data: text
+        self.fault = ""
+        self.asked = 0
+        self.tokens: set[str] = set()
+        self._changed = asyncio.Event()
+        self._version = 1
+        self._runner: web.AppRunner | None = None
+
+    async def start(self) -> str:
+        """host:port"""
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", self._answer)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        return f"127.0.0.1:{self._runner.addresses[0][1]}"
+
+    async def stop(self) -> None:
+        self.change()
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    def change(self, **values: str) -> None:
+        """New GCE values; those who wait are answered."""
+        self.values |= {name.replace("_", "-"): value for name, value in values.items()}
+        self._version += 1
+        before, self._changed = self._changed, asyncio.Event()
+        before.set()
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        self.asked += 1
+        if self.fault == "hang":
+            await self._changed.wait()
+        if self.fault == "down":
+            return web.Response(status=503)
+        if self.fault == "junk":
+            return web.Response(text="\x00<html>junk", headers={"Metadata-Flavor": "Google"})
+        return await (self._gce(request) if self.flavour == "gce" else self._ec2(request))
+
+    async def _gce(self, request: web.Request) -> web.StreamResponse:
+        if request.headers.get("Metadata-Flavor") != "Google":
+            return web.Response(status=403)
+        headers = {"Metadata-Flavor": "Google", "ETag": str(self._version)}
+        if request.path == "/":
+            return web.Response(text="computeMetadata/", headers=headers)
+        path = request.path.removeprefix("/computeMetadata/v1/instance/")
+        known = {
+            "name": self.name,
+            "zone": "projects/1/zones/zone-a",
+            "network-interfaces/0/ip": self.address,
+            "id": "1234",
+            **{f"attributes/{key}": value for key, value in self.attributes.items()},
+        }
+        if path in known:
+            return web.Response(text=known[path], headers=headers)
+        if path not in self.values:
+            return web.Response(status=404)
+        if request.query.get("wait_for_change") == "true" and request.query.get("last_etag") == str(self._version):
+            try:
+                async with asyncio.timeout(float(request.query["timeout_sec"])):
+                    await self._changed.wait()
+            except TimeoutError:
+                pass
+        return web.Response(text=self.values[path], headers=headers | {"ETag": str(self._version)})
+
+    async def _ec2(self, request: web.Request) -> web.StreamResponse:
+        if request.path == "/latest/api/token":
+            if request.method != "PUT" or "X-aws-ec2-metadata-token-ttl-seconds" not in request.headers:
+                return web.Response(status=400)
+            self.tokens.add(token := f"token{self.asked}")
+            return web.Response(text=token)
+        if request.headers.get("X-aws-ec2-metadata-token") not in self.tokens:
+            return web.Response(status=401)
+        path = request.path.removeprefix("/latest/meta-data/")
+        known = {
+            "instance-id": "i-0123",
+            "placement/availability-zone": "zone-a",
+            "local-ipv4": self.address,
+            **{f"tags/instance/{key}": value for key, value in self.attributes.items()},
+            **self.files,
+        }
+        return web.Response(text=known[path]) if path in known else web.Response(status=404)
+
+
+def bundle_key(path: Path) -> str:
+    """The sha256 of a file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -1,0 +1,37 @@
+"""What several tests need."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def wait_for(look: Callable[[], T], timeout: float = 30.0, what: str = "") -> T:
+    """The first truthy result of `look`, polled; an AssertionError that names `what` after `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while True:
+        found = look()
+        if found:
+            return found
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {timeout:g} s: {what or look}")
+        time.sleep(0.02)
+
+
+async def await_for(look: Callable[[], T | Awaitable[T]], timeout: float = 30.0, what: str = "") -> T:
+    """`wait_for` in an event loop; `look` may be a coroutine function."""
+    deadline = time.monotonic() + timeout
+    while True:
+        found = look()
+        if inspect.isawaitable(found):
+            found = await found
+        if found:
+            return found
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {timeout:g} s: {what or look}")
+        await asyncio.sleep(0.02)

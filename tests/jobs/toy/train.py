@@ -1,0 +1,72 @@
+"""A small training run that leaves behind what tests ask about: sample ids of every step, a digest of the final state.
+
+It runs under `python`, `torchrun` and spotrun. `--out` is a folder that all ranks can write to.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import spotrun
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--out", type=Path, required=True)
+parser.add_argument("--epochs", type=int, default=2)
+parser.add_argument("--samples", type=int, default=600)
+parser.add_argument("--batch", type=int, default=4)
+parser.add_argument("--pause", type=float, default=0.02, help="seconds added to each step")
+parser.add_argument("--fail", default="", help="rank@step: raise there, each time")
+parser.add_argument("--hang", default="", help="rank@step: stop there, the first time")
+args = parser.parse_args()
+
+run = spotrun.init(seed=1)
+generator = torch.Generator().manual_seed(0)
+inputs = torch.randn(args.samples, 16, generator=generator)
+dataset = TensorDataset(torch.arange(args.samples), inputs, inputs[:, :4].argmax(1))
+model = run.ddp(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 32), nn.Linear(32, 4)))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+sampler = spotrun.ElasticSampler(dataset, seed=3)
+loader = DataLoader(dataset, batch_size=args.batch, sampler=sampler)
+run.track(model=model, optimizer=optimizer, sampler=sampler)
+generation = json.loads(os.environ.get("SPOTRUN_CONTEXT", "{}")).get("generation", 0)
+record = (args.out / f"steps-{generation}-{run.rank}.jsonl").open("a", buffering=1)
+
+
+def here(place: str) -> bool:
+    rank, _, step = place.partition("@")
+    return bool(place) and run.rank == int(rank) and run.step + 1 == int(step)
+
+
+for epoch in run.epochs(args.epochs):
+    for ids, x, y in run.steps(loader):
+        if here(args.fail):
+            raise ValueError(f"bad luck at step {run.step + 1}")
+        if here(args.hang) and not (args.out / "hung").exists():
+            (args.out / "hung").touch()
+            while True:
+                time.sleep(3600)
+        loss = nn.functional.cross_entropy(model(x), y)
+        run.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        run.log(loss=loss)
+        seen = [] if run.padding else ids.tolist()
+        record.write(json.dumps({"generation": generation, "epoch": epoch, "step": run.step + 1, "ids": seen}) + "\n")
+        time.sleep(args.pause)
+
+digest = hashlib.sha256()
+for tensor in model.state_dict().values():
+    digest.update(tensor.numpy().tobytes())
+for state in optimizer.state_dict()["state"].values():
+    for value in state.values():
+        digest.update(value.numpy().tobytes())
+result = {"world_size": run.world_size, "step": run.step, "digest": digest.hexdigest()}
+(args.out / f"final-{run.rank}.json").write_text(json.dumps(result))
+print("finished", result)

@@ -1,0 +1,61 @@
+"""The books of a job: progress, what an interruption cost, goodput."""
+
+from __future__ import annotations
+
+import pytest
+
+from spotrun.head import ledger
+from spotrun.head.state import Cause, JobState, Start, apply
+from spotrun.wire import StateRef, Worker
+from tests.test_planner import NOW, A, B, C, job, node, start, view
+
+
+def at(step: int, base: int, restored: float, stepped: float, **changes: object) -> Worker:
+    values = {"rank": 0, "pid": 1, "step": step, "base": base, "stepped_at": stepped, "samples": 10.0}
+    return Worker.model_validate({**values, "phases": (0, 0, 0, restored, restored + 0.2), **changes})
+
+
+def interrupted() -> JobState:
+    """Killed at step 50, 0.05 s after it; a new generation is on its way."""
+    return apply(job(A, B, C), start(A, C, cause=Cause(kind="kill", node=B)), NOW)
+
+
+def test_first_step_after_an_interruption_closes_it() -> None:
+    workers = (at(47, 46, NOW + 2.0, NOW + 2.2),)
+    nodes = [node(name, generation=2, workers=workers, snapshot=StateRef(generation=1, step=46)) for name in (A, C)]
+    state = ledger.observe(interrupted(), view(interrupted(), *nodes, now=NOW + 3))
+    (loss,) = state.losses
+    assert loss.steps_lost == 4
+    assert loss.seconds == pytest.approx(2.25)
+    # Four of fifty steps of three nodes do not count after all.
+    assert state.good_seconds == pytest.approx(3 * 4.95 * 46 / 50)
+    assert state.phase == "running"
+
+
+def test_restored_alone_is_not_a_step() -> None:
+    workers = (at(46, 46, NOW + 2.0, 0.0, phases=(0, 0, 0, NOW + 2.0, 0)),)
+    nodes = [node(name, generation=2, workers=workers) for name in (A, C)]
+    state = ledger.observe(interrupted(), view(interrupted(), *nodes, now=NOW + 3))
+    assert state.losses[0].seconds is None
+    assert state.phase == "starting"
+
+
+def test_reports_of_an_older_generation_do_not_count() -> None:
+    state = interrupted()
+    nodes = [node(name, generation=1, step=90) for name in (A, C)]
+    assert ledger.observe(state, view(state, *nodes)) == state
+
+
+def test_goodput_is_a_share_of_machine_time() -> None:
+    state = job(A, B, counted_at=NOW - 10)
+    seen = view(state, node(A), node(B), node(C, linked=False, cloud="running"), node("d", linked=False, cloud="gone"))
+    counted = ledger.count(state, seen, {"p": 3.6})
+    assert counted.node_seconds == pytest.approx(30)
+    assert counted.cost == pytest.approx(0.03)
+    assert ledger.goodput(counted) == pytest.approx(2 * 4.95 / 30)
+
+
+def test_a_first_start_is_no_loss() -> None:
+    state = apply(job(), start(A, B), NOW)
+    assert state.losses == ()
+    assert isinstance(start(A, B), Start)

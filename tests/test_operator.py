@@ -1,0 +1,398 @@
+"""The operator's side: strict SSH, exit statuses, what is shown, faults; against a stand-in head over real SSH."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import asyncssh
+import pytest
+from rich.console import Console
+
+from scripts import cluster, control, display, faults, jobs, report, ssh
+from spotrun.errors import SpotrunError
+from spotrun.spec import ClusterSpec
+from spotrun.store import log_key
+from tests.helpers import wait_for
+from tests.standin import Machines, machines
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def standin(tmp_path: Path) -> Iterator[Machines]:
+    with machines(tmp_path) as found:
+        yield found
+
+
+def status(**job: Any) -> dict[str, Any]:
+    """A status document with a job, or with none if nothing is given."""
+    base = {
+        "id": "digits-1", "name": "digits", "phase": "running", "reason": "", "generation": 1, "step": 10,
+        "members": ["spot-0", "spot-1"], "total_steps": 100, "samples_per_second": 812.4, "metrics": {"loss": 0.31234},
+        "snapshot": 9, "checkpoint": 5, "restarts": 0, "max_restarts": 3, "started": 100.0, "ended": None,
+        "failure": None, "losses": [], "goodput": None, "node_seconds": 12.0, "cost": None,
+    }  # fmt: skip
+    node = {"pool": "spot", "zone": "local-a", "address": "127.0.0.1", "state": "running", "notice": None, "step": 10}
+    return {
+        "cluster": "c",
+        "head": {"epoch": 1},
+        "job": {**base, **job} if job else None,
+        "nodes": [{"name": "spot-1", "phase": "running", **node}],
+        "pools": [{"name": "spot", "target": 2, "running": 1, "max": 2, "problem": "no such machine in local-a now"}],
+        "events": [{"at": 100.0, "kind": "node", "text": "spot-1 joined"}],
+    }
+
+
+SUCCEEDED = {"phase": "succeeded", "step": 100, "ended": 190.0, "goodput": 0.912, "samples_per_second": 0.0}
+FAILURE = {
+    "kind": "user", "rank": 1, "node": "spot-1", "message": "ValueError: no", "traceback": "Traceback\n  line\n",
+    "stacks": None,
+}  # fmt: skip
+
+
+def fab(standin: Machines, *words: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "fabric", words[0], "--cluster", str(standin.cluster), *words[1:]]
+    env = {**os.environ, "SPOTRUN_HOME": str(standin.home), "COLUMNS": "120"}
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, **options)
+
+
+class Recorder:
+    """A display that keeps what it is shown."""
+
+    def __init__(self) -> None:
+        self.shown: list[Any] = []
+        self.said: list[str] = []
+
+    def show(self, status: Any) -> None:
+        self.shown.append(status)
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
+# SSH
+
+
+def test_a_known_host_key_opens(standin: Machines) -> None:
+    standin.write(status_json=status())
+    assert control.ask(standin.access, "status")["cluster"] == "c"
+
+
+def test_an_unknown_host_key_is_refused(standin: Machines) -> None:
+    standin.publish("head", asyncssh.generate_private_key("ecdsa-sha2-nistp256"))
+    with pytest.raises(ssh.Unreachable, match=r"head \(127\.0\.0\.1:\d+\): refused: its host key is unknown"):
+        control.ask(standin.access, "status")
+
+
+def test_a_changed_host_key_is_refused(standin: Machines) -> None:
+    standin.publish("head", asyncssh.generate_private_key("ssh-ed25519"))
+    with pytest.raises(ssh.Unreachable, match=r"head \(127\.0\.0\.1:\d+\): refused: its host key has changed"):
+        control.ask(standin.access, "status")
+    assert standin.calls() == []
+
+
+def test_a_node_is_checked_behind_the_head_too(standin: Machines) -> None:
+    outcomes: list[ssh.Outcome] = []
+    assert ssh.run(standin.access, ["spot-1", "head"], "echo $((40 + 2))", 30, outcomes.append)
+    assert [(each.node, each.output) for each in outcomes] == [("spot-1", "42\n"), ("head", "42\n")]
+    standin.publish("spot-1", asyncssh.generate_private_key("ssh-ed25519"))
+    outcomes.clear()
+    assert not ssh.run(standin.access, ["spot-1"], "true", 30, outcomes.append)
+    assert "spot-1" in outcomes[0].output
+    assert "its host key has changed" in outcomes[0].output
+
+
+def test_another_key_does_not_open(standin: Machines, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    asyncssh.generate_private_key("ssh-ed25519").write_private_key(str(other))
+    access = ssh.Access("c", standin.store, "spotrun", other, tmp_path)
+    with pytest.raises(ssh.Unreachable, match="refused user spotrun with key"):
+        control.ask(access, "status")
+
+
+def test_machines_that_are_not_there(standin: Machines) -> None:
+    with pytest.raises(SpotrunError, match="spot-9: there is no such machine in cluster c"):
+        ssh.read_host(standin.access, "spot-9")
+    standin.store.put("clusters/c/hosts/spot-9.json", b'{"node": 3}')
+    with pytest.raises(ssh.Unreachable, match=r"spot-9\.json: not a host record"):
+        ssh.read_host(standin.access, "spot-9")
+
+
+def test_a_command_that_takes_too_long_is_ended_over_there(standin: Machines) -> None:
+    outcomes: list[ssh.Outcome] = []
+    assert not ssh.run(standin.access, ["head"], "echo began; exec sleep 600", 0.5, outcomes.append)
+    assert outcomes[0].code == ssh.EXIT_TIMEOUT
+    assert outcomes[0].output.startswith("began\nended after 0.5 s")
+
+
+@pytest.mark.skipif(shutil.which("ssh") is None, reason="needs OpenSSH's client")
+def test_the_interactive_shell_is_as_strict(standin: Machines) -> None:
+    def try_it() -> subprocess.CompletedProcess[str]:
+        command = [*ssh.shell_command(standin.access, "spot-1"), "echo", "inside"]
+        return subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+
+    good = try_it()
+    assert (good.returncode, good.stdout) == (0, "inside\n"), good.stderr
+    standin.publish(
+        "spot-1", asyncssh.generate_private_key("ssh-ed25519")
+    )  # now both keys are under the head's address
+    (standin.access.scratch / "known_hosts").unlink()
+    standin.publish("head", asyncssh.generate_private_key("ssh-ed25519"))
+    bad = try_it()
+    assert bad.returncode == 255
+    assert "REMOTE HOST IDENTIFICATION HAS CHANGED" in bad.stderr
+
+
+# Following
+
+
+def test_follow_outlives_the_head(standin: Machines) -> None:
+    standin.write(follow_1=[status(step=10)], follow_2=[status(step=60), status(**SUCCEEDED)])
+    seen = Recorder()
+    last = jobs.follow(standin.access, None, seen)
+    assert last["phase"] == "succeeded"
+    assert [each["job"]["step"] for each in seen.shown] == [10, 60, 100]
+    assert standin.calls() == ["follow", "follow --job digits-1"]
+    assert seen.said[0].startswith("the head is away (")
+
+
+def test_faults_take_the_last_member_once_a_generation(standin: Machines) -> None:
+    documents = [
+        status(step=10),
+        status(step=26),
+        status(step=70),  # the second is due as well, but the first one's generation still runs
+        status(step=70, generation=2, phase="starting"),
+        status(step=71, generation=2, members=["spot-1", "spot-0"]),
+        status(**SUCCEEDED),
+    ]
+    standin.write(follow_1=documents)
+    seen = Recorder()
+    jobs.follow(standin.access, "digits-1", seen, faults.parse("preempt@25%,kill@60"))
+    assert standin.calls() == ["follow --job digits-1", "preempt spot-1", "kill spot-0"]
+    assert seen.said == [
+        "taking spot-1 away: preempt with notice",
+        "taking spot-0 away: hard kill, no notice",
+    ]
+
+
+def test_a_fault_that_is_refused_is_told(standin: Machines) -> None:
+    standin.write(follow_1=[status(step=90), status(**SUCCEEDED)], refuse="spotrun: there is no node spot-1")
+    seen = Recorder()
+    jobs.follow(standin.access, None, seen, faults.parse("kill@1"))
+    assert seen.said[1] == "could not take spot-1 away: there is no node spot-1"
+
+
+@pytest.mark.parametrize("text", ["kill", "kill@", "kill@-1", "freeze@3", "kill@120%", "kill@3 preempt@4", "kill@3,"])
+def test_malformed_faults(text: str) -> None:
+    with pytest.raises(SpotrunError, match=r"FAULTS: .*allowed: kind@step or kind@share%"):
+        faults.parse(text)
+
+
+def test_shares_wait_until_the_length_is_known() -> None:
+    plan = faults.parse("kill@50%")
+    job = {"phase": "running", "generation": 1, "step": 60}
+    assert faults.due(plan, {**job, "total_steps": 0}, 0) is None
+    assert faults.due(plan, {**job, "total_steps": 100}, 0) == plan[0]
+    assert faults.parse("none") == []
+
+
+# What is shown
+
+
+def test_plain_lines() -> None:
+    out = io.StringIO()
+    with display.opened(False, out) as view:
+        view.show(status(step=10))
+        view.show(status(step=11))
+        view.show(status(step=12, generation=2))
+    lines = [line[9:] for line in out.getvalue().splitlines()]
+    assert lines == [
+        "node        spot-1 joined",
+        "progress    digits-1 running, generation 1, step 10/100, 812 samples/s, loss 0.3123, snapshot 9, checkpoint 5",
+        "progress    digits-1 running, generation 2, step 12/100, 812 samples/s, loss 0.3123, snapshot 9, checkpoint 5",
+    ]
+
+
+def test_json_lines() -> None:
+    out = io.StringIO()
+    with display.opened(True, out) as view:
+        view.show(status(step=10))
+    assert json.loads(out.getvalue()) == status(step=10)
+
+
+def test_the_live_display() -> None:
+    out = io.StringIO()
+    view = display.Terminal(Console(file=out, force_terminal=True, width=120))
+    with view.live:
+        view.show(status(step=10))
+        view.say("taking spot-1 away [here]")
+        view.show(status(step=20, **{"phase": "draining"}))
+    for piece in ("digits-1", "draining", "20/100", "812 samples/s", "loss 0.3123", "taking spot-1 away [here]"):
+        assert piece in out.getvalue()
+
+
+def test_a_status_as_text() -> None:
+    text = display.text(status(step=10, reason="preempt: spot-0"))
+    for piece in ("cluster c", "spot 1/2", "preempt: spot-0", "10/100", "spot-1", "no such machine in local-a now"):
+        assert piece in text
+    assert "no job" in display.text(status())
+
+
+def test_the_closing_report() -> None:
+    losses = [
+        {"kind": "preempt", "node": "spot-2", "seconds": 0.43, "steps_lost": 0, "at": 1.0, "generation": 1},
+        {"kind": "kill", "node": "spot-1", "seconds": None, "steps_lost": None, "at": 2.0, "generation": 2},
+    ]
+    text = report.report(status(**SUCCEEDED, losses=losses, generation=3, cost=0.5)["job"])
+    assert text.splitlines() == [
+        "job digits-1 succeeded: 100 of 100 steps in 1 min 30 s, 3 generations",
+        "  last values: loss 0.3123",
+        "  loss     node    seconds to the next step  steps lost",
+        "  preempt  spot-2  0.4                       0",
+        "  kill     spot-1",
+        "  goodput 91.2% (share of node time that went into steps that counted)",
+        "  node time 12.0 s, cost $0.50",
+    ]
+    failed = report.report(status(phase="failed", reason="ValueError: no", failure=FAILURE)["job"])
+    assert "  rank 1 on spot-1: ValueError: no\n    Traceback\n      line\n" in failed
+    assert [report.duration(each) for each in (0, 61, 7260)] == ["0.0 s", "1 min 1 s", "2 h 1 min"]
+
+
+# Logs
+
+
+def test_logs_are_the_newest_generations(standin: Machines) -> None:
+    standin.write(status_json=status(step=1))
+    for generation, node, rank in ((1, "spot-0", 0), (2, "spot-1", 0), (2, "spot-0", 1)):
+        standin.store.put(log_key("digits-1", generation, node, rank), f"{generation} {rank}\n".encode())
+    standin.store.put(log_key("digits-1", 2, "spot-0", "stacks"), b"")
+
+    def found(node: str | None, rank: str | None) -> list[tuple[int, str, str]]:
+        return [(log.generation, log.node, log.rank) for log in jobs.logs(standin.access, None, node, rank)]
+
+    assert found(None, None) == [(2, "spot-1", "0")]
+    assert found("spot-0", None) == [(2, "spot-0", "1")]
+    assert found(None, "1") == [(2, "spot-0", "1")]
+    with pytest.raises(SpotrunError, match="job digits-1: no log of rank 7; there are: spot-0 rank 0, spot-0 rank 1"):
+        found(None, "7")
+    assert jobs.last_words(standin.access, "digits-1") == ["2 0"]
+
+
+# The commands, with their exit statuses
+
+
+def test_commands_succeed(standin: Machines) -> None:
+    standin.write(status_json=status(step=1), follow_1=[status(step=50), status(**SUCCEEDED)])
+    shown = fab(standin, "status", "--json")
+    assert (shown.returncode, json.loads(shown.stdout)) == (0, status(step=1)), shown.stderr
+    followed = fab(standin, "follow")
+    assert followed.returncode == 0, followed.stderr
+    assert "job digits-1 succeeded: 100 of 100 steps" in followed.stdout
+    ran = fab(standin, "run", "--cmd", "echo \"$((1 + 1))\" 'a  b'")
+    assert (ran.returncode, ran.stdout) == (0, "spot-1: 2 a  b\n"), ran.stderr
+    told = fab(standin, "preempt", "--node", "spot-1", "--notice", "5")
+    assert (told.returncode, standin.calls()[-1]) == (0, "preempt spot-1 --notice 5"), told.stderr
+
+
+def test_a_failed_job_or_command_is_status_1(standin: Machines) -> None:
+    standin.write(follow_1=[status(phase="failed", reason="ValueError: no", ended=120.0, failure=FAILURE)])
+    followed = fab(standin, "follow")
+    assert followed.returncode == 1
+    assert "rank 1 on spot-1: ValueError: no" in followed.stdout
+    assert fab(standin, "run", "--cmd", "exit 3", "--node", "head").returncode == 1
+
+
+def test_a_users_mistake_is_status_2_and_one_line(standin: Machines) -> None:
+    standin.write(refuse="spotrun: there is no node x-1; there are spot-0, spot-1")
+    refused = fab(standin, "kill", "--node", "x-1")
+    assert (refused.returncode, refused.stderr) == (2, "spotrun: there is no node x-1; there are spot-0, spot-1\n")
+    unnamed = fab(standin, "kill")
+    assert (unnamed.returncode, unnamed.stderr) == (
+        2,
+        "spotrun: no node named: NODE=<name>; `make status` lists them\n",
+    )
+    standin.cluster.write_text("name: c\ncloud: locl\npools: []\n")
+    wrong = fab(standin, "status")
+    assert wrong.returncode == 2
+    assert (
+        "cluster.yaml:2: cloud: 'locl': is not allowed; allowed: local, gcp, aws; did you mean local?" in wrong.stderr
+    )
+    assert "Traceback" not in refused.stderr + unnamed.stderr + wrong.stderr
+
+
+def test_what_is_out_of_reach_is_status_3(standin: Machines) -> None:
+    standin.publish("head", asyncssh.generate_private_key("ssh-ed25519"))
+    changed = fab(standin, "status")
+    assert changed.returncode == 3
+    assert "its host key has changed" in changed.stderr
+    shutil.rmtree(standin.home)
+    away = fab(standin, "stop")
+    assert (away.returncode, away.stderr) == (3, "spotrun: cluster c is not up; `make up` brings it up\n")
+
+
+def test_train_finds_mistakes_before_anything_is_brought_up(standin: Machines) -> None:
+    job = standin.folder / "job.yaml"
+    job.write_text("script: train.py\nnodes: {min: 3}\n")
+    missing = fab(standin, "train", "--job", str(job))
+    assert (missing.returncode, "script: 'train.py': there is no such file in" in missing.stderr) == (2, True)
+    (standin.folder / "train.py").touch()
+    large = fab(standin, "train", "--job", str(job))
+    assert (large.returncode, "the pools of cluster c have at most 2 nodes in all" in large.stderr) == (2, True)
+    odd = fab(standin, "train", "--job", str(job), "--faults", "boom@3")
+    assert (odd.returncode, "FAULTS: 'boom@3': allowed:" in odd.stderr) == (2, True)
+    assert standin.calls() == []
+
+
+def test_submitting_sends_job_and_code(standin: Machines) -> None:
+    (standin.folder / "work").mkdir()
+    (standin.folder / "work/train.py").write_text("print()\n")
+    (standin.folder / "work/job.yaml").write_text("script: train.py\nenv: {A: 1}\n")
+    spec = ClusterSpec(name="c", cloud="local", pools=({"name": "p", "zone": "local-a"},))
+    said: list[str] = []
+    assert jobs.submit(standin.access, spec, str(standin.folder / "work/job.yaml"), said.append) == "digits-1"
+    sent = json.loads((standin.folder / "submitted").read_text())
+    assert sent["job"]["env"] == {"A": "1"}
+    assert standin.store.exists(f"code/{sent['code']}.tar.zst")
+    assert said[-1] == "job digits-1 submitted"
+
+
+def test_down_refuses_while_a_job_runs(standin: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPOTRUN_HOME", str(standin.home))
+    standin.write(status_json=status(step=1))
+    spec = cluster.load(str(standin.cluster))
+    with pytest.raises(SpotrunError, match="job digits-1 is running; `make stop` saves its state"):
+        cluster.down(spec, force=False)
+
+
+def test_control_c_detaches(standin: Machines) -> None:
+    standin.write(follow_1=[status(step=10)], hang="")
+    command = [sys.executable, "-m", "fabric", "follow", "--cluster", str(standin.cluster)]
+    env = {**os.environ, "SPOTRUN_HOME": str(standin.home)}
+    with subprocess.Popen(
+        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert "spot-1 joined" in process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        wait_for(lambda: process.poll() is not None, what="the detached command's end")
+        assert process.returncode == 130
+        said = process.stderr.read()
+        assert "detached; the job goes on. Follow it again with: make follow CLUSTER=" in said
+        assert "Traceback" not in said
+
+
+def test_clouds_to_come_say_so(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("name: a\ncloud: aws\nregion: us-east-1\npools:\n- {name: p, zone: us-east-1b, machine: m}\n")
+    with pytest.raises(SpotrunError, match="cloud aws comes with the cloud stacks"):
+        cluster.load(str(path))

@@ -1,0 +1,508 @@
+"""Training through `spotrun.init()`: exactness, drains, deaths of peers, and the same script everywhere.
+
+Workers are real processes with a gloo group, one per "node", each with a slots folder and a control block of its own.
+The test is head and agent: it writes stop steps, kills, and starts the next generation.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import spotrun
+from spotrun import slots
+from spotrun.control import EXIT_DRAINED, EXIT_PEER, Context, Control
+from spotrun.errors import SpotrunError
+from spotrun.train.failures import is_peer_failure
+
+ROOT = Path(__file__).parent.parent
+SAMPLES, BATCH, EPOCHS = 104, 8, 3  # with 3 workers: 5 steps an epoch, the last of 8 samples (3, 3, 2)
+
+forked = multiprocessing.get_context("forkserver")
+forked.set_forkserver_preload(["torch", "torch._dynamo", "numpy", "spotrun.train.run"])
+
+
+class Noisy(Dataset[Any]):
+    """Samples with random noise added when they are fetched, so that the order of random numbers matters."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        generator = torch.Generator().manual_seed(index)
+        return torch.randn(16, generator=generator) + 0.1 * torch.randn(16), index % 4
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one worker does."""
+
+    out: str  # folder for what it saw
+    die_at: int = -1  # step in which it kills itself, before the gradients are exchanged
+    fail_at: int = -1  # step in which its script raises
+    accumulate: int = 1
+    elastic: bool = True
+
+
+def train(environment: dict[str, str], plan: Plan) -> None:
+    """The training script, in a process of its own."""
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    out = Path(plan.out)
+    out.mkdir(exist_ok=True)
+    log = (out / "log.txt").open("a")
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    run = spotrun.init(seed=5)
+    hidden = 700  # more than one DDP bucket of 1 MB
+    model = run.ddp(
+        nn.Sequential(
+            nn.Linear(16, hidden),
+            nn.BatchNorm1d(hidden),
+            nn.ReLU(),
+            nn.Dropout(0.2),
+            nn.Linear(hidden, hidden),
+            nn.ReLU(),
+            nn.Linear(hidden, 4),
+        )
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2])
+    dataset = Noisy()
+    sampler = spotrun.ElasticSampler(dataset, seed=1)
+    loader = DataLoader(dataset, batch_size=BATCH, sampler=sampler)
+    run.track(model=model, optimizer=optimizer, scheduler=scheduler, sampler=sampler)
+    with (out / f"seen-{os.environ.get('GENERATION', '0')}-{run.rank}.jsonl").open("w") as seen:
+        for epoch in run.epochs(EPOCHS):
+            for x, y in run.steps(loader, accumulate=plan.accumulate):
+                if run.step == plan.fail_at:
+                    raise ValueError("a bug in the script")
+                loss = nn.functional.cross_entropy(model(x), y)
+                if run.step == plan.die_at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                run.backward(loss)
+                if run.completes_step:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                run.log(loss=loss, nothing=float("nan"))
+                print(json.dumps({"epoch": epoch, "step": run.step, "ids": run.batch_ids}), file=seen, flush=True)
+            scheduler.step()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "random": torch.rand(1)}
+    torch.save(state, out / f"final-{run.rank}.pt")
+
+
+@dataclass
+class Cluster:
+    """Nodes with their tmpfs folders; each `launch` is a generation."""
+
+    path: Path
+    generation: int = 0
+    controls: list[Control] = field(default_factory=list)
+
+    def context(self, node: str, rank: int, interval: int) -> Context:
+        control = self.path / f"control-{self.generation}-{rank}"
+        self.controls.append(Control(control, create=True))
+        return Context("job", self.generation, node, str(control), str(self.slots(node)), "", interval)
+
+    def slots(self, node: str) -> Path:
+        return self.path / f"slots-{node}"
+
+    def newest(self, node: str) -> slots.Record:
+        return slots.newest(self.slots(node), "job")[0][1]
+
+    @contextmanager
+    def launch(
+        self,
+        nodes: list[str],
+        plans: dict[int, dict[str, Any]] | None = None,
+        interval: int = 0,
+        stop_at: int = -1,
+        per_node: int = 1,
+        **common: Any,
+    ) -> Iterator[list[Any]]:
+        """Start a generation on these nodes; `plans` by rank, `common` for all."""
+        self.generation += 1
+        self.controls = []
+        world = len(nodes) * per_node
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        processes = []
+        for rank in range(world):
+            context = self.context(nodes[rank // per_node], rank, interval)
+            self.controls[rank].stop_at = stop_at
+            environment = {
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "RANK": str(rank),
+                "WORLD_SIZE": str(world),
+                "LOCAL_RANK": str(rank % per_node),
+                "GENERATION": str(self.generation),
+                Context.VARIABLE: context.to_env(),
+            }
+            plan = Plan(str(self.path / "out"), **common, **(plans or {}).get(rank, {}))
+            processes.append(forked.Process(target=train, args=(environment, plan), daemon=True))
+        for process in processes:
+            process.start()
+        try:
+            yield processes
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+    def run(self, nodes: list[str], *args: Any, **values: Any) -> list[int | None]:
+        """Start a generation; exit codes of its workers, in rank order."""
+        with self.launch(nodes, *args, **values) as processes:
+            for process in processes:
+                process.join(60)
+            codes = [process.exitcode for process in processes]
+        assert None not in codes, self.log()
+        return codes
+
+    def log(self) -> str:
+        return (self.path / "out" / "log.txt").read_text()
+
+    def final(self, rank: int = 0) -> Any:
+        return torch.load(self.path / "out" / f"final-{rank}.pt")
+
+    def seen(self) -> dict[int, list[int]]:
+        """Samples of each epoch, sorted; of a step done twice only the later generation counts."""
+        steps: dict[tuple[int, int], tuple[int, list[int]]] = {}
+        for path in sorted((self.path / "out").glob("seen-*.jsonl")):
+            generation = int(path.name.split("-")[1])
+            for line in path.read_text().splitlines():
+                entry = json.loads(line)
+                key = (entry["epoch"], entry["step"])
+                before, ids = steps.get(key, (0, []))
+                if generation >= before:
+                    steps[key] = (generation, entry["ids"] + (ids if generation == before else []))
+        epochs: dict[int, list[int]] = {}
+        for (epoch, _), (_, ids) in steps.items():
+            epochs.setdefault(epoch, []).extend(ids)
+        return {epoch: sorted(ids) for epoch, ids in epochs.items()}
+
+
+def flatten(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [leaf for key in value for leaf in [key, *flatten(value[key])]]
+    if isinstance(value, list):
+        return [leaf for item in value for leaf in flatten(item)]
+    return [value.tolist()] if isinstance(value, torch.Tensor) else [value]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Final state of three workers that nothing happened to."""
+    cluster = Cluster(tmp_path_factory.mktemp("undisturbed"))
+    assert cluster.run(["a", "b", "c"]) == [0, 0, 0], cluster.log()
+    assert cluster.seen() == {epoch: list(range(SAMPLES)) for epoch in range(EPOCHS)}
+    final = cluster.final()
+    assert flatten(final["model"]) == flatten(cluster.final(2)["model"])  # buffers too
+    return final
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Cluster:
+    return Cluster(tmp_path)
+
+
+everything = {epoch: list(range(SAMPLES)) for epoch in range(EPOCHS)}
+
+
+def test_kills_change_no_bit(cluster: Cluster, undisturbed: Any) -> None:
+    """Every rank dies once; its node comes back empty and gets the state from a peer."""
+    for rank, step in ((1, 3), (0, 5), (2, 9)):
+        codes = cluster.run(["a", "b", "c"], {rank: {"die_at": step}}, interval=1)
+        assert codes[rank] == -signal.SIGKILL, cluster.log()
+        assert [code for other, code in enumerate(codes) if other != rank] == [EXIT_PEER, EXIT_PEER], cluster.log()
+        survivor = "abc"[(rank + 1) % 3]
+        assert cluster.newest(survivor).step == step
+        shutil.rmtree(cluster.slots("abc"[rank]))
+    assert cluster.run(["a", "b", "c"]) == [0, 0, 0], cluster.log()
+    assert cluster.seen() == everything
+    for rank in range(3):
+        assert flatten(cluster.final(rank)["model"]) == flatten(undisturbed["model"])
+    assert flatten(cluster.final()) == flatten(undisturbed)
+    assert "Warning" not in cluster.log()
+
+
+@pytest.mark.parametrize("stop_at", [2, 5])
+def test_a_drain_stops_at_its_step_and_changes_no_bit(cluster: Cluster, undisturbed: Any, stop_at: int) -> None:
+    """5 is the last step of an epoch: what follows the loop comes after the restart."""
+    assert cluster.run(["a", "b", "c"], stop_at=stop_at) == [EXIT_DRAINED] * 3, cluster.log()
+    for rank, node in enumerate("abc"):
+        assert cluster.newest(node).step == stop_at
+        control = cluster.controls[rank]
+        assert (control.exit, control.step, control.committed) == (EXIT_DRAINED, stop_at, stop_at)
+        assert 0 < control.entered <= control.grouped <= control.restored <= control.stepped_first <= control.stepped_at
+        assert control.total_steps == 15
+        assert set(control.read_metrics()) == {"loss"}
+    shutil.rmtree(cluster.slots("a"))
+    # The one without state is now the middle one.
+    assert cluster.run(["b", "a", "c"]) == [0, 0, 0], cluster.log()
+    assert cluster.seen() == everything
+    assert flatten(cluster.final()) == flatten(undisturbed)
+
+
+def test_each_sample_once_while_the_world_changes(cluster: Cluster) -> None:
+    assert cluster.run(["a", "b"], stop_at=3) == [EXIT_DRAINED] * 2, cluster.log()
+    assert cluster.run(["a", "b", "c"], {1: {"die_at": 8}}) == [EXIT_PEER, -signal.SIGKILL, EXIT_PEER], cluster.log()
+    assert cluster.run(["c"], stop_at=12) == [EXIT_DRAINED], cluster.log()
+    assert cluster.run(["a", "c"]) == [0, 0], cluster.log()
+    assert cluster.seen() == everything
+
+
+def test_two_workers_on_a_node_share_its_snapshot(cluster: Cluster) -> None:
+    assert cluster.run(["a", "b"], stop_at=3, per_node=2) == [EXIT_DRAINED] * 4, cluster.log()
+    shutil.rmtree(cluster.slots("a"))
+    assert cluster.run(["a", "b"], stop_at=4, per_node=2) == [EXIT_DRAINED] * 4, cluster.log()
+    assert cluster.newest("a").step == 4
+    assert cluster.controls[1].committed == 3  # what it restored; it writes none itself
+    assert cluster.seen()[0] != []
+
+
+def test_a_fixed_interval_bounds_what_is_lost(cluster: Cluster) -> None:
+    assert cluster.run(["a", "b"], {1: {"die_at": 11}}, interval=4) == [EXIT_PEER, -signal.SIGKILL], cluster.log()
+    assert cluster.newest("a").step == 8
+
+
+def test_a_damaged_snapshot_is_passed_over(cluster: Cluster) -> None:
+    assert cluster.run(["a"], interval=3, stop_at=6) == [EXIT_DRAINED], cluster.log()
+    slot, record = slots.newest(cluster.slots("a"), "job")[0]
+    path = slots.data_path(cluster.slots("a"), slot)
+    os.truncate(path, record.size // 2)
+    assert cluster.run(["a"], interval=3) == [0], cluster.log()
+    assert f"snapshot {path} (step 6) is damaged" in cluster.log()
+    assert cluster.seen() == everything
+
+
+def test_uneven_shares_weigh_as_one_batch(cluster: Cluster) -> None:
+    """17 samples over 2 workers, 4 each: two whole steps and one in which a worker only pads."""
+    alone = weigh({}, "", 8)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    out = [str(cluster.path / f"{rank}.pt") for rank in range(2)]
+    processes = [
+        forked.Process(target=weigh, args=({**group, "RANK": str(rank)}, out[rank], 4), daemon=True)
+        for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0, 0]
+    pairs = [torch.load(path) for path in out]
+    assert [padding for padding, _ in pairs] == [[False] * 3, [False, False, True]]
+    for _, weights in pairs:
+        assert torch.allclose(weights, alone[1], rtol=1e-5)
+
+
+def weigh(environment: dict[str, str], out: str, batch: int) -> tuple[list[bool], torch.Tensor]:
+    """(padding in each step, weights after them)."""
+    os.environ.update(environment)
+    data = torch.linspace(-1, 1, 17).reshape(17, 1)
+    run = spotrun.init()
+    model = run.ddp(nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    padding = []
+    loader = DataLoader(data, batch_size=batch, sampler=spotrun.ElasticSampler(data))  # type: ignore[arg-type]
+    for x in run.steps(loader):
+        run.backward(((model(x) - x**2) ** 2).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        padding.append(run.padding)
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    if out:
+        torch.save((padding, weights), out)
+    return padding, weights
+
+
+def test_a_bug_in_the_script_is_no_peer_failure(cluster: Cluster) -> None:
+    codes = cluster.run(["a", "b"], {0: {"fail_at": 4}})
+    assert codes == [1, EXIT_PEER], cluster.log()
+    assert "ValueError: a bug in the script" in cluster.log()
+
+
+def test_what_a_peers_death_looks_like() -> None:
+    gloo = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1234"
+    assert is_peer_failure(RuntimeError(gloo))
+    assert is_peer_failure(torch.distributed.DistNetworkError("The client socket has timed out"))
+    wrapped = ValueError("while training")
+    wrapped.__cause__ = RuntimeError(gloo)
+    assert is_peer_failure(wrapped)
+    assert not is_peer_failure(RuntimeError("mat1 and mat2 shapes cannot be multiplied (3x2 and 4x5)"))
+    assert not is_peer_failure(ConnectionResetError("Connection reset by peer"))
+    assert not is_peer_failure(None)
+
+
+# One worker, in this process.
+
+
+@pytest.fixture
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """This process as the only worker of a job; the result is its slots folder."""
+    control = tmp_path / "control"
+    Control(control, create=True).close()
+    context = Context("job", 1, "n", str(control), str(tmp_path / "slots"), "", 1)
+    monkeypatch.setenv(Context.VARIABLE, context.to_env())
+    return tmp_path / "slots"
+
+
+def values(loader: Any, epochs: int, stop: int | None = None, accumulate: int = 1) -> tuple[list[Any], torch.Tensor]:
+    """(batches seen, weights) of a linear model trained on them; leaves at step `stop`, as a crash would."""
+    run = spotrun.init(seed=2)
+    model = run.ddp(nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    extra = {"sampler": loader.sampler} if isinstance(loader.sampler, spotrun.ElasticSampler) else {}
+    run.track(model=model, optimizer=optimizer, **extra)
+    seen = []
+    for _ in run.epochs(epochs):
+        for x in run.steps(loader, accumulate):
+            if run.step == stop:
+                assert run._writer is not None
+                run._writer.settle()
+                return seen, torch.empty(0)
+            seen.append(x.flatten().tolist())
+            run.backward((model(x + torch.rand(())) ** 2).mean())
+            if run.completes_step:
+                optimizer.step()
+                optimizer.zero_grad()
+    return seen, torch.cat([p.detach().flatten().clone() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("kind", ["elastic", "elastic, workers", "plain", "plain, shuffled"])
+def test_resuming_equals_going_on(alone: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    data = torch.arange(23.0).reshape(23, 1)
+
+    def loader() -> Any:
+        if kind.startswith("plain"):
+            return DataLoader(data, batch_size=4, shuffle="shuffled" in kind)  # type: ignore[arg-type]
+        sampler = spotrun.ElasticSampler(data, seed=1)
+        return DataLoader(data, batch_size=4, sampler=sampler, num_workers=2 * ("workers" in kind))  # type: ignore[arg-type]
+
+    seen, weights = values(loader(), 3)
+    shutil.rmtree(alone)
+    first, _ = values(loader(), 3, stop=8)
+    assert ("passing over" in caplog.text) is False
+    second, again = values(loader(), 3)
+    assert first + second == seen
+    assert torch.equal(weights, again)
+    assert ("passing over 2 batches" in caplog.text) is kind.startswith("plain")
+    third, same = values(loader(), 3)  # nothing left to do
+    assert third == []
+    assert torch.equal(weights, same)
+
+
+def test_accumulating_equals_a_larger_batch() -> None:
+    data = torch.arange(23.0).reshape(23, 1)
+    results = []
+    for batch, accumulate in ((8, 1), (4, 2), (2, 4)):
+        run = spotrun.init()
+        model = run.ddp(nn.Linear(1, 1))
+        loader = DataLoader(data, batch_size=batch, sampler=spotrun.ElasticSampler(data))  # type: ignore[arg-type]
+        for x in run.steps(loader, accumulate):
+            run.backward((model(x) ** 2).mean())
+        assert run.step == 3
+        results.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert torch.allclose(results[0], results[1])
+    assert torch.allclose(results[0], results[2])
+
+
+def test_the_wrapper_is_like_the_module() -> None:
+    run = spotrun.init()
+    inner = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    inner.note = "hello"  # type: ignore[assignment]
+    model = run.ddp(inner)
+    assert list(model.state_dict()) == list(inner.state_dict())
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in inner.named_parameters()]
+    assert model.note == "hello"
+    model.eval()
+    assert not inner.training
+    assert not inner[1].training
+    model.double()
+    assert inner[0].weight.dtype == torch.float64
+    assert len(list(model.children())) == 2
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = model.nonsense
+
+
+def test_mistakes_are_said_clearly(alone: Path) -> None:
+    data = [1.0, 2.0]
+    sampler = spotrun.ElasticSampler(data)
+    loader = DataLoader(data, sampler=sampler)  # type: ignore[arg-type]
+    model = nn.Linear(1, 1)
+    run = spotrun.init()
+    with pytest.raises(SpotrunError, match="tracks nothing"):
+        run.track()
+    with pytest.raises(SpotrunError, match=r"run\.track\(note=…\): a str has no state_dict"):
+        run.track(note="x")  # type: ignore[arg-type]
+    with pytest.raises(SpotrunError, match="nothing is tracked"):
+        next(iter(run.steps(loader)))
+    run = spotrun.init()
+    run.track(model=model)
+    with pytest.raises(SpotrunError, match="called before"):
+        run.track(sampler=sampler)
+    with pytest.raises(SpotrunError, match="not tracked: add sampler="):
+        next(iter(run.steps(loader)))
+    run = spotrun.init()
+    run.track(sampler=sampler)
+    assert len(list(run.steps(loader))) == 2
+    with pytest.raises(SpotrunError, match="twice in epoch 0"):
+        next(iter(run.steps(loader)))
+    assert run._writer is not None
+    run._writer.settle()
+    with pytest.raises(SpotrunError, match=r"has no 'model', which run\.track names; it has sampler"):
+        spotrun.init().track(sampler=sampler, model=model)
+
+
+# The same scripts under plain python and torchrun.
+
+
+@pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.run", "--nproc-per-node=2"]])
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        (["digits/train.py", "--epochs=1"], "test accuracy "),
+        (
+            [
+                "vit/train.py",
+                "--batch-size=2",
+                "--depth=1",
+                "--dim=32",
+                "--steps=20",
+                "--image-size=64",
+                "--classes=10",
+            ],
+            "samples/s",
+        ),
+    ],
+)
+def test_examples_run_without_a_cluster(launcher: list[str], script: list[str], said: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "agent"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *launcher, str(ROOT / "examples" / script[0]), *script[1:]]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert said in done.stdout
+
+
+def test_importing_spotrun_imports_no_torch() -> None:
+    code = "import spotrun, spotrun.shards, spotrun.checkpoints, sys; sys.exit('torch' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": "agent"}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT).returncode == 0

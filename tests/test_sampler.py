@@ -1,0 +1,106 @@
+"""Each sample exactly once an epoch, whatever the number of workers is along the way."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+from spotrun import ElasticSampler
+from spotrun.errors import SpotrunError
+from spotrun.train import feed
+from spotrun.train.sampler import share, taken
+
+worlds = st.integers(1, 7)
+batches = st.integers(1, 9)
+lengths = st.integers(1, 200)
+
+
+@given(n=lengths, batch=batches, plan=st.lists(st.tuples(worlds, st.integers(1, 5)), max_size=12), rest=worlds)
+def test_every_sample_once_whatever_the_worlds(n: int, batch: int, plan: list[tuple[int, int]], rest: int) -> None:
+    seen: Counter[int] = Counter()
+    position = 0
+    for world, steps in [*plan, (rest, n)]:
+        for _ in range(steps):
+            for rank in range(world):
+                seen.update(share(position, n, batch, world, rank))
+            position += taken(position, n, batch, world)
+    assert seen == Counter(range(n))
+
+
+@given(n=lengths, batch=batches, world=worlds, accumulate=st.integers(1, 4), drop_last=st.booleans(), data=st.data())
+def test_ranks_make_equal_steps_of_nearly_equal_shares(
+    n: int, batch: int, world: int, accumulate: int, drop_last: bool, data: st.DataObject
+) -> None:
+    position = data.draw(st.integers(0, n))
+    ranks = [list(feed.elastic(position, n, batch, world, rank, accumulate, drop_last)) for rank in range(world)]
+    assert len({len(batches) for batches in ranks}) == 1
+    for together in zip(*ranks, strict=True):
+        samples = [one.samples for one in together]
+        assert max(samples) - min(samples) <= 1
+        assert max(samples) <= batch
+        assert len({(one.last, one.end, one.number) for one in together}) == 1
+    if position == 0:
+        steps = sum(one.last for one in ranks[0])
+        assert steps == feed.steps_in(n, batch, world, accumulate, drop_last)
+    if not drop_last:
+        assert sum(one.samples for batches in ranks for one in batches) == n - position
+
+
+@given(n=lengths, batch=batches, world=worlds, accumulate=st.integers(1, 4))
+def test_weights_make_the_mean_over_a_step(n: int, batch: int, world: int, accumulate: int) -> None:
+    """DDP's gradient is sum(weight x mean of the share) / world: each sample of a step must count the same."""
+    ranks = [list(feed.elastic(0, n, batch, world, rank, accumulate)) for rank in range(world)]
+    weights: list[float] = []
+    for together in zip(*ranks, strict=True):
+        weights += [one.weight / one.samples / world for one in together for _ in range(one.samples)]
+        assert all(one.weight == 0 for one in together if one.padding)
+        if together[0].last:
+            assert weights == pytest.approx([1 / len(weights)] * len(weights))
+            weights = []
+    assert not weights
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_in_a_loader(workers: int) -> None:
+    sampler = ElasticSampler(range(23), seed=3)
+    loader = DataLoader(list(range(23)), batch_size=4, sampler=sampler, num_workers=workers)
+    first = [value for batch in loader for value in batch.tolist()]
+    assert sorted(first) == list(range(23))
+    assert first != sorted(first)
+    assert len(loader) == 6
+    sampler.position = 8
+    assert [value for batch in loader for value in batch.tolist()] == first[8:]
+    sampler.set_epoch(1)
+    second = [value for batch in loader for value in batch.tolist()]
+    assert sorted(second) == sorted(first)
+    assert second != first
+
+
+def test_state_goes_on_where_it_was() -> None:
+    sampler = ElasticSampler(range(10), seed=3)
+    sampler.set_epoch(2)
+    sampler.position = 6
+    other = ElasticSampler(range(10))
+    other.load_state_dict(sampler.state_dict())
+    assert list(other) == list(sampler)
+    other.set_epoch(2)
+    assert other.position == 6
+
+
+def test_another_dataset_is_an_error() -> None:
+    state = ElasticSampler(range(10)).state_dict()
+    with pytest.raises(SpotrunError, match="10 samples, this one has 11"):
+        ElasticSampler(range(11)).load_state_dict(state)
+
+
+def test_an_empty_dataset_is_an_error() -> None:
+    with pytest.raises(SpotrunError, match="empty"):
+        ElasticSampler([])
+
+
+def test_without_shuffling_in_order() -> None:
+    assert list(ElasticSampler(range(5), shuffle=False)) == [0, 1, 2, 3, 4]

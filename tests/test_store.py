@@ -1,0 +1,82 @@
+"""The bucket, as a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from spotrun import store as keys
+from spotrun.errors import NotFound, StoreError
+from spotrun.store import Store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(str(tmp_path / "bucket"))
+
+
+def test_what_is_put_is_got(store: Store, tmp_path: Path) -> None:
+    store.put("a/b", b"one")
+    store.put("a/b", b"two")
+    assert store.get("a/b") == b"two"
+    large = tmp_path / "large"
+    large.write_bytes(bytes(range(256)) * 65536)
+    store.put("large", large)
+    store.fetch("large", tmp_path / "again")
+    assert (tmp_path / "again").read_bytes() == large.read_bytes()
+
+
+def test_what_is_not_there(store: Store, tmp_path: Path) -> None:
+    assert store.find("a") is None
+    assert not store.exists("a")
+    assert store.list("a") == []
+    store.delete(["a"])
+    with pytest.raises(NotFound, match="no object a"):
+        store.get("a")
+    with pytest.raises(NotFound, match="no object a"):
+        store.fetch("a", tmp_path / "x")
+
+
+def test_only_one_creates(store: Store) -> None:
+    assert store.create("epoch/1", b"first")
+    assert not store.create("epoch/1", b"second")
+    assert store.get("epoch/1") == b"first"
+
+
+def test_list_and_delete(store: Store) -> None:
+    for key in ("jobs/a/2", "jobs/a/1", "jobs/ab/1"):
+        store.put(key, b"")
+    assert store.list("jobs/a") == ["jobs/a/1", "jobs/a/2"]
+    store.delete(["jobs/a/1", "jobs/a/2"])
+    assert store.list("jobs") == ["jobs/ab/1"]
+
+
+def test_a_file_url_and_a_path_are_the_same_bucket(store: Store, tmp_path: Path) -> None:
+    store.put("a", b"x")
+    assert Store((tmp_path / "bucket").as_uri()).get("a") == b"x"
+
+
+def test_a_path_with_odd_characters(tmp_path: Path) -> None:
+    odd = Store(str(tmp_path / "a b%20#é"))
+    odd.put("k", b"x")
+    assert (tmp_path / "a b%20#é" / "k").read_bytes() == b"x"
+
+
+def test_a_bucket_that_cannot_be_written(tmp_path: Path) -> None:
+    store = Store(str(tmp_path / "bucket"))
+    store.put("a", b"x")
+    with pytest.raises(StoreError, match="a/b"):  # a is no folder
+        store.put("a/b", b"y")
+
+
+def test_a_url_of_no_cloud() -> None:
+    with pytest.raises(StoreError, match="nope://x"):
+        Store("nope://x")
+
+
+def test_keys() -> None:
+    assert keys.checkpoint_key("j", 12) == "jobs/j/checkpoints/0000000012/manifest.json"
+    assert keys.checkpoint_key("j", 12).startswith(keys.checkpoints_key("j") + "/")
+    assert keys.log_key("j", 3, "spot-0", 1) == "jobs/j/logs/0003/spot-0/1.log"
+    assert keys.host_key("c", "head") == "clusters/c/hosts/head.json"
