@@ -25,9 +25,13 @@ WHY = {
     "keep-alives have run out",
     ("tuned", "detection"): "a frozen peer closes no connection, so the survivor learns of it from the keep-alives or "
     "from the process group's timeout",
-    ("spotrun", "detection"): "the head must miss heartbeats for as long as the job file says, or, with notice, the "
-    "drain runs up to its stop step",
-    ("spotrun", "rendezvous"): "the head must plan the next generation and, without a spare, wait for the machine",
+    (
+        "spotrun",
+        "detection",
+    ): "a killed peer breaks its connections at once and the survivor's worker has yet to leave; "
+    "a frozen one must miss heartbeats for `heartbeat_timeout` (3 s); with notice, training runs on to its stop step",
+    ("spotrun", "rendezvous"): "with nodes at hand it is the head's decision alone; a new machine must boot, start its "
+    "agent and import torch once, into the server that workers are forked from",
     ("", "process_start"): "a new interpreter and its imports, of torch above all",
     ("", "process_group"): "the ranks wait for the last of them",
     ("", "state_restored"): "model, optimizer and state are built and read",

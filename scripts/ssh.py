@@ -177,7 +177,7 @@ def _opened(access: Access, record: HostRecord, gateway: Connection | None) -> I
         raise Unreachable(f"{where}: refused user {access.user} with key {access.key}") from None
     except (paramiko.SSHException, OSError, EOFError) as error:
         if "not found in known_hosts" in str(error):
-            raise Unreachable(f"{where}: refused: its host key is unknown; the bucket has none of that kind") from None
+            raise Unreachable(f"{where}: refused: its host key is unknown; the bucket has none for it") from None
         raise Unreachable(f"{where}: no SSH connection: {error or type(error).__name__}") from None
     try:
         yield connection

@@ -66,11 +66,13 @@ class Machines:
         (programs / "spotrun").chmod(0o755)
         self.port = 0
         self.groups: set[int] = set()
+        self.sessions: set[asyncio.Task[None]] = set()
+        self.connections: list[asyncssh.SSHServerConnection] = []
 
-    def publish(self, node: str, key: asyncssh.SSHKey | None = None) -> None:
-        """Put a host record into the bucket; with another key than the server's, if given."""
-        line = (key or self.key).export_public_key().decode().strip()
-        record = HostRecord(node=node, address="127.0.0.1", port=self.port, keys=(line,))
+    def publish(self, node: str, *keys: asyncssh.SSHKey) -> None:
+        """Put a host record with these keys into the bucket."""
+        lines = tuple(key.export_public_key().decode().strip() for key in keys)
+        record = HostRecord(node=node, address="127.0.0.1", port=self.port, keys=lines)
         self.store.put(host_key("c", node), record.model_dump_json().encode())
 
     def write(self, **files: object) -> None:
@@ -87,6 +89,9 @@ class Machines:
         return path.read_text().splitlines() if path.exists() else []
 
     async def session(self, channel: asyncssh.SSHServerProcess[bytes]) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self.sessions.add(task)
         path = f"{self.folder / 'bin'}:{os.environ['PATH']}"
         process = await asyncio.create_subprocess_shell(
             channel.command or "true",
@@ -94,15 +99,36 @@ class Machines:
             env={**os.environ, "PATH": path, "STANDIN": str(self.folder)}, start_new_session=True,
         )  # fmt: skip
         self.groups.add(process.pid)
-        await channel.redirect(stdin=process.stdin, stdout=process.stdout, stderr=process.stderr)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        entry = asyncio.create_task(_copy(channel.stdin, process.stdin))
+        await asyncio.gather(_copy(process.stdout, channel.stdout), _copy(process.stderr, channel.stderr))
         code = await process.wait()
-        await channel.stdout.drain()
+        entry.cancel()
+        await asyncio.gather(entry, return_exceptions=True)
+        process.stdin.close()
         self.groups.discard(process.pid)
         with suppress(OSError, asyncssh.Error):
             channel.exit(code) if code >= 0 else channel.exit_with_signal(signal.Signals(-code).name[3:])
 
 
+async def _copy(source: Any, target: Any) -> None:
+    with suppress(OSError, asyncssh.Error):
+        while data := await source.read(65536):
+            target.write(data)
+            await target.drain()
+        if isinstance(target, asyncio.StreamWriter):
+            target.close()
+
+
 class _Jump(asyncssh.SSHServer):
+    def __init__(self, connections: list[asyncssh.SSHServerConnection]) -> None:
+        self._connections = connections
+
+    def connection_made(self, connection: asyncssh.SSHServerConnection) -> None:
+        self._connections.append(connection)
+
     def begin_auth(self, username: str) -> bool:
         return True
 
@@ -119,7 +145,8 @@ def machines(folder: Path) -> Iterator[Machines]:
 
     async def serve() -> None:
         server = await asyncssh.create_server(
-            _Jump, "127.0.0.1", 0, server_host_keys=[found.key], process_factory=found.session, encoding=None,
+            lambda: _Jump(found.connections), "127.0.0.1", 0, server_host_keys=[found.key],
+            process_factory=found.session, encoding=None,
             authorized_client_keys=str(found.access.key) + ".pub",
         )  # fmt: skip
         found.port = server.get_port()
@@ -130,16 +157,17 @@ def machines(folder: Path) -> Iterator[Machines]:
                 os.killpg(group, signal.SIGKILL)
         server.close()
         await server.wait_closed()
-        left: set[asyncio.Task[Any]] = asyncio.all_tasks() - {asyncio.current_task()}  # type: ignore[arg-type]
-        for task in left:
-            task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
+        await asyncio.gather(*found.sessions, return_exceptions=True)
+        for connection in found.connections:
+            connection.abort()
+        await asyncio.gather(*(each.wait_closed() for each in found.connections))
+        await loop.shutdown_asyncgens()
 
     thread = threading.Thread(target=lambda: loop.run_until_complete(serve()), daemon=True)
     thread.start()
     assert started.wait(30)
-    found.publish("head")
-    found.publish("spot-1")
+    found.publish("head", found.key)
+    found.publish("spot-1", found.key)
     try:
         yield found
     finally:

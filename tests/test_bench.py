@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from bench.phases import PARTS, Event, Phases, medians, parse, phases
-from bench.recovery import Run
+from bench.recovery import PREFIX, Run, clear_stale
 from bench.report import dominant, render, summarize
 from bench.systems import stepping
 from bench.watch import Watch
@@ -183,3 +183,15 @@ sweep()
 """
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, check=True, timeout=60)
     assert not psutil.pid_exists(int((tmp_path / "node.log").read_text()))
+
+
+def test_what_a_killed_bench_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    stale, used = tmp_path / f"{PREFIX}{dead.pid}-abc", tmp_path / f"{PREFIX}{psutil.Process().pid}-abc"
+    other = tmp_path / f"{PREFIX}notes"
+    for folder in (stale, used, other):
+        folder.mkdir()
+    clear_stale()
+    assert sorted(tmp_path.iterdir()) == sorted([used, other])

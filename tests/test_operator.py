@@ -88,7 +88,7 @@ def test_a_known_host_key_opens(standin: Machines) -> None:
 
 
 def test_an_unknown_host_key_is_refused(standin: Machines) -> None:
-    standin.publish("head", asyncssh.generate_private_key("ecdsa-sha2-nistp256"))
+    standin.publish("head")
     with pytest.raises(ssh.Unreachable, match=r"head \(127\.0\.0\.1:\d+\): refused: its host key is unknown"):
         control.ask(standin.access, "status")
 
@@ -132,6 +132,12 @@ def test_a_command_that_takes_too_long_is_ended_over_there(standin: Machines) ->
     assert not ssh.run(standin.access, ["head"], "echo began; exec sleep 600", 0.5, outcomes.append)
     assert outcomes[0].code == ssh.EXIT_TIMEOUT
     assert outcomes[0].output.startswith("began\nended after 0.5 s")
+
+
+def test_a_host_key_of_another_kind_is_refused(standin: Machines) -> None:
+    standin.publish("head", asyncssh.generate_private_key("ecdsa-sha2-nistp256"))
+    with pytest.raises(ssh.Unreachable, match="refused: its host key has changed"):
+        control.ask(standin.access, "status")
 
 
 @pytest.mark.skipif(shutil.which("ssh") is None, reason="needs OpenSSH's client")

@@ -175,7 +175,8 @@ def test_a_snapshot_the_agent_asked_for_stays_until_it_had_time(tmp_path: Path) 
         writer.settle()
     assert (control.copied, control.committed) == (2, 2)
     assert not writer.take(3, encode, set(), wait=False)
-    control.snapshot_at = -1
+    with slots.reading(tmp_path / "slots", slots.newest(tmp_path / "slots", "job")[1][0]):
+        assert not writer.take(3, encode, set(), wait=False)
     assert writer.take(4, encode, set(), wait=False)
     writer.settle()
 

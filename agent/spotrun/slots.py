@@ -1,8 +1,8 @@
 """Snapshots on tmpfs: two slots, each a safetensors file and a commit record, written in turn.
 
 A slot's record is removed before the slot is written and put back (by rename) after, with size and checksum, so a
-slot with a record is whole whenever its writer died. The uploader takes a shared lock while it copies out of a slot; the
-writer passes over a slot so locked. No torch here: the agent reads slots too.
+slot with a record is whole whenever its writer died. The uploader takes a shared lock while it copies out of a slot;
+the writer passes over a slot so locked. No torch here: the agent reads slots too.
 
     <folder>/0.safetensors  <folder>/0.json  <folder>/1.safetensors  <folder>/1.json  <folder>/0.lock …
 """
@@ -14,6 +14,7 @@ import json
 import logging
 import mmap
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -116,10 +117,20 @@ def reading(folder: Path, slot: int) -> Iterator[None]:
     """Hold the slot still while copying out of it. The kernel lets go if this process dies."""
     with (folder / f"{slot}.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)
+        now = time.time_ns()
+        os.utime(lock.fileno(), ns=(now, now))  # see `last_read`
         try:
             yield
         finally:
             fcntl.flock(lock, fcntl.LOCK_UN)  # closing is not enough if a forked child shares the file
+
+
+def last_read(folder: Path, slot: int) -> int:
+    """When someone last began `reading` the slot: epoch nanoseconds, only good for comparing. 0: never."""
+    try:
+        return os.stat(folder / f"{slot}.lock").st_mtime_ns
+    except FileNotFoundError:
+        return 0
 
 
 @contextmanager

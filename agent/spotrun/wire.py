@@ -16,9 +16,9 @@ MAX_MESSAGE = 1 << 20  # bytes; a larger frame is refused and the link closed
 
 
 class Document(BaseModel):
-    """A frozen message part; unknown keys are refused."""
+    """A frozen message part; unknown keys are refused. A loss may be NaN, which JSON has no number for."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
 
 class StateRef(Document):

@@ -56,10 +56,14 @@ class Harness:
         packed = bundle.upload(self.access.store, TOY, "train.py")
         request = {"job": job.model_dump(mode="json"), "code": packed.sha256}
         found = control.ask(self.access, "submit", data=request)
-        self._newest, self._error = {}, None
-        self._follower = threading.Thread(target=self._follow, args=(found["job"],), daemon=True)
-        self._follower.start()
+        self.watch(found["job"])
         return Job(found["job"], out)
+
+    def watch(self, job: str) -> None:
+        """From here on, the `until…` methods are about this job."""
+        self._newest, self._error = {}, None
+        self._follower = threading.Thread(target=self._follow, args=(job,), daemon=True)
+        self._follower.start()
 
     def until(self, good: Callable[[dict[str, Any]], Any], what: str, timeout: float = PATIENCE) -> dict[str, Any]:
         """The first status document that is good. AssertionError with the newest one otherwise."""
@@ -92,9 +96,7 @@ class Harness:
     def ctl(self, *words: str) -> Any:
         found = control.ask(self.access, *words)
         if words[0] == "relaunch":
-            self._newest = {}
-            self._follower = threading.Thread(target=self._follow, args=(words[-1],), daemon=True)
-            self._follower.start()
+            self.watch(words[-1])
         return found
 
     def fault(self, kind: str, what: str) -> None:

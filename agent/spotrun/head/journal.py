@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 from typing import Any
 
 from spotrun import checkpoints
@@ -52,7 +53,8 @@ class Journal:
 
     async def read(self, job: str) -> JobState:
         """A job's state. Raises `SpotrunError` if there is none that can be read."""
-        data = await asyncio.to_thread(self.store.find, job_key(job, "state.json"))
+        named = re.fullmatch(r"[a-z0-9][a-z0-9-]*", job)  # anything else could name another object
+        data = await asyncio.to_thread(self.store.find, job_key(job, "state.json")) if named else None
         if data is None:
             raise SpotrunError(f"there is no job {job} in {self.store.url}; `spotrun ctl jobs` lists them")
         try:

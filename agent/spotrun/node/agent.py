@@ -219,11 +219,11 @@ class Agent:
             await self._upload_logs()
             self.logs.forget()
             if bundle is None or bundle.id != job.bundle.id:
-                job.remove()
+                await asyncio.to_thread(job.remove)
             self._job, self._missed, self._snapshot, self._looked, self._flushed = None, None, None, (-1, 0.0), 0
             self._drop_save()
         if bundle is not None and self._job is None:
-            code.remove(self._settings.tmpfs, keep=bundle.id)
+            await asyncio.to_thread(code.remove, self._settings.tmpfs, bundle.id)
             self._job = Job(
                 bundle, self.store, self.identity.address, self._devices, self._settings.tmpfs, self._settings.scratch,
                 self._wake.set,

@@ -224,7 +224,7 @@ def _show(each: Local) -> Worker:
         stepped_at=c.stepped_at,
         samples=c.samples,
         total_steps=c.total_steps,
-        metrics=c.read_metrics(),
+        metrics={name: value for name, value in c.read_metrics().items() if isinstance(value, int | float)},
         phases=(c.forked, c.entered, c.grouped, c.restored, c.stepped_first),
         stall=c.stall,
         stepping=c.stepping,

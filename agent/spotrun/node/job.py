@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from spotrun.control import Context
-from spotrun.errors import CorruptError, SpotrunError
+from spotrun.errors import CorruptError, SpotrunError, StoreError
 from spotrun.node import code
 from spotrun.node.entry import Task
 from spotrun.node.group import Group
@@ -128,12 +128,14 @@ class Job:
             try:
                 await self._try()
                 return
-            except (SpotrunError, OSError) as error:
+            except Exception as error:  # what it has to do with comes from outside
                 tries += 1
-                if not isinstance(error, OSError | code.SetupError | CorruptError) and tries < QUIET_TRIES:
+                if not isinstance(error, SpotrunError | OSError):
+                    log.exception("job %s: unexpected", self.bundle.id)
+                if isinstance(error, StoreError) and tries < QUIET_TRIES:
                     log.warning("job %s is not ready, trying again: %s", self.bundle.id, error)
                 else:
-                    self._fail(str(error))
+                    self._fail(str(error) or repr(error))
                 if isinstance(error, CorruptError):
                     return  # it will not get better
             await asyncio.sleep(pause)
@@ -144,12 +146,14 @@ class Job:
         self._spec = spec = _validated(bundle)
         code.remove(self._scratch / "code", keep=bundle.code)
         code.remove(self._scratch / "logs", keep=bundle.id)
+        code.remove(self._scratch / "parts")
         self._root = await asyncio.to_thread(code.fetch, self._store, bundle.code, self._scratch / "code")
         if not (self._root / spec.script).is_file():
             raise CorruptError(f"the bundle has no {spec.script}; submit the job again")
         env = dict(os.environ) | spec.env
         packages = await code.install(spec.requirements, self._scratch / "packages", env)
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(packages or ""), env.get("PYTHONPATH", "")]))
+        paths = [str(packages or ""), spec.env.get("PYTHONPATH", ""), os.environ.get("PYTHONPATH", "")]
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         if self.procs > 1:
             env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, so that they do not get in each other's way
         if loopback(self._address):

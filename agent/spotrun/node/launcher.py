@@ -18,7 +18,9 @@ from spotrun.node.preload import MODULES
 log = logging.getLogger(__name__)
 
 # -P: no module of the working directory comes before the installed ones.
-_PROGRAM = "from spotrun.node import preload; preload.serve(); from spotrun.node.workers import main; main()"
+_PROGRAM = (
+    "from spotrun.node import preload; lines = preload.serve(); from spotrun.node.workers import main; main(*lines)"
+)
 COMMAND = (sys.executable, "-P", "-c", _PROGRAM)
 END_TIMEOUT = 3.0  # seconds from the end of its input to its end, before it is killed
 
@@ -71,7 +73,11 @@ class Launcher:
     async def _read(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdout is not None
         while line := await process.stdout.readline():
-            event = json.loads(line)
+            try:
+                event = json.loads(line)
+            except ValueError:
+                log.warning("the launcher said %.200r: ignored", line)
+                continue
             if event["be"] in ("ready", "store"):
                 self.store = event["store"]
             self._on_event(event)

@@ -20,12 +20,22 @@ SERVER = os.getpid()  # a worker compares it with its parent's pid
 used_cuda = False
 
 
-def serve() -> None:
-    """Start the forkserver, from the launcher's main thread, so that it imports torch while the launcher does."""
+def serve() -> tuple[int, int]:
+    """Start the forkserver, from the launcher's main thread, so that it imports torch while the launcher does.
+
+    Standard input and output are put out of everybody's reach first: stray prints must not get between the launcher's
+    lines. Their new descriptors are returned.
+    """
     die_with_parent(int(sys.argv[1]))
+    lines = os.dup(0), os.dup(1)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    os.dup2(2, 1)
     os.environ[PARENT] = str(os.getpid())
     forkserver.set_forkserver_preload([__name__])
     forkserver.ensure_running()
+    return lines
 
 
 def _import_all() -> None:

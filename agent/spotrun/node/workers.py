@@ -59,11 +59,10 @@ class Start:
 
 
 class Voice:
-    """Lines to the agent. Standard output itself is turned to standard error, so that stray prints harm nothing."""
+    """Lines to the agent."""
 
-    def __init__(self) -> None:
-        self._out = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
-        os.dup2(2, 1)
+    def __init__(self, fd: int) -> None:
+        self._out = os.fdopen(fd, "w", buffering=1, encoding="utf-8")
         self._lock = threading.Lock()
 
     def say(self, **values: object) -> None:
@@ -171,7 +170,8 @@ class Workers(SimpleElasticAgent):
         assert start is not None
         self._codes, self._processes = {}, []
         for worker, task in zip(worker_group.workers, start.tasks, strict=True):
-            task = replace(task, env=task.env | self._environment(worker_group, worker.local_rank))
+            env = self._environment(worker_group, worker.local_rank, start.generation)
+            task = replace(task, env=task.env | env)
             process = get_context("forkserver").Process(
                 target=entry.run, args=(task,), name=f"rank{worker.global_rank}"
             )
@@ -181,7 +181,7 @@ class Workers(SimpleElasticAgent):
         self._voice.say(be="started", generation=start.generation, pids=pids)
         return dict(enumerate(pids))
 
-    def _environment(self, group: WorkerGroup, local_rank: int) -> dict[str, str]:
+    def _environment(self, group: WorkerGroup, local_rank: int, generation: int) -> dict[str, str]:
         """What torchrun sets (https://docs.pytorch.org/docs/stable/elastic/run.html, "Environment Variables")."""
         spec, worker = group.spec, group.workers[local_rank]
         return {
@@ -196,7 +196,7 @@ class Workers(SimpleElasticAgent):
             "ROLE_WORLD_SIZE": str(worker.role_world_size),
             "MASTER_ADDR": str(group.master_addr),
             "MASTER_PORT": str(group.master_port),
-            "TORCHELASTIC_RESTART_COUNT": str(spec.max_restarts - self._remaining_restarts),
+            "TORCHELASTIC_RESTART_COUNT": str(generation - 1),
             "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
             "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -244,16 +244,16 @@ class Workers(SimpleElasticAgent):
         """Nobody waits for the others here: this process outlives the generation anyway."""
 
 
-def main() -> None:
+def main(lines_in: int, lines_out: int) -> None:
     """The launcher's life, after `preload.serve`. Arguments: its parent's pid, the node's address, workers per node."""
     address, procs = sys.argv[2], int(sys.argv[3])
     logging.basicConfig(level=logging.WARNING, format="launcher: %(message)s")
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # ranks follow from the node's: no store needed
-    voice = Voice()
+    voice = Voice(lines_out)
     stores = Stores(address)
     _warm_up()
     word = AgentsWord(stores, voice)
-    threading.Thread(target=_listen, args=(word,), daemon=True).start()
+    threading.Thread(target=_listen, args=(word, lines_in), daemon=True).start()
     voice.say(be="ready", store=stores.endpoint)
     while not word.is_closed():
         spec = WorkerSpec(
@@ -285,8 +285,8 @@ def _warm_up() -> None:
         raise SystemExit(f"launcher: a trial worker ended with {process.exitcode}")
 
 
-def _listen(word: AgentsWord) -> None:
-    for line in sys.stdin:
+def _listen(word: AgentsWord, fd: int) -> None:
+    for line in os.fdopen(fd, encoding="utf-8"):
         values = json.loads(line)
         values.pop("do")
         tasks = tuple(entry.Task(**{**task, "args": tuple(task["args"])}) for task in values.pop("tasks"))

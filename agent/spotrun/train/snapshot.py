@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 STALL_SHARE = 0.01  # of training time that adaptive snapshots may cost
 PATIENCE = 10.0  # seconds an urgent snapshot waits for a slot that is being uploaded
-PINNED = 5.0  # seconds in which the agent must take the lock of a slot it asked for
+PINNED = 5.0  # seconds in which the agent must begin to read a slot it asked for
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14; not in the mmap module
 
 
@@ -69,7 +69,7 @@ class Writer:
         found = slots.newest(folder, job)
         self._newest = found[0][0] if found else 1
         self._steps = {slot: record.step for slot, record in found}
-        self._since = dict.fromkeys(slots.SLOTS, -math.inf)
+        self._committed = dict.fromkeys(slots.SLOTS, (-math.inf, 0))  # when, and the slot's last reading then
         self._staging = Staging() if cuda else None
         self.stall = 0.0  # seconds the last snapshot held up training; layouts are not counted
         self.newest_step = NONE
@@ -146,7 +146,10 @@ class Writer:
         """Whether the agent asked for the snapshot in this slot and may not have locked it yet."""
         if self._control is None or self._control.snapshot_at == NONE:
             return False
-        return self._steps.get(slot) == self._control.snapshot_at and time.monotonic() - self._since[slot] < PINNED
+        if self._steps.get(slot) != self._control.snapshot_at:
+            return False
+        since, last_read = self._committed[slot]
+        return time.monotonic() - since < PINNED and slots.last_read(self._folder, slot) == last_read
 
     def _copy(
         self, tensors: dict[str, torch.Tensor], views: dict[str, torch.Tensor], optimized: set[int]
@@ -177,8 +180,9 @@ class Writer:
             record = slots.Record(
                 self._job, self._generation, step, len(mapped), xxhash.xxh3_128_hexdigest(mapped), tree
             )
+            self._committed[target] = (time.monotonic(), slots.last_read(self._folder, target))
             slots.commit(self._folder, target, record)
-            self._newest, self._steps[target], self._since[target] = target, step, time.monotonic()
+            self._newest, self._steps[target] = target, step
             self.newest_step = step
             if self._control is not None:
                 self._control.committed = step

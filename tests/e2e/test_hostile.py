@@ -1,0 +1,166 @@
+"""Corrupt and hostile input at every door: refused with a clear message, and everything else goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+import json
+import ssl
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import zstandard
+
+from scripts import control, ssh
+from spotrun.errors import SpotrunError
+from spotrun.store import checkpoint_key, code_key, head_key, host_key
+from spotrun.wire import MAX_MESSAGE, HeadRecord, HostRecord, Manifest
+from tests.e2e.harness import Harness, sample_ids
+from tests.helpers import wait_for
+
+
+def head_record(cluster: Harness) -> HeadRecord:
+    return HeadRecord.model_validate_json(cluster.access.store.get(head_key(cluster.spec.name)))
+
+
+def head_log(cluster: Harness) -> str:
+    return "".join(path.read_text() for path in (cluster.access.scratch / "nodes" / "head-0").glob("*.log"))
+
+
+async def knock(record: HeadRecord, token: str, messages: list[bytes | str]) -> tuple[int, Any]:
+    """Connect as an agent would. (HTTP status, WebSocket close code)."""
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    url, headers = f"wss://{record.address}:{record.port}/agent", {"Authorization": f"Bearer {token}"}
+    async with aiohttp.ClientSession() as session:
+        try:
+            async with session.ws_connect(url, headers=headers, ssl=context) as link:
+                for message in messages:
+                    await (link.send_str(message) if isinstance(message, str) else link.send_bytes(message))
+                while not link.closed:
+                    await link.receive()
+                return 101, link.close_code
+        except aiohttp.WSServerHandshakeError as error:
+            return error.status, None
+
+
+def test_junk_at_the_head_while_a_job_trains(cluster: Harness) -> None:
+    """Wrong tokens, junk, huge frames and wrong documents close at most their own link."""
+    job = cluster.submit(nodes={"min": 2, "max": 2}, epochs=1, samples=2000, batch=4)
+    before = cluster.until_step(20)
+    record = head_record(cluster)
+    assert asyncio.run(knock(record, "wrong", [])) == (401, None)
+    assert asyncio.run(knock(record, "", [])) == (401, None)
+    junk: list[bytes | str] = ["{", "[]", "null", json.dumps({"kind": "report", "node": "x"}), b"\x00\xff"]
+    assert asyncio.run(knock(record, record.token, junk)) == (101, 1008)
+    assert asyncio.run(knock(record, record.token, ["x" * (MAX_MESSAGE + 1)])) == (101, 1009)
+    log = head_log(cluster)
+    assert "wrong token" in log
+    assert "refused a message" in log
+    final = cluster.until_ended()
+    assert (final["phase"], final["generation"], final["losses"]) == ("succeeded", before["job"]["generation"], [])
+    assert sample_ids(job.out, 1) == {0: list(range(2000))}
+
+
+def test_a_head_with_another_certificate_is_not_trusted(cluster: Harness) -> None:
+    """head.json says otherwise: agents do not send it their token; with the right one they join, and the job runs."""
+    record = head_record(cluster)
+    key, store = head_key(cluster.spec.name), cluster.access.store
+    wait_for(lambda: not cluster.status()["nodes"], 60, "the last job's nodes are gone")
+    store.put(key, record.model_copy(update={"fingerprint": "0" * 64}).model_dump_json().encode())
+    try:
+        cluster.submit(nodes={"min": 1, "max": 1}, epochs=1, samples=40, batch=4)
+        nodes = cluster.access.scratch / "nodes"
+        wait_for(
+            lambda: any("shows certificate" in path.read_text() for path in nodes.glob("spot-*/*.log")), 60, "refusal"
+        )
+        assert cluster.status()["job"]["phase"] == "queued"
+    finally:
+        store.put(key, record.model_dump_json().encode())
+    assert cluster.until_ended()["phase"] == "succeeded"
+
+
+def test_a_changed_host_key_is_refused(cluster: Harness) -> None:
+    store, key = cluster.access.store, host_key(cluster.spec.name, "head")
+    honest = store.get(key)
+    record = HostRecord.model_validate_json(honest)
+    other = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIIIpT6BrKPO4rUoGGYVcPgsGLDGcYbNGJIpnUA0sHjcb"
+    store.put(key, record.model_copy(update={"keys": (other,)}).model_dump_json().encode())
+    try:
+        with pytest.raises(ssh.Unreachable, match="host key"):
+            control.ask(cluster.access, "status")
+    finally:
+        store.put(key, honest)
+    assert cluster.status()["cluster"] == cluster.spec.name
+
+
+def bundle(names: dict[str, bytes]) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as archive:
+        for name, data in names.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    return zstandard.compress(out.getvalue())
+
+
+@pytest.mark.parametrize("name", ["../escaped.py", "/tmp/spotrun-escaped.py"])
+def test_an_archive_that_reaches_outside_its_folder(cluster: Harness, name: str) -> None:
+    """The job fails with a message that names the member; nothing was written; the next job runs."""
+    data = bundle({"train.py": b"print('hello')\n", name: b"boo"})
+    sha256 = hashlib.sha256(data).hexdigest()
+    cluster.access.store.put(code_key(sha256), data)
+    spec = {"script": "train.py", "name": "hostile"}
+    cluster.watch(control.ask(cluster.access, "submit", data={"job": spec, "code": sha256})["job"])
+    final = cluster.until_ended()
+    assert final["phase"] == "failed"
+    assert name in final["reason"]
+    assert not Path("/tmp/spotrun-escaped.py").exists()
+    assert list(cluster.access.scratch.rglob("escaped.py")) == []
+    cluster.submit(nodes={"min": 1, "max": 1}, epochs=1, samples=40, batch=4)
+    assert cluster.until_ended()["phase"] == "succeeded"
+
+
+def test_requests_that_are_not(cluster: Harness) -> None:
+    """One line each, exit status 2, and the head lives."""
+    for data in ([], {"job": {}}, {"job": {"script": "../x.py"}, "code": "0"}, "x", {"job": 3, "code": 4}):
+        with pytest.raises(SpotrunError) as caught:
+            control.ask(cluster.access, "submit", data=data)
+        assert not isinstance(caught.value, ssh.Unreachable)
+        assert "Traceback" not in str(caught.value)
+    with pytest.raises(SpotrunError, match="there is no job"):
+        control.ask(cluster.access, "status", "--job", "../../etc/passwd")
+    with pytest.raises(SpotrunError, match="no node 'nobody'"):
+        control.ask(cluster.access, "kill", "nobody")
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate"])
+def test_a_damaged_checkpoint_is_passed_over(cluster: Harness, damage: str) -> None:
+    """All nodes are killed; the newest checkpoint is damaged: the one before it is used, and the log says so."""
+    job = cluster.submit(nodes={"min": 2, "max": 2}, epochs=2, samples=2000, batch=4, checkpoint_interval=1)
+    first = cluster.until(lambda s: s["job"]["checkpoint"], what="a checkpoint")["job"]["checkpoint"]
+    cluster.until(lambda s: s["job"]["checkpoint"] > first, what="a second one")
+    cluster.fault("stockout", "local-a")
+    for member in cluster.members():
+        cluster.fault("kill", member)
+    status = cluster.until(lambda s: not s["job"]["members"], what="nobody is left")
+    newest = status["job"]["checkpoint"]
+    manifest = Manifest.model_validate_json(cluster.access.store.get(checkpoint_key(job.id, newest)))
+    shard = next(file.name for file in manifest.files if file.name.endswith(".safetensors"))
+    data = bytearray(cluster.access.store.get(checkpoint_key(job.id, newest, shard)))
+    if damage == "flip":
+        data[-5] ^= 0x10
+    else:
+        del data[-5:]
+    cluster.access.store.put(checkpoint_key(job.id, newest, shard), bytes(data))
+    cluster.fault("restock", "local-a")
+    final = cluster.until_ended()
+    assert final["phase"] == "succeeded"
+    assert final["losses"][0]["steps_lost"] > final["losses"][0]["step"] - newest
+    assert sample_ids(job.out, 2) == {epoch: list(range(2000)) for epoch in range(2)}
+    logs = "".join(cluster.logs(job.id, final["generation"]).values())
+    assert shard in logs, "the warning names the file"

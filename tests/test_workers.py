@@ -1,0 +1,325 @@
+"""The launcher and its workers without an agent; and what an agent decides from code, archives and exit codes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import json
+import os
+import signal
+import tarfile
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zstandard
+
+from spotrun.control import EXIT_DRAINED, EXIT_PEER, Control
+from spotrun.errors import CorruptError
+from spotrun.node import code
+from spotrun.node.entry import Task, failure_path
+from spotrun.node.group import phase
+from spotrun.node.launcher import Launcher
+from spotrun.node.process import descendants, gpu_count
+from spotrun.wire import Failure
+from tests.helpers import await_for
+
+
+class Bench:
+    """A launcher on a bench: what it says is kept in `events`."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.events: list[dict[str, Any]] = []
+        self.launcher = Launcher(self.events.append)
+        (root / "modules").mkdir()
+
+    async def begin(self, *modules: str, procs: int = 1) -> None:
+        env = dict(os.environ)
+        env["PYTHONPATH"] = os.pathsep.join([str(self.root / "modules"), env.get("PYTHONPATH", "")])
+        await self.launcher.begin("127.0.9.9", procs, env, modules)
+        await self.said(lambda e: e["be"] == "ready", "the launcher ready")
+
+    async def said(self, look: Callable[[dict[str, Any]], bool], what: str) -> dict[str, Any]:
+        def found() -> dict[str, Any] | None:
+            assert not any(e["be"] == "ended" for e in self.events), f"the launcher ended: {self.events}"
+            return next((e for e in self.events if look(e)), None)
+
+        event = await await_for(found, 40, what)
+        assert event is not None
+        return event
+
+    def start(self, number: int, text: str, *args: str, procs: int = 1) -> None:
+        """Run `text` as a script in generation `number`."""
+        (self.root / f"s{number}.py").write_text(text)
+        tasks = []
+        for index in range(procs):
+            control = self.root / f"{number}.{index}"
+            Control(control, create=True).close()
+            log = self.root / f"{number}.{index}.log"
+            tasks.append(Task(str(self.root), f"s{number}.py", args, str(log), str(control), number, {"MORE": "yes"}))
+        self.launcher.start(number, 0, 1, self.launcher.store, tasks)
+
+    async def code(self, number: int, index: int = 0) -> int:
+        event = await self.said(
+            lambda e: (e["be"], e.get("generation"), e.get("local_rank")) == ("exited", number, index), "an exit"
+        )
+        return int(event["code"])
+
+    def log(self, number: int, index: int = 0) -> str:
+        return (self.root / f"{number}.{index}.log").read_text()
+
+    def failure(self, number: int) -> Failure:
+        return Failure(**json.loads(failure_path(self.root / f"{number}.0").read_text()))
+
+
+@contextlib.asynccontextmanager
+async def bench(root: Path) -> AsyncIterator[Bench]:
+    found = Bench(root)
+    try:
+        yield found
+    finally:
+        await found.launcher.end()
+        assert not found.launcher.alive
+
+
+PLAIN = """
+import atexit, os, signal, sys, threading, time, __main__
+assert __name__ == "__main__" and __main__.__file__ == __file__ == sys.argv[0]
+assert sys.path[0] == os.path.dirname(__file__) and os.getcwd() == os.path.dirname(__file__)
+print(sys.argv[1:], os.environ["MORE"], os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"])
+print("on stderr", file=sys.stderr)
+os.system("echo from a child")
+os.kill(os.getpid(), signal.SIGTERM)  # passed over
+ready, tell = os.pipe()
+child = os.fork()
+if child == 0:
+    os.write(tell, b"!")
+    signal.pause()
+os.read(ready, 1)
+os.kill(child, signal.SIGTERM)
+assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
+atexit.register(lambda: print("at exit", state))
+def late():
+    time.sleep(0.2)
+    print("a thread ended")
+threading.Thread(target=late).start()
+state = "kept"
+"""
+
+
+async def test_a_worker_is_like_python_running_the_script(tmp_path: Path) -> None:
+    async with bench(tmp_path) as b:
+        await b.begin()
+        b.start(1, PLAIN, "one", "two words")
+        assert await b.code(1) == 0
+        lines = b.log(1).splitlines()
+        assert sorted(lines[:3]) == ["['one', 'two words'] yes 0 1 1", "from a child", "on stderr"]
+        assert lines[3:] == ["a thread ended", "at exit kept"]
+        control = Control(tmp_path / "1.0")
+        assert (control.generation, control.rank) == (1, 0)
+        assert control.forked > 0
+        control.close()
+
+        scripts = {
+            2: ("import sys; sys.exit()", 0),
+            3: ("import sys; sys.exit(7)", 7),
+            4: ("import sys; sys.exit('out of luck')", 1),
+            5: ("def f():\n    1/0\nf()", 1),
+            6: ("if x = 1:", 1),
+            7: ("import torch.distributed as d\nraise d.DistNetworkError('Connection reset by peer')", EXIT_PEER),
+            8: ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
+            9: (f"import os; os._exit({EXIT_DRAINED})", EXIT_DRAINED),
+            10: ("import no_such_module_here", 1),
+        }
+        for number, (text, wanted) in scripts.items():
+            b.start(number, text)
+            assert await b.code(number) == wanted, text
+        assert b.failure(3).message == "the script exited with code 7"
+        assert "out of luck" in b.log(4)
+        assert b.failure(5).message == "ZeroDivisionError: division by zero"
+        assert b.failure(5).traceback.splitlines()[1].strip() == f'File "{tmp_path}/s5.py", line 3, in <module>'
+        assert b.failure(5).traceback == b.log(5)
+        assert "SyntaxError" in b.failure(6).message
+        assert b.failure(7).kind == "peer"
+        assert b.failure(10).message == "ModuleNotFoundError: No module named 'no_such_module_here'"
+
+        # A generation that still runs is ended by the next; a store that is not held is refused.
+        b.start(11, "import time; time.sleep(600)")
+        await b.said(lambda e: e["be"] == "started" and e["generation"] == 11, "a start")
+        b.start(12, "print('next')")
+        assert await b.code(11) == -signal.SIGKILL
+        assert await b.code(12) == 0
+        b.launcher.store = "127.0.9.9:1"
+        b.start(13, "")
+        await b.said(lambda e: e["be"] == "refused" and e["generation"] == 13, "a refusal")
+
+
+LISTED = """
+import os, sys
+import {name}
+print("ahead" if {name}.pid == os.getppid() else "late")
+"""
+MODULE = """
+import os, sys
+print("a stray line", flush=True)
+os.write(1, b"{and more\\n")
+pid = os.getpid()
+"""
+
+
+async def test_imports_ahead_of_time(tmp_path: Path) -> None:
+    async with bench(tmp_path) as b:
+        (tmp_path / "modules" / "loud.py").write_text(MODULE)
+        (tmp_path / "modules" / "broken.py").write_text("1/0")
+        (tmp_path / "modules" / "leaver.py").write_text("import sys; sys.exit(5)")
+        await b.begin("broken", "leaver", "no_such_module_here", "loud", procs=2)
+        b.start(1, LISTED.format(name="loud") + "assert 'torch._dynamo' in sys.modules", procs=2)
+        assert [await b.code(1, index) for index in (0, 1)] == [0, 0]
+        assert b.log(1) == b.log(1, 1) == "ahead\n"
+
+
+async def test_imports_that_use_the_gpu_are_not_made_ahead(tmp_path: Path) -> None:
+    """A fork cannot use CUDA that its parent has initialised (this sets the flag that doing so sets)."""
+    async with bench(tmp_path) as b:
+        (tmp_path / "modules" / "eager.py").write_text(MODULE + "import torch\ntorch.cuda._initialized = True\n")
+        await b.begin("eager")
+        b.start(1, LISTED.format(name="eager") + "assert 'torch' in sys.modules")
+        assert await b.code(1) == 0
+        assert b.log(1).endswith("late\n")
+
+
+async def test_the_launcher_goes_with_its_end_of_input(tmp_path: Path) -> None:
+    async with bench(tmp_path) as b:
+        await b.begin(procs=2)
+        b.start(1, "import os, time\nif not os.fork(): time.sleep(600)\ntime.sleep(600)", procs=2)
+        started = await b.said(lambda e: e["be"] == "started", "a start")
+        await await_for(lambda: all(descendants(pid) for pid in started["pids"]), what="children of the workers")
+        below = [child for pid in started["pids"] for child in descendants(pid)]
+        await b.launcher.end()
+        for pid in [*started["pids"], *below]:
+            await await_for(lambda pid=pid: not Path(f"/proc/{pid}/fd").exists() or not _alive(pid), what="an end")
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+USER = Failure(kind="user", rank=0, at=1.0, message="")
+PEER = Failure(kind="peer", rank=0, at=1.0, message="")
+
+
+@pytest.mark.parametrize(
+    ("codes", "failure", "lost", "restored", "wanted"),
+    [
+        ([None, None], None, False, False, "starting"),
+        ([None, None], None, False, True, "running"),
+        ([None, 0], None, False, True, "running"),
+        ([None, EXIT_DRAINED], None, False, True, "running"),
+        ([None, 1], USER, False, True, "failed"),
+        ([None, EXIT_PEER], PEER, False, False, "failed"),
+        ([0, 0], None, False, True, "succeeded"),
+        ([EXIT_DRAINED, EXIT_DRAINED], None, False, True, "drained"),
+        ([EXIT_DRAINED, EXIT_PEER], PEER, False, True, "drained"),
+        ([EXIT_DRAINED, None], PEER, False, True, "running"),
+        ([EXIT_DRAINED, 1], USER, False, True, "failed"),
+        ([EXIT_DRAINED, 0], None, False, True, "drained"),
+        ([EXIT_PEER, EXIT_PEER], PEER, False, True, "failed"),
+        ([EXIT_DRAINED, -1], PEER, True, True, "failed"),
+        ([-9, -9], None, False, True, "failed"),
+    ],
+)
+def test_phase(codes: list[int | None], failure: Failure | None, lost: bool, restored: bool, wanted: str) -> None:
+    assert phase(codes, failure, lost, restored) == wanted
+
+
+def archive(path: Path, *members: tarfile.TarInfo) -> Path:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        for member in members:
+            tar.addfile(member, io.BytesIO(b"x" * member.size) if member.isfile() else None)
+    path.write_bytes(zstandard.compress(buffer.getvalue()))
+    return path
+
+
+def member(name: str, kind: bytes = tarfile.REGTYPE, link: str = "", size: int = 1) -> tarfile.TarInfo:
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname, info.size = kind, link, size if kind == tarfile.REGTYPE else 0
+    return info
+
+
+@pytest.mark.parametrize(
+    ("members", "words"),
+    [
+        ([member("../evil")], "leads out"),
+        ([member("a/../../evil")], "leads out"),
+        ([member("/tmp/evil")], "leads out"),
+        ([member("link", tarfile.SYMTYPE, "../..")], "outside"),
+        ([member("link", tarfile.SYMTYPE, "/etc")], "refused"),
+        ([member("link", tarfile.LNKTYPE, "../evil")], "refused"),
+        ([member("d", tarfile.SYMTYPE, "."), member("d/l", tarfile.SYMTYPE, ".."), member("d/l/evil")], "refused"),
+        ([member("disk", tarfile.BLKTYPE)], "device"),
+        ([member("tty", tarfile.CHRTYPE)], "device"),
+        ([member("pipe", tarfile.FIFOTYPE)], "device"),
+    ],
+)
+def test_hostile_archives(members: list[tarfile.TarInfo], words: str, tmp_path: Path) -> None:
+    target = tmp_path / "inner" / "target"
+    target.mkdir(parents=True)
+    with pytest.raises(CorruptError, match="code/x") as caught:
+        code.unpack(archive(tmp_path / "a", *members), target, "code/x")
+    assert words in str(caught.value)
+    assert not list(tmp_path.rglob("evil"))
+
+
+def test_oversized_and_broken_archives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "target"
+    target.mkdir()
+    whole = archive(tmp_path / "a", member("big", size=5000), member("more", size=5000))
+    cut = tmp_path / "cut"
+    cut.write_bytes(whole.read_bytes()[:-20])
+    with pytest.raises(CorruptError, match="cannot be unpacked"):
+        code.unpack(cut, target, "code/x")
+    monkeypatch.setattr(code, "MAX_UNPACKED", 9000)
+    with pytest.raises(CorruptError, match="refused: more than"):
+        code.unpack(whole, target, "code/x")
+
+
+def test_imports_of_a_script(tmp_path: Path) -> None:
+    files = {
+        "src/train.py": "from __future__ import annotations\nimport os, a.b as c\nfrom d import e\nimport helper\n"
+        "from tools.inner import x\ntry:\n    import f\nexcept ImportError:\n    import g\nif True:\n    import h\n"
+        "def later():\n    import not_this\nclass C:\n    import nor_this\nfrom . import nothing\nimport helper\n",
+        "src/helper.py": "import i, helper\n",
+        "tools/__init__.py": "import j\n",
+        "tools/inner.py": "import k\n",
+        "tools/other.py": "import not_that\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert sorted(code.imports(tmp_path, "src/train.py")) == ["a.b", "d", "f", "g", "h", "i", "j", "k", "os"]
+    (tmp_path / "src/train.py").write_text("not python at all")
+    assert code.imports(tmp_path, "src/train.py") == []
+
+
+def test_gpus_are_counted_by_their_device_files(tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidia12", "nvidiactl", "nvidia-uvm", "null"):
+        (tmp_path / name).touch()
+    assert gpu_count(tmp_path) == 3
+    assert gpu_count(tmp_path / "none") == 0
+
+
+async def test_a_launcher_that_cannot_start_says_so(tmp_path: Path) -> None:
+    events: list[dict[str, Any]] = []
+    launcher = Launcher(events.append)
+    await launcher.begin("127.0.9.9", 1, {"PYTHONPATH": str(tmp_path), "PYTHONHOME": str(tmp_path)}, [])
+    await await_for(lambda: events, what="an event")
+    assert events[-1]["be"] == "ended"
+    assert events[-1]["code"] != 0
+    await asyncio.wait_for(launcher.end(), 10)
