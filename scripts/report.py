@@ -55,7 +55,7 @@ def _failure(failure: Status) -> list[str]:
 def _losses(losses: list[Status]) -> list[str]:
     if not losses:
         return ["  no machine was lost"]
-    rows = [("loss", "node", "seconds to the next step", "steps lost")]
+    rows = [("interruption", "node", "seconds to the next step", "steps lost")]
     for loss in losses:
         seconds = "" if loss["seconds"] is None else f"{loss['seconds']:.1f}"
         lost = "" if loss["steps_lost"] is None else str(loss["steps_lost"])

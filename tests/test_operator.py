@@ -262,9 +262,9 @@ def test_the_closing_report() -> None:
     assert text.splitlines() == [
         "job digits-1 succeeded: 100 of 100 steps in 1 min 30 s, 3 generations",
         "  last values: loss 0.3123",
-        "  loss     node    seconds to the next step  steps lost",
-        "  preempt  spot-2  0.4                       0",
-        "  kill     spot-1",
+        "  interruption  node    seconds to the next step  steps lost",
+        "  preempt       spot-2  0.4                       0",
+        "  kill          spot-1",
         "  goodput 91.2% (share of node time that went into steps that counted)",
         "  node time 12.0 s, cost $0.50",
     ]

@@ -25,6 +25,7 @@ from spotrun.head.state import (
     Save,
     Saving,
     Start,
+    Stop,
     Unsave,
     apply,
 )
@@ -59,9 +60,7 @@ def job(*members: str, **changes: Any) -> JobState:
         "ordered_at": NOW - 100,
         "last": tuple(map(member, members)),
         "saved_at": NOW - 10,
-        "progress": Progress(
-            base=0, step=50, stepped_at=NOW - 0.05, restored_at=NOW - 5, pace=0.1, total_steps=1000
-        ),
+        "progress": Progress(base=0, step=50, stepped_at=NOW - 0.05, restored_at=NOW - 5, pace=0.1, total_steps=1000),
     }
     return JobState(**{**values, **changes})
 
@@ -84,7 +83,8 @@ def node(name: str, **changes: Any) -> Node:
         "workers": (worker,),
         "snapshot": StateRef(generation=1, step=48),
     }
-    return Node(**{"linked": True, "heard": NOW - 0.1, "cloud": "running", **outer}, report=Report(**{**report, **changes}))
+    outer = {"linked": True, "heard": NOW - 0.1, "cloud": "running", **outer}
+    return Node(report=Report(**{**report, **changes}), **outer)
 
 
 def spare(name: str, **changes: Any) -> Node:
@@ -216,11 +216,7 @@ CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
     ),
     "another incarnation reports": (
         view(job(A, B, C), node(A), spare(B, boot="b2"), node(C)),
-        (
-            Start(
-                (*start(A, C).members, Member(node=B, boot="b2", address="127.0.0.1")), "a:1", KILL
-            ),
-        ),
+        (Start((*start(A, C).members, Member(node=B, boot="b2", address="127.0.0.1")), "a:1", KILL),),
     ),
     "too few survivors wait": (view(job(A, B), failed(A, "peer"), node(B, linked=False)), (Hold(KILL),)),
     "user code": (
@@ -263,19 +259,28 @@ CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
         (),
     ),
     "stop": (
-        view(job(A, B, C, stopping=True), node(A), node(B), node(C)),
+        view(job(A, B, C, stopping="stopped by the operator"), node(A), node(B), node(C)),
         (Drain(56, Cause(kind="stop"), NOW + 60),),
     ),
     "stopped workers": (
         view(
-            job(A, B, stopping=True, draining=Draining(step=56, cause=Cause(kind="stop"), deadline=NOW + 9)),
+            job(
+                A,
+                B,
+                stopping="stopped by the operator",
+                draining=Draining(step=56, cause=Cause(kind="stop"), deadline=NOW + 9),
+            ),
             *(node(A, phase="drained"), node(B, phase="drained")),
         ),
         (Hold(Cause(kind="stop")),),
     ),
     "stop while waiting": (
-        view(job(stopping=True), spare(A)),
+        view(job(stopping="stopped by the operator"), spare(A)),
         (Conclude(Ending(phase="stopped", reason="stopped by the operator")),),
+    ),
+    "the budget is spent": (
+        view(job(A, B, cost=2.5, spec=spec(budget=2.5)), node(A), node(B)),
+        (Stop("the budget of $2.5 is spent"),),
     ),
     "hang": (
         view(

@@ -365,6 +365,12 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "slots"
 
 
+def settle(run: spotrun.Run) -> None:
+    """Wait for the snapshot under way, as the end of the process would."""
+    assert run._writer is not None
+    run._writer.settle()
+
+
 def values(loader: Any, epochs: int, stop: int | None = None, accumulate: int = 1) -> tuple[list[Any], torch.Tensor]:
     """(batches seen, weights) of a linear model trained on them; leaves at step `stop`, as a crash would."""
     run = spotrun.init(seed=2)
@@ -376,14 +382,14 @@ def values(loader: Any, epochs: int, stop: int | None = None, accumulate: int = 
     for _ in run.epochs(epochs):
         for x in run.steps(loader, accumulate):
             if run.step == stop:
-                assert run._writer is not None
-                run._writer.settle()
+                settle(run)
                 return seen, torch.empty(0)
             seen.append(x.flatten().tolist())
             run.backward((model(x + torch.rand(())) ** 2).mean())
             if run.completes_step:
                 optimizer.step()
                 optimizer.zero_grad()
+    settle(run)
     return seen, torch.cat([p.detach().flatten().clone() for p in model.parameters()])
 
 
@@ -466,8 +472,7 @@ def test_mistakes_are_said_clearly(alone: Path) -> None:
     assert len(list(run.steps(loader))) == 2
     with pytest.raises(SpotrunError, match="twice in epoch 0"):
         next(iter(run.steps(loader)))
-    assert run._writer is not None
-    run._writer.settle()
+    settle(run)
     with pytest.raises(SpotrunError, match=r"has no 'model', which run\.track names; it has sampler"):
         spotrun.init().track(sampler=sampler, model=model)
 

@@ -22,7 +22,19 @@ EXIT_DRAINED = 86  # stopped at the step it was told to, snapshot committed
 EXIT_PEER = 87  # a collective failed: another rank is gone
 
 # Slot of each number (8 bytes each). Floats are kept as their bit pattern in a view of their own.
-_INTS = ("generation", "pid", "rank", "step", "stop_at", "snapshot_at", "copied", "committed", "total_steps", "exit", "base")
+_INTS = (
+    "generation",
+    "pid",
+    "rank",
+    "step",
+    "stop_at",
+    "snapshot_at",
+    "copied",
+    "committed",
+    "total_steps",
+    "exit",
+    "base",
+)
 _FLOATS = ("stepped_at", "forked", "entered", "grouped", "restored", "stepped_first", "stall", "stepping", "samples")
 
 

@@ -94,7 +94,7 @@ class Worker(Document):
     stepped_at: float  # epoch seconds of the last completed step, 0 before the first
     samples: float = 0.0  # seen by this process in this generation
     total_steps: int = 0  # the script's own estimate of the job's length; 0: unknown
-    metrics: dict[str, float] = {}
+    metrics: dict[str, float] = Field(default={})
     # Epoch seconds of: forked, init called, group formed, state restored, first step done. 0: not yet.
     phases: tuple[float, float, float, float, float] = (0.0, 0.0, 0.0, 0.0, 0.0)
     stall: float = 0.0  # seconds spent copying snapshots, this generation

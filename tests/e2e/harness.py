@@ -73,7 +73,8 @@ class Harness:
             )
             if self._error:
                 raise self._error
-            assert found and good(self._newest), f"not seen: {what}\n{self._story()}"
+            assert found, f"not seen: {what}\n{self._story()}"
+            assert good(self._newest), f"ended without: {what}\n{self._story()}"
             return self._newest
 
     def until_step(self, step: int) -> dict[str, Any]:

@@ -17,7 +17,9 @@ def processes(cluster: Harness, command: str) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
-            if process.cmdline()[1:] == ["-m", "spotrun.cli", command] and any(mark in value for value in process.environ().values()):
+            if process.cmdline()[1:] == ["-m", "spotrun.cli", command] and any(
+                mark in value for value in process.environ().values()
+            ):
                 found.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue

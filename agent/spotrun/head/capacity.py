@@ -1,8 +1,8 @@
 """How many machines each pool should have now: `decide(observation)` is pure, and its tests are data.
 
 Pools are used in the order of the cluster file. A pool whose zone has no machines keeps being asked (a managed
-group goes on trying, at no cost) while the next pools stand in for what it lacks. What is too much afterwards is removed node
-by node, never a member of the running generation.
+group goes on trying, at no cost) while the next pools stand in for what it lacks. What is too much afterwards is
+removed node by node, never a member of the running generation.
 """
 
 from __future__ import annotations

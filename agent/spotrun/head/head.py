@@ -33,6 +33,7 @@ from spotrun.head.state import (
     JobState,
     Recreate,
     Start,
+    Stop,
     Unsave,
     apply,
     saved,
@@ -133,7 +134,7 @@ class Head:
         if not state.ended_already:
             await self.change(lambda active, now: apply(active, Hold(cause=Cause(kind="relaunch")), now))
             return
-        fresh = {"phase": "queued", "reason": "", "ended": None, "restarts": 0, "failure": None, "stopping": False}
+        fresh = {"phase": "queued", "reason": "", "ended": None, "restarts": 0, "failure": None, "stopping": ""}
         state = state.model_copy(update=fresh | {"ending": None, "counted_at": 0.0, "ordered_at": time.time()})
         await self.journal.replace(state)
         if self.job is not None and self.job.id == job:
@@ -252,13 +253,17 @@ class Head:
                 names = ", ".join(member.node for member in action.members)
                 self.note("generation", f"{job.generation + 1}: {len(action.members)} nodes ({names}){_why(action)}")
             case Hold():
-                self.note("generation", "the job is done" if action.ending else f"none; waiting for nodes{_why(action)}")
+                self.note(
+                    "generation", "the job is done" if action.ending else f"none; waiting for nodes{_why(action)}"
+                )
             case Drain():
                 self.note("drain", f"all stop after step {action.step}{_why(action)}")
             case Fail():
                 self.note("failure", f"{action.node} rank {action.failure.rank}: {action.failure.message}")
             case Unsave():
                 self.note("checkpoint", f"given up: {action.reason}")
+            case Stop():
+                self.note("job", action.reason)
             case Finish():
                 self.note("job", action.phase + (f": {action.reason}" if action.reason else ""))
 

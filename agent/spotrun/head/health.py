@@ -53,8 +53,8 @@ class Node:
 class View:
     """All that a decision may rest on.
 
-    expected: how many nodes the pools have been asked for. waiting_since: when the newest node became ready, or the job came.
-    awake_since: since when the head has been running without a gap.
+    expected: how many nodes the pools have been asked for. waiting_since: when the newest node became ready, or the
+    job came. awake_since: since when the head has been running without a gap.
     """
 
     now: float

@@ -75,9 +75,9 @@ class Journal:
         """The job's state, if there is something new; mere progress only every few seconds."""
         if job == self._written:
             return
-        if self._written is not None and now - self._written_at < PROGRESS_EVERY:
-            if _essence(self._written) == _essence(job):
-                return
+        recent = self._written is not None and now - self._written_at < PROGRESS_EVERY
+        if recent and self._written is not None and _essence(self._written) == _essence(job):
+            return
         await self.replace(job)
         self._written, self._written_at = job, now
         if len(events) != self._events:

@@ -53,7 +53,7 @@ def goodput(job: JobState) -> float | None:
 def _progress(before: Progress, here: Sequence[Node], workers: Sequence[Worker]) -> Progress:
     front = max(workers, key=lambda w: (w.step, w.stepped_at))
     base = max(w.base for w in workers)
-    # The first worker of each node restored in the same step; the span of the whole generation starts with the last one.
+    # The generation's time begins when the last one has its state.
     restored_at = max(w.phases[3] for w in workers)
     steps = front.step - base
     stepping = front.stepped_at - restored_at

@@ -1,8 +1,8 @@
 """Who trains with whom, and what happens next: `plan(view)` is pure, and its tests are data.
 
 A rule runs through it: a generation is never ended because the *head* cannot see. That a node is lost takes two
-independent signals (see `health.lost`). Every rule looks at the whole view, so a head that has just been recreated comes to the same
-decisions as the one before it.
+independent signals (see `health.lost`). Every rule looks at the whole view, so a head that has just been recreated
+comes to the same decisions as the one before it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from spotrun.head.state import (
     Recreate,
     Save,
     Start,
+    Stop,
     Unsave,
 )
 from spotrun.spec import JobSpec
@@ -46,6 +47,8 @@ def plan(view: View) -> tuple[Action, ...]:
     if job.ended_already:
         return ()
     spec = JobSpec.model_validate(job.spec)
+    if spec.budget is not None and job.cost >= spec.budget and not job.stopping and job.ending is None:
+        return (Stop(f"the budget of ${spec.budget:g} is spent"),)
     lost = _replacements(view, spec)
     if job.current is None:
         return (*_assemble(view, spec), *lost)
@@ -58,7 +61,7 @@ def _assemble(view: View, spec: JobSpec) -> tuple[Action, ...]:
     if job.failure and job.restarts > spec.max_restarts:
         return (Finish("failed", _reason(job)),)
     if job.stopping and job.ending is None:
-        return (Conclude(Ending(phase="stopped", reason="stopped by the operator")),)
+        return (Conclude(Ending(phase="stopped", reason=job.stopping)),)
     ready = view.eligible(spec)
     if job.ending is None:
         broken = [node for node in view.nodes if node.setup_failure]
@@ -259,7 +262,7 @@ def _replacements(view: View, spec: JobSpec) -> tuple[Action, ...]:
 
 
 def _ahead(view: View, here: list[Node], seconds: float) -> int:
-    """A step that no worker has reached when the order arrives: `seconds` from now at the present pace, and two more."""
+    """A step that no worker has reached when the order arrives: `seconds` ahead at the present pace, and two more."""
     pace = view.job.progress.pace or 1.0
     newest = max((w.step for n in here for w in n.report.workers), default=0)
     stepped_at = max((w.stepped_at for n in here for w in n.report.workers), default=view.now)

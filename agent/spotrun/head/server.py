@@ -31,7 +31,7 @@ from pydantic import ValidationError
 
 from spotrun.errors import SpotrunError
 from spotrun.head.head import Head
-from spotrun.head.state import JobState
+from spotrun.head.state import JobState, Stop, apply
 from spotrun.head.status import job_status
 from spotrun.store import Store, epoch_key, head_key
 from spotrun.wire import MAX_MESSAGE, HeadRecord, Order, Report
@@ -205,7 +205,7 @@ def _control_app(head: Head) -> web.Application:
 
     async def stop(request: web.Request) -> web.Response:
         def ask(job: JobState, now: float) -> JobState:
-            return job.model_copy(update={"stopping": True})
+            return apply(job, Stop("stopped by the operator"), now)
 
         return web.json_response({"job": (await head.change(ask)).id})
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from pydantic import Field
+
 from spotrun.wire import Document, Failure, Generation, Manifest, Member, StateRef
 
 Phase = Literal["queued", "starting", "running", "draining", "waiting", "finishing", "succeeded", "failed", "stopped"]
@@ -70,7 +72,7 @@ class Progress(Document):
     pace: float = 0.0  # seconds a step
     samples_per_second: float = 0.0
     total_steps: int = 0
-    metrics: dict[str, float] = {}
+    metrics: dict[str, float] = Field(default={})
 
 
 class JobState(Document):
@@ -95,7 +97,7 @@ class JobState(Document):
     checkpoints: tuple[StateRef, ...] = ()  # complete ones, newest first
     saved_at: float = 0.0
     dumping: bool = False
-    stopping: bool = False
+    stopping: str = ""  # why it is to stop, if it is
     ending: Ending | None = None
     restarts: int = 0
     failure: Failure | None = None
@@ -170,6 +172,13 @@ class Dump:
 
 
 @dataclass(frozen=True)
+class Stop:
+    """End the job early; its state goes into the bucket."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class Conclude:
     """Settle what the job will become, once its state is safe."""
 
@@ -191,7 +200,7 @@ class Recreate:
     node: str
 
 
-Action = Start | Hold | Drain | Save | Unsave | Fail | Dump | Conclude | Finish | Recreate
+Action = Start | Hold | Drain | Save | Unsave | Fail | Dump | Stop | Conclude | Finish | Recreate
 
 
 def apply(job: JobState, action: Action, now: float) -> JobState:
@@ -231,6 +240,8 @@ def apply(job: JobState, action: Action, now: float) -> JobState:
             return job.model_copy(update=found | {"stacks": action.stacks or job.stacks})
         case Dump():
             return job.model_copy(update={"dumping": True})
+        case Stop():
+            return job.model_copy(update={"stopping": action.reason})
         case Conclude():
             return job.model_copy(update={"ending": action.ending})
         case Finish():
@@ -245,7 +256,7 @@ def saved(job: JobState, complete: tuple[StateRef, ...], manifest: Manifest, now
     """The job once `manifest` is written; `complete`: the checkpoints that count now, newest first."""
     ref = StateRef(generation=manifest.generation, step=manifest.step)
     saving = None if job.saving and job.saving.ref == ref else job.saving
-    # Should the same step of an older generation have been complete already, this state is in the bucket under that name.
+    # An older generation may have completed the same step: then the bucket has that state under that name.
     known = complete if ref in complete else (ref, *complete)
     return job.model_copy(update={"checkpoints": known, "saved_at": now, "saving": saving})
 

@@ -69,6 +69,8 @@ def job_status(job: JobState, view: View | None = None) -> dict[str, Any]:
         "restarts": job.restarts,
         "max_restarts": job.spec.get("max_restarts"),
         "submitted": job.submitted,
+        "deadline": job.submitted + float(str(job.spec["deadline"])) if job.spec.get("deadline") else None,
+        "eta": _eta(job),
         "started": job.started,
         "ended": job.ended,
         "failure": failure,
@@ -77,6 +79,14 @@ def job_status(job: JobState, view: View | None = None) -> dict[str, Any]:
         "node_seconds": job.node_seconds,
         "cost": job.cost or None,
     }
+
+
+def _eta(job: JobState) -> float | None:
+    """When the last step will be done at the present pace (epoch seconds); None if that cannot be said."""
+    progress = job.progress
+    if job.ended_already or not (progress.total_steps and progress.pace and progress.stepped_at):
+        return None
+    return progress.stepped_at + (progress.total_steps - progress.step) * progress.pace
 
 
 def _nodes(view: View | None, instances: Sequence[Instance]) -> list[dict[str, Any]]:
