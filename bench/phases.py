@@ -72,7 +72,7 @@ def phases(events: Iterable[Event], fault_time: float, victim: str) -> Phases | 
     if left is None:  # nobody was seen to leave: the first sign of the new group is the first sign of anything
         left = min((mark for mark in marks if mark > fault_time), default=first.time)
     bounds = list(accumulate([fault_time, left, *marks, first.time], max))
-    parts = [after - before for before, after in pairwise(bounds)]
+    parts = dict(zip(PARTS, (after - before for before, after in pairwise(bounds)), strict=True))
     old = [
         event
         for event in ordered
@@ -82,7 +82,7 @@ def phases(events: Iterable[Event], fault_time: float, victim: str) -> Phases | 
         event.step for event in ordered if event.name == "restored" and event.pid in members and event.time > fault_time
     ]
     return Phases(
-        *parts,
+        **parts,
         total=first.time - fault_time,
         pause=first.time - max((event.time for event in old), default=fault_time),
         steps_lost=max(0, max((event.step for event in old), default=0) - max(restored, default=first.step - 1)),

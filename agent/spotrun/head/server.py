@@ -204,7 +204,11 @@ def _control_app(head: Head) -> web.Application:
         return web.json_response([{"job": job, "phase": (await head.load(job)).phase} for job in head.jobs])
 
     async def stop(request: web.Request) -> web.Response:
+        asked = (await body(request)).get("job")
+
         def ask(job: JobState, now: float) -> JobState:
+            if asked not in (None, job.id):
+                raise SpotrunError(f"job {asked} is not active, {job.id} is")
             return apply(job, Stop("stopped by the operator"), now)
 
         return web.json_response({"job": (await head.change(ask)).id})

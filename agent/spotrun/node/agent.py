@@ -21,7 +21,7 @@ from typing import Literal
 import aiohttp
 
 from spotrun.errors import SpotrunError
-from spotrun.node import code
+from spotrun.node import code, hosts
 from spotrun.node import group as groups
 from spotrun.node.job import Job
 from spotrun.node.link import Link
@@ -29,8 +29,8 @@ from spotrun.node.metadata import Identity, Metadata, detect
 from spotrun.node.notice import watch
 from spotrun.node.process import gpu_count
 from spotrun.node.uploader import Logs, newest, upload_part
-from spotrun.store import Store, host_key, log_key
-from spotrun.wire import Failure, HostRecord, Notice, Order, Part, Report, StateRef
+from spotrun.store import Store, log_key
+from spotrun.wire import Failure, Notice, Order, Part, Report, StateRef
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,6 @@ class Settings:
 
     tmpfs: Path
     scratch: Path
-    ssh_keys: Path
     ssh_port: int
     name: str  # of this node, if its metadata do not tell
 
@@ -56,7 +55,6 @@ class Settings:
         return cls(
             tmpfs=Path(get("SPOTRUN_TMPFS", "/dev/shm/spotrun")),
             scratch=Path(get("SPOTRUN_SCRATCH", "/var/lib/spotrun")),
-            ssh_keys=Path(get("SPOTRUN_SSH_KEYS", "/etc/ssh")),
             ssh_port=int(get("SPOTRUN_SSH_PORT", "22")),
             name=get("SPOTRUN_NODE", ""),
         )
@@ -85,7 +83,7 @@ async def _live(settings: Settings) -> None:
         agent = Agent(settings, identity, attributes, store)
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(_register(agent, settings))
+                tasks.create_task(_register(agent))
                 tasks.create_task(watch(metadata, agent.notify))
                 tasks.create_task(agent.link.run())
                 tasks.create_task(agent.logs.run())
@@ -109,15 +107,12 @@ async def _who_am_i(metadata: Metadata) -> tuple[Identity, dict[str, str]]:
         await asyncio.sleep(RETRY)
 
 
-async def _register(agent: Agent, settings: Settings) -> None:
+async def _register(agent: Agent) -> None:
     """Publish the machine's SSH host keys, by which operators will know it."""
-    keys = [" ".join(path.read_text().split()[:2]) for path in sorted(settings.ssh_keys.glob("ssh_host_*_key.pub"))]
-    identity = agent.identity
-    record = HostRecord(node=identity.name, address=identity.address, port=settings.ssh_port, keys=tuple(keys))
-    data = record.model_dump_json().encode()
+    name, address = agent.identity.name, agent.identity.address
     while True:
         try:
-            await asyncio.to_thread(agent.store.put, host_key(agent.cluster, identity.name), data)
+            await asyncio.to_thread(hosts.publish, agent.store, agent.cluster, name, address)
             return
         except SpotrunError as error:
             log.warning("host keys not published, trying again: %s", error)
