@@ -22,6 +22,7 @@ import argparse  # noqa: E402
 from datetime import timedelta  # noqa: E402
 from itertools import islice  # noqa: E402
 from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
@@ -59,7 +60,7 @@ def parse() -> argparse.Namespace:
 
 def train(args: argparse.Namespace, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
     data = work.build_data()
-    sampler = DistributedSampler(data, seed=0)
+    sampler: DistributedSampler[Any] = DistributedSampler(data, seed=0)
     loader = DataLoader(data, batch_size=work.BATCH, sampler=sampler)
     loss_fn = nn.CrossEntropyLoss()
     pace = work.Pace()

@@ -9,11 +9,12 @@ import os
 import shutil
 import signal
 import struct
+import subprocess
 import termios
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, TypeAlias
 
 import asyncssh
 
@@ -22,6 +23,7 @@ from spotrun.cloud.local.layout import SSH_PORT
 _CHUNK = 65536
 _LINGER = 0.5  # seconds that output is waited for after a command's end: a daemon it left may hold the pipe for ever
 log = logging.getLogger("sshd")
+Channel: TypeAlias = "asyncssh.SSHServerProcess[bytes]"
 
 
 class Server(asyncssh.SSHServer):
@@ -51,7 +53,7 @@ async def serve(address: str, host_keys: Sequence[Path], operator: Path) -> asyn
     )
 
 
-async def _session(channel: asyncssh.SSHServerProcess[bytes]) -> None:
+async def _session(channel: Channel) -> None:
     """Run what the client asks for and end the channel with its exit status."""
     shell = shutil.which("bash") or "/bin/sh"
     command = [shell] if channel.command is None else [shell, "-c", channel.command]
@@ -60,100 +62,144 @@ async def _session(channel: asyncssh.SSHServerProcess[bytes]) -> None:
     except OSError as error:
         channel.stderr.write(f"cannot run {command[0]}: {error}\n".encode())
         code = 255
+    except Exception:  # asyncssh would end the channel without a word
+        log.exception("%s", command)
+        code = 255
     with suppress(OSError, asyncssh.Error):  # the client is gone
         if code < 0:
-            name = signal.Signals(-code).name.removeprefix("SIG")
-            channel.exit_with_signal(name, False, "")
+            channel.exit_with_signal(signal.Signals(-code).name.removeprefix("SIG"), False, "")
         else:
             channel.exit(code)
 
 
-async def _with_pipes(channel: asyncssh.SSHServerProcess[bytes], command: list[str]) -> int:
-    pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(
-        *command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    assert process.stderr is not None
-    outputs = [
-        asyncio.create_task(_copy_out(process.stdout, channel.stdout)),
-        asyncio.create_task(_copy_out(process.stderr, channel.stderr)),
-    ]
-    return await _attend(channel, process, process.stdin, outputs, None)
+# Popen and pipes of our own: until Python 3.13, asyncio's Process.wait() also waits for the end of its pipes, which
+# whatever the command leaves behind may hold for ever.
 
 
-async def _with_terminal(channel: asyncssh.SSHServerProcess[bytes], command: list[str]) -> int:
-    loop = asyncio.get_running_loop()
+async def _with_pipes(channel: Channel, command: list[str]) -> int:
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True)
+    async with AsyncExitStack() as ends:
+        stdin = await _writer(process.stdin, ends)
+        outputs = [
+            _Output(await _reader(process.stdout, ends), channel.stdout),
+            _Output(await _reader(process.stderr, ends), channel.stderr),
+        ]
+        return await _attend(channel, process, stdin, outputs, None)
+
+
+async def _with_terminal(channel: Channel, command: list[str]) -> int:
     ours, theirs = os.openpty()
-    try:
-        _resize(ours, channel.term_size)
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
-            start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-            env={**os.environ, "TERM": channel.term_type or "dumb"},
-        )
-    except BaseException:
-        os.close(ours)
-        raise
-    finally:
-        os.close(theirs)
-    reader = asyncio.StreamReader()
-    from_terminal, _ = await loop.connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(os.dup(ours), "rb", 0)
-    )
-    to_terminal, flow = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, os.fdopen(ours, "wb", 0))
-    writer = asyncio.StreamWriter(to_terminal, flow, None, loop)
-    outputs = [asyncio.create_task(_copy_out(reader, channel.stdout))]
-    try:
-        return await _attend(channel, process, writer, outputs, ours)
-    finally:
-        from_terminal.close()
-        to_terminal.close()
+    with os.fdopen(ours, "wb", 0) as entry:
+        with os.fdopen(theirs, "wb", 0):
+            _resize(ours, channel.term_size)
+            process = subprocess.Popen(
+                command,
+                stdin=theirs,
+                stdout=theirs,
+                stderr=theirs,
+                start_new_session=True,
+                preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+                env={**os.environ, "TERM": channel.term_type or "dumb"},
+            )
+        async with AsyncExitStack() as ends:
+            reader = await _reader(os.fdopen(os.dup(ours), "rb", 0), ends)
+            stdin = await _writer(entry, ends)
+            return await _attend(channel, process, stdin, [_Output(reader, channel.stdout)], ours)
+
+
+class _Output:
+    """Carries output to the client. `moves` grows while there is something to carry."""
+
+    def __init__(self, source: asyncio.StreamReader, target: asyncssh.SSHWriter[bytes]) -> None:
+        self._source, self._target = source, target
+        self.moves = 0
+        self.blocked = False
+        self.task = asyncio.create_task(self._carry())
+
+    async def _carry(self) -> None:
+        with suppress(OSError, asyncssh.Error):  # EIO: the terminal's other side is closed; or the client is gone
+            while data := await self._source.read(_CHUNK):
+                self._target.write(data)
+                self.moves += 1
+                self.blocked = True
+                await self._target.drain()
+                self.blocked = False
 
 
 async def _attend(
-    channel: asyncssh.SSHServerProcess[bytes],
-    process: asyncio.subprocess.Process,
+    channel: Channel,
+    process: subprocess.Popen[bytes],
     stdin: asyncio.StreamWriter,
-    outputs: list[asyncio.Task[None]],
+    outputs: list[_Output],
     terminal: int | None,
 ) -> int:
     """Carry input and output until the process ends. A client that goes away hangs up, as a terminal's does."""
     entry = asyncio.create_task(_copy_in(channel, process, stdin, terminal))
     gone = asyncio.create_task(channel.channel.wait_closed())
-    end = asyncio.create_task(process.wait())
+    end = asyncio.create_task(_exit_code(process))
     try:
         await asyncio.wait({end, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not end.done():
             _signal_group(process, signal.SIGHUP)
             return -signal.SIGHUP
-        await asyncio.wait(outputs, timeout=_LINGER)
-        return await end
+        await _finish(outputs, gone)
+        return end.result()
     finally:
-        for task in (entry, gone, *outputs):
+        tasks = [entry, gone, end, *(output.task for output in outputs)]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(entry, gone, *outputs, return_exceptions=True)
-        with suppress(OSError):
-            stdin.close()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _copy_out(source: asyncio.StreamReader, target: asyncssh.SSHWriter[bytes]) -> None:
-    with suppress(OSError, asyncssh.Error):  # EIO: the terminal's other side is closed; or the client is gone
-        while data := await source.read(_CHUNK):
-            target.write(data)
-            await target.drain()
+async def _finish(outputs: list[_Output], gone: asyncio.Task[None]) -> None:
+    """Carry what is left of a process's output; a daemon that it left may hold the pipe for ever."""
+    tasks, moves = {output.task for output in outputs}, -1
+    while not gone.done() and not all(task.done() for task in tasks):
+        before, moves = moves, sum(output.moves for output in outputs)
+        if before == moves and not any(output.blocked for output in outputs):
+            return
+        everything = asyncio.create_task(asyncio.wait(tasks))
+        await asyncio.wait({everything, gone}, timeout=_LINGER, return_when=asyncio.FIRST_COMPLETED)
+        everything.cancel()
+
+
+async def _exit_code(process: subprocess.Popen[bytes]) -> int:
+    loop = asyncio.get_running_loop()
+    handle = os.pidfd_open(process.pid)
+    ended = asyncio.Event()
+    loop.add_reader(handle, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(handle)
+        os.close(handle)
+    return process.wait()
+
+
+async def _reader(pipe: IO[bytes] | None, ends: AsyncExitStack) -> asyncio.StreamReader:
+    reader = asyncio.StreamReader()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), pipe
+    )
+    ends.callback(transport.close)
+    return reader
+
+
+async def _writer(pipe: IO[bytes] | None, ends: AsyncExitStack) -> asyncio.StreamWriter:
+    loop = asyncio.get_running_loop()
+    transport, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, pipe)
+
+    def end() -> None:
+        if not transport.is_closing() or transport.get_write_buffer_size():
+            transport.abort()
+
+    ends.callback(end)
+    return asyncio.StreamWriter(transport, protocol, None, loop)
 
 
 async def _copy_in(
-    channel: asyncssh.SSHServerProcess[bytes],
-    process: asyncio.subprocess.Process,
-    target: asyncio.StreamWriter,
-    terminal: int | None,
+    channel: Channel, process: subprocess.Popen[bytes], target: asyncio.StreamWriter, terminal: int | None
 ) -> None:
     with suppress(OSError, asyncssh.Error):
         while True:
@@ -183,6 +229,6 @@ def _resize(terminal: int, size: Sequence[Any]) -> None:
         fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
 
-def _signal_group(process: asyncio.subprocess.Process, number: int) -> None:
+def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
     with suppress(OSError):
         os.killpg(process.pid, number)
