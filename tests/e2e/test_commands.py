@@ -1,0 +1,91 @@
+"""The operator's commands as a person runs them: `fab …` in a shell, on a cluster of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+Fab = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def fab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fab]:
+    """Run a Fabric task; the cluster is down afterwards, and nothing of it is left."""
+    home = tmp_path_factory.mktemp("home")
+
+    def run(*words: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+        program = Path(sys.executable).with_name("fab")
+        environment = {**os.environ, "SPOTRUN_HOME": str(home)}
+        return subprocess.run(
+            [str(program), *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout
+        )
+
+    yield run
+    down = run("down", "--force")
+    assert down.returncode == 0, down.stderr
+    left = subprocess.run(["pgrep", "-f", str(home)], capture_output=True, text=True).stdout
+    assert left == ""
+
+
+def test_the_main_job(fab: Fab) -> None:
+    """Three nodes; one taken with notice, one without; over 97 %; the report has each loss."""
+    done = fab("train", "--job", "examples/digits/job.yaml", "--faults", "preempt@20%,kill@60%")
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    accuracy = next(line for line in reversed(lines) if line.startswith("test accuracy"))
+    assert float(accuracy.split()[2]) > 97
+    report = [line.split() for line in lines[lines.index(accuracy) :]]
+    (preempt,) = (words for words in report if words[:1] == ["preempt"])
+    (kill,) = (words for words in report if words[:1] == ["kill"])
+    assert preempt[-1] == "0", "no step is lost with notice"
+    assert float(preempt[-2]) > 0
+    assert int(kill[-1]) >= 0
+    assert any(words[:1] == ["goodput"] for words in report)
+
+
+def test_what_the_workers_printed(fab: Fab) -> None:
+    logs = fab("logs")
+    assert logs.returncode == 0, logs.stderr
+    assert "test accuracy" in logs.stdout
+
+
+def test_a_job_that_fails(fab: Fab, tmp_path: Path) -> None:
+    """Exit status 1, and the traceback of the user's own code; `--json` is one document a line."""
+    (tmp_path / "train.py").write_text("import spotrun\nspotrun.init()\nraise RuntimeError('not today')\n")
+    (tmp_path / "job.yaml").write_text("script: train.py\nmax_restarts: 1\n")
+    done = fab("train", "--job", str(tmp_path / "job.yaml"), "--json")
+    assert done.returncode == 1, done.stdout + done.stderr
+    last = json.loads(done.stdout.splitlines()[-1])
+    assert last["job"]["phase"] == "failed"
+    assert "RuntimeError: not today" in last["job"]["failure"]["traceback"]
+
+
+def test_mistakes_are_one_line(fab: Fab, tmp_path: Path) -> None:
+    """Exit status 2; where, what, what is allowed."""
+    (tmp_path / "job.yaml").write_text("scirpt: train.py\n")
+    for words, said in (
+        (("train", "--job", str(tmp_path / "job.yaml")), "scirpt"),
+        (("train", "--job", "nowhere.yaml"), "nowhere.yaml"),
+        (("status", "--cluster", "nowhere.yaml"), "nowhere.yaml"),
+        (("kill", "--node", "nobody"), "nobody"),
+        (("relaunch", "--id", "no-such-job"), "no-such-job"),
+    ):
+        done = fab(*words)
+        assert done.returncode == 2, (words, done.stdout, done.stderr)
+        assert said in done.stderr
+        assert "Traceback" not in done.stderr + done.stdout
+
+
+def test_a_command_on_the_head(fab: Fab) -> None:
+    done = fab("run", "--cmd", "echo $((6*7)); spotrun ctl jobs", "--node", "head")
+    assert done.returncode == 0, done.stderr
+    assert "42" in done.stdout
+    failing = fab("run", "--cmd", "exit 3", "--node", "head")
+    assert failing.returncode == 1
