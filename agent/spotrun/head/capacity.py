@@ -43,12 +43,15 @@ def decide(seen: Observation) -> Decision:
     if seen.needed == 0:
         return Decision({pool.name: 0 for pool in seen.pools if pool.size})
     sizes: dict[str, int] = {}
-    missing = seen.needed
+    kept = {pool.name: len(seen.keep.intersection(pool.running)) for pool in seen.pools}
+    missing = seen.needed - sum(kept.values())  # those stay, wherever they are
     for pool in seen.pools:
-        want = min(pool.max, max(missing, 0))
+        want = min(max(pool.max, kept[pool.name]), kept[pool.name] + max(missing, 0))
         sizes[pool.name] = want
         # A short pool counts only for what it has: the rest is asked of the next ones too.
-        missing -= min(want, len(pool.running)) if pool.short else want
+        missing -= (min(want, len(pool.running)) if pool.short else want) - kept[pool.name]
+    # A pool may say at one look that it is short and not at the next: what is there goes only once it is too much.
+    excess = max(0, sum(len(pool.running) for pool in seen.pools) - seen.needed)
     remove: list[str] = []
     for pool in seen.pools:
         # Shrinking by size would let the cloud choose whom to end; name the nodes instead.
@@ -57,7 +60,8 @@ def decide(seen: Observation) -> Decision:
             continue
         idle = [name for name in reversed(pool.running) if name not in seen.keep]
         unborn = max(0, pool.size - len(pool.running))
-        taken = idle[: max(0, surplus - unborn)]
+        taken = idle[: max(0, min(surplus - unborn, excess))]
+        excess -= len(taken)
         remove += taken
         # remove() lowers the size itself; what was never born is taken back by size.
         sizes[pool.name] = pool.size - min(surplus, unborn) if not taken else pool.size

@@ -22,27 +22,41 @@ class Fleet:
         self.problems: list[Problem] = []
         self.prices: dict[str, float] = {}
         self._cloud = cloud
+        self._refused: set[str] = set()  # pools that did not take their last size
         self._recreated: dict[str, float] = {}
 
     async def look(self) -> list[Problem]:
         """Ask the cloud; problems that are new. Raises `CloudError`, and knows nothing then."""
-        self.instances = None
-        sizes, found = await self._cloud.sizes(), await self._cloud.nodes()
-        problems = await self._cloud.problems()
+        try:
+            sizes, found = await self._cloud.sizes(), await self._cloud.nodes()
+            problems, self.prices = await self._cloud.problems(), await self._cloud.prices()
+        except SpotrunError:
+            self.instances = None
+            raise
         known = {(problem.pool, problem.message) for problem in self.problems}
-        self.prices = await self._cloud.prices()
         self.sizes, self.problems = sizes, problems
         self.instances = [instance for instance in found if self.cluster.pool(instance.pool)]
         return [problem for problem in problems if (problem.pool, problem.message) not in known]
 
     async def scale(self, needed: int, keep: Iterable[str]) -> None:
-        """Bring the pools to `needed` machines, never taking one of `keep`."""
+        """Bring the pools to `needed` machines, never taking one of `keep`.
+
+        Raises the last pool's refusal, once all have been asked: the others stand in for a pool that refused.
+        """
         decision = capacity.decide(self._observe(needed, frozenset(keep)))
+        refusal: SpotrunError | None = None
         for pool, size in decision.sizes.items():
-            await self._cloud.resize(pool, size)
-            self.sizes[pool] = size
+            try:
+                await self._cloud.resize(pool, size)
+                self.sizes[pool] = size
+                self._refused.discard(pool)
+            except SpotrunError as error:
+                refusal = error
+                self._refused.add(pool)
         if decision.remove:
             await self._cloud.remove(list(decision.remove))
+        if refusal:
+            raise refusal
 
     async def recreate(self, node: str, now: float) -> bool:
         """Ask for another machine in a dead one's place; False if that was asked a moment ago."""
@@ -68,7 +82,7 @@ class Fleet:
         return "gone" if instance is None or instance.created > heard else instance.state
 
     def _observe(self, needed: int, keep: frozenset[str]) -> capacity.Observation:
-        short = {problem.pool for problem in self.problems if problem.kind in ("stockout", "quota")}
+        short = {problem.pool for problem in self.problems if problem.kind in ("stockout", "quota")} | self._refused
         pools = tuple(
             capacity.Pool(
                 name=pool.name,

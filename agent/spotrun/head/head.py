@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from spotrun.cloud.base import Cloud
 from spotrun.errors import SpotrunError, StoreError
 from spotrun.head import ledger
 from spotrun.head.fleet import Fleet
-from spotrun.head.health import Node, View
+from spotrun.head.health import GONE, Node, View
 from spotrun.head.journal import Journal
 from spotrun.head.orders import manifests, order_for
 from spotrun.head.planner import plan
@@ -48,6 +49,7 @@ log = logging.getLogger(__name__)
 TICK = 0.25  # seconds between looks while a job is active; reports wake the loop at once
 IDLE_TICK = 2.0
 GAP = 2.0  # seconds without a turn after which the head does not trust its picture of who is silent
+EVENTS = 1000  # newest ones of a job that are kept
 SCALE_DOWN_AFTER = 10.0  # seconds that agents have to upload their last logs before their machines go
 
 Change = Callable[[JobState, float], JobState]
@@ -78,8 +80,9 @@ class Head:
         self.published = asyncio.Condition()  # notified after each turn: what status() says may have changed
         self._poll_seconds = poll_seconds
         self._agents: dict[str, Seen] = {}
-        self._queue: list[str] = []
+        self._retired: set[Send] = set()  # links that a newer one of the same node has replaced
         self._requests: list[tuple[Change, asyncio.Future[JobState]]] = []
+        self._answers: list[tuple[asyncio.Future[JobState], JobState]] = []  # given once they are in the bucket
         self._changed = asyncio.Event()
         self._look_now = asyncio.Event()
         self._turned_at = self._awake_since = self._ready_at = 0.0
@@ -88,7 +91,11 @@ class Head:
 
     def hear(self, report: Report, send: Send) -> None:
         """An agent's newest report came in over a link."""
+        if send in self._retired:
+            return  # what a dead connection still had under way is older than what was heard since
         before = self._agents.get(report.node)
+        if before and before.send is not None and before.send is not send:
+            self._retired.add(before.send)
         new = before is None or before.report.boot != report.boot
         if new:
             self.note("node", f"{report.node} joined")
@@ -103,6 +110,7 @@ class Head:
 
     def lose(self, node: str, send: Send) -> None:
         """A link closed. A newer link of the same node is not touched."""
+        self._retired.discard(send)
         seen = self._agents.get(node)
         if seen is not None and seen.send is send:
             seen.send, seen.sent = None, None
@@ -114,6 +122,8 @@ class Head:
         """Queue a job; its id. Raises `SpecError`."""
         spec = JobSpec.model_validate(job)
         check_fit(spec, self.cluster)
+        if not re.fullmatch("[0-9a-f]{64}", code):
+            raise SpotrunError(f"code {code[:80]!r} is not the sha256 of a bundle (64 hex digits)")
         now = time.time()
         state = JobState(
             id=f"{spec.name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now))}",
@@ -132,8 +142,11 @@ class Head:
         """Run an ended job again, from its newest checkpoint; restart the workers of an active one."""
         state = await self.load(job)
         if not state.ended_already:
-            await self.change(lambda active, now: apply(active, Hold(cause=Cause(kind="relaunch")), now))
+            await self.change(lambda active, now: apply(active, Hold(cause=Cause(kind="relaunch")), now), job)
             return
+        while job in await self.journal.read_queue():  # its end is not in the bucket yet
+            async with self.published:
+                await self.published.wait()
         fresh = {"phase": "queued", "reason": "", "ended": None, "restarts": 0, "failure": None, "stopping": ""}
         state = state.model_copy(update=fresh | {"ending": None, "counted_at": 0.0, "ordered_at": time.time()})
         await self.journal.replace(state)
@@ -141,10 +154,19 @@ class Head:
             self.job = None
         await self._enqueue(job)
 
-    async def change(self, change: Change) -> JobState:
-        """Have the loop change the active job; the job afterwards. Raises `SpotrunError` if none is active."""
+    async def change(self, change: Change, job: str | None = None) -> JobState:
+        """Have the loop change the active job; the job once that is in the bucket.
+
+        Raises `SpotrunError` if none is active, or another than `job`.
+        """
+
+        def checked(active: JobState, now: float) -> JobState:
+            if job not in (None, active.id):
+                raise SpotrunError(f"job {job} is not active, {active.id} is")
+            return change(active, now)
+
         future: asyncio.Future[JobState] = asyncio.get_running_loop().create_future()
-        self._requests.append((change, future))
+        self._requests.append((checked, future))
         self._changed.set()
         return await future
 
@@ -155,7 +177,7 @@ class Head:
     @property
     def jobs(self) -> list[str]:
         """Ids of the jobs not yet ended, the active one first."""
-        return list(self._queue)
+        return list(self.journal.queue or ())
 
     def status(self) -> dict[str, Any]:
         """The status document as of now."""
@@ -165,16 +187,17 @@ class Head:
     def note(self, kind: str, text: str) -> None:
         """Add to the job's events."""
         self.events.append({"at": time.time(), "kind": kind, "text": text})
+        del self.events[:-EVENTS]
         log.info("%s: %s", kind, text)
 
     # The loop.
 
     async def run(self) -> None:
         """Own the job, for ever."""
-        self._queue = await self.journal.queue()
+        await self.journal.read_queue()
         self._turned_at = self._awake_since = time.time()
         while True:
-            busy = bool(self._queue)
+            busy = bool(self.journal.queue)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), TICK if busy else IDLE_TICK)
             self._changed.clear()
@@ -193,18 +216,27 @@ class Head:
         await self._next_job()
         requests, self._requests = self._requests, []
         for change, future in requests:
+            if future.done():
+                continue  # whoever asked is gone
             if self.job is None or self.job.ended_already:
                 future.set_exception(SpotrunError("no job is active"))
                 continue
             try:
                 self.job = change(self.job, now)
-                future.set_result(self.job)
+                self._answers.append((future, self.job))
             except SpotrunError as error:
                 future.set_exception(error)
         if self.job is not None and not self.job.ended_already:
             self.job = await self._advance(self.job, now)
-        if self.job is not None:
-            await self.journal.write(self.job, self.events, now)
+        job = self.job
+        if job is not None:
+            if self.journal.urgent(job):
+                await self._check_epoch()
+            await self.journal.write(job, self.events, now)
+        for future, changed in self._answers:
+            if not future.done():
+                future.set_result(changed)
+        self._answers.clear()
         self._send()
         async with self.published:
             self.published.notify_all()
@@ -212,6 +244,10 @@ class Head:
     async def _advance(self, job: JobState, now: float) -> JobState:
         """Observe, count, complete checkpoints, plan, apply."""
         open_loss = bool(job.losses) and job.losses[-1].seconds is None
+        taken = max((seen.report.generation for seen in self._agents.values() if seen.report.job == job.id), default=0)
+        if taken > job.generation:
+            # Another head has given it out, when both believed to be the only one. Its number is not free any more.
+            job = apply(job, Hold(cause=Cause(kind="head")), now).model_copy(update={"generation": taken})
         self.job = job
         view = self._view(now)
         job = ledger.count(ledger.observe(job, view), view, self.fleet.prices)
@@ -238,6 +274,8 @@ class Head:
             Node(seen.report, seen.send is not None, seen.heard, self.fleet.state_of(name, seen.heard))
             for name, seen in self._agents.items()
         )
+        members = self.job.current.members if self.job.current else ()
+        unseen = {member.node for member in members} - self._agents.keys()
         return View(
             now=now,
             job=self.job,
@@ -245,6 +283,7 @@ class Head:
             expected=sum(self.fleet.sizes.values()),
             waiting_since=max(self._ready_at, self.job.submitted),
             awake_since=self._awake_since,
+            vanished=frozenset(n for n in unseen if self.fleet.state_of(n, self.job.ordered_at) in GONE),
         )
 
     def _tell(self, job: JobState, action: Action) -> None:
@@ -282,29 +321,30 @@ class Head:
                 seen.send(order)
 
     async def _enqueue(self, job: str) -> None:
-        self._queue.append(job)
-        await self.journal.write_queue(self._queue)
+        await self.journal.enqueue(job)
         self._changed.set()
         self._look_now.set()
 
     async def _next_job(self) -> None:
         """The first job in the queue is the active one until its end is in the bucket."""
-        if self.job is not None and self._queue and self._queue[0] == self.job.id:
+        queue = await self.journal.read_queue()
+        if self.job is not None and queue and queue[0] == self.job.id:
             if not self.job.ended_already or not self.journal.has(self.job):
                 return
-            self._queue.pop(0)
-            await self.journal.write_queue(self._queue)
-        if not self._queue:
+            await self.journal.dequeue()
+            queue = await self.journal.read_queue()
+        if not queue:
             return
         try:
-            self.job, events = await self.journal.take_up(self._queue[0])
-            self.events = sorted(events + [e for e in self.events if e not in events], key=lambda e: float(e["at"]))
+            job, events = await self.journal.take_up(queue[0])
+            # What was noted before the first job is its own (nodes that join again); the last job's is not.
+            noted = [] if self.job is not None else [e for e in self.events if e not in events]
+            self.job, self.events = job, sorted(events + noted, key=lambda e: float(e["at"]))[-EVENTS:]
         except StoreError:
             raise
         except SpotrunError as error:
             self.note("job", f"passed over: {error}")
-            self._queue.pop(0)
-            await self.journal.write_queue(self._queue)
+            await self.journal.dequeue()
 
     # The machines.
 
@@ -315,14 +355,13 @@ class Head:
         """
         while True:
             try:
-                if await asyncio.to_thread(self.store.exists, epoch_key(self.cluster.name, self.epoch + 1)):
-                    log.warning("head %d has taken over; this one (%d) ends", self.epoch + 1, self.epoch)
-                    raise SystemExit(0)
+                await self._check_epoch()
                 for problem in await self.fleet.look():
                     self.note("cloud", f"pool {problem.pool}: {problem.message}")
                 needed = self._needed(time.time())
                 if needed is not None:
-                    members = self.job.current.members if self.job and self.job.current else ()
+                    # Also of a generation that has ended: they may hold the only copy of the state.
+                    members = self.job.last if self.job else ()
                     await self.fleet.scale(needed, [member.node for member in members])
                 self._forget()
             except SpotrunError as error:
@@ -332,15 +371,24 @@ class Head:
                 await asyncio.wait_for(self._look_now.wait(), self._poll_seconds)
             self._look_now.clear()
 
+    async def _check_epoch(self) -> None:
+        """Raise `SystemExit` if another head has taken over: it has read the state that this one would change."""
+        if await asyncio.to_thread(self.store.exists, epoch_key(self.cluster.name, self.epoch + 1)):
+            log.warning("head %d has taken over; this one (%d) ends", self.epoch + 1, self.epoch)
+            raise SystemExit(0)
+
     def _needed(self, now: float) -> int | None:
-        """Machines wanted now; None: leave them for the moment, their agents still have logs to upload."""
+        """Machines wanted now; None: leave them for the moment (no queue read yet, logs or state to upload)."""
+        queue = self.journal.queue
+        if queue is None or (self.job is not None and self.job.ending is not None):
+            return None
         if self.job is not None and not self.job.ended_already:
             nodes = JobSpec.model_validate(self.job.spec).nodes
             # A node under notice still counts in its pool, but not for long: ask for its successor now.
             notices = [seen.report.notice for seen in self._agents.values() if seen.send is not None]
             leaving = sum(notice is not None and notice.kind != "rebalance" for notice in notices)
             return nodes.max + nodes.spares + leaving
-        if self._queue and (self.job is None or self._queue[0] != self.job.id):
+        if queue and (self.job is None or queue[0] != self.job.id):
             return None
         busy = any(seen.send is not None and seen.report.job for seen in self._agents.values())
         ended = self.job.ended if self.job and self.job.ended else 0.0

@@ -14,6 +14,7 @@ from spotrun.spec import JobSpec
 from spotrun.wire import Report
 
 HEARTBEAT = 0.5  # seconds between an agent's reports
+REJOIN = 10.0  # seconds that agents take to find a new head at the most
 GONE = ("stopping", "terminated", "gone")
 
 
@@ -54,7 +55,8 @@ class View:
     """All that a decision may rest on.
 
     expected: how many nodes the pools have been asked for. waiting_since: when the newest node became ready, or the
-    job came. awake_since: since when the head has been running without a gap.
+    job came. awake_since: since when the head has been running without a gap. vanished: members of which this head has
+    not heard and whose machines the cloud does not have any more.
     """
 
     now: float
@@ -63,12 +65,19 @@ class View:
     expected: int = 0
     waiting_since: float = 0.0
     awake_since: float = 0.0
+    vanished: frozenset[str] = frozenset()
 
     def members(self) -> list[Node | None]:
         """The current generation's nodes in rank order; None for one whose machine or agent is another now."""
         current = self.job.current
         known = {(node.name, node.report.boot): node for node in self.nodes}
         return [known.get((m.node, m.boot)) for m in current.members] if current else []
+
+    def blind(self) -> bool:
+        """Whether nodes of the newest generation may still be on their way to this head, which has just begun."""
+        known = {(node.name, node.report.boot) for node in self.nodes}
+        missing = any((member.node, member.boot) not in known for member in self.job.last)
+        return missing and self.now - self.awake_since < REJOIN
 
     def eligible(self, spec: JobSpec) -> list[Node]:
         """Nodes that could be in a generation that begins now."""
@@ -100,6 +109,9 @@ def lost(view: View, spec: JobSpec) -> dict[str, str]:
     newest = {node.name: node for node in view.nodes}
     for member, node in zip(current.members, view.members(), strict=True):
         others = [n for n in view.members() if n is not None and n is not node]
+        if node is None and member.node in view.vanished and view.now - view.awake_since > 2 * spec.heartbeat_timeout:
+            found[member.node] = "kill"
+            continue
         kind = _lost(view, spec, node, newest.get(member.node), others)
         if kind:
             found[member.node] = kind

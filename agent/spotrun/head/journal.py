@@ -11,6 +11,7 @@ from typing import Any
 from spotrun import checkpoints
 from spotrun.errors import SpotrunError
 from spotrun.head.state import JobState, Progress
+from spotrun.spec import JobSpec
 from spotrun.store import Store, checkpoint_key, job_key, queue_key
 from spotrun.wire import Manifest, StateRef
 
@@ -24,18 +25,61 @@ class Journal:
 
     def __init__(self, store: Store, cluster: str) -> None:
         self.store = store
-        self._queue_key = queue_key(cluster)
+        self.queue: list[str] | None = None  # ids of the jobs not yet ended, the active one first; None: not read yet
+        self._cluster = cluster
+        self._queueing = asyncio.Lock()  # else an older queue could be the last to reach the bucket
         self._written: JobState | None = None
         self._written_at = 0.0
-        self._events = 0
+        self._events: dict[str, Any] | None = None  # the newest one written
 
-    async def queue(self) -> list[str]:
-        """Ids of the jobs not yet ended, the active one first."""
-        data = await asyncio.to_thread(self.store.find, self._queue_key)
-        return list(json.loads(data)) if data else []
+    async def read_queue(self) -> list[str]:
+        """The queue; from the bucket the first time."""
+        async with self._queueing:
+            return await self._known_queue()
 
-    async def write_queue(self, queue: list[str]) -> None:
-        await asyncio.to_thread(self.store.put, self._queue_key, json.dumps(queue).encode())
+    async def enqueue(self, job: str) -> None:
+        async with self._queueing:
+            await self._write_queue([*await self._known_queue(), job])
+
+    async def dequeue(self) -> None:
+        """Drop the first one."""
+        async with self._queueing:
+            await self._write_queue((await self._known_queue())[1:])
+
+    async def _known_queue(self) -> list[str]:
+        if self.queue is None:
+            self.queue = await asyncio.to_thread(self._load_queue)
+        return self.queue
+
+    async def _write_queue(self, queue: list[str]) -> None:
+        await asyncio.to_thread(self.store.put, queue_key(self._cluster), json.dumps(queue).encode())
+        self.queue = queue
+
+    def _load_queue(self) -> list[str]:
+        data = self.store.find(queue_key(self._cluster))
+        if data is None:
+            return []
+        try:
+            queue = json.loads(data)
+            if isinstance(queue, list) and all(isinstance(job, str) for job in queue):
+                return queue
+        except ValueError:
+            pass
+        log.warning("%s is not readable; the jobs' own states tell what waits", queue_key(self._cluster))
+        return self._unended()
+
+    def _unended(self) -> list[str]:
+        """Ids of the cluster's jobs that have not ended; those that had begun come first."""
+        found = []
+        for key in self.store.list("jobs"):
+            if key.endswith("/state.json"):
+                try:
+                    state = JobState.model_validate_json(self.store.get(key))
+                except ValueError:
+                    continue
+                if state.cluster == self._cluster and not state.ended_already:
+                    found.append((state.phase == "queued", state.submitted, state.id))
+        return [job for _, _, job in sorted(found)]
 
     async def create(self, state: JobState) -> JobState:
         """Write a new job; its id gets a number if it is taken."""
@@ -58,7 +102,9 @@ class Journal:
         if data is None:
             raise SpotrunError(f"there is no job {job} in {self.store.url}; `spotrun ctl jobs` lists them")
         try:
-            return JobState.model_validate_json(data)
+            state = JobState.model_validate_json(data)
+            JobSpec.model_validate(state.spec)
+            return state
         except ValueError as error:
             raise SpotrunError(f"{self.store.url}: jobs/{job}/state.json is not readable: {error}") from None
 
@@ -66,25 +112,29 @@ class Journal:
         """A job to go on with, and its events; its checkpoints are those that are really there."""
         state = await self.read(job)
         lines = (await asyncio.to_thread(self.store.find, job_key(job, "events.jsonl")) or b"").splitlines()
-        events = [json.loads(line) for line in lines if line.startswith(b"{") and line.endswith(b"}")]
+        events = [event for line in lines if (event := _event(line))]
         complete = await asyncio.to_thread(checkpoints.complete, self.store, job)
-        self._written, self._events = None, 0
+        self._written, self._events = None, None
         return state.model_copy(update={"checkpoints": tuple(complete)}), events
 
     async def write(self, job: JobState, events: list[dict[str, Any]], now: float) -> None:
         """The job's state, if there is something new; mere progress only every few seconds."""
         if job == self._written:
             return
-        recent = self._written is not None and now - self._written_at < PROGRESS_EVERY
-        if recent and self._written is not None and _essence(self._written) == _essence(job):
+        if now - self._written_at < PROGRESS_EVERY and not self.urgent(job):
             return
-        await self.replace(job)
-        self._written, self._written_at = job, now
-        if len(events) != self._events:
-            count = len(events)
+        # Events first: once a job's end is written, nobody comes back to write what is missing.
+        newest = events[-1] if events else None
+        if newest is not self._events:
             lines = "".join(json.dumps(event) + "\n" for event in events).encode()
             await asyncio.to_thread(self.store.put, job_key(job.id, "events.jsonl"), lines)
-            self._events = count
+            self._events = newest
+        await self.replace(job)
+        self._written, self._written_at = job, now
+
+    def urgent(self, job: JobState) -> bool:
+        """Whether more than progress is not in the bucket yet."""
+        return self._written is None or _essence(self._written) != _essence(job)
 
     def has(self, job: JobState) -> bool:
         """Whether exactly this state is in the bucket."""
@@ -103,5 +153,14 @@ class Journal:
 
 def _essence(job: JobState) -> JobState:
     """The job without what changes all the time and may be a little old after a head's death."""
-    blank = {"progress": Progress(), "node_seconds": 0.0, "cost": 0.0, "counted_at": 0.0}
+    blank = {"progress": Progress(), "reached": 0, "node_seconds": 0.0, "cost": 0.0, "counted_at": 0.0}
     return job.model_copy(update=blank)
+
+
+def _event(line: bytes) -> dict[str, Any] | None:
+    """The event on a line; None if it is junk."""
+    try:
+        event = json.loads(line)
+        return {"at": float(event["at"]), "kind": str(event["kind"]), "text": str(event["text"])}
+    except (ValueError, KeyError, TypeError):
+        return None

@@ -32,12 +32,15 @@ def order_for(job: JobState | None, node: str, boot: str, epoch: int) -> Order:
 
 
 def manifests(job: JobState, reports: Iterable[Report], now: float) -> list[Manifest]:
-    """A manifest for each checkpoint of which every part has been uploaded and that is not known as complete."""
+    """A manifest for each checkpoint of which every part has been uploaded and that is newer than the complete ones.
+
+    The last report of a node that is away may speak of a checkpoint that has been removed since.
+    """
     found: dict[tuple[int, int, int], dict[int, Part]] = defaultdict(dict)
     for report in reports:
         for part in report.parts if report.job == job.id else ():
             found[(part.generation, part.step, part.parts)][part.index] = part
-    known = {(ref.generation, ref.step) for ref in job.checkpoints}
+    newest = max(((ref.generation, ref.step) for ref in job.checkpoints), default=(-1, -1))
     return [
         Manifest(
             job=job.id,
@@ -47,7 +50,7 @@ def manifests(job: JobState, reports: Iterable[Report], now: float) -> list[Mani
             files=tuple(file for index in sorted(parts) for file in parts[index].files),
         )
         for (generation, step, count), parts in sorted(found.items())
-        if set(parts) == set(range(count)) and (generation, step) not in known
+        if set(parts) == set(range(count)) and (generation, step) > newest
     ]
 
 

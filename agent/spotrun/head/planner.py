@@ -36,9 +36,10 @@ DRAIN_PATIENCE = 60.0  # seconds to wait for a drain nobody's machine depends on
 MARGIN_BEFORE_DEADLINE = 3.0  # seconds before a noticed node goes at which its drain is given up
 SETTLE = 1.2  # seconds: two heartbeats and a bit, for a node's fate to show after a collective failed
 GATHER = 10.0  # seconds a first generation waits for more than `min` nodes
-SAVE_PATIENCE = 120.0  # seconds without the last part of a checkpoint before another try
-ENDING_PATIENCE = 60.0  # seconds for the last state of a job to get into the bucket
+SAVE_PATIENCE = 1800.0  # seconds for a checkpoint to get into the bucket: tens of GB take a while. Agents say if one fails
+SAVE_AGAIN = 5.0  # seconds before an upload that failed is tried again
 RECREATE_AFTER = 20.0  # seconds of silence before a machine that nobody waits for is replaced
+RECREATE_ALONE = 300.0  # the same when no other node is heard: it may be the head that is cut off
 
 
 def plan(view: View) -> tuple[Action, ...]:
@@ -64,34 +65,51 @@ def _assemble(view: View, spec: JobSpec) -> tuple[Action, ...]:
         return (Conclude(Ending(phase="stopped", reason=job.stopping)),)
     ready = view.eligible(spec)
     if job.ending is None:
-        broken = [node for node in view.nodes if node.setup_failure]
-        if broken and not ready and job.generation == 0:
+        mine = [node for node in view.nodes if node.linked and node.report.job == job.id]
+        broken = [node for node in mine if node.setup_failure]
+        if broken and len(broken) == len(mine) and job.generation == 0:
             failure = broken[0].report.failure
             return (Finish("failed", f"set-up failed on {broken[0].name}: {failure.message if failure else ''}"),)
-        if _enough(view, spec, ready):
+        if _enough(view, spec, ready) and not view.blind() and not _ahead_of(view, ready, spec):
             return (_start(job, ready, spec, None),)
     saving = _secure(view)
-    if job.ending is not None and not saving and (job.saving is None or view.now > job.ending.deadline > 0):
+    if job.ending is None:
+        return saving or ()
+    if saving is None or view.now > job.ending.deadline > 0:
         return (Finish(job.ending.phase, job.ending.reason),)
-    if job.ending is not None and job.ending.deadline == 0:
-        deadline = view.now + ENDING_PATIENCE
+    if job.ending.deadline == 0:
+        deadline = view.now + SAVE_PATIENCE
         return (Conclude(job.ending.model_copy(update={"deadline": deadline})), *saving)
     return saving
 
 
-def _secure(view: View) -> tuple[Action, ...]:
-    """Put the newest snapshot that any reachable node holds into the bucket, unless it is there."""
+def _secure(view: View) -> tuple[Action, ...] | None:
+    """Put the newest snapshot that any reachable node holds into the bucket; None: there is none that is not there."""
     job = view.job
-    holders = [n for n in view.nodes if n.linked and n.report.job == job.id and n.report.snapshot and not n.gone]
+    newer = [n for n in view.nodes if n.report.job == job.id and not n.gone and _state(n) > _saved(job)]
+    holders = [n for n in newer if n.linked]
     if not holders:
-        return (Unsave("no node holds the state any more"),) if job.saving else ()
-    best = max((n.report.snapshot for n in holders if n.report.snapshot), key=_order)
-    if job.checkpoints and _order(job.checkpoints[0]) >= _order(best):
-        return ()
-    names = tuple(sorted(n.name for n in holders if n.report.snapshot == best))
-    if job.saving and job.saving.ref == best and set(job.saving.holders) <= set(names):
-        return ()
-    return (Save(best, names),)
+        # Not because the head cannot see it: a holder may be back in a moment.
+        if newer or view.blind():
+            return ()
+        return (Unsave("no node holds a state that is not in the bucket"),) if job.saving else None
+    best = max(_state(node) for node in holders)
+    names = tuple(sorted(n.name for n in holders if _state(n) == best))
+    ref = StateRef(generation=best[0], step=best[1])
+    if not job.saving or job.saving.ref != ref or not set(job.saving.holders) <= set(names):
+        return (Save(ref, names),)
+    failed = any(n.report.late == ref.step for n in holders if n.name in job.saving.holders)
+    return (Unsave("an upload failed"),) if failed and view.now - job.saving.since > SAVE_AGAIN else ()
+
+
+def _ahead_of(view: View, ready: list[Node], spec: JobSpec) -> bool:
+    """Whether a node that is leaving holds a newer state than these can reach: it must get into the bucket first."""
+    job = view.job
+    best = max([_saved(job), *(_state(n) for n in ready if n.report.job == job.id)])
+    leaving = [n for n in view.nodes if n.linked and n.report.job == job.id and not health.silent(view, n, spec)]
+    return any(_state(n) > best for n in leaving) and not (
+        job.current is None and view.now - job.ordered_at > SAVE_PATIENCE
+    )
 
 
 def _supervise(view: View, spec: JobSpec) -> tuple[Action, ...]:
@@ -108,6 +126,9 @@ def _supervise(view: View, spec: JobSpec) -> tuple[Action, ...]:
     if lost:
         kinds = "+".join(dict.fromkeys(lost.values()))
         return (_regroup(view, spec, Cause(kind=kinds, node=", ".join(lost))),)
+    unable = [node for node in members if node is not None and _unable(view, spec, node)]
+    if unable:
+        return (_regroup(view, spec, Cause(kind="start", node=", ".join(node.name for node in unable))),)
     if job.draining:
         return _drain_on(view, spec, here, len(members))
     network = _network_failure(view, here)
@@ -128,7 +149,7 @@ def _after_failure(view: View, spec: JobSpec, failure: Failure, node: Node) -> t
 def _regroup(view: View, spec: JobSpec, cause: Cause) -> Action:
     """The next generation at once if there are nodes enough; else wait for machines."""
     ready = view.eligible(spec)
-    if view.job.stopping or len(ready) < spec.nodes.min:
+    if view.job.stopping or len(ready) < spec.nodes.min or _ahead_of(view, ready, spec):
         return Hold(cause=cause)
     return _start(view.job, ready, spec, cause)
 
@@ -138,7 +159,7 @@ def _drain_on(view: View, spec: JobSpec, here: list[Node], size: int) -> tuple[A
     job = view.job
     assert job.draining is not None
     settled = [node for node in here if node.report.phase in ("drained", "failed", "succeeded")]
-    if len(settled) == size or view.now > job.draining.deadline:
+    if len(settled) == size or (view.now > job.draining.deadline and not view.blind()):
         return (_regroup(view, spec, job.draining.cause),)
     if any(node.report.late == job.draining.step for node in here):
         step = _ahead(view, here, 4 * DRAIN_AHEAD)
@@ -202,7 +223,8 @@ def _checkpoint(view: View, spec: JobSpec, here: list[Node]) -> tuple[Action, ..
 def _hang(view: View, spec: JobSpec, here: list[Node]) -> tuple[Action, ...]:
     """All alive, none stepping for too long: keep the stacks and end it. The agents then report kind hang."""
     job = view.job
-    if job.dumping or any(n.report.phase not in ("starting", "running") for n in here) or not here:
+    # One that has succeeded waits for nobody; those it leaves behind may hang all the same.
+    if job.dumping or any(n.report.phase not in ("starting", "running", "succeeded") for n in here) or not here:
         return ()
     if job.progress.step <= job.progress.base:
         since, patience = job.ordered_at, spec.start_timeout
@@ -211,6 +233,14 @@ def _hang(view: View, spec: JobSpec, here: list[Node]) -> tuple[Action, ...]:
     # The head itself may have been away: give reports time to arrive before judging by them.
     since = max(since, view.awake_since)
     return (Dump(),) if view.now - since > patience else ()
+
+
+def _unable(view: View, spec: JobSpec, node: Node) -> bool:
+    """Whether a member, though it is heard, has not taken up the generation and will not."""
+    if node.report.generation >= view.job.generation or not node.linked or health.silent(view, node, spec):
+        return False
+    waited = view.now - max(view.job.ordered_at, view.awake_since)
+    return (node.setup_failure and waited > SETTLE) or waited > spec.start_timeout
 
 
 def _user_failure(here: list[Node], lost: dict[str, str]) -> tuple[Failure, Node] | None:
@@ -257,21 +287,42 @@ def _replacements(view: View, spec: JobSpec) -> tuple[Action, ...]:
     """Machines that the cloud still counts but that do not answer: at once if the job waits for machines."""
     short = len(view.eligible(spec)) < spec.nodes.min
     dead = [n for n in view.nodes if health.silent(view, n, spec) and n.cloud == "running" and n.expendable(view)]
-    patience = 0.0 if short else RECREATE_AFTER
-    return tuple(Recreate(n.name) for n in dead if view.now - max(n.heard, view.awake_since) > patience)
+    heard = [n for n in view.nodes if n.linked and not health.silent(view, n, spec)]
+    safe = max([_saved(view.job), *(_state(n) for n in heard if n.report.job == view.job.id)])
+
+    def patience(node: Node) -> float:
+        if not heard:
+            return RECREATE_ALONE
+        only = node.report.job == view.job.id and _state(node) > safe
+        return 0.0 if short and not only else RECREATE_AFTER
+
+    return tuple(Recreate(n.name) for n in dead if view.now - max(n.heard, view.awake_since) > patience(n))
 
 
 def _ahead(view: View, here: list[Node], seconds: float) -> int:
-    """A step that no worker has reached when the order arrives: `seconds` ahead at the present pace, and two more."""
-    pace = view.job.progress.pace or 1.0
-    newest = max((w.step for n in here for w in n.report.workers), default=0)
+    """A step that no worker has reached when the order arrives: `seconds` ahead at the present pace, and a bit more.
+
+    The bit is two steps, but no more than a second's worth: a slow step must not outlast a notice. Should one have
+    been quicker, its agent says that the order was late.
+    """
+    pace = max(view.job.progress.pace or 1.0, 1e-4)
+    newest = max((w.step for n in here for w in n.report.workers), default=view.job.progress.step)
     stepped_at = max((w.stepped_at for n in here for w in n.report.workers), default=view.now)
-    since = max(0.0, view.now - stepped_at)
-    return newest + math.ceil((since + seconds) / max(pace, 1e-4)) + 2
+    # Steps that are not known of yet were done since the last report: a long step before that is not many short ones.
+    heard = max((n.heard for n in here), default=view.now)
+    since = max(0.0, view.now - max(stepped_at, heard))
+    return newest + max(1, math.ceil(round((since + seconds) / pace + min(2.0, 1.0 / pace), 6)))
 
 
-def _order(ref: StateRef) -> tuple[int, int]:
-    return (ref.generation, ref.step)
+def _state(node: Node) -> tuple[int, int]:
+    """The newest snapshot that a node holds."""
+    ref = node.report.snapshot
+    return (ref.generation, ref.step) if ref else (-1, -1)
+
+
+def _saved(job: JobState) -> tuple[int, int]:
+    """The newest complete checkpoint."""
+    return max(((ref.generation, ref.step) for ref in job.checkpoints), default=(-1, -1))
 
 
 def _reason(job: JobState) -> str:

@@ -71,7 +71,8 @@ async def serve(head: Head, address: str, control: Path, port: int = PORT) -> No
 def claim_epoch(store: Store, cluster: str) -> int:
     """The number of this head: one more than the last one's. Whoever creates the key has it."""
     prefix = epoch_key(cluster, 0).rsplit("/", 1)[0]
-    taken = [int(key.rsplit("/", 1)[1]) for key in store.list(prefix)]
+    names = [key.rsplit("/", 1)[1] for key in store.list(prefix)]
+    taken = [int(name) for name in names if name.isdecimal()]
     epoch = max(taken, default=0) + 1
     while not store.create(epoch_key(cluster, epoch), socket.gethostname().encode()):
         epoch += 1
@@ -207,11 +208,9 @@ def _control_app(head: Head) -> web.Application:
         asked = (await body(request)).get("job")
 
         def ask(job: JobState, now: float) -> JobState:
-            if asked not in (None, job.id):
-                raise SpotrunError(f"job {asked} is not active, {job.id} is")
             return apply(job, Stop("stopped by the operator"), now)
 
-        return web.json_response({"job": (await head.change(ask)).id})
+        return web.json_response({"job": (await head.change(ask, asked)).id})
 
     async def relaunch(request: web.Request) -> web.Response:
         job = (await body(request)).get("job") or _active(head)

@@ -39,7 +39,7 @@ class Task:
 
 def failure_path(control: str | Path) -> Path:
     """Where a worker says why it ended early: a JSON object (kind, rank, at, message, traceback)."""
-    return Path(control).with_suffix(".failure")
+    return Path(f"{control}.failure")  # not with_suffix: what follows the dot in its name is the local rank
 
 
 def run(task: Task) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import os
+import select
 import signal
 import threading
 import time
@@ -44,6 +45,7 @@ class Local:
     pid: int = 0
     pidfd: int = -1
     code: int | None = None
+    killed: bool = False  # by `free`, and not dead before
 
 
 @dataclass
@@ -97,7 +99,7 @@ class Group:
         if code == EXIT_DRAINED and each.control.exit != EXIT_DRAINED:
             code = 1  # the script's own choice of a code
         each.code = code
-        killed = self._freed and code == -signal.SIGKILL and not failure_path(each.path).exists()
+        killed = each.killed and code == -signal.SIGKILL and not failure_path(each.path).exists()
         if code not in (0, EXIT_DRAINED) and not killed:
             self._failures.append(_read_failure(each))
         self._check_gone()
@@ -249,6 +251,8 @@ def _read_failure(each: Local) -> Failure:
 def _kill(each: Local) -> None:
     """SIGKILL to a worker and all below it (a DataLoader's workers notice a parent's death only after seconds)."""
     below = descendants(each.pid) if each.pid else []
+    # One that is dead already (its end has not been reported yet) was ended by something else.
+    each.killed = not select.select([each.pidfd], [], [], 0)[0]
     _signal(each, signal.SIGKILL)
     for pid in below:
         with contextlib.suppress(ProcessLookupError):
