@@ -29,8 +29,16 @@ CASES: dict[str, tuple[Observation, Decision]] = {
         Decision({}),
     ),
     "the zone has machines again: the stand-ins go, members stay": (
-        Observation((pool("a", 3), pool("b", 2)), 3, frozenset({"b-1"})),
+        Observation((pool("a", 2), pool("b", 2)), 3, frozenset({"a-0", "a-1", "b-1"})),
         Decision({}, ("b-0",)),
+    ),
+    "a member in another pool counts: no machine too many": (
+        Observation((pool("a", 3), pool("b", 1)), 3, frozenset({"a-0", "a-1", "b-0"})),
+        Decision({}, ("a-2",)),
+    ),
+    "the zone promises machines again but has none yet: the stand-ins stay": (
+        Observation((pool("a", 0, 3), pool("b", 3)), 3),
+        Decision({}),
     ),
     "what was never born is taken back by size": (
         Observation((pool("a", 3), pool("b", 0, 2)), 3),

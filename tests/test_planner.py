@@ -116,8 +116,8 @@ def start(*names: str, cause: Cause | None = None, store: str | None = None) -> 
     return Start(tuple(Member(node=n, boot="b1", address="127.0.0.1") for n in names), store or f"{names[0]}:1", cause)
 
 
-def frozen(name: str, seconds: float) -> Node:
-    return node(name, heard=NOW - seconds, stepped_at=NOW - seconds)
+def frozen(name: str, seconds: float, **changes: Any) -> Node:
+    return node(name, heard=NOW - seconds, stepped_at=NOW - seconds, **changes)
 
 
 STUCK = {"stepped_at": NOW - 4.0}
@@ -340,8 +340,121 @@ CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
         (Finish("failed", "set-up failed on a: boom"),),
     ),
     "a dead machine that the cloud still counts, needed": (
+        view(job(), spare(A), frozen(B, 4, snapshot=None), expected=2),
+        (Recreate(B),),
+    ),
+    "a dead machine that alone holds the state gets a moment": (
         view(job(), spare(A), frozen(B, 4), expected=2),
-        (Save(StateRef(generation=1, step=48), (B,)), Recreate(B)),
+        (Save(StateRef(generation=1, step=48), (B,)),),
+    ),
+    "no machine is replaced because the head sees none": (
+        view(job(), frozen(A, 40, snapshot=None), frozen(B, 40, snapshot=None)),
+        (),
+    ),
+    "no machine is replaced while the last state goes into the bucket": (
+        view(job(ending=Ending(phase="succeeded", deadline=NOW + 9)), node(A), frozen(B, 40)),
+        (Save(StateRef(generation=1, step=48), (A, B)),),
+    ),
+    "another job's set-up failure is not this one's": (
+        view(job(), spare(A, job="i", failure=failure("setup"), phase="failed")),
+        (),
+    ),
+    "set-up fails on one, others still prepare": (
+        view(job(), spare(A, failure=failure("setup"), phase="failed"), spare(B, phase="preparing")),
+        (),
+    ),
+    "all leave, spares stand by: first the state": (
+        view(
+            job(A, B, draining=Draining(step=56, cause=PREEMPT, deadline=NOW + 27)),
+            *(node(n, phase="drained", notice=notice(), snapshot=StateRef(generation=1, step=56)) for n in (A, B)),
+            *(spare(C), spare(D)),
+        ),
+        (Hold(PREEMPT),),
+    ),
+    "the state of those that leave is on its way": (
+        view(
+            job(generation=1, saving=Saving(ref=StateRef(generation=1, step=56), holders=(A, B), since=NOW - 1)),
+            *(node(n, phase="drained", notice=notice(), snapshot=StateRef(generation=1, step=56)) for n in (A, B)),
+            *(spare(C), spare(D), spare("e")),
+        ),
+        (),
+    ),
+    "the state of those that leave is in the bucket": (
+        view(
+            job(generation=1, checkpoints=(StateRef(generation=1, step=56),)),
+            *(node(n, phase="drained", notice=notice(), snapshot=StateRef(generation=1, step=56)) for n in (A, B)),
+            *(spare(C), spare(D), spare("e")),
+        ),
+        (start(C, D, "e"),),
+    ),
+    "an upload that failed is tried again": (
+        view(
+            job(saving=Saving(ref=StateRef(generation=1, step=48), holders=(A,), since=NOW - 9)),
+            node(A, phase="drained", late=48),
+        ),
+        (Unsave("an upload failed"),),
+    ),
+    "a large checkpoint gets its time": (
+        view(
+            job(A, B, saving=Saving(ref=StateRef(generation=1, step=40), holders=(A, B), since=NOW - 200)),
+            *(node(A), node(B)),
+        ),
+        (),
+    ),
+    "done, a new head has not heard of the holders yet": (
+        view(job(last=(member(A), member(B)), ending=Ending(phase="succeeded", deadline=NOW + 50)), awake_since=NOW),
+        (),
+    ),
+    "done, the link to the holders broke": (
+        view(job(ending=Ending(phase="succeeded", deadline=NOW + 50)), node(A, linked=False)),
+        (),
+    ),
+    "done, the holders are gone": (
+        view(job(ending=Ending(phase="succeeded", deadline=NOW + 50)), node(A, linked=False, cloud="gone")),
+        (Finish("succeeded", ""),),
+    ),
+    "a new head waits for the last members before it begins with fewer": (
+        view(job(generation=1, last=(member(A), member(B), member(C))), spare(A), spare(B), awake_since=NOW - 1),
+        (),
+    ),
+    "all members vanished while no head was there": (
+        view(job(A, B), spare(C), spare(D), vanished=frozenset((A, B)), awake_since=NOW - 30),
+        (start(C, D, cause=Cause(kind="kill", node="a, b")),),
+    ),
+    "one has finished, the other hangs": (
+        view(
+            job(A, B, progress=Progress(base=0, step=50, stepped_at=NOW - 301, pace=0.1)),
+            *(node(A, phase="succeeded", stepped_at=NOW - 301), node(B, stepped_at=NOW - 301)),
+        ),
+        (Dump(),),
+    ),
+    "no member takes the generation up": (
+        view(
+            job(A, B, ordered_at=NOW - 601, generation=2, progress=Progress()),
+            *(spare(n, generation=1) for n in (A, B)),
+        ),
+        (start(A, B, cause=Cause(kind="start", node="a, b")),),
+    ),
+    "a member cannot take the generation up": (
+        view(
+            job(A, B, C, ordered_at=NOW - 2, generation=2, progress=Progress()),
+            *(node(A, generation=2), spare(B, failure=failure("setup"), phase="failed"), node(C, generation=2)),
+        ),
+        (start(A, C, cause=Cause(kind="start", node=B)),),
+    ),
+    "slow steps: the drain fits into the notice": (
+        view(
+            job(A, B, C, progress=Progress(base=0, step=50, stepped_at=NOW - 5, pace=20.0)),
+            *(node(A, stepped_at=NOW - 5), node(B, stepped_at=NOW - 5, notice=notice()), node(C, stepped_at=NOW - 5)),
+        ),
+        (Drain(51, PREEMPT, NOW + 27),),
+    ),
+    "a long pause is not many steps": (
+        view(
+            job(A, B, C, progress=Progress(base=0, step=50, stepped_at=NOW - 45, pace=0.1)),
+            *(node(n, stepped_at=NOW - 45, notice=notice() if n == B else None) for n in (A, B, C)),
+        ),
+        (Drain(56, PREEMPT, NOW + 27),),
     ),
     "ended": (view(job(phase="succeeded")), ()),
 }

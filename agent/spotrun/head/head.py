@@ -20,26 +20,12 @@ from spotrun.cloud.base import Cloud
 from spotrun.errors import SpotrunError, StoreError
 from spotrun.head import ledger
 from spotrun.head.fleet import Fleet
-from spotrun.head.health import GONE, Node, View
+from spotrun.head.health import Node, View
 from spotrun.head.journal import Journal
 from spotrun.head.orders import manifests, order_for
 from spotrun.head.planner import plan
-from spotrun.head.state import (
-    Action,
-    Cause,
-    Drain,
-    Fail,
-    Finish,
-    Hold,
-    JobState,
-    Recreate,
-    Start,
-    Stop,
-    Unsave,
-    apply,
-    saved,
-)
-from spotrun.head.status import status
+from spotrun.head.state import Cause, Finish, Hold, JobState, Recreate, apply, saved
+from spotrun.head.status import event, status
 from spotrun.spec import ClusterSpec, JobSpec, check_fit
 from spotrun.store import Store, epoch_key
 from spotrun.wire import Order, Report
@@ -199,7 +185,8 @@ class Head:
         while True:
             busy = bool(self.journal.queue)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), TICK if busy else IDLE_TICK)
+                async with asyncio.timeout(TICK if busy else IDLE_TICK):  # wait_for may swallow a cancellation
+                    await self._changed.wait()
             self._changed.clear()
             now = time.time()
             if now - self._turned_at > (TICK if busy else IDLE_TICK) + GAP:
@@ -260,7 +247,8 @@ class Head:
             job = saved(job, tuple(found), manifest, now)
         self.job = job
         for action in plan(self._view(now)):
-            self._tell(job, action)
+            if said := event(job, action):
+                self.note(*said)
             job = apply(job, action, now)
             if isinstance(action, Recreate):
                 await self._recreate(action.node, now)
@@ -275,7 +263,7 @@ class Head:
             for name, seen in self._agents.items()
         )
         members = self.job.current.members if self.job.current else ()
-        unseen = {member.node for member in members} - self._agents.keys()
+        unseen = {member.node: self.job.ordered_at for member in members if member.node not in self._agents}
         return View(
             now=now,
             job=self.job,
@@ -283,28 +271,8 @@ class Head:
             expected=sum(self.fleet.sizes.values()),
             waiting_since=max(self._ready_at, self.job.submitted),
             awake_since=self._awake_since,
-            vanished=frozenset(n for n in unseen if self.fleet.state_of(n, self.job.ordered_at) in GONE),
+            vanished=frozenset(n for n, at in unseen.items() if self.fleet.state_of(n, at) in ("terminated", "gone")),
         )
-
-    def _tell(self, job: JobState, action: Action) -> None:
-        match action:
-            case Start():
-                names = ", ".join(member.node for member in action.members)
-                self.note("generation", f"{job.generation + 1}: {len(action.members)} nodes ({names}){_why(action)}")
-            case Hold():
-                self.note(
-                    "generation", "the job is done" if action.ending else f"none; waiting for nodes{_why(action)}"
-                )
-            case Drain():
-                self.note("drain", f"all stop after step {action.step}{_why(action)}")
-            case Fail():
-                self.note("failure", f"{action.node} rank {action.failure.rank}: {action.failure.message}")
-            case Unsave():
-                self.note("checkpoint", f"given up: {action.reason}")
-            case Stop():
-                self.note("job", action.reason)
-            case Finish():
-                self.note("job", action.phase + (f": {action.reason}" if action.reason else ""))
 
     async def _recreate(self, node: str, now: float) -> None:
         try:
@@ -368,7 +336,8 @@ class Head:
                 log.warning("%s", error)
             self._changed.set()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._look_now.wait(), self._poll_seconds)
+                async with asyncio.timeout(self._poll_seconds):
+                    await self._look_now.wait()
             self._look_now.clear()
 
     async def _check_epoch(self) -> None:
@@ -400,8 +369,3 @@ class Head:
         members = {member.node for member in self.job.current.members} if self.job and self.job.current else set()
         for name in [n for n, seen in self._agents.items() if seen.send is None and n not in names | members]:
             del self._agents[name]
-
-
-def _why(action: Start | Hold | Drain) -> str:
-    cause = action.cause
-    return f" ({cause.kind}{': ' + cause.node if cause.node else ''})" if cause else ""

@@ -36,7 +36,7 @@ DRAIN_PATIENCE = 60.0  # seconds to wait for a drain nobody's machine depends on
 MARGIN_BEFORE_DEADLINE = 3.0  # seconds before a noticed node goes at which its drain is given up
 SETTLE = 1.2  # seconds: two heartbeats and a bit, for a node's fate to show after a collective failed
 GATHER = 10.0  # seconds a first generation waits for more than `min` nodes
-SAVE_PATIENCE = 1800.0  # seconds for a checkpoint to get into the bucket: tens of GB take a while. Agents say if one fails
+SAVE_PATIENCE = 1800.0  # seconds for a checkpoint to get into the bucket: agents say if it fails, and it may be large
 SAVE_AGAIN = 5.0  # seconds before an upload that failed is tried again
 RECREATE_AFTER = 20.0  # seconds of silence before a machine that nobody waits for is replaced
 RECREATE_ALONE = 300.0  # the same when no other node is heard: it may be the head that is cut off
@@ -103,13 +103,16 @@ def _secure(view: View) -> tuple[Action, ...] | None:
 
 
 def _ahead_of(view: View, ready: list[Node], spec: JobSpec) -> bool:
-    """Whether a node that is leaving holds a newer state than these can reach: it must get into the bucket first."""
+    """Whether only nodes that are leaving hold what the last generation did: it must get into the bucket first.
+
+    If one of these was in that generation it is not worth the wait: a snapshot interval is the most that is lost.
+    """
     job = view.job
-    best = max([_saved(job), *(_state(n) for n in ready if n.report.job == job.id)])
-    leaving = [n for n in view.nodes if n.linked and n.report.job == job.id and not health.silent(view, n, spec)]
-    return any(_state(n) > best for n in leaving) and not (
-        job.current is None and view.now - job.ordered_at > SAVE_PATIENCE
-    )
+    if job.current is None and view.now - job.ordered_at > SAVE_PATIENCE:
+        return False
+    here = [n for n in view.nodes if n.linked and n.report.job == job.id and not health.silent(view, n, spec)]
+    newest = max(map(_state, here), default=(-1, -1))
+    return newest > _saved(job) and newest[0] > max((_state(n)[0] for n in ready), default=newest[0])
 
 
 def _supervise(view: View, spec: JobSpec) -> tuple[Action, ...]:
@@ -285,6 +288,8 @@ def _start(job: JobState, ready: list[Node], spec: JobSpec, cause: Cause | None)
 
 def _replacements(view: View, spec: JobSpec) -> tuple[Action, ...]:
     """Machines that the cloud still counts but that do not answer: at once if the job waits for machines."""
+    if view.job.ending is not None:
+        return ()
     short = len(view.eligible(spec)) < spec.nodes.min
     dead = [n for n in view.nodes if health.silent(view, n, spec) and n.cloud == "running" and n.expendable(view)]
     heard = [n for n in view.nodes if n.linked and not health.silent(view, n, spec)]

@@ -9,7 +9,7 @@ from spotrun.cloud.base import Instance
 from spotrun.head import ledger
 from spotrun.head.fleet import Fleet
 from spotrun.head.health import View
-from spotrun.head.state import JobState
+from spotrun.head.state import Action, Drain, Fail, Finish, Hold, JobState, Start, Stop, Unsave
 from spotrun.spec import ClusterSpec
 
 EVENTS = 50  # newest ones in a status document
@@ -108,3 +108,29 @@ def _nodes(view: View | None, instances: Sequence[Instance]) -> list[dict[str, A
             }
         )
     return found
+
+
+def event(job: JobState, action: Action) -> tuple[str, str] | None:
+    """(kind, text) by which operators hear of an action; None for those that say nothing."""
+    match action:
+        case Start():
+            names = ", ".join(member.node for member in action.members)
+            return "generation", f"{job.generation + 1}: {len(action.members)} nodes ({names}){_why(action)}"
+        case Hold():
+            return "generation", "the job is done" if action.ending else f"none; waiting for nodes{_why(action)}"
+        case Drain():
+            return "drain", f"all stop after step {action.step}{_why(action)}"
+        case Fail():
+            return "failure", f"{action.node} rank {action.failure.rank}: {action.failure.message}"
+        case Unsave():
+            return "checkpoint", f"given up: {action.reason}"
+        case Stop():
+            return "job", action.reason
+        case Finish():
+            return "job", action.phase + (f": {action.reason}" if action.reason else "")
+    return None
+
+
+def _why(action: Start | Hold | Drain) -> str:
+    cause = action.cause
+    return f" ({cause.kind}{': ' + cause.node if cause.node else ''})" if cause else ""
