@@ -13,7 +13,7 @@ cluster  = --cluster "$$CLUSTER" $(if $(JSON),--json)
 job_id   = $(call flag,ID,id)
 
 .DEFAULT_GOAL := help
-.PHONY: help up train status follow logs ssh run preempt kill relaunch stop down test lint bench-recovery clean
+.PHONY: help up train status follow logs ssh run preempt kill relaunch stop down test lint bench-recovery bench-footprint clean
 
 help: ## print this
 	@echo "spotrun: torchrun for machines that vanish. Targets:"
@@ -66,6 +66,9 @@ lint: $(VENV)/.installed-dev ## check style and types
 
 bench-recovery: $(VENV)/.installed-dev ## measure recovery against torchrun; writes bench/RESULTS.md
 	@$(VENV)/bin/python -m bench.recovery $(ARGS)
+
+bench-footprint: $(VENV)/.installed-dev ## measure what the head and the agents take; writes bench/RESULTS.md
+	@$(VENV)/bin/python -m bench.footprint $(ARGS)
 
 clean: ## remove the set-up and all caches; the local clusters' state (.spotrun) stays
 	rm -rf $(VENV) build dist agent/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

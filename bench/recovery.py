@@ -23,7 +23,7 @@ import psutil
 from bench import spot
 from bench.phases import Phases, phases
 from bench.processes import adopt_orphans, sweep, tail
-from bench.report import describe_machine, render
+from bench.report import describe_machine, render, write_section
 from bench.systems import SCENARIOS, BenchError, Scenario, System, stepping
 from bench.torchrun import PLAIN, STOCK, TUNED, Torchrun
 from bench.watch import Watch
@@ -60,7 +60,7 @@ def main() -> int:
             signal.signal(number, signal.SIG_IGN)
         sweep()
     text = render(runs, describe_machine(), datetime.now(UTC).date(), args.timeout, args.stock_timeout)
-    args.out.write_text(text)
+    write_section(args.out, "recovery", text)
     print(f"\n{text}\nwritten to {args.out}")
     return 0
 

@@ -20,7 +20,7 @@ SYSTEMS = ("plain", "tuned", "spotrun")
 WHY = {
     ("plain", "rendezvous"): "a survivor's agent waits until the lost agent's keep-alives have run out (3 x 5 s), and "
     "below the maximum of nodes another 30 s (`last_call_timeout`) for late-comers",
-    ("tuned", "rendezvous"): "the same wait, 3 x 1 s; keep-alives of 2 x 1 s were seen to split a job in two",
+    ("tuned", "rendezvous"): "the same wait, 3 x 1 s",
     ("plain", "detection"): "a frozen peer closes no connection, so the survivor learns of it when the lost agent's "
     "keep-alives have run out",
     ("tuned", "detection"): "a frozen peer closes no connection, so the survivor learns of it from the keep-alives or "
@@ -78,7 +78,7 @@ def describe_machine() -> str:
 
 
 def render(runs: Sequence[RunLike], machine: str, day: date, timeout: float, stock_timeout: float) -> str:
-    """The whole of RESULTS.md."""
+    """The section on recovery."""
     table = summarize(runs)
     scenarios = [name for name in SCENARIOS if any(scenario == name for scenario, _ in table)]
     lines = ["# Recovery after a lost machine", "", f"{day.isoformat()}. {machine}.", "", *_method(timeout), ""]
@@ -86,6 +86,15 @@ def render(runs: Sequence[RunLike], machine: str, day: date, timeout: float, sto
     lines += ["## Which part dominates", "", *_dominant(table, scenarios), ""]
     lines += _stock([run for run in runs if run.system == "stock"], stock_timeout)
     return "\n".join(lines)
+
+
+def write_section(path: Path, name: str, text: str) -> None:
+    """Put a section into the results, in place of the one of that name; what else is in the file stays."""
+    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
+    before = path.read_text() if path.exists() else ""
+    head, _, rest = before.partition(begin)
+    tail = rest.partition(end)[2]
+    path.write_text(f"{head}{begin}{text.rstrip()}\n{end}{tail}")
 
 
 def summarize(runs: Sequence[RunLike]) -> dict[tuple[str, str], Phases]:

@@ -73,6 +73,17 @@ class Spotrun:
             self._wait(self._cloud.kill(victim))
         return now, victim
 
+    def stop(self) -> None:
+        """Stop the job and wait until its machines are gone."""
+        from scripts import control
+
+        assert self._access is not None
+        control.ask(self._access, "stop")
+        deadline = time.monotonic() + START_TIMEOUT
+        while self._status()["nodes"]:
+            if time.monotonic() > deadline:
+                raise BenchError("spotrun: the nodes of a stopped job are still there")
+
     def tick(self) -> None:
         """The cloud does by itself what is due."""
 

@@ -14,7 +14,7 @@ import pytest
 
 from bench.phases import PARTS, Event, Phases, medians, parse, phases
 from bench.recovery import PREFIX, Run, clear_stale
-from bench.report import dominant, render, summarize
+from bench.report import dominant, render, summarize, write_section
 from bench.systems import stepping
 from bench.watch import Watch
 
@@ -195,3 +195,13 @@ def test_what_a_killed_bench_left_is_removed(tmp_path: Path, monkeypatch: pytest
         folder.mkdir()
     clear_stale()
     assert sorted(tmp_path.iterdir()) == sorted([used, other])
+
+
+def test_sections_of_the_results_are_replaced_alone(tmp_path: Path) -> None:
+    path = tmp_path / "RESULTS.md"
+    write_section(path, "one", "first\n")
+    write_section(path, "two", "second\n")
+    write_section(path, "one", "third\n")
+    text = path.read_text()
+    assert [word for word in ("first", "second", "third") if word in text] == ["second", "third"]
+    assert text.index("third") < text.index("second")

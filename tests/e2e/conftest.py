@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,13 @@ SPEC = {
     "pools": [{"name": "spot", "zone": "local-a", "max": 5}],
     "local": {"boot_delay": 0.1, "recreate_delay": 0.5},
 }
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whole training runs: more time than a unit test before they count as hung."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.timeout(400))
 
 
 @pytest.fixture(scope="session")

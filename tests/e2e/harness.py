@@ -22,7 +22,15 @@ from spotrun.spec import ClusterSpec, JobSpec
 
 TOY = Path(__file__).parent.parent / "jobs" / "toy"
 PATIENCE = 90.0  # seconds that anything may take on a slow machine
-OPTIONS = ("epochs", "samples", "batch", "pause", "fail", "hang")  # of the toy script; the rest is the job file's
+OPTIONS = (
+    "epochs",
+    "samples",
+    "batch",
+    "pause",
+    "fail",
+    "hang",
+    "late",
+)  # of the toy script; the rest is the job file's
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ def test_during_a_drain(cluster: Harness) -> None:
 
 def test_during_a_start(cluster: Harness) -> None:
     """The number of the generation is out, its members are about to meet."""
-    job = cluster.submit(nodes={"min": 2, "max": 2}, epochs=2, samples=SAMPLES, batch=4)
+    job = cluster.submit(nodes={"min": 2, "max": 2}, epochs=2, samples=SAMPLES, batch=4, late=2)
     cluster.until(lambda s: s["job"]["phase"] == "starting", what="the start")
     cluster.kill_head()
     check(cluster, cluster.until_ended(), job.out)
@@ -48,7 +48,9 @@ def test_during_a_start(cluster: Harness) -> None:
 
 def test_during_a_checkpoint(cluster: Harness) -> None:
     """Several times; no checkpoint that is not complete counts, and later ones come about."""
-    job = cluster.submit(nodes={"min": 2, "max": 2}, epochs=2, samples=SAMPLES, batch=4, checkpoint_interval=1)
+    job = cluster.submit(
+        nodes={"min": 2, "max": 2}, epochs=2, samples=SAMPLES, batch=8, checkpoint_interval=1, pause=0.08
+    )
     for _ in range(2):
         status = cluster.until(lambda s: s["job"]["saving"] is not None, what="a checkpoint under way")
         cluster.kill_head()
