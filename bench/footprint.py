@@ -89,9 +89,8 @@ def render(rows: list[tuple[str, float, float]], machine: str, day: str, seconds
         "| process | resident, MB | of a core |",
         "|---|---|---|",
     ]
-    return (
-        "\n".join([*lines, *(f"| {what} | {memory:.0f} | {cpu:.2f} % |" for what, memory, cpu in sorted(rows))]) + "\n"
-    )
+    lines += [f"| {what} | {memory:.0f} | {cpu:.2f} % |" for what, memory, cpu in sorted(rows)]
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

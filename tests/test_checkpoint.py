@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import multiprocessing
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -152,6 +155,59 @@ def test_damaged_ones_are_passed_over(
     assert checkpoint_key("job", 20, name) in caplog.text
     check(folder, found[0], 10)
     assert [path.name for path in folder.iterdir() if path.is_dir()] == []
+
+
+class Dying(Store):
+    """A bucket whose client is killed right before, or right after, its nth write."""
+
+    def __init__(self, url: str, nth: int, after: bool) -> None:
+        super().__init__(url)
+        self.left, self.after = nth, after
+
+    def put(self, key: str, data: bytes | Path) -> None:
+        self._die(not self.after)
+        super().put(key, data)
+        self._die(self.after)
+
+    def create(self, key: str, data: bytes) -> bool:
+        self._die(not self.after)
+        created = super().create(key, data)
+        self._die(self.after)
+        return created
+
+    def _die(self, now: bool) -> None:
+        self.left -= now
+        if now and self.left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def save_and_die(folder: Path, nth: int, after: bool) -> None:
+    """Runs in a process of its own."""
+    save(Dying(str(folder / "bucket"), nth, after), folder / "writer", 20, generation=2)
+
+
+WRITES = 6  # three shards, the state, the index, the manifest
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_a_writer_killed_at_every_stage(store: Store, tmp_path: Path, after: bool) -> None:
+    """What it leaves is never read; the checkpoint before it is. Only the last write makes it count."""
+    save(store, tmp_path, 10)
+    context_ = multiprocessing.get_context("forkserver")
+    context_.set_forkserver_preload(["tests.test_checkpoint"])
+    for nth in range(1, WRITES + 1):
+        killed = context_.Process(target=save_and_die, args=(tmp_path, nth, after))
+        killed.start()
+        killed.join()
+        assert killed.exitcode == -signal.SIGKILL, "it has fewer writes than this test believes"
+        whole = nth == WRITES and after
+        wanted = [StateRef(generation=2, step=20)] if whole else []
+        assert checkpoints.complete(store, "job") == [*wanted, StateRef(generation=1, step=10)]
+        folder = tmp_path / f"slots-{nth}"
+        folder.mkdir()
+        found = restore(dataclasses.replace(context(tmp_path, (2, 20), (1, 10)), slots=str(folder)), 0, None)
+        assert found is not None
+        check(folder, found[0], 20 if whole else 10)
 
 
 def test_a_manifest_cannot_name_files_elsewhere(store: Store) -> None:
