@@ -7,7 +7,7 @@ VENV    ?= .venv
 FAB     := $(VENV)/bin/fab
 
 # Given by the user of a target; exported so that no shell but the last one interprets them.
-export CLUSTER JOB NODE RANK CMD FAULTS NOTICE ID
+export CLUSTER JOB NODE RANK CMD TIMEOUT FAULTS NOTICE ID
 flag     = $(if $($(1)),--$(2) "$$$(1)")
 cluster  = --cluster "$$CLUSTER" $(if $(JSON),--json)
 job_id   = $(call flag,ID,id)
@@ -38,8 +38,8 @@ logs: $(VENV)/.installed ## what the workers printed [NODE= RANK= ID=job]
 ssh: $(VENV)/.installed ## a shell on a node, or on the head [NODE=head]
 	@$(FAB) ssh $(cluster) $(call flag,NODE,node)
 
-run: $(VENV)/.installed ## run a command on all nodes, or on one: CMD='df -h' [NODE=]
-	@$(FAB) run $(cluster) --cmd "$$CMD" $(call flag,NODE,node)
+run: $(VENV)/.installed ## run a command on all nodes, or on one: CMD='df -h' [NODE= TIMEOUT=seconds]
+	@$(FAB) run $(cluster) --cmd "$$CMD" $(call flag,NODE,node) $(call flag,TIMEOUT,timeout)
 
 preempt: $(VENV)/.installed ## have the cloud take a node away, with notice, as a test: NODE= [NOTICE=seconds]
 	@$(FAB) preempt $(cluster) --node "$$NODE" $(call flag,NOTICE,notice)
@@ -83,7 +83,8 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt
 	@touch $(VENV)/.installed $@
 
 comma := ,
-# Make the virtual environment unless it is there, and install the project with these extras.
+# Make the virtual environment unless it is there, and install the project with these extras. All it says goes to
+# stderr: stdout is for what the target itself answers.
 define install
 if [ ! -x $(VENV)/bin/python ]; then \
 	for python in $(PYTHON) python3.11 python3.12 python3.13 python3.14 python3 python; do \
@@ -93,9 +94,9 @@ if [ ! -x $(VENV)/bin/python ]; then \
 		echo "spotrun needs Python 3.11 or newer, and found none. Install it, or name it: make PYTHON=/path/to/python3.11" >&2; \
 		exit 2; \
 	fi; \
-	echo "Creating $(VENV) with $$($$python --version)"; \
-	$$python -m venv $(VENV) || { rm -rf $(VENV); echo "Could not create $(VENV); on Debian and Ubuntu: apt install python3-venv" >&2; exit 2; }; \
+	echo "Creating $(VENV) with $$($$python --version)" >&2; \
+	$$python -m venv $(VENV) >&2 || { rm -rf $(VENV); echo "Could not create $(VENV); on Debian and Ubuntu: apt install python3-venv" >&2; exit 2; }; \
 fi; \
-echo "Installing what is needed into $(VENV); this happens once"; \
-$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(1)]'
+echo "Installing what is needed into $(VENV); this happens once" >&2; \
+$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(1)]' >&2
 endef

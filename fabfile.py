@@ -18,9 +18,9 @@ from invoke.tasks import task
 from scripts import cluster as clusters
 from scripts import control, display, faults, jobs, report
 from scripts import ssh as remote
+from scripts.hint import LOCAL, make
 from spotrun.errors import CloudError, SpotrunError, StoreError
 
-LOCAL = "clusters/local.yaml"
 DIGITS = "examples/digits/job.yaml"
 
 
@@ -50,8 +50,9 @@ def command(function: Callable[..., int | None]) -> Any:
 def up(_: Context, cluster: str = LOCAL, json: bool = False) -> None:
     """Bring the cluster up: a head and a bucket."""
     spec = clusters.load(cluster)
-    status = clusters.up(spec)
-    _print(status, json, f"cluster {spec.name} is up; `make train` runs a job, `make down` takes it down")
+    status = clusters.up(spec, cluster)
+    text = f"`{make(cluster, 'train')}` runs a job, `{make(cluster, 'down')}` takes it down"
+    _print(status, json, f"cluster {spec.name} is up; {text}")
 
 
 @command
@@ -102,7 +103,8 @@ def run(
 ) -> int:
     """Run a shell command on all nodes, or on one."""
     if not cmd.strip():
-        raise SpotrunError("run: no command; for example: make run CMD='nvidia-smi -L'")
+        example = make(cluster, "run", "CMD='nvidia-smi -L'")
+        raise SpotrunError(f"run: no command; for example: {example}")
     access = _access(cluster)
     nodes = [node] if node else [each["name"] for each in control.ask(access, "status")["nodes"] if _reachable(each)]
     if not nodes:
@@ -122,14 +124,14 @@ def run(
 def preempt(_: Context, cluster: str = LOCAL, node: str = "", notice: str = "", json: bool = False) -> None:
     """Have the cloud take a node away, with notice, as a test."""
     extra = ["--notice", notice] if notice else []
-    answer = control.ask(_access(cluster), "preempt", _named(node), *extra)
+    answer = control.ask(_access(cluster), "preempt", _named(cluster, node), *extra)
     _print(answer, json, f"the cloud takes {node} away, with notice")
 
 
 @command
 def kill(_: Context, cluster: str = LOCAL, node: str = "", json: bool = False) -> None:
     """Have the cloud take a node away without a word, as a test."""
-    answer = control.ask(_access(cluster), "kill", _named(node))
+    answer = control.ask(_access(cluster), "kill", _named(cluster, node))
     _print(answer, json, f"the cloud has taken {node} away")
 
 
@@ -144,14 +146,15 @@ def relaunch(_: Context, cluster: str = LOCAL, id: str = "", json: bool = False)
 def stop(_: Context, cluster: str = LOCAL, id: str = "", json: bool = False) -> None:
     """Stop a job; its state goes into the bucket."""
     answer = control.ask(_access(cluster), "stop", *_of(id))
-    _print(answer, json, f"job {answer['job']} stops; `make relaunch ID={answer['job']}` runs it on")
+    again = make(cluster, "relaunch", f"ID={answer['job']}")
+    _print(answer, json, f"job {answer['job']} stops; `{again}` runs it on")
 
 
 @command
 def down(_: Context, cluster: str = LOCAL, force: bool = False, json: bool = False) -> None:
     """Take the cluster down; refuses while a job runs, unless forced."""
     spec = clusters.load(cluster)
-    text = clusters.down(spec, force)
+    text = clusters.down(spec, force, cluster)
     _print({"cluster": spec.name, "up": False}, json, text)
 
 
@@ -163,8 +166,8 @@ def _train(cluster: str, job: str, wanted: str, json: bool) -> int:
     jobs.check(spec, job)
     say = functools.partial(print, file=sys.stderr if json else sys.stdout, flush=True)
     say(f"bringing cluster {spec.name} up")
-    clusters.up(spec)
-    access = clusters.access(spec)
+    clusters.up(spec, cluster)
+    access = clusters.access(spec, cluster)
     return _follow(access, cluster, jobs.submit(access, spec, job, say), plan, json)
 
 
@@ -182,16 +185,16 @@ def _follow(access: remote.Access, cluster: str, job: str | None, plan: list[fau
 
 
 def _access(cluster: str) -> remote.Access:
-    return clusters.access(clusters.load(cluster))
+    return clusters.access(clusters.load(cluster), cluster)
 
 
 def _of(job: str) -> list[str]:
     return ["--job", job] if job else []
 
 
-def _named(node: str) -> str:
+def _named(cluster: str, node: str) -> str:
     if not node:
-        raise SpotrunError("no node named: NODE=<name>; `make status` lists them")
+        raise SpotrunError(f"no node named: NODE=<name>; `{make(cluster, 'status')}` lists them")
     return node
 
 
@@ -200,7 +203,7 @@ def _reachable(node: dict[str, Any]) -> bool:
 
 
 def _hint(cluster: str, job: str | None) -> str:
-    return "make follow" + (f" CLUSTER={cluster}" if cluster != LOCAL else "") + (f" ID={job}" if job else "")
+    return make(cluster, "follow", *([f"ID={job}"] if job else []))
 
 
 def _print(document: object, json: bool, text: str) -> None:

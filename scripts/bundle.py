@@ -6,6 +6,7 @@ Equal folders give equal bytes (sorted, no times, no owners), so what is in the 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import stat
@@ -94,7 +95,9 @@ def files(folder: Path, limit: int = LIMIT) -> list[Path]:
 
 def _walk(folder: Path, root: Path, ignores: _Ignores) -> Iterator[Path]:
     ignores = ignores + _ignores_in(folder)
-    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+    with _Explained(folder):
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    for entry in entries:
         path = Path(entry.path)
         inner = entry.is_dir(follow_symlinks=False)
         if entry.name in ALWAYS_OUT or _is_ignored(path, inner, ignores):
@@ -102,11 +105,13 @@ def _walk(folder: Path, root: Path, ignores: _Ignores) -> Iterator[Path]:
         if inner:
             yield from _walk(path, root, ignores)
         elif entry.is_symlink():
-            if not path.resolve().is_relative_to(root) or os.readlink(path).startswith("/"):
+            if not Path(os.path.realpath(path)).is_relative_to(root) or os.readlink(path).startswith("/"):
                 raise SpotrunError(
                     f"{path}: a link to {os.readlink(path)}, which nodes do not have; copy the file here, or put the"
                     " link into .gitignore"
                 )
+            with _Explained(path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                path.stat()  # a link to itself leads nowhere; one to what is not there yet may go along
             yield path.relative_to(root)
         elif entry.is_file(follow_symlinks=False):  # sockets, pipes and devices stay out
             yield path.relative_to(root)
@@ -124,9 +129,9 @@ def _is_ignored(path: Path, is_folder: bool, ignores: _Ignores) -> bool:
 
 def _ignores_in(folder: Path) -> _Ignores:
     path = folder / ".gitignore"
-    if not path.is_file():
-        return []
     with _Explained(path):
+        if not path.is_file():
+            return []
         return [(folder, GitIgnoreSpec.from_lines(path.read_text("utf-8", "replace").splitlines()))]
 
 

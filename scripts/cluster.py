@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts import control
+from scripts.hint import LOCAL, make
 from scripts.ssh import Access, Unreachable
 from spotrun.errors import SpotrunError
 from spotrun.spec import ClusterSpec, load_cluster
@@ -34,43 +35,43 @@ def load(path: str) -> ClusterSpec:
     return cluster
 
 
-def access(cluster: ClusterSpec) -> Access:
-    """The way into a cluster that is up. Raises `Unreachable` if it is not."""
+def access(cluster: ClusterSpec, file: str = LOCAL) -> Access:
+    """The way into a cluster that is up. file: its cluster file. Raises `Unreachable` if it is not up."""
     from spotrun.cloud.local.layout import Layout
 
     layout = Layout.of(home(), cluster.name)
     if not layout.key.exists() or not layout.record.exists():
-        raise Unreachable(f"cluster {cluster.name} is not up; `make up` brings it up")
+        raise Unreachable(f"cluster {cluster.name} is not up; `{make(file, 'up')}` brings it up")
     store = Store(cluster.bucket or str(layout.bucket))
-    return Access(cluster.name, store, user="spotrun", key=layout.key, scratch=layout.state)
+    return Access(cluster.name, store, user="spotrun", key=layout.key, scratch=layout.state, file=file)
 
 
-def up(cluster: ClusterSpec) -> Status:
+def up(cluster: ClusterSpec, file: str = LOCAL) -> Status:
     """Bring the cluster up, or what is missing of it, and wait for its head. The head's first status document."""
     from spotrun.cloud.local import client
 
     client.up(cluster, home())
-    return control.await_head(access(cluster))
+    return control.await_head(access(cluster, file))
 
 
-def down(cluster: ClusterSpec, force: bool) -> str:
+def down(cluster: ClusterSpec, force: bool, file: str = LOCAL) -> str:
     """Take the cluster down; what happened, in a line. Raises `SpotrunError` while a job runs, unless `force`."""
     from spotrun.cloud.local import client
 
-    job = None if force else _active_job(cluster)
+    job = None if force else _active_job(cluster, file)
     if job is not None:
         raise SpotrunError(
-            f"cluster {cluster.name}: job {job['id']} is {job['phase']}; `make stop` saves its state and stops it,"
-            " `make down FORCE=1` takes the machines from under it"
+            f"cluster {cluster.name}: job {job['id']} is {job['phase']}; `{make(file, 'stop')}` saves its state and"
+            f" stops it, `{make(file, 'down', 'FORCE=1')}` takes the machines from under it"
         )
     client.down(cluster.name, home())
     bucket = cluster.bucket or home() / "local" / cluster.name / "bucket"
     return f"cluster {cluster.name} is down; its bucket stays: {bucket}"
 
 
-def _active_job(cluster: ClusterSpec) -> Status | None:
+def _active_job(cluster: ClusterSpec, file: str) -> Status | None:
     try:
-        job: Status | None = control.ask(access(cluster), "status")["job"]
+        job: Status | None = control.ask(access(cluster, file), "status")["job"]
     except Unreachable:
         return None  # no head, no running job that anyone could stop
     return job if job is not None and job["phase"] in ACTIVE else None

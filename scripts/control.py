@@ -14,10 +14,10 @@ import paramiko
 
 from scripts.ssh import TIMEOUT, Access, StrictConnection, Unreachable, connect
 from spotrun.errors import SpotrunError
+from spotrun.head.ctl import NO_ANSWER, SILENCE
 
 Status = dict[str, Any]  # the status document
 PATIENCE = 180.0  # seconds that a head may be away while following; it is recreated in less
-SILENCE = 600.0  # seconds without a line from the head after which the connection counts as dead
 _PAUSE = 1.0
 
 
@@ -104,7 +104,7 @@ def _check_exit(channel: paramiko.Channel, verb: str) -> None:
     text = said.removeprefix("spotrun: ") or f"spotrun ctl {verb} ended with status {code}"
     if code == 127:
         raise Unreachable(f"the head has no `spotrun` command: {text}")
-    if code == 2 and not text.startswith(("no head runs", "the head does not answer")):
+    if code == 2 and not text.startswith(("no head runs", NO_ANSWER)):
         raise SpotrunError(text)
     raise Unreachable(text)
 

@@ -12,8 +12,9 @@ from typing import Any
 from scripts import bundle, control, faults
 from scripts.display import ENDED, Display
 from scripts.faults import Fault
+from scripts.hint import make
 from scripts.ssh import Access, Unreachable
-from spotrun.errors import SpotrunError
+from spotrun.errors import SpotrunError, StoreError
 from spotrun.spec import ClusterSpec, JobSpec, check_fit, load_job
 
 Status = dict[str, Any]
@@ -53,7 +54,7 @@ def follow(access: Access, job: str | None, display: Display, plan: list[Fault] 
     """Show a job until it ends, taking machines away as planned; its last state.
 
     The head may be gone for a while meanwhile: it is recreated, and training goes on without it.
-    Raises `Unreachable` if it stays away.
+    Raises `Unreachable` if it stays away, or the bucket, which says where it is.
     """
     todo, hit = list(plan or []), 0
     last: Status | None = None
@@ -71,7 +72,7 @@ def follow(access: Access, job: str | None, display: Display, plan: list[Fault] 
                     if fault is not None:
                         todo, hit = todo[1:], last["generation"]
                         _take(head, fault, status, display)
-        except Unreachable as error:
+        except (Unreachable, StoreError) as error:
             if gone_since is None:
                 display.say(f"the head is away ({error}); training goes on, trying again")
             gone_since = gone_since or time.monotonic()
@@ -86,9 +87,11 @@ def logs(access: Access, job: str | None, node: str | None, rank: str | None) ->
     """The logs of a job's newest generation that has any; of rank 0 unless a node or a rank is named."""
     if job is None:
         status = control.ask(access, "status")["job"]
-        if status is None:
-            raise SpotrunError("no job has run on this cluster yet; `make train` runs one")
-        job = str(status["id"])
+        # A head that began after the last job had ended knows of it from the bucket only.
+        newest_first = [status["id"]] if status else [each["job"] for each in control.ask(access, "jobs")]
+        if not newest_first:
+            raise SpotrunError(f"no job has run on this cluster yet; `{make(access.file, 'train')}` runs one")
+        job = str(newest_first[0])
     found = [log for key in access.store.list(f"jobs/{job}/logs") if (log := _log(key))]
     ranks = rank if rank is not None or node is not None else "0"
     chosen = [log for log in found if node in (None, log.node) and ranks in (None, log.rank)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import shutil
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ import paramiko
 from fabric import Config, Connection
 from pydantic import ValidationError
 
+from scripts.hint import LOCAL, make
 from spotrun.errors import SpotrunError
 from spotrun.store import Store, host_key
 from spotrun.wire import HostRecord
@@ -26,6 +28,9 @@ HEAD = "head"
 POOL = 16  # connections at once: hundreds of threads are slower than sixteen, not faster
 TIMEOUT = 10  # seconds for each stage of a connection
 EXIT_TIMEOUT = 124  # of coreutils' timeout
+# What may stand in a known_hosts file: a line break in either would add a host or a key of its own.
+_ADDRESS = re.compile(r"[A-Za-z0-9._:-]+")
+_KEY = re.compile(r"[a-z0-9@.-]+ [A-Za-z0-9+/]+=*( [ -~]*)?")
 
 
 class Unreachable(SpotrunError):
@@ -34,13 +39,17 @@ class Unreachable(SpotrunError):
 
 @dataclass(frozen=True)
 class Access:
-    """How an operator gets into a cluster. key: the private key's file. scratch: a folder for known_hosts."""
+    """How an operator gets into a cluster. key: the private key's file. scratch: a folder for known_hosts.
+
+    file: the cluster file, which messages name in the commands that they propose.
+    """
 
     cluster: str
     store: Store
     user: str
     key: Path
     scratch: Path
+    file: str = LOCAL
 
 
 @dataclass(frozen=True)
@@ -78,22 +87,36 @@ class StrictConnection(Connection):
         self.client.set_missing_host_key_policy(paramiko.RejectPolicy())
         known = self.client.get_host_keys()
         for line in record.keys:
-            entry = paramiko.hostkeys.HostKeyEntry.from_line(f"{host_pattern(record)} {line}")
+            try:
+                entry = paramiko.hostkeys.HostKeyEntry.from_line(f"{host_pattern(record)} {line}")
+            except Exception as error:  # each kind of key has a parser of its own, which raises what it likes
+                raise Unreachable(f"{record.node}: its host record has a broken key, {line[:60]!r}: {error}") from None
             if entry is not None and entry.key is not None:
                 known.add(host_pattern(record), entry.key.get_name(), entry.key)
 
 
 def read_host(access: Access, node: str) -> HostRecord:
-    """Address and host keys of a node, or of the head, as it put them into the bucket itself."""
+    """Address and host keys of a node, or of the head, as it put them into the bucket itself.
+
+    Raises `Unreachable` if the record is no good, or is the head's and not there yet.
+    """
     key = host_key(access.cluster, node)
     data = access.store.find(key)
+    if data is None and node == HEAD:
+        raise Unreachable(f"the head of cluster {access.cluster} has not come up yet")
     if data is None:
-        raise SpotrunError(f"{node}: there is no such machine in cluster {access.cluster}; `make status` lists them")
+        listing = make(access.file, "status")
+        raise SpotrunError(f"{node}: there is no such machine in cluster {access.cluster}; `{listing}` lists them")
     try:
-        return HostRecord.model_validate_json(data)
+        record = HostRecord.model_validate_json(data)
     except ValidationError as error:
         problem = error.errors()[0]
         raise Unreachable(f"{access.store.url}/{key}: not a host record: {problem['msg']}") from None
+    bad = [line for line in record.keys if not _KEY.fullmatch(line)]
+    bad += [] if _ADDRESS.fullmatch(record.address) else [record.address]
+    if bad:
+        raise Unreachable(f"{access.store.url}/{key}: not a host record: {bad[0][:60]!r} is no address and no host key")
+    return record
 
 
 @contextlib.contextmanager
@@ -130,7 +153,8 @@ def shell(access: Access, node: str) -> None:
     arguments = shell_command(access, node)
     program = shutil.which("ssh")
     if program is None:
-        raise SpotrunError("no `ssh` on this machine: install OpenSSH's client, or use `make run CMD=… NODE=…`")
+        other = make(access.file, "run", "CMD=…", "NODE=…")
+        raise SpotrunError(f"no `ssh` on this machine: install OpenSSH's client, or use `{other}`")
     os.execv(program, arguments)
 
 
@@ -194,7 +218,7 @@ def _run(connection: StrictConnection, node: str, command: str, timeout: float) 
         return Outcome(node, 255, f"{node}: connection lost: {error or type(error).__name__}\n")
     text = result.stdout + result.stderr
     if result.exited == EXIT_TIMEOUT:
-        text += f"ended after {timeout:g} s; give it longer with --timeout\n"
+        text += f"ended after {timeout:g} s; give it longer with TIMEOUT=\n"
     return Outcome(node, result.exited, text)
 
 

@@ -1,7 +1,8 @@
 """A stand-in for a cluster's machines: one SSH server, whose `spotrun` command answers from files.
 
-status.json is what `ctl status` prints, follow-1, follow-2 … what the first, second … `ctl follow` prints (the last one
-ends well, the others as if the head had died), refuse what every other verb is refused with.
+status.json and jobs.json are what `ctl status` and `ctl jobs` print, follow-1, follow-2 … what the first, second …
+`ctl follow` prints (the last one ends well, the others as if the head had died), refuse what every other verb is
+refused with.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ shift
 echo "$*" >> calls
 case "$1" in
 status) cat status.json ;;
+jobs) cat jobs.json ;;
 follow)
     n=$(cat n 2>/dev/null || echo 1)
     cat "follow-$n"
@@ -82,7 +84,8 @@ class Machines:
             if name.startswith("follow"):
                 text = "".join(json.dumps(each) + "\n" for each in value)  # type: ignore[attr-defined]
             stem, _, ending = name.partition("_")
-            (self.folder / {"follow": f"follow-{ending}", "status": "status.json"}.get(stem, stem)).write_text(text)
+            file = {"follow": f"follow-{ending}", "status": "status.json", "jobs": "jobs.json"}.get(stem, stem)
+            (self.folder / file).write_text(text)
 
     def calls(self) -> list[str]:
         path = self.folder / "calls"

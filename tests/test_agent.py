@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import json
@@ -15,8 +16,9 @@ import pytest
 import zstandard
 
 from spotrun import shards
+from spotrun.node.link import Link
 from spotrun.node.process import descendants
-from spotrun.store import checkpoint_key, code_key, head_key, host_key
+from spotrun.store import Store, checkpoint_key, code_key, head_key, host_key
 from spotrun.wire import MAX_MESSAGE, HostRecord, Order, Report, SaveOrder, StateRef
 from tests.fakehead import FakeHead
 from tests.fakenode import HELPER, TOY, Machine, put_code, world
@@ -227,12 +229,12 @@ async def test_checkpoint_parts(tmp_path: Path) -> None:
         assert {file.name for file in files} == {
             shards.shard_name(1, 0, 2),
             shards.shard_name(1, 1, 2),
-            shards.state_name(1),
-            shards.index_name(1),
+            shards.state_name(1, 2),
+            shards.index_name(1, 2),
         }
         for file in files:
             assert len(w.store.get(checkpoint_key(bundle.id, step, file.name))) == file.size
-        state = json.loads(w.store.get(checkpoint_key(bundle.id, step, shards.state_name(1))))
+        state = json.loads(w.store.get(checkpoint_key(bundle.id, step, shards.state_name(1, 2))))
         assert state["record"]["step"] == step
         for name in (A, B):
             await w.head.order(name, order)
@@ -360,6 +362,52 @@ async def test_packages_and_launcher(tmp_path: Path) -> None:
         assert report.failure is not None
         assert report.failure.kind == "setup"
         assert "pip failed" in report.failure.message
+
+
+async def test_no_room_for_a_generation_and_what_a_killed_agent_left(tmp_path: Path) -> None:
+    left = tmp_path / A / "scratch" / "parts" / "part-old"
+    left.mkdir(parents=True)
+    async with world(tmp_path, A) as w:
+        bundle = w.bundle()
+        await w.ready(bundle, [A])
+        assert not left.exists()
+        control = w.machines[0].tmpfs / bundle.id / "control"
+        control.parent.mkdir(parents=True, exist_ok=True)
+        control.write_text("in the way")
+        await w.begin(bundle, 1, [A])
+        failed = await w.head.wait(A, lambda r: r.failure, "a failure")
+        assert failed.failure is not None
+        assert (failed.phase, failed.failure.kind, failed.generation) == ("failed", "setup", 0)
+        assert "generation 1 cannot start on this node: " in failed.failure.message
+        assert str(control) in failed.failure.message
+        control.unlink()
+        await w.begin(bundle, 2, [A])
+        (running,) = await w.steps([A], 2, 3)
+        assert running.failure is None
+
+
+async def test_the_link_ends_when_told_even_while_it_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    leaving = asyncio.Event()
+
+    async def send(*_: object) -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            leaving.set()
+            await asyncio.sleep(60)
+
+    monkeypatch.setattr(Link, "_send", send)
+    store = Store(str(tmp_path))
+    head = FakeHead(store)
+    await head.start()
+    link = Link(store, "test", lambda order: None)
+    task = asyncio.create_task(link.run())
+    await await_for(lambda: link.connected, what="a link")
+    await head.stop()
+    await asyncio.wait_for(leaving.wait(), 10)
+    task.cancel()
+    await asyncio.wait([task], timeout=5)
+    assert task.cancelled()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

@@ -118,6 +118,26 @@ def test_what_cannot_be_packed_is_named(tmp_path: Path) -> None:
         bundle.upload(store, folder, "train.py")
 
 
+def test_what_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "later").symlink_to("not-there-yet")
+    assert names(tmp_path) == ["later"]
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(SpotrunError, match="loop: cannot be packed: Too many levels of symbolic links"):
+        bundle.files(tmp_path)
+    (tmp_path / "loop").unlink()
+    (tmp_path / "sub").mkdir()
+    listed = os.scandir
+
+    def refuse(folder: Path) -> object:  # as for another user's folder; root may read any
+        if folder.name == "sub":
+            raise PermissionError(13, "Permission denied")
+        return listed(folder)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(SpotrunError, match="sub: cannot be packed: Permission denied"):
+        bundle.files(tmp_path)
+
+
 def test_sockets_and_pipes_stay_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, a="")
     monkeypatch.chdir(tmp_path)  # a socket's path must be short

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from spotrun import checkpoints, shards, slots
 from spotrun.control import Context
-from spotrun.errors import CorruptError
+from spotrun.errors import CorruptError, SpotrunError
 from spotrun.store import Store, checkpoint_key
 from spotrun.train import checkpoint
 from spotrun.train.restore import restore
@@ -102,7 +102,7 @@ def test_round_trip(store: Store, tmp_path: Path, parts: int) -> None:
 
 def test_shards_are_what_other_tools_read(store: Store, tmp_path: Path) -> None:
     save(store, tmp_path, 10)
-    index = json.loads(object_path(tmp_path, 10, "g1-model.safetensors.index.json").read_text())
+    index = json.loads(object_path(tmp_path, 10, shards.index_name(1, 3)).read_text())
     assert sorted(set(index["weight_map"].values())) == [shards.shard_name(1, number, 3) for number in range(3)]
     tensors = {}
     for name in set(index["weight_map"].values()):
@@ -123,8 +123,8 @@ def test_a_slot_without_a_whole_snapshot_is_not_uploaded(tmp_path: Path) -> None
         (shards.shard_name(2, 1, 3), "cut"),
         (shards.shard_name(2, 0, 3), "flip"),
         (shards.shard_name(2, 2, 3), "gone"),
-        ("g2-state.json", "flip"),
-        ("g2-state.json", "gone"),
+        (shards.state_name(2, 3), "flip"),
+        (shards.state_name(2, 3), "gone"),
         ("manifest.json", "cut"),
         ("manifest.json", "junk"),
     ],
@@ -233,6 +233,14 @@ def test_the_newer_of_memory_and_bucket_counts(store: Store, tmp_path: Path, loc
 
 def test_nothing_anywhere_is_a_fresh_start(tmp_path: Path) -> None:
     assert restore(context(tmp_path), 0, None) is None
+
+
+def test_none_of_the_checkpoints_can_be_read(store: Store, tmp_path: Path) -> None:
+    """Beginning anew would be a silent loss of everything."""
+    save(store, tmp_path, 10)
+    object_path(tmp_path, 10, shards.shard_name(1, 0, 3)).unlink()
+    with pytest.raises(SpotrunError, match="none of the 1 checkpoints of job job can be read"):
+        restore(context(tmp_path, (1, 10)), 0, None)
 
 
 def test_another_jobs_snapshot_is_not_ours(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import asyncssh
 import pytest
 
 from spotrun.cloud import Instance, connect
-from spotrun.cloud.local import procs
+from spotrun.cloud.local import client, procs
 from spotrun.cloud.local.client import LocalCloud, down, find, up
 from spotrun.cloud.local.layout import METADATA_PORT, SSH_PORT, Layout
 from spotrun.errors import CloudError
@@ -514,6 +514,22 @@ async def test_killed_daemon_then_up_is_clean(cluster: Cluster, when: str) -> No
     assert {path.name for path in cluster.layout.tmpfs.iterdir()} == {"head-0"}
     await cloud.resize("a", 1)
     await cluster.running("a-0")
+
+
+async def test_a_daemon_that_does_not_answer_keeps_its_machines(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await cluster.up()
+    before = await cluster.running()
+    monkeypatch.setattr(client, "_ANSWER", 0.5)
+    pid = json.loads(cluster.layout.record.read_text())["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(CloudError, match=rf"\(pid {pid}\) runs but does not answer; `make down` ends it"):
+            await cluster.up()
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert await cluster.running() == before
 
 
 async def test_killed_daemon_then_down_is_clean(cluster: Cluster) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+import asyncio
+import contextlib
 import io
 import json
 import os
@@ -9,18 +12,22 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import asyncssh
 import pytest
+from aiohttp import web
 from rich.console import Console
 
-from scripts import cluster, control, display, faults, jobs, report, ssh
-from spotrun.errors import SpotrunError
+from scripts import cluster, control, display, faults, hint, jobs, report, ssh
+from spotrun.errors import SpotrunError, StoreError
+from spotrun.head import ctl, server
+from spotrun.head.head import Head
+from spotrun.head.state import JobState
 from spotrun.spec import ClusterSpec
-from spotrun.store import log_key
+from spotrun.store import Store, host_key, job_key, log_key
 from tests.helpers import wait_for
 from tests.standin import Machines, machines
 
@@ -127,11 +134,33 @@ def test_machines_that_are_not_there(standin: Machines) -> None:
         ssh.read_host(standin.access, "spot-9")
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("keys", "ssh-ed25519 !!!"),
+        ("keys", "ssh-ed25519 AAAAC"),  # no base64 is that long
+        ("keys", "ssh-ed25519 AAAA"),
+        ("keys", "ssh-rsa AAAAB3NzaC1yc2E=\n* ssh-ed25519 AAAA"),
+        ("address", "127.0.0.1\n*"),
+    ],
+)
+def test_a_host_record_with_junk_is_refused(standin: Machines, field: str, value: str) -> None:
+    key = host_key("c", "head")
+    record = json.loads(standin.store.get(key))
+    record[field] = [value] if field == "keys" else value
+    standin.store.put(key, json.dumps(record).encode())
+    with pytest.raises(ssh.Unreachable, match=r"head.*: "):
+        control.ask(standin.access, "status")
+    if "\n" in value:
+        with pytest.raises(ssh.Unreachable, match=r"hosts/head\.json: not a host record"):
+            ssh.shell_command(standin.access, "head")
+
+
 def test_a_command_that_takes_too_long_is_ended_over_there(standin: Machines) -> None:
     outcomes: list[ssh.Outcome] = []
     assert not ssh.run(standin.access, ["head"], "echo began; exec sleep 600", 0.5, outcomes.append)
     assert outcomes[0].code == ssh.EXIT_TIMEOUT
-    assert outcomes[0].output.startswith("began\nended after 0.5 s")
+    assert outcomes[0].output == "began\nended after 0.5 s; give it longer with TIMEOUT=\n"
 
 
 def test_a_host_key_of_another_kind_is_refused(standin: Machines) -> None:
@@ -169,6 +198,29 @@ def test_follow_outlives_the_head(standin: Machines) -> None:
     assert [each["job"]["step"] for each in seen.shown] == [10, 60, 100]
     assert standin.calls() == ["follow", "follow --job digits-1"]
     assert seen.said[0].startswith("the head is away (")
+
+
+def test_follow_outlives_a_bucket_that_is_away(standin: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
+    standin.write(follow_1=[status(step=10)], follow_2=[status(**SUCCEEDED)])
+    find, asked = Store.find, 0
+
+    def flaky(store: Store, key: str) -> bytes | None:
+        nonlocal asked
+        asked += 1
+        if asked == 2:
+            raise StoreError("the bucket is away")
+        return find(store, key)
+
+    monkeypatch.setattr(Store, "find", flaky)
+    assert jobs.follow(standin.access, None, Recorder())["phase"] == "succeeded"
+    assert asked == 3
+
+
+def test_a_head_that_says_nothing_is_gone(standin: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
+    standin.write(follow_1=[status(step=10)], hang="")
+    monkeypatch.setattr(control, "SILENCE", 0.5)
+    with control.open_head(standin.access) as head, pytest.raises(ssh.Unreachable, match="no answer in time"):
+        list(head.follow(None))
 
 
 def test_faults_take_the_last_member_once_a_generation(standin: Machines) -> None:
@@ -293,6 +345,103 @@ def test_logs_are_the_newest_generations(standin: Machines) -> None:
     assert jobs.last_words(standin.access, "digits-1") == ["2 0"]
 
 
+def test_logs_of_a_job_that_the_head_does_not_know(standin: Machines) -> None:
+    standin.write(status_json=status(), jobs_json=[{"job": "digits-2", "phase": "succeeded"}])
+    standin.store.put(log_key("digits-2", 1, "spot-0", 0), b"")
+    assert [log.key for log in jobs.logs(standin.access, None, None, None)] == [log_key("digits-2", 1, "spot-0", 0)]
+    standin.write(jobs_json=[])
+    with pytest.raises(SpotrunError, match="no job has run on this cluster yet; `make train` runs one"):
+        jobs.logs(standin.access, None, None, None)
+
+
+# The head's side of it
+
+
+@contextlib.asynccontextmanager
+async def new_head(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Head]:
+    """A head that has just begun, behind its control socket."""
+    spec = ClusterSpec(name="c", cloud="local", pools=({"name": "p", "zone": "local-a"},))
+    head = Head(spec, Store(str(folder / "bucket")), cast(Any, None), 1)
+    monkeypatch.setenv("SPOTRUN_TMPFS", str(folder))
+    runner = web.AppRunner(server._control_app(head))
+    await runner.setup()
+    await web.UnixSite(runner, str(ctl.control_path())).start()
+    try:
+        yield head
+    finally:
+        await runner.cleanup()
+
+
+async def ctl_(*words: str) -> int:
+    parser = argparse.ArgumentParser()
+    ctl.add_parser(parser.add_subparsers())
+    return await ctl._run(parser.parse_args(["ctl", *words]))
+
+
+def ended(head: Head, job: str, name: str = "c") -> JobState:
+    spec = {"name": "toy", "script": "train.py"}
+    state = JobState(id=job, name="toy", cluster=name, code="", spec=spec, submitted=1, ordered_at=1, phase="stopped")
+    head.store.put(job_key(job, "state.json"), state.model_dump_json().encode())
+    return state
+
+
+async def test_a_new_head_names_the_newest_jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    async with new_head(tmp_path, monkeypatch) as head:
+        for verb in ("relaunch", "follow"):
+            with pytest.raises(SpotrunError, match="no job has run on this cluster yet"):
+                await ctl_(verb)
+        for job in ("b-20260101-000000", "a-20260102-000000", "a-20260102-000000-2", "a-20260102-000000-10"):
+            ended(head, job)
+        ended(head, "c-20260103-000000", "another")
+        head.store.put(job_key("d-20260103-000000", "state.json"), b"junk")
+        ids = ["a-20260102-000000-10", "a-20260102-000000-2", "a-20260102-000000", "b-20260101-000000"]
+        for verb in ("relaunch", "follow"):
+            with pytest.raises(SpotrunError, match="since this head began; name one: " + ", ".join(ids)):
+                await ctl_(verb)
+        assert await ctl_("jobs") == 0
+        assert [each["job"] for each in json.loads(capfdbinary.readouterr().out)] == ids
+
+
+async def test_a_follower_hears_from_a_head_with_nothing_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    monkeypatch.setattr(server, "ALIVE_EVERY", 0.1)
+    async with new_head(tmp_path, monkeypatch) as head:
+        ended(head, "a-20260102-000000")
+        following = asyncio.create_task(ctl_("follow", "--job", "a-20260102-000000"))
+        await asyncio.sleep(1.5)
+        following.cancel()
+        first, *others = capfdbinary.readouterr().out.splitlines()
+        assert json.loads(first)["job"]["id"] == "a-20260102-000000"
+        assert others[:2] == [b"", b""]
+        assert set(others) == {b""}
+
+
+async def test_a_head_that_cannot_answer_is_no_mistake_of_the_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*_: object) -> None:
+        raise StoreError("the bucket is away")
+
+    async def cut(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        assert request.transport is not None
+        request.transport.abort()
+        return response
+
+    async with new_head(tmp_path, monkeypatch):
+        monkeypatch.setattr(Store, "find", away)
+        with pytest.raises(SpotrunError, match=r"^the head does not answer: the bucket is away"):
+            await ctl_("follow", "--job", "a")
+    monkeypatch.setattr(server, "_follow", lambda _, request: cut(request))
+    async with new_head(tmp_path, monkeypatch):
+        with pytest.raises(SpotrunError, match=r"^the head does not answer on "):
+            await ctl_("follow")
+
+
 # The commands, with their exit statuses
 
 
@@ -322,10 +471,8 @@ def test_a_users_mistake_is_status_2_and_one_line(standin: Machines) -> None:
     refused = fab(standin, "kill", "--node", "x-1")
     assert (refused.returncode, refused.stderr) == (2, "spotrun: there is no node x-1; there are spot-0, spot-1\n")
     unnamed = fab(standin, "kill")
-    assert (unnamed.returncode, unnamed.stderr) == (
-        2,
-        "spotrun: no node named: NODE=<name>; `make status` lists them\n",
-    )
+    listing = hint.make(str(standin.cluster), "status")
+    assert (unnamed.returncode, unnamed.stderr) == (2, f"spotrun: no node named: NODE=<name>; `{listing}` lists them\n")
     standin.cluster.write_text("name: c\ncloud: locl\npools: []\n")
     wrong = fab(standin, "status")
     assert wrong.returncode == 2
@@ -342,7 +489,8 @@ def test_what_is_out_of_reach_is_status_3(standin: Machines) -> None:
     assert "its host key has changed" in changed.stderr
     shutil.rmtree(standin.home)
     away = fab(standin, "stop")
-    assert (away.returncode, away.stderr) == (3, "spotrun: cluster c is not up; `make up` brings it up\n")
+    bring = hint.make(str(standin.cluster), "up")
+    assert (away.returncode, away.stderr) == (3, f"spotrun: cluster c is not up; `{bring}` brings it up\n")
 
 
 def test_train_finds_mistakes_before_anything_is_brought_up(standin: Machines) -> None:
@@ -377,6 +525,16 @@ def test_down_refuses_while_a_job_runs(standin: Machines, monkeypatch: pytest.Mo
     spec = cluster.load(str(standin.cluster))
     with pytest.raises(SpotrunError, match="job digits-1 is running; `make stop` saves its state"):
         cluster.down(spec, force=False)
+    proposed = r"`make stop CLUSTER=my\.yaml` .* `make down CLUSTER=my\.yaml FORCE=1`"
+    with pytest.raises(SpotrunError, match=proposed):
+        cluster.down(spec, force=False, file="my.yaml")
+    standin.store.delete([host_key("c", "head")])
+    assert "is down" in cluster.down(spec, force=False), "no job runs where no head came up"
+
+
+def test_hints_name_the_cluster() -> None:
+    assert hint.make(hint.LOCAL, "stop") == "make stop"
+    assert hint.make("a b.yaml", "down", "FORCE=1") == "make down CLUSTER='a b.yaml' FORCE=1"
 
 
 def test_control_c_detaches(standin: Machines) -> None:

@@ -30,7 +30,7 @@ from spotrun.head.state import (
     apply,
 )
 from spotrun.spec import JobSpec
-from spotrun.wire import Failure, Generation, Member, Notice, Report, StateRef, Worker
+from spotrun.wire import Failure, Generation, Member, Notice, Part, Report, StateRef, Worker
 
 NOW = 1000.0
 
@@ -106,6 +106,10 @@ def notice(seconds: float = 30.0) -> Notice:
 def failed(name: str, kind: str, **changes: Any) -> Node:
     at = changes.pop("at", NOW - 0.1)
     return node(name, phase="failed", failure=failure(kind, at=at), **changes)
+
+
+def part(index: int, whole: str) -> Part:
+    return Part(step=48, generation=1, index=index, parts=2, files=(), whole=whole)
 
 
 A, B, C, D = "a", "b", "c", "d"
@@ -234,6 +238,39 @@ CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
     "a worker that dies on a node being taken is no crash": (
         view(job(A, B, C), node(A), failed(B, "signal", notice=notice()), node(C)),
         (Drain(56, PREEMPT, NOW + 27),),
+    ),
+    "killed by a signal: first see whether a peer is gone": (
+        view(job(A, B, C), failed(A, "signal"), node(B), node(C)),
+        (),
+    ),
+    "killed by a signal on a node that is well": (
+        view(
+            job(A, B, C),
+            failed(A, "signal", at=NOW - 2, heard=NOW),
+            *(failed(n, "peer", at=NOW - 2.1, heard=NOW) for n in (B, C)),
+        ),
+        (Fail(failure("signal", at=NOW - 2), A), start(A, B, C, cause=Cause(kind="crash", node=A))),
+    ),
+    "killed by a signal since a peer was lost": (
+        view(job(A, B, C), failed(A, "signal"), node(B, linked=False, cloud="gone"), node(C)),
+        (start(A, C, cause=KILL),),
+    ),
+    "nodes hold different states: one saves": (
+        view(
+            job(A, B, saving=Saving(ref=StateRef(generation=1, step=48), holders=(A, B), since=NOW)),
+            *(node(A, parts=(part(0, "x"),)), node(B, parts=(part(1, "y"),))),
+        ),
+        (
+            Unsave("something that run.track was given differs between nodes; one node saves all of it"),
+            Save(StateRef(generation=1, step=56), (A,)),
+        ),
+    ),
+    "nodes hold different states, and wait": (
+        view(
+            job(saving=Saving(ref=StateRef(generation=1, step=48), holders=(A, B), since=NOW), stopping="so"),
+            *(node(A, phase="drained", parts=(part(0, "x"),)), node(B, phase="drained", parts=(part(1, "y"),))),
+        ),
+        (Conclude(Ending(phase="stopped", reason="so")),),
     ),
     "peers failed: first see who is gone": (
         view(job(A, B, C), failed(A, "peer"), failed(B, "peer"), node(C)),

@@ -469,6 +469,10 @@ def test_mistakes_are_said_clearly(alone: Path) -> None:
         next(iter(run.steps(loader)))
     run = spotrun.init()
     run.track(sampler=sampler)
+    with pytest.raises(SpotrunError, match="does not use it"):
+        next(iter(run.steps(DataLoader(data))))  # type: ignore[arg-type]
+    run = spotrun.init()
+    run.track(sampler=sampler)
     assert len(list(run.steps(loader))) == 2
     with pytest.raises(SpotrunError, match="twice in epoch 0"):
         next(iter(run.steps(loader)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import multiprocessing
@@ -20,8 +21,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from spotrun import slots
-from spotrun.control import Control
+from spotrun.control import SIZE, Control
 from spotrun.errors import CorruptError, SpotrunError
+from spotrun.train.metrics import Metrics
 from spotrun.train.snapshot import Reader, Writer, next_interval
 from spotrun.train.state import DTYPES, Encoder, decode
 from tests.helpers import wait_for
@@ -165,6 +167,38 @@ def test_a_slot_being_read_is_passed_over(tmp_path: Path) -> None:
     assert [record.step for _, record in slots.newest(tmp_path, "job")] == [4, 2]
 
 
+def test_an_urgent_snapshot_does_not_wait_long_for_a_reader(tmp_path: Path) -> None:
+    """It takes the slot of the newest one instead: what is being read is whole and remains."""
+    writer = write(tmp_path, 1, {"x": torch.ones(4)})
+    encode = lambda encoder: encoder.encode({"x": torch.ones(4)}, "state")  # noqa: E731
+    assert writer.take(2, encode, set(), wait=True)
+    writer.settle()
+    with slots.reading(tmp_path, slots.newest(tmp_path, "job")[1][0]):
+        assert writer.take(3, encode, set(), wait=True)
+        writer.settle()
+    assert [record.step for _, record in slots.newest(tmp_path, "job")] == [3, 1]
+
+
+def test_a_step_has_one_snapshot(tmp_path: Path) -> None:
+    """The finished state replaces the one that was taken at the last step's boundary."""
+    writer = write(tmp_path, 5, {"x": torch.ones(4)})
+    assert writer.take(5, lambda encoder: encoder.encode({"x": torch.zeros(4)}, "state"), set(), wait=True)
+    writer.settle()
+    assert [record.step for _, record in slots.newest(tmp_path, "job")] == [5]
+    assert read(tmp_path)["x"].tolist() == [0, 0, 0, 0]
+
+
+def test_odd_things_logged_end_no_job(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    control = Control(tmp_path / "control", create=True)
+    numbers = Metrics()
+    numbers.update({"loss": torch.tensor(0.5), "rates": [0.1], "name": "x", "many": torch.ones(3), "bad": math.nan})
+    for _ in range(2):
+        numbers.publish(control, now=True)
+        numbers.update({"loss": 0.5})
+    assert control.read_metrics() == {"loss": 0.5}
+    assert caplog.text.count("is not a number") == 3
+
+
 def test_a_snapshot_the_agent_asked_for_stays_until_it_had_time(tmp_path: Path) -> None:
     control = Control(tmp_path / "control", create=True)
     writer = Writer(tmp_path / "slots", "job", 1, control)
@@ -195,16 +229,36 @@ def test_no_room_is_said_clearly(tmp_path: Path) -> None:
         signal.signal(signal.SIGXFSZ, handler)
 
 
-@pytest.mark.parametrize("damage", ["cut", "flip", "gone", "junk record"])
-def test_damage_is_found(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("damage", ["junk", "flip", "odd", "deep"])
+def test_damage_to_a_record_is_found(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path, 1, {"x": torch.ones(4), "lr": 0.001})
+    slot, record = slots.newest(tmp_path, "job")[0]
+    path = slots.record_path(tmp_path, slot)
+    if damage == "junk":
+        path.write_text('{"job": ')
+    elif damage == "flip":
+        path.write_text(path.read_text().replace("0.001", "0.003"))
+    elif damage == "odd":
+        slots.commit(tmp_path, slot, dataclasses.replace(record, step=None))  # type: ignore[arg-type]
+    else:
+        path.write_text("[" * 100_000)
+    assert slots.newest(tmp_path, "job") == []
+    assert str(path) in caplog.text
+
+
+def test_a_control_block_has_its_room_from_the_start(tmp_path: Path) -> None:
+    """On a tmpfs that is full, a block without it would end the agent by SIGBUS."""
+    Control(tmp_path / "control", create=True).close()
+    assert os.stat(tmp_path / "control").st_blocks * 512 >= SIZE
+    with pytest.raises(OSError, match="nowhere/control"):
+        Control(tmp_path / "nowhere/control", create=True)
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "gone"])
+def test_damage_is_found(tmp_path: Path, damage: str) -> None:
     write(tmp_path, 1, {"x": torch.ones(1000)})
     slot, record = slots.newest(tmp_path, "job")[0]
     path = slots.data_path(tmp_path, slot)
-    if damage == "junk record":
-        slots.record_path(tmp_path, slot).write_text('{"job": ')
-        assert slots.newest(tmp_path, "job") == []
-        assert str(slots.record_path(tmp_path, slot)) in caplog.text
-        return
     if damage == "cut":
         os.truncate(path, record.size - 1)
     elif damage == "flip":

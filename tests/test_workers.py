@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import io
 import json
 import os
 import signal
 import tarfile
+import tempfile
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ import zstandard
 
 from spotrun.control import EXIT_DRAINED, EXIT_PEER, Control
 from spotrun.errors import CorruptError
-from spotrun.node import code
+from spotrun.node import code, job, preload
 from spotrun.node.entry import Task, failure_path
 from spotrun.node.group import phase
 from spotrun.node.launcher import Launcher
@@ -191,6 +193,45 @@ async def test_imports_that_use_the_gpu_are_not_made_ahead(tmp_path: Path) -> No
         assert b.log(1).endswith("late\n")
 
 
+CHILDREN = """
+import subprocess, sys
+from torch.utils.data import DataLoader
+from spotrun.train.failures import leave
+batches = iter(DataLoader(range(100), num_workers=2))
+next(batches)
+print(subprocess.Popen(["sleep", "600"]).pid, *(worker.pid for worker in batches._workers), flush=True)
+"""
+
+
+@pytest.mark.parametrize(("end", "wanted"), [(f"leave({EXIT_DRAINED})", EXIT_DRAINED), ("1/0", 1), ("sys.exit(7)", 7)])
+async def test_children_do_not_outlive_a_worker_that_leaves(end: str, wanted: int, tmp_path: Path) -> None:
+    async with bench(tmp_path) as b:
+        await b.begin()
+        b.start(1, CHILDREN + end)
+        assert await b.code(1) == wanted
+        pids = [int(word) for word in b.log(1).splitlines()[0].split()]
+        assert len(pids) == 3
+        await await_for(lambda: not any(_alive(pid) for pid in pids), 2, "an end")
+
+
+async def test_the_launchers_socket_is_where_it_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        monkeypatch.setenv(preload.SOCKETS, folder)
+        async with bench(tmp_path) as b:
+            await b.begin()
+            assert len(list(Path(folder).glob("pymp-*/listener-*"))) == 1
+            b.start(1, f"import os, tempfile\nprint(tempfile.gettempdir(), '{preload.SOCKETS}' in os.environ)")
+            assert await b.code(1) == 0
+            assert b.log(1) == f"{tempfile.gettempdir()} False\n"
+    place = tmp_path / "launcher"
+    (place / "pymp-old").mkdir(parents=True)
+    monkeypatch.setattr(job, "LONGEST", len(str(place)))
+    assert job._make_room(place) == {preload.SOCKETS: str(place)}
+    assert list(place.iterdir()) == []
+    monkeypatch.setattr(job, "LONGEST", len(str(place)) - 1)
+    assert job._make_room(place) == {}
+
+
 async def test_the_launcher_goes_with_its_end_of_input(tmp_path: Path) -> None:
     async with bench(tmp_path) as b:
         await b.begin(procs=2)
@@ -266,6 +307,7 @@ def member(name: str, kind: bytes = tarfile.REGTYPE, link: str = "", size: int =
         ([member("disk", tarfile.BLKTYPE)], "device"),
         ([member("tty", tarfile.CHRTYPE)], "device"),
         ([member("pipe", tarfile.FIFOTYPE)], "device"),
+        ([member("link", tarfile.LNKTYPE, "nothing")], "cannot be unpacked"),
     ],
 )
 def test_hostile_archives(members: list[tarfile.TarInfo], words: str, tmp_path: Path) -> None:
@@ -288,6 +330,32 @@ def test_oversized_and_broken_archives(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(code, "MAX_UNPACKED", 9000)
     with pytest.raises(CorruptError, match="refused: more than"):
         code.unpack(whole, target, "code/x")
+
+
+SPARSE = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.name": "x", "GNU.sparse.realsize": "1"}
+
+
+@pytest.mark.parametrize(
+    ("headers", "data"), [({"comment": "x" * (2 << 20)}, b"x"), (SPARSE, b"2000000\n" + b"1\n" * 2_000_000)]
+)
+def test_headers_are_not_read_without_end(headers: dict[str, str], data: bytes, tmp_path: Path) -> None:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        info = member("name", size=len(data))
+        info.pax_headers = headers
+        tar.addfile(info, io.BytesIO(data))
+    (tmp_path / "a").write_bytes(zstandard.compress(buffer.getvalue()))
+    with pytest.raises(CorruptError, match="refused: a header of more than 1 MiB"):
+        code.unpack(tmp_path / "a", tmp_path, "code/x")
+
+
+def test_a_full_disk_is_not_the_archives_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tarfile.TarFile, "makefile", full)
+    with pytest.raises(code.SetupError, match="No space left"):
+        code.unpack(archive(tmp_path / "a", member("file")), tmp_path, "code/x")
 
 
 def test_imports_of_a_script(tmp_path: Path) -> None:

@@ -74,8 +74,11 @@ class Control:
         handle = os.open(path, flags, 0o600)
         try:
             if create:
-                os.ftruncate(handle, SIZE)
+                # Not ftruncate: on a full tmpfs that succeeds, and the first store would end the process by SIGBUS.
+                os.posix_fallocate(handle, 0, SIZE)
             self.__dict__["_map"] = mmap.mmap(handle, SIZE)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from None  # or it would not say where
         finally:
             os.close(handle)
         view = memoryview(self._map)

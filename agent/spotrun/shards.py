@@ -120,12 +120,13 @@ def shard_name(generation: int, index: int, parts: int) -> str:
     return f"g{generation}-shard-{index + 1:05d}-of-{parts:05d}.safetensors"
 
 
-def state_name(generation: int) -> str:
-    return f"g{generation}-state.json"
+def state_name(generation: int, parts: int) -> str:
+    """The number of parts is in every name: a late upload of another cut must not overwrite a file of this one."""
+    return f"g{generation}-state-of-{parts:05d}.json"
 
 
-def index_name(generation: int) -> str:
-    return f"g{generation}-model.safetensors.index.json"
+def index_name(generation: int, parts: int) -> str:
+    return f"g{generation}-model-of-{parts:05d}.safetensors.index.json"
 
 
 def write_part(folder: Path, slot: int, index: int, parts: int, out_dir: Path) -> list[tuple[str, Path, int, str]]:
@@ -152,7 +153,8 @@ def write_part(folder: Path, slot: int, index: int, parts: int, out_dir: Path) -
         table = {"metadata": {"total_size": total}, "weight_map": weights}
         header_text = header(entries)[8:].decode()
         state = {"record": asdict(record), "header": header_text, "shards": names}
-        for name, content in ((index_name(record.generation), table), (state_name(record.generation), state)):
+        contents = {index_name(record.generation, parts): table, state_name(record.generation, parts): state}
+        for name, content in contents.items():
             (out_dir / name).write_text(json.dumps(content))
             written.append(out_dir / name)
     return [(path.name, path, *slots.digest(path)) for path in written]

@@ -61,7 +61,8 @@ def commit(folder: Path, slot: int, record: Record) -> None:
     """Make the slot count. Its data must be in place."""
     target = record_path(folder, slot)
     partial = target.with_suffix(".part")
-    partial.write_text(json.dumps(asdict(record)))
+    text = json.dumps(asdict(record))
+    partial.write_text(json.dumps({"record": text, "xxh3": xxhash.xxh3_128_hexdigest(text.encode())}))
     os.replace(partial, target)
 
 
@@ -74,10 +75,17 @@ def read(folder: Path, slot: int) -> Record | None:
     """The slot's record; None if there is none or it is not a record (then said in the log)."""
     path = record_path(folder, slot)
     try:
-        return Record(**json.loads(path.read_text()))
+        outer = json.loads(path.read_text())
+        # A learning rate with a flipped bit is as bad as a weight with one.
+        if xxhash.xxh3_128_hexdigest(outer["record"].encode()) != outer["xxh3"]:
+            raise ValueError("it is not what was written")
+        record = Record(**json.loads(outer["record"]))
+        if not all(isinstance(value, int) and value >= 0 for value in (record.generation, record.step, record.size)):
+            raise ValueError("its numbers are none")
+        return record
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         log.warning("snapshot record %s is not readable, passed over: %s", path, error)
         return None
 

@@ -109,6 +109,7 @@ class Part(Document):
     index: int
     parts: int
     files: tuple[FileRef, ...]
+    whole: str = ""  # xxh3 of the snapshot it was cut from: parts of different ones make no checkpoint
 
 
 class FileRef(Document):

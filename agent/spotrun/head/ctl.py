@@ -15,6 +15,9 @@ from spotrun.errors import SpotrunError
 if TYPE_CHECKING:
     import aiohttp
 
+NO_ANSWER = "the head does not answer"  # operators' commands tell by it what is worth another try
+SILENCE = 30.0  # seconds without a line after which a followed head counts as gone; it sends one every 5 s
+
 
 def add_parser(commands: Any) -> None:
     """Add `ctl` and its own commands."""
@@ -23,7 +26,7 @@ def add_parser(commands: Any) -> None:
     verbs.add_parser("submit", help="queue a job: JSON {job, code} on stdin")
     for verb, text in (("status", "one status document"), ("follow", "a status document a line until the job ends")):
         verbs.add_parser(verb, help=text).add_argument("--job")
-    verbs.add_parser("jobs", help="the jobs not yet ended")
+    verbs.add_parser("jobs", help="the jobs not yet ended, then the newest of the others")
     verbs.add_parser("stop", help="stop the active job; its state goes into the bucket").add_argument("--job")
     verbs.add_parser("relaunch", help="run an ended job on, restart an active one").add_argument("--job")
     preempt = verbs.add_parser("preempt", help="have the cloud take a node, with notice, as a test")
@@ -44,12 +47,14 @@ async def _run(args: argparse.Namespace) -> int:
     path = control_path()
     if not path.exists():
         raise SpotrunError(f"no head runs on this machine (there is no {path})")
-    timeout = aiohttp.ClientTimeout(total=None if args.verb == "follow" else 60)
+    following = args.verb == "follow"
+    timeout = aiohttp.ClientTimeout(total=None if following else 60, sock_read=SILENCE if following else None)
     try:
         async with aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(path)), timeout=timeout) as session:
             return await _ask(session, args)
-    except aiohttp.ClientConnectionError as error:
-        raise SpotrunError(f"the head does not answer on {path}: {error}") from None
+    except (aiohttp.ClientError, TimeoutError) as error:
+        reason = str(error) or type(error).__name__
+        raise SpotrunError(f"{NO_ANSWER} on {path}: {reason}") from None
 
 
 async def _ask(session: aiohttp.ClientSession, args: argparse.Namespace) -> int:
@@ -73,7 +78,7 @@ async def _ask(session: aiohttp.ClientSession, args: argparse.Namespace) -> int:
                 text = json.loads(text)["error"]
             except (ValueError, KeyError, TypeError):
                 text = f"the head answered {response.status}: {text[:200]}"
-            raise SpotrunError(text)
+            raise SpotrunError(f"{NO_ANSWER}: {text}" if response.status == 503 else text)
         # Chunks, not lines: a status document may be longer than the reader's line limit.
         async for chunk in response.content.iter_any():
             sys.stdout.buffer.write(chunk)

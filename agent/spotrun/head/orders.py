@@ -51,6 +51,7 @@ def manifests(job: JobState, reports: Iterable[Report], now: float) -> list[Mani
         )
         for (generation, step, count), parts in sorted(found.items())
         if set(parts) == set(range(count)) and (generation, step) > newest
+        if len({part.whole for part in parts.values()}) == 1
     ]
 
 

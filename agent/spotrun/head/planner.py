@@ -96,6 +96,8 @@ def _secure(view: View) -> tuple[Action, ...] | None:
     best = max(_state(node) for node in holders)
     names = tuple(sorted(n.name for n in holders if _state(n) == best))
     ref = StateRef(generation=best[0], step=best[1])
+    if _torn(view, ref):
+        names = names[:1]  # one node's own is whole, whatever the others have
     if not job.saving or job.saving.ref != ref or not set(job.saving.holders) <= set(names):
         return (Save(ref, names),)
     failed = any(n.report.late == ref.step for n in holders if n.name in job.saving.holders)
@@ -207,7 +209,12 @@ def _worth_growing(view: View, spec: JobSpec) -> bool:
 def _checkpoint(view: View, spec: JobSpec, here: list[Node]) -> tuple[Action, ...]:
     """A checkpoint by the interval; one that does not come about is given up."""
     job = view.job
+    holders = tuple(member.node for member in job.current.members) if job.current else ()
     if job.saving:
+        if _torn(view, job.saving.ref):
+            step = _ahead(view, here, DRAIN_AHEAD)
+            why = "something that run.track was given differs between nodes; one node saves all of it"
+            return (Unsave(why), Save(StateRef(generation=job.generation, step=step), holders[:1]))
         if any(node.report.late == job.saving.ref.step for node in here):
             return (Unsave("a worker was past the step already"),)
         if view.now - job.saving.since > SAVE_PATIENCE:
@@ -219,7 +226,6 @@ def _checkpoint(view: View, spec: JobSpec, here: list[Node]) -> tuple[Action, ..
     step = _ahead(view, here, DRAIN_AHEAD)
     if job.progress.total_steps and step >= job.progress.total_steps:
         return ()  # the end of the job saves the last state anyway
-    holders = tuple(member.node for member in job.current.members) if job.current else ()
     return (Save(StateRef(generation=job.generation, step=step), holders),)
 
 
@@ -247,22 +253,25 @@ def _unable(view: View, spec: JobSpec, node: Node) -> bool:
 
 
 def _user_failure(here: list[Node], lost: dict[str, str]) -> tuple[Failure, Node] | None:
-    """The earliest failure that was not somebody else's death; those on a node being taken do not count."""
+    """The earliest failure of the script itself; those on a node being taken do not count.
+
+    Not a worker's end by a signal: NCCL ends survivors so when a peer is gone. See `_network_failure`.
+    """
     found = [
         (node.report.failure, node)
         for node in here
-        if node.report.phase == "failed" and node.report.failure and node.report.failure.kind != "peer"
+        if node.report.phase == "failed" and node.report.failure and node.report.failure.kind not in ("peer", "signal")
         if not node.noticed and not node.gone and node.name not in lost
     ]
     return min(found, key=lambda item: item[0].at) if found else None
 
 
 def _network_failure(view: View, here: list[Node]) -> tuple[Failure, Node] | None:
-    """Collectives failed though every member is well: after a while that is a failure of its own."""
+    """A worker was killed, or collectives failed, though every node is well: after a while that counts as a failure."""
     found = [(n.report.failure, n) for n in here if n.report.phase == "failed" and n.report.failure]
     if not found:
         return None
-    failure, node = min(found, key=lambda item: item[0].at)
+    failure, node = min(found, key=lambda item: (item[0].kind == "peer", item[0].at))
     # First let every other member be heard after the failure: the dead one will not be.
     if view.now - failure.at < SETTLE or any(n.heard < failure.at + SETTLE for n in here):
         return None
@@ -317,6 +326,12 @@ def _ahead(view: View, here: list[Node], seconds: float) -> int:
     heard = max((n.heard for n in here), default=view.now)
     since = max(0.0, view.now - max(stepped_at, heard))
     return newest + max(1, math.ceil(round((since + seconds) / pace + min(2.0, 1.0 / pace), 6)))
+
+
+def _torn(view: View, ref: StateRef) -> bool:
+    """Whether parts of this checkpoint were cut from different states: together they would be none."""
+    parts = [part for node in view.nodes if node.report.job == view.job.id for part in node.report.parts]
+    return len({part.whole for part in parts if (part.generation, part.step) == (ref.generation, ref.step)}) > 1
 
 
 def _state(node: Node) -> tuple[int, int]:

@@ -13,11 +13,13 @@ import hashlib
 import hmac
 import json
 import logging
+import re
 import secrets
 import signal
 import socket
 import ssl
 import tempfile
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from pydantic import ValidationError
 
-from spotrun.errors import SpotrunError
+from spotrun.errors import SpotrunError, StoreError
 from spotrun.head.head import Head
 from spotrun.head.state import JobState, Stop, apply
 from spotrun.head.status import job_status
@@ -42,6 +44,8 @@ PORT = 8470
 HEARTBEAT = 5.0  # seconds between WebSocket pings; reports themselves come twice a second
 BAD_MESSAGES = 5  # in a row from one link before it is closed
 FOLLOW_EVERY = 0.2  # seconds between two lines of `ctl follow` at the least
+ALIVE_EVERY = 5.0  # seconds after which a line that has nothing new is an empty one: the head is there
+NEWEST = 10  # jobs that are listed when all of them would be too many
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -202,7 +206,10 @@ def _control_app(head: Head) -> web.Application:
         return web.json_response(await _status(head, request.query.get("job")))
 
     async def jobs(request: web.Request) -> web.Response:
-        return web.json_response([{"job": job, "phase": (await head.load(job)).phase} for job in head.jobs])
+        waiting = head.jobs
+        states = [await head.load(job) for job in waiting]
+        states += [state for state in await _newest(head) if state.id not in waiting]
+        return web.json_response([{"job": state.id, "phase": state.phase} for state in states])
 
     async def stop(request: web.Request) -> web.Response:
         asked = (await body(request)).get("job")
@@ -213,7 +220,7 @@ def _control_app(head: Head) -> web.Application:
         return web.json_response({"job": (await head.change(ask, asked)).id})
 
     async def relaunch(request: web.Request) -> web.Response:
-        job = (await body(request)).get("job") or _active(head)
+        job = (await body(request)).get("job") or await _active(head)
         await head.relaunch(str(job))
         return web.json_response({"job": job})
 
@@ -241,6 +248,8 @@ async def _explain(request: web.Request, handler: Handler) -> web.StreamResponse
     """A user's mistake becomes one line, never a traceback."""
     try:
         return await handler(request)
+    except StoreError as error:  # nobody's mistake: worth another try
+        return web.json_response({"error": str(error)}, status=503)
     except SpotrunError as error:
         return web.json_response({"error": str(error)}, status=400)
     except ValidationError as error:
@@ -250,10 +259,32 @@ async def _explain(request: web.Request, handler: Handler) -> web.StreamResponse
         return web.json_response({"error": f"not a valid request: {error}"}, status=400)
 
 
-def _active(head: Head) -> str:
-    if head.job is None:
-        raise SpotrunError("no job has run since this head began; name one (spotrun ctl jobs lists those that wait)")
-    return head.job.id
+async def _active(head: Head) -> str:
+    if head.job is not None:
+        return head.job.id
+    ids = [state.id for state in await _newest(head)]
+    if not ids:
+        raise SpotrunError("no job has run on this cluster yet")
+    raise SpotrunError(f"no job has run since this head began; name one: {', '.join(ids)}")
+
+
+async def _newest(head: Head) -> list[JobState]:
+    """The newest of this cluster's jobs: of those that ended before this head began, only the bucket knows."""
+    keys = await asyncio.to_thread(head.store.list, "jobs")
+    stamped = [re.fullmatch(r"jobs/([^/]+-([0-9]{8}-[0-9]{6})(?:-([0-9]+))?)/state\.json", key) for key in keys]
+    ids = [(match[2], int(match[3] or 1), match[1]) for match in stamped if match]
+    found: list[JobState] = []
+    for _, _, job in sorted(ids, reverse=True):
+        try:
+            state = await head.load(job)
+        except StoreError:
+            raise
+        except SpotrunError:
+            continue  # not readable: nothing to run on or to follow
+        found += [state] if state.cluster == head.cluster.name else []
+        if len(found) == NEWEST:
+            break
+    return found
 
 
 async def _status(head: Head, job: str | None) -> dict[str, Any]:
@@ -264,23 +295,25 @@ async def _status(head: Head, job: str | None) -> dict[str, Any]:
 
 
 async def _follow(head: Head, request: web.Request) -> web.StreamResponse:
-    """A status document a line whenever something changed, until the job has ended."""
-    job = request.query.get("job") or (head.jobs[0] if head.jobs else _active(head))
+    """A status document a line whenever something changed, until the job has ended; else empty lines now and then."""
+    job = request.query.get("job") or (head.jobs[0] if head.jobs else await _active(head))
     await head.load(job)
     response = web.StreamResponse()
     await response.prepare(request)
-    last = ""
-    with contextlib.suppress(ConnectionError):
+    last, written = "", 0.0
+    # Without the bucket the lines end: whoever asks again is told the reason.
+    with contextlib.suppress(ConnectionError, StoreError):
         while True:
             document = await _status(head, job)
             text = json.dumps(document)
-            if text != last:
-                await response.write(text.encode() + b"\n")
-                last = text
+            if text != last or time.monotonic() - written >= ALIVE_EVERY:
+                await response.write((text if text != last else "").encode() + b"\n")
+                last, written = text, time.monotonic()
             if document["job"]["ended"]:
                 break
             # Not more often than a person can read; changes meanwhile are in the next line.
             await asyncio.sleep(FOLLOW_EVERY)
-            async with head.published:
-                await head.published.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ALIVE_EVERY / 2), head.published:
+                    await head.published.wait()
     return response

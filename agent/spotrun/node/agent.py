@@ -30,7 +30,7 @@ from spotrun.node.notice import watch
 from spotrun.node.process import gpu_count
 from spotrun.node.uploader import Logs, newest, upload_part
 from spotrun.store import Store, log_key
-from spotrun.wire import Failure, Notice, Order, Part, Report, StateRef
+from spotrun.wire import Bundle, Failure, Generation, Notice, Order, Part, Report, StateRef
 
 log = logging.getLogger(__name__)
 
@@ -169,6 +169,7 @@ class Agent:
     async def run(self) -> None:
         """Turn after turn, whenever something has changed; at intervals only while workers live."""
         self._publish()
+        await asyncio.to_thread(code.remove, self._settings.scratch / "parts")  # of uploads cut short by a kill
         while True:
             busy = self._job is not None and self._job.group is not None and self._job.group.alive
             with contextlib.suppress(TimeoutError):
@@ -218,12 +219,18 @@ class Agent:
             self._job, self._missed, self._snapshot, self._looked, self._flushed = None, None, None, (-1, 0.0), 0
             self._drop_save()
         if bundle is not None and self._job is None:
-            await asyncio.to_thread(code.remove, self._settings.tmpfs, bundle.id)
+            await asyncio.to_thread(self._remove_old, bundle)
             self._job = Job(
                 bundle, self.store, self.identity.address, self._devices, self._settings.tmpfs, self._settings.scratch,
                 self._wake.set,
             )  # fmt: skip
             self._job.begin()
+
+    def _remove_old(self, bundle: Bundle) -> None:
+        """Remove what other jobs have left. Before the job begins: nothing of it may be under way meanwhile."""
+        code.remove(self._settings.tmpfs, keep=bundle.id)
+        code.remove(self._settings.scratch / "code", keep=bundle.code)
+        code.remove(self._settings.scratch / "logs", keep=bundle.id)
 
     async def _hold_generation(self, job: Job, order: Order) -> None:
         """Have the workers of the ordered generation and no other; those of an older one are dead before it begins."""
@@ -244,12 +251,19 @@ class Agent:
             message = f"generation {wanted.number} has ended on this node already"
             self._missed = self._missed or Failure(kind="peer", rank=rank, at=time.time(), message=message)
         elif job.store:
-            self._start(job, groups.create(wanted, rank, job.procs, job.control, job.logs / f"{wanted.number:04d}"))
+            self._start(job, wanted, rank)
 
-    def _start(self, job: Job, group: groups.Group) -> None:
+    def _start(self, job: Job, wanted: Generation, rank: int) -> None:
+        try:
+            group = job.start(wanted, rank, self.identity.name)
+        except OSError as error:  # no room in memory or on the disk, say; tried again at each turn
+            message = f"generation {wanted.number} cannot start on this node: {error}"
+            if self._missed is None or self._missed.message != message:
+                log.error("%s", message)
+                self._missed = Failure(kind="setup", rank=rank, at=time.time(), message=message)
+            return
         for each in group.locals:
             self.logs.follow(each.log, log_key(job.bundle.id, group.number, self.identity.name, each.rank))
-        job.start(group, self.identity.name)
 
     async def _free(self, job: Job, group: groups.Group) -> None:
         await group.free()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import errno
 import hashlib
 import importlib.metadata
 import os
@@ -26,12 +27,15 @@ from spotrun.store import Store, code_key
 MAX_ARCHIVE = 1 << 30  # bytes, packed
 MAX_UNPACKED = 4 << 30  # bytes of all files together
 MAX_FILES = 200_000
+MAX_HEADER = 1 << 20  # bytes of all headers before one file
+# What is this node's fault and not the archive's.
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 # What `pip install --target` would otherwise bring again, in another version than the launcher's own.
 PINNED = ("torch", "numpy", "safetensors")
 
 
 class SetupError(SpotrunError):
-    """The job's packages could not be installed."""
+    """This node could not get the job's code or packages ready; another try may."""
 
 
 def fetch(store: Store, sha256: str, folder: Path) -> Path:
@@ -51,15 +55,20 @@ def fetch(store: Store, sha256: str, folder: Path) -> Path:
 
 
 def unpack(archive: Path, target: Path, name: str) -> None:
-    """Unpack a .tar.zst into `target`. Raises `CorruptError` for what is malformed, too large or leads out of it."""
+    """Unpack a .tar.zst into `target`. Raises `CorruptError` for what is malformed, too large or leads out of it.
+
+    Raises `SetupError` if it is this node that fails.
+    """
     total = files = 0
     try:
         with (
             archive.open("rb") as file,
             zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(file) as plain,
-            tarfile.open(fileobj=plain, mode="r|") as tar,
+            tarfile.open(fileobj=(source := _Rationed(plain, name)), mode="r|") as tar,  # type: ignore[call-overload]
         ):
             for member in tar:
+                tar.members.clear()  # it would keep all of them, with their headers
+                tar.pax_headers.clear()
                 total, files = total + member.size, files + 1
                 if total > MAX_UNPACKED or files > MAX_FILES:
                     raise CorruptError(f"{name}: refused: more than {MAX_UNPACKED >> 30} GiB or {MAX_FILES} files")
@@ -67,11 +76,33 @@ def unpack(archive: Path, target: Path, name: str) -> None:
                     raise CorruptError(f"{name}: refused: {member.name!r} is a device or a pipe")
                 if member.name.startswith("/") or ".." in Path(member.name).parts:
                     raise CorruptError(f"{name}: refused: {member.name!r} leads out of the bundle's folder")
+                source.left = member.size + MAX_HEADER
                 tar.extract(member, target, filter="data")
+                source.left = MAX_HEADER
     except tarfile.FilterError as error:
         raise CorruptError(f"{name}: refused: {error}") from None
-    except (tarfile.TarError, zstandard.ZstdError, EOFError, ValueError, OSError) as error:
+    except (tarfile.TarError, zstandard.ZstdError, EOFError, ValueError, LookupError, RecursionError, OSError) as error:
+        if isinstance(error, OSError) and error.errno in _NO_ROOM:
+            raise SetupError(f"{name}: cannot be unpacked on this node: {error}") from None
         raise CorruptError(f"{name}: cannot be unpacked: {error}") from None
+
+
+class _Rationed:
+    """The plain archive, of which only `left` bytes more can be read: tarfile takes headers into memory whole.
+
+    This holds for headers of every kind (PAX, GNU, sparse maps) and for chains of them.
+    """
+
+    def __init__(self, plain: zstandard.ZstdDecompressionReader, name: str) -> None:
+        self.left = MAX_HEADER
+        self._plain, self._name = plain, name
+
+    def read(self, size: int) -> bytes:
+        data = self._plain.read(size)
+        self.left -= len(data)
+        if self.left < 0:
+            raise CorruptError(f"{self._name}: refused: a header of more than {MAX_HEADER >> 20} MiB")
+        return data
 
 
 async def install(requirements: tuple[str, ...], folder: Path, env: dict[str, str]) -> Path | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -21,7 +22,7 @@ from typing import NoReturn
 
 from spotrun.control import EXIT_PEER, Control
 from spotrun.node import preload
-from spotrun.node.process import die_with_parent
+from spotrun.node.process import die_with_parent, kill_descendants
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,13 @@ def run(task: Task) -> None:
     faulthandler.enable(all_threads=True)
     faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
     _pass_over_sigterm()
+    _leave_alone()
     os.chdir(task.root)
     path = Path(task.root, task.script)
     sys.argv = [str(path), *task.args]
     sys.path.insert(0, str(path.parent))
+    # How this process came to be is no business of the script's own: a DataLoader's workers are made as under `python`.
+    multiprocessing.set_start_method(None, force=True)
     try:
         _run_as_main(path)
         # A process of multiprocessing would pass over these two.
@@ -89,6 +93,13 @@ def _pass_over_sigterm() -> None:
     signal.signal(signal.SIGTERM, lambda *_: None)
     signal.siginterrupt(signal.SIGTERM, False)
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+
+
+def _leave_alone() -> None:
+    """Have nothing that the script has started outlive this process when `spotrun.train` ends it."""
+    from spotrun.train.failures import before_leaving
+
+    before_leaving(kill_descendants)
 
 
 def _redirect(log: str) -> None:
@@ -131,4 +142,5 @@ def _fail(task: Task, kind: str, message: str, trace: str, code: int) -> NoRetur
     os.replace(partial, path)
     sys.stdout.flush()
     sys.stderr.flush()
+    kill_descendants()
     os._exit(code)

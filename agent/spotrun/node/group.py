@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from spotrun.control import EXIT_DRAINED, EXIT_PEER, NONE, Control
 from spotrun.node.entry import failure_path
-from spotrun.node.process import descendants
+from spotrun.node.process import descendants, kill
 from spotrun.wire import Failure, Generation, Worker
 
 log = logging.getLogger(__name__)
@@ -189,15 +189,20 @@ class Group:
 
 
 def create(generation: Generation, node_rank: int, procs: int, control: Path, logs: Path) -> Group:
-    """A group with fresh control blocks in folder `control`."""
+    """A group with fresh control blocks in folder `control`. Raises OSError if there is no room for them."""
     control.mkdir(parents=True, exist_ok=True)
     logs.mkdir(parents=True, exist_ok=True)
-    found = []
+    found = Group(generation, node_rank, [])
     for local_rank in range(procs):
         rank = node_rank * procs + local_rank
         path = control / f"{generation.number}.{local_rank}"
-        found.append(Local(rank, path, logs / f"{rank}.log", Control(path, create=True)))
-    return Group(generation, node_rank, found)
+        try:
+            found.locals.append(Local(rank, path, logs / f"{rank}.log", Control(path, create=True)))
+        except OSError:
+            path.unlink(missing_ok=True)
+            found.close()
+            raise
+    return found
 
 
 def phase(codes: Sequence[int | None], failure: Failure | None, lost: bool, restored: bool) -> Phase:
@@ -254,9 +259,7 @@ def _kill(each: Local) -> None:
     # One that is dead already (its end has not been reported yet) was ended by something else.
     each.killed = not select.select([each.pidfd], [], [], 0)[0]
     _signal(each, signal.SIGKILL)
-    for pid in below:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    kill(below)
 
 
 def _signal(each: Local, number: signal.Signals) -> None:

@@ -17,12 +17,13 @@ from spotrun.control import Context
 from spotrun.errors import CorruptError, SpotrunError, StoreError
 from spotrun.node import code
 from spotrun.node.entry import Task
-from spotrun.node.group import Group
+from spotrun.node.group import Group, create
 from spotrun.node.launcher import Launcher
+from spotrun.node.preload import LONGEST, SOCKETS
 from spotrun.node.process import loopback
 from spotrun.spec import JobSpec
 from spotrun.store import Store
-from spotrun.wire import Bundle, Failure
+from spotrun.wire import Bundle, Failure, Generation
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +70,6 @@ class Job:
     def tasks(self, group: Group, node: str) -> list[Task]:
         """What each worker of the group has to do."""
         assert self._spec is not None
-        self.slots.mkdir(parents=True, exist_ok=True)
         interval = self._spec.snapshot_interval
         found = []
         for each in group.locals:
@@ -96,13 +96,14 @@ class Job:
             )
         return found
 
-    def start(self, group: Group, node: str) -> None:
-        """Start the group's workers."""
-        self.group, self.newest = group, group.number
-        generation = group.generation
-        self._launcher.start(
-            group.number, group.node_rank, len(generation.members), generation.store, self.tasks(group, node)
-        )
+    def start(self, generation: Generation, rank: int, node: str) -> Group:
+        """Start the workers of a generation in which this node is number `rank`. Raises OSError if there is no room."""
+        number = generation.number
+        self.slots.mkdir(parents=True, exist_ok=True)
+        group = create(generation, rank, self.procs, self.control, self.logs / f"{number:04d}")
+        self.group, self.newest = group, number
+        self._launcher.start(number, rank, len(generation.members), generation.store, self.tasks(group, node))
+        return group
 
     async def restart_launcher(self) -> None:
         """End the launcher and its workers, whatever state they are in; another one is begun by itself."""
@@ -144,9 +145,6 @@ class Job:
     async def _try(self) -> None:
         bundle = self.bundle
         self._spec = spec = _validated(bundle)
-        code.remove(self._scratch / "code", keep=bundle.code)
-        code.remove(self._scratch / "logs", keep=bundle.id)
-        code.remove(self._scratch / "parts")
         self._root = await asyncio.to_thread(code.fetch, self._store, bundle.code, self._scratch / "code")
         if not (self._root / spec.script).is_file():
             raise CorruptError(f"the bundle has no {spec.script}; submit the job again")
@@ -159,6 +157,7 @@ class Job:
         if loopback(self._address):
             env.setdefault("GLOO_SOCKET_IFNAME", "lo")
             env.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        env |= await asyncio.to_thread(_make_room, self.slots.parent / "launcher")
         modules = await asyncio.to_thread(code.imports, self._root, spec.script)
         await self._launcher.begin(self._address, self.procs, env, modules)
 
@@ -197,6 +196,18 @@ class Job:
     async def _again(self, pause: float) -> None:
         await asyncio.sleep(pause)
         await self._get_ready()
+
+
+def _make_room(folder: Path) -> dict[str, str]:
+    """The variable that has the launcher put its socket into `folder`, emptied: what a killed one leaves goes too.
+
+    Without it, if the socket's path would be too long, the socket is where temporary files are.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    if len(os.fsencode(folder)) > LONGEST:
+        return {}
+    folder.mkdir(parents=True)
+    return {SOCKETS: str(folder)}
 
 
 def _validated(bundle: Bundle) -> JobSpec:

@@ -110,8 +110,7 @@ class Link:
             finally:
                 self.connected = False
                 sender.cancel()
-                with contextlib.suppress(asyncio.CancelledError, OSError, TimeoutError, aiohttp.ClientError):
-                    await sender
+                await asyncio.gather(sender, return_exceptions=True)  # this task's own cancellation gets through
                 await socket.close()
 
     async def _send(self, socket: aiohttp.ClientWebSocketResponse) -> None:

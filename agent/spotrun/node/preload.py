@@ -8,12 +8,15 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import tempfile
 from multiprocessing import forkserver
 
 from spotrun.node.process import die_with_parent
 
 MODULES = "SPOTRUN_PRELOAD"  # the variable: names, separated by spaces
 PARENT = "SPOTRUN_LAUNCHER"  # the variable: the launcher's pid
+SOCKETS = "SPOTRUN_SOCKETS"  # the variable: folder of the socket on which the launcher asks for forks
+LONGEST = 107 - len("/pymp-12345678/listener-12345678")  # bytes of that folder's path (unix(7), sun_path)
 BASE = ("torch", "torch._dynamo", "numpy", "spotrun.node.entry", "spotrun.train.run")
 
 SERVER = os.getpid()  # a worker compares it with its parent's pid
@@ -34,7 +37,10 @@ def serve() -> tuple[int, int]:
     os.dup2(2, 1)
     os.environ[PARENT] = str(os.getpid())
     forkserver.set_forkserver_preload([__name__])
+    # Not by TMPDIR, which is for the workers to inherit. Nobody removes the socket if the launcher is killed.
+    tempfile.tempdir = os.environ.pop(SOCKETS, None)
     forkserver.ensure_running()
+    tempfile.tempdir = None
     return lines
 
 

@@ -7,6 +7,7 @@ import ctypes
 import os
 import re
 import signal
+from collections.abc import Iterable
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -29,6 +30,20 @@ def descendants(pid: int) -> list[int]:
             for child in (task / "children").read_text().split():
                 found += [int(child), *descendants(int(child))]
     return found
+
+
+def kill(pids: Iterable[int]) -> None:
+    """SIGKILL to each of them that is still there, and ours."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def kill_descendants() -> None:
+    """End all that is below this process, which is about to leave: its children would keep ports and GPU memory."""
+    with contextlib.suppress(ValueError):  # it is not the main thread, where handlers run
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a DataLoader's handler raises when its workers are killed
+    kill(descendants(os.getpid()))
 
 
 def gpu_count(dev: Path = Path("/dev")) -> int:

@@ -47,7 +47,9 @@ def upload_part(
             for name, path, _, _ in written:
                 store.put(checkpoint_key(job, ref.step, name), path)
             files = tuple(FileRef(name=name, size=size, xxh3=xxh3) for name, _, size, xxh3 in written)
-            return Part(step=ref.step, generation=ref.generation, index=index, parts=parts, files=files)
+            return Part(
+                step=ref.step, generation=ref.generation, index=index, parts=parts, files=files, whole=held.xxh3
+            )
     return None
 
 

@@ -39,7 +39,7 @@ from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError, Re
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
 from spotrun.node import entry, preload
-from spotrun.node.process import descendants
+from spotrun.node.process import descendants, kill
 
 log = logging.getLogger(__name__)
 
@@ -230,8 +230,7 @@ class Workers(SimpleElasticAgent):
             if index not in self._codes and process.pid is not None:
                 below = descendants(process.pid)
                 process.kill()
-                for pid in below:
-                    os.kill(pid, signal.SIGKILL)
+                kill(below)
         for index in range(len(self._processes)):
             if index not in self._codes:
                 self._reap(index)

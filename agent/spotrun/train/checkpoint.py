@@ -23,7 +23,8 @@ def fetch(store: Store, job: str, step: int, folder: Path, slot: int) -> slots.R
     except ValueError as error:
         raise CorruptError(str(error)) from None
     files = {file.name: file for file in manifest.files}
-    name = shards.state_name(manifest.generation)
+    parts = sum(name.endswith(".safetensors") for name in files)
+    name = shards.state_name(manifest.generation, parts)
     key = checkpoint_key(job, step, name)
     with tempfile.TemporaryDirectory(dir=folder, prefix="checkpoint-") as scratch:
         path = _download(store, job, step, files, name, Path(scratch))

@@ -17,7 +17,8 @@ _PEER = re.compile(
     r"Socket (closed|Timeout|error)|socket (has|was) |Timed out waiting .* (recv|send|operation)"
 )
 
-# Called, in order, before the process leaves by `leave`: they wait for a snapshot whose commit is under way.
+# Called, the last one first, before the process leaves by `leave`: they wait for a snapshot whose commit is under way.
+# The first is the launcher's, which then ends the process's children.
 _settlers: list[Callable[[], object]] = []
 
 
@@ -43,7 +44,7 @@ def leave(code: int) -> NoReturn:
 
     Destructors of a process group may wait for peers that are gone.
     """
-    for settle in _settlers:
+    for settle in reversed(_settlers):
         with contextlib.suppress(Exception):
             settle()
     for stream in (sys.stdout, sys.stderr):

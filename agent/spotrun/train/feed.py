@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,8 +88,12 @@ def to_device(value: Any, device: torch.device) -> Any:
     """A batch with its tensors on the device."""
     if isinstance(value, torch.Tensor):
         return value.to(device, non_blocking=True)
-    if isinstance(value, dict):
+    if hasattr(value, "to"):  # packed sequences, graphs, tokenizers' batches
+        return value.to(device)
+    if isinstance(value, Mapping):
         return {key: to_device(item, device) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(to_device(item, device) for item in value))
     if type(value) in (list, tuple):
         return type(value)(to_device(item, device) for item in value)
     return value

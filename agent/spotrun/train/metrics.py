@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import torch
 
 from spotrun.control import Control
+
+log = logging.getLogger(__name__)
 
 EVERY = 0.2  # seconds between publications: reading a CUDA tensor waits for the device
 
@@ -20,6 +23,7 @@ class Metrics:
         self._values: dict[str, Any] = {}
         self._published = 0.0
         self._fresh = False
+        self._odd: set[str] = set()
 
     def update(self, values: dict[str, Any]) -> None:
         for name, value in values.items():
@@ -32,8 +36,17 @@ class Metrics:
         if not self._fresh or (not now and moment - self._published < EVERY):
             return
         self._published, self._fresh = moment, False
-        numbers = {name: float(value) for name, value in self._values.items()}
-        control.write_metrics({name: number for name, number in numbers.items() if math.isfinite(number)})
+        control.write_metrics({name: number for name in self._values if math.isfinite(number := self._number(name))})
+
+    def _number(self, name: str) -> float:
+        """The value as a number; NaN, and a word in the log, for what is none: a display must not end a job."""
+        try:
+            return float(self._values[name])
+        except (TypeError, ValueError, RuntimeError) as error:
+            if name not in self._odd:
+                self._odd.add(name)
+                log.warning("run.log(%s=…) is not a number, left out: %s", name, error)
+            return math.nan
 
 
 class Clock:

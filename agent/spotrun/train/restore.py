@@ -10,9 +10,10 @@ import json
 import logging
 import mmap
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,15 +21,16 @@ import torch.distributed as dist
 
 from spotrun import slots
 from spotrun.control import Context
-from spotrun.errors import CorruptError, NotFound, SpotrunError
+from spotrun.errors import CorruptError, NotFound, SpotrunError, StoreError
 from spotrun.train.place import place
-from spotrun.train.snapshot import PATIENCE, map_file
+from spotrun.train.snapshot import map_file
 
 log = logging.getLogger(__name__)
 
 Order = tuple[int, int]  # (generation, step)
 NOTHING: Order = (-1, -1)
 CHUNK = 64 << 20  # bytes in one broadcast
+READER_PATIENCE = 300.0  # seconds that the agent may take to copy its part of a large snapshot to disk
 
 
 def best_of(offers: Sequence[Order]) -> tuple[Order, int]:
@@ -91,10 +93,34 @@ def _newer_checkpoint(context: Context, folder: Path, best: Order) -> Order | No
         slot = _free_slot(folder, context.job)
         try:
             with _held(folder, slot):
-                return checkpoint.fetch(store, context.job, step, folder, slot).order
+                return _patiently(partial(checkpoint.fetch, store, context.job, step, folder, slot))
         except (CorruptError, NotFound) as error:
             log.warning("checkpoint passed over: %s", error)
+        except StoreError as error:
+            if best == NOTHING:
+                raise
+            log.warning("going on with what is in memory: %s", error)
+            return None
+    if best == NOTHING:
+        # Beginning anew would look like success, and push out checkpoints that someone could still mend.
+        raise SpotrunError(
+            f"none of the {len(newer)} checkpoints of job {context.job} can be read; the warnings above name the files."
+            " Restore them in the bucket and relaunch the job, or submit it as a new one"
+        )
     return None
+
+
+def _patiently(fetch: Callable[[], slots.Record]) -> Order:
+    """Try again while the bucket is away: the job has nothing better to do."""
+    for pause in (1.0, 2.0, 4.0, 8.0, 16.0):
+        try:
+            return fetch().order
+        except NotFound:
+            raise
+        except StoreError as error:
+            log.warning("%s; trying again in %g s", error, pause)
+            time.sleep(pause)
+    return fetch().order
 
 
 def _free_slot(folder: Path, job: str) -> int:
@@ -154,14 +180,16 @@ def _broadcast(data: torch.Tensor | None, size: int, donor: int, group: dist.Pro
 @contextmanager
 def _held(folder: Path, slot: int) -> Iterator[None]:
     """Lock a slot to write it; an uploader of the last generation may still be reading it."""
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + READER_PATIENCE
     while True:
         with slots.writing(folder, slot) as free:
             if free:
                 yield
                 return
         if time.monotonic() > deadline:
-            raise SpotrunError(f"{slots.data_path(folder, slot)} has been locked by its reader for {PATIENCE:g} s")
+            raise SpotrunError(
+                f"{slots.data_path(folder, slot)} has been locked by its reader for {READER_PATIENCE:g} s"
+            )
         time.sleep(0.005)
 
 

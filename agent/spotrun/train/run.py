@@ -28,6 +28,7 @@ from spotrun.train.parallel import Parallel
 from spotrun.train.place import choose_device, cpu_group, join, place
 from spotrun.train.restore import restore
 from spotrun.train.rng import reseed
+from spotrun.train.sampler import ElasticSampler
 from spotrun.train.snapshot import PATIENCE, Reader, Writer, next_interval
 from spotrun.train.state import Encoder, decode
 
@@ -59,6 +60,7 @@ def init(seed: int = 0, backend: str | None = None) -> Run:
         join(device, backend)
     except Exception as error:
         if control is not None and is_peer_failure(error):
+            log.warning("cannot join the other workers: %s", str(error).partition("\n")[0])
             control.exit = EXIT_PEER
             leave(EXIT_PEER)
         raise
@@ -163,8 +165,10 @@ class Run:
             if epoch != self.epoch:
                 self.epoch, self._consumed = epoch, 0
             yield epoch
-        if self._writer is not None and self._snapped != self.step:
-            self._snapshot(forced=True)  # the finished state, which the head puts into the bucket
+        # The finished state, which the head puts into the bucket: after a restart, no epoch is left to go through.
+        self.epoch, self._consumed = n, 0
+        if self._writer is not None:
+            self._snapshot(forced=True)
             self._writer.settle()
 
     def steps(self, loader: Any, accumulate: int = 1) -> Iterator[Any]:
@@ -263,8 +267,14 @@ class Run:
         if not self._tracked:
             raise SpotrunError("run.steps before run.track(…): nothing is tracked, so no state can be saved")
         sampler = feed.sampler_of(loader)
-        if sampler is not None and all(item is not sampler for item in self._tracked.values()):
+        tracked = [item for item in self._tracked.values() if isinstance(item, ElasticSampler)]
+        if sampler is not None and all(item is not sampler for item in tracked):
             raise SpotrunError("the loader's ElasticSampler is not tracked: add sampler=… to run.track(…)")
+        if sampler is None and tracked:
+            raise SpotrunError(
+                "an ElasticSampler is tracked, but the loader given to run.steps does not use it: "
+                "give it to DataLoader(sampler=…), and that DataLoader to run.steps"
+            )
 
     def _feed(self, loader: Any, accumulate: int) -> Iterator[feed.Batch]:
         """Begin to iterate the loader where the state says; what its batches mean for the steps."""
@@ -331,21 +341,26 @@ class Run:
         with self._fence:  # a full fence: the agent writes stop_at, then reads step
             control.step = self.step
         stop_at, snapshot_at = control.stop_at, control.snapshot_at
-        draining = stop_at != NONE and self.step >= stop_at
+        draining = stop_at != NONE and self.step == stop_at
         self._snapshot(draining or self.step == snapshot_at)
         self._publish(now=draining)
         if draining:
+            code = EXIT_DRAINED
             if self._writer is not None:
                 self._writer.settle()
-            control.exit = EXIT_DRAINED
-            leave(EXIT_DRAINED)
+                # Without its snapshot this is no drain: what is lost must show.
+                code = EXIT_DRAINED if self._writer.newest_step == self.step else EXIT_PEER
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # the others' collectives still need this rank's share
+            control.exit = code
+            leave(code)
         self._clock.resume()
 
     def _snapshot(self, forced: bool) -> None:
         if self._writer is None or self._context is None:
             return
         fixed = self._context.snapshot_interval
-        interval = fixed or next_interval(self._writer.stall, self._clock.step_seconds)
+        interval = fixed or next_interval(min(self._writer.stalls), self._clock.step_seconds)
         due = self.step % fixed == 0 if fixed else self.step - self._snapped >= interval
         if not (due or forced):
             return

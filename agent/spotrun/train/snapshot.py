@@ -11,6 +11,7 @@ import math
 import mmap
 import os
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -31,6 +32,7 @@ log = logging.getLogger(__name__)
 
 STALL_SHARE = 0.01  # of training time that adaptive snapshots may cost
 PATIENCE = 10.0  # seconds an urgent snapshot waits for a slot that is being uploaded
+FALL_BACK = 1.0  # seconds after which it takes the slot of the newest snapshot instead
 PINNED = 5.0  # seconds in which the agent must begin to read a slot it asked for
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14; not in the mmap module
 
@@ -71,7 +73,8 @@ class Writer:
         self._steps = {slot: record.step for slot, record in found}
         self._committed = dict.fromkeys(slots.SLOTS, (-math.inf, 0))  # when, and the slot's last reading then
         self._staging = Staging() if cuda else None
-        self.stall = 0.0  # seconds the last snapshot held up training; layouts are not counted
+        # Seconds the last snapshots held up training, without layouts. Several: a process may have been stopped in one.
+        self.stalls: deque[float] = deque([0.0], maxlen=3)
         self.newest_step = NONE
 
     def guard(self) -> None:
@@ -113,7 +116,7 @@ class Writer:
             if finish is None and self._control is not None:
                 self._control.copied = step
             ended = time.monotonic()
-            self.stall = (ended - copying) + (laying - started)
+            self.stalls.append((ended - copying) + (laying - started))
             if self._control is not None:
                 self._control.stall += ended - started
             self._running = self._pool.submit(self._commit, held, target, step, tree, encoder.tensors, finish)
@@ -131,14 +134,20 @@ class Writer:
             running.result()
 
     def _claim(self, held: ExitStack, wait: bool) -> int | None:
-        """Lock the slot that does not hold the newest snapshot."""
-        deadline = time.monotonic() + PATIENCE
+        """Lock the slot that does not hold the newest snapshot; or the other one, if that is read for long."""
+        began = time.monotonic()
         target = 1 - self._newest
         while True:
             if not self._pinned(target) and held.enter_context(slots.writing(self._folder, target)):
                 return target
             held.close()
-            if not wait or time.monotonic() > deadline:
+            waited = time.monotonic() - began
+            # What is being read is whole: it remains, should this process die while it overwrites the newer one.
+            if wait and waited > FALL_BACK and slots.read(self._folder, target) is not None:
+                if held.enter_context(slots.writing(self._folder, 1 - target)):
+                    return 1 - target
+                held.close()
+            if not wait or waited > PATIENCE:
                 return None
             time.sleep(0.005)
 
@@ -182,6 +191,8 @@ class Writer:
             )
             self._committed[target] = (time.monotonic(), slots.last_read(self._folder, target))
             slots.commit(self._folder, target, record)
+            if self._steps.get(1 - target) == step:
+                self._revoke_twin(1 - target)
             self._newest, self._steps[target] = target, step
             self.newest_step = step
             if self._control is not None:
@@ -193,6 +204,12 @@ class Writer:
         with ExitStack() as lock:
             if not self._pinned(other) and lock.enter_context(slots.writing(self._folder, other)):
                 self._lay_out(other, tensors)
+
+    def _revoke_twin(self, slot: int) -> None:
+        """The same step was in the other slot, from before the script's last words: only one may count."""
+        with slots.writing(self._folder, slot) as free:
+            if free:
+                slots.revoke(self._folder, slot)
 
     def _lay_out(self, slot: int, tensors: dict[str, torch.Tensor]) -> None:
         """Map the slot's file with room for these tensors, unless it is so already. Needs the slot's lock."""

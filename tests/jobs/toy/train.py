@@ -54,13 +54,14 @@ for epoch in run.epochs(args.epochs):
             (args.out / "hung").touch()
             while True:
                 time.sleep(3600)
+        # Before its gradient can reach anybody: a node may be taken at any later point and the step count all the same.
+        seen = [] if run.padding else ids.tolist()
+        record.write(json.dumps({"generation": generation, "epoch": epoch, "step": run.step + 1, "ids": seen}) + "\n")
         loss = nn.functional.cross_entropy(model(x), y)
         run.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
         run.log(loss=loss)
-        seen = [] if run.padding else ids.tolist()
-        record.write(json.dumps({"generation": generation, "epoch": epoch, "step": run.step + 1, "ids": seen}) + "\n")
         time.sleep(args.pause)
 
 digest = hashlib.sha256()

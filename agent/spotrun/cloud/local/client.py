@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 _TIMEOUT = 60.0  # seconds for one request; the longest is the end of a machine of many processes
 _START = 60.0
 _END = 20.0
+_ANSWER = 10.0  # seconds for what a daemon that is well answers at once
 
 
 class LocalCloud:
@@ -154,6 +155,8 @@ def up(cluster: ClusterSpec, home: Path, role_command: Sequence[str] | None = No
                 _post(cloud, "configure", config.to_json())
                 write_json(layout.config, config.to_json())
             return cloud
+        if pid := _daemon(layout):  # busy, or stopped: what it runs is not to be swept away
+            raise CloudError(f"the local cloud (pid {pid}) runs but does not answer; `make down` ends it")
         _sweep(layout)
         ensure_key(layout.key)
         write_json(layout.config, config.to_json())
@@ -224,7 +227,7 @@ def _request(cloud: LocalCloud, what: str, body: dict[str, Any] | None) -> dict[
         headers={"Authorization": f"Bearer {cloud.token}"},
     )
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # loopback is never behind a proxy
-    with direct.open(request, timeout=10) as response:
+    with direct.open(request, timeout=_ANSWER) as response:
         found = json.loads(response.read())
     return found if isinstance(found, dict) else {}
 
@@ -253,13 +256,18 @@ def _start(layout: Layout) -> None:
         raise CloudError(f"the local cloud did not start: {last}; see {layout.log}")
 
 
-def _stop_daemon(layout: Layout) -> None:
-    """Have the daemon end its machines, if it is well: nobody else can collect its dead children."""
+def _daemon(layout: Layout) -> int | None:
+    """The pid of the cluster's daemon, if it lives."""
     try:
         pid = int(json.loads(layout.record.read_text())["pid"])
     except (OSError, ValueError, KeyError, TypeError):
-        return
-    if procs.mark_of(pid) == layout.mark(DAEMON):
+        return None
+    return pid if procs.mark_of(pid) == layout.mark(DAEMON) else None
+
+
+def _stop_daemon(layout: Layout) -> None:
+    """Have the daemon end its machines, if it is well: nobody else can collect its dead children."""
+    if pid := _daemon(layout):
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGTERM)
             procs.await_exit(pid, _END)

@@ -1,0 +1,13 @@
+"""The commands that messages name: for the cluster at hand, whichever that is, since some of them destroy. Pure."""
+
+from __future__ import annotations
+
+import shlex
+
+LOCAL = "clusters/local.yaml"  # the Makefile's own default
+
+
+def make(file: str, target: str, *variables: str) -> str:
+    """`make <target>`, as it is typed for the cluster of this cluster file."""
+    cluster = [] if file == LOCAL else [f"CLUSTER={shlex.quote(file)}"]
+    return " ".join(["make", target, *cluster, *variables])
