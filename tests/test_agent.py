@@ -391,10 +391,10 @@ async def test_the_link_ends_when_told_even_while_it_is_lost(tmp_path: Path, mon
 
     async def send(*_: object) -> None:
         try:
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
         finally:
             leaving.set()
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
 
     monkeypatch.setattr(Link, "_send", send)
     store = Store(str(tmp_path))

@@ -224,6 +224,8 @@ async def test_an_asker_that_has_gone_is_no_harm(world: World) -> None:
     asked.cancel()
     await asyncio.gather(asked, return_exceptions=True)
     await world.turn()
+    assert world.head.job is not None
+    assert world.head.job.id == world.head.jobs[0], "the loop goes on with its job"
 
 
 async def test_steps_alone_do_not_rewrite_the_state(world: World) -> None:
@@ -335,4 +337,5 @@ async def test_while_the_cloud_is_asked_its_last_answer_counts(world: World) -> 
     looking = asyncio.create_task(world.head.fleet.look())
     await asked.wait()
     await world.head.fleet.preempt("p-0", None)
+    assert world.cloud.calls == [("preempt", "p-0")]
     looking.cancel()

@@ -201,10 +201,11 @@ async def test_ec2_wants_a_token_that_is_valid_here(ec2: Machine) -> None:
 async def test_ec2_token_expires(ec2: Machine) -> None:
     _, token = await ec2.token(**{TTL: "1"})
 
-    async def refused() -> bool:
-        return (await ec2.get("/latest/meta-data/instance-id", **{TOKEN: token}))[0] == 401
+    async def refused() -> int | None:
+        status = (await ec2.get("/latest/meta-data/instance-id", **{TOKEN: token}))[0]
+        return status if status != 200 else None
 
-    await await_for(refused, what="the token's end")
+    assert await await_for(refused, what="the token's end") == 401
 
 
 async def test_ec2_notice_is_404_until_there_is_one(ec2: Machine) -> None:

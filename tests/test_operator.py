@@ -28,7 +28,7 @@ from spotrun.head.head import Head
 from spotrun.head.state import JobState
 from spotrun.spec import ClusterSpec
 from spotrun.store import Store, host_key, job_key, log_key
-from tests.helpers import wait_for
+from tests.helpers import await_for, wait_for
 from tests.standin import Machines, machines
 
 ROOT = Path(__file__).parent.parent
@@ -411,9 +411,15 @@ async def test_a_follower_hears_from_a_head_with_nothing_new(
     async with new_head(tmp_path, monkeypatch) as head:
         ended(head, "a-20260102-000000")
         following = asyncio.create_task(ctl_("follow", "--job", "a-20260102-000000"))
-        await asyncio.sleep(1.5)
+        out = bytearray()
+
+        def said() -> bool:
+            out.extend(capfdbinary.readouterr().out)
+            return out.count(b"\n") > 2
+
+        await await_for(said, what="a status and two signs of life")
         following.cancel()
-        first, *others = capfdbinary.readouterr().out.splitlines()
+        first, *others = bytes(out).splitlines()
         assert json.loads(first)["job"]["id"] == "a-20260102-000000"
         assert others[:2] == [b"", b""]
         assert set(others) == {b""}

@@ -334,10 +334,10 @@ def test_a_job_larger_than_the_cluster() -> None:
 
 def test_the_example_files_are_valid() -> None:
     root = Path(__file__).parent.parent
-    for path in root.glob("clusters/*.yaml"):
-        load_cluster(path)
-    for path in root.glob("examples/*/job.yaml"):
-        load_job(path)
+    clusters = [load_cluster(path) for path in root.glob("clusters/*.yaml")]
+    jobs = [load_job(path) for path in root.glob("examples/*/job.yaml")]
+    assert "local" in {cluster.name for cluster in clusters}
+    assert {"digits", "vit"} <= {job.name for job in jobs}
 
 
 def test_specs_load_without_torch() -> None:

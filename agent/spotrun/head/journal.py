@@ -6,10 +6,12 @@ import asyncio
 import json
 import logging
 import re
+from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 from spotrun import checkpoints
-from spotrun.errors import SpotrunError
+from spotrun.errors import NotFound, SpotrunError
 from spotrun.head.state import JobState, Progress
 from spotrun.spec import JobSpec
 from spotrun.store import Store, checkpoint_key, job_key, queue_key
@@ -18,6 +20,7 @@ from spotrun.wire import Manifest, StateRef
 log = logging.getLogger(__name__)
 
 PROGRESS_EVERY = 2.0  # seconds between writes of a state in which only progress changed
+STATE_KEY = re.compile(r"jobs/(?P<id>[^/]+-(?P<stamp>[0-9]{8}-[0-9]{6})(?:-(?P<number>[0-9]+))?)/state\.json")
 
 
 class Journal:
@@ -70,16 +73,24 @@ class Journal:
 
     def _unended(self) -> list[str]:
         """Ids of the cluster's jobs that have not ended; those that had begun come first."""
-        found = []
-        for key in self.store.list("jobs"):
-            if key.endswith("/state.json"):
-                try:
-                    state = JobState.model_validate_json(self.store.get(key))
-                except ValueError:
-                    continue
-                if state.cluster == self._cluster and not state.ended_already:
-                    found.append((state.phase == "queued", state.submitted, state.id))
-        return [job for _, _, job in sorted(found)]
+        waiting = [state for state in self._states() if not state.ended_already]
+        return [job for _, _, job in sorted((state.phase == "queued", state.submitted, state.id) for state in waiting)]
+
+    async def newest(self, count: int) -> list[JobState]:
+        """The cluster's newest jobs, by submission: of those that ended long ago, only the bucket knows."""
+        return await asyncio.to_thread(lambda: list(islice(self._states(), count)))
+
+    def _states(self) -> Iterator[JobState]:
+        """The cluster's jobs, newest first by the stamp in their ids; those that cannot be read are passed over."""
+        found = [STATE_KEY.fullmatch(key) for key in self.store.list("jobs")]
+        stamped = [(match["stamp"], int(match["number"] or 1), match["id"]) for match in found if match]
+        for _, _, job in sorted(stamped, reverse=True):
+            try:
+                state = _parsed(self.store.get(job_key(job, "state.json")))
+            except (ValueError, NotFound):
+                continue
+            if state.cluster == self._cluster:
+                yield state
 
     async def create(self, state: JobState) -> JobState:
         """Write a new job; its id gets a number if it is taken."""
@@ -102,9 +113,7 @@ class Journal:
         if data is None:
             raise SpotrunError(f"there is no job {job} in {self.store.url}; `spotrun ctl jobs` lists them")
         try:
-            state = JobState.model_validate_json(data)
-            JobSpec.model_validate(state.spec)
-            return state
+            return _parsed(data)
         except ValueError as error:
             raise SpotrunError(f"{self.store.url}: jobs/{job}/state.json is not readable: {error}") from None
 
@@ -164,3 +173,10 @@ def _event(line: bytes) -> dict[str, Any] | None:
         return {"at": float(event["at"]), "kind": str(event["kind"]), "text": str(event["text"])}
     except (ValueError, KeyError, TypeError):
         return None
+
+
+def _parsed(data: bytes) -> JobState:
+    """A job's state whose job file is valid too. Raises `ValueError`."""
+    state = JobState.model_validate_json(data)
+    JobSpec.model_validate(state.spec)
+    return state

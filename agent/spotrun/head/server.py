@@ -13,7 +13,6 @@ import hashlib
 import hmac
 import json
 import logging
-import re
 import secrets
 import signal
 import socket
@@ -208,7 +207,7 @@ def _control_app(head: Head) -> web.Application:
     async def jobs(request: web.Request) -> web.Response:
         waiting = head.jobs
         states = [await head.load(job) for job in waiting]
-        states += [state for state in await _newest(head) if state.id not in waiting]
+        states += [state for state in await head.journal.newest(NEWEST) if state.id not in waiting]
         return web.json_response([{"job": state.id, "phase": state.phase} for state in states])
 
     async def stop(request: web.Request) -> web.Response:
@@ -262,29 +261,10 @@ async def _explain(request: web.Request, handler: Handler) -> web.StreamResponse
 async def _active(head: Head) -> str:
     if head.job is not None:
         return head.job.id
-    ids = [state.id for state in await _newest(head)]
+    ids = [state.id for state in await head.journal.newest(NEWEST)]
     if not ids:
         raise SpotrunError("no job has run on this cluster yet")
     raise SpotrunError(f"no job has run since this head began; name one: {', '.join(ids)}")
-
-
-async def _newest(head: Head) -> list[JobState]:
-    """The newest of this cluster's jobs: of those that ended before this head began, only the bucket knows."""
-    keys = await asyncio.to_thread(head.store.list, "jobs")
-    stamped = [re.fullmatch(r"jobs/([^/]+-([0-9]{8}-[0-9]{6})(?:-([0-9]+))?)/state\.json", key) for key in keys]
-    ids = [(match[2], int(match[3] or 1), match[1]) for match in stamped if match]
-    found: list[JobState] = []
-    for _, _, job in sorted(ids, reverse=True):
-        try:
-            state = await head.load(job)
-        except StoreError:
-            raise
-        except SpotrunError:
-            continue  # not readable: nothing to run on or to follow
-        found += [state] if state.cluster == head.cluster.name else []
-        if len(found) == NEWEST:
-            break
-    return found
 
 
 async def _status(head: Head, job: str | None) -> dict[str, Any]:
