@@ -19,4 +19,13 @@ def connect(cluster: ClusterSpec) -> Cloud:
         from spotrun.cloud.local.client import LocalCloud
 
         return LocalCloud()
-    raise CloudError(f"cluster {cluster.name}: cloud {cluster.cloud} is not available yet in this version; use local")
+    try:
+        if cluster.cloud == "gcp":
+            from spotrun.cloud.gcp import GcpCloud
+
+            return GcpCloud(cluster)
+        from spotrun.cloud.aws import AwsCloud
+
+        return AwsCloud(cluster)
+    except ImportError as error:
+        raise CloudError(f"cloud {cluster.cloud}: {error}; pip install 'spotrun[{cluster.cloud}]'") from None

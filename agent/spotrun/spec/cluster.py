@@ -1,0 +1,226 @@
+"""The cluster file: what stands in a cloud. `load_cluster` reads one."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, Field, SerializerFunctionWrapHandler, Strict, model_serializer, model_validator
+
+from spotrun.spec.fields import DURATION, INTERVAL, LABEL, Bool, Duration, Int, Interval, Spec, Str, label
+from spotrun.spec.file import Conflict, File, Place, nearest, refuse
+
+_DEFAULT_HEAD = {"local": "local", "gcp": "e2-small", "aws": "t3.small"}
+_ZONE_FORMS = {"local": "{}-<name>", "gcp": "{}-<letter>", "aws": "{}<letter>"}
+_BUCKET_FORMS = {"local": "a folder or file:///<folder>", "gcp": "gs://<bucket>", "aws": "s3://<bucket>"}
+_SCHEMES = {"local": "file", "gcp": "gs", "aws": "s3"}
+_MACHINE_FORMS = {"local": r".+", "gcp": r"[a-z][a-z0-9]*-[a-z0-9-]+", "aws": r"[a-z][a-z0-9-]*\.[a-z0-9-]+"}
+_MACHINES = {"local": "anything", "gcp": "such as g2-standard-8", "aws": "such as g5.2xlarge"}
+
+
+def _cidr(value: str) -> str:
+    network = ipaddress.IPv4Network(value)  # raises ValueError; host bits are an error too
+    if not network.is_private or not 16 <= network.prefixlen <= 20:
+        raise ValueError("is not a private range of that size")
+    return value
+
+
+_Label = Annotated[str, Strict(), AfterValidator(label(40))]
+_STATE = "a folder in a bucket, gs://<bucket>/<folder> or s3://<bucket>/<folder>"
+
+
+class HeadSpec(Spec):
+    """The head's machine; it is always on-demand. Defaults: a small machine in the first pool's zone."""
+
+    machine: Str = Field(default="", description="a machine type, such as e2-small or t3.small")
+    zone: Str = Field(default="", description="a zone of the region")
+
+
+class AcceleratorSpec(Spec):
+    """GPUs to attach to a machine of Google's N1 family; every other machine type implies its own."""
+
+    type: Str = Field(description="an accelerator type, such as nvidia-tesla-t4")
+    count: Int = Field(default=1, ge=1, le=8, description="a whole number from 1 to 8")
+
+
+class PoolSpec(Spec):
+    """A group of equal machines. The head sets how many there are, from 0 to `max`.
+
+    max_run_duration: seconds after which Google ends a machine (https://cloud.google.com/compute/docs/instances/limit-vm-runtime).
+    """
+
+    name: Annotated[str, Strict(), AfterValidator(label(20))] = Field(description=LABEL.format(20))
+    zone: Str = Field(description="a zone of the region")
+    machine: Str = Field(default="", description="a machine type, such as g2-standard-8 or g5.2xlarge")
+    market: Literal["spot", "on-demand"] = "spot"
+    max: Int = Field(default=1, ge=1, description="a whole number, at least 1")
+    disk: Int = Field(default=100, ge=20, description="the boot disk in GB, a whole number, at least 20")
+    accelerator: AcceleratorSpec | None = Field(default=None, description="keys type and count")
+    max_run_duration: Interval | None = Field(default=None, description=INTERVAL)
+
+
+class NetworkSpec(Spec):
+    """What the machines' network should offer.
+
+    placement: machines of a pool close to each other; on AWS that is the default. nat: a way out to the internet, to
+    install a job's requirements, say; without one there are only the cloud's own endpoints.
+    """
+
+    efa: Bool = Field(default=False, description="true or false")
+    placement: Bool | None = Field(default=None, description="true or false")
+    nat: Bool = Field(default=True, description="true or false")
+    cidr: Annotated[str, Strict(), AfterValidator(_cidr)] = Field(
+        default="10.77.0.0/16", description="a private IPv4 range from /16 to /20, such as 10.77.0.0/16"
+    )
+
+
+class LocalSpec(Spec):
+    """How the local cloud should behave.
+
+    capacity: machines that a zone has at most; a zone that is absent has as many as are asked for.
+    """
+
+    metadata: Literal["gce", "ec2"] = "gce"
+    boot_delay: Duration = Field(default=0.2, description=DURATION)
+    recreate_delay: Duration = Field(default=1.0, description=DURATION)
+    capacity: dict[str, Annotated[int, Strict(), Field(ge=0)]] = Field(
+        default={}, description="a zone: a whole number, 0 or more"
+    )
+
+
+class ClusterSpec(Spec):
+    """What a cluster file describes. Keys whose default depends on others are filled in.
+
+    state: where Terraform keeps what it knows; by default in the operator's checkout. labels: on all that is made.
+    """
+
+    name: Annotated[str, Strict(), AfterValidator(label(20))] = Field(description=LABEL.format(20))
+    cloud: Literal["local", "gcp", "aws"]
+    region: Str = Field(default="", description="a region of the cloud, such as us-central1 or us-east-1")
+    project: Str | None = Field(default=None, description="a Google Cloud project's id")
+    bucket: Str | None = Field(default=None, description="the bucket's URL")
+    head: HeadSpec = Field(default=HeadSpec(), description="keys machine and zone")
+    pools: tuple[PoolSpec, ...] = Field(min_length=1, description="a list of at least one pool")
+    image: Str | None = Field(default=None, description="a machine image's name")
+    network: NetworkSpec = Field(default=NetworkSpec(), description="keys efa, placement, nat and cidr")
+    state: Str | None = Field(default=None, description=_STATE)
+    labels: dict[_Label, _Label] = Field(default={}, description="a label: its value, " + LABEL.format(40))
+    local: LocalSpec = Field(default=LocalSpec(), description="keys metadata, boot_delay, recreate_delay and capacity")
+
+    def pool(self, name: str) -> PoolSpec | None:
+        """The pool of that name."""
+        return next((pool for pool in self.pools if pool.name == name), None)
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        region = self.region or ("local" if self.cloud == "local" else "")
+        refuse(_cluster_conflicts(self, region))
+        head = HeadSpec(
+            machine=self.head.machine or _DEFAULT_HEAD[self.cloud], zone=self.head.zone or self.pools[0].zone
+        )
+        pools = tuple(pool.model_copy(update={"machine": pool.machine or "local"}) for pool in self.pools)
+        near = self.cloud == "aws" if self.network.placement is None else self.network.placement
+        network = self.network.model_copy(update={"placement": near})
+        self.__dict__.update(region=region, head=head, pools=pools, network=network)  # frozen: only this validator may
+        return self
+
+    @model_serializer(mode="wrap")
+    def _dump(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """`local` is left out where it does not belong, so that what is written can be read."""
+        values: dict[str, Any] = handler(self)
+        if self.cloud != "local":
+            values.pop("local", None)
+        return values
+
+
+def load_cluster(path: Path | str) -> ClusterSpec:
+    """The cluster file at `path`. Raises `SpecError` that lists every problem."""
+    return File(Path(path), "cluster file").parse(ClusterSpec)
+
+
+def _cluster_conflicts(spec: ClusterSpec, region: str) -> Iterator[Conflict]:
+    forms = {"local": r"[a-z][-a-z0-9]*", "gcp": r"[a-z]+-[a-z]+[0-9]+", "aws": r"[a-z]{2}(-[a-z]+)+-[0-9]+"}
+    if not region:
+        yield ("region",), f"is missing; cloud {spec.cloud} needs one, such as us-central1 or us-east-1"
+    elif not re.fullmatch(forms[spec.cloud], region):
+        yield ("region",), f"is not a region of cloud {spec.cloud}"
+        region = ""
+    yield from _misplaced(spec)
+    yield from _address_conflicts(spec)
+    if region and spec.head.zone:
+        yield from _zone_conflict(spec.cloud, region, spec.head.zone, ("head", "zone"))
+    if spec.head.machine:
+        yield from _machine_conflict(spec.cloud, spec.head.machine, ("head", "machine"))
+    seen: dict[str, int] = {}
+    for index, pool in enumerate(spec.pools):
+        if region:
+            yield from _zone_conflict(spec.cloud, region, pool.zone, ("pools", index, "zone"))
+        yield from _pool_conflicts(spec.cloud, pool, ("pools", index))
+        if pool.name in seen:
+            yield ("pools", index, "name"), f"is already the name of pools[{seen[pool.name]}]"
+        seen.setdefault(pool.name, index)
+    zones = sorted({pool.zone for pool in spec.pools})
+    for zone in spec.local.capacity if spec.cloud == "local" else ():
+        if zone not in zones:
+            allowed = f"allowed: {', '.join(zones)}{nearest(zone, zones)}"
+            yield ("local", "capacity", zone), f"no pool is in this zone; {allowed}"
+
+
+def _misplaced(spec: ClusterSpec) -> Iterator[Conflict]:
+    """Keys that mean nothing on this cloud."""
+    cloud = spec.cloud
+    if cloud != "gcp" and spec.project is not None:
+        yield ("project",), f"is only for cloud gcp, this is {cloud}"
+    if cloud != "local" and "local" in spec.model_fields_set:
+        yield ("local",), f"is only for cloud local, this is {cloud}"
+    if spec.network.efa and cloud != "aws":
+        yield ("network", "efa"), f"is only for cloud aws, this is {cloud}"
+    if cloud == "local":
+        for key in sorted(spec.network.model_fields_set & {"placement", "nat", "cidr"}):
+            yield ("network", key), "is only for clouds gcp and aws, this is local"
+        if spec.state is not None:
+            yield ("state",), "is only for clouds gcp and aws, this is local"
+
+
+def _address_conflicts(spec: ClusterSpec) -> Iterator[Conflict]:
+    """Names and URLs that the cloud would refuse."""
+    if spec.cloud == "gcp" and spec.project is None:
+        yield ("project",), "is missing; cloud gcp needs the project's id"
+    elif spec.project is not None and not re.fullmatch(r"([a-z0-9.-]+:)?[a-z][-a-z0-9]{4,28}[a-z0-9]", spec.project):
+        yield ("project",), "is not a project's id, which is not its name and not its number"
+    scheme = spec.bucket.partition("://")[0] if spec.bucket and "://" in spec.bucket else "file"
+    bucket = rf"{_SCHEMES[spec.cloud]}://[a-z0-9][a-z0-9._-]{{1,61}}[a-z0-9]"
+    if spec.bucket and (
+        scheme != _SCHEMES[spec.cloud] or (spec.cloud != "local" and not re.fullmatch(bucket, spec.bucket))
+    ):
+        yield ("bucket",), f"does not fit cloud {spec.cloud}; allowed: {_BUCKET_FORMS[spec.cloud]}"
+    if spec.state is not None and not re.fullmatch(r"(gs|s3)://[a-z0-9][a-z0-9._-]+[a-z0-9]/[\w./-]*\w", spec.state):
+        yield ("state",), f"is not such a folder; allowed: {_STATE}"
+
+
+def _pool_conflicts(cloud: str, pool: PoolSpec, place: Place) -> Iterator[Conflict]:
+    if cloud != "local" and not pool.machine:
+        yield (*place, "machine"), f"is missing; cloud {cloud} needs a machine type"
+    elif pool.machine:
+        yield from _machine_conflict(cloud, pool.machine, (*place, "machine"))
+    if pool.name == "head":
+        yield (*place, "name"), "is the head's own name; choose another"
+    for key in ("accelerator", "max_run_duration"):
+        if getattr(pool, key) is not None and cloud != "gcp":
+            yield (*place, key), f"is only for cloud gcp, this is {cloud}"
+    if cloud == "gcp" and pool.accelerator and not pool.machine.startswith("n1-"):
+        yield (*place, "accelerator"), f"is only for n1 machines; {pool.machine} has its own GPUs or none"
+
+
+def _machine_conflict(cloud: str, machine: str, place: Place) -> Iterator[Conflict]:
+    if not re.fullmatch(_MACHINE_FORMS[cloud], machine):
+        yield place, f"is not a machine type of cloud {cloud}; allowed: {_MACHINES[cloud]}"
+
+
+def _zone_conflict(cloud: str, region: str, zone: str, place: Place) -> Iterator[Conflict]:
+    forms = {"local": r"-[a-z0-9]+", "gcp": r"-[a-z]", "aws": r"[a-z]"}
+    if not re.fullmatch(re.escape(region) + forms[cloud], zone):
+        yield place, f"is not in region {region}; allowed: {_ZONE_FORMS[cloud].format(region)}"

@@ -1,0 +1,65 @@
+"""Types of values that both files have, and what messages say is allowed for them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict
+
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def parse_duration(value: object) -> float:
+    """Seconds from a number (seconds) or text such as 90s, 5m, 2h, 1d. Raises ValueError."""
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([smhd])\s*", value)
+        if match is None:
+            raise ValueError("is not a duration")
+        value = float(match[1]) * _UNITS[match[2]]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError("is not a duration")
+    if value < 0:
+        raise ValueError("is negative")
+    return float(value)
+
+
+def positive(value: float) -> float:
+    if value <= 0:
+        raise ValueError("is not more than zero")
+    return value
+
+
+def label(limit: int) -> Callable[[str], str]:
+    def check(value: str) -> str:
+        if len(value) > limit or not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", value):
+            raise ValueError("is not a valid name")
+        return value
+
+    return check
+
+
+def text(value: object) -> object:
+    """Numbers become text, as a shell would have them; YAML's yes, no, on, off are too easily meant as text."""
+    if isinstance(value, bool):
+        raise ValueError("YAML reads this as a boolean: put it in quotes")
+    return str(value) if isinstance(value, int | float) else value
+
+
+Duration = Annotated[float, BeforeValidator(parse_duration)]
+Interval = Annotated[float, BeforeValidator(parse_duration), AfterValidator(positive)]
+Int = Annotated[int, Strict()]
+Bool = Annotated[bool, Strict()]
+Str = Annotated[str, Strict(), Field(min_length=1)]
+Text = Annotated[str, BeforeValidator(text)]
+DURATION = "seconds, or a number with s, m, h or d, such as 90s or 5m"
+INTERVAL = DURATION + ", more than zero"
+LABEL = "lower-case letters, digits and single inner hyphens, a letter first, at most {} characters"
+
+
+class Spec(BaseModel):
+    """Frozen; unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
