@@ -38,6 +38,21 @@ class Problem:
     at: float
 
 
+@dataclass(frozen=True)
+class Shortfall:
+    """A quota that does not let a pool have all the machines that its cluster file allows.
+
+    quota: what the cloud calls it. has: what it allows, in its own unit. needs: what `max` machines of the pool take.
+    used: what others than this cluster have of it already; 0 where the cloud does not say.
+    """
+
+    pool: str
+    quota: str
+    has: float
+    needs: float
+    used: float = 0.0
+
+
 class Cloud(Protocol):
     """Pools and their nodes. Every method raises `CloudError` when the cloud refuses or does not answer."""
 
