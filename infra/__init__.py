@@ -1,0 +1,2 @@
+"""What stands in a cloud, as CDKTF stacks: `<cluster>-base` lives as long as the cluster, `<cluster>-pools` from
+`make up` to `make down`. Imports nothing of ours but `spotrun.spec` and `spotrun.errors`."""

@@ -1,0 +1,50 @@
+"""Which stacks a cluster has, and where Terraform keeps what it knows of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from infra import cdk
+from spotrun.spec import ClusterSpec
+
+
+def synthesize(cluster: ClusterSpec, outdir: Path, home: Path) -> None:
+    """Write both stacks of a cluster of a cloud into `outdir`. home: where the operator's state is.
+
+    Raises `SpotrunError`, before anything is written, for what a cloud cannot give.
+    """
+    app = cdk.new_app(str(outdir))
+    base, pools = _stacks(app, cluster)
+    pools.add_dependency(base)
+    for stack in (base, pools):
+        _keep_state(stack, cluster, home)
+    app.synth()
+
+
+def _stacks(app: cdk.App, cluster: ClusterSpec) -> tuple[cdk.TerraformStack, cdk.TerraformStack]:
+    base, pools = f"{cluster.name}-base", f"{cluster.name}-pools"
+    if cluster.cloud == "gcp":
+        from infra import gcp
+
+        google = gcp.Base(app, base, cluster)
+        return google, gcp.Pools(app, pools, cluster, google)
+    from infra import aws
+
+    amazon = aws.Base(app, base, cluster)
+    return amazon, aws.Pools(app, pools, cluster, amazon)
+
+
+def _keep_state(stack: cdk.TerraformStack, cluster: ClusterSpec, home: Path) -> None:
+    """In the cluster file's `state`, else in the operator's checkout."""
+    name = stack.node.id
+    if cluster.state is None:
+        cdk.LocalBackend(stack, path=str(home / "terraform" / f"{name}.tfstate"))
+        return
+    scheme, _, rest = cluster.state.partition("://")
+    bucket, _, folder = rest.partition("/")
+    if scheme == "gs":
+        cdk.GcsBackend(stack, bucket=bucket, prefix=f"{folder}/{name}")
+        return
+    region = cluster.region if cluster.cloud == "aws" else None  # else that of AWS_REGION, as for any S3 backend
+    cdk.S3Backend(stack, bucket=bucket, key=f"{folder}/{name}.tfstate", region=region, encrypt=True)
+    stack.add_override("terraform.backend.s3.use_lockfile", True)  # newer than CDKTF's own list of arguments

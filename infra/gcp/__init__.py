@@ -1,0 +1,6 @@
+"""A cluster in Google Cloud."""
+
+from infra.gcp.base import Base
+from infra.gcp.pools import Pools
+
+__all__ = ["Base", "Pools"]
