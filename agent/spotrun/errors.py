@@ -37,3 +37,7 @@ class StockoutError(CloudError):
 
 class QuotaError(CloudError):
     """The account may not have that many; trying again changes nothing."""
+
+
+class CredentialsError(CloudError):
+    """The cloud does not know who asks, or that one may not do this. The message says what to sign in to, or to grant."""

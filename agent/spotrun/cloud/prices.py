@@ -1,0 +1,71 @@
+"""What machines cost, from the table shipped beside this file: `prices.csv`; prices.SOURCE.md says where it is from."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import importlib.resources
+import re
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import NamedTuple
+
+
+class _Row(NamedTuple):
+    region: str
+    zone: str
+    on_demand: float | None
+    spot: float | None
+
+
+def on_demand(cloud: str, place: str, machine: str, accelerator: str = "", count: int = 0) -> float | None:
+    """Dollars for an hour of one machine at the list price; None if the table has none.
+
+    place: a region or a zone. accelerator, count: what is attached to a machine of Google's N1 family, as in a cluster
+    file (`nvidia-tesla-t4`, 1); every other machine type implies its own.
+    """
+    return _median(row.on_demand for row in _rows(cloud, place, machine, accelerator, count))
+
+
+def spot(cloud: str, place: str, machine: str, accelerator: str = "", count: int = 0) -> float | None:
+    """As `on_demand`, for a spot machine, at the table's date. The median of the region's zones, unless `place` is a
+    zone that the table has by that name (Google Cloud's; AWS's are there by id)."""
+    return _median(row.spot for row in _rows(cloud, place, machine, accelerator, count))
+
+
+def _rows(cloud: str, place: str, machine: str, accelerator: str, count: int) -> list[_Row]:
+    attached = (_short(accelerator), count) if accelerator else ("", 0)
+    rows = _table().get((cloud, machine, *attached), [])
+    # us-central1-a is in us-central1, us-east-1a in us-east-1.
+    region = re.sub(r"(?<=\d)-?[a-z]$", "", place)
+    return [row for row in rows if row.zone == place] or [row for row in rows if row.region == region]
+
+
+def _short(accelerator: str) -> str:
+    """T4 from Google's nvidia-tesla-t4."""
+    return accelerator.rpartition("-")[2].upper()
+
+
+def _median(prices: Iterable[float | None]) -> float | None:
+    known = [price for price in prices if price is not None]
+    return statistics.median(known) if known else None
+
+
+@functools.cache
+def _table() -> dict[tuple[str, str, str, int], list[_Row]]:
+    """Rows by cloud, machine type and what is attached to it."""
+    table: dict[tuple[str, str, str, int], list[_Row]] = defaultdict(list)
+    file = importlib.resources.files("spotrun.cloud") / "prices.csv"
+    for cells in csv.DictReader(file.read_text(encoding="utf-8").splitlines()):
+        machine = cells["instance_type"]
+        attached = ("", 0)
+        if machine.startswith("n1-"):
+            attached = (cells["accelerator"], int(cells["accelerator_count"]))
+        prices = (_price(cells["on_demand_usd_per_hour"]), _price(cells["spot_usd_per_hour"]))
+        table[cells["cloud"], machine, *attached].append(_Row(cells["region"], cells["zone"], *prices))
+    return dict(table)
+
+
+def _price(cell: str) -> float | None:
+    return float(cell) if cell else None
