@@ -18,7 +18,7 @@ def main() -> int:
     try:
         _write(os.environ.get("CLUSTER") or "", Path(os.environ.get("CDKTF_OUTDIR") or "cdktf.out"))
     except SpotrunError as error:
-        print(f"infra: {error}", file=sys.stderr)
+        print(f"spotrun: {error}", file=sys.stderr)
         return 2
     return 0
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from infra import cdk
+from spotrun.errors import SpotrunError
 from spotrun.spec import ClusterSpec
 
 
@@ -13,6 +15,8 @@ def synthesize(cluster: ClusterSpec, outdir: Path, home: Path) -> None:
 
     Raises `SpotrunError`, before anything is written, for what a cloud cannot give.
     """
+    if re.search(r"[$%]\{", cluster.model_dump_json()):
+        raise SpotrunError(f"cluster {cluster.name}: a value holds ${{ or %{{, which Terraform would take for code")
     app = cdk.new_app(str(outdir))
     base, pools = _stacks(app, cluster)
     pools.add_dependency(base)

@@ -9,12 +9,15 @@ gigabyte. So an empty package stands in for it in `sys.modules`, and a stack loa
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import os
 import shutil
 import sys
 import types
+import typing
+from collections.abc import Callable
 from typing import Any
 
 from spotrun.errors import SpotrunError
@@ -40,11 +43,14 @@ from cdktf import (
     Token,
 )
 
+Resource = Callable[..., Any]
+
 __all__ = [
     "App",
     "Fn",
     "GcsBackend",
     "LocalBackend",
+    "Resource",
     "S3Backend",
     "TerraformOutput",
     "TerraformResourceLifecycle",
@@ -61,25 +67,56 @@ def new_app(outdir: str) -> App:
     return App(outdir=outdir, context={"excludeStackIdFromLogicalIds": "true", "allowSepCharsInLogicalIds": "true"})
 
 
-def google(name: str) -> Any:
-    """The class of a resource (`compute_firewall`), of a data source (`data_google_project`) or of the `provider`.
+def google(name: str) -> Resource:
+    """Makes a resource (`compute_firewall`), a data source (`data_google_project`) or the `provider`, in a stack.
 
-    Nested blocks are dictionaries. An argument that the provider lacks is a TypeError when the resource is made, in
-    blocks too: these classes are generated from the provider's schema. ModuleNotFoundError: there is no such resource.
+    Called with the stack, an id that is unique in it, and the arguments; nested blocks are dictionaries. An argument
+    that the provider's schema lacks is a TypeError, in blocks too. ModuleNotFoundError: there is no such resource.
     """
-    return _resource("cdktf_cdktf_provider_google", name)
+    return functools.partial(_make, "cdktf_cdktf_provider_google", name)
 
 
-def aws(name: str) -> Any:
+def aws(name: str) -> Resource:
     """As `google`, for AWS: `vpc`, `data_aws_caller_identity`, `provider`."""
-    return _resource("cdktf_cdktf_provider_aws", name)
+    return functools.partial(_make, "cdktf_cdktf_provider_aws", name)
 
 
-def _resource(package: str, name: str) -> Any:
+def _make(package: str, name: str, stack: TerraformStack, id: str, /, **arguments: Any) -> Any:
     if package not in sys.modules:
         sys.modules[package] = _stand_in(package)
     module = importlib.import_module(f"{package}.{name}")
-    return getattr(module, min(module.__all__, key=len))  # its blocks' names all begin with the resource's own
+    resource = getattr(module, min(module.__all__, key=len))  # its blocks' names all begin with the resource's own
+    if name != "provider":
+        return resource(stack, id, **_typed(resource, arguments))
+    # CDKTF turns every - in the keys of a provider's maps into _, in those of default labels and tags too.
+    nested = {key: value for key, value in arguments.items() if isinstance(value, dict | list)}
+    provider = resource(stack, id, **{key: value for key, value in arguments.items() if key not in nested})
+    for key, value in nested.items():
+        provider.add_override(key, value)
+    return provider
+
+
+def _typed(owner: type, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with an object of its class for each block.
+
+    The generated classes do that by themselves, but not within lists; there they lose what is not in camelCase.
+    """
+    hints = typing.get_type_hints(owner.__init__)  # type: ignore[misc]  # a class, not an instance
+    return {key: _block(value, hints.get(key)) for key, value in arguments.items()}
+
+
+def _block(value: Any, hint: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_block(item, hint) for item in value]
+    kind = _block_class(hint) if isinstance(value, dict) else None
+    return value if kind is None else kind(**_typed(kind, value))
+
+
+def _block_class(hint: Any) -> type | None:
+    """The class among the alternatives that a hint names; None where dictionaries are just that, such as labels."""
+    if isinstance(hint, type) and hasattr(hint, "__jsii_type__") and not getattr(hint, "_is_protocol", False):
+        return hint
+    return next(filter(None, map(_block_class, typing.get_args(hint))), None)
 
 
 def _stand_in(package: str) -> types.ModuleType:

@@ -1,9 +1,167 @@
-"""The stack that lives as long as the cluster."""
+"""The stack that lives as long as the cluster: network, bucket, identities.
+
+Its names are all known beforehand, so stack `pools` refers to them by name: it can be planned before this one is
+there, and needs no access to its state.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
+from infra import cdk
 from infra.gcp.stack import GcpStack
+from spotrun.spec import ClusterSpec
+from spotrun.spec.names import HEAD, bucket, group
+
+NODE = "node"
+HEAD_PORT = 8470  # spotrun.head.server.PORT
+IAP = "35.235.240.0/20"  # where IAP's tunnels come from: https://cloud.google.com/iap/docs/using-tcp-forwarding
+LOG_DAYS = 90
+
+# The bucket's objects, of this bucket alone; writing logs and metrics.
+BUCKET_ROLE = "roles/storage.objectUser"
+PROJECT_ROLES = {"logs": "roles/logging.logWriter", "metrics": "roles/monitoring.metricWriter"}
+# What the head may besides, each for what `spotrun.cloud.gcp` asks. Looking is for the whole project: lists cannot be
+# narrowed. Neither can groups: IAM's conditions do not know the names of instance group managers
+# (https://cloud.google.com/iam/docs/conditions-resource-attributes), nor can these carry tags in Compute's v1 API. So
+# the head could resize any group of the project, but give none another template; a project of its own keeps it apart.
+HEAD_PERMISSIONS = (
+    "compute.instanceGroupManagers.get",  # sizes, members and their errors
+    "compute.instanceGroupManagers.list",
+    "compute.instanceGroupManagers.update",  # resize, deleteInstances, recreateInstances
+    "compute.instances.get",
+    "compute.instances.list",
+    "compute.projects.get",  # quotas
+    "compute.regions.get",
+    "compute.zoneOperations.get",
+)
+# On its own cluster's machines only: IAM's conditions know the names of those.
+HEAD_MACHINE_PERMISSIONS = ("compute.instances.simulateMaintenanceEvent",)
 
 
 class Base(GcpStack):
     """Network, bucket, identities."""
+
+    def __init__(self, app: cdk.App, id: str, cluster: ClusterSpec) -> None:
+        super().__init__(app, id, cluster)
+        self.bucket = bucket(cluster, self.project)
+        self.subnet = f"projects/{self.project}/regions/{cluster.region}/subnetworks/{cluster.name}-subnet"
+        node, head = self._identity(NODE), self._identity(HEAD)
+        self._bucket((node, head))
+        self._allow_head(head)
+        self._firewall(self._network(), node.email, head.email)
+
+    def email(self, role: str) -> str:
+        """The service account of a `node` or the `head`."""
+        domain, _, project = self.project.rpartition(":")  # a project may be <domain>:<project>
+        return f"{self.cluster.name}-{role}@{'.'.join(filter(None, (project, domain)))}.iam.gserviceaccount.com"
+
+    def _identity(self, role: str) -> Any:
+        name = f"{self.cluster.name}-{role}"
+        account = cdk.google("service_account")(
+            self, role, account_id=name, display_name=f"spotrun cluster {self.cluster.name}: {role}"
+        )
+        for what, granted in PROJECT_ROLES.items():
+            cdk.google("project_iam_member")(
+                self, f"{role}-{what}", project=self.project, role=granted, member=account.member
+            )
+        return account
+
+    def _bucket(self, accounts: tuple[Any, ...]) -> None:
+        made = cdk.google("storage_bucket")(
+            self,
+            "bucket",
+            name=self.bucket,
+            location=self.cluster.region,
+            labels=self.labels,
+            uniform_bucket_level_access=True,
+            public_access_prevention="enforced",
+            force_destroy=False,  # Google refuses to delete a bucket with anything in it
+            # Off: the least is 7 days, for each of which every checkpoint that a newer one replaced would be paid for.
+            soft_delete_policy={"retention_duration_seconds": 0},
+            versioning={"enabled": False},
+            lifecycle_rule=[
+                {
+                    "action": {"type": "Delete"},
+                    "condition": {"age": LOG_DAYS, "matches_prefix": ["jobs/"], "matches_suffix": [".log"]},
+                },
+                {"action": {"type": "AbortIncompleteMultipartUpload"}, "condition": {"age": 1}},
+            ],
+        )
+        for role, account in zip((NODE, HEAD), accounts, strict=True):
+            cdk.google("storage_bucket_iam_member")(
+                self, f"{role}-bucket", bucket=made.name, role=BUCKET_ROLE, member=account.member
+            )
+
+    def _allow_head(self, head: Any) -> None:
+        name = self.cluster.name
+        machines = (
+            'resource.type == "compute.googleapis.com/Instance" && '
+            f'resource.name.extract("/instances/{{name}}").startsWith("{group(name, "")}")'
+        )
+        condition = {
+            "title": f"{name}-machines",
+            "description": f"Only machines of spotrun cluster {name}",
+            "expression": machines,
+        }
+        for what, permissions, only in (
+            ("groups", HEAD_PERMISSIONS, None),
+            ("machines", HEAD_MACHINE_PERMISSIONS, condition),
+        ):
+            role = cdk.google("project_iam_custom_role")(
+                self,
+                f"head-{what}-role",
+                role_id=f"spotrun.{name.replace('-', '_')}.head.{what}",
+                title=f"spotrun cluster {name}: head, {what}",
+                permissions=list(permissions),
+            )
+            cdk.google("project_iam_member")(
+                self, f"head-{what}", project=self.project, role=role.name, member=head.member, condition=only
+            )
+
+    def _network(self) -> Any:
+        name = self.cluster.name
+        network = cdk.google("compute_network")(self, "network", name=f"{name}-network", auto_create_subnetworks=False)
+        subnet = cdk.google("compute_subnetwork")(
+            self,
+            "subnet",
+            name=f"{name}-subnet",
+            network=network.id,
+            ip_cidr_range=self.cluster.network.cidr,
+            private_ip_google_access=True,  # the bucket and Google's other APIs, with no public address and no NAT
+        )
+        if not self.cluster.network.nat:
+            return network
+        router = cdk.google("compute_router")(self, "router", name=f"{name}-router", network=network.id)
+        cdk.google("compute_router_nat")(
+            self,
+            "nat",
+            name=f"{name}-nat",
+            router=router.name,
+            nat_ip_allocate_option="AUTO_ONLY",
+            source_subnetwork_ip_ranges_to_nat="LIST_OF_SUBNETWORKS",
+            subnetwork=[{"name": subnet.id, "source_ip_ranges_to_nat": ["ALL_IP_RANGES"]}],
+            log_config={"enable": True, "filter": "ERRORS_ONLY"},
+        )
+        return network
+
+    def _firewall(self, network: Any, node: str, head: str) -> None:
+        """All that may come in anywhere; who is who is told by service accounts, which no machine can give itself."""
+        ssh = [{"protocol": "tcp", "ports": ["22"]}]
+        agents = [{"protocol": "tcp", "ports": [str(HEAD_PORT)]}]
+        self._rule(network, "iap-to-head", head, ssh, source_ranges=[IAP])
+        self._rule(network, "head-to-nodes", node, ssh, source_service_accounts=[head])
+        self._rule(network, "nodes-to-head", head, agents, source_service_accounts=[node])
+        self._rule(network, "node-to-node", node, [{"protocol": "all"}], source_service_accounts=[node])
+
+    def _rule(self, network: Any, name: str, target: str, allow: list[dict[str, Any]], **source: list[str]) -> None:
+        cdk.google("compute_firewall")(
+            self,
+            name,
+            name=f"{self.cluster.name}-{name}",
+            network=network.id,
+            direction="INGRESS",
+            allow=allow,
+            target_service_accounts=[target],
+            **source,
+        )

@@ -1,15 +1,156 @@
-"""The stack of a cluster that is up."""
+"""The stack of a cluster that is up: the head's machine, and for each pool the group that the head will size."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from infra import cdk
-from infra.gcp.base import Base
+from infra.gcp import machines
+from infra.gcp.base import NODE, Base
 from infra.gcp.stack import GcpStack
-from spotrun.spec import ClusterSpec
+from spotrun.spec import ClusterSpec, PoolSpec
+from spotrun.spec.names import BUCKET, CLUSTER, HEAD, POOL, ROLE, bucket_url, group
 
 
 class Pools(GcpStack):
-    """Head and pools."""
+    """The cluster's description for its head, the head, and the pools at size 0."""
 
     def __init__(self, app: cdk.App, id: str, cluster: ClusterSpec, base: Base) -> None:
         super().__init__(app, id, cluster)
+        self._base = base
+        self._image = machines.image(cluster.image, self.project)
+        cdk.google("storage_bucket_object")(
+            self,
+            "cluster",
+            bucket=base.bucket,
+            name=f"clusters/{cluster.name}/cluster.json",  # spotrun.store.cluster_key
+            content=cluster.model_dump_json(),
+            content_type="application/json",
+        )
+        self._head()
+        for pool in cluster.pools:
+            self._pool(pool)
+
+    def _head(self) -> None:
+        template = self._template(
+            HEAD,
+            self.cluster.head.machine,
+            {"provisioning_model": "STANDARD", "on_host_maintenance": "MIGRATE", "automatic_restart": True},
+            disk={"disk_type": machines.boot_disk(self.cluster.head.machine)},  # as large as the image
+            shielded_instance_config=_shielded(secure_boot=True),
+        )
+        self._group(
+            HEAD,
+            self.cluster.head.zone,
+            template,
+            target_size=1,
+            # A head of another machine type comes with the next `make up`; training goes on without one meanwhile.
+            update_policy=_updates("PROACTIVE"),
+            # Its first address is kept through every recreation, until the group itself is deleted.
+            stateful_internal_ip=[{"interface_name": "nic0", "delete_rule": "ON_PERMANENT_INSTANCE_DELETION"}],
+        )
+
+    def _pool(self, pool: PoolSpec) -> None:
+        kind = machines.placement(pool) if self.cluster.network.placement else None
+        policy = self._place(pool, kind) if kind else None
+        template = self._template(
+            pool.name,
+            pool.machine,
+            scheduling(pool),
+            disk={"disk_type": machines.boot_disk(pool.machine), "disk_size_gb": pool.disk},
+            # NVIDIA's driver is not signed by anyone whom Secure Boot trusts when it is built for the running kernel.
+            shielded_instance_config=_shielded(secure_boot=not machines.has_gpus(pool)),
+            guest_accelerator=[pool.accelerator.model_dump()] if pool.accelerator else None,
+            resource_policies=[policy.id] if policy and kind == "compact" else None,
+        )
+        self._group(
+            pool.name,
+            pool.zone,
+            template,
+            target_size=0,
+            lifecycle={"ignore_changes": ["target_size"]},  # how many there are now is the head's to say
+            # No machine is taken for an update: the next ones are new, and between jobs there are none.
+            update_policy=_updates("OPPORTUNISTIC"),
+            resource_policies={"workload_policy": policy.id} if policy and kind == "workload" else None,
+        )
+
+    def _place(self, pool: PoolSpec, kind: machines.Placement) -> Any:
+        """Google's machines for large clusters take their own kind of policy, which is the group's."""
+        policy: dict[str, Any] = {"group_placement_policy": {"collocation": "COLLOCATED"}}
+        if kind == "workload":
+            policy = {"workload_policy": {"type": "HIGH_THROUGHPUT"}}
+        name = group(self.cluster.name, pool.name)
+        return cdk.google("compute_resource_policy")(self, f"{pool.name}-placement", name=name, **policy)
+
+    def _template(self, pool: str, machine: str, schedule: dict[str, Any], disk: dict[str, Any], **options: Any) -> Any:
+        role = HEAD if pool == HEAD else NODE
+        about = {CLUSTER: self.cluster.name, POOL: pool, ROLE: role}
+        labels = {**self.labels, **about}
+        return cdk.google("compute_region_instance_template")(
+            self,
+            f"{pool}-template",
+            # Templates cannot be changed: a new one is made first, and the group told of it.
+            name_prefix=f"{group(self.cluster.name, pool)}-",
+            lifecycle={"create_before_destroy": True},
+            region=self.cluster.region,
+            machine_type=machine,
+            scheduling=schedule,
+            labels=labels,
+            can_ip_forward=False,
+            disk=[{"source_image": self._image, "boot": True, "auto_delete": True, "labels": labels, **disk}],
+            network_interface=[{"subnetwork": self._base.subnet, "nic_type": "GVNIC"}],  # no access_config: not public
+            service_account={"email": self._base.email(role), "scopes": ["cloud-platform"]},  # IAM narrows, not scopes
+            metadata={
+                **about,
+                BUCKET: bucket_url(self.cluster, self.project),
+                "enable-oslogin": "TRUE",
+                "block-project-ssh-keys": "TRUE",
+            },
+            **options,
+        )
+
+    def _group(self, pool: str, zone: str, template: Any, **options: Any) -> None:
+        name = group(self.cluster.name, pool)
+        cdk.google("compute_instance_group_manager")(
+            self,
+            f"{pool}-group",
+            name=name,
+            base_instance_name=name,
+            zone=zone,
+            version=[{"instance_template": template.self_link}],
+            wait_for_instances=False,
+            **options,
+        )
+
+
+def scheduling(pool: PoolSpec) -> dict[str, Any]:
+    """How Google is to treat a pool's machines: what it may take, and what it does with those it has taken."""
+    spot, seconds = pool.market == "spot", machines.run_seconds(pool)
+    found: dict[str, Any] = {
+        "provisioning_model": "SPOT" if spot else "STANDARD",
+        # Neither spot machines nor those with GPUs can be moved to another host while they run.
+        "on_host_maintenance": "TERMINATE" if spot or machines.has_gpus(pool) else "MIGRATE",
+        "automatic_restart": not spot,
+    }
+    if spot:
+        found["preemptible"] = True  # the API's old word for it, which it wants besides
+    if spot or seconds:
+        found["instance_termination_action"] = "DELETE"  # a stopped one would be paid for, and its group would wait
+    if seconds:
+        found["max_run_duration"] = {"seconds": seconds}
+    return found
+
+
+def _updates(kind: str) -> dict[str, Any]:
+    """Machines keep their names through updates, and never are there two for one."""
+    return {
+        "type": kind,
+        "minimal_action": "REPLACE",
+        "replacement_method": "RECREATE",
+        "max_surge_fixed": 0,
+        "max_unavailable_fixed": 1,
+    }
+
+
+def _shielded(secure_boot: bool) -> dict[str, bool]:
+    return {"enable_vtpm": True, "enable_integrity_monitoring": True, "enable_secure_boot": secure_boot}

@@ -1,4 +1,4 @@
-"""What both stacks share: the provider, labels, and the names by which one finds what the other made."""
+"""What both stacks of a cluster in Google Cloud share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ class GcpStack(cdk.TerraformStack):
 
     def __init__(self, app: cdk.App, id: str, cluster: ClusterSpec) -> None:
         super().__init__(app, id)
-        self.cluster = cluster
+        assert cluster.project is not None  # the cluster file's checks
+        self.cluster, self.project = cluster, cluster.project
         self.labels = {**cluster.labels, CLUSTER: cluster.name}
         cdk.google("provider")(
             self, "google", project=cluster.project, region=cluster.region, default_labels=self.labels

@@ -1,0 +1,68 @@
+"""What a stack must know of machine types, all of which are at https://cloud.google.com/compute/docs/machine-resource."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from spotrun.errors import SpotrunError
+from spotrun.spec import PoolSpec
+
+Placement = Literal["compact", "workload"]
+
+_GPUS = re.compile(r"(a2|a3|a4|a4x|g2|g4)-")  # families whose machine types imply GPUs
+# Families that take no Persistent Disk. https://cloud.google.com/compute/docs/disks/hyperdisks#machine-type-support
+_HYPERDISK = re.compile(r"(a3-ultragpu|a4|a4x|c4|c4a|c4d|g4|h4d|m4|n4|n4a|n4d|x4)-")
+# https://cloud.google.com/compute/docs/instance-groups/about-workload-policies; A4X needs a topology besides
+_WORKLOAD = re.compile(r"(a3-(high|mega|ultra)gpu-8g|a4-.*|h4d-.*)")
+# https://cloud.google.com/compute/docs/instances/placement-policies-overview: these are in none of its lists
+_ANYWHERE = re.compile(r"(e2|f1|g1|n1|t2a|t2d)-")
+_RUN = (30, 120 * 86400)  # seconds. https://cloud.google.com/compute/docs/instances/limit-vm-runtime
+
+
+def has_gpus(pool: PoolSpec) -> bool:
+    return pool.accelerator is not None or _GPUS.match(pool.machine) is not None
+
+
+def boot_disk(machine: str) -> str:
+    """The type of disk to boot from."""
+    return "hyperdisk-balanced" if _HYPERDISK.match(machine) else "pd-balanced"
+
+
+def placement(pool: PoolSpec) -> Placement:
+    """By which kind of policy a pool's machines get close to each other: one on each, or one on their group.
+
+    Raises `SpotrunError` if Google does that for no machine of this type.
+    """
+    if _ANYWHERE.match(pool.machine):
+        raise SpotrunError(
+            f"pool {pool.name}: Google places no {pool.machine} close to others; take another machine type, or"
+            " network.placement out of the cluster file"
+        )
+    return "workload" if _WORKLOAD.fullmatch(pool.machine) else "compact"
+
+
+def run_seconds(pool: PoolSpec) -> int | None:
+    """After how long Google ends a machine of the pool. Raises `SpotrunError` if it cannot be that long."""
+    if pool.max_run_duration is None:
+        return None
+    seconds = round(pool.max_run_duration)
+    if not _RUN[0] <= seconds <= _RUN[1]:
+        raise SpotrunError(f"pool {pool.name}: max_run_duration is {seconds} s; Google takes 30s to 120d")
+    return seconds
+
+
+def image(name: str | None, project: str) -> str:
+    """The path of the image to boot from; by default the newest of family `spotrun` in the cluster's project.
+
+    name: a path as Google writes it, or an image's name in the project. Raises `SpotrunError`.
+    """
+    if name is None:
+        return f"projects/{project}/global/images/family/spotrun"
+    if re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name):
+        return f"projects/{project}/global/images/{name}"
+    if re.fullmatch(r"projects/[a-z0-9.:-]+/global/images/(family/)?[a-z]([-a-z0-9]*[a-z0-9])?", name):
+        return name
+    raise SpotrunError(
+        f"image is {name!r}; allowed: an image's name, or projects/<project>/global/images/ and a name or family/<name>"
+    )
