@@ -13,12 +13,15 @@ cluster  = --cluster "$$CLUSTER" $(if $(JSON),--json)
 job_id   = $(call flag,ID,id)
 
 .DEFAULT_GOAL := help
-.PHONY: help up train status follow logs ssh run preempt kill relaunch stop down test lint bench-recovery bench-footprint clean
+.PHONY: help plan up train status follow logs ssh run preempt kill relaunch stop down test lint bench-recovery bench-footprint clean
 
 help: ## print this
 	@echo "spotrun: torchrun for machines that vanish. Targets:"
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-16s %s\n", $$1, $$2 }'
 	@echo "Variables: CLUSTER=$(CLUSTER) JOB=$(JOB) JSON=1 (for programs)"
+
+plan: $(VENV)/.installed ## what `make up` would change in the cloud, as Terraform sees it
+	@$(FAB) plan $(cluster)
 
 up: $(VENV)/.installed ## bring the cluster up: a head and a bucket; nodes come with a job
 	@$(FAB) up $(cluster)
@@ -53,8 +56,8 @@ relaunch: $(VENV)/.installed ## run an ended job on from its checkpoint, or rest
 stop: $(VENV)/.installed ## stop the job; its state goes into the bucket [ID=job]
 	@$(FAB) stop $(cluster) $(job_id)
 
-down: $(VENV)/.installed ## take the cluster down; refuses while a job runs [FORCE=1]
-	@$(FAB) down $(cluster) $(if $(FORCE),--force)
+down: $(VENV)/.installed ## take the cluster down; refuses while a job runs [FORCE=1; ALL=1: a cloud's network and bucket too]
+	@$(FAB) down $(cluster) $(if $(FORCE),--force) $(if $(ALL),--all)
 
 test: $(VENV)/.installed-dev ## run the tests [ARGS='-k planner -x']
 	@$(VENV)/bin/python -m pytest $(ARGS)

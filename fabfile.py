@@ -56,6 +56,13 @@ def up(_: Context, cluster: str = LOCAL, json: bool = False) -> None:
 
 
 @command
+def plan(_: Context, cluster: str = LOCAL, json: bool = False) -> None:
+    """Show what `up` would change in the cloud."""
+    changes = clusters.plan(clusters.load(cluster), cluster)
+    _print({"changes": changes}, json, f"`{make(cluster, 'up')}` makes it so" if changes else "nothing would change")
+
+
+@command
 def train(_: Context, cluster: str = LOCAL, job: str = DIGITS, faults: str = "auto", json: bool = False) -> int:
     """Run a job and follow it to its end; brings the cluster up first. Fails if the job fails."""
     return _train(cluster, job, faults, json)
@@ -151,10 +158,10 @@ def stop(_: Context, cluster: str = LOCAL, id: str = "", json: bool = False) -> 
 
 
 @command
-def down(_: Context, cluster: str = LOCAL, force: bool = False, json: bool = False) -> None:
-    """Take the cluster down; refuses while a job runs, unless forced."""
+def down(_: Context, cluster: str = LOCAL, force: bool = False, all: bool = False, json: bool = False) -> None:
+    """Take the cluster down; refuses while a job runs, unless forced. all: a cloud's network and bucket too."""
     spec = clusters.load(cluster)
-    text = clusters.down(spec, force, cluster)
+    text = clusters.down(spec, force, cluster, everything=all)
     _print({"cluster": spec.name, "up": False}, json, text)
 
 

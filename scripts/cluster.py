@@ -1,35 +1,24 @@
-"""Bringing a cluster up and down, and finding the way into one that is up."""
+"""Bringing a cluster up and down, and finding the way into one that is up, wherever it is."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from scripts import control
 from scripts.hint import LOCAL, make
-from scripts.ssh import Access, Unreachable
+from scripts.home import home
+from scripts.ssh import Access
 from spotrun.errors import SpotrunError
 from spotrun.spec import ClusterSpec, load_cluster
-from spotrun.store import Store
 
-ACTIVE = ("queued", "starting", "running", "draining", "waiting", "finishing")
-Status = dict[str, Any]
-
-
-def home() -> Path:
-    """Where this operator's state is: keys, local clusters."""
-    return Path(os.environ.get("SPOTRUN_HOME") or ".spotrun").absolute()
+__all__ = ["access", "down", "home", "load", "plan", "up"]
 
 
 def load(path: str) -> ClusterSpec:
-    """A cluster file, of a cloud that this version can bring up. Raises `SpecError`, `SpotrunError`."""
+    """A cluster file. Raises `SpecError`."""
     cluster = load_cluster(path)
-    if cluster.cloud != "local":
-        raise SpotrunError(
-            f"{path}: cloud {cluster.cloud} comes with the cloud stacks, which this version does not have yet;"
-            " clusters/local.yaml works everywhere"
-        )
     if cluster.bucket and "://" not in cluster.bucket:  # machines run in folders of their own
         return cluster.model_copy(update={"bucket": str(Path(cluster.bucket).absolute())})
     return cluster
@@ -37,41 +26,48 @@ def load(path: str) -> ClusterSpec:
 
 def access(cluster: ClusterSpec, file: str = LOCAL) -> Access:
     """The way into a cluster that is up. file: its cluster file. Raises `Unreachable` if it is not up."""
-    from spotrun.cloud.local.layout import Layout
-
-    layout = Layout.of(home(), cluster.name)
-    if not layout.key.exists() or not layout.record.exists():
-        raise Unreachable(f"cluster {cluster.name} is not up; `{make(file, 'up')}` brings it up")
-    store = Store(cluster.bucket or str(layout.bucket))
-    return Access(cluster.name, store, user="spotrun", key=layout.key, scratch=layout.state, file=file)
+    found: Access = _site(cluster).access(cluster, file)
+    return found
 
 
-def up(cluster: ClusterSpec, file: str = LOCAL) -> Status:
+def plan(cluster: ClusterSpec, file: str) -> bool:
+    """Print what `up` would change in the cloud; whether it would change anything. Raises `SpotrunError`."""
+    if cluster.cloud == "local":
+        raise SpotrunError(f"{file}: cloud local has no plan, it is not made by Terraform; `{make(file, 'up')}`")
+    changes: bool = _site(cluster).plan(cluster, file)
+    return changes
+
+
+def up(cluster: ClusterSpec, file: str = LOCAL) -> control.Status:
     """Bring the cluster up, or what is missing of it, and wait for its head. The head's first status document."""
-    from spotrun.cloud.local import client
-
-    client.up(cluster, home())
-    return control.await_head(access(cluster, file))
+    status: dict[str, Any] = _site(cluster).up(cluster, file)
+    return status
 
 
-def down(cluster: ClusterSpec, force: bool, file: str = LOCAL) -> str:
-    """Take the cluster down; what happened, in a line. Raises `SpotrunError` while a job runs, unless `force`."""
-    from spotrun.cloud.local import client
+def down(cluster: ClusterSpec, force: bool, file: str = LOCAL, everything: bool = False) -> str:
+    """Take the cluster down; what happened, in a line.
 
-    job = None if force else _active_job(cluster, file)
-    if job is not None:
+    force: also while jobs run, which `SpotrunError` lists otherwise. everything: of a cloud, also what `down` keeps for
+    the next `up`: network, bucket, identities.
+    """
+    site = _site(cluster)
+    jobs = [] if force else site.unfinished(cluster, file)
+    if jobs:
+        names = ", ".join(jobs)
         raise SpotrunError(
-            f"cluster {cluster.name}: job {job['id']} is {job['phase']}; `{make(file, 'stop')}` saves its state and"
-            f" stops it, `{make(file, 'down', 'FORCE=1')}` takes the machines from under it"
+            f"cluster {cluster.name}: not ended yet: {names}; `{make(file, 'stop')}` saves a job's state and stops it,"
+            f" `{make(file, 'down', 'FORCE=1')}` takes the machines from under it"
         )
-    client.down(cluster.name, home())
-    bucket = cluster.bucket or home() / "local" / cluster.name / "bucket"
-    return f"cluster {cluster.name} is down; its bucket stays: {bucket}"
+    said: str = site.down(cluster, file, everything)
+    return said
 
 
-def _active_job(cluster: ClusterSpec, file: str) -> Status | None:
-    try:
-        job: Status | None = control.ask(access(cluster, file), "status")["job"]
-    except Unreachable:
-        return None  # no head, no running job that anyone could stop
-    return job if job is not None and job["phase"] in ACTIVE else None
+def _site(cluster: ClusterSpec) -> ModuleType:
+    """The module that knows where such a cluster stands. Each is imported only when it is used."""
+    if cluster.cloud == "local":
+        from scripts import local
+
+        return local
+    from scripts import remote
+
+    return remote

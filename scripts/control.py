@@ -19,6 +19,7 @@ from spotrun.head.ctl import NO_ANSWER, SILENCE
 Status = dict[str, Any]  # the status document
 PATIENCE = 180.0  # seconds that a head may be away while following; it is recreated in less
 _PAUSE = 1.0
+ACTIVE = ("queued", "starting", "running", "draining", "waiting", "finishing")
 
 
 class Head:
@@ -78,17 +79,29 @@ def ask(access: Access, verb: str, *arguments: str, data: object = None) -> Any:
         return head.ask(verb, *arguments, data=data)
 
 
-def await_head(access: Access, patience: float = PATIENCE) -> Status:
-    """The first status document of a head that is coming up. Raises `Unreachable` after `patience` seconds."""
+def await_head(access: Access, description: str, patience: float = PATIENCE) -> Status:
+    """The first status document of a head that is coming up and knows this description of the cluster (its digest).
+
+    Raises `Unreachable` after `patience` seconds.
+    """
     deadline = time.monotonic() + patience
     while True:
         try:
             found: Status = ask(access, "status")
-            return found
+            problem = "it has not read the cluster's new description yet"
+            if found["head"].get("description") == description:
+                return found
         except SpotrunError as error:
-            if time.monotonic() > deadline:
-                raise Unreachable(f"the head of cluster {access.cluster} does not come up: {error}") from None
+            problem = str(error)
+        if time.monotonic() > deadline:
+            raise Unreachable(f"the head of cluster {access.cluster} does not come up: {problem}") from None
         time.sleep(_PAUSE / 4)
+
+
+def unfinished(access: Access) -> list[str]:
+    """The jobs that the head has yet to end, the active one first."""
+    jobs: list[Status] = ask(access, "jobs")
+    return [str(job["job"]) for job in jobs if job["phase"] in ACTIVE]
 
 
 def _command(*words: str) -> str:

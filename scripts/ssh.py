@@ -1,6 +1,7 @@
 """SSH to the machines of a cluster, with strict host keys: only those that the machines put into the bucket count.
 
-The head is reached directly, every node through the head. An unknown or changed key is an error, never added silently.
+The head is reached by the cloud's door, every node through the head. An unknown or changed key is an error, never added
+silently.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import paramiko
 from fabric import Config, Connection
 from pydantic import ValidationError
 
+from scripts.doors import Door
 from scripts.hint import LOCAL, make
+from scripts.tunnel import Tunnel
 from spotrun.errors import SpotrunError
 from spotrun.store import Store, host_key
 from spotrun.wire import HostRecord
@@ -39,15 +43,14 @@ class Unreachable(SpotrunError):
 
 @dataclass(frozen=True)
 class Access:
-    """How an operator gets into a cluster. key: the private key's file. scratch: a folder for known_hosts.
+    """How an operator gets into a cluster. scratch: a folder for known_hosts.
 
     file: the cluster file, which messages name in the commands that they propose.
     """
 
     cluster: str
     store: Store
-    user: str
-    key: Path
+    door: Door
     scratch: Path
     file: str = LOCAL
 
@@ -62,21 +65,21 @@ class Outcome:
 
 
 class StrictConnection(Connection):
-    """A `fabric.Connection` that accepts exactly the host keys of `record`.
+    """A `fabric.Connection` that accepts exactly the host keys of `record`. gateway: what it goes through, if anything.
 
     Fabric itself adds unknown keys, and follows the user's own SSH configuration; both would undo the check.
     """
 
-    def __init__(self, access: Access, record: HostRecord, gateway: Connection | None = None) -> None:
+    def __init__(self, access: Access, record: HostRecord, gateway: Connection | Tunnel | None = None) -> None:
         super().__init__(
             record.address,
-            user=access.user,
+            user=access.door.user,
             port=record.port,
             gateway=gateway,
             connect_timeout=TIMEOUT,
             config=Config(overrides={"load_ssh_configs": False}),
             connect_kwargs={
-                "key_filename": str(access.key),
+                "key_filename": str(access.door.key),
                 "allow_agent": False,
                 "look_for_keys": False,
                 "banner_timeout": TIMEOUT,
@@ -93,6 +96,10 @@ class StrictConnection(Connection):
                 raise Unreachable(f"{record.node}: its host record has a broken key, {line[:60]!r}: {error}") from None
             if entry is not None and entry.key is not None:
                 known.add(host_pattern(record), entry.key.get_name(), entry.key)
+
+    def open_gateway(self) -> Any:
+        """What the connection runs over. A gateway that is a command is ours: Fabric's polls, and leaves orphans."""
+        return self.gateway.sock if isinstance(self.gateway, Tunnel) else super().open_gateway()
 
 
 def read_host(access: Access, node: str) -> HostRecord:
@@ -123,8 +130,8 @@ def read_host(access: Access, node: str) -> HostRecord:
 def connect(access: Access, node: str = HEAD) -> Iterator[StrictConnection]:
     """An open connection. Raises `Unreachable` with the reason."""
     with contextlib.ExitStack() as stack:
-        gateway = stack.enter_context(connect(access)) if node != HEAD else None
-        yield stack.enter_context(_opened(access, read_host(access, node), gateway))
+        head = stack.enter_context(_opened(access, read_host(access, HEAD)))
+        yield head if node == HEAD else stack.enter_context(_opened(access, read_host(access, node), head))
 
 
 def run(access: Access, nodes: list[str], command: str, timeout: float, report: Callable[[Outcome], None]) -> bool:
@@ -163,7 +170,7 @@ def shell_command(access: Access, node: str) -> list[str]:
     records = {name: read_host(access, name) for name in {HEAD, node}}
     known = access.scratch / "known_hosts"
     known.write_text("".join(f"{host_pattern(record)} {line}\n" for record in records.values() for line in record.keys))
-    options = ["-F", "none", "-i", str(access.key)]
+    options = ["-F", "none", "-i", str(access.door.key)]
     for option in (
         "IdentitiesOnly=yes",
         "StrictHostKeyChecking=yes",
@@ -173,12 +180,14 @@ def shell_command(access: Access, node: str) -> list[str]:
         f"ConnectTimeout={TIMEOUT}",
     ):
         options += ["-o", option]
-    target, head = records[node], records[HEAD]
-    proxy: list[str] = []
+    target, head, user = records[node], records[HEAD], access.door.user
+    for record in records.values():
+        access.door.admit(record)
+    proxy = _proxy(access.door.tunnel(head))
     if node != HEAD:  # not ProxyJump: the jump would not take these options over
-        jump = ["ssh", *options, "-p", str(head.port), "-W", f"[{target.address}]:{target.port}"]
-        proxy = ["-o", "ProxyCommand=" + shlex.join([*jump, f"{access.user}@{head.address}"]).replace("%", "%%")]
-    return ["ssh", *options, *proxy, "-p", str(target.port), f"{access.user}@{target.address}"]
+        jump = ["ssh", *options, *proxy, "-p", str(head.port), "-W", f"[{target.address}]:{target.port}"]
+        proxy = _proxy([*jump, f"{user}@{head.address}"])
+    return ["ssh", *options, *proxy, "-p", str(target.port), f"{user}@{target.address}"]
 
 
 def host_pattern(record: HostRecord) -> str:
@@ -186,8 +195,34 @@ def host_pattern(record: HostRecord) -> str:
     return record.address if record.port == 22 else f"[{record.address}]:{record.port}"
 
 
+def _proxy(command: list[str]) -> list[str]:
+    """The option that has ssh run over a command; percent signs would mean something to ssh."""
+    return ["-o", "ProxyCommand=" + shlex.join(command).replace("%", "%%")] if command else []
+
+
 @contextlib.contextmanager
-def _opened(access: Access, record: HostRecord, gateway: Connection | None) -> Iterator[StrictConnection]:
+def _opened(access: Access, record: HostRecord, head: Connection | None = None) -> Iterator[StrictConnection]:
+    """A connection to a node through the head, or to the head itself."""
+    access.door.admit(record)
+    with _gateway(access, record) if head is None else contextlib.nullcontext(head) as gateway:
+        yield from _open(access, record, gateway)
+
+
+@contextlib.contextmanager
+def _gateway(access: Access, head: HostRecord) -> Iterator[Tunnel | None]:
+    command = access.door.tunnel(head)
+    if not command:
+        yield None
+        return
+    try:
+        tunnel = Tunnel(command)
+    except OSError as error:
+        raise Unreachable(f"{head.node}: the way in does not start: {error}") from None
+    with contextlib.closing(tunnel):
+        yield tunnel
+
+
+def _open(access: Access, record: HostRecord, gateway: Connection | Tunnel | None) -> Iterator[StrictConnection]:
     where = f"{record.node} ({record.address}:{record.port})"
     connection = StrictConnection(access, record, gateway)
     try:
@@ -198,11 +233,12 @@ def _opened(access: Access, record: HostRecord, gateway: Connection | None) -> I
             " has another. Either the machine was replaced this moment, then try again, or someone is in between"
         ) from None
     except paramiko.AuthenticationException:
-        raise Unreachable(f"{where}: refused user {access.user} with key {access.key}") from None
+        raise Unreachable(f"{where}: refused user {access.door.user} with key {access.door.key}") from None
     except (paramiko.SSHException, OSError, EOFError) as error:
         if "not found in known_hosts" in str(error):
             raise Unreachable(f"{where}: refused: its host key is unknown; the bucket has none for it") from None
-        raise Unreachable(f"{where}: no SSH connection: {error or type(error).__name__}") from None
+        said = gateway.said() if isinstance(gateway, Tunnel) else ""
+        raise Unreachable(f"{where}: no SSH connection: {said or error or type(error).__name__}") from None
     try:
         yield connection
     finally:

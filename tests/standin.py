@@ -19,6 +19,7 @@ from typing import Any
 
 import asyncssh
 
+from scripts.doors import Direct
 from scripts.ssh import Access
 from spotrun.cloud.local.layout import Layout, ensure_key
 from spotrun.store import Store, host_key
@@ -60,7 +61,7 @@ class Machines:
         layout.record.write_text("{}")
         ensure_key(layout.key)
         self.store = Store(str(layout.bucket))
-        self.access = Access("c", self.store, "spotrun", layout.key, layout.state)
+        self.access = Access("c", self.store, Direct("spotrun", layout.key), layout.state)
         self.key = asyncssh.generate_private_key("ssh-ed25519")
         programs = folder / "bin"
         programs.mkdir()
@@ -150,7 +151,7 @@ def machines(folder: Path) -> Iterator[Machines]:
         server = await asyncssh.create_server(
             lambda: _Jump(found.connections), "127.0.0.1", 0, server_host_keys=[found.key],
             process_factory=found.session, encoding=None,
-            authorized_client_keys=str(found.access.key) + ".pub",
+            authorized_client_keys=str(found.access.door.key) + ".pub",
         )  # fmt: skip
         found.port = server.get_port()
         started.set()

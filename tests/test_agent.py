@@ -44,7 +44,9 @@ async def test_a_generation_runs_to_its_end(tmp_path: Path) -> None:
         idle = await w.head.wait(A, lambda r: r.phase == "idle", "idle")
         assert (idle.pool, idle.zone, idle.address, idle.ssh_port) == ("pool", "zone-a", machine.address, 2222)
         record = HostRecord.model_validate_json(w.store.get(host_key("test", A)))
-        assert record == HostRecord(node=A, address=machine.address, port=2222, keys=(f"ssh-ed25519 AAAA{A}",))
+        assert record == HostRecord(
+            node=A, address=machine.address, port=2222, keys=(f"ssh-ed25519 AAAA{A}",), machine=A, zone="zone-a"
+        )
 
         bundle = w.bundle("--steps", "40", env={"TONE": "blue"})
         ready = await w.ready(bundle, [A, B])

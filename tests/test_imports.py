@@ -25,7 +25,7 @@ ARROWS: dict[str, set[str]] = {
     "shards": {"errors", "slots"},
     "checkpoints": {"errors", "store", "wire", "shards"},
     "cloud": {"errors", "spec"},
-    "head": BASE | {"cloud"},
+    "head": BASE | {"cloud", "node"},
     "node": BASE | {"train"},
     "train": BASE - {"spec"},
     "cli": BASE | {"cloud", "head", "node"},

@@ -42,7 +42,7 @@ class Machine:
 
 @asynccontextmanager
 async def serve(flavour: Flavour) -> AsyncIterator[Machine]:
-    attributes = {"spotrun-cluster": "tiny", "spotrun-spec": '{"name": "tiny"}'}
+    attributes = {"spotrun-cluster": "tiny", "spotrun-pool": "a"}
     facts = Facts("a-0", "42", "local-a", "local", "small", "127.0.0.1", "spot", attributes)
     subject = Subject(facts)
     app = build(flavour, lambda address: subject if address == "127.0.0.1" else None)
@@ -111,7 +111,7 @@ async def test_gce_folders(gce: Machine) -> None:
     assert (await gce.gce("instance/nothing"))[0] == 404
     assert (await gce.gce("instance/name/"))[0] == 404
     assert (await gce.gce("instance/attributes"))[0] == 301
-    assert (await gce.gce("instance/attributes/"))[1] == "spotrun-cluster\nspotrun-spec\n"
+    assert (await gce.gce("instance/attributes/"))[1] == "spotrun-cluster\nspotrun-pool\n"
     assert "network-interfaces/\n" in (await gce.gce("instance/"))[1]
     found = json.loads((await gce.gce("instance/?recursive=true"))[1])
     assert found["id"] == 42
@@ -168,7 +168,7 @@ async def test_each_flavour_knows_only_its_own(gce: Machine, ec2: Machine) -> No
         ("instance-type", "small"),
         ("instance-life-cycle", "spot"),
         ("tags/instance/spotrun-cluster", "tiny"),
-        ("tags/instance/", "Name\nspotrun-cluster\nspotrun-spec"),
+        ("tags/instance/", "Name\nspotrun-cluster\nspotrun-pool"),
         ("tags", "instance/"),
     ],
 )

@@ -22,6 +22,7 @@ from aiohttp import web
 from rich.console import Console
 
 from scripts import cluster, control, display, faults, hint, jobs, report, ssh
+from scripts.doors import Direct
 from spotrun.errors import SpotrunError, StoreError
 from spotrun.head import ctl, server
 from spotrun.head.head import Head
@@ -121,7 +122,7 @@ def test_a_node_is_checked_behind_the_head_too(standin: Machines) -> None:
 def test_another_key_does_not_open(standin: Machines, tmp_path: Path) -> None:
     other = tmp_path / "other"
     asyncssh.generate_private_key("ssh-ed25519").write_private_key(str(other))
-    access = ssh.Access("c", standin.store, "spotrun", other, tmp_path)
+    access = ssh.Access("c", standin.store, Direct("spotrun", other), tmp_path)
     with pytest.raises(ssh.Unreachable, match="refused user spotrun with key"):
         control.ask(access, "status")
 
@@ -527,9 +528,10 @@ def test_submitting_sends_job_and_code(standin: Machines) -> None:
 
 def test_down_refuses_while_a_job_runs(standin: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPOTRUN_HOME", str(standin.home))
-    standin.write(status_json=status(step=1))
+    jobs_json = [{"job": "digits-0", "phase": "failed"}, *({"job": f"digits-{n}", "phase": "queued"} for n in (1, 2))]
+    standin.write(jobs_json=jobs_json)
     spec = cluster.load(str(standin.cluster))
-    with pytest.raises(SpotrunError, match="job digits-1 is running; `make stop` saves its state"):
+    with pytest.raises(SpotrunError, match="not ended yet: digits-1, digits-2; `make stop` saves a job's state"):
         cluster.down(spec, force=False)
     proposed = r"`make stop CLUSTER=my\.yaml` .* `make down CLUSTER=my\.yaml FORCE=1`"
     with pytest.raises(SpotrunError, match=proposed):
@@ -548,7 +550,13 @@ def test_control_c_detaches(standin: Machines) -> None:
     command = [sys.executable, "-m", "fabric", "follow", "--cluster", str(standin.cluster)]
     env = {**os.environ, "SPOTRUN_HOME": str(standin.home)}
     with subprocess.Popen(
-        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=ROOT,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # as at a terminal, wherever the tests run
     ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -559,10 +567,3 @@ def test_control_c_detaches(standin: Machines) -> None:
         said = process.stderr.read()
         assert "detached; the job goes on. Follow it again with: make follow CLUSTER=" in said
         assert "Traceback" not in said
-
-
-def test_clouds_to_come_say_so(tmp_path: Path) -> None:
-    path = tmp_path / "c.yaml"
-    path.write_text("name: a\ncloud: aws\nregion: us-east-1\npools:\n- {name: p, zone: us-east-1b, machine: m}\n")
-    with pytest.raises(SpotrunError, match="cloud aws comes with the cloud stacks"):
-        cluster.load(str(path))

@@ -12,9 +12,10 @@ from spotrun.errors import SpecError
 from spotrun.spec import ClusterSpec, JobSpec, check_fit, load_cluster, load_job, parse_duration
 
 CLUSTER = "name: a\ncloud: local\npools:\n- {name: p, zone: local-a, max: 2}\n"
-GCP = "name: a\ncloud: gcp\nregion: us-central1\nproject: x\npools:\n- {name: p, zone: us-central1-b, machine: m}\n"
-AWS = "name: a\ncloud: aws\nregion: us-east-1\npools:\n- {name: p, zone: us-east-1b, machine: m}\n"
-LABEL = "lower-case letters, digits and inner hyphens, a letter first, at most 20 characters"
+GCP = "name: a\ncloud: gcp\nregion: us-central1\nproject: my-project\npools:\n- {name: p, zone: us-central1-b, machine: g2-standard-8}\n"
+AWS = "name: a\ncloud: aws\nregion: us-east-1\npools:\n- {name: p, zone: us-east-1b, machine: g5.2xlarge}\n"
+CIDR = "a private IPv4 range from /16 to /20, such as 10.77.0.0/16"
+LABEL = "lower-case letters, digits and single inner hyphens, a letter first, at most 20 characters"
 INTERVAL = "seconds, or a number with s, m, h or d, such as 90s or 5m, more than zero"
 
 # Text of the file, then the lines of the message without the file's name.
@@ -39,12 +40,15 @@ CLUSTER_MISTAKES = {
         CLUSTER + "regoin: local\n",
         [
             ":5: regoin: 'local': unknown key; allowed: name, cloud, region, project, bucket, head, pools, image,"
-            " network, local; did you mean region?"
+            " network, state, labels, local; did you mean region?"
         ],
     ),
     "unknown key inside": (
         CLUSTER.replace("max:", "mx:"),
-        [":4: pools[0].mx: 2: unknown key; allowed: name, zone, machine, market, max; did you mean max?"],
+        [
+            ":4: pools[0].mx: 2: unknown key; allowed: name, zone, machine, market, max, disk, accelerator, max_run_duration;"
+            " did you mean max?"
+        ],
     ),
     "key is a number": (CLUSTER + "1: x\n", [": top level: the key 1 is not text; put it in quotes"]),
     "missing": ("name: a\ncloud: local\n", [": pools: is missing; allowed: a list of at least one pool"]),
@@ -127,6 +131,67 @@ CLUSTER_MISTAKES = {
     "bucket of another cloud": (
         GCP + "bucket: s3://x\n",
         [":7: bucket: 's3://x': does not fit cloud gcp; allowed: gs://<bucket>"],
+    ),
+    "a path in the bucket": (
+        GCP + "bucket: gs://spotrun/here\n",
+        [":7: bucket: 'gs://spotrun/here': does not fit cloud gcp; allowed: gs://<bucket>"],
+    ),
+    "two hyphens": (
+        CLUSTER.replace("name: a", "name: a--b"),
+        [f":1: name: 'a--b': is not a valid name; allowed: {LABEL}"],
+    ),
+    "no project's id": (
+        GCP.replace("my-project", "My project"),
+        [":4: project: 'My project': is not a project's id, which is not its name and not its number"],
+    ),
+    "machine of another cloud": (
+        GCP.replace("g2-standard-8", "g5.2xlarge"),
+        [":6: pools[0].machine: 'g5.2xlarge': is not a machine type of cloud gcp; allowed: such as g2-standard-8"],
+    ),
+    "head's machine of another cloud": (
+        AWS + "head: {machine: e2-small}\n",
+        [":6: head.machine: 'e2-small': is not a machine type of cloud aws; allowed: such as g5.2xlarge"],
+    ),
+    "accelerator where the machine has its own": (
+        GCP.replace("g2-standard-8}", "g2-standard-8, accelerator: {type: nvidia-tesla-t4}}"),
+        [
+            ":6: pools[0].accelerator: {'type': 'nvidia-tesla-t4'}: is only for n1 machines; g2-standard-8 has its own"
+            " GPUs or none"
+        ],
+    ),
+    "accelerator on another cloud": (
+        AWS.replace("g5.2xlarge}", "g5.2xlarge, accelerator: {type: t4, count: 9}}"),
+        [":5: pools[0].accelerator.count: 9: is not allowed; allowed: a whole number from 1 to 8"],
+    ),
+    "longest run on another cloud": (
+        AWS.replace("g5.2xlarge}", "g5.2xlarge, max_run_duration: 1h}"),
+        [":5: pools[0].max_run_duration: '1h': is only for cloud gcp, this is aws"],
+    ),
+    "public range": (
+        AWS + "network: {cidr: 8.8.0.0/16}\n",
+        [f":6: network.cidr: '8.8.0.0/16': is not a private range of that size; allowed: {CIDR}"],
+    ),
+    "range with host bits": (
+        AWS + "network: {cidr: 10.0.0.1/16}\n",
+        [f":6: network.cidr: '10.0.0.1/16': 10.0.0.1/16 has host bits set; allowed: {CIDR}"],
+    ),
+    "small disk": (
+        AWS.replace("g5.2xlarge}", "g5.2xlarge, disk: 8}"),
+        [":5: pools[0].disk: 8: is not allowed; allowed: the boot disk in GB, a whole number, at least 20"],
+    ),
+    "state without a folder": (
+        AWS + "state: s3://bucket\n",
+        [
+            ":6: state: 's3://bucket': is not such a folder; allowed: a folder in a bucket, gs://<bucket>/<folder> or s3://<bucket>/<folder>"
+        ],
+    ),
+    "state of the local cloud": (
+        CLUSTER + "state: s3://bucket/folder\n",
+        [":5: state: 's3://bucket/folder': is only for clouds gcp and aws, this is local"],
+    ),
+    "label in capitals": (
+        AWS + "labels: {Team: a}\n",
+        [f":6: labels.Team: 'a': is not a valid name; allowed: a label: its value, {LABEL.replace('20', '40')}"],
     ),
     "pool twice": (
         CLUSTER + "- {name: p, zone: local-b}\n",

@@ -43,37 +43,10 @@ def _agent(_: argparse.Namespace) -> int:
 
 
 def _head(_: argparse.Namespace) -> int:
+    from spotrun.head import boot
+
     _log_to_stderr()
-    return asyncio.run(_serve_head())
-
-
-async def _serve_head() -> int:
-    """Find out from the machine's metadata whose head this is, then serve."""
-    from spotrun.cloud import connect
-    from spotrun.head.head import Head
-    from spotrun.head.server import claim_epoch, serve
-    from spotrun.node import hosts, metadata
-    from spotrun.spec import ClusterSpec
-    from spotrun.store import Store
-
-    async with await metadata.detect() as machine:
-        found = {key: await machine.attribute(key) for key in ("spotrun-spec", "spotrun-bucket")}
-        identity = await machine.identity()
-    missing = [key for key, value in found.items() if not value]
-    if missing:
-        raise SpotrunError(f"this machine's metadata has no {' and no '.join(missing)}: it is not a cluster's head")
-    cluster = ClusterSpec.model_validate_json(found["spotrun-spec"] or "")
-    store = Store(found["spotrun-bucket"] or "")
-    await asyncio.to_thread(hosts.publish, store, cluster.name, "head", identity.address)
-    epoch = await asyncio.to_thread(claim_epoch, store, cluster.name)
-    cloud = connect(cluster)
-    control = ctl.control_path()
-    control.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        poll = 1.0 if cluster.cloud == "local" else 5.0
-        await serve(Head(cluster, store, cloud, epoch, poll), identity.address, control)
-    finally:
-        await cloud.close()
+    asyncio.run(boot.run())
     return 0
 
 

@@ -6,8 +6,10 @@ environment variables of each cloud apply (`AWS_ENDPOINT_URL`, `GOOGLE_APPLICATI
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import obstore
@@ -16,11 +18,14 @@ from obstore.store import LocalStore, ObjectStore, from_url
 
 from spotrun.errors import NotFound, StoreError
 
+Credentials = Any  # one of obstore's credential providers; they share no type
+
 
 class Store:
     """The bucket at `url`. Every method raises `StoreError` naming the key when the bucket does not answer."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, region: str = "", credentials: Credentials | None = None) -> None:
+        """region: of an S3 bucket. credentials: instead of those that the environment or the machine has."""
         self.url = url
         try:
             if "://" not in url or url.startswith("file://"):
@@ -28,10 +33,33 @@ class Store:
                 root.mkdir(parents=True, exist_ok=True)
                 self._store: ObjectStore = LocalStore(root)
             else:
-                self._store = from_url(url)
+                options: dict[str, Any] = {"credential_provider": credentials} if credentials else {}
+                if region and url.startswith("s3://"):
+                    options["region"] = region
+                self._store = from_url(url, **options)
         except (BaseError, OSError, ValueError) as error:
             problem = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise StoreError(f"{self.url}: not a bucket that can be used: {problem}") from None
+
+    @classmethod
+    def as_operator(cls, url: str, region: str = "") -> Store:
+        """The bucket with what the clouds' own command line tools are logged in with: profiles, single sign-on, ….
+
+        Raises `StoreError` if they are not logged in.
+        """
+        credentials: Credentials | None = None
+        try:
+            if url.startswith("s3://"):
+                from obstore.auth.boto3 import Boto3CredentialProvider
+
+                credentials = Boto3CredentialProvider()
+            elif url.startswith("gs://") and not os.environ.get("GOOGLE_SERVICE_ACCOUNT_KEY"):
+                from obstore.auth.google import GoogleCredentialProvider
+
+                credentials = GoogleCredentialProvider()
+        except Exception as error:  # of two libraries, each with many kinds of its own
+            raise StoreError(f"{url}: no credentials for the bucket: {str(error).splitlines()[0]}") from None
+        return cls(url, region, credentials)
 
     def get(self, key: str) -> bytes:
         """The object's bytes. Raises `NotFound`."""
@@ -107,6 +135,11 @@ class Store:
 
 def head_key(cluster: str) -> str:
     return f"clusters/{cluster}/head.json"
+
+
+def cluster_key(cluster: str) -> str:
+    """The cluster's description (`ClusterSpec` as JSON): whoever brings the cluster up writes it, the head reads it."""
+    return f"clusters/{cluster}/cluster.json"
 
 
 def epoch_key(cluster: str, epoch: int) -> str:

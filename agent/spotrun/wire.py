@@ -181,6 +181,8 @@ class HostRecord(Document):
     address: str
     port: int
     keys: tuple[str, ...]  # "ssh-ed25519 AAAA…" lines
+    machine: str = ""  # what the cloud's own way in knows it by: GCE's name, EC2's instance id
+    zone: str = ""
 
 
 Part.model_rebuild()

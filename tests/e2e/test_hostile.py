@@ -57,7 +57,10 @@ def test_junk_at_the_head_while_a_job_trains(cluster: Harness) -> None:
     assert asyncio.run(knock(record, "", [])) == (401, None)
     junk: list[bytes | str] = ["{", "[]", "null", json.dumps({"kind": "report", "node": "x"}), b"\x00\xff"]
     assert asyncio.run(knock(record, record.token, junk)) == (101, 1008)
-    assert asyncio.run(knock(record, record.token, ["x" * (MAX_MESSAGE + 1)])) == (101, 1009)
+    # 1009 where the answer comes through; 1006 where the rest of the frame was still on its way when the link closed.
+    status, code = asyncio.run(knock(record, record.token, ["x" * (MAX_MESSAGE + 1)]))
+    assert status == 101
+    assert code in (1009, 1006)
     log = head_log(cluster)
     assert "wrong token" in log
     assert "refused a message" in log

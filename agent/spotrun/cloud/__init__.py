@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from spotrun.cloud.base import Cloud, Instance, Market, Problem, State
+from spotrun.cloud.base import Cloud, Instance, Market, Problem, Shortfall, State
 from spotrun.errors import CloudError
 
 if TYPE_CHECKING:
     from spotrun.spec import ClusterSpec
 
-__all__ = ["Cloud", "Instance", "Market", "Problem", "State", "connect"]
+__all__ = ["Cloud", "Instance", "Market", "Problem", "Shortfall", "State", "account", "connect"]
+
+
+def account(cluster: ClusterSpec) -> str:
+    """Whose cluster it is: the AWS account's id, the Google Cloud project's. Raises `CloudError`."""
+    if cluster.cloud == "aws":
+        from spotrun.cloud import aws
+
+        return aws.account(cluster.region)
+    return cluster.project or ""
 
 
 def connect(cluster: ClusterSpec) -> Cloud:

@@ -69,7 +69,7 @@ class Cloud(Protocol):
         """Delete these machines, and lower the size of each one's pool accordingly."""
 
     async def recreate(self, names: Sequence[str]) -> None:
-        """Replace these machines by new ones of the same names."""
+        """Replace these machines by new ones; of the same names where the cloud gives names (not on EC2)."""
 
     async def preempt(self, name: str, notice: float | None = None) -> None:
         """Take a spot machine as the cloud would, `notice` seconds after saying so; None: as long as is usual."""
@@ -79,6 +79,9 @@ class Cloud(Protocol):
 
     async def problems(self) -> list[Problem]:
         """What keeps pools from their sizes at this moment."""
+
+    async def shortfalls(self) -> list[Shortfall]:
+        """Quotas that do not let the pools have all the machines that the cluster file allows."""
 
     async def close(self) -> None:
         """Let go of connections."""

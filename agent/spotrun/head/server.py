@@ -19,7 +19,7 @@ import socket
 import ssl
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +48,10 @@ NEWEST = 10  # jobs that are listed when all of them would be too many
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-async def serve(head: Head, address: str, control: Path, port: int = PORT) -> None:
-    """Run the head until SIGTERM or until another head takes over."""
+async def serve(
+    head: Head, address: str, control: Path, port: int = PORT, also: Sequence[Awaitable[None]] = ()
+) -> None:
+    """Run the head until SIGTERM, until another head takes over, or until one of `also` is done."""
     token = secrets.token_urlsafe(32)
     context, fingerprint = await asyncio.to_thread(_certificate)
     agents = web.AppRunner(_agent_app(head, token), access_log=None)
@@ -64,7 +66,7 @@ async def serve(head: Head, address: str, control: Path, port: int = PORT) -> No
         record = HeadRecord(epoch=head.epoch, address=address, port=port, fingerprint=fingerprint, token=token)
         await asyncio.to_thread(head.store.put, head_key(head.cluster.name), record.model_dump_json().encode())
         log.info("head %d of cluster %s listens on %s:%d", head.epoch, head.cluster.name, address, port)
-        await _until_stopped(head.run(), head.watch_cloud())
+        await _until_stopped(head.run(), head.watch_cloud(), *also)
     finally:
         await operators.cleanup()
         await agents.cleanup()

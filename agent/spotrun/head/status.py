@@ -28,7 +28,7 @@ def status(
     problems = {problem.pool: problem.message for problem in fleet.problems}
     return {
         "cluster": cluster.name,
-        "head": {"epoch": epoch},
+        "head": {"epoch": epoch, "description": cluster.digest},
         "job": job_status(job, view) if job else None,
         "nodes": _nodes(view, instances),
         "pools": [

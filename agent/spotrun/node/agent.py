@@ -79,6 +79,7 @@ async def _live(settings: Settings) -> None:
     async with await detect() as metadata:
         identity, attributes = await _who_am_i(metadata)
         identity = replace(identity, name=settings.name or identity.name)
+        os.environ.setdefault("AWS_REGION", identity.region)  # for the bucket, and whatever a job asks of AWS
         store = await asyncio.to_thread(Store, attributes["spotrun-bucket"])
         agent = Agent(settings, identity, attributes, store)
         try:
@@ -109,10 +110,9 @@ async def _who_am_i(metadata: Metadata) -> tuple[Identity, dict[str, str]]:
 
 async def _register(agent: Agent) -> None:
     """Publish the machine's SSH host keys, by which operators will know it."""
-    name, address = agent.identity.name, agent.identity.address
     while True:
         try:
-            await asyncio.to_thread(hosts.publish, agent.store, agent.cluster, name, address)
+            await asyncio.to_thread(hosts.publish, agent.store, agent.cluster, agent.identity.name, agent.identity)
             return
         except SpotrunError as error:
             log.warning("host keys not published, trying again: %s", error)

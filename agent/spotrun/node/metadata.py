@@ -27,12 +27,16 @@ PATIENCE = 5.0  # longest pause between tries to find the server
 
 @dataclass(frozen=True)
 class Identity:
-    """Which machine this is. `name` is what the cloud module's list of nodes calls it."""
+    """Which machine this is. `name` is what the cloud module's list of nodes calls it.
+
+    machine: what the cloud's own way in (IAP, SSM) knows it by.
+    """
 
     name: str
     zone: str
     address: str
-    id: str
+    machine: str
+    region: str = ""
 
 
 @dataclass(frozen=True)
@@ -99,12 +103,9 @@ class GceMetadata(Server):
         async def text(path: str) -> str:
             return _need(path, await self.get(path))
 
-        return Identity(
-            name=await text("/instance/name"),
-            zone=(await text("/instance/zone")).rpartition("/")[2],
-            address=await text("/instance/network-interfaces/0/ip"),
-            id=await text("/instance/id"),
-        )
+        name, zone = await text("/instance/name"), (await text("/instance/zone")).rpartition("/")[2]
+        address = await text("/instance/network-interfaces/0/ip")
+        return Identity(name, zone, address, machine=name, region=zone.rpartition("-")[0])
 
 
 class Ec2Metadata(Server):
@@ -141,8 +142,9 @@ class Ec2Metadata(Server):
             return _need(path, await self.get(path))
 
         instance = await text("/instance-id")
+        zone, region = await text("/placement/availability-zone"), await text("/placement/region")
         # Every machine of a scaling group carries the same Name: the instance's id is what tells them apart.
-        return Identity(instance, await text("/placement/availability-zone"), await text("/local-ipv4"), instance)
+        return Identity(instance, zone, await text("/local-ipv4"), machine=instance, region=region)
 
     async def _renew(self) -> None:
         headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_TTL)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 import re
 from collections.abc import Iterator
@@ -114,6 +115,11 @@ class ClusterSpec(Spec):
         """The pool of that name."""
         return next((pool for pool in self.pools if pool.name == name), None)
 
+    @property
+    def digest(self) -> str:
+        """Tells two descriptions apart."""
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]
+
     @model_validator(mode="after")
     def _complete(self) -> Self:
         region = self.region or ("local" if self.cloud == "local" else "")
@@ -129,10 +135,9 @@ class ClusterSpec(Spec):
 
     @model_serializer(mode="wrap")
     def _dump(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """`local` is left out where it does not belong, so that what is written can be read."""
+        """What does not belong to this cloud is left out, so that what is written can be read."""
         values: dict[str, Any] = handler(self)
-        if self.cloud != "local":
-            values.pop("local", None)
+        values.pop("network" if self.cloud == "local" else "local", None)
         return values
 
 
@@ -189,7 +194,7 @@ def _address_conflicts(spec: ClusterSpec) -> Iterator[Conflict]:
     """Names and URLs that the cloud would refuse."""
     if spec.cloud == "gcp" and spec.project is None:
         yield ("project",), "is missing; cloud gcp needs the project's id"
-    elif spec.project is not None and not re.fullmatch(r"([a-z0-9.-]+:)?[a-z][-a-z0-9]{4,28}[a-z0-9]", spec.project):
+    elif spec.cloud == "gcp" and not re.fullmatch(r"([a-z0-9.-]+:)?[a-z][-a-z0-9]{4,28}[a-z0-9]", spec.project or ""):
         yield ("project",), "is not a project's id, which is not its name and not its number"
     scheme = spec.bucket.partition("://")[0] if spec.bucket and "://" in spec.bucket else "file"
     bucket = rf"{_SCHEMES[spec.cloud]}://[a-z0-9][a-z0-9._-]{{1,61}}[a-z0-9]"

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spotrun.cloud.base import Instance, Problem
+from spotrun.cloud.base import Instance, Problem, Shortfall
 from spotrun.cloud.local import procs
 from spotrun.cloud.local.layout import (
     DAEMON,
@@ -83,6 +83,9 @@ class LocalCloud:
 
     async def problems(self) -> list[Problem]:
         return [Problem(**values) for values in await self._ask("GET", "problems")]
+
+    async def shortfalls(self) -> list[Shortfall]:
+        return []
 
     async def kill(self, name: str) -> None:
         """Take a machine without a word; it is gone when this returns, and is recreated later."""
@@ -188,7 +191,6 @@ def _config(cluster: ClusterSpec, layout: Layout, role_command: Sequence[str] | 
         cluster=cluster.name,
         region=cluster.region,
         bucket=cluster.bucket or layout.bucket.as_uri(),
-        spec=cluster.model_dump_json(),
         head=head,
         pools=tuple(Pool(p.name, p.zone, p.machine, p.market, p.max) for p in cluster.pools),
         metadata=cluster.local.metadata,

@@ -43,7 +43,7 @@ class Pool:
 
 @dataclass(frozen=True)
 class Config:
-    """What `up` tells the daemon. `spec` is the cluster file as JSON: the head finds it in its metadata.
+    """What `up` tells the daemon.
 
     role: command of a machine's role process; `{role}` in it becomes `agent` or `head`.
     """
@@ -51,7 +51,6 @@ class Config:
     cluster: str
     region: str
     bucket: str
-    spec: str
     head: Pool
     pools: tuple[Pool, ...]
     metadata: Literal["gce", "ec2"] = "gce"

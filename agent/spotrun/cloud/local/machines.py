@@ -245,8 +245,6 @@ class Group:
             "spotrun-role": "head" if pool.name == HEAD else "node",
             "spotrun-pool": pool.name,
         }
-        if pool.name == HEAD:
-            attributes["spotrun-spec"] = self.config.spec
         facts = metadata.Facts(
             name, identity, pool.zone, self.config.region, pool.machine, address, pool.market, attributes
         )
@@ -322,6 +320,7 @@ class Group:
             MARK: self.layout.mark(node.name),
             "SPOTRUN_NODE": node.name,
             "SPOTRUN_TMPFS": str(memory),
+            "TMPDIR": str(memory / "tmp"),  # what a killed process leaves there ends with the machine
             "SPOTRUN_SCRATCH": str(scratch),
             "SPOTRUN_SSH_KEYS": str(keys),
             "SPOTRUN_SSH_PORT": str(SSH_PORT),
@@ -394,5 +393,6 @@ def _prepare(folder: Path, memory: Path, keep_keys: bool) -> None:
     for path in (folder / "scratch", memory, *(() if keep_keys else (folder / "ssh",))):
         remove_tree(path)
         path.mkdir(parents=True, mode=0o700)
+    (memory / "tmp").mkdir(mode=0o700)
     (folder / "ssh").mkdir(exist_ok=True, mode=0o700)
     ensure_key(folder / "ssh" / "ssh_host_ed25519_key")

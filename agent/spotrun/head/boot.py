@@ -1,0 +1,80 @@
+"""The head's start: whose head this machine is, from its metadata; what the cluster is, from the bucket."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+
+from pydantic import ValidationError
+
+from spotrun.cloud import connect
+from spotrun.errors import SpotrunError
+from spotrun.head.ctl import control_path
+from spotrun.head.head import Head
+from spotrun.head.server import claim_epoch, serve
+from spotrun.node import hosts, metadata
+from spotrun.spec import ClusterSpec
+from spotrun.store import Store, cluster_key
+
+log = logging.getLogger(__name__)
+
+POLL = {"local": 1.0, "gcp": 5.0, "aws": 5.0}  # seconds between two looks at the cloud
+_LOOK = 5  # looks at the cloud for each at the cluster's description
+
+
+async def run() -> None:
+    """Be the head until SIGTERM, another head, or a changed description of the cluster; then it is to be run again.
+
+    Raises `SpotrunError` if this machine is no cluster's head.
+    """
+    async with await metadata.detect() as machine:
+        found = {key: await machine.attribute(key) or "" for key in ("spotrun-cluster", "spotrun-bucket")}
+        identity = await machine.identity()
+    missing = [key for key, value in found.items() if not value]
+    if missing:
+        raise SpotrunError(f"this machine's metadata has no {' and no '.join(missing)}: it is not a cluster's head")
+    os.environ.setdefault("AWS_REGION", identity.region)
+    store = await asyncio.to_thread(Store, found["spotrun-bucket"])
+    described = await asyncio.to_thread(store.get, cluster_key(found["spotrun-cluster"]))
+    cluster = read(described)
+    await asyncio.to_thread(hosts.publish, store, cluster.name, "head", identity)
+    epoch = await asyncio.to_thread(claim_epoch, store, cluster.name)
+    cloud = connect(cluster)
+    control = control_path()
+    control.parent.mkdir(parents=True, exist_ok=True)
+    poll = POLL[cluster.cloud]
+    try:
+        head = Head(cluster, store, cloud, epoch, poll)
+        await serve(head, identity.address, control, also=[until_changed(store, cluster, poll * _LOOK)])
+    finally:
+        await cloud.close()
+
+
+def read(described: bytes) -> ClusterSpec:
+    """What the bucket says of the cluster. Raises `SpotrunError`."""
+    try:
+        return ClusterSpec.model_validate_json(described)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise SpotrunError(f"the cluster's description in the bucket is no good: {where}: {first['msg']}") from None
+
+
+async def until_changed(store: Store, cluster: ClusterSpec, every: float) -> None:
+    """Return when the bucket has another good description: a new head reads it, and that costs training nothing."""
+    refused = b""
+    while True:
+        await asyncio.sleep(every)
+        try:
+            described = await asyncio.to_thread(store.find, cluster_key(cluster.name))
+            if described is None or described == refused:
+                continue
+            changed = read(described) != cluster
+        except SpotrunError as error:
+            log.warning("%s", error)
+            refused = described or b""
+            continue
+        if changed:
+            log.info("the cluster's description has changed: this head ends for one that knows it")
+            return

@@ -1,0 +1,49 @@
+"""A cluster of the local cloud, as its operator holds it."""
+
+from __future__ import annotations
+
+from scripts import control
+from scripts.doors import Direct
+from scripts.hint import make
+from scripts.home import home
+from scripts.ssh import Access, Unreachable
+from spotrun.cloud.local import client
+from spotrun.cloud.local.layout import Layout
+from spotrun.spec import ClusterSpec
+from spotrun.store import Store, cluster_key
+
+
+def access(cluster: ClusterSpec, file: str) -> Access:
+    """The way in. Raises `Unreachable` if the cluster is not up."""
+    layout = Layout.of(home(), cluster.name)
+    if not layout.key.exists() or not layout.record.exists():
+        raise Unreachable(f"cluster {cluster.name} is not up; `{make(file, 'up')}` brings it up")
+    return Access(cluster.name, _store(cluster, layout), Direct("spotrun", layout.key), layout.state, file)
+
+
+def up(cluster: ClusterSpec, file: str) -> control.Status:
+    """Start what does not run, and wait for the head."""
+    layout = Layout.of(home(), cluster.name)
+    store = _store(cluster, layout)
+    store.put(cluster_key(cluster.name), cluster.model_dump_json().encode())
+    client.up(cluster, home())
+    return control.await_head(access(cluster, file), cluster.digest)
+
+
+def unfinished(cluster: ClusterSpec, file: str) -> list[str]:
+    """Jobs that the end of the cluster would interrupt."""
+    try:
+        return control.unfinished(access(cluster, file))
+    except Unreachable:
+        return []  # no head, no running job that anyone could stop
+
+
+def down(cluster: ClusterSpec, file: str, everything: bool) -> str:
+    """End every process of it; what happened, in a line. The bucket stays."""
+    client.down(cluster.name, home())
+    bucket = cluster.bucket or Layout.of(home(), cluster.name).bucket
+    return f"cluster {cluster.name} is down; its bucket stays: {bucket}"
+
+
+def _store(cluster: ClusterSpec, layout: Layout) -> Store:
+    return Store(cluster.bucket or str(layout.bucket))

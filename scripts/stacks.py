@@ -1,0 +1,148 @@
+"""Terraform for a cluster in a cloud: synthesize its two stacks, show what would change, apply, destroy.
+
+`make plan`, `make up` and `make down` run Terraform on what `python -m infra` writes: what `cdktf diff|deploy|destroy`
+do as well, on the same state, but with nothing to install from npm.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from spotrun.errors import CloudError, SpotrunError
+from spotrun.spec import ClusterSpec
+
+Stack = Literal["base", "pools"]
+TERRAFORM = (1, 10)  # the oldest that locks state in S3 without a table (use_lockfile)
+NODE = (18,)  # the oldest Node.js that CDKTF's runtime takes
+_ROOT = Path(__file__).parent.parent
+_SYNTH = 300.0  # seconds
+
+
+@dataclass(frozen=True)
+class Stacks:
+    """The synthesized stacks of a cluster. environment: for Terraform, besides the operator's own."""
+
+    cluster: str
+    folder: Path
+    environment: Mapping[str, str]
+
+    def plan(self) -> bool:
+        """Print what would change; whether anything would."""
+        changes = False
+        for stack in ("base", "pools"):
+            if stack == "pools" and not self._exists("base"):
+                print("stack pools: can be planned once stack base exists; `make up` makes both", flush=True)
+                return True
+            code = self._terraform(stack, "plan", "-input=false", "-detailed-exitcode", good=(0, 2))
+            changes = changes or code == 2
+        return changes
+
+    def apply(self) -> None:
+        """Make what is there what the stacks say. Raises `CloudError`."""
+        for stack in ("base", "pools"):
+            self._terraform(stack, "apply", "-input=false", "-auto-approve")
+
+    def destroy(self, stack: Stack) -> None:
+        """Raises `CloudError`; what is destroyed by then is, and the next try goes on from there."""
+        self._terraform(stack, "destroy", "-input=false", "-auto-approve")
+
+    def _exists(self, stack: Stack) -> bool:
+        """Whether Terraform's state has anything of a stack."""
+        self._init(stack)
+        done = self._run(stack, ["state", "list"], stdout=subprocess.PIPE)
+        return done.returncode == 0 and any(not line.startswith("data.") for line in done.stdout.split())
+
+    def _terraform(self, stack: str, *words: str, good: tuple[int, ...] = (0,)) -> int:
+        self._init(stack)
+        done = self._run(stack, list(words), stdout=None)
+        if done.returncode not in good:
+            raise CloudError(
+                f"terraform {words[0]} of stack {self.cluster}-{stack} failed, see above; what it has done stays known"
+                " to it, and the next try goes on from there"
+            )
+        return done.returncode
+
+    def _init(self, stack: str) -> None:
+        done = self._run(stack, ["init", "-input=false", "-upgrade=false"], stdout=subprocess.PIPE)
+        if done.returncode:
+            sys.stderr.write(done.stdout)
+            raise CloudError(f"terraform init of stack {self.cluster}-{stack} failed, see above")
+
+    def _run(self, stack: str, words: list[str], stdout: int | None) -> subprocess.CompletedProcess[str]:
+        """stdout None: to the operator's stderr, as stdout is for what a command itself answers."""
+        return subprocess.run(
+            [terraform(), *words, "-no-color"] if not sys.stderr.isatty() else [terraform(), *words],
+            cwd=self.folder / "stacks" / f"{self.cluster}-{stack}",
+            env={**os.environ, "TF_IN_AUTOMATION": "1", **self.environment},
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr if stdout is None else stdout,
+            stderr=None if stdout is None else subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+
+
+def synthesize(cluster: ClusterSpec, file: str, home: Path) -> Stacks:
+    """Write the stacks' JSON below `home`. Raises `SpotrunError` in the words of `python -m infra`."""
+    check_tools()
+    folder = home / "stacks" / cluster.name
+    folder.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, "CLUSTER": file, "CDKTF_OUTDIR": str(folder), "SPOTRUN_HOME": str(home)}
+    command = [sys.executable, "-m", "infra"]
+    try:
+        done = subprocess.run(
+            command, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=_SYNTH, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise SpotrunError(f"{file}: synthesis did not end within {_SYNTH:g} s") from None
+    if done.returncode:
+        said = (done.stderr.strip() or done.stdout.strip() or f"exit status {done.returncode}").splitlines()
+        raise SpotrunError(f"{file}: cannot be synthesized: {said[-1].removeprefix('spotrun: ')}")
+    return Stacks(cluster.name, folder, {})
+
+
+def terraform() -> str:
+    """The program's path; the variable TERRAFORM names another, such as tofu. Raises `SpotrunError`."""
+    name = os.environ.get("TERRAFORM") or "terraform"
+    path = shutil.which(name)
+    if path is None:
+        raise SpotrunError(
+            f"there is no `{name}` on this machine: install Terraform {_text(TERRAFORM)} or newer"
+            " (developer.hashicorp.com/terraform/install), or name another: TERRAFORM=tofu"
+        )
+    return path
+
+
+def check_tools() -> None:
+    """Raise `SpotrunError` unless Terraform and Node.js are there, new enough."""
+    path = terraform()
+    found = _version([path, "version"])
+    if found < TERRAFORM and "tofu" not in Path(path).name:
+        raise SpotrunError(f"{path} is version {_text(found)}; spotrun needs Terraform {_text(TERRAFORM)} or newer")
+    node = shutil.which("node")
+    if node is None:
+        raise SpotrunError(
+            f"there is no `node` on this machine: install Node.js {_text(NODE)} or newer (nodejs.org); CDKTF runs on it"
+        )
+    found = _version([node, "--version"])
+    if found < NODE:
+        raise SpotrunError(f"{node} is version {_text(found)}; CDKTF needs Node.js {_text(NODE)} or newer (nodejs.org)")
+
+
+def _version(command: list[str]) -> tuple[int, ...]:
+    """(major, minor) in what a program prints of itself; (0,) if it prints none."""
+    said = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False).stdout
+    match = re.search(r"v([0-9]+)\.([0-9]+)", said)
+    return (int(match[1]), int(match[2])) if match else (0,)
+
+
+def _text(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
