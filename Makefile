@@ -5,6 +5,9 @@ CLUSTER ?= clusters/local.yaml
 JOB     ?= examples/digits/job.yaml
 VENV    ?= .venv
 FAB     := $(VENV)/bin/fab
+# A cluster in a cloud takes more packages: the cloud's own, and what its stacks are written with.
+CLOUD   := $(filter gcp aws,$(shell sed -nE 's/^cloud: *"?([a-z]+).*/\1/p' '$(CLUSTER)' 2>/dev/null))
+READY   := $(VENV)/.installed$(if $(CLOUD),-$(CLOUD))
 
 # Given by the user of a target; exported so that no shell but the last one interprets them.
 export CLUSTER JOB NODE RANK CMD TIMEOUT FAULTS NOTICE ID
@@ -20,43 +23,43 @@ help: ## print this
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-16s %s\n", $$1, $$2 }'
 	@echo "Variables: CLUSTER=$(CLUSTER) JOB=$(JOB) JSON=1 (for programs)"
 
-plan: $(VENV)/.installed ## what `make up` would change in the cloud, as Terraform sees it
+plan: $(READY) ## what `make up` would change in the cloud, as Terraform sees it
 	@$(FAB) plan $(cluster)
 
-up: $(VENV)/.installed ## bring the cluster up: a head and a bucket; nodes come with a job
+up: $(READY) ## bring the cluster up: a head and a bucket; nodes come with a job
 	@$(FAB) up $(cluster)
 
-train: $(VENV)/.installed ## run a job and follow it; brings the cluster up first [JOB= FAULTS=preempt@25%,kill@60% or none]
+train: $(READY) ## run a job and follow it; brings the cluster up first [JOB= FAULTS=preempt@25%,kill@60% or none]
 	@$(FAB) train $(cluster) --job "$$JOB" $(call flag,FAULTS,faults)
 
-status: $(VENV)/.installed ## what the cluster does now [ID=job]
+status: $(READY) ## what the cluster does now [ID=job]
 	@$(FAB) status $(cluster) $(job_id)
 
-follow: $(VENV)/.installed ## follow the running job; Ctrl-C ends only the following [ID=job]
+follow: $(READY) ## follow the running job; Ctrl-C ends only the following [ID=job]
 	@$(FAB) follow $(cluster) $(job_id)
 
-logs: $(VENV)/.installed ## what the workers printed [NODE= RANK= ID=job]
+logs: $(READY) ## what the workers printed [NODE= RANK= ID=job]
 	@$(FAB) logs $(cluster) $(job_id) $(call flag,NODE,node) $(call flag,RANK,rank)
 
-ssh: $(VENV)/.installed ## a shell on a node, or on the head [NODE=head]
+ssh: $(READY) ## a shell on a node, or on the head [NODE=head]
 	@$(FAB) ssh $(cluster) $(call flag,NODE,node)
 
-run: $(VENV)/.installed ## run a command on all nodes, or on one: CMD='df -h' [NODE= TIMEOUT=seconds]
+run: $(READY) ## run a command on all nodes, or on one: CMD='df -h' [NODE= TIMEOUT=seconds]
 	@$(FAB) run $(cluster) --cmd "$$CMD" $(call flag,NODE,node) $(call flag,TIMEOUT,timeout)
 
-preempt: $(VENV)/.installed ## have the cloud take a node away, with notice, as a test: NODE= [NOTICE=seconds]
+preempt: $(READY) ## have the cloud take a node away, with notice, as a test: NODE= [NOTICE=seconds]
 	@$(FAB) preempt $(cluster) --node "$$NODE" $(call flag,NOTICE,notice)
 
-kill: $(VENV)/.installed ## have the cloud take a node away without a word, as a test: NODE=
+kill: $(READY) ## have the cloud take a node away without a word, as a test: NODE=
 	@$(FAB) kill $(cluster) --node "$$NODE"
 
-relaunch: $(VENV)/.installed ## run an ended job on from its checkpoint, or restart a running one's workers [ID=job]
+relaunch: $(READY) ## run an ended job on from its checkpoint, or restart a running one's workers [ID=job]
 	@$(FAB) relaunch $(cluster) $(job_id)
 
-stop: $(VENV)/.installed ## stop the job; its state goes into the bucket [ID=job]
+stop: $(READY) ## stop the job; its state goes into the bucket [ID=job]
 	@$(FAB) stop $(cluster) $(job_id)
 
-down: $(VENV)/.installed ## take the cluster down; refuses while a job runs [FORCE=1; ALL=1: a cloud's network and bucket too]
+down: $(READY) ## take the cluster down; refuses while a job runs [FORCE=1; ALL=1: a cloud's network and bucket too]
 	@$(FAB) down $(cluster) $(if $(FORCE),--force) $(if $(ALL),--all)
 
 test: $(VENV)/.installed-dev ## run the tests [ARGS='-k planner -x']
@@ -81,9 +84,13 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(call install,train$(comma)local$(comma)operator$(comma)examples)
 	@touch $@
 
-$(VENV)/.installed-dev: pyproject.toml constraints.txt
-	@$(call install,train$(comma)local$(comma)operator$(comma)examples$(comma)dev)
+$(VENV)/.installed-gcp $(VENV)/.installed-aws: $(VENV)/.installed-%: pyproject.toml constraints.txt
+	@$(call install,train$(comma)local$(comma)operator$(comma)examples$(comma)infra$(comma)$*)
 	@touch $(VENV)/.installed $@
+
+$(VENV)/.installed-dev: pyproject.toml constraints.txt
+	@$(call install,train$(comma)local$(comma)operator$(comma)examples$(comma)infra$(comma)gcp$(comma)aws$(comma)dev)
+	@touch $(VENV)/.installed $(VENV)/.installed-gcp $(VENV)/.installed-aws $@
 
 comma := ,
 # Make the virtual environment unless it is there, and install the project with these extras. All it says goes to

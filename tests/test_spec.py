@@ -10,9 +10,13 @@ import pytest
 
 from spotrun.errors import SpecError
 from spotrun.spec import ClusterSpec, JobSpec, check_fit, load_cluster, load_job, parse_duration
+from spotrun.spec.efa import TABLE
 
 CLUSTER = "name: a\ncloud: local\npools:\n- {name: p, zone: local-a, max: 2}\n"
-GCP = "name: a\ncloud: gcp\nregion: us-central1\nproject: my-project\npools:\n- {name: p, zone: us-central1-b, machine: g2-standard-8}\n"
+GCP = (
+    "name: a\ncloud: gcp\nregion: us-central1\nproject: my-project\n"
+    "pools:\n- {name: p, zone: us-central1-b, machine: g2-standard-8}\n"
+)
 AWS = "name: a\ncloud: aws\nregion: us-east-1\npools:\n- {name: p, zone: us-east-1b, machine: g5.2xlarge}\n"
 CIDR = "a private IPv4 range from /16 to /20, such as 10.77.0.0/16"
 LABEL = "lower-case letters, digits and single inner hyphens, a letter first, at most 20 characters"
@@ -46,8 +50,8 @@ CLUSTER_MISTAKES = {
     "unknown key inside": (
         CLUSTER.replace("max:", "mx:"),
         [
-            ":4: pools[0].mx: 2: unknown key; allowed: name, zone, machine, market, max, disk, accelerator, max_run_duration;"
-            " did you mean max?"
+            ":4: pools[0].mx: 2: unknown key; allowed: name, zone, machine, market, max, disk, accelerator,"
+            " max_run_duration; did you mean max?"
         ],
     ),
     "key is a number": (CLUSTER + "1: x\n", [": top level: the key 1 is not text; put it in quotes"]),
@@ -192,6 +196,13 @@ CLUSTER_MISTAKES = {
     "label in capitals": (
         AWS + "labels: {Team: a}\n",
         [f":6: labels.Team: 'a': is not a valid name; allowed: a label: its value, {LABEL.replace('20', '40')}"],
+    ),
+    "machine without EFA": (
+        AWS + "network: {efa: true}\n",
+        [
+            ":5: pools[0].machine: 'g5.2xlarge': has no EFA, and network.efa is true; those that have one:"
+            f" {', '.join(TABLE)}; did you mean g5.12xlarge?"
+        ],
     ),
     "pool twice": (
         CLUSTER + "- {name: p, zone: local-b}\n",
