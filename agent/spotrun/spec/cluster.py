@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, SerializerFunctionWrapHandler, Strict, model_serializer, model_validator
 
+from spotrun.spec import efa
 from spotrun.spec.fields import DURATION, INTERVAL, LABEL, Bool, Duration, Int, Interval, Spec, Str, label
 from spotrun.spec.file import Conflict, File, Place, nearest, refuse
 
@@ -163,7 +164,7 @@ def _cluster_conflicts(spec: ClusterSpec, region: str) -> Iterator[Conflict]:
     for index, pool in enumerate(spec.pools):
         if region:
             yield from _zone_conflict(spec.cloud, region, pool.zone, ("pools", index, "zone"))
-        yield from _pool_conflicts(spec.cloud, pool, ("pools", index))
+        yield from _pool_conflicts(spec, pool, ("pools", index))
         if pool.name in seen:
             yield ("pools", index, "name"), f"is already the name of pools[{seen[pool.name]}]"
         seen.setdefault(pool.name, index)
@@ -206,7 +207,8 @@ def _address_conflicts(spec: ClusterSpec) -> Iterator[Conflict]:
         yield ("state",), f"is not such a folder; allowed: {_STATE}"
 
 
-def _pool_conflicts(cloud: str, pool: PoolSpec, place: Place) -> Iterator[Conflict]:
+def _pool_conflicts(spec: ClusterSpec, pool: PoolSpec, place: Place) -> Iterator[Conflict]:
+    cloud = spec.cloud
     if cloud != "local" and not pool.machine:
         yield (*place, "machine"), f"is missing; cloud {cloud} needs a machine type"
     elif pool.machine:
@@ -218,6 +220,10 @@ def _pool_conflicts(cloud: str, pool: PoolSpec, place: Place) -> Iterator[Confli
             yield (*place, key), f"is only for cloud gcp, this is {cloud}"
     if cloud == "gcp" and pool.accelerator and not pool.machine.startswith("n1-"):
         yield (*place, "accelerator"), f"is only for n1 machines; {pool.machine} has its own GPUs or none"
+    if cloud == "aws" and spec.network.efa and pool.machine and pool.machine not in efa.TABLE:
+        family = pool.machine.partition(".")[0] + "."
+        near = sorted(efa.TABLE, key=lambda each: not each.startswith(family))
+        yield (*place, "machine"), f"has no EFA, and network.efa is true; those that have one: {', '.join(near)}"
 
 
 def _machine_conflict(cloud: str, machine: str, place: Place) -> Iterator[Conflict]:
