@@ -42,8 +42,12 @@ SDKS = {
     "paramiko": ("scripts/ssh.py", "scripts/control.py"),
     "rich": ("scripts/display.py",),
     "pathspec": ("scripts/bundle.py",),
+    "cdktf": ("infra/cdk.py",),
+    "constructs": ("infra/cdk.py",),
+    "cdktf_cdktf_provider_aws": ("infra/cdk.py",),
+    "cdktf_cdktf_provider_google": ("infra/cdk.py",),
 }
-SOURCES = sorted([*ROOT.glob("agent/spotrun/**/*.py"), *ROOT.glob("scripts/*.py")])
+SOURCES = sorted([*ROOT.glob("agent/spotrun/**/*.py"), *ROOT.glob("infra/**/*.py"), *ROOT.glob("scripts/*.py")])
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -74,6 +78,9 @@ def test_arrows(path: Path) -> None:
             target = words[1] if words[0] == "spotrun" and len(words) > 1 else None
             if target in ARROWS and target not in ("__init__", part(path)):
                 assert target in ARROWS[part(path)], f"{name} imports {module}: {part(path)} may not"
+        if name.startswith("infra/"):
+            assert words[0] not in ("scripts", "fabfile", "bench"), f"{name} imports {module}: arrows point down"
+            assert words[0] != "spotrun" or words[1] in ("spec", "errors"), f"{name} imports {module}: only spec may be"
 
 
 def test_every_part_has_its_arrows() -> None:

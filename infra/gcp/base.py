@@ -21,22 +21,20 @@ LOG_DAYS = 90
 # The bucket's objects, of this bucket alone; writing logs and metrics.
 BUCKET_ROLE = "roles/storage.objectUser"
 PROJECT_ROLES = {"logs": "roles/logging.logWriter", "metrics": "roles/monitoring.metricWriter"}
-# What the head may besides, each for what `spotrun.cloud.gcp` asks. Looking is for the whole project: lists cannot be
-# narrowed. Neither can groups: IAM's conditions do not know the names of instance group managers
-# (https://cloud.google.com/iam/docs/conditions-resource-attributes), nor can these carry tags in Compute's v1 API. So
-# the head could resize any group of the project, but give none another template; a project of its own keeps it apart.
+# What the head may besides, which is what `spotrun.cloud.gcp` calls. Lists cannot be narrowed. Neither can groups:
+# IAM's conditions do not know an instance group manager's name, and Compute's v1 API does not let it carry a tag
+# (https://cloud.google.com/iam/docs/conditions-resource-attributes). So the head could resize any group of the project,
+# though it can give none another template. A project for the cluster alone keeps others' groups from it.
 HEAD_PERMISSIONS = (
-    "compute.instanceGroupManagers.get",  # sizes, members and their errors
-    "compute.instanceGroupManagers.list",
-    "compute.instanceGroupManagers.update",  # resize, deleteInstances, recreateInstances
-    "compute.instances.get",
+    "compute.instanceGroupManagers.get",  # sizes, members, errors
+    "compute.instanceGroupManagers.update",  # resize, delete and recreate members
     "compute.instances.list",
     "compute.projects.get",  # quotas
     "compute.regions.get",
     "compute.zoneOperations.get",
 )
-# On its own cluster's machines only: IAM's conditions know the names of those.
-HEAD_MACHINE_PERMISSIONS = ("compute.instances.simulateMaintenanceEvent",)
+# Only on this cluster's machines: IAM's conditions do know the names of those.
+HEAD_MACHINE_PERMISSIONS = ("compute.instances.delete", "compute.instances.simulateMaintenanceEvent")
 
 
 class Base(GcpStack):

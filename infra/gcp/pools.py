@@ -90,7 +90,7 @@ class Pools(GcpStack):
             self,
             f"{pool}-template",
             # Templates cannot be changed: a new one is made first, and the group told of it.
-            name_prefix=f"{group(self.cluster.name, pool)}-",
+            name_prefix=f"{group(self.cluster.name, pool)[:36]}-",  # the provider adds 26 characters, of at most 63
             lifecycle={"create_before_destroy": True},
             region=self.cluster.region,
             machine_type=machine,
