@@ -103,11 +103,8 @@ def _detach(log_file: Path) -> Callable[[], None]:
 
 def main(argv: list[str]) -> None:
     layout = Layout(Path(argv[0]))
-    for number in (
-        signal.SIGHUP,
-        signal.SIGINT,
-        signal.SIGQUIT,
-    ):  # nohup and `&` have them ignored, by all that follows
+    # nohup and `&` have these ignored, by all that this starts; a machine's processes are not to inherit that.
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
     ready = _detach(layout.log)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
