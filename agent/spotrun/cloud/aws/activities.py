@@ -1,0 +1,77 @@
+"""Why a group has fewer machines than its size, from its scaling activities. Pure.
+
+https://docs.aws.amazon.com/autoscaling/ec2/userguide/ec2-auto-scaling-verify-scaling-activity.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from spotrun.cloud.aws.machines import Group
+from spotrun.cloud.aws.refusals import cause, tidy
+from spotrun.cloud.base import Problem
+from spotrun.spec import PoolSpec
+
+if TYPE_CHECKING:
+    from mypy_boto3_autoscaling.type_defs import ActivityTypeDef
+
+_LAUNCH = "Launching a new EC2 instance"
+_FAILED = ("Failed", "Cancelled")
+
+
+def problem(
+    pool: PoolSpec, group: Group, said: Iterable[ActivityTypeDef], since: float, now: float, last: Problem | None = None
+) -> Problem | None:
+    """What keeps a pool from its size, if it lacks machines and AWS says why.
+
+    said: activities, newest first; no more of them are taken than it needs. since: the last time the pool had its
+    size; what failed before says nothing about now. last: what was found the last time: if it is the same still, it
+    keeps its time.
+    """
+    missing = group.size - len(group.counted)
+    if missing <= 0:
+        return None
+    if group.suspended is not None:
+        why = tidy(group.suspended) or "no reason given"
+        mend = f"aws autoscaling resume-processes --auto-scaling-group-name {group.name} --scaling-processes Launch"
+        return _lasting(
+            Problem(pool.name, "other", f"{group.name} launches nothing ({why}): {missing} missing; `{mend}`", now),
+            last,
+        )
+    failure = last_failure(said, since)
+    if failure is None:
+        return None
+    words = tidy(failure.get("StatusMessage", "")) or failure["StatusCode"]
+    kind = cause(words)
+    what = f"{pool.market} {pool.machine}"
+    message = {
+        "stockout": f"zone {pool.zone} has no more {what} at present: {missing} missing ({words})",
+        "quota": f"the account may not have more {what}: {missing} missing ({words}); ask for more in Service Quotas",
+        "other": f"no {what} could be launched: {missing} missing ({words})",
+    }[kind]
+    return _lasting(Problem(pool.name, kind, message, failure["StartTime"].timestamp()), last)
+
+
+def last_failure(said: Iterable[ActivityTypeDef], since: float) -> ActivityTypeDef | None:
+    """The newest launch that failed, unless one that began after its end has succeeded."""
+    recovered = 0.0
+    for activity in said:
+        began = activity["StartTime"].timestamp()
+        if began < since:
+            return None
+        if not activity.get("Description", "").startswith(_LAUNCH):
+            continue
+        if activity["StatusCode"] == "Successful":
+            recovered = max(recovered, began)
+        elif activity["StatusCode"] in _FAILED:
+            # Of some machines asked for at once one may come and another not: both begin at the same moment.
+            ended = activity.get("EndTime", activity["StartTime"]).timestamp()
+            return activity if recovered <= ended else None
+    return None
+
+
+def _lasting(found: Problem, last: Problem | None) -> Problem:
+    if last is None or last.kind != found.kind:
+        return found
+    return Problem(found.pool, found.kind, found.message, last.at)

@@ -1,0 +1,95 @@
+"""EC2's own interruption of a spot instance, on demand, through the Fault Injection Service.
+
+https://docs.aws.amazon.com/fis/latest/userguide/fis-actions-reference.html#send-spot-instance-interruptions
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import uuid
+from typing import TYPE_CHECKING, Any
+
+from spotrun.cloud.aws.sdk import Clients, ask
+from spotrun.errors import CloudError
+from spotrun.spec import names
+
+if TYPE_CHECKING:
+    from mypy_boto3_fis.type_defs import ExperimentStateTypeDef
+
+ROLE = "fis"  # of the role that the service takes on: `names.group(cluster, ROLE)`; no pool's name, being a role's
+_SHORTEST, _LONGEST = 2, 15  # minutes that the action accepts
+_PATIENCE = 30  # looks at an experiment that has not begun, a second apart
+log = logging.getLogger(__name__)
+
+
+async def interrupt(clients: Clients, cluster: str, group_arn: str, instance: str, notice: float | None) -> None:
+    """Have EC2 interrupt a spot instance; returns once it is under way.
+
+    notice: seconds; EC2's word always comes two minutes before the end, and a longer notice only puts both off, after
+    a rebalance recommendation that comes at once. Rounded to whole minutes, from 2 to 15. Raises `CloudError`.
+    """
+    made = await ask(lambda: clients.fis.create_experiment_template(**template(cluster, group_arn, instance, notice)))
+    which = made["experimentTemplate"]["id"]
+    try:
+        started = await ask(
+            lambda: clients.fis.start_experiment(
+                clientToken=uuid.uuid4().hex, experimentTemplateId=which, tags={names.CLUSTER: cluster}
+            )
+        )
+        await _begin(clients, started["experiment"]["id"], instance)
+    finally:
+        # A running experiment does not need it any more, and an account may only have so many.
+        try:
+            await ask(lambda: clients.fis.delete_experiment_template(id=which))
+        except CloudError as error:
+            log.warning("experiment template %s stays: %s", which, error)
+
+
+def template(cluster: str, group_arn: str, instance: str, notice: float | None) -> dict[str, Any]:
+    """The experiment: this instance, this action, nothing that would stop it. Pure.
+
+    group_arn: of the instance's group, which tells partition, region and account.
+    """
+    _, partition, _, region, account, *_ = group_arn.split(":")
+    return {
+        "description": f"spotrun: interrupt {instance} of cluster {cluster}",
+        "roleArn": f"arn:{partition}:iam::{account}:role/{names.group(cluster, ROLE)}",
+        "stopConditions": [{"source": "none"}],
+        "targets": {
+            "machine": {
+                "resourceType": "aws:ec2:spot-instance",
+                "resourceArns": [f"arn:{partition}:ec2:{region}:{account}:instance/{instance}"],
+                "selectionMode": "ALL",
+            }
+        },
+        "actions": {
+            "interrupt": {
+                "actionId": "aws:ec2:send-spot-instance-interruptions",
+                "parameters": {"durationBeforeInterruption": f"PT{_minutes(notice)}M"},
+                "targets": {"SpotInstances": "machine"},
+            }
+        },
+        "tags": {names.CLUSTER: cluster},
+    }
+
+
+def _minutes(notice: float | None) -> int:
+    return _SHORTEST if notice is None else max(_SHORTEST, min(_LONGEST, math.floor(notice / 60 + 0.5)))
+
+
+async def _begin(clients: Clients, experiment: str, instance: str) -> None:
+    """Wait until the experiment runs. There is nothing to be told it by, so it is asked."""
+    for _ in range(_PATIENCE):
+        state: ExperimentStateTypeDef = (await ask(lambda: clients.fis.get_experiment(id=experiment)))["experiment"][
+            "state"
+        ]
+        status = state.get("status")
+        if status in ("failed", "cancelled", "stopped"):
+            why = " ".join(state.get("reason", "no reason given").split())
+            raise CloudError(f"AWS did not interrupt {instance}: experiment {experiment} {status}: {why}")
+        if status not in ("pending", "initiating"):
+            return
+        await asyncio.sleep(1.0)
+    log.warning("experiment %s, which is to interrupt %s, has not begun yet", experiment, instance)

@@ -1,0 +1,164 @@
+"""What AWS says of groups and instances, as pools and nodes. Pure.
+
+Two services answer, each with delay: Auto Scaling knows whom a group counts, EC2 what a machine is and whether it
+lives. A machine is listed if either has it and EC2 does not say that it has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from spotrun.cloud.base import Instance, State
+from spotrun.errors import CloudError
+from spotrun.spec import ClusterSpec, names
+
+if TYPE_CHECKING:
+    from mypy_boto3_autoscaling.type_defs import AutoScalingGroupTypeDef
+    from mypy_boto3_ec2.type_defs import InstanceTypeDef
+
+# EC2's states: https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/ec2-instance-lifecycle.html. One that has stopped
+# never comes back: spot requests of a group are one-time, and it replaces what does not run.
+_STATES: dict[str, State] = {
+    "pending": "provisioning",
+    "running": "running",
+    "shutting-down": "stopping",
+    "stopping": "stopping",
+    "stopped": "stopping",
+    "terminated": "terminated",
+}
+# Lifecycle states of members that a group has given up, and counts no more.
+# https://docs.aws.amazon.com/autoscaling/ec2/userguide/ec2-auto-scaling-lifecycle.html
+_LEAVING = ("Terminat", "Detach")
+
+
+@dataclass(frozen=True)
+class Group:
+    """A pool's Auto Scaling group. members: lifecycle states by instance id. suspended: why it launches nothing."""
+
+    pool: str
+    name: str
+    arn: str
+    zone: str
+    size: int
+    min: int
+    members: Mapping[str, str]
+    suspended: str | None = None
+
+    @property
+    def counted(self) -> list[str]:
+        """Ids of the machines that fill the group's size."""
+        return [name for name, state in self.members.items() if not state.startswith(_LEAVING)]
+
+
+@dataclass(frozen=True)
+class Departures:
+    """take: whom to have the group terminate, and whether its size goes down by that. astray: who is in no group."""
+
+    take: tuple[tuple[str, bool], ...]
+    astray: tuple[str, ...] = ()
+
+
+# (asked, groups, known, taken): see `removal`.
+Rule = Callable[[Sequence[str], Sequence[Group], Sequence[Instance], AbstractSet[str]], Departures]
+
+
+def group_of(pool: str, said: AutoScalingGroupTypeDef) -> Group:
+    suspended = {each.get("ProcessName", ""): each.get("SuspensionReason", "") for each in said["SuspendedProcesses"]}
+    return Group(
+        pool=pool,
+        name=said["AutoScalingGroupName"],
+        arn=said.get("AutoScalingGroupARN", ""),
+        zone=",".join(said["AvailabilityZones"]),
+        size=said["DesiredCapacity"],
+        min=said["MinSize"],
+        members={member["InstanceId"]: member["LifecycleState"] for member in said.get("Instances", [])},
+        suspended=suspended.get("Launch"),
+    )
+
+
+def instances(cluster: ClusterSpec, groups: Iterable[Group], said: Iterable[InstanceTypeDef]) -> list[Instance]:
+    """The machines that are there or on their way, and those that have ended (state `terminated`)."""
+    member_of = {name: group for group in groups for name in group.members}
+    found: dict[str, Instance] = {}
+    for machine in said:
+        tags = {tag["Key"]: tag["Value"] for tag in machine.get("Tags", [])}
+        if tags.get(names.CLUSTER) != cluster.name or not tags.get(names.POOL):
+            continue
+        name = machine["InstanceId"]
+        state = _STATES.get(machine["State"]["Name"], "stopping")
+        group = member_of.get(name)
+        if group and state in ("provisioning", "running") and group.members[name].startswith(_LEAVING):
+            state = "stopping"
+        found[name] = Instance(
+            name=name,
+            pool=tags[names.POOL],
+            zone=machine["Placement"]["AvailabilityZone"],
+            address=machine.get("PrivateIpAddress", ""),
+            state=state,
+            market="spot" if machine.get("InstanceLifecycle") == "spot" else "on-demand",
+            created=machine["LaunchTime"].timestamp(),
+            id=name,
+        )
+    for name, group in member_of.items():
+        if name not in found and name in group.counted:
+            # EC2 does not show it yet. Its age is not known, and must not make it look like another's successor.
+            spec = cluster.pool(group.pool)
+            market = spec.market if spec else "on-demand"
+            found[name] = Instance(name, group.pool, group.zone, "", "provisioning", market, 0.0, name)
+    return sorted(found.values(), key=lambda machine: (machine.pool, machine.created, machine.name))
+
+
+def removal(
+    asked: Sequence[str], groups: Sequence[Group], known: Sequence[Instance], taken: AbstractSet[str]
+) -> Departures:
+    """Whom to take so that each of `asked` goes and lowers its pool's size, once. taken: who was taken before.
+
+    Whoever has ended already is passed over: its group makes another, and the size stays. Raises `CloudError` for the
+    head and for names that no machine has.
+    """
+    machines = _named(asked, known)
+    if any(machine.pool == names.HEAD for machine in machines):
+        raise CloudError("the head cannot be removed; `make down` ends the cluster")
+    member_of = {name: group for group in groups for name in group.counted}
+    sizes = {group.pool: group.size for group in member_of.values()}
+    take: list[tuple[str, bool]] = []
+    for name in dict.fromkeys(machine.name for machine in machines):
+        group = member_of.get(name)
+        if group is None or name in taken:
+            continue
+        # At its least, the group refuses to count down; as it wants no more than that, it will not replace it either.
+        lower = sizes[group.pool] > group.min
+        sizes[group.pool] -= lower
+        take.append((name, lower))
+    return Departures(tuple(take), _astray(machines, member_of, taken))
+
+
+def replacement(
+    asked: Sequence[str], groups: Sequence[Group], known: Sequence[Instance], taken: AbstractSet[str]
+) -> Departures:
+    """Whom to take so that each of `asked` is replaced. Raises `CloudError` for names that no machine has."""
+    machines = _named(asked, known)
+    member_of = {name: group for group in groups for name in group.counted}
+    wanted = [name for name in dict.fromkeys(machine.name for machine in machines) if name in member_of]
+    return Departures(tuple((name, False) for name in wanted if name not in taken), _astray(machines, member_of, taken))
+
+
+def find(name: str, known: Sequence[Instance]) -> Instance:
+    """Raises `CloudError` that lists the machines if there is none of this name."""
+    return _named([name], known)[0]
+
+
+def _named(asked: Sequence[str], known: Sequence[Instance]) -> list[Instance]:
+    by_name = {machine.name: machine for machine in known}
+    for name in asked:
+        if name not in by_name:
+            alive = sorted(machine.name for machine in known if machine.state != "terminated")
+            raise CloudError(f"there is no machine {name!r}; machines: {', '.join(alive) or 'none'}")
+    return [by_name[name] for name in asked]
+
+
+def _astray(machines: Sequence[Instance], member_of: Mapping[str, Group], taken: AbstractSet[str]) -> tuple[str, ...]:
+    return tuple(m.name for m in machines if m.state == "running" and m.name not in member_of and m.name not in taken)

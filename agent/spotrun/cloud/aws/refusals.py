@@ -1,0 +1,116 @@
+"""What AWS's errors mean to spotrun. Pure.
+
+EC2's codes: https://docs.aws.amazon.com/ec2/latest/devguide/ec2-api-error-codes.html
+Auto Scaling's words: https://docs.aws.amazon.com/autoscaling/ec2/userguide/CHAP_Troubleshooting.html
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from botocore import exceptions as sdk
+
+from spotrun.errors import CloudError, CredentialsError, QuotaError, StockoutError
+
+STOCKOUT = frozenset(
+    {
+        "InsufficientCapacity",
+        "InsufficientHostCapacity",
+        "InsufficientInstanceCapacity",
+        "InsufficientReservedInstanceCapacity",
+        "UnfulfillableCapacity",
+    }
+)
+QUOTA = frozenset(
+    {
+        "InstanceLimitExceeded",
+        "LimitExceeded",
+        "MaxConfigLimitExceeded",
+        "MaxSpotInstanceCountExceeded",
+        "ServiceQuotaExceededException",
+        "VcpuLimitExceeded",
+        "VolumeLimitExceeded",
+    }
+)
+THROTTLED = frozenset({"RequestLimitExceeded", "Throttling", "ThrottlingException", "TooManyRequestsException"})
+_EXPIRED = frozenset({"ExpiredToken", "ExpiredTokenException", "RequestExpired"})
+_UNKNOWN = frozenset(
+    {
+        "AuthFailure",
+        "InvalidAccessKeyId",
+        "InvalidClientTokenId",
+        "MissingAuthenticationToken",
+        "SignatureDoesNotMatch",
+        "UnrecognizedClientException",
+    }
+)
+_DENIED = frozenset({"AccessDenied", "AccessDeniedException", "UnauthorizedOperation"})
+
+# The same in Auto Scaling's words, where it leaves the code out.
+_WORDS: tuple[tuple[Literal["stockout", "quota"], str], ...] = (
+    ("stockout", r"no Spot capacity|not? (currently )?have sufficient .{1,40} capacity|not have enough capacity"),
+    ("quota", r"vCPU limit|spot instance count exceeded|instance\(s\) are already running|quota allows for \d+ more"),
+)
+_SIGN_IN = "sign in again (`aws sso login`, `aws configure`, or whatever else gives you credentials)"
+_NO_CREDENTIALS = (sdk.NoCredentialsError, sdk.PartialCredentialsError, sdk.ProfileNotFound)
+_NO_ANSWER = (sdk.ConnectionError, sdk.HTTPClientError)
+_STALE: tuple[type[sdk.BotoCoreError], ...] = (
+    sdk.SSOError,
+    sdk.TokenRetrievalError,
+    sdk.CredentialRetrievalError,
+    getattr(sdk, "LoginError", sdk.SSOError),  # of `aws login`: newer than the oldest boto3 that will do
+)
+_LONGEST = 300  # characters of AWS's own words
+
+
+def refusal(error: sdk.ClientError | sdk.BotoCoreError) -> CloudError:
+    """What to raise for an error of the SDK: one line that says what went wrong, and what to do if that is known."""
+    if isinstance(error, sdk.ClientError):
+        detail = error.response.get("Error", {})
+        return _answer(detail.get("Code", "unknown"), tidy(detail.get("Message", "")), error.operation_name)
+    said = tidy(str(error))
+    if isinstance(error, _NO_CREDENTIALS):
+        return CredentialsError(f"AWS: no credentials here ({said}): sign in, or name a profile in AWS_PROFILE")
+    if isinstance(error, _STALE):
+        return CredentialsError(f"AWS: the credentials cannot be used any more ({said}): {_SIGN_IN}")
+    if isinstance(error, _NO_ANSWER):
+        return CloudError(f"AWS does not answer ({type(error).__name__}): {said}")
+    return CloudError(f"AWS: {said}")
+
+
+def cause(message: str) -> Literal["stockout", "quota", "other"]:
+    """Why a launch failed, from Auto Scaling's message."""
+    words = set(re.findall(r"\w+", message))
+    if words & STOCKOUT:
+        return "stockout"
+    if words & QUOTA:
+        return "quota"
+    return next((kind for kind, pattern in _WORDS if re.search(pattern, message, re.IGNORECASE)), "other")
+
+
+def tidy(message: str) -> str:
+    """AWS's words in one line, without what only AWS can read."""
+    line = " ".join(message.split())
+    line = line.partition(" Encoded authorization failure message")[0].removesuffix(" Launching EC2 instance failed.")
+    return line if len(line) <= _LONGEST else line[: _LONGEST - 1] + "…"
+
+
+def _answer(code: str, message: str, operation: str) -> CloudError:
+    said = f"{operation}: {code}: {message}"
+    if code in STOCKOUT:
+        return StockoutError(f"AWS: {said}")
+    if code in QUOTA:
+        return QuotaError(f"AWS: {said}; ask for more in Service Quotas")
+    if code in _EXPIRED:
+        return CredentialsError(f"AWS: the credentials have expired ({code}): {_SIGN_IN}")
+    if code in _UNKNOWN:
+        return CredentialsError(f"AWS does not know these credentials ({code}): {_SIGN_IN}")
+    if code in _DENIED:
+        action = re.search(r"perform:? ([a-z0-9-]+:\w+)", message)
+        user = re.search(r"User: (\S+)", message)
+        who, what = user[1] if user else "whoever asks", action[1] if action else operation
+        return CredentialsError(f"AWS: {who} may not do {what} ({code}): grant it in IAM")
+    if code in THROTTLED:
+        return CloudError(f"AWS: too many requests, {operation} was put off each time ({code}); try again later")
+    return CloudError(f"AWS: {said}")
