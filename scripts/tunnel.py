@@ -23,8 +23,9 @@ class Tunnel:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed by close()
         try:
             # A session of its own: Ctrl-C at the terminal is for this program, and a group to end what is started.
+            end = theirs.fileno()
             self._process = subprocess.Popen(
-                command, stdin=theirs, stdout=theirs, stderr=self._errors, start_new_session=True
+                command, stdin=end, stdout=end, stderr=self._errors, start_new_session=True
             )
         except OSError:
             self.sock.close()

@@ -1,0 +1,172 @@
+"""Machines for a cloud that only pretends to have some: for each that it lists, processes of the local cloud.
+
+A machine of the mirror has the cloud's own name for it, and what the cloud gives it to read about itself, at an address
+of this computer. It is what a machine of the local cloud is, but for its coming and going, which the cloud decides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from spotrun.cloud.base import Market
+from spotrun.cloud.local import machines, metadata, procs
+from spotrun.cloud.local.daemon import claim_subnet
+from spotrun.cloud.local.layout import HEAD, Config, Layout, Pool, base_environment, remove_tree
+
+LOOK = 0.1  # seconds between two looks at the cloud's list
+_ROOT = Path(__file__).parent.parent.parent
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A machine that the cloud says it has. end: epoch seconds, once the cloud has given notice."""
+
+    name: str
+    id: str
+    pool: str
+    zone: str
+    machine: str
+    market: Market
+    attributes: Mapping[str, str]
+    end: float | None = None
+
+
+class Mirror:
+    """Follows the cloud's list from now to `close`; the machines are children of a process of its own.
+
+    folder: for what the machines write. flavour: of their metadata, gce or ec2. key: the operator's, which they
+    accept. environment: for them, besides what every machine of the local cloud has.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        flavour: str,
+        region: str,
+        key: Path,
+        environment: Mapping[str, str],
+        listing: Callable[[], list[Listed]],
+    ) -> None:
+        self._layout = Layout(folder.resolve())
+        self.table = self._layout.state / "machines.json"  # name: address, for whoever plays the way in
+        self._layout.state.mkdir(parents=True)
+        shutil.copy(f"{key}.pub", f"{self._layout.key}.pub")
+        self._listing = listing
+        self._ended = threading.Event()
+        self._failure: BaseException | None = None
+        with (folder / "mirror.log").open("wb") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.e2e.mirror", str(folder), flavour, region, json.dumps(dict(environment))],
+                cwd=_ROOT,
+                env=base_environment(self._layout.mark("@mirror")),
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                text=True,
+            )
+        self._thread = threading.Thread(target=self._tell, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End every machine; nothing of them is left when this returns. Raises what telling has met."""
+        self._ended.set()
+        self._thread.join(30)
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        code = self._process.wait(60)
+        procs.kill(lambda: procs.of_cluster(self._layout.unique))
+        remove_tree(self._layout.tmpfs)
+        if self._failure is not None:
+            raise self._failure
+        assert code == 0, (self._layout.state / "mirror.log").read_text()
+
+    def _tell(self) -> None:
+        assert self._process.stdin is not None
+        try:
+            while not self._ended.wait(LOOK):
+                listed = [asdict(each) for each in self._listing()]
+                self._process.stdin.write(json.dumps(listed) + "\n")
+                self._process.stdin.flush()
+        except BaseException as error:
+            self._failure = error
+
+
+class _Group(machines.Group):
+    """The local cloud's machines, as another cloud lists them."""
+
+    def __init__(self, config: Config, layout: Layout, subnet: str, environment: Mapping[str, str]) -> None:
+        super().__init__(config, layout, subnet, token="")
+        self._extra = dict(environment)
+
+    async def open(self) -> None:
+        await self._metadata.setup()
+
+    def show(self, listed: list[Listed]) -> None:
+        """Begin what is new, end what is not listed any more, pass a notice on."""
+        ids = {each.id for each in listed}
+        for node in list(self.nodes.values()):
+            if node.id not in ids:
+                self._end(node)
+            if node.gone.is_set():
+                del self.nodes[node.name]
+        for each in listed:
+            node = self.nodes.get(each.name)
+            if node is None:
+                self._create(each)
+            elif each.end is not None and node.id == each.id and node.due == float("inf"):
+                node.due, node.state = each.end, "stopping"
+                node.subject.change(terminate_at=each.end, rebalance_at=time.time())
+
+    def _create(self, each: Listed) -> None:
+        address = self._address(each.name)
+        facts = metadata.Facts(
+            each.name, each.id, each.zone, self.config.region, each.machine, address, each.market, dict(each.attributes)
+        )
+        pool = Pool(each.pool, each.zone, each.machine, each.market, 1)
+        node = machines.Node(each.name, 0, pool, address, each.id, time.time(), metadata.Subject(facts))
+        self.nodes[each.name] = node
+        node.life = asyncio.create_task(self._live(node))
+
+    def _environment(self, node: machines.Node, memory: Path, scratch: Path, keys: Path) -> dict[str, str]:
+        values = super()._environment(node, memory, scratch, keys) | self._extra
+        for name in ("SPOTRUN_NODE", "SPOTRUN_LOCAL_CLOUD", "SPOTRUN_LOCAL_CLOUD_TOKEN"):
+            values.pop(name, None)
+        return values
+
+
+async def _follow(folder: Path, flavour: str, region: str, environment: dict[str, str]) -> None:
+    """Be the mirror: lists come in on standard input, one a line, until it ends."""
+    layout = Layout(folder)
+    subnet, claim = claim_subnet(layout.unique)
+    layout.tmpfs.mkdir(mode=0o700, exist_ok=True)
+    head = Pool(HEAD, "", "", "on-demand", 1)
+    config = Config("mirror", region, "", head, (), metadata="gce" if flavour == "gce" else "ec2")
+    group = _Group(config, layout, subnet, environment)
+    await group.open()
+    lines = asyncio.StreamReader(limit=1 << 24)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+    while line := await lines.readline():
+        group.show([Listed(**each) for each in json.loads(line)])
+        table = layout.state / "machines.json"
+        table.with_suffix(".part").write_text(json.dumps({node.name: node.address for node in group.nodes.values()}))
+        table.with_suffix(".part").replace(table)
+    await group.close()
+    claim.close()
+
+
+def main(argv: list[str]) -> None:
+    procs.become_subreaper()
+    asyncio.run(_follow(Path(argv[0]), argv[1], argv[2], json.loads(argv[3])))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
