@@ -1,0 +1,267 @@
+"""What an operator is told around Terraform: tools, quotas, jobs that still run, checkpoints in the bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from scripts import cluster, preflight, remote, stacks
+from spotrun.errors import CloudError, CredentialsError, QuotaError, SpotrunError, StoreError
+from spotrun.spec import ClusterSpec
+from spotrun.spec.names import bucket_url
+from spotrun.store import Store, checkpoint_key, head_key, host_key, queue_key
+from tests import motoserver
+from tests.motoserver import Moto
+
+AWS = """
+name: c
+cloud: aws
+region: us-east-1
+pools:
+- {name: spot, zone: us-east-1a, machine: g5.2xlarge, max: 4}
+- {name: steady, zone: us-east-1b, machine: g5.2xlarge, market: on-demand, max: 1}
+"""
+# Terraform, as far as a test that is not about Terraform needs it: it notes what it is asked to do.
+TERRAFORM = """
+[ "$1" = version ] && echo "Terraform v1.11.4" || echo "$(basename "$PWD") $*" >> "$CALLS"
+[ "$1 $REFUSE" = "$REFUSE $1" ] && { echo "no way" >&2; exit 1; }
+[ "$1" = state ] && [ -n "$STATE" ] && echo "$STATE"
+[ "$1" = plan ] && exit "${PLAN:-0}"
+exit 0
+"""
+Say = Callable[..., None]
+
+
+@pytest.fixture(scope="module")
+def account() -> Iterator[Moto]:
+    with motoserver.running() as aws:
+        yield aws
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Say:
+    """PATH with nothing on it but what is put there."""
+    folder = tmp_path / "programs"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.delenv("TERRAFORM", raising=False)
+
+    def put(**scripts: str) -> None:
+        for name, script in scripts.items():
+            path = folder / name.replace("_", "-")
+            path.write_text(f"#!/bin/sh\nPATH=/usr/bin:/bin\n{script}\n")
+            path.chmod(0o755)
+
+    return put
+
+
+@pytest.fixture
+def aws(account: Moto, programs: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Moto:
+    """An operator of an account, with all tools but a Terraform that only notes what it is asked."""
+    for name, value in account.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SPOTRUN_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
+    programs(terraform=TERRAFORM, node="echo v20.1.0", aws="exit 1", session_manager_plugin="exit 0")
+    client = account.client("s3")
+    bucket = bucket_url(spec(tmp_path), motoserver.ACCOUNT).removeprefix("s3://")
+    client.create_bucket(Bucket=bucket)
+    for item in client.list_objects_v2(Bucket=bucket).get("Contents", []):
+        client.delete_object(Bucket=bucket, Key=item["Key"])
+    return account
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> stacks.Stacks:
+    """Stacks as if they had been synthesized."""
+    for name in ("c-base", "c-pools"):
+        (tmp_path / "stacks" / name).mkdir(parents=True)
+    return stacks.Stacks("c", tmp_path, {})
+
+
+def file(folder: Path, text: str = AWS) -> str:
+    path = folder / "c.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def spec(folder: Path, text: str = AWS) -> ClusterSpec:
+    return cluster.load(file(folder, text))
+
+
+def bucket(folder: Path) -> Store:
+    return Store(bucket_url(spec(folder), motoserver.ACCOUNT), "us-east-1")
+
+
+def calls(folder: Path) -> list[str]:
+    path = folder / "calls"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+@pytest.mark.parametrize(
+    ("scripts", "said"),
+    [
+        ({}, "there is no `terraform` on this machine: install Terraform 1.10 or newer"),
+        (
+            {"terraform": "echo Terraform v1.9.8", "node": "echo v20.0.0"},
+            "is version 1.9; spotrun needs Terraform 1.10",
+        ),
+        ({"terraform": "echo Terraform v1.11.4"}, "there is no `node` on this machine: install Node.js 18 or newer"),
+        ({"terraform": "echo Terraform v1.11.4", "node": "echo v16.20.2"}, "is version 16.20; CDKTF needs Node.js 18"),
+        ({"terraform": "exit 1", "node": "echo v20.0.0"}, "is version 0; spotrun needs Terraform 1.10 or newer"),
+        ({"terraform": "echo Terraform v1.11.4", "node": "echo v20.0.0"}, "there is no `aws` on this machine"),
+        (
+            {"terraform": "echo Terraform v1.11.4", "node": "echo v20.0.0", "aws": "exit 0"},
+            "there is no `session-manager-plugin` on this machine",
+        ),
+    ],
+)
+def test_missing_tools(scripts: dict[str, str], said: str, programs: Say, tmp_path: Path) -> None:
+    programs(**scripts)
+    with pytest.raises(SpotrunError) as caught:
+        preflight.check_tools(spec(tmp_path))
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_another_terraform(programs: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+    programs(tofu="echo OpenTofu v1.9.0", node="echo v20.0.0")
+    monkeypatch.setenv("TERRAFORM", "tofu")
+    stacks.check_tools()
+
+
+def test_no_credentials(aws: Moto, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before Terraform, whatever is asked for."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    described, path = spec(tmp_path), file(tmp_path)
+    for ask in (
+        lambda: cluster.up(described, path),
+        lambda: cluster.down(described, False, path),
+        lambda: cluster.plan(described, path),
+        lambda: cluster.access(described, path),
+    ):
+        with pytest.raises(CredentialsError) as caught:
+            ask()
+        assert "\n" not in str(caught.value)
+        assert "sign in" in str(caught.value)
+    assert calls(tmp_path) == []
+
+
+def test_a_quota_that_is_too_small(aws: Moto, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """For a single machine: an error. For all of them: a word, since fewer may do."""
+    aws.quota("L-3819A6DF", 20)
+    aws.quota("L-DB2E81BA", 64)
+    preflight.check_quotas(spec(tmp_path))
+    assert capsys.readouterr().err.count("pool spot: quota ") == 1
+    aws.quota("L-3819A6DF", 7)
+    aws.quota("L-DB2E81BA", 0)
+    with pytest.raises(QuotaError) as caught:
+        preflight.check_quotas(spec(tmp_path))
+    lines = str(caught.value).splitlines()
+    assert [line.split(":")[0] for line in lines] == ["pool spot", "pool steady"]
+    assert "us-east-1 is 7; the pool's max takes 32: ask for more at console.aws.amazon.com/servicequotas" in lines[0]
+    with pytest.raises(QuotaError):
+        cluster.up(spec(tmp_path), file(tmp_path))
+    assert calls(tmp_path) == []
+
+
+def test_a_wrong_cluster_file_never_reaches_terraform(aws: Moto, tmp_path: Path) -> None:
+    with pytest.raises(SpotrunError, match="max"):
+        cluster.load(file(tmp_path, AWS.replace("max: 4", "max: 0")))
+    with pytest.raises(SpotrunError, match="cloud local has no plan"):
+        cluster.plan(spec(tmp_path, "name: c\ncloud: local\npools:\n- {name: p, zone: local-a}\n"), file(tmp_path))
+    assert calls(tmp_path) == []
+
+
+def test_not_up(aws: Moto, tmp_path: Path) -> None:
+    with pytest.raises(SpotrunError, match="cluster c is not up; `make up CLUSTER="):
+        cluster.access(spec(tmp_path), file(tmp_path))
+
+
+def test_no_bucket(aws: Moto, tmp_path: Path) -> None:
+    """As before the first `make up`."""
+    other = spec(tmp_path, AWS.replace("name: c", "name: other"))
+    with pytest.raises((StoreError, SpotrunError), match="other"):
+        cluster.access(other, file(tmp_path))
+
+
+def test_down_refuses_while_jobs_run(aws: Moto, tmp_path: Path) -> None:
+    """Also when the head is out of reach: the bucket has the list."""
+    bucket(tmp_path).put(queue_key("c"), b'["digits-1", "digits-2"]')
+    with pytest.raises(SpotrunError, match=r"not ended yet: digits-1, digits-2; `make stop CLUSTER=.* FORCE=1`"):
+        cluster.down(spec(tmp_path), False, file(tmp_path))
+    bucket(tmp_path).put(queue_key("c"), b"{")
+    with pytest.raises(SpotrunError, match="its queue in the bucket is broken"):
+        cluster.down(spec(tmp_path), False, file(tmp_path))
+    assert not any("destroy" in call for call in calls(tmp_path))
+
+
+def test_checkpoints_are_never_deleted(aws: Moto, tmp_path: Path) -> None:
+    store = bucket(tmp_path)
+    for job in range(12):
+        store.put(checkpoint_key(f"job-{job:02d}", 7), b"{}")
+    with pytest.raises(SpotrunError, match=r"holds checkpoints.*: job-00, .*job-09 and 2 more; copy what you need"):
+        cluster.down(spec(tmp_path), True, file(tmp_path), everything=True)
+    assert not any("destroy" in call for call in calls(tmp_path))
+    assert store.exists(checkpoint_key("job-11", 7))
+
+
+def test_down(aws: Moto, made: stacks.Stacks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pools go and what pointed to them; then, with ALL=1, the rest."""
+    monkeypatch.setattr(stacks, "synthesize", lambda *_: made)  # it is slow, and has tests of its own
+    store = bucket(tmp_path)
+    for key in (head_key("c"), host_key("c", "head"), host_key("c", "i-1"), "jobs/job-1/state.json"):
+        store.put(key, b"{}")
+    said = cluster.down(spec(tmp_path), False, file(tmp_path))
+    assert said.startswith(
+        "cluster c is down; its network and its bucket stay, s3://spotrun-c-123456789012-us-east-1; "
+    )
+    assert store.list("") == ["jobs/job-1/state.json"]
+    assert [call for call in calls(tmp_path) if "destroy" in call] == [
+        "c-pools destroy -input=false -auto-approve -no-color"
+    ]
+    assert cluster.down(spec(tmp_path), False, file(tmp_path), everything=True) == "nothing is left of cluster c"
+    assert store.list("") == []
+    assert [call.split()[0] for call in calls(tmp_path) if "destroy" in call] == ["c-pools", "c-pools", "c-base"]
+
+
+def test_terraform_that_fails(aws: Moto, made: stacks.Stacks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REFUSE", "apply")
+    with pytest.raises(CloudError, match="terraform apply of stack c-base failed, see above; what it has done stays"):
+        made.apply()
+    assert not any(call.startswith("c-pools") for call in calls(tmp_path))
+    monkeypatch.setenv("REFUSE", "init")
+    with pytest.raises(CloudError, match="terraform init of stack c-base failed"):
+        made.apply()
+
+
+@pytest.mark.parametrize(
+    ("state", "code", "changes"), [("", "2", True), ("aws_vpc.x", "0", False), ("aws_vpc.x", "2", True)]
+)
+def test_plan(
+    state: str,
+    code: str,
+    changes: bool,
+    aws: Moto,
+    made: stacks.Stacks,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The pools take ids of the base: they can be planned once it exists."""
+    monkeypatch.setenv("STATE", state)
+    monkeypatch.setenv("PLAN", code)
+    assert made.plan() == changes
+    planned = [call.split()[0] for call in calls(tmp_path) if call.split()[1] == "plan"]
+    assert planned == (["c-base", "c-pools"] if state else ["c-base"])
+
+
+def test_remote_knows_the_way_of_each_cloud(tmp_path: Path) -> None:
+    gcp = AWS.replace("aws", "gcp").replace("us-east-1a", "us-east1-a").replace("us-east-1b", "us-east1-b")
+    gcp = gcp.replace("us-east-1", "us-east1").replace("g5.2xlarge", "g2-standard-8") + "project: my-project\n"
+    assert type(remote._door(spec(tmp_path, gcp), tmp_path)).__name__ == "Iap"
+    assert type(remote._door(spec(tmp_path), tmp_path)).__name__ == "Ssm"
