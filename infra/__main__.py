@@ -32,7 +32,10 @@ def _write(file: str, outdir: Path) -> None:
     from infra.app import synthesize  # starts Node.js, which a wrong file need not wait for
 
     home = Path(os.environ.get("SPOTRUN_HOME") or ".spotrun").absolute()  # as scripts.cluster.home
-    synthesize(cluster, outdir.absolute(), home)
+    try:
+        synthesize(cluster, outdir.absolute(), home)
+    except SpotrunError as error:
+        raise SpotrunError(f"{file}: {error}") from None
 
 
 if __name__ == "__main__":

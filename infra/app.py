@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from infra import cdk
+from infra import cdk, gcp
 from spotrun.errors import SpotrunError
 from spotrun.spec import ClusterSpec
 
@@ -15,8 +15,7 @@ def synthesize(cluster: ClusterSpec, outdir: Path, home: Path) -> None:
 
     Raises `SpotrunError`, before anything is written, for what a cloud cannot give.
     """
-    if re.search(r"[$%]\{", cluster.model_dump_json()):
-        raise SpotrunError(f"cluster {cluster.name}: a value holds ${{ or %{{, which Terraform would take for code")
+    _check(cluster)
     app = cdk.new_app(str(outdir))
     base, pools = _stacks(app, cluster)
     pools.add_dependency(base)
@@ -25,11 +24,16 @@ def synthesize(cluster: ClusterSpec, outdir: Path, home: Path) -> None:
     app.synth()
 
 
+def _check(cluster: ClusterSpec) -> None:
+    if re.search(r"[$%]\{", cluster.model_dump_json()):
+        raise SpotrunError("a value holds ${ or %{, which Terraform would take for code")
+    if cluster.cloud == "gcp":
+        gcp.check(cluster)
+
+
 def _stacks(app: cdk.App, cluster: ClusterSpec) -> tuple[cdk.TerraformStack, cdk.TerraformStack]:
     base, pools = f"{cluster.name}-base", f"{cluster.name}-pools"
     if cluster.cloud == "gcp":
-        from infra import gcp
-
         google = gcp.Base(app, base, cluster)
         return google, gcp.Pools(app, pools, cluster, google)
     from infra import aws

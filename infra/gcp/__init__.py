@@ -1,6 +1,7 @@
 """A cluster in Google Cloud."""
 
 from infra.gcp.base import Base
+from infra.gcp.machines import check
 from infra.gcp.pools import Pools
 
-__all__ = ["Base", "Pools"]
+__all__ = ["Base", "Pools", "check"]

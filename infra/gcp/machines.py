@@ -6,7 +6,7 @@ import re
 from typing import Literal
 
 from spotrun.errors import SpotrunError
-from spotrun.spec import PoolSpec
+from spotrun.spec import ClusterSpec, PoolSpec
 
 Placement = Literal["compact", "workload"]
 
@@ -18,6 +18,15 @@ _WORKLOAD = re.compile(r"(a3-(high|mega|ultra)gpu-8g|a4-.*|h4d-.*)")
 # https://cloud.google.com/compute/docs/instances/placement-policies-overview: these are in none of its lists
 _ANYWHERE = re.compile(r"(e2|f1|g1|n1|t2a|t2d)-")
 _RUN = (30, 120 * 86400)  # seconds. https://cloud.google.com/compute/docs/instances/limit-vm-runtime
+
+
+def check(cluster: ClusterSpec) -> None:
+    """Raise `SpotrunError` for what Google would refuse, before anything is written."""
+    image(cluster.image, cluster.project or "")
+    for pool in cluster.pools:
+        run_seconds(pool)
+        if cluster.network.placement:
+            placement(pool)
 
 
 def has_gpus(pool: PoolSpec) -> bool:

@@ -1,0 +1,68 @@
+"""What the stacks know of Google's machine types and images, and what they refuse before anything is written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from infra.gcp import machines
+from infra.gcp.pools import scheduling
+from spotrun.errors import SpotrunError
+from spotrun.spec import ClusterSpec, PoolSpec
+
+
+def pool(machine: str, **options: Any) -> PoolSpec:
+    text = {"name": "x", "zone": "us-central1-a", "machine": machine, **options}
+    spec = {"name": "c", "cloud": "gcp", "region": "us-central1", "project": "my-project", "pools": [text]}
+    return ClusterSpec.model_validate(spec).pools[0]
+
+
+@pytest.mark.parametrize(
+    ("machine", "gpus", "disk", "kind"),
+    [
+        ("g2-standard-8", True, "pd-balanced", "compact"),
+        ("a2-highgpu-8g", True, "pd-balanced", "compact"),
+        ("a3-highgpu-1g", True, "pd-balanced", "compact"),
+        ("a3-highgpu-8g", True, "pd-balanced", "workload"),
+        ("a3-megagpu-8g", True, "pd-balanced", "workload"),
+        ("a3-ultragpu-8g", True, "hyperdisk-balanced", "workload"),
+        ("a4-highgpu-8g", True, "hyperdisk-balanced", "workload"),
+        ("c2-standard-60", False, "pd-balanced", "compact"),
+        ("c4-standard-8", False, "hyperdisk-balanced", "compact"),
+    ],
+)
+def test_machine_types(machine: str, gpus: bool, disk: str, kind: str) -> None:
+    found = pool(machine)
+    assert (machines.has_gpus(found), machines.boot_disk(machine), machines.placement(found)) == (gpus, disk, kind)
+
+
+@pytest.mark.parametrize("machine", ["n1-standard-8", "e2-standard-8"])
+def test_machines_that_cannot_be_placed_are_refused(machine: str) -> None:
+    with pytest.raises(SpotrunError, match=f"pool x: Google places no {machine} close to others"):
+        machines.placement(pool(machine))
+
+
+@pytest.mark.parametrize("length", ["29s", "121d"])
+def test_runs_that_google_does_not_take_are_refused(length: str) -> None:
+    with pytest.raises(SpotrunError, match="Google takes 30s to 120d"):
+        scheduling(pool("g2-standard-8", max_run_duration=length))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        (None, "projects/p/global/images/family/spotrun"),
+        ("spotrun-20261121", "projects/p/global/images/spotrun-20261121"),
+        ("projects/other/global/images/family/mine", "projects/other/global/images/family/mine"),
+        ("projects/example.com:other/global/images/mine", "projects/example.com:other/global/images/mine"),
+    ],
+)
+def test_images(name: str | None, expected: str) -> None:
+    assert machines.image(name, "p") == expected
+
+
+@pytest.mark.parametrize("name", ["Mine", "family/mine", "../mine", "projects/p/global/images/", "mine/", "a b"])
+def test_images_that_google_would_not_know_are_refused(name: str) -> None:
+    with pytest.raises(SpotrunError, match="allowed: an image's name, or projects/"):
+        machines.image(name, "p")
