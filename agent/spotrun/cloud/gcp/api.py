@@ -1,0 +1,127 @@
+"""google-cloud-compute for one project: its clients are made once, and every call ends in bounded time."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import os
+import threading
+import uuid
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import google.auth
+import requests
+from google.api_core.client_options import ClientOptions
+from google.api_core.retry import Retry
+from google.api_core.timeout import ConstantTimeout
+from google.auth.credentials import AnonymousCredentials, Credentials
+from google.cloud import compute_v1
+
+from spotrun.cloud.gcp import errors
+
+T = TypeVar("T")
+
+ENDPOINT = "GOOGLE_COMPUTE_CUSTOM_ENDPOINT"  # the variable of Terraform's google provider
+_SCOPE = "https://www.googleapis.com/auth/cloud-platform"
+_THREADS = 4
+_ATTEMPT = 10.0  # seconds for one request
+_PATIENCE = 20.0  # seconds for a request with its retries
+_LIMIT = 30.0  # seconds for a call, which may be of several pages
+_SETTLE = 5.0  # seconds to wait for an operation; the head looks again anyway
+OPTIONS: dict[str, Any] = {
+    "retry": Retry(predicate=errors.transient, initial=0.5, maximum=5.0, multiplier=2.0, timeout=_PATIENCE),
+    "timeout": ConstantTimeout(_ATTEMPT),  # type: ignore[no-untyped-call]
+}
+
+
+@dataclass(frozen=True)
+class Clients:
+    """Synchronous clients over REST; call their methods with `**OPTIONS`."""
+
+    instances: compute_v1.InstancesClient
+    groups: compute_v1.InstanceGroupManagersClient
+    operations: compute_v1.ZoneOperationsClient
+    regions: compute_v1.RegionsClient
+    projects: compute_v1.ProjectsClient
+
+
+class Api:
+    """Calls to Compute Engine, in threads of their own: a hung one must not hold up who uses the loop's threads.
+
+    With GOOGLE_COMPUTE_CUSTOM_ENDPOINT set (`http://127.0.0.1:8080/compute/v1/`) it is asked, without credentials.
+    """
+
+    def __init__(self, project: str) -> None:
+        self.project = project
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="gce")
+        self._lock = threading.Lock()
+        self._made: Clients | None = None
+
+    async def ask(self, what: str, call: Callable[[Clients], T]) -> T:
+        """The result of `call`, which runs in a thread. Raises `CloudError` that begins with `what`."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(_LIMIT):
+                return await loop.run_in_executor(self._threads, lambda: call(self._clients()))
+        except Exception as error:  # whatever a client raises; the head must outlive it
+            raise errors.explain(error, what, self.project) from error
+
+    async def change(self, what: str, zone: str, call: Callable[[Clients, str], compute_v1.Operation]) -> None:
+        """Have a change accepted, and wait a little for its end. Raises `CloudError` if Google refuses it by then.
+
+        call: takes a request id, by which Google does the same request only once, however often it is sent.
+        """
+        identity = str(uuid.uuid4())
+        operation = await self.ask(what, lambda clients: call(clients, identity))
+        if operation.status != compute_v1.Operation.Status.DONE:
+            operation = await self.ask(what, functools.partial(self._settle, zone, operation))
+        for error in operation.error.errors:
+            raise errors.refusal(what, error.code, error.message)
+
+    async def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        clients, self._made = self._made, None
+        for client in vars(clients).values() if clients else ():
+            client.transport.close()
+
+    def _settle(self, zone: str, operation: compute_v1.Operation, clients: Clients) -> compute_v1.Operation:
+        request = compute_v1.WaitZoneOperationRequest(project=self.project, zone=zone, operation=operation.name)
+        limit = ConstantTimeout(_SETTLE)  # type: ignore[no-untyped-call]
+        try:
+            return clients.operations.wait(request, retry=None, timeout=limit)
+        except requests.exceptions.Timeout:  # Google holds the answer until the operation ends: it goes on
+            return operation
+
+    def _clients(self) -> Clients:
+        with self._lock:
+            if self._made is None:
+                self._made = _connect()
+            return self._made
+
+
+def _connect() -> Clients:
+    endpoint = os.environ.get(ENDPOINT, "").rstrip("/").removesuffix("/compute/v1")
+    credentials: Credentials
+    if endpoint:
+        credentials = AnonymousCredentials()  # type: ignore[no-untyped-call]
+        options = ClientOptions(api_endpoint=endpoint)
+    else:
+        for name in ("google.auth", "urllib3.connectionpool"):
+            logging.getLogger(name).setLevel(logging.ERROR)  # what they warn of, we say if it comes to that
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # a person's own credentials are what an operator has
+            credentials, _ = google.auth.default(scopes=[_SCOPE])
+        options = ClientOptions()
+    how: dict[str, Any] = {"credentials": credentials, "client_options": options, "transport": "rest"}
+    return Clients(
+        instances=compute_v1.InstancesClient(**how),
+        groups=compute_v1.InstanceGroupManagersClient(**how),
+        operations=compute_v1.ZoneOperationsClient(**how),
+        regions=compute_v1.RegionsClient(**how),
+        projects=compute_v1.ProjectsClient(**how),
+    )

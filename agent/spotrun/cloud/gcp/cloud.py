@@ -1,0 +1,266 @@
+"""The `Cloud` protocol on Google Compute Engine.
+
+A preemption with notice is `simulateMaintenanceEvent`, which on a spot machine is what Google documents for testing
+one (https://cloud.google.com/compute/docs/instances/create-use-spot#test-settings): the metadata server says so, and
+the machine ends within 30 s. Google offers no other notice. Without notice, `instances.delete`: nothing is announced
+either, and the machine's system gets its power button pressed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+from google.cloud import compute_v1
+
+from spotrun.cloud import prices
+from spotrun.cloud.base import Instance, Problem, Shortfall
+from spotrun.cloud.gcp import quota
+from spotrun.cloud.gcp.api import OPTIONS, Api, Clients
+from spotrun.cloud.gcp.machines import Failure, Member, diagnose, failure, instance, member
+from spotrun.errors import CloudError
+from spotrun.spec import ClusterSpec, PoolSpec
+from spotrun.spec.names import CLUSTER, HEAD, group
+
+NOTICE = 30.0  # seconds, the only notice that there is
+_AT_ONCE = 1000  # machines that one request may name
+
+
+class GcpCloud:
+    """The machines of a cluster in Google Cloud. Machines are named by name or id; `head` means the head's."""
+
+    def __init__(self, cluster: ClusterSpec) -> None:
+        self.cluster = cluster
+        self.api = Api(cluster.project or "")
+        self._zones = {HEAD: cluster.head.zone, **{pool.name: pool.zone for pool in cluster.pools}}
+        self._problems: dict[str, list[Problem]] = {}
+
+    async def nodes(self) -> list[Instance]:
+        # Zone by zone: an aggregated list leaves out, without an error, what Google cannot reach at the moment.
+        zones = sorted(set(self._zones.values()))
+        found = await asyncio.gather(*(self._nodes_in(zone) for zone in zones))
+        return sorted((each for part in found for each in part), key=lambda each: each.name)
+
+    async def sizes(self) -> dict[str, int]:
+        names = [pool.name for pool in self.cluster.pools]
+        return dict(zip(names, await asyncio.gather(*map(self._size, names)), strict=True))
+
+    async def resize(self, pool: str, size: int) -> None:
+        spec = self._pool(pool)
+        if not 0 <= size <= spec.max:
+            raise CloudError(f"pool {pool}: size {size} is not allowed; its cluster file says 0 to {spec.max}")
+        if size:
+            await self._drop_unborn(pool, size)
+
+        def call(clients: Clients, identity: str) -> compute_v1.Operation:
+            request = compute_v1.ResizeInstanceGroupManagerRequest(**self._group(pool), size=size, request_id=identity)
+            return clients.groups.resize_unary(request, **OPTIONS)
+
+        await self.api.change(f"pool {pool}: resize to {size}", spec.zone, call)
+
+    async def remove(self, names: Sequence[str]) -> None:
+        by_pool = await self._find_members(names)
+        if HEAD in by_pool:
+            raise CloudError("the head cannot be removed; `make down` ends the cluster")
+        await asyncio.gather(*(self._delete(pool, [m.name for m in members]) for pool, members in by_pool.items()))
+
+    async def recreate(self, names: Sequence[str]) -> None:
+        by_pool = await self._find_members(names)
+        wanted = {pool: [m.name for m in members if m.replaceable] for pool, members in by_pool.items()}
+        await asyncio.gather(*(self._recreate(pool, each) for pool, each in wanted.items() if each))
+
+    async def preempt(self, name: str, notice: float | None = None) -> None:
+        """As in the protocol. `notice` 0 is a `kill`, of any machine; any other than the usual 30 s is refused."""
+        if notice is not None and notice <= 0:
+            return await self.kill(name)
+        if notice not in (None, NOTICE):
+            raise CloudError(f"notice {notice:g}: Google gives {NOTICE:g} s of notice, or none (0)")
+        node = await self._find(name)
+        if node.market != "spot":
+            raise CloudError(f"machine {node.name} is on-demand, the cloud does not preempt those; kill it instead")
+        if node.state == "stopping":
+            return
+        if node.state != "running":
+            raise CloudError(f"machine {node.name} is {node.state}; wait until it is running")
+
+        def call(clients: Clients, identity: str) -> compute_v1.Operation:
+            request = compute_v1.SimulateMaintenanceEventInstanceRequest(**self._machine(node), request_id=identity)
+            return clients.instances.simulate_maintenance_event_unary(request, **OPTIONS)
+
+        await self.api.change(f"machine {node.name}: preempt", node.zone, call)
+
+    async def kill(self, name: str) -> None:
+        """Take a machine without notice; its group makes another. Returns before it is gone."""
+        node = await self._find(name)
+        if node.state == "terminated":
+            raise CloudError(f"machine {node.name} is terminated already")
+
+        def call(clients: Clients, identity: str) -> compute_v1.Operation:
+            request = compute_v1.DeleteInstanceRequest(
+                **self._machine(node),
+                no_graceful_shutdown=True,
+                request_id=identity,
+            )
+            return clients.instances.delete_unary(request, **OPTIONS)
+
+        await self.api.change(f"machine {node.name}: kill", node.zone, call)
+
+    async def prices(self) -> dict[str, float]:
+        """From the table that is shipped; a pool that is not in it is left out."""
+        found = {pool.name: _price(pool) for pool in self.cluster.pools}
+        return {name: price for name, price in found.items() if price is not None}
+
+    async def problems(self) -> list[Problem]:
+        found = await asyncio.gather(*map(self._problems_of, self.cluster.pools))
+        return [problem for part in found for problem in part]
+
+    async def shortfalls(self) -> list[Shortfall]:
+        """As in the protocol, for the head's machine too; asked of the project's and the region's quotas."""
+        region = compute_v1.GetRegionRequest(project=self.api.project, region=self.cluster.region)
+        project = compute_v1.GetProjectRequest(project=self.api.project)
+        regional, general, nodes = await asyncio.gather(
+            self.api.ask(f"quotas of {region.region}", lambda c: quota.read(c.regions.get(region, **OPTIONS).quotas)),
+            self.api.ask("quotas of the project", lambda c: quota.read(c.projects.get(project, **OPTIONS).quotas)),
+            self.nodes(),
+        )
+        running = Counter(node.pool for node in nodes if node.state != "terminated")
+        return quota.compare(self.cluster, {**regional, **general}, running)
+
+    async def close(self) -> None:
+        await self.api.close()
+
+    # What a method asks for.
+
+    async def _nodes_in(self, zone: str) -> list[Instance]:
+        request = compute_v1.ListInstancesRequest(
+            project=self.api.project, zone=zone, filter=f"labels.{CLUSTER} = {self.cluster.name}"
+        )
+
+        def call(clients: Clients) -> list[Instance]:
+            return [instance(found) for found in clients.instances.list(request, **OPTIONS)]
+
+        return await self.api.ask(f"machines in {zone}", call)
+
+    async def _size(self, pool: str) -> int:
+        request = compute_v1.GetInstanceGroupManagerRequest(**self._group(pool))
+        return await self.api.ask(f"pool {pool}", lambda c: c.groups.get(request, **OPTIONS).target_size)
+
+    async def _members(self, pool: str) -> list[Member]:
+        request = compute_v1.ListManagedInstancesInstanceGroupManagersRequest(**self._group(pool))
+
+        def call(clients: Clients) -> list[Member]:
+            return [member(found) for found in clients.groups.list_managed_instances(request, **OPTIONS)]
+
+        return await self.api.ask(f"machines of pool {pool}", call)
+
+    async def _failures(self, pool: str) -> list[Failure]:
+        request = compute_v1.ListErrorsInstanceGroupManagersRequest(**self._group(pool))
+
+        def call(clients: Clients) -> list[Failure]:
+            return [failure(found) for found in clients.groups.list_errors(request, **OPTIONS)]
+
+        return await self.api.ask(f"errors of pool {pool}", call)
+
+    async def _problems_of(self, pool: PoolSpec) -> list[Problem]:
+        members = await self._members(pool.name)
+        short = any(each.unborn for each in members)
+        failures = await self._failures(pool.name) if short else []
+        before = self._problems.get(pool.name, ())
+        self._problems[pool.name] = diagnose(pool, members, failures, before, time.time())
+        return self._problems[pool.name]
+
+    async def _drop_unborn(self, pool: str, size: int) -> None:
+        """Shrink a pool towards `size` by what is not there yet: a resize lets Google choose whom to end."""
+        surplus = await self._size(pool) - size
+        if surplus <= 0:
+            return
+        unborn = [each.name for each in await self._members(pool) if each.unborn]
+        if unborn:
+            await self._delete(pool, unborn[:surplus])
+
+    async def _delete(self, pool: str, names: Sequence[str]) -> None:
+        zone = self._zones[pool]
+
+        def call(urls: list[str], clients: Clients, identity: str) -> compute_v1.Operation:
+            body = compute_v1.InstanceGroupManagersDeleteInstancesRequest(
+                instances=urls,
+                skip_instances_on_validation_error=True,  # one that is being deleted already must not stop the others
+            )
+            request = compute_v1.DeleteInstancesInstanceGroupManagerRequest(
+                **self._group(pool),
+                instance_group_managers_delete_instances_request_resource=body,
+                request_id=identity,
+            )
+            return clients.groups.delete_instances_unary(request, **OPTIONS)
+
+        for urls in _urls(zone, names):
+            await self.api.change(f"pool {pool}: remove {', '.join(names)}", zone, partial(call, urls))
+
+    async def _recreate(self, pool: str, names: Sequence[str]) -> None:
+        zone = self._zones[pool]
+
+        def call(urls: list[str], clients: Clients, identity: str) -> compute_v1.Operation:
+            request = compute_v1.RecreateInstancesInstanceGroupManagerRequest(
+                **self._group(pool),
+                instance_group_managers_recreate_instances_request_resource=(
+                    compute_v1.InstanceGroupManagersRecreateInstancesRequest(instances=urls)
+                ),
+                request_id=identity,
+            )
+            return clients.groups.recreate_instances_unary(request, **OPTIONS)
+
+        for urls in _urls(zone, names):
+            await self.api.change(f"pool {pool}: recreate {', '.join(names)}", zone, partial(call, urls))
+
+    # Finding things.
+
+    def _group(self, pool: str) -> dict[str, str]:
+        name = group(self.cluster.name, pool)
+        return {"project": self.api.project, "zone": self._zones[pool], "instance_group_manager": name}
+
+    def _machine(self, node: Instance) -> dict[str, str]:
+        return {"project": self.api.project, "zone": node.zone, "instance": node.name}
+
+    def _pool(self, name: str) -> PoolSpec:
+        pool = self.cluster.pool(name)
+        if pool is None:
+            known = ", ".join(sorted(pool.name for pool in self.cluster.pools))
+            raise CloudError(f"there is no pool {name!r} to resize; pools: {known}")
+        return pool
+
+    async def _find(self, name: str) -> Instance:
+        nodes = await self.nodes()
+        found = next((n for n in nodes if name in (n.name, n.id) or name == n.pool == HEAD), None)
+        if found is None:
+            raise _unknown(name, (node.name for node in nodes))
+        return found
+
+    async def _find_members(self, names: Sequence[str]) -> dict[str, list[Member]]:
+        """By pool. Asked of the groups: they know machines that are being made as well. Raises if one is unknown."""
+        pools = list(self._zones)
+        known = dict(zip(pools, await asyncio.gather(*map(self._members, pools)), strict=True))
+        found: dict[str, list[Member]] = {}
+        for name in names:
+            each = next(((p, m) for p in pools for m in known[p] if name in (m.name, m.id) or name == p == HEAD), None)
+            if each is None:
+                raise _unknown(name, (m.name for members in known.values() for m in members))
+            found.setdefault(each[0], []).append(each[1])
+        return found
+
+
+def _unknown(name: str, known: Iterable[str]) -> CloudError:
+    return CloudError(f"there is no machine {name!r}; machines: {', '.join(sorted(known)) or 'none'}")
+
+
+def _urls(zone: str, names: Sequence[str]) -> Iterable[list[str]]:
+    urls = [f"zones/{zone}/instances/{name}" for name in names]
+    return (urls[start : start + _AT_ONCE] for start in range(0, len(urls), _AT_ONCE))
+
+
+def _price(pool: PoolSpec) -> float | None:
+    look = prices.spot if pool.market == "spot" else prices.on_demand
+    attached = pool.accelerator
+    return look("gcp", pool.zone, pool.machine, attached.type if attached else "", attached.count if attached else 0)

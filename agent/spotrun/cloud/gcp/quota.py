@@ -1,0 +1,149 @@
+"""Whether the project's quotas let each pool have its machines; asked before `make up` makes anything. Pure.
+
+`regions.get` and `projects.get` show the older quotas. Those of newer machine families (H100 and later, the vCPUs of G2
+and A3) are counted by family and are only in the Cloud Quotas API; for them nothing is said here, and a pool's
+problems say QUOTA_EXCEEDED when it comes to that.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from google.cloud import compute_v1
+
+from spotrun.cloud.base import Market, Shortfall
+from spotrun.spec import ClusterSpec, PoolSpec
+from spotrun.spec.names import HEAD
+
+_HEAD_DISK = 20  # GB, about what the image is
+# vCPUs of machine types whose name does not end with their number.
+# https://cloud.google.com/compute/docs/accelerator-optimized-machines and …/general-purpose-machines
+_VCPUS = {
+    "e2-micro": 2,
+    "e2-small": 2,
+    "e2-medium": 2,
+    "f1-micro": 1,
+    "g1-small": 1,
+    "a2-megagpu-16g": 96,
+    "a3-ultragpu-8g": 224,
+    "a4-highgpu-8g": 224,
+}
+_VCPUS_PER_GPU = {"a2-highgpu": 12, "a2-ultragpu": 12, "a3-highgpu": 26, "a3-megagpu": 26, "a3-edgegpu": 26}
+_L4_OF = {24: 2, 48: 4, 96: 8}  # vCPUs of a g2-standard: its GPUs; all other sizes have one
+# Families that take no Persistent Disk: https://cloud.google.com/compute/docs/disks/hyperdisks#machine-type-support
+_HYPERDISK = re.compile(r"(a3-ultragpu|a4|a4x|c4|c4a|c4d|g4|h4d|m4|n4|n4a|n4d|x4)-")
+_GPU_METRICS = {
+    "a2-highgpu": "NVIDIA_A100_GPUS",
+    "a2-megagpu": "NVIDIA_A100_GPUS",
+    "a2-ultragpu": "NVIDIA_A100_80GB_GPUS",
+    "a3-highgpu": "NVIDIA_H100_GPUS",
+    "a3-edgegpu": "NVIDIA_H100_GPUS",
+    "a3-megagpu": "NVIDIA_H100_MEGA_GPUS",
+    "a3-ultragpu": "NVIDIA_H200_GPUS",
+    "a4-highgpu": "NVIDIA_B200_GPUS",
+}
+
+
+@dataclass(frozen=True)
+class Quota:
+    """limit, used: in the metric's own unit."""
+
+    limit: float
+    used: float
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What one machine takes. gpu: the metric that counts its GPUs. vcpus: 0 if the machine type is not known here.
+    ssd: GB of Persistent Disk on SSD.
+    """
+
+    family: str
+    vcpus: int
+    gpu: str = ""
+    gpus: int = 0
+    ssd: float = 0.0
+
+
+def read(found: Iterable[compute_v1.Quota]) -> dict[str, Quota]:
+    """By metric."""
+    return {quota.metric: Quota(quota.limit, quota.usage) for quota in found}
+
+
+def compare(cluster: ClusterSpec, quotas: Mapping[str, Quota], running: Mapping[str, int]) -> list[Shortfall]:
+    """Each pool by itself: pools stand in for one another, and are not all full at a time.
+
+    running: machines that the cluster has, by pool. What these use is not somebody else's.
+    """
+    head = PoolSpec(name="x", zone=cluster.head.zone, machine=cluster.head.machine, market="on-demand", disk=_HEAD_DISK)
+    pools = {HEAD: head, **{pool.name: pool for pool in cluster.pools}}
+    needs = {name: _needs(shape(pool), pool.market, quotas) for name, pool in pools.items()}
+    own: dict[str, float] = {}
+    for name, amounts in needs.items():
+        for metric, amount in amounts.items():
+            own[metric] = own.get(metric, 0.0) + amount * running.get(name, 0)
+    found = []
+    for name, pool in pools.items():
+        for metric, amount in needs[name].items():
+            used = max(quotas[metric].used - own[metric], 0.0)
+            needed = amount * pool.max
+            if needed > quotas[metric].limit - used:
+                found.append(Shortfall(name, metric, quotas[metric].limit, needed, used))
+    return found
+
+
+def shape(pool: PoolSpec) -> Shape:
+    """What one machine of a pool takes, from its machine type's name."""
+    family, vcpus = pool.machine.partition("-")[0], _vcpus(pool.machine)
+    ssd = 0.0 if _HYPERDISK.match(pool.machine) else float(pool.disk)
+    if pool.accelerator is not None:
+        model = pool.accelerator.type.removeprefix("nvidia-").removeprefix("tesla-").replace("-", "_").upper()
+        return Shape(family, vcpus, f"NVIDIA_{model}_GPUS", pool.accelerator.count, ssd)
+    if family == "g2":
+        return Shape(family, vcpus, "NVIDIA_L4_GPUS", _L4_OF.get(vcpus, 1), ssd)
+    series, _, count = pool.machine.rpartition("-")
+    if series in _GPU_METRICS and re.fullmatch(r"\d+g", count):
+        return Shape(family, vcpus, _GPU_METRICS[series], int(count[:-1]), ssd)
+    return Shape(family, vcpus, ssd=ssd)
+
+
+def _needs(one: Shape, market: Market, quotas: Mapping[str, Quota]) -> dict[str, float]:
+    """What one machine takes of each quota that counts it, as far as it is shown."""
+    family = f"{one.family.upper()}_CPUS"
+    general = "CPUS" if one.family in ("n1", "e2", "f1", "g1") else ""
+    cpus = family if family in quotas else general
+    found = {
+        _counted(cpus, "PREEMPTIBLE_CPUS", market, quotas): float(one.vcpus),
+        _counted(one.gpu, f"PREEMPTIBLE_{one.gpu}", market, quotas): float(one.gpus),
+        "CPUS_ALL_REGIONS": float(one.vcpus),
+        "GPUS_ALL_REGIONS": float(one.gpus),
+        "INSTANCES": 1.0,
+        "SSD_TOTAL_GB": one.ssd,
+    }
+    return {metric: amount for metric, amount in found.items() if amount and metric in quotas}
+
+
+def _counted(standard: str, preemptible: str, market: Market, quotas: Mapping[str, Quota]) -> str:
+    """Which of the two quotas counts a machine. Spot machines take of the standard one until the project has been
+    granted a preemptible one, which then counts them all; one that was never granted is shown as 0.
+
+    https://cloud.google.com/compute/resource-usage
+    """
+    if market != "spot":
+        return standard
+    granted, other = quotas.get(preemptible), quotas.get(standard)
+    if granted is not None and (granted.limit > 0 or (other is not None and other.limit == 0)):
+        return preemptible
+    return standard
+
+
+def _vcpus(machine: str) -> int:
+    if machine in _VCPUS:
+        return _VCPUS[machine]
+    if (gpus := re.fullmatch(r"(.+)-(\d+)g", machine)) and gpus[1] in _VCPUS_PER_GPU:
+        return _VCPUS_PER_GPU[gpus[1]] * int(gpus[2])
+    custom = re.search(r"custom-(\d+)-\d+", machine)
+    named = custom or re.search(r"-(\d+)(-lssd|-metal)?$", machine)
+    return int(named[1]) if named else 0
