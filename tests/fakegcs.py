@@ -113,6 +113,7 @@ class FakeGcs:
             if self._failures:
                 raise Refused(self._failures.pop(0), "SlowDown", "asked to fail")
             bucket, _, key = path.removeprefix("/").partition("/")
+            bucket = unquote(bucket)
             if bucket not in self.buckets:
                 raise Refused(404, "NoSuchBucket", f"The specified bucket does not exist: {bucket}")
             if not key:

@@ -19,6 +19,7 @@ from obstore.store import LocalStore, ObjectStore, from_url
 from spotrun.errors import NotFound, StoreError
 
 Credentials = Any  # one of obstore's credential providers; they share no type
+_ERRORS = (BaseError, OSError)  # a bucket that does not exist is a FileNotFoundError
 
 
 class Store:
@@ -37,9 +38,8 @@ class Store:
                 if region and url.startswith("s3://"):
                     options["region"] = region
                 self._store = from_url(url, **options)
-        except (BaseError, OSError, ValueError) as error:
-            problem = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise StoreError(f"{self.url}: not a bucket that can be used: {problem}") from None
+        except (*_ERRORS, ValueError) as error:
+            raise StoreError(f"{self.url}: not a bucket that can be used: {_why(error)}") from None
 
     @classmethod
     def as_operator(cls, url: str, region: str = "") -> Store:
@@ -58,7 +58,7 @@ class Store:
 
                 credentials = GoogleCredentialProvider()
         except Exception as error:  # of two libraries, each with many kinds of its own
-            raise StoreError(f"{url}: no credentials for the bucket: {str(error).splitlines()[0]}") from None
+            raise StoreError(f"{url}: no credentials for the bucket: {_why(error)}") from None
         return cls(url, region, credentials)
 
     def get(self, key: str) -> bytes:
@@ -67,8 +67,8 @@ class Store:
             return bytes(obstore.get(self._store, key).bytes())
         except FileNotFoundError:
             raise NotFound(f"{self.url}: no object {key}") from None
-        except BaseError as error:
-            raise StoreError(f"{self.url}: cannot read {key}: {error}") from error
+        except _ERRORS as error:
+            raise StoreError(f"{self.url}: cannot read {key}: {_why(error)}") from error
 
     def find(self, key: str) -> bytes | None:
         """The object's bytes, or None if there is none."""
@@ -81,8 +81,8 @@ class Store:
         """Write or replace an object, whole or not at all; a `Path` is uploaded in parts."""
         try:
             obstore.put(self._store, key, data)
-        except BaseError as error:
-            raise StoreError(f"{self.url}: cannot write {key}: {error}") from error
+        except _ERRORS as error:
+            raise StoreError(f"{self.url}: cannot write {key}: {_why(error)}") from error
 
     def create(self, key: str, data: bytes) -> bool:
         """Write the object unless there is one already; False then. This is what fences writers."""
@@ -90,8 +90,8 @@ class Store:
             obstore.put(self._store, key, data, mode="create")
         except AlreadyExistsError:
             return False
-        except BaseError as error:
-            raise StoreError(f"{self.url}: cannot create {key}: {error}") from error
+        except _ERRORS as error:
+            raise StoreError(f"{self.url}: cannot create {key}: {_why(error)}") from error
         return True
 
     def fetch(self, key: str, path: Path) -> None:
@@ -102,8 +102,8 @@ class Store:
                     file.write(chunk)
         except FileNotFoundError:
             raise NotFound(f"{self.url}: no object {key}") from None
-        except BaseError as error:
-            raise StoreError(f"{self.url}: cannot read {key}: {error}") from error
+        except _ERRORS as error:
+            raise StoreError(f"{self.url}: cannot read {key}: {_why(error)}") from error
 
     def exists(self, key: str) -> bool:
         """Whether there is an object of that key."""
@@ -111,16 +111,16 @@ class Store:
             obstore.head(self._store, key)
         except FileNotFoundError:
             return False
-        except BaseError as error:
-            raise StoreError(f"{self.url}: cannot look up {key}: {error}") from error
+        except _ERRORS as error:
+            raise StoreError(f"{self.url}: cannot look up {key}: {_why(error)}") from error
         return True
 
     def list(self, prefix: str) -> list[str]:
         """All keys below a folder, sorted."""
         try:
             return sorted(item["path"] for batch in obstore.list(self._store, prefix) for item in batch)
-        except BaseError as error:
-            raise StoreError(f"{self.url}: cannot list {prefix}: {error}") from error
+        except _ERRORS as error:
+            raise StoreError(f"{self.url}: cannot list {prefix}: {_why(error)}") from error
 
     def delete(self, keys: Sequence[str]) -> None:
         """Remove objects; those that are not there are passed over."""
@@ -129,8 +129,8 @@ class Store:
                 obstore.delete(self._store, key)
             except FileNotFoundError:
                 continue
-            except BaseError as error:
-                raise StoreError(f"{self.url}: cannot delete {key}: {error}") from error
+            except _ERRORS as error:
+                raise StoreError(f"{self.url}: cannot delete {key}: {_why(error)}") from error
 
 
 def head_key(cluster: str) -> str:
@@ -175,3 +175,8 @@ def checkpoint_key(job: str, step: int, name: str = "manifest.json") -> str:
 
 def log_key(job: str, generation: int, node: str, rank: int | str) -> str:
     return f"jobs/{job}/logs/{generation:04d}/{node}/{rank}.log"
+
+
+def _why(error: Exception) -> str:
+    """The first line: obstore's errors go on for a page."""
+    return str(error).partition("\n")[0] or type(error).__name__

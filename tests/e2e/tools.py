@@ -15,6 +15,7 @@ import shlex
 import socket
 import sys
 import threading
+import urllib.request
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
@@ -29,6 +30,22 @@ def install(folder: Path, cloud: str, table: Path) -> None:
         words = shlex.join(["env", f"PYTHONPATH={ROOT}", sys.executable, "-m", "tests.e2e.tools", str(table), name])
         (folder / name).write_text(f'#!/bin/sh\nexec {words} "$@"\n')
         (folder / name).chmod(0o755)
+
+
+def install_terraform(folder: Path, url: str) -> None:
+    """A `terraform` that passes the stack on to whoever plays the cloud at `url`."""
+    words = shlex.join(["env", f"PYTHONPATH={ROOT}", sys.executable, "-m", "tests.e2e.tools", url, "terraform"])
+    (folder / "terraform").write_text(f'#!/bin/sh\nexec {words} "$@"\n')
+    (folder / "terraform").chmod(0o755)
+
+
+def terraform(url: str, words: list[str]) -> None:
+    if words[0] == "version":
+        print("Terraform v1.11.4")
+        return
+    body = json.dumps({"words": words, "stack": json.loads(Path("cdk.tf.json").read_text())}).encode()
+    request = urllib.request.Request(url, data=body, headers={"Content-Type": "application/json"})
+    urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60).close()
 
 
 def aws(table: Path, words: list[str]) -> None:
@@ -114,9 +131,10 @@ def _register(_: Path, options: argparse.Namespace) -> None:
 
 def main(argv: list[str]) -> None:
     table, name, *words = argv
-    if name == "session-manager-plugin":
-        return
-    {"aws": aws, "gcloud": gcloud}[name](Path(table), words)
+    if name == "terraform":
+        terraform(table, words)
+    elif name != "session-manager-plugin":
+        {"aws": aws, "gcloud": gcloud}[name](Path(table), words)
 
 
 if __name__ == "__main__":

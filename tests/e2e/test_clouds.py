@@ -1,0 +1,78 @@
+"""The whole way on AWS's and Google's own APIs: up, train, a preemption, the ways in, down. See `sites`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# from tests import terraform
+from tests.e2e import sites
+from tests.e2e.sites import Operator, Site
+from tests.helpers import wait_for
+
+
+@pytest.fixture(params=["aws", "gcp"])
+def site(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Site]:
+    if request.param == "gcp":
+        with sites.gcp(tmp_path) as found:
+            yield found
+        return
+    tool = terraform.for_moto(tmp_path / "terraform")
+    with sites.aws(tmp_path, tool.program, tool.environment) as amazon:
+        yield amazon
+
+
+def test_the_whole_way(site: Site) -> None:
+    """Three spot machines train; one is preempted by the cloud's own means; nothing is lost; nothing is left."""
+    operator = Operator(site)
+    up = operator.fab("up")
+    assert up.returncode == 0, up.stdout + up.stderr
+    assert site.size("spot") == 0, "machines come with a job"
+
+    training = operator.started("train", "--job", "examples/digits/job.yaml", "--faults", "preempt@25%")
+    try:
+        wait_for(lambda: site.size("spot") >= 3, 60, "the pool's new size")
+        wait_for(lambda: phase(operator) == "running", 120, "the job's first steps")
+        refused = operator.fab("down")
+        assert refused.returncode == 2, refused.stdout
+        assert re.search(r"not ended yet: digits-[0-9-]+; `make stop CLUSTER=", refused.stderr)
+        said, _ = training.communicate(timeout=240)
+    finally:
+        training.kill()
+        training.wait()
+    assert training.returncode == 0, said
+    preempt = next((line.split() for line in said.splitlines() if line.split()[:1] == ["preempt"]), None)
+    assert preempt is not None, said
+    assert preempt[-1] == "0", f"no step is lost with notice\n{said}"
+    accuracy = next(line for line in said.splitlines() if line.startswith("test accuracy"))
+    assert float(accuracy.split()[2]) > 97
+
+    nodes = json.loads(operator.fab("status", "--json").stdout)["nodes"]
+    some = next(node["name"] for node in nodes if node["pool"] == "spot")
+    hello = operator.fab("run", "--cmd", "echo I am $((40 + 2))", "--node", some)
+    assert "I am 42" in hello.stdout, hello.stdout + hello.stderr
+    logs = operator.fab("logs")
+    assert "test accuracy" in logs.stdout, logs.stderr
+
+    kept = [key for key in site.store().list("jobs") if key.endswith("manifest.json")]
+    assert kept, "checkpoints are in the bucket"
+    wait_for(lambda: site.size("spot") == 0, 60, "the pools' scaling down")
+
+    down = operator.fab("down")
+    assert down.returncode == 0, down.stdout + down.stderr
+    assert site.left() == []
+    everything = operator.fab("down", "--all")
+    assert everything.returncode == 2, everything.stdout
+    assert "holds checkpoints, and those are never deleted by spotrun: digits-" in everything.stderr
+    assert site.store().exists(kept[0])
+    assert operator.fab("status").returncode == 3, "it is not up"
+
+
+def phase(operator: Operator) -> str:
+    status = operator.fab("status", "--json")
+    job = json.loads(status.stdout)["job"] if status.returncode == 0 else None
+    return job["phase"] if job else ""
