@@ -16,6 +16,10 @@ def synthesize(cluster: ClusterSpec, outdir: Path, home: Path) -> None:
     Raises `SpotrunError`, before anything is written, for what a cloud cannot give.
     """
     _check(cluster)
+    try:
+        outdir.mkdir(parents=True, exist_ok=True)  # CDKTF makes only the last folder of a path
+    except OSError as error:
+        raise SpotrunError(f"{outdir} cannot be made: {error.strerror}; CDKTF_OUTDIR names another folder") from None
     app = cdk.new_app(str(outdir))
     base, pools = _stacks(app, cluster)
     pools.add_dependency(base)

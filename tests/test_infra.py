@@ -29,8 +29,14 @@ CLOUD_FILE = pytest.mark.parametrize("file", CLOUD_FILES, ids=[path.stem for pat
 
 
 def infra(tmp_path: Path, file: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """`python -m infra` as `cdktf` and `make` run it, into tmp_path/out."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "CLUSTER": file, "CDKTF_OUTDIR": str(tmp_path / "out"), **environment}
+    """`python -m infra` as `cdktf` and `make` run it, into tmp_path/a/out."""
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "CLUSTER": file,
+        "CDKTF_OUTDIR": str(tmp_path / "a/out"),
+        **environment,
+    }
     command = [sys.executable, "-m", "infra"]
     return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100, check=False)
 
@@ -103,6 +109,24 @@ def test_the_head_finds_its_clusters_description_in_the_bucket(file: Path) -> No
     assert ClusterSpec.model_validate_json(written["content"]) == load_cluster(file)
 
 
+@CLOUD_FILE
+def test_terraform_reads_every_stack(tmp_path: Path, file: Path) -> None:
+    """What it can tell without a provider, which only AWS's tests have: that blocks and their meta-arguments are so."""
+    terraform = shutil.which("terraform")
+    if terraform is None:
+        pytest.skip("terraform is not installed")
+    for stack in (synthesized(file).base, synthesized(file).pools):
+        document = {**stack.document, "terraform": {**stack.document["terraform"]}}
+        document["terraform"].pop("backend")  # it would want to be initialized
+        (tmp_path / "cdk.tf.json").write_text(json.dumps(document))
+        command = [terraform, "providers", "-no-color"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert (
+            f"provider[registry.terraform.io/hashicorp/{ {'gcp': 'google'}.get(file.stem[:3], 'aws') }]" in done.stdout
+        )
+
+
 # Where the state is.
 
 
@@ -172,13 +196,20 @@ def test_a_wrong_file_never_reaches_terraform(tmp_path: Path, text: str | None, 
     assert done.stdout == ""
     assert said in done.stderr
     assert done.stderr.count("\n") == 1, done.stderr
-    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "a").exists()
 
 
 def test_no_cluster_file_is_said_in_a_line(tmp_path: Path) -> None:
     done = infra(tmp_path, "")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "spotrun: no cluster file: name one, such as CLUSTER=clusters/gcp-l4.yaml\n"
+
+
+def test_a_folder_that_cannot_be_made_is_said_in_a_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = infra(tmp_path, str(CLOUD_FILES[0]), CDKTF_OUTDIR=str(tmp_path / "file/out"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(r"spotrun: .*/file/out cannot be made: .*; CDKTF_OUTDIR names another folder\n", done.stderr)
 
 
 def test_missing_node_is_said_in_a_line(tmp_path: Path) -> None:
