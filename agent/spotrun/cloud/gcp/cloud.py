@@ -1,8 +1,8 @@
 """The `Cloud` protocol on Google Compute Engine.
 
-A preemption with notice is `simulateMaintenanceEvent`, which on a spot machine is what Google documents for testing
-one (https://cloud.google.com/compute/docs/instances/create-use-spot#test-settings): the metadata server says so, and
-the machine ends within 30 s. Google offers no other notice. Without notice, `instances.delete`: nothing is announced
+A preemption with notice is `simulateMaintenanceEvent`, which is how Google has one tested on a spot machine
+(https://cloud.google.com/compute/docs/instances/simulating-host-maintenance): the metadata server says so, and the
+machine ends within 30 s. Google offers no other notice. Without notice, `instances.delete`: nothing is announced
 either, and the machine's system gets its power button pressed.
 """
 
