@@ -122,9 +122,8 @@ def test_terraform_reads_every_stack(tmp_path: Path, file: Path) -> None:
         command = [terraform, "providers", "-no-color"]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
-        assert (
-            f"provider[registry.terraform.io/hashicorp/{ {'gcp': 'google'}.get(file.stem[:3], 'aws') }]" in done.stdout
-        )
+        provider = {"gcp": "google", "aws": "aws"}[synthesized(file).spec.cloud]
+        assert f"provider[registry.terraform.io/hashicorp/{provider}]" in done.stdout
 
 
 # Where the state is.
