@@ -358,6 +358,8 @@ def test_placement_is_on_machines_or_on_large_ones_group(cluster: Cluster, near:
     assert policies["b200-placement"] == {"name": "demo--b200", "workload_policy": {"type": "HIGH_THROUGHPUT"}}
     assert group(near, "b200")["resource_policies"] == {"workload_policy": policy % "b200"}
     assert "resource_policies" not in template(near, "b200")
+    assert template(near, "cpu")["resource_policies"] == [policy % "cpu"]
+    assert template(near, "cpu")["scheduling"]["on_host_maintenance"] == "TERMINATE"  # placed ones cannot be moved
 
 
 def test_pools_can_be_planned_before_base_exists(cluster: Cluster) -> None:

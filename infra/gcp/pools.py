@@ -56,7 +56,7 @@ class Pools(GcpStack):
         template = self._template(
             pool.name,
             pool.machine,
-            scheduling(pool),
+            scheduling(pool, placed=kind is not None),
             disk={"disk_type": machines.boot_disk(pool.machine), "disk_size_gb": pool.disk},
             # NVIDIA's driver is not signed by anyone whom Secure Boot trusts when it is built for the running kernel.
             shielded_instance_config=_shielded(secure_boot=not machines.has_gpus(pool)),
@@ -123,13 +123,16 @@ class Pools(GcpStack):
         )
 
 
-def scheduling(pool: PoolSpec) -> dict[str, Any]:
-    """How Google is to treat a pool's machines: what it may take, and what it does with those it has taken."""
+def scheduling(pool: PoolSpec, placed: bool = False) -> dict[str, Any]:
+    """How Google is to treat a pool's machines: what it may take, and what it does with those it has taken.
+
+    placed: the machines are close to each other by a policy.
+    """
     spot, seconds = pool.market == "spot", machines.run_seconds(pool)
+    fixed = spot or placed or machines.has_gpus(pool)  # cannot be moved to another host while they run
     found: dict[str, Any] = {
         "provisioning_model": "SPOT" if spot else "STANDARD",
-        # Neither spot machines nor those with GPUs can be moved to another host while they run.
-        "on_host_maintenance": "TERMINATE" if spot or machines.has_gpus(pool) else "MIGRATE",
+        "on_host_maintenance": "TERMINATE" if fixed else "MIGRATE",
         "automatic_restart": not spot,
     }
     if spot:
