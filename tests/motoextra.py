@@ -6,6 +6,10 @@
                                 launches (see `motoserver.Moto.ration`) show in DescribeScalingActivities
     EC2's quotas                moto has only those of VPCs
     spot placement scores       from what `ration` left
+    machine images              know their architecture; a volume without a size is as large as its image
+    security groups' rules      keep their descriptions, whatever it is that they let in
+    launch templates            hold no tags of the template itself
+    bucket policies             moto takes statements with conditions for unconditional: here they are passed over
 
 Reads questions as lines of JSON on stdin, and ends with it.
 """
@@ -25,13 +29,16 @@ from moto.autoscaling.models import FakeAutoScalingGroup, autoscaling_backends
 from moto.autoscaling.responses import AutoScalingResponse
 from moto.core.responses import ActionResult, EmptyResult
 from moto.ec2.exceptions import EC2ClientError
-from moto.ec2.models import ec2_backends
+from moto.ec2.models import EC2Backend, ec2_backends
 from moto.ec2.models.core import TaggedEC2Resource
-from moto.ec2.models.instances import StateReason
+from moto.ec2.models.instances import Instance, StateReason
+from moto.ec2.models.security_groups import SecurityGroupRule
 from moto.ec2.responses import EC2Response
 from moto.ec2.responses._base_response import EC2BaseResponse
 from moto.ec2.utils import EC2_PREFIX_TO_RESOURCE, EC2_RESOURCE_TO_PREFIX, generic_filter
 from moto.fis.models import FISBackend
+from moto.iam.access_control import IAMPolicy, PermissionResult
+from moto.s3.models import FakeBucket
 from moto.server import ThreadedMotoServer
 from moto.servicequotas.models import ServiceQuotasBackend
 from moto.servicequotas.responses import ServiceQuotasResponse
@@ -127,6 +134,57 @@ def placement_groups(backend: Any) -> dict[str, PlacementGroup]:
 def _known(groups: dict[str, PlacementGroup], name: str) -> None:
     if name not in groups:
         raise EC2ClientError("InvalidPlacementGroup.Unknown", f"The Placement Group '{name}' is unknown.")
+
+
+def register_image(self: Any) -> ActionResult:
+    image = self.ec2_backend.register_image(self._get_param("Name"), self._get_param("Description", ""))
+    image.architecture = self._get_param("Architecture") or "i386"  # AWS's default
+    image.virtualization_type = self._get_param("VirtualizationType") or "hvm"
+    image.root_device_name = self._get_param("RootDeviceName") or image.root_device_name
+    image.root_device_type = "ebs"
+    return ActionResult({"ImageId": image.id})
+
+
+class Disks:
+    add = Instance.add_block_device
+
+    @staticmethod
+    def add_block_device(
+        instance: Any, size: int | None, path: str, snapshot: str | None, *rest: Any, **more: Any
+    ) -> None:
+        """15 GB is the size of each image's snapshot in moto."""
+        Disks.add(instance, size or (None if snapshot else 15), path, snapshot, *rest, **more)
+
+
+class Rules:
+    init = SecurityGroupRule.__init__
+
+    @staticmethod
+    def __init__(rule: Any, *arguments: Any, **options: Any) -> None:
+        Rules.init(rule, *arguments, **options)
+        parts = [each for each in (*arguments, *options.values()) if isinstance(each, dict)]
+        rule.said = next((each["Description"] for each in parts if "Description" in each), None)
+
+
+class Templates:
+    create = EC2Backend.create_launch_template
+
+    @staticmethod
+    def create_launch_template(backend: Any, name: str, description: str, data: dict[str, Any], tags: Any) -> Any:
+        specifications = data.pop("TagSpecifications", [])
+        if kept := [each for each in specifications if each["ResourceType"] != "launch-template"]:
+            data["TagSpecifications"] = kept
+        return Templates.create(backend, name, description, data, tags)
+
+
+def get_permission(bucket: Any, action: str, resource: str) -> Any:
+    statements = json.loads(bucket.policy or "{}").get("Statement", [])
+    unconditional = [each for each in statements if "Condition" not in each]
+    if not unconditional:
+        return PermissionResult.NEUTRAL
+    return IAMPolicy(json.dumps({"Version": "2012-10-17", "Statement": unconditional})).is_action_permitted(
+        action, resource
+    )
 
 
 class Launches:
@@ -281,7 +339,11 @@ def extend() -> None:
     for name in ("create", "describe", "delete"):
         action = f"{name}_placement_group" + ("s" if name == "describe" else "")
         setattr(EC2Response, action, getattr(Placements, action))
-    _set(EC2Response, get_spot_placement_scores=Placements.get_spot_placement_scores)
+    _set(EC2Response, get_spot_placement_scores=Placements.get_spot_placement_scores, register_image=register_image)
+    _set(Instance, add_block_device=Disks.add_block_device)
+    _set(EC2Backend, create_launch_template=Templates.create_launch_template)
+    _set(SecurityGroupRule, __init__=Rules.__init__, description=property(lambda rule: rule.said))
+    _set(FakeBucket, get_permission=get_permission)
     _set(FakeAutoScalingGroup, replace_autoscaling_group_instances=Launches.replace)
     _set(AutoScalingResponse, describe_scaling_activities=Launches.describe_scaling_activities)
     _set(FISBackend, start_experiment=Interruptions.start_experiment)

@@ -68,9 +68,10 @@ class Moto:
             config=Config(s3={"addressing_style": "path"}),
         )
 
-    def image(self, name: str = "spotrun-test") -> str:
+    def image(self, name: str = "spotrun-test", architecture: str = "x86_64") -> str:
         """The id of a new machine image of this account."""
-        return str(self.client("ec2").register_image(Name=name)["ImageId"])
+        made = self.client("ec2").register_image(Name=name, Architecture=architecture, RootDeviceName="/dev/sda1")
+        return str(made["ImageId"])
 
     def ration(self, zone: str, machines: int | None, message: str = NO_SPOT) -> None:
         """How many machines of scaling groups a zone has; None: any number. message: why there are not more.

@@ -1,0 +1,6 @@
+"""A cluster on AWS."""
+
+from infra.aws.base import Base
+from infra.aws.pools import Pools
+
+__all__ = ["Base", "Pools"]

@@ -1,0 +1,84 @@
+"""The stack that lives as long as the cluster: network, bucket, identities.
+
+Stack `pools` knows or finds all of it by name, so it needs no access to this one's state.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from infra import cdk
+from infra.aws import identity
+from infra.aws.network import Network
+from infra.aws.stack import AwsStack
+from spotrun.spec import ClusterSpec
+
+LOG_DAYS = 90
+LOG_TAG = ("spotrun-kind", "log")  # on logs in the bucket, as S3 cannot tell them by the end of their names
+
+
+class Base(AwsStack):
+    """Network, bucket, identities."""
+
+    def __init__(self, app: cdk.App, id: str, cluster: ClusterSpec) -> None:
+        super().__init__(app, id, cluster)
+        Network(self)
+        logs = cdk.aws("cloudwatch_log_group")(
+            self, "logs", name=f"/spotrun/{cluster.name}", retention_in_days=LOG_DAYS
+        )
+        identity.make(self, self._bucket().arn, logs.arn)
+
+    def _bucket(self) -> Any:
+        # Not force_destroy, so that AWS refuses to delete it with anything in it.
+        bucket = cdk.aws("s3_bucket")(self, "bucket", bucket=self.bucket, force_destroy=False)
+        cdk.aws("s3_bucket_public_access_block")(
+            self,
+            "bucket-private",
+            bucket=bucket.id,
+            block_public_acls=True,
+            block_public_policy=True,
+            ignore_public_acls=True,
+            restrict_public_buckets=True,
+        )
+        cdk.aws("s3_bucket_ownership_controls")(
+            self, "bucket-owner", bucket=bucket.id, rule={"object_ownership": "BucketOwnerEnforced"}
+        )
+        cdk.aws("s3_bucket_server_side_encryption_configuration")(
+            self,
+            "bucket-encryption",
+            bucket=bucket.id,
+            rule=[{"apply_server_side_encryption_by_default": {"sse_algorithm": "AES256"}}],
+        )
+        key, value = LOG_TAG
+        cdk.aws("s3_bucket_lifecycle_configuration")(
+            self,
+            "bucket-lifecycle",
+            bucket=bucket.id,
+            rule=[
+                {
+                    "id": "logs",
+                    "status": "Enabled",
+                    "filter": [{"tag": [{"key": key, "value": value}]}],
+                    "expiration": [{"days": LOG_DAYS}],
+                },
+                {
+                    "id": "uploads",
+                    "status": "Enabled",
+                    "filter": [{"prefix": ""}],
+                    "abort_incomplete_multipart_upload": [{"days_after_initiation": 1}],
+                },
+            ],
+        )
+        self._refuse_plaintext(bucket)
+        return bucket
+
+    def _refuse_plaintext(self, bucket: Any) -> None:
+        refusal = {
+            "Sid": "OnlyTLS",
+            "Effect": "Deny",
+            "Principal": "*",
+            "Action": "s3:*",
+            "Resource": [bucket.arn, f"{bucket.arn}/*"],
+            "Condition": {"Bool": {"aws:SecureTransport": "false"}},
+        }
+        cdk.aws("s3_bucket_policy")(self, "bucket-policy", bucket=bucket.id, policy=identity.document([refusal]))

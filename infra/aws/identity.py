@@ -1,0 +1,142 @@
+"""Who may do what: the nodes, the head, and the service that takes spot machines away in tests."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from infra import cdk
+from infra.aws.stack import AwsStack
+from spotrun.spec.names import CLUSTER, HEAD, group
+
+NODE = "node"
+FIS = "fis"  # spotrun.cloud.aws.interruption.ROLE
+NAMESPACE = "spotrun"  # of metrics
+Statement = dict[str, Any]
+
+# The agent of Systems Manager, so that sessions work, and no more: AmazonSSMManagedInstanceCore lets it read every
+# parameter of the account.
+# https://docs.aws.amazon.com/systems-manager/latest/userguide/getting-started-create-iam-instance-profile.html
+SESSIONS = (
+    "ssm:UpdateInstanceInformation",
+    "ssmmessages:CreateControlChannel",
+    "ssmmessages:CreateDataChannel",
+    "ssmmessages:OpenControlChannel",
+    "ssmmessages:OpenDataChannel",
+)
+# What `spotrun.cloud.aws` calls. None of these can be narrowed to a cluster; all only look.
+LOOKS = (
+    "autoscaling:DescribeAutoScalingGroups",
+    "autoscaling:DescribeScalingActivities",
+    "ec2:DescribeAvailabilityZones",
+    "ec2:DescribeInstanceTypes",
+    "ec2:DescribeInstances",
+    "ec2:DescribeSpotPriceHistory",
+    "ec2:GetSpotPlacementScores",
+    "servicequotas:GetAWSDefaultServiceQuota",
+    "servicequotas:GetServiceQuota",
+)
+RESIZES = ("autoscaling:SetDesiredCapacity", "autoscaling:TerminateInstanceInAutoScalingGroup")
+
+
+def profile(cluster: str, role: str) -> str:
+    """The name of a role, and of the instance profile that gives it to machines. IAM has one space for all regions."""
+    return group(cluster, role)
+
+
+def make(stack: AwsStack, bucket_arn: str, logs_arn: str) -> None:
+    """The three roles."""
+    name, both = stack.cluster.name, [*_storage(bucket_arn), *_telemetry(logs_arn)]
+    for role, statements in ((NODE, both), (HEAD, [*both, *_head(stack)])):
+        made = _role(stack, role, "ec2.amazonaws.com", statements)
+        cdk.aws("iam_instance_profile")(stack, f"{role}-profile", name=profile(name, role), role=made.name)
+    # Who interrupts machines is the service, as told by the head; it may do so to this cluster's.
+    own = {"StringEquals": {f"aws:ResourceTag/{CLUSTER}": name}}
+    interrupts = [
+        _allow("Interrupt", ["ec2:SendSpotInstanceInterruptions"], stack.arn("ec2", "instance/*"), own),
+        _allow("Look", ["ec2:DescribeInstances"], "*"),
+    ]
+    _role(stack, FIS, "fis.amazonaws.com", interrupts, {"StringEquals": {"aws:SourceAccount": stack.account}})
+
+
+def _role(
+    stack: AwsStack, role: str, service: str, statements: list[Statement], only: dict[str, Any] | None = None
+) -> Any:
+    trust = {"Effect": "Allow", "Action": "sts:AssumeRole", "Principal": {"Service": service}}
+    name = profile(stack.cluster.name, role)
+    made = cdk.aws("iam_role")(
+        stack,
+        f"{role}-role",
+        name=name,
+        description=f"spotrun cluster {stack.cluster.name}: {role}",
+        assume_role_policy=document([trust | ({"Condition": only} if only else {})]),
+    )
+    cdk.aws("iam_role_policy")(stack, f"{role}-policy", name=name, role=made.name, policy=document(statements))
+    return made
+
+
+def _storage(bucket: str) -> list[Statement]:
+    objects = ["s3:AbortMultipartUpload", "s3:DeleteObject", "s3:GetObject", "s3:PutObject", "s3:PutObjectTagging"]
+    return [_allow("List", ["s3:ListBucket"], bucket), _allow("Objects", objects, f"{bucket}/*")]
+
+
+def _telemetry(logs: str) -> list[Statement]:
+    only = {"StringEquals": {"cloudwatch:namespace": NAMESPACE}}
+    return [
+        _allow("Logs", ["logs:CreateLogStream", "logs:PutLogEvents"], f"{logs}:*"),
+        _allow("Metrics", ["cloudwatch:PutMetricData"], "*", only),
+    ]
+
+
+def _head(stack: AwsStack) -> list[Statement]:
+    name = stack.cluster.name
+    groups = stack.arn("autoscaling", f"autoScalingGroup:*:autoScalingGroupName/{group(name, '*')}")
+    return [
+        _allow("Sessions", SESSIONS, "*"),
+        _allow("Look", LOOKS, "*"),
+        _allow("Resize", RESIZES, groups),
+        *_experiments(stack, name),
+    ]
+
+
+def _experiments(stack: AwsStack, name: str) -> list[Statement]:
+    """Interruptions on demand: an experiment's template, the experiment, and what is to carry it out.
+
+    https://docs.aws.amazon.com/service-authorization/latest/reference/list_awsfaultinjectionservice.html
+    """
+    templates, experiments = stack.arn("fis", "experiment-template/*"), stack.arn("fis", "experiment/*")
+    action = f"arn:{stack.partition}:fis:*:*:action/aws:ec2:send-spot-instance-interruptions"
+    new, own = ({"StringEquals": {f"aws:{what}Tag/{CLUSTER}": name}} for what in ("Request", "Resource"))
+    service_role = "role/aws-service-role/fis.amazonaws.com/AWSServiceRoleForFIS"
+    return [
+        _allow("Action", ["fis:CreateExperimentTemplate"], action),
+        _allow("Create", ["fis:CreateExperimentTemplate", "fis:TagResource"], [templates, experiments], new),
+        _allow("Start", ["fis:StartExperiment"], experiments, new),
+        _allow("Template", ["fis:DeleteExperimentTemplate", "fis:StartExperiment"], templates, own),
+        _allow("Watch", ["fis:GetExperiment"], experiments, own),
+        _allow(
+            "Pass",
+            ["iam:PassRole"],
+            stack.arn("iam", f"role/{profile(name, FIS)}"),
+            {"StringEquals": {"iam:PassedToService": "fis.amazonaws.com"}},
+        ),
+        # The first experiment of an account makes the service's own role, if whoever starts it may.
+        _allow(
+            "Service",
+            ["iam:CreateServiceLinkedRole"],
+            stack.arn("iam", service_role),
+            {"StringEquals": {"iam:AWSServiceName": "fis.amazonaws.com"}},
+        ),
+    ]
+
+
+def _allow(
+    what: str, actions: list[str] | tuple[str, ...], resource: str | list[str], only: dict[str, Any] | None = None
+) -> Statement:
+    statement = {"Sid": what, "Effect": "Allow", "Action": list(actions), "Resource": resource}
+    return statement | ({"Condition": only} if only else {})
+
+
+def document(statements: list[Statement]) -> str:
+    """A policy's JSON."""
+    return json.dumps({"Version": "2012-10-17", "Statement": statements})
