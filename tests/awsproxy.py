@@ -70,3 +70,22 @@ def refuse(code: str, message: str, status: int = 400) -> web.Response:
     query = f"<ErrorResponse>{error}<RequestId>r</RequestId></ErrorResponse>"
     xml = ec2 if code in ("RequestLimitExceeded", "UnauthorizedOperation") else query
     return web.Response(status=status, text=xml, content_type="text/xml")
+
+
+def groups(sizes: dict[str, tuple[int, list[str]]]) -> web.Response:
+    """What Auto Scaling says of groups: names, each with its size and the machines that it counts."""
+    listed = "".join(
+        f"<member><AutoScalingGroupName>{name}</AutoScalingGroupName><DesiredCapacity>{size}</DesiredCapacity>"
+        f"<MinSize>0</MinSize><MaxSize>9</MaxSize><SuspendedProcesses/>"
+        "<AvailabilityZones><member>us-east-1a</member></AvailabilityZones><Instances>"
+        + "".join(
+            f"<member><InstanceId>{machine}</InstanceId><LifecycleState>InService</LifecycleState></member>"
+            for machine in machines
+        )
+        + "</Instances></member>"
+        for name, (size, machines) in sizes.items()
+    )
+    result = f"<AutoScalingGroups>{listed}</AutoScalingGroups>"
+    action = "DescribeAutoScalingGroups"
+    text = f"<{action}Response><{action}Result>{result}</{action}Result></{action}Response>"
+    return web.Response(text=text, content_type="text/xml")

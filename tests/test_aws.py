@@ -19,7 +19,7 @@ from spotrun.cloud.aws import AwsCloud
 from spotrun.errors import CloudError, CredentialsError
 from spotrun.spec import ClusterSpec, names
 from tests import motoserver
-from tests.awsproxy import Proxy, refuse
+from tests.awsproxy import Proxy, groups, refuse
 from tests.helpers import await_for
 from tests.motoserver import Moto
 
@@ -205,6 +205,20 @@ async def test_a_machine_taken_meanwhile_neither_counts_twice_nor_holds_up_the_o
     assert await mine.sizes() == {"spot": 0, "steady": 0}
 
 
+async def test_a_group_that_shows_a_removed_machine_still_is_not_asked_twice(aws: Moto, proxy: Proxy) -> None:
+    cluster = spec("late")
+    stand(aws, cluster)
+    mine = AwsCloud(cluster)
+    await mine.resize("spot", 2)
+    first, second = [machine.name for machine in (await named(mine))["spot"]]
+    await mine.remove([first])
+    said = {"late--spot": (2, [first, second])}
+    proxy.hook = lambda proxy, fields: groups(said) if fields["Action"] == "DescribeAutoScalingGroups" else None
+    await mine.remove([first])
+    await mine.recreate([first])
+    assert len(proxy.of("TerminateInstanceInAutoScalingGroup")) == 1
+
+
 async def test_pages(aws: Moto, proxy: Proxy) -> None:
     pools = [SPOT | {"name": f"p{index}"} for index in range(5)]
     cluster = spec("pages", *pools)
@@ -360,6 +374,22 @@ async def test_why_a_pool_is_short(aws: Moto, proxy: Proxy) -> None:
     assert await mine.sizes() == {"spot": 3}
     [gone] = await mine.problems()
     assert gone.message == "there is no Auto Scaling group short--steady; `make up` makes it"
+
+
+async def test_a_failure_from_before_a_pool_had_its_size_explains_nothing(aws: Moto, proxy: Proxy) -> None:
+    cluster = spec("past", SPOT | {"zone": "us-east-1e"})
+    stand(aws, cluster)
+    mine = AwsCloud(cluster)
+    aws.ration("us-east-1e", 1)  # the head alone
+    await mine.resize("spot", 2)
+    assert [problem.kind for problem in await mine.problems()] == ["stockout"]
+    await mine.resize("spot", 0)
+    assert await mine.problems() == []
+    said: dict[str, tuple[int, list[str]]] = {"past--spot": (2, [])}  # grown, not tried yet
+    proxy.hook = lambda proxy, fields: groups(said) if fields["Action"] == "DescribeAutoScalingGroups" else None
+    assert await mine.problems() == []
+    # A new head does not know since when the pool lacks machines.
+    assert [problem.kind for problem in await AwsCloud(cluster).problems()] == ["stockout"]
 
 
 async def test_prices(aws: Moto, proxy: Proxy, caplog: pytest.LogCaptureFixture) -> None:
