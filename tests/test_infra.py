@@ -276,6 +276,7 @@ def test_keys_stay_as_they_were_written(tmp_path: Path) -> None:
     assert (made["labels"], made["lifecycle_rule"]) == ({"d-e": "f"}, [rule])
 
 
+@pytest.mark.timeout(300)
 def test_the_cdktf_command_works_here(tmp_path: Path) -> None:
     if shutil.which("cdktf") is None:
         pytest.skip("cdktf is not installed: npm install -g cdktf-cli@0.21.0")
@@ -287,9 +288,10 @@ def test_the_cdktf_command_works_here(tmp_path: Path) -> None:
             ["cdktf", *words],
             cwd=tmp_path,
             env={**os.environ, **environment, "CI": "1"},
+            stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=140,
             check=False,
         )
         assert done.returncode == 0, done.stdout + done.stderr
