@@ -212,6 +212,7 @@ class FakeMetadata:
         known = {
             "instance-id": "i-0123",
             "placement/availability-zone": "zone-a",
+            "placement/region": "region",
             "local-ipv4": self.address,
             **{f"tags/instance/{key}": value for key, value in self.attributes.items()},
             **self.files,

@@ -69,6 +69,7 @@ async def test_detects_the_cloud_and_tells_who_it_is(flavour: str, kind: type, m
         identity = await client.identity()
         assert (identity.zone, identity.address) == ("zone-a", "10.0.0.7")
         assert identity.name == ("w-0" if flavour == "gce" else "i-0123")
+        assert identity.region == ("zone" if flavour == "gce" else "region")
         assert await client.attribute("spotrun-cluster") == "c"
         assert await client.attribute("spotrun-nonsense") is None
 

@@ -25,6 +25,7 @@ from spotrun.store import Store
 from tests import fakegce, fakegcs, motoserver, serving
 from tests.e2e import tools
 from tests.e2e.mirror import Listed, Mirror
+from tests.terraform import Tools
 
 ROOT = Path(__file__).parents[2]
 Listing = Callable[[], list[Listed]]
@@ -82,7 +83,7 @@ class Operator:
 
 
 class Aws:
-    def __init__(self, aws: motoserver.Moto, folder: Path, terraform: str, variables: Mapping[str, str]) -> None:
+    def __init__(self, aws: motoserver.Moto, folder: Path, variables: Mapping[str, str]) -> None:
         self._aws = aws
         self.file = folder / "cluster.yaml"
         self.file.write_text(
@@ -91,7 +92,7 @@ class Aws:
         )
         path = f"{folder / 'bin'}:{os.environ['PATH']}"
         home = str(folder / "home")
-        self.environment = {**aws.environment, **variables, "PATH": path, "TERRAFORM": terraform, "SPOTRUN_HOME": home}
+        self.environment = {**aws.environment, **variables, "PATH": path, "SPOTRUN_HOME": home}
 
     def listing(self) -> list[Listed]:
         ends = {notice["instance"]: float(notice["at"]) for notice in self._aws.notices()}
@@ -174,10 +175,9 @@ class Gcp:
 
 
 @contextlib.contextmanager
-def aws(folder: Path, terraform: str, variables: Mapping[str, str]) -> Iterator[Aws]:
-    """terraform: the program. variables: what it needs to find its provider."""
+def aws(folder: Path, terraform: Tools) -> Iterator[Aws]:
     with motoserver.running(notice=NOTICE) as account:
-        site = Aws(account, folder, terraform, variables)
+        site = Aws(account, folder, tools.install_real_terraform(folder / "bin", terraform))
         with _machines(folder, "ec2", account.region, account.environment, site.listing) as table:
             tools.install(folder / "bin", "aws", table)
             yield site

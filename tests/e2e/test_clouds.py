@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-# from tests import terraform
+from tests import terraform
 from tests.e2e import sites
 from tests.e2e.sites import Operator, Site
 from tests.helpers import wait_for
@@ -21,8 +21,7 @@ def site(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Site]:
         with sites.gcp(tmp_path) as found:
             yield found
         return
-    tool = terraform.for_moto(tmp_path / "terraform")
-    with sites.aws(tmp_path, tool.program, tool.environment) as amazon:
+    with sites.aws(tmp_path, terraform.require()) as amazon:
         yield amazon
 
 
@@ -40,6 +39,9 @@ def test_the_whole_way(site: Site) -> None:
         refused = operator.fab("down")
         assert refused.returncode == 2, refused.stdout
         assert re.search(r"not ended yet: digits-[0-9-]+; `make stop CLUSTER=", refused.stderr)
+        first = json.loads(operator.fab("status", "--json").stdout)["job"]["members"][0]  # the last one is preempted
+        hello = operator.fab("run", "--cmd", "echo I am $((40 + 2))", "--node", first)
+        assert "I am 42" in hello.stdout, hello.stdout + hello.stderr
         said, _ = training.communicate(timeout=240)
     finally:
         training.kill()
@@ -51,10 +53,6 @@ def test_the_whole_way(site: Site) -> None:
     accuracy = next(line for line in said.splitlines() if line.startswith("test accuracy"))
     assert float(accuracy.split()[2]) > 97
 
-    nodes = json.loads(operator.fab("status", "--json").stdout)["nodes"]
-    some = next(node["name"] for node in nodes if node["pool"] == "spot")
-    hello = operator.fab("run", "--cmd", "echo I am $((40 + 2))", "--node", some)
-    assert "I am 42" in hello.stdout, hello.stdout + hello.stderr
     logs = operator.fab("logs")
     assert "test accuracy" in logs.stdout, logs.stderr
 

@@ -14,10 +14,11 @@ def check(cluster: Harness, final: dict, out: object) -> None:
 
 def test_during_training(cluster: Harness) -> None:
     """Training does not stop: the same generation goes on under the new head."""
-    job = cluster.submit(nodes={"min": 2, "max": 2}, epochs=2, samples=SAMPLES, batch=4)
+    job = cluster.submit(nodes={"min": 2, "max": 2}, epochs=2, samples=SAMPLES, batch=4, slow=60)
     before = cluster.until_step(40)
     cluster.kill_head()
     after = cluster.until(lambda s: s["head"]["epoch"] > before["head"]["epoch"], what="a new head")
+    job.go()
     assert after["job"]["generation"] == before["job"]["generation"]
     final = cluster.until_ended()
     assert final["losses"] == []

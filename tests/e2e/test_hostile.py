@@ -144,13 +144,14 @@ def test_requests_that_are_not(cluster: Harness) -> None:
 @pytest.mark.parametrize("damage", ["flip", "truncate"])
 def test_a_damaged_checkpoint_is_passed_over(cluster: Harness, damage: str) -> None:
     """All nodes are killed; the newest checkpoint is damaged: the one before it is used, and the log says so."""
-    job = cluster.submit(nodes={"min": 2, "max": 2}, epochs=2, samples=2000, batch=4, checkpoint_interval=1)
+    job = cluster.submit(nodes={"min": 2, "max": 2}, epochs=2, samples=2000, batch=4, checkpoint_interval=1, slow=60)
     first = cluster.until(lambda s: s["job"]["checkpoint"], what="a checkpoint")["job"]["checkpoint"]
     cluster.until(lambda s: s["job"]["checkpoint"] > first, what="a second one")
     cluster.fault("stockout", "local-a")
     for member in cluster.members():
         cluster.fault("kill", member)
     status = cluster.until(lambda s: not s["job"]["members"], what="nobody is left")
+    job.go()
     newest = status["job"]["checkpoint"]
     manifest = Manifest.model_validate_json(cluster.access.store.get(checkpoint_key(job.id, newest)))
     shard = next(file.name for file in manifest.files if file.name.endswith(".safetensors"))

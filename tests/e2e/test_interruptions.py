@@ -46,12 +46,13 @@ def closed(status: dict) -> list[dict]:
 def test_every_sample_once_though_the_number_of_nodes_changes(cluster: Harness) -> None:
     """Shrinks from 3 to 2 without notice, grows back to 3: each sample still once an epoch."""
     job = cluster.submit(
-        nodes={"min": 1, "max": 3}, epochs=2, samples=2401, batch=4, snapshot_interval=7, grow_interval=3
+        nodes={"min": 1, "max": 3}, epochs=2, samples=2401, batch=4, snapshot_interval=7, grow_interval=3, slow=100
     )
     cluster.until_step(30)
     cluster.fault("kill", cluster.members()[0])
     cluster.until(lambda s: len(closed(s)) == 1 and len(s["job"]["members"]) == 2, what="two nodes train")
     cluster.until(lambda s: len(s["job"]["members"]) == 3 and s["job"]["phase"] == "running", what="three again")
+    job.go()
     cluster.fault("preempt", cluster.members()[1])
     final = cluster.until_ended()
     assert final["phase"] == "succeeded"
@@ -63,7 +64,7 @@ def test_every_sample_once_though_the_number_of_nodes_changes(cluster: Harness) 
 @pytest.mark.parametrize("fault", ["freeze", "cut"])
 def test_a_node_that_comes_back_does_not_disturb(cluster: Harness, fault: str) -> None:
     """Recovered within 10 s; thawed or joined again, its old workers end and it serves in a later generation."""
-    job = cluster.submit(nodes={"min": 2, "max": 3}, epochs=2, samples=3000, batch=4, grow_interval=5)
+    job = cluster.submit(nodes={"min": 2, "max": 3}, epochs=2, samples=3000, batch=4, grow_interval=5, slow=100)
     cluster.until_step(30)
     victim = cluster.members()[1]
     cluster.fault(fault, victim)
@@ -74,6 +75,7 @@ def test_a_node_that_comes_back_does_not_disturb(cluster: Harness, fault: str) -
     before = status["job"]["generation"]
     cluster.fault({"freeze": "thaw", "cut": "join"}[fault], victim)
     cluster.until(lambda s: victim in s["job"]["members"], what="it takes part again")
+    job.go()
     final = cluster.until_ended()
     assert final["phase"] == "succeeded"
     assert final["generation"] > before
@@ -83,11 +85,12 @@ def test_a_node_that_comes_back_does_not_disturb(cluster: Harness, fault: str) -
 
 def test_all_nodes_killed_at_once(cluster: Harness) -> None:
     """Resumes from the newest complete checkpoint."""
-    job = cluster.submit(nodes={"min": 2, "max": 2}, epochs=2, samples=2000, batch=4, checkpoint_interval=2)
-    status = cluster.until(lambda s: s["job"]["checkpoint"], what="a checkpoint")
+    job = cluster.submit(nodes={"min": 2, "max": 2}, epochs=2, samples=2000, batch=4, checkpoint_interval=4, slow=60)
+    cluster.until(lambda s: s["job"]["checkpoint"] and s["job"]["step"] > s["job"]["checkpoint"], what="a step more")
     for member in cluster.members():
         cluster.fault("kill", member)
     status = cluster.until(lambda s: closed(s), what="recovery")
+    job.go()
     (loss,) = closed(status)
     assert loss["steps_lost"] > 0
     final = cluster.until_ended()

@@ -18,6 +18,8 @@ import threading
 import urllib.request
 from pathlib import Path
 
+from tests.terraform import Tools, adapt, configure
+
 ROOT = Path(__file__).parent.parent.parent
 TOOLS = {"aws": ("aws", "session-manager-plugin"), "gcp": ("gcloud",)}
 PROFILE = {"loginProfile": {"name": "1", "posixAccounts": [{"primary": True, "username": "spotrun", "uid": "1"}]}}
@@ -37,6 +39,21 @@ def install_terraform(folder: Path, url: str) -> None:
     words = shlex.join(["env", f"PYTHONPATH={ROOT}", sys.executable, "-m", "tests.e2e.tools", url, "terraform"])
     (folder / "terraform").write_text(f'#!/bin/sh\nexec {words} "$@"\n')
     (folder / "terraform").chmod(0o755)
+
+
+def install_real_terraform(folder: Path, tools: Tools) -> dict[str, str]:
+    """The `terraform` of this machine, with the provider of this machine; what else it needs in its environment."""
+    folder.mkdir(exist_ok=True)
+    words = ["env", f"PYTHONPATH={ROOT}", sys.executable, "-m", "tests.e2e.tools", tools.version, "real-terraform"]
+    (folder / "terraform").write_text(f'#!/bin/sh\nexec {shlex.join([*words, tools.terraform])} "$@"\n')
+    (folder / "terraform").chmod(0o755)
+    return {"TF_CLI_CONFIG_FILE": str(configure(folder, tools))}
+
+
+def real_terraform(version: str, words: list[str]) -> None:
+    if words[1] == "init":
+        adapt(Path.cwd(), version, emulated=True)
+    os.execv(words[0], words)
 
 
 def terraform(url: str, words: list[str]) -> None:
@@ -133,6 +150,8 @@ def main(argv: list[str]) -> None:
     table, name, *words = argv
     if name == "terraform":
         terraform(table, words)
+    elif name == "real-terraform":
+        real_terraform(table, words)
     elif name != "session-manager-plugin":
         {"aws": aws, "gcloud": gcloud}[name](Path(table), words)
 

@@ -22,6 +22,7 @@ parser.add_argument("--epochs", type=int, default=2)
 parser.add_argument("--samples", type=int, default=600)
 parser.add_argument("--batch", type=int, default=4)
 parser.add_argument("--pause", type=float, default=0.02, help="seconds added to each step")
+parser.add_argument("--slow", type=int, default=0, help="step from which on each takes 0.3 s, until OUT/go is there")
 parser.add_argument("--fail", default="", help="rank@step: raise there, each time")
 parser.add_argument("--hang", default="", help="rank@step: stop there, the first time")
 parser.add_argument("--late", type=float, default=0.0, help="seconds before it joins the others")
@@ -62,7 +63,8 @@ for epoch in run.epochs(args.epochs):
         optimizer.step()
         optimizer.zero_grad()
         run.log(loss=loss)
-        time.sleep(args.pause)
+        slow = args.slow and run.step >= args.slow and not (args.out / "go").exists()
+        time.sleep(0.3 if slow else args.pause)
 
 digest = hashlib.sha256()
 for tensor in model.state_dict().values():
