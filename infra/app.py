@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from infra import cdk, gcp
+from infra import aws, cdk, gcp
 from spotrun.errors import SpotrunError
 from spotrun.spec import ClusterSpec
 
@@ -40,8 +40,6 @@ def _stacks(app: cdk.App, cluster: ClusterSpec) -> tuple[cdk.TerraformStack, cdk
     if cluster.cloud == "gcp":
         google = gcp.Base(app, base, cluster)
         return google, gcp.Pools(app, pools, cluster, google)
-    from infra import aws
-
     amazon = aws.Base(app, base, cluster)
     return amazon, aws.Pools(app, pools, cluster, amazon)
 
