@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from infra import app, cdk
+from infra import app, cdk, lint
 from spotrun.spec import ClusterSpec, load_cluster
 from tests.synthesized import CLOUD_FILES, ROOT, described, synthesized, walk
 
@@ -348,6 +348,21 @@ def test_workflows_log_in_by_oidc() -> None:
     logins = {step["uses"].partition("@")[0]: step["with"] for step in steps if "uses" in step}
     assert set(logins["google-github-actions/auth"]) == {"workload_identity_provider", "service_account"}
     assert set(logins["aws-actions/configure-aws-credentials"]) == {"role-to-assume", "aws-region"}
+
+
+def test_checkov_reads_the_stacks_of_every_cluster_file(tmp_path: Path) -> None:
+    files = [str(path) for path in (ROOT / "clusters").glob("*.yaml")]
+    assert lint.main(tmp_path, files) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {path.stem for path in CLOUD_FILES}
+    for path in CLOUD_FILES:
+        name = load_cluster(path).name
+        found = {found.parent.name for found in (tmp_path / path.stem).rglob("cdk.tf.json")}
+        assert found == {f"{name}-base", f"{name}-pools"}
+
+
+def test_checkov_is_not_asked_about_a_wrong_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert lint.main(tmp_path, [str(tmp_path / "none.yaml")]) == 2
+    assert "there is no such cluster file" in capsys.readouterr().err
 
 
 def test_checkov_skips_nothing_without_a_reason() -> None:
