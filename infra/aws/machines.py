@@ -7,10 +7,11 @@ import re
 from spotrun.spec import efa
 from spotrun.spec.efa import Interface
 
-# AWS's own processors: a g after the generation's digit. https://docs.aws.amazon.com/ec2/latest/instancetypes/instance-type-names.html
-_ARM = re.compile(r"(a1|p6e-gb\d+|[a-z]+\d+[a-z]*g[a-z]*(-\d+tb\d*)?)\.")
+# Graviton, a g after the generation's digit, and Grace, a gb.
+# https://docs.aws.amazon.com/ec2/latest/instancetypes/instance-type-names.html
+_ARM = re.compile(r"(a1|[a-z]+\d+[a-z]*g[a-z]*|p\d+e?-gb\d+)\.")
 # https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/placement-strategies.html#placement-groups-limitations-cluster
-_APART = re.compile(r"(t\d[a-z]*|mac[a-z0-9-]+|vt1|[a-z]+\d+[a-z]*-flex|[cm][1-3]|t1)\.")
+_APART = re.compile(r"(t\d[a-z]*|mac[a-z0-9-]+|vt1|[a-z]+\d+[a-z]*-flex|c1|m[1-3])\.")
 
 
 def architecture(machine: str) -> str:
