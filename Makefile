@@ -5,6 +5,7 @@ CLUSTER ?= clusters/local.yaml
 JOB     ?= examples/digits/job.yaml
 VENV    ?= .venv
 FAB     := $(VENV)/bin/fab
+CHECKOV := $(VENV)-checkov
 # A cluster in a cloud takes more packages: the cloud's own, and what its stacks are written with.
 CLOUD   := $(filter gcp aws,$(shell sed -nE 's/^cloud: *"?([a-z]+).*/\1/p' '$(CLUSTER)' 2>/dev/null))
 READY   := $(VENV)/.installed$(if $(CLOUD),-$(CLOUD))
@@ -16,7 +17,7 @@ cluster  = --cluster "$$CLUSTER" $(if $(JSON),--json)
 job_id   = $(call flag,ID,id)
 
 .DEFAULT_GOAL := help
-.PHONY: help plan up train status follow logs ssh run preempt kill relaunch stop down test lint bench-recovery bench-footprint clean
+.PHONY: help plan up train status follow logs ssh run preempt kill relaunch stop down test lint bench-recovery bench-footprint bench-synth clean
 
 help: ## print this
 	@echo "spotrun: torchrun for machines that vanish. Targets:"
@@ -65,10 +66,13 @@ down: $(READY) ## take the cluster down; refuses while a job runs [FORCE=1; ALL=
 test: $(VENV)/.installed-dev ## run the tests [ARGS='-k planner -x']
 	@$(VENV)/bin/python -m pytest $(ARGS)
 
-lint: $(VENV)/.installed-dev ## check style and types
+lint: $(VENV)/.installed-dev $(CHECKOV)/.installed ## check style, types, and what the stacks would make
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/mypy
+	@rm -rf build/stacks
+	@$(VENV)/bin/python -m infra.lint build/stacks clusters/*.yaml
+	@$(CHECKOV)/bin/checkov --config-file .checkov.yaml -d build/stacks
 
 bench-recovery: $(VENV)/.installed-dev ## measure recovery against torchrun; writes bench/RESULTS.md
 	@$(VENV)/bin/python -m bench.recovery $(ARGS)
@@ -76,8 +80,11 @@ bench-recovery: $(VENV)/.installed-dev ## measure recovery against torchrun; wri
 bench-footprint: $(VENV)/.installed-dev ## measure what the head and the agents take; writes bench/RESULTS.md
 	@$(VENV)/bin/python -m bench.footprint $(ARGS)
 
+bench-synth: $(VENV)/.installed-dev ## measure what synthesis takes beside a plain import; writes bench/RESULTS.md
+	@$(VENV)/bin/python -m bench.synth $(ARGS)
+
 clean: ## remove the set-up and all caches; the local clusters' state (.spotrun) stays
-	rm -rf $(VENV) build dist agent/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CHECKOV) cdktf.out build dist agent/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find agent bench examples scripts tests -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -91,6 +98,13 @@ $(VENV)/.installed-gcp $(VENV)/.installed-aws: $(VENV)/.installed-%: pyproject.t
 $(VENV)/.installed-dev: pyproject.toml constraints.txt
 	@$(call install,train$(comma)local$(comma)operator$(comma)examples$(comma)infra$(comma)gcp$(comma)aws$(comma)dev)
 	@touch $(VENV)/.installed $(VENV)/.installed-gcp $(VENV)/.installed-aws $@
+
+# Apart from the rest: it pins old versions of what the clouds' modules need.
+$(CHECKOV)/.installed: Makefile
+	@echo "Installing checkov into $(CHECKOV); this happens once" >&2
+	@$(VENV)/bin/python -m venv $(CHECKOV)
+	@$(CHECKOV)/bin/python -m pip install --quiet --disable-pip-version-check checkov==3.3.30
+	@touch $@
 
 comma := ,
 # Make the virtual environment unless it is there, and install the project with these extras. All it says goes to

@@ -40,4 +40,4 @@ class QuotaError(CloudError):
 
 
 class CredentialsError(CloudError):
-    """The cloud does not know who asks, or that one may not do this. The message says what to sign in to, or to grant."""
+    """The cloud does not know who asks, or that one may not do this. The message says what to do about it."""
