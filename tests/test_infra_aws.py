@@ -122,9 +122,9 @@ def test_there_are_no_other_rules(cluster: Cluster, closed: Cluster) -> None:
 
 def test_machines_are_in_the_groups_that_the_rules_are_for(cluster: Cluster) -> None:
     for name in ("nodes", "head"):
-        assert cluster.base.all("aws_security_group")[name]["name"] == f"demo-{name}"
+        made = cluster.base.all("aws_security_group")[name]
         wanted = cluster.pools.document["data"]["aws_security_group"][f"{name}-members"]
-        assert wanted == {"name": f"demo-{name}", "tags": {"spotrun-cluster": "demo"}}
+        assert wanted == {"tags": {"Name": made["tags"]["Name"], "spotrun-cluster": "demo"}}
     for pool in ("head", *NAMES):
         what = "head" if pool == "head" else "nodes"
         for interface in template(cluster, pool)["network_interfaces"]:
@@ -137,16 +137,17 @@ def test_machines_are_in_the_groups_that_the_rules_are_for(cluster: Cluster) -> 
 def test_each_zone_has_a_private_subnet_of_its_own(cluster: Cluster, closed: Cluster) -> None:
     found = {name: subnet["cidr_block"] for name, subnet in cluster.base.all("aws_subnet").items()}
     assert found == {
-        "subnet-us-east-1a": "10.77.0.0/19",
-        "subnet-us-east-1b": "10.77.32.0/19",
-        "subnet-public": "10.77.224.0/19",
+        "private-us-east-1a": "10.77.0.0/19",
+        "private-us-east-1b": "10.77.32.0/19",
+        "public-us-east-1a": "10.77.224.0/22",
+        "public-us-east-1b": "10.77.228.0/22",
     }
     # The same part of the range, whichever other zones there are.
     found = {name: subnet["cidr_block"] for name, subnet in closed.base.all("aws_subnet").items()}
     assert found == {
-        "subnet-us-east-1a": "10.1.16.0/23",
-        "subnet-us-east-1b": "10.1.18.0/23",
-        "subnet-us-east-1c": "10.1.20.0/23",
+        "private-us-east-1a": "10.1.16.0/23",
+        "private-us-east-1b": "10.1.18.0/23",
+        "private-us-east-1c": "10.1.20.0/23",
     }
     for each in (cluster, closed):
         ranges = [ipaddress.ip_network(subnet["cidr_block"]) for subnet in each.base.all("aws_subnet").values()]
@@ -159,9 +160,9 @@ def test_groups_are_in_the_subnets_of_their_zones(closed: Cluster) -> None:
     for pool, zone in zones.items():
         assert group(closed, pool)["vpc_zone_identifier"] == [f"${{data.aws_subnet.subnet-{zone}.id}}"]
         tags = closed.pools.document["data"]["aws_subnet"][f"subnet-{zone}"]["tags"]
-        assert tags == {"Name": f"demo-{zone}", "spotrun-cluster": "demo"}
-        subnet = closed.base.all("aws_subnet")[f"subnet-{zone}"]
-        assert (subnet["tags"]["Name"], subnet["availability_zone"]) == (f"demo-{zone}", zone)
+        subnet = closed.base.all("aws_subnet")[f"private-{zone}"]
+        assert tags == {"Name": subnet["tags"]["Name"], "spotrun-cluster": "demo"}
+        assert subnet["availability_zone"] == zone
 
 
 def test_a_zone_that_no_region_has_is_refused(tmp_path: Path) -> None:
@@ -169,33 +170,46 @@ def test_a_zone_that_no_region_has_is_refused(tmp_path: Path) -> None:
         made("pools: [{name: a, zone: us-east-1h, machine: g5.xlarge}]\n", tmp_path)
 
 
-def test_the_way_out_is_one_nat_gateway(cluster: Cluster) -> None:
-    assert cluster.base.one("aws_nat_gateway")["subnet_id"] == "${aws_subnet.subnet-public.id}"
-    assert cluster.base.all("aws_subnet")["subnet-public"]["availability_zone"] == cluster.spec.head.zone
-    routes = cluster.base.all("aws_route")
-    assert routes["private-default"]["nat_gateway_id"] == "${aws_nat_gateway.nat.id}"
-    assert routes["public-default"]["gateway_id"] == "${aws_internet_gateway.internet.id}"
-    private = {
-        name
-        for name, each in cluster.base.all("aws_route_table_association").items()
-        if each["route_table_id"] == "${aws_route_table.private-routes.id}"
+def test_the_way_out_is_one_nat_gateway_which_a_cluster_that_is_down_has_not(cluster: Cluster) -> None:
+    for kind in ("aws_nat_gateway", "aws_eip"):
+        assert cluster.base.all(kind) == {}
+    assert cluster.pools.one("aws_nat_gateway")["subnet_id"] == "${data.aws_subnet.public-subnet.id}"
+    public = cluster.base.all("aws_subnet")["public-us-east-1a"]  # the head's zone
+    found = cluster.pools.document["data"]
+    assert found["aws_subnet"]["public-subnet"]["tags"]["Name"] == public["tags"]["Name"]
+    private = cluster.base.all("aws_route_table")["private-routes"]
+    assert found["aws_route_table"]["private-routes"]["tags"]["Name"] == private["tags"]["Name"]
+    route = cluster.pools.one("aws_route")
+    assert route["nat_gateway_id"] == "${aws_nat_gateway.nat.id}"
+    assert route["route_table_id"] == "${data.aws_route_table.private-routes.id}"
+    assert cluster.base.one("aws_route")["gateway_id"] == "${aws_internet_gateway.internet.id}"
+    tables = {
+        each["subnet_id"]: each["route_table_id"] for each in cluster.base.all("aws_route_table_association").values()
     }
-    assert private == {"private-routes-us-east-1a", "private-routes-us-east-1b"}
+    assert tables == {
+        f"${{aws_subnet.{what}-us-east-1{zone}.id}}": f"${{aws_route_table.{what}-routes.id}}"
+        for what in ("private", "public")
+        for zone in "ab"
+    }
+    assert group(cluster, "head")["depends_on"] == ["aws_route.private-default"]
 
 
 def test_without_nat_nothing_leads_out_and_every_service_in_use_is_inside(closed: Cluster) -> None:
-    for kind in ("aws_nat_gateway", "aws_internet_gateway", "aws_eip", "aws_route"):
-        assert closed.base.all(kind) == {}
-    found = {name: each for name, each in closed.base.all("aws_vpc_endpoint").items() if name != "endpoint-s3"}
-    services = {each["service_name"].removeprefix("com.amazonaws.us-east-1.") for each in found.values()}
+    for stack in (closed.base, closed.pools):
+        for kind in ("aws_nat_gateway", "aws_internet_gateway", "aws_eip", "aws_route"):
+            assert stack.all(kind) == {}
+    made = closed.pools.all("aws_vpc_endpoint")
+    services = {each["service_name"].removeprefix("com.amazonaws.us-east-1.") for each in made.values()}
     called = {action.partition(":")[0] for action in granted(closed, "head")} - {"s3", "iam"}
     assert services == {"monitoring" if service == "cloudwatch" else service for service in called}
-    for each in found.values():
+    for each in made.values():
         assert each["vpc_endpoint_type"] == "Interface"
         assert each["private_dns_enabled"] is True
-        assert each["subnet_ids"] == ["${aws_subnet.subnet-us-east-1c.id}"]
-        assert each["security_group_ids"] == [ENDPOINTS]
+        assert each["vpc_id"] == "${data.aws_subnet.subnet-us-east-1c.vpc_id}"
+        assert each["subnet_ids"] == ["${data.aws_subnet.subnet-us-east-1c.id}"]
+        assert each["security_group_ids"] == ["${data.aws_security_group.endpoints-members.id}"]
     assert closed.base.one("aws_vpc")["enable_dns_hostnames"] is True
+    assert group(closed, "head")["depends_on"] == [f"aws_vpc_endpoint.{name}" for name in made]
 
 
 def test_the_bucket_is_reached_without_the_internet(cluster: Cluster, closed: Cluster) -> None:

@@ -142,7 +142,8 @@ def test_pools_start_at_none_and_their_size_is_the_heads_to_set(cluster: Cluster
             "launch_template_specification": {
                 "launch_template_id": f"${{{TEMPLATE}.{pool}-template.id}}",
                 "version": f"${{{TEMPLATE}.{pool}-template.latest_version}}",
-            }
+            },
+            "override": [{"instance_type": spec.machine}],
         },
         "instances_distribution": {
             "on_demand_base_capacity": 0,

@@ -1,4 +1,4 @@
-"""The cluster's network: a private subnet for each zone in use, a way out, and who may talk to whom.
+"""The cluster's network: subnets for each zone in use, and who may talk to whom. The way out is `egress`'s.
 
 Only the operator comes in, and only through Systems Manager, whose agent on the head calls out: there is no rule that
 lets anything in from outside, and no machine has a public address. There are no flow logs: each line of them costs, and
@@ -15,18 +15,14 @@ from infra.aws.stack import AwsStack
 from spotrun.errors import SpecError
 
 HEAD_PORT = 8470  # spotrun.head.server.PORT
-_PARTS = 3  # bits: the range is cut in 8, seven of them for zones a to g, the last for the NAT gateway
-# What machines call besides S3, without a NAT gateway. https://docs.aws.amazon.com/vpc/latest/privatelink/aws-services-privatelink-support.html
-# Not ec2messages: agents since 3.3.40 do with ssmmessages (https://docs.aws.amazon.com/systems-manager/latest/userguide/setup-create-vpc.html).
-ENDPOINTS = ("autoscaling", "ec2", "fis", "logs", "monitoring", "servicequotas", "ssm", "ssmmessages")
+NODES, HEAD, ENDPOINTS = "nodes", "head", "endpoints"  # security groups
+PRIVATE, PUBLIC = "private", "public"
+_PARTS = 3  # bits: the range is cut in 8, seven of them for zones a to g, the last for what is not private
 
 
-NODES, HEAD = "nodes", "head"  # security groups
-
-
-def label(cluster: str, what: str) -> str:
-    """The name of a security group, and the tag Name of a zone's subnet: by these, stack `pools` finds them."""
-    return f"{cluster}-{what}"
+def label(cluster: str, *what: str) -> str:
+    """The name of a security group, and the tag Name of what has none: by these, stack `pools` finds them."""
+    return "-".join([cluster, *what])
 
 
 class Network:
@@ -48,34 +44,44 @@ class Network:
             stack, "default-group", vpc_id=self._vpc.id, **stack.named(label(name, "unused"))
         )
         zones = sorted({self._cluster.head.zone, *(pool.zone for pool in self._cluster.pools)})
-        self._subnets = {zone: self._subnet(zone, zone, part(zone)) for zone in zones}
-        self._routes = self._route_table("private", self._subnets)
-        self._storage = self._endpoint("s3", "Gateway", route_table_ids=[self._routes.id])
+        private = {zone: self._subnet(PRIVATE, zone, self._cut(part(zone))) for zone in zones}
+        routes = self._route_table(PRIVATE, private)
         self._nodes, self._head = self._group(NODES), self._group(HEAD)
         self._inside()
+        storage = cdk.aws("vpc_endpoint")(
+            stack,
+            "endpoint-s3",
+            vpc_id=self._vpc.id,
+            service_name=f"com.amazonaws.{self._cluster.region}.s3",
+            vpc_endpoint_type="Gateway",
+            route_table_ids=[routes.id],
+            **stack.named(label(name, "s3")),
+        )
         if spec.nat:
-            self._nat()
+            self._outside(zones)
         else:
-            self._endpoints()
+            self._apart(storage)
 
-    def _subnet(self, what: str, zone: str, index: int) -> Any:
-        ranges = list(ipaddress.IPv4Network(self._cluster.network.cidr).subnets(_PARTS))
+    def _cut(self, index: int) -> ipaddress.IPv4Network:
+        return list(ipaddress.IPv4Network(self._cluster.network.cidr).subnets(_PARTS))[index]
+
+    def _subnet(self, what: str, zone: str, addresses: ipaddress.IPv4Network) -> Any:
         return cdk.aws("subnet")(
             self._stack,
-            f"subnet-{what}",
+            f"{what}-{zone}",
             vpc_id=self._vpc.id,
             availability_zone=zone,
-            cidr_block=str(ranges[index]),
+            cidr_block=str(addresses),
             map_public_ip_on_launch=False,
-            **self._stack.named(label(self._cluster.name, what)),
+            **self._stack.named(label(self._cluster.name, what, zone)),
         )
 
     def _route_table(self, what: str, subnets: dict[str, Any]) -> Any:
         name = label(self._cluster.name, what)
         table = cdk.aws("route_table")(self._stack, f"{what}-routes", vpc_id=self._vpc.id, **self._stack.named(name))
-        for key, subnet in subnets.items():
+        for zone, subnet in subnets.items():
             cdk.aws("route_table_association")(
-                self._stack, f"{what}-routes-{key}", route_table_id=table.id, subnet_id=subnet.id
+                self._stack, f"{what}-routes-{zone}", route_table_id=table.id, subnet_id=subnet.id
             )
         return table
 
@@ -102,58 +108,30 @@ class Network:
         self._in("head-from-nodes", head, HEAD_PORT, referenced_security_group_id=nodes)
         self._out("nodes-to-head", nodes, HEAD_PORT, referenced_security_group_id=head)
 
-    def _nat(self) -> None:
-        """A way out to the internet, by HTTPS. One gateway, in the head's zone: it costs more than the head."""
-        stack, name = self._stack, self._cluster.name
-        public = self._subnet("public", self._cluster.head.zone, (1 << _PARTS) - 1)
-        gateway = cdk.aws("internet_gateway")(stack, "internet", vpc_id=self._vpc.id, **stack.named(name))
-        self._default_route("public", self._route_table("public", {"public": public}), gateway_id=gateway.id)
-        address = cdk.aws("eip")(
-            stack, "nat-address", domain="vpc", depends_on=[gateway], **stack.named(label(name, "nat"))
+    def _outside(self, zones: list[str]) -> None:
+        """The internet, by HTTPS, through what `egress` puts into a public subnet."""
+        gateway = cdk.aws("internet_gateway")(
+            self._stack, "internet", vpc_id=self._vpc.id, **self._stack.named(self._cluster.name)
         )
-        nat = cdk.aws("nat_gateway")(
-            stack,
-            "nat",
-            allocation_id=address.allocation_id,
-            subnet_id=public.id,
-            depends_on=[gateway],
-            **stack.named(name),
+        ranges = list(self._cut(-1).subnets(_PARTS))
+        routes = self._route_table(PUBLIC, {zone: self._subnet(PUBLIC, zone, ranges[part(zone)]) for zone in zones})
+        cdk.aws("route")(
+            self._stack,
+            "public-default",
+            route_table_id=routes.id,
+            destination_cidr_block="0.0.0.0/0",
+            gateway_id=gateway.id,
         )
-        self._default_route("private", self._routes, nat_gateway_id=nat.id)
         for what, group in ((NODES, self._nodes), (HEAD, self._head)):
             self._out(f"{what}-to-internet", group.id, 443, cidr_ipv4="0.0.0.0/0")
 
-    def _endpoints(self) -> None:
-        """AWS's own services alone. In one zone, as each costs by the hour in each; the others reach them there."""
-        group = self._group("endpoints")
+    def _apart(self, storage: Any) -> None:
+        """The bucket, and endpoints of AWS's own services."""
+        group = self._group(ENDPOINTS)
         for what, members in ((NODES, self._nodes), (HEAD, self._head)):
             self._in(f"endpoints-from-{what}", group.id, 443, referenced_security_group_id=members.id)
             self._out(f"{what}-to-endpoints", members.id, 443, referenced_security_group_id=group.id)
-            self._out(f"{what}-to-s3", members.id, 443, prefix_list_id=self._storage.prefix_list_id)
-        for service in ENDPOINTS:
-            self._endpoint(
-                service,
-                "Interface",
-                subnet_ids=[self._subnets[self._cluster.head.zone].id],
-                security_group_ids=[group.id],
-                private_dns_enabled=True,
-            )
-
-    def _endpoint(self, service: str, kind: str, **options: Any) -> Any:
-        return cdk.aws("vpc_endpoint")(
-            self._stack,
-            f"endpoint-{service}",
-            vpc_id=self._vpc.id,
-            service_name=f"com.amazonaws.{self._cluster.region}.{service}",
-            vpc_endpoint_type=kind,
-            **options,
-            **self._stack.named(label(self._cluster.name, service)),
-        )
-
-    def _default_route(self, what: str, table: Any, **target: str) -> None:
-        cdk.aws("route")(
-            self._stack, f"{what}-default", route_table_id=table.id, destination_cidr_block="0.0.0.0/0", **target
-        )
+            self._out(f"{what}-to-s3", members.id, 443, prefix_list_id=storage.prefix_list_id)
 
     def _in(self, what: str, group: str, port: int | None, **source: str) -> None:
         self._rule("ingress", what, group, port, source)

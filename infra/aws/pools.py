@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from infra import cdk
-from infra.aws import machines, network
+from infra.aws import egress, machines, network
 from infra.aws.base import Base
 from infra.aws.identity import NODE, profile
 from infra.aws.stack import AwsStack
@@ -27,7 +27,10 @@ class Pools(AwsStack):
         super().__init__(app, id, cluster)
         self._images: dict[str, Any] = {}  # by architecture
         self._subnets: dict[str, Any] = {}  # by zone
-        self._members = {what: self._find_group(what) for what in (network.NODES, network.HEAD)}
+        self._members = {
+            what: self.find("security_group", f"{what}-members", network.label(cluster.name, what))
+            for what in (network.NODES, network.HEAD)
+        }
         cdk.aws("s3_object")(
             self,
             "cluster",
@@ -54,6 +57,7 @@ class Pools(AwsStack):
             min_size=1,
             max_size=1,
             desired_capacity=1,
+            depends_on=egress.make(self, self._subnet(self.cluster.head.zone)),
             launch_template={"id": template.id, "version": _version(template)},
             # A head of another machine type comes with the next `make up`; training goes on without one meanwhile.
             instance_refresh={
@@ -78,7 +82,8 @@ class Pools(AwsStack):
             lifecycle={"ignore_changes": ["desired_capacity"]},  # how many there are now is the head's to say
             mixed_instances_policy={
                 "launch_template": {
-                    "launch_template_specification": {"launch_template_id": template.id, "version": _version(template)}
+                    "launch_template_specification": {"launch_template_id": template.id, "version": _version(template)},
+                    "override": [{"instance_type": pool.machine}],
                 },
                 "instances_distribution": distribution(pool),
             },
@@ -145,14 +150,10 @@ class Pools(AwsStack):
             ROLE: HEAD if pool == HEAD else NODE,
         }
 
-    def _find_group(self, what: str) -> Any:
-        name = network.label(self.cluster.name, what)
-        return cdk.aws("data_aws_security_group")(self, f"{what}-members", name=name, tags={CLUSTER: self.cluster.name})
-
     def _subnet(self, zone: str) -> Any:
         if zone not in self._subnets:
-            tags = {"Name": network.label(self.cluster.name, zone), CLUSTER: self.cluster.name}
-            self._subnets[zone] = cdk.aws("data_aws_subnet")(self, f"subnet-{zone}", tags=tags)
+            name = network.label(self.cluster.name, network.PRIVATE, zone)
+            self._subnets[zone] = self.find("subnet", f"subnet-{zone}", name)
         return self._subnets[zone]
 
     def _image(self, architecture: str) -> Any:

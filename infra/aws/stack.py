@@ -31,10 +31,12 @@ class AwsStack(cdk.TerraformStack):
 
     @property
     def partition(self) -> str:
-        return {"cn": "aws-cn", "us-gov": "aws-us-gov"}.get(
-            self.cluster.region.rpartition("-")[0].rpartition("-")[0], "aws"
-        )
+        return "aws-us-gov" if self.cluster.region.startswith("us-gov-") else "aws"
 
     def named(self, name: str) -> dict[str, Any]:
         """The tag that AWS's console shows as a thing's name; the others come from the provider."""
         return {"tags": {"Name": name}}
+
+    def find(self, kind: str, id: str, name: str) -> Any:
+        """What the cluster's other stack made by that name."""
+        return cdk.aws(f"data_aws_{kind}")(self, id, tags={"Name": name, CLUSTER: self.cluster.name})
