@@ -25,7 +25,7 @@ from tests.helpers import await_for
 
 AGENT = (
     "import asyncio, logging; logging.basicConfig(level=logging.INFO);"
-    "from spotrun.node.agent import run; asyncio.run(run())"
+    "from spotrun.node.boot import run; asyncio.run(run())"
 )
 
 # Data-parallel "training" that needs torch.distributed and the control block and nothing else.

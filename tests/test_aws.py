@@ -428,5 +428,5 @@ async def test_placement_scores_and_quotas(aws: Moto, proxy: Proxy) -> None:
 
 
 def test_an_agent_loads_no_sdk() -> None:
-    code = "import sys, spotrun.node.agent, spotrun.cli, spotrun.cloud; sys.exit('boto3' in sys.modules)"
+    code = "import sys, spotrun.node.boot, spotrun.cli, spotrun.cloud; sys.exit('boto3' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

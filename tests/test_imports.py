@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-BASE = {"errors", "spec", "store", "wire", "control", "slots", "shards", "checkpoints"}
+BASE = {"errors", "spec", "store", "wire", "control", "slots", "shards", "checkpoints", "notify"}
 
 # A part of the package, and the parts that it may import (besides itself). Modules of BASE are parts of their own.
 ARROWS: dict[str, set[str]] = {
@@ -20,6 +20,7 @@ ARROWS: dict[str, set[str]] = {
     "spec": {"errors"},
     "store": {"errors"},
     "wire": set(),
+    "notify": set(),
     "control": set(),
     "slots": {"errors"},
     "shards": {"errors", "slots"},
@@ -88,7 +89,7 @@ def test_every_part_has_its_arrows() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["spotrun.head.server", "spotrun.node.agent", "spotrun.cli", "spotrun.cloud.local.daemon"]
+    "module", ["spotrun.head.server", "spotrun.node.boot", "spotrun.cli", "spotrun.cloud.local.daemon"]
 )
 def test_the_small_processes_stay_free_of_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"

@@ -35,10 +35,10 @@ def _log_to_stderr() -> None:
 
 
 def _agent(_: argparse.Namespace) -> int:
-    from spotrun.node import agent
+    from spotrun.node import boot
 
     _log_to_stderr()
-    asyncio.run(agent.run())
+    asyncio.run(boot.run())
     return 0
 
 

@@ -14,6 +14,7 @@ from spotrun.head.ctl import control_path
 from spotrun.head.head import Head
 from spotrun.head.server import claim_epoch, serve
 from spotrun.node import hosts, metadata
+from spotrun.notify import Systemd
 from spotrun.spec import ClusterSpec
 from spotrun.store import Store, cluster_key
 
@@ -28,6 +29,17 @@ async def run() -> None:
 
     Raises `SpotrunError` if this machine is no cluster's head.
     """
+    systemd = Systemd.from_env()
+    watching = asyncio.create_task(systemd.watch())
+    try:
+        await _serve(systemd)
+    finally:
+        systemd.stopping()
+        watching.cancel()
+
+
+async def _serve(systemd: Systemd) -> None:
+    systemd.status("asking the cloud's metadata server who this is")
     async with await metadata.detect() as machine:
         found = {key: await machine.attribute(key) or "" for key in ("spotrun-cluster", "spotrun-bucket")}
         identity = await machine.identity()
@@ -46,7 +58,13 @@ async def run() -> None:
     poll = POLL[cluster.cloud]
     try:
         head = Head(cluster, store, cloud, epoch, poll)
-        await serve(head, identity.address, control, also=[until_changed(store, cluster, poll * _LOOK)])
+        await serve(
+            head,
+            identity.address,
+            control,
+            also=[until_changed(store, cluster, poll * _LOOK)],
+            on_serving=lambda where: systemd.ready(f"head {epoch} of {cluster.name} listens on {where}"),
+        )
     finally:
         await cloud.close()
 

@@ -49,9 +49,17 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 async def serve(
-    head: Head, address: str, control: Path, port: int = PORT, also: Sequence[Awaitable[None]] = ()
+    head: Head,
+    address: str,
+    control: Path,
+    port: int = PORT,
+    also: Sequence[Awaitable[None]] = (),
+    on_serving: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Run the head until SIGTERM, until another head takes over, or until one of `also` is done."""
+    """Run the head until SIGTERM, until another head takes over, or until one of `also` is done.
+
+    `on_serving` is called with the address when agents can find it.
+    """
     token = secrets.token_urlsafe(32)
     context, fingerprint = await asyncio.to_thread(_certificate)
     agents = web.AppRunner(_agent_app(head, token), access_log=None)
@@ -66,6 +74,7 @@ async def serve(
         record = HeadRecord(epoch=head.epoch, address=address, port=port, fingerprint=fingerprint, token=token)
         await asyncio.to_thread(head.store.put, head_key(head.cluster.name), record.model_dump_json().encode())
         log.info("head %d of cluster %s listens on %s:%d", head.epoch, head.cluster.name, address, port)
+        on_serving(f"{address}:{port}")
         await _until_stopped(head.run(), head.watch_cloud(), *also)
     finally:
         await operators.cleanup()

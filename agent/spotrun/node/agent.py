@@ -11,24 +11,21 @@ import contextlib
 import logging
 import os
 import re
-import signal
 import time
 import uuid
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import aiohttp
-
 from spotrun.errors import SpotrunError
-from spotrun.node import code, hosts
+from spotrun.node import code
 from spotrun.node import group as groups
 from spotrun.node.job import Job
 from spotrun.node.link import Link
-from spotrun.node.metadata import Identity, Metadata, detect
-from spotrun.node.notice import watch
+from spotrun.node.metadata import Identity
 from spotrun.node.process import gpu_count
 from spotrun.node.uploader import Logs, newest, upload_part
+from spotrun.notify import Systemd
 from spotrun.store import Store, log_key
 from spotrun.wire import Bundle, Failure, Generation, Notice, Order, Part, Report, StateRef
 
@@ -36,7 +33,6 @@ log = logging.getLogger(__name__)
 
 JOB_ID = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 POLL = 0.05  # seconds between looks at the control blocks while workers live
-RETRY = 2.0  # seconds between tries to reach what is needed at the start
 LAST_UPLOAD = 5.0  # seconds that the bucket gets for logs before something waits no longer for it
 
 
@@ -60,75 +56,19 @@ class Settings:
         )
 
 
-async def run() -> None:
-    """Be this machine's agent until SIGTERM or SIGINT, which end everything it has started."""
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    life = asyncio.create_task(_live(Settings.from_env()))
-    stopped = asyncio.create_task(stop.wait())
-    await asyncio.wait([life, stopped], return_when=asyncio.FIRST_COMPLETED)
-    stopped.cancel()
-    if not life.done():
-        life.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await life
-
-
-async def _live(settings: Settings) -> None:
-    async with await detect() as metadata:
-        identity, attributes = await _who_am_i(metadata)
-        identity = replace(identity, name=settings.name or identity.name)
-        os.environ.setdefault("AWS_REGION", identity.region)  # for the bucket, and whatever a job asks of AWS
-        store = await asyncio.to_thread(Store, attributes["spotrun-bucket"])
-        agent = Agent(settings, identity, attributes, store)
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(_register(agent))
-                tasks.create_task(watch(metadata, agent.notify))
-                tasks.create_task(agent.link.run())
-                tasks.create_task(agent.logs.run())
-                tasks.create_task(agent.run())
-        finally:
-            await agent.end()
-
-
-async def _who_am_i(metadata: Metadata) -> tuple[Identity, dict[str, str]]:
-    keys = ("spotrun-cluster", "spotrun-bucket", "spotrun-pool")
-    while True:
-        try:
-            identity = await metadata.identity()
-            found = {key: await metadata.attribute(key) or "" for key in keys}
-            missing = [key for key, value in found.items() if not value]
-            if not missing:
-                return identity, found
-            log.warning("the machine's metadata has no %s; trying again", ", ".join(missing))
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            log.warning("metadata: no usable answer, trying again: %r", error)
-        await asyncio.sleep(RETRY)
-
-
-async def _register(agent: Agent) -> None:
-    """Publish the machine's SSH host keys, by which operators will know it."""
-    while True:
-        try:
-            await asyncio.to_thread(hosts.publish, agent.store, agent.cluster, agent.identity.name, agent.identity)
-            return
-        except SpotrunError as error:
-            log.warning("host keys not published, trying again: %s", error)
-        await asyncio.sleep(RETRY)
-
-
 class Agent:
     """All that this node holds and does."""
 
-    def __init__(self, settings: Settings, identity: Identity, attributes: dict[str, str], store: Store) -> None:
+    def __init__(
+        self, settings: Settings, identity: Identity, attributes: dict[str, str], store: Store, systemd: Systemd
+    ) -> None:
         self.identity = identity
         self.cluster = attributes["spotrun-cluster"]
         self.store = store
-        self.link = Link(store, self.cluster, self.obey)
+        self.link = Link(store, self.cluster, self.obey, self._tell_systemd)
         self.logs = Logs(store)
-        self._settings = settings
+        self._settings, self._systemd = settings, systemd
+        self._phase = ""  # that systemd was told last
         self._boot = uuid.uuid4().hex
         self._pool = attributes["spotrun-pool"]
         self._devices = max(1, gpu_count())
@@ -372,6 +312,15 @@ class Agent:
             stacks=group.stacks if group else "",
         )
         self.link.publish(report)
+        if report.phase != self._phase:
+            self._phase = report.phase
+            self._tell_systemd()
+
+    def _tell_systemd(self) -> None:
+        """What `systemctl status` shows. Joined is who has been heard by a head; it stays so while the head is away."""
+        where = self.link.joined
+        if where:
+            self._systemd.ready(f"joined the head of {self.cluster} at {where}: {self._phase}")
 
 
 def _phase(job: Job, missed: Failure | None) -> groups.Phase | Literal["preparing", "ready"]:

@@ -30,13 +30,23 @@ BACKOFF = (0.1, 2.0)  # seconds between tries: the first pause, the longest
 
 
 class Link:
-    """Keeps the head informed and hands its orders to `on_order`."""
+    """Keeps the head informed and hands its orders to `on_order`.
 
-    def __init__(self, store: Store, cluster: str, on_order: Callable[[Order], None]) -> None:
+    joined: the address of the head that was told of this node last; empty before the first. `on_joined` is called then.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        cluster: str,
+        on_order: Callable[[Order], None],
+        on_joined: Callable[[], None] = lambda: None,
+    ) -> None:
         self.connected = False
+        self.joined = ""
         self._store = store
         self._key = head_key(cluster)
-        self._on_order = on_order
+        self._on_order, self._on_joined = on_order, on_joined
         self._report: Report | None = None
         self._changed = asyncio.Event()
         self._epoch = 0
@@ -104,7 +114,7 @@ class Link:
                 )
             log.info("linked to the head at %s:%s", record.address, record.port)
             self.connected = True
-            sender = asyncio.create_task(self._send(socket))
+            sender = asyncio.create_task(self._send(socket, f"{record.address}:{record.port}"))
             try:
                 await self._receive(socket)
             finally:
@@ -113,13 +123,17 @@ class Link:
                 await asyncio.gather(sender, return_exceptions=True)  # this task's own cancellation gets through
                 await socket.close()
 
-    async def _send(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+    async def _send(self, socket: aiohttp.ClientWebSocketResponse, head: str) -> None:
+        told = False
         try:
             while not socket.closed:
                 self._changed.clear()
                 if self._report is not None:
                     async with asyncio.timeout(SEND_TIMEOUT):
                         await socket.send_str(self._report.model_dump_json())
+                    if not told:
+                        told, self.joined = True, head
+                        self._on_joined()
                 await asyncio.sleep(COALESCE)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(HEARTBEAT - COALESCE):

@@ -1,0 +1,89 @@
+"""The agent's start: which machine this is, from its metadata; then everything an agent does, side by side."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from dataclasses import replace
+
+import aiohttp
+
+from spotrun.errors import SpotrunError
+from spotrun.node import hosts
+from spotrun.node.agent import Agent, Settings
+from spotrun.node.metadata import Identity, Metadata, detect
+from spotrun.node.notice import watch
+from spotrun.notify import Systemd
+from spotrun.store import Store
+
+log = logging.getLogger(__name__)
+
+RETRY = 2.0  # seconds between tries to reach what is needed at the start
+
+
+async def run() -> None:
+    """Be this machine's agent until SIGTERM or SIGINT, which end everything it has started."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    systemd = Systemd.from_env()
+    watching = asyncio.create_task(systemd.watch())
+    life = asyncio.create_task(_live(Settings.from_env(), systemd))
+    stopped = asyncio.create_task(stop.wait())
+    await asyncio.wait([life, stopped], return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    systemd.stopping()
+    if not life.done():
+        life.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await life
+    watching.cancel()
+
+
+async def _live(settings: Settings, systemd: Systemd) -> None:
+    systemd.status("asking the cloud's metadata server who this is")
+    async with await detect() as metadata:
+        identity, attributes = await _who_am_i(metadata)
+        identity = replace(identity, name=settings.name or identity.name)
+        os.environ.setdefault("AWS_REGION", identity.region)  # for the bucket, and whatever a job asks of AWS
+        store = await asyncio.to_thread(Store, attributes["spotrun-bucket"])
+        agent = Agent(settings, identity, attributes, store, systemd)
+        systemd.status(f"looking for the head of {agent.cluster}")
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(_register(agent))
+                tasks.create_task(watch(metadata, agent.notify))
+                tasks.create_task(agent.link.run())
+                tasks.create_task(agent.logs.run())
+                tasks.create_task(agent.run())
+        finally:
+            await agent.end()
+
+
+async def _who_am_i(metadata: Metadata) -> tuple[Identity, dict[str, str]]:
+    keys = ("spotrun-cluster", "spotrun-bucket", "spotrun-pool")
+    while True:
+        try:
+            identity = await metadata.identity()
+            found = {key: await metadata.attribute(key) or "" for key in keys}
+            missing = [key for key, value in found.items() if not value]
+            if not missing:
+                return identity, found
+            log.warning("the machine's metadata has no %s; trying again", ", ".join(missing))
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            log.warning("metadata: no usable answer, trying again: %r", error)
+        await asyncio.sleep(RETRY)
+
+
+async def _register(agent: Agent) -> None:
+    """Publish the machine's SSH host keys, by which operators will know it."""
+    while True:
+        try:
+            await asyncio.to_thread(hosts.publish, agent.store, agent.cluster, agent.identity.name, agent.identity)
+            return
+        except SpotrunError as error:
+            log.warning("host keys not published, trying again: %s", error)
+        await asyncio.sleep(RETRY)
