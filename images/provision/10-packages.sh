@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Debian's packages that more than one thing here needs, and an end to updates that nobody asked for: a machine that
+# trains is replaced by one of a newer image, never changed.
+set -euo pipefail
+source "${IMAGE:?}/provision/lib.sh"
+
+systemctl mask apt-daily.timer apt-daily-upgrade.timer apt-daily.service apt-daily-upgrade.service
+install -D -m 0644 /dev/stdin /etc/apt/apt.conf.d/99-spotrun <<'CONF'
+APT::Periodic::Enable "0";
+APT::Periodic::Update-Package-Lists "0";
+APT::Periodic::Unattended-Upgrade "0";
+CONF
+apt-get -q update
+apt-get -q -y purge unattended-upgrades
+install_packages ca-certificates curl gnupg sudo openssh-server openssl bsdutils kmod udev pciutils numactl e2fsprogs mdadm
+# torch.compile and Triton compile C when they run; DKMS compiles the GPU's driver now.
+install_packages gcc g++ make libc6-dev dkms

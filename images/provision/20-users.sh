@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Whom the services run as, and how an operator who has logged in asks the head: `spotrun ctl` becomes that user.
+set -euo pipefail
+source "${IMAGE:?}/provision/lib.sh"
+
+getent group spotrun >/dev/null || groupadd --system spotrun
+# A shell and a home of its own: on AWS operators log in as this user (EC2 Instance Connect, scripts/doors.py).
+getent passwd spotrun >/dev/null ||
+    useradd --system --gid spotrun --home-dir /home/spotrun --create-home --shell /bin/bash spotrun
+# The GPUs' and the network devices' nodes are open to all; /dev/kmsg, with the GPUs' errors, is not.
+usermod --append --groups systemd-journal spotrun
+
+# Everyone who comes in over SSH is in this group for as long as the session lasts, whatever account they have: OS Login
+# invents one for each. Who may come in is a matter of IAM alone.
+getent group spotrun-operators >/dev/null || groupadd --system spotrun-operators
+line='sshd;*;*;Al0000-2400;spotrun-operators'
+grep -qxF "$line" /etc/security/group.conf || echo "$line" >>/etc/security/group.conf
+put 0440 /etc/sudoers.d/spotrun
+visudo --check --quiet --file=/etc/sudoers.d/spotrun
+put 0755 /usr/local/bin/spotrun

@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# What Linux allows too little of for training: locked memory (RDMA), open files, socket buffers.
+set -euo pipefail
+source "${IMAGE:?}/provision/lib.sh"
+
+put 0644 /etc/security/limits.d/spotrun.conf
+put 0644 /etc/sysctl.d/60-spotrun.conf
+put 0644 /etc/tmpfiles.d/spotrun.conf

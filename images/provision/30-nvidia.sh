@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# NVIDIA's driver for computing, with the open kernel modules, at exactly the pinned version. No CUDA: torch brings its own.
+set -euo pipefail
+source "${IMAGE:?}/provision/lib.sh"
+
+key=$(mktemp)
+curl --fail --silent --show-error --location --retry 5 --output "$key" "$NVIDIA_REPOSITORY/3bf863cc.pub"
+found=$(gpg --batch --show-keys --with-colons "$key" | awk -F: '$1 == "fpr" { print $10; exit }')
+if [[ $found != "$NVIDIA_KEY" ]]; then
+    echo "$NVIDIA_REPOSITORY/3bf863cc.pub: its fingerprint is ${found:-missing}, but versions.env has $NVIDIA_KEY" >&2
+    exit 1
+fi
+gpg --batch --yes --dearmor --output /usr/share/keyrings/nvidia.gpg "$key"
+chmod 0644 /usr/share/keyrings/nvidia.gpg
+rm -f "$key"
+echo "deb [arch=amd64 signed-by=/usr/share/keyrings/nvidia.gpg] $NVIDIA_REPOSITORY /" >/etc/apt/sources.list.d/nvidia.list
+apt-get -q update
+
+# It makes apt prefer this version of all that belongs to the driver, whatever is newer
+# (https://docs.nvidia.com/datacenter/tesla/driver-installation-guide/).
+install_packages "nvidia-driver-pinning-$NVIDIA_DRIVER"
+install_packages nvidia-driver-cuda nvidia-kernel-open-dkms nvidia-persistenced
+for package in nvidia-driver-cuda nvidia-kernel-open-dkms nvidia-persistenced; do
+    version=$(dpkg-query --show --showformat='${Version}' "$package")
+    if [[ $version != "$NVIDIA_DRIVER"-* ]]; then
+        echo "$package is of version $version, but versions.env has $NVIDIA_DRIVER" >&2
+        exit 1
+    fi
+done
+hold_packages nvidia-driver-cuda nvidia-kernel-open-dkms nvidia-persistenced
+# A module that was not built would show only on a machine with GPUs, at 30 dollars an hour.
+if ! modinfo --set-version "$KERNEL_ABI" nvidia >/dev/null; then
+    echo "there is no NVIDIA module for kernel $KERNEL_ABI; see /var/lib/dkms/nvidia/*/build/make.log" >&2
+    exit 1
+fi
+
+put 0755 /usr/lib/spotrun/has-nvidia
+put 0644 /etc/systemd/system/nvidia-persistenced.service.d/spotrun.conf
+put 0644 /etc/modprobe.d/spotrun-nvidia.conf
+systemctl enable nvidia-persistenced.service

@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# What joins the GPUs of machines with NVSwitch. It works with a driver of its own version alone, and starts only there.
+set -euo pipefail
+source "${IMAGE:?}/provision/lib.sh"
+
+install_packages "nvidia-fabricmanager=$NVIDIA_DRIVER-1" "libnvidia-nscq=$NVIDIA_DRIVER-1"
+hold_packages nvidia-fabricmanager libnvidia-nscq
+put 0644 /etc/systemd/system/nvidia-fabricmanager.service.d/spotrun.conf
+systemctl enable nvidia-fabricmanager.service

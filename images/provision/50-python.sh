@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Python, and an environment with torch and this checkout's spotrun. pip compiles all of it, so no start has to.
+set -euo pipefail
+source "${IMAGE:?}/provision/lib.sh"
+
+install_packages "python$PYTHON" "python$PYTHON-venv" "python$PYTHON-dev"
+venv=/opt/spotrun/venv
+wheels=("$IMAGE"/wheel/spotrun-*.whl)
+if ((${#wheels[@]} != 1)) || [[ ! -e ${wheels[0]} ]]; then
+    echo "$IMAGE/wheel must hold one wheel of spotrun, not ${#wheels[@]}: ${wheels[*]}" >&2
+    exit 1
+fi
+mkdir -p /opt/spotrun
+[[ -x $venv/bin/python ]] || "python$PYTHON" -m venv "$venv"
+options=(--no-input --disable-pip-version-check --no-cache-dir --quiet --constraint "$IMAGE/constraints.txt")
+"$venv/bin/python" -m pip install "${options[@]}" "spotrun[train,$CLOUD] @ file://${wheels[0]}"
+# The same version may have been built of another commit.
+"$venv/bin/python" -m pip install "${options[@]}" --no-deps --force-reinstall "${wheels[0]}"
+"$venv/bin/python" -I - "$TORCH" <<'PY'
+import sys, torch, spotrun.cli
+sys.exit(0 if torch.__version__.partition("+")[0] == sys.argv[1] else f"torch is {torch.__version__}, not {sys.argv[1]}")
+PY
+chown -R root:root /opt/spotrun
+chmod -R go-w /opt/spotrun

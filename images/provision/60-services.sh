@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# The agent and the head, of which each machine runs the one that its metadata name; before them, the scratch disk.
+set -euo pipefail
+source "${IMAGE:?}/provision/lib.sh"
+
+for program in role scratch await-end; do
+    put 0755 "/usr/lib/spotrun/$program"
+done
+for unit in spotrun-agent spotrun-head spotrun-scratch; do
+    put 0644 "/etc/systemd/system/$unit.service"
+    systemctl enable "$unit.service"
+done

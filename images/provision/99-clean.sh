@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Nothing of the machine that the image was made on stays: no key, no identity, no log, no cache, no state of its boot.
+set -euo pipefail
+source "${IMAGE:?}/provision/lib.sh"
+
+rm -f /etc/ssh/ssh_host_*
+# Read by no one (sshd_config.d), and gone all the same: Packer's own key among them.
+find /root /home -xdev -path '*/.ssh/*' -type f -delete
+find /root /home -xdev \( -name .bash_history -o -name .python_history -o -name .wget-hsts \) -delete
+truncate --size=0 /etc/machine-id # empty, not missing: systemd then makes one at the next boot
+rm -f /var/lib/dbus/machine-id /var/lib/systemd/random-seed /var/lib/systemd/credential.secret
+rm -rf /var/lib/cloud/* /run/cloud-init /var/lib/google/* /var/lib/amazon/ssm/* /var/lib/dhcp/* /var/lib/chrony/*
+apt-get -q clean
+rm -rf /var/lib/apt/lists/* /var/cache/debconf/*-old /root/.cache /home/*/.cache
+find /var/log -xdev -type f -delete
+rm -rf /var/log/journal/*
+find /tmp /var/tmp -xdev -mindepth 1 -maxdepth 1 ! -path "$IMAGE" -exec rm -rf {} +
+sync

@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Run the provisioning scripts whose numbers lie between two: run.sh 10 11. As root, with IMAGE and CLOUD set; and with
+# SPOTRUN_COMMIT and SPOTRUN_BUILT, which the manifest holds.
+set -euo pipefail
+first=${1:?first number} last=${2:?last number}
+for script in "${IMAGE:?}"/provision/[0-9][0-9]-*.sh; do
+    number=$(basename "$script")
+    number=${number%%-*}
+    if ((10#$number >= first && 10#$number <= last)); then
+        echo "== $(basename "$script")"
+        "$script"
+    fi
+done
