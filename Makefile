@@ -17,7 +17,7 @@ cluster  = --cluster "$$CLUSTER" $(if $(JSON),--json)
 job_id   = $(call flag,ID,id)
 
 .DEFAULT_GOAL := help
-.PHONY: help plan up train status follow logs ssh run preempt kill relaunch stop down test lint bench-recovery bench-footprint bench-synth clean
+.PHONY: help plan up train status follow logs ssh run preempt kill relaunch stop down test test-clouds lint bench-recovery bench-footprint bench-synth clean
 
 help: ## print this
 	@echo "spotrun: torchrun for machines that vanish. Targets:"
@@ -65,6 +65,9 @@ down: $(READY) ## take the cluster down; refuses while a job runs [FORCE=1; ALL=
 
 test: $(VENV)/.installed-dev ## run the tests [ARGS='-k planner -x']
 	@$(VENV)/bin/python -m pytest $(ARGS)
+
+test-clouds: $(VENV)/.installed-dev ## run the tests that take whole clusters: real Terraform, AWS and Google played here
+	@$(VENV)/bin/python -m pytest -m clouds $(ARGS)
 
 lint: $(VENV)/.installed-dev $(CHECKOV)/.installed ## check style, types, and what the stacks would make
 	@$(VENV)/bin/ruff check .

@@ -173,7 +173,7 @@ def _train(cluster: str, job: str, wanted: str, json: bool) -> int:
     jobs.check(spec, job)
     say = functools.partial(print, file=sys.stderr if json else sys.stdout, flush=True)
     say(f"bringing cluster {spec.name} up")
-    clusters.up(spec, cluster)
+    clusters.ready(spec, cluster)
     access = clusters.access(spec, cluster)
     return _follow(access, cluster, jobs.submit(access, spec, job, say), plan, json)
 

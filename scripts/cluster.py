@@ -13,7 +13,7 @@ from scripts.ssh import Access
 from spotrun.errors import SpotrunError
 from spotrun.spec import ClusterSpec, load_cluster
 
-__all__ = ["access", "down", "home", "load", "plan", "up"]
+__all__ = ["access", "down", "home", "load", "plan", "ready", "up"]
 
 
 def load(path: str) -> ClusterSpec:
@@ -41,6 +41,12 @@ def plan(cluster: ClusterSpec, file: str) -> bool:
 def up(cluster: ClusterSpec, file: str = LOCAL) -> control.Status:
     """Bring the cluster up, or what is missing of it, and wait for its head. The head's first status document."""
     status: dict[str, Any] = _site(cluster).up(cluster, file)
+    return status
+
+
+def ready(cluster: ClusterSpec, file: str = LOCAL) -> control.Status:
+    """As `up`, but a cluster in a cloud that is up as described is left alone."""
+    status: dict[str, Any] = _site(cluster).ready(cluster, file)
     return status
 
 

@@ -12,7 +12,7 @@ from scripts.home import home
 from scripts.ssh import HEAD, Access, Unreachable
 from spotrun import cloud
 from spotrun.cloud.local.layout import ensure_key
-from spotrun.errors import SpotrunError
+from spotrun.errors import CredentialsError, SpotrunError
 from spotrun.spec import ClusterSpec
 from spotrun.spec.names import bucket_url
 from spotrun.store import Store, head_key, host_key, queue_key
@@ -36,16 +36,23 @@ def plan(cluster: ClusterSpec, file: str) -> bool:
     return stacks.synthesize(cluster, file, home()).plan()
 
 
-def up(cluster: ClusterSpec, file: str) -> control.Status:
-    """Have Terraform make what is missing, and wait for the head. Nothing is done if it is up as described."""
-    preflight.check_tools(cluster)
-    way = _access(cluster, file)
+def ready(cluster: ClusterSpec, file: str) -> control.Status:
+    """`up`, unless the head is there already and knows this description: whoever only trains needs no Terraform."""
     try:
-        status = control.ask(way, "status")
+        status = control.ask(access(cluster, file), "status")
         if status["head"].get("description") == cluster.digest:
             return dict(status)
+    except CredentialsError:
+        raise
     except SpotrunError:
         pass  # not up, or not as described
+    return up(cluster, file)
+
+
+def up(cluster: ClusterSpec, file: str) -> control.Status:
+    """Have Terraform make what is missing, and wait for the head."""
+    way = _access(cluster, file)
+    preflight.check_tools(cluster)
     preflight.check_quotas(cluster)
     stacks.synthesize(cluster, file, home()).apply()
     return control.await_head(way, cluster.digest, BOOT)

@@ -21,9 +21,10 @@ from spotrun.spec import ClusterSpec
 
 Stack = Literal["base", "pools"]
 TERRAFORM = (1, 10)  # the oldest that locks state in S3 without a table (use_lockfile)
-NODE = (18,)  # the oldest Node.js that CDKTF's runtime takes
+NODE = (20,)  # the oldest Node.js that CDKTF's runtime is tested with
 _ROOT = Path(__file__).parent.parent
 _SYNTH = 300.0  # seconds
+_PLAN = ("plan", "-input=false", "-detailed-exitcode")
 
 
 @dataclass(frozen=True)
@@ -35,15 +36,18 @@ class Stacks:
     environment: Mapping[str, str]
 
     def plan(self) -> bool:
-        """Print what would change; whether anything would."""
-        changes = False
-        for stack in ("base", "pools"):
-            if stack == "pools" and not self._exists("base"):
-                print("stack pools: can be planned once stack base exists; `make up` makes both", flush=True)
-                return True
-            code = self._terraform(stack, "plan", "-input=false", "-detailed-exitcode", good=(0, 2))
-            changes = changes or code == 2
-        return changes
+        """Print what would change; whether anything would.
+
+        Stack pools looks up things of stack base: what base has yet to make, it does not find.
+        """
+        changes = self._terraform("base", *_PLAN, good=(0, 2)) == 2
+        if changes and not self._exists("base"):
+            code = 1
+        else:
+            code = self._terraform("pools", *_PLAN, good=(0, 1, 2) if changes else (0, 2))
+        if code == 1:
+            print("stack pools: can be planned once stack base is as planned; `make up` makes both", flush=True)
+        return changes or code == 2
 
     def apply(self) -> None:
         """Make what is there what the stacks say. Raises `CloudError`."""
@@ -51,8 +55,12 @@ class Stacks:
             self._terraform(stack, "apply", "-input=false", "-auto-approve")
 
     def destroy(self, stack: Stack) -> None:
-        """Raises `CloudError`; what is destroyed by then is, and the next try goes on from there."""
-        self._terraform(stack, "destroy", "-input=false", "-auto-approve")
+        """Raises `CloudError`; what is destroyed by then is, and the next try goes on from there.
+
+        Without a look at what is there: what a stack looks up (its image, say) may be gone, and that must not keep
+        machines running.
+        """
+        self._terraform(stack, "destroy", "-input=false", "-auto-approve", "-refresh=false")
 
     def _exists(self, stack: Stack) -> bool:
         """Whether Terraform's state has anything of a stack."""
@@ -71,7 +79,7 @@ class Stacks:
         return done.returncode
 
     def _init(self, stack: str) -> None:
-        done = self._run(stack, ["init", "-input=false", "-upgrade=false"], stdout=subprocess.PIPE)
+        done = self._run(stack, ["init", "-input=false", "-upgrade"], stdout=subprocess.PIPE)
         if done.returncode:
             sys.stderr.write(done.stdout)
             raise CloudError(f"terraform init of stack {self.cluster}-{stack} failed, see above")
@@ -105,7 +113,8 @@ def synthesize(cluster: ClusterSpec, file: str, home: Path) -> Stacks:
         raise SpotrunError(f"{file}: synthesis did not end within {_SYNTH:g} s") from None
     if done.returncode:
         said = (done.stderr.strip() or done.stdout.strip() or f"exit status {done.returncode}").splitlines()
-        raise SpotrunError(f"{file}: cannot be synthesized: {said[-1].removeprefix('spotrun: ')}")
+        word = said[-1].removeprefix("spotrun: ")
+        raise SpotrunError(word if word.startswith(file) else f"{file}: cannot be synthesized: {word}")
     return Stacks(cluster.name, folder, {})
 
 

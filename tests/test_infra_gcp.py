@@ -327,6 +327,8 @@ def test_pools_start_at_none_and_their_size_is_the_heads_to_set(cluster: Cluster
         "max_surge_fixed": 0,
         "max_unavailable_fixed": 1,
     }
+    # What comes back after a preemption is of the template as it is now.
+    assert made["instance_lifecycle_policy"] == {"default_action_on_failure": "REPAIR", "force_update_on_repair": "YES"}
     assert made["version"] == [{"instance_template": f"${{{TEMPLATE}.{pool}-template.self_link}}"}]
 
 

@@ -108,8 +108,8 @@ def calls(folder: Path) -> list[str]:
             {"terraform": "echo Terraform v1.9.8", "node": "echo v20.0.0"},
             "is version 1.9; spotrun needs Terraform 1.10",
         ),
-        ({"terraform": "echo Terraform v1.11.4"}, "there is no `node` on this machine: install Node.js 18 or newer"),
-        ({"terraform": "echo Terraform v1.11.4", "node": "echo v16.20.2"}, "is version 16.20; CDKTF needs Node.js 18"),
+        ({"terraform": "echo Terraform v1.11.4"}, "there is no `node` on this machine: install Node.js 20 or newer"),
+        ({"terraform": "echo Terraform v1.11.4", "node": "echo v18.20.2"}, "is version 18.20; CDKTF needs Node.js 20"),
         ({"terraform": "exit 1", "node": "echo v20.0.0"}, "is version 0; spotrun needs Terraform 1.10 or newer"),
         ({"terraform": "echo Terraform v1.11.4", "node": "echo v20.0.0"}, "there is no `aws` on this machine"),
         (
@@ -223,7 +223,7 @@ def test_down(aws: Moto, made: stacks.Stacks, tmp_path: Path, monkeypatch: pytes
     )
     assert store.list("") == ["jobs/job-1/state.json"]
     assert [call for call in calls(tmp_path) if "destroy" in call] == [
-        "c-pools destroy -input=false -auto-approve -no-color"
+        "c-pools destroy -input=false -auto-approve -refresh=false -no-color"
     ]
     assert cluster.down(spec(tmp_path), False, file(tmp_path), everything=True) == "nothing is left of cluster c"
     assert store.list("") == []
@@ -241,7 +241,8 @@ def test_terraform_that_fails(aws: Moto, made: stacks.Stacks, tmp_path: Path, mo
 
 
 @pytest.mark.parametrize(
-    ("state", "code", "changes"), [("", "2", True), ("aws_vpc.x", "0", False), ("aws_vpc.x", "2", True)]
+    ("state", "code", "changes"),
+    [("", "2", True), ("", "0", False), ("aws_vpc.x", "0", False), ("aws_vpc.x", "2", True)],
 )
 def test_plan(
     state: str,
@@ -252,12 +253,12 @@ def test_plan(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The pools take ids of the base: they can be planned once it exists."""
+    """The pools look up things of the base: they can be planned once it exists."""
     monkeypatch.setenv("STATE", state)
     monkeypatch.setenv("PLAN", code)
     assert made.plan() == changes
     planned = [call.split()[0] for call in calls(tmp_path) if call.split()[1] == "plan"]
-    assert planned == (["c-base", "c-pools"] if state else ["c-base"])
+    assert planned == (["c-base"] if changes and not state else ["c-base", "c-pools"])
 
 
 def test_remote_knows_the_way_of_each_cloud(tmp_path: Path) -> None:

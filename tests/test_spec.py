@@ -175,6 +175,14 @@ CLUSTER_MISTAKES = {
         AWS + "network: {cidr: 8.8.0.0/16}\n",
         [f":6: network.cidr: '8.8.0.0/16': is not a private range of that size; allowed: {CIDR}"],
     ),
+    "range of one's own machine": (
+        AWS + "network: {cidr: 169.254.0.0/16}\n",
+        [f":6: network.cidr: '169.254.0.0/16': is not a private range of that size; allowed: {CIDR}"],
+    ),
+    "a region of another AWS": (
+        AWS.replace("us-east-1b", "cn-north-1a").replace("us-east-1", "cn-north-1"),
+        [":3: region: 'cn-north-1': is in China, whose AWS is a cloud of its own that spotrun does not know"],
+    ),
     "range with host bits": (
         AWS + "network: {cidr: 10.0.0.1/16}\n",
         [f":6: network.cidr: '10.0.0.1/16': 10.0.0.1/16 has host bits set; allowed: {CIDR}"],

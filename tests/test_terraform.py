@@ -21,6 +21,7 @@ from tests.motoserver import ACCOUNT, Moto
 from tests.synthesized import CLOUD_FILES, described
 from tests.terraform import Stack, Tools
 
+pytestmark = pytest.mark.clouds
 AWS_FILES = [path for path in CLOUD_FILES if path.name.startswith("aws-")]
 CLOSED = """
 name: closed

@@ -19,6 +19,7 @@ from obstore.store import LocalStore, ObjectStore, from_url
 from spotrun.errors import NotFound, StoreError
 
 Credentials = Any  # one of obstore's credential providers; they share no type
+LOG_TAG = {"spotrun-kind": "log"}  # infra.aws.base has a rule for it
 _ERRORS = (BaseError, OSError)  # a bucket that does not exist is a FileNotFoundError
 
 
@@ -58,7 +59,8 @@ class Store:
 
                 credentials = GoogleCredentialProvider()
         except Exception as error:  # of two libraries, each with many kinds of its own
-            raise StoreError(f"{url}: no credentials for the bucket: {_why(error)}") from None
+            login = "aws sso login" if url.startswith("s3://") else "gcloud auth application-default login"
+            raise StoreError(f"{url}: no credentials for the bucket, sign in with `{login}`: {_why(error)}") from None
         return cls(url, region, credentials)
 
     def get(self, key: str) -> bytes:
@@ -79,8 +81,10 @@ class Store:
 
     def put(self, key: str, data: bytes | Path) -> None:
         """Write or replace an object, whole or not at all; a `Path` is uploaded in parts."""
+        # S3's lifecycle rules tell objects by their beginnings and tags, and logs have no beginning of their own.
+        tags = LOG_TAG if key.endswith(".log") and self.url.startswith("s3://") else None
         try:
-            obstore.put(self._store, key, data)
+            obstore.put(self._store, key, data, tags=tags)
         except _ERRORS as error:
             raise StoreError(f"{self.url}: cannot write {key}: {_why(error)}") from error
 
@@ -154,6 +158,11 @@ def queue_key(cluster: str) -> str:
 
 def host_key(cluster: str, node: str) -> str:
     return f"clusters/{cluster}/hosts/{node}.json"
+
+
+def unfit_key(cluster: str, node: str) -> str:
+    """Why that node takes no job; of the newest machine of that name that did not."""
+    return f"clusters/{cluster}/unfit/{node}.json"
 
 
 def code_key(sha256: str) -> str:

@@ -71,6 +71,9 @@ class Pools(GcpStack):
             lifecycle={"ignore_changes": ["target_size"]},  # how many there are now is the head's to say
             # No machine is taken for an update: the next ones are new, and between jobs there are none.
             update_policy=_updates("OPPORTUNISTIC"),
+            # A preempted machine comes back as the group's template is now, not as it was when the machine was made:
+            # https://cloud.google.com/compute/docs/instance-groups/update-on-repair
+            instance_lifecycle_policy={"default_action_on_failure": "REPAIR", "force_update_on_repair": "YES"},
             resource_policies={"workload_policy": policy.id} if policy and kind == "workload" else None,
         )
 

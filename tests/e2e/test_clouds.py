@@ -14,6 +14,8 @@ from tests.e2e import sites
 from tests.e2e.sites import Operator, Site
 from tests.helpers import wait_for
 
+pytestmark = pytest.mark.clouds
+
 
 @pytest.fixture(params=["aws", "gcp"])
 def site(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Site]:

@@ -14,11 +14,17 @@ __all__ = ["Cloud", "Instance", "Market", "Problem", "Shortfall", "State", "acco
 
 
 def account(cluster: ClusterSpec) -> str:
-    """Whose cluster it is: the AWS account's id, the Google Cloud project's. Raises `CloudError`."""
+    """Whose cluster it is: the AWS account's id, the Google Cloud project's.
+
+    Raises `CloudError` if there are no credentials here, or not the SDK.
+    """
     if cluster.cloud == "aws":
         from spotrun.cloud import aws
 
         return aws.account(cluster.region)
+    from spotrun.cloud.gcp.api import check_credentials
+
+    check_credentials(cluster.project or "")
     return cluster.project or ""
 
 

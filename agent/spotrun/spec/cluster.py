@@ -25,11 +25,14 @@ _MACHINES = {"local": "anything", "gcp": "such as g2-standard-8", "aws": "such a
 
 def _cidr(value: str) -> str:
     network = ipaddress.IPv4Network(value)  # raises ValueError; host bits are an error too
-    if not network.is_private or not 16 <= network.prefixlen <= 20:
+    private = any(network.subnet_of(each) for each in _PRIVATE)
+    if not private or not 16 <= network.prefixlen <= 20:
         raise ValueError("is not a private range of that size")
     return value
 
 
+# https://www.rfc-editor.org/rfc/rfc1918
+_PRIVATE = tuple(ipaddress.IPv4Network(each) for each in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16"))
 _Label = Annotated[str, Strict(), AfterValidator(label(40))]
 _STATE = "a folder in a bucket, gs://<bucket>/<folder> or s3://<bucket>/<folder>"
 
@@ -151,6 +154,9 @@ def _cluster_conflicts(spec: ClusterSpec, region: str) -> Iterator[Conflict]:
     forms = {"local": r"[a-z][-a-z0-9]*", "gcp": r"[a-z]+-[a-z]+[0-9]+", "aws": r"[a-z]{2}(-[a-z]+)+-[0-9]+"}
     if not region:
         yield ("region",), f"is missing; cloud {spec.cloud} needs one, such as us-central1 or us-east-1"
+    elif spec.cloud == "aws" and region.startswith("cn-"):
+        yield ("region",), "is in China, whose AWS is a cloud of its own that spotrun does not know"
+        region = ""
     elif not re.fullmatch(forms[spec.cloud], region):
         yield ("region",), f"is not a region of cloud {spec.cloud}"
         region = ""

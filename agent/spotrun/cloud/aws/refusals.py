@@ -71,7 +71,10 @@ def refusal(error: sdk.ClientError | sdk.BotoCoreError) -> CloudError:
         return _answer(detail.get("Code", "unknown"), tidy(detail.get("Message", "")), error.operation_name)
     said = tidy(str(error))
     if isinstance(error, _NO_CREDENTIALS):
-        return CredentialsError(f"AWS: no credentials here ({said}): sign in, or name a profile in AWS_PROFILE")
+        return CredentialsError(
+            f"AWS: no credentials here ({said}): sign in with `aws sso login` or `aws configure`, or name a profile in"
+            " AWS_PROFILE"
+        )
     if isinstance(error, _STALE):
         return CredentialsError(f"AWS: the credentials cannot be used any more ({said}): {_SIGN_IN}")
     if isinstance(error, _NO_ANSWER):

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import google.auth
+import google.auth.exceptions
 import requests
 from google.api_core.client_options import ClientOptions
 from google.api_core.retry import Retry
@@ -104,19 +105,33 @@ class Api:
             return self._made
 
 
+def check_credentials(project: str) -> None:
+    """Raise `CloudError` if there are none here."""
+    try:
+        _credentials()
+    except google.auth.exceptions.GoogleAuthError as error:
+        raise errors.explain(error, "signing in", project) from error
+
+
+def _endpoint() -> str:
+    return os.environ.get(ENDPOINT, "").rstrip("/").removesuffix("/compute/v1")
+
+
+def _credentials() -> Credentials:
+    if _endpoint():
+        return AnonymousCredentials()  # type: ignore[no-untyped-call]
+    for name in ("google.auth", "urllib3.connectionpool"):
+        logging.getLogger(name).setLevel(logging.ERROR)  # what they warn of, we say if it comes to that
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # a person's own credentials are what an operator has
+        credentials, _ = google.auth.default(scopes=[_SCOPE])
+    found: Credentials = credentials
+    return found
+
+
 def _connect() -> Clients:
-    endpoint = os.environ.get(ENDPOINT, "").rstrip("/").removesuffix("/compute/v1")
-    credentials: Credentials
-    if endpoint:
-        credentials = AnonymousCredentials()  # type: ignore[no-untyped-call]
-        options = ClientOptions(api_endpoint=endpoint)
-    else:
-        for name in ("google.auth", "urllib3.connectionpool"):
-            logging.getLogger(name).setLevel(logging.ERROR)  # what they warn of, we say if it comes to that
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # a person's own credentials are what an operator has
-            credentials, _ = google.auth.default(scopes=[_SCOPE])
-        options = ClientOptions()
+    credentials, endpoint = _credentials(), _endpoint()
+    options = ClientOptions(api_endpoint=endpoint) if endpoint else ClientOptions()
     how: dict[str, Any] = {"credentials": credentials, "client_options": options, "transport": "rest"}
     return Clients(
         instances=compute_v1.InstancesClient(**how),
