@@ -11,7 +11,7 @@ from scripts import cluster, preflight, remote, stacks
 from spotrun.errors import CloudError, CredentialsError, QuotaError, SpotrunError, StoreError
 from spotrun.spec import ClusterSpec
 from spotrun.spec.names import bucket_url
-from spotrun.store import Store, checkpoint_key, head_key, host_key, queue_key
+from spotrun.store import Store, checkpoint_key, head_key, host_key, log_key, queue_key
 from tests import motoserver
 from tests.motoserver import Moto
 
@@ -188,6 +188,19 @@ def test_no_bucket(aws: Moto, tmp_path: Path) -> None:
     other = spec(tmp_path, AWS.replace("name: c", "name: other"))
     with pytest.raises((StoreError, SpotrunError), match="other"):
         cluster.access(other, file(tmp_path))
+
+
+def test_logs_can_be_told_from_checkpoints(aws: Moto, tmp_path: Path) -> None:
+    """By the tag that the bucket's rule for old logs looks for."""
+    store = bucket(tmp_path)
+    store.put(log_key("job-1", 1, "i-1", 0), b"x")
+    store.put(checkpoint_key("job-1", 1), b"x")
+    client, name = aws.client("s3"), store.url.removeprefix("s3://")
+    tags = {key: client.get_object_tagging(Bucket=name, Key=key)["TagSet"] for key in store.list("jobs")}
+    assert tags == {
+        log_key("job-1", 1, "i-1", 0): [{"Key": "spotrun-kind", "Value": "log"}],
+        checkpoint_key("job-1", 1): [],
+    }
 
 
 def test_down_refuses_while_jobs_run(aws: Moto, tmp_path: Path) -> None:
