@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from scripts import control, preflight, stacks
 from scripts.doors import Door, Iap, Ssm
 from scripts.hint import make
@@ -15,7 +17,7 @@ from spotrun.cloud.local.layout import ensure_key
 from spotrun.errors import CredentialsError, SpotrunError
 from spotrun.spec import ClusterSpec
 from spotrun.spec.names import bucket_url
-from spotrun.store import Store, head_key, host_key, queue_key
+from spotrun.store import Store, cluster_key, head_key, host_key, queue_key
 
 BOOT = 900.0  # seconds that a new head may take: its machine, its image's boot, its first look at the bucket
 _LISTED = 10  # jobs that a message names
@@ -52,6 +54,7 @@ def ready(cluster: ClusterSpec, file: str) -> control.Status:
 def up(cluster: ClusterSpec, file: str) -> control.Status:
     """Have Terraform make what is missing, and wait for the head."""
     way = _access(cluster, file)
+    _refuse_rebuild(cluster, way.store, file)
     preflight.check_tools(cluster)
     preflight.check_quotas(cluster)
     stacks.synthesize(cluster, file, home()).apply()
@@ -101,6 +104,32 @@ def _access(cluster: ClusterSpec, file: str) -> Access:
 
 def _door(cluster: ClusterSpec, key: Path) -> Door:
     return Iap(cluster.project or "", key) if cluster.cloud == "gcp" else Ssm(cluster.region, key)
+
+
+def _refuse_rebuild(cluster: ClusterSpec, store: Store, file: str) -> None:
+    """Raise `SpotrunError` if the network would change under what stands in it: AWS refuses that after long minutes."""
+    described = store.find(cluster_key(cluster.name))  # of stack pools: there while the cluster is up
+    try:
+        before = ClusterSpec.model_validate_json(described) if described else None
+    except ValidationError:
+        return  # of another version; Terraform will tell
+    changes = rebuilds(before, cluster) if before else []
+    if changes:
+        raise SpotrunError(
+            f"{file}: {', '.join(changes)}: this cannot change while it is up; `{make(file, 'down')}` first"
+        )
+
+
+def rebuilds(before: ClusterSpec, after: ClusterSpec) -> list[str]:
+    """What would have the network made anew under the machines that stand in it. Pure."""
+    if after.cloud != "aws":
+        return []
+    changed = [
+        f"network.{key}" for key in ("cidr", "nat") if getattr(before.network, key) != getattr(after.network, key)
+    ]
+    zones = {after.head.zone, *(pool.zone for pool in after.pools)}
+    left = sorted({before.head.zone, *(pool.zone for pool in before.pools)} - zones)
+    return [*changed, *(f"zone {zone} is not used any more" for zone in left)]
 
 
 def _refuse_checkpoints(cluster: ClusterSpec, store: Store, file: str) -> None:

@@ -11,7 +11,7 @@ from scripts import cluster, preflight, remote, stacks
 from spotrun.errors import CloudError, CredentialsError, QuotaError, SpotrunError, StoreError
 from spotrun.spec import ClusterSpec
 from spotrun.spec.names import bucket_url
-from spotrun.store import Store, checkpoint_key, head_key, host_key, log_key, queue_key
+from spotrun.store import Store, checkpoint_key, cluster_key, head_key, host_key, log_key, queue_key
 from tests import motoserver
 from tests.motoserver import Moto
 
@@ -272,6 +272,33 @@ def test_plan(
     assert made.plan() == changes
     planned = [call.split()[0] for call in calls(tmp_path) if call.split()[1] == "plan"]
     assert planned == (["c-base"] if changes and not state else ["c-base", "c-pools"])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("", []),
+        ("max: 4", []),
+        ("network: {nat: false}", ["network.nat"]),
+        ("network: {cidr: 10.9.0.0/16}", ["network.cidr"]),
+        ("zone: us-east-1a", ["zone us-east-1b is not used any more"]),
+    ],
+)
+def test_what_cannot_change_while_it_is_up(change: str, said: list[str], tmp_path: Path) -> None:
+    text = {
+        "": AWS,
+        "max: 4": AWS.replace("max: 4", "max: 8"),
+        "zone: us-east-1a": AWS.replace("us-east-1b", "us-east-1a"),
+    }.get(change, f"{AWS}{change}\n")
+    assert remote.rebuilds(spec(tmp_path), spec(tmp_path, text)) == said
+
+
+def test_up_refuses_what_cannot_change(aws: Moto, tmp_path: Path) -> None:
+    bucket(tmp_path).put(cluster_key("c"), spec(tmp_path).model_dump_json().encode())
+    changed = AWS + "network: {nat: false}\n"
+    with pytest.raises(SpotrunError, match=r"network\.nat: this cannot change while it is up; `make down CLUSTER="):
+        cluster.up(spec(tmp_path, changed), file(tmp_path, changed))
+    assert calls(tmp_path) == []
 
 
 def test_remote_knows_the_way_of_each_cloud(tmp_path: Path) -> None:

@@ -38,6 +38,8 @@ class Pools(AwsStack):
             key=f"clusters/{cluster.name}/cluster.json",  # spotrun.store.cluster_key
             content=cluster.model_dump_json(),
             content_type="application/json",
+            # An object takes ten tags at the most, and a cluster may have more labels.
+            override_provider={"default_tags": {"tags": {}}},
         )
         self._head()
         for pool in cluster.pools:
@@ -111,7 +113,9 @@ class Pools(AwsStack):
             image_id=image.id,
             instance_type=machine,
             iam_instance_profile={"name": profile(self.cluster.name, role)},
-            network_interfaces=[_interface(each, self._members[members].id) for each in interfaces],
+            network_interfaces=[
+                _interface(each, self._members[members].id, len(interfaces) == 1) for each in interfaces
+            ],
             block_device_mappings=[{"device_name": image.root_device_name, "ebs": volume}],
             metadata_options={
                 "http_endpoint": "enabled",
@@ -133,8 +137,9 @@ class Pools(AwsStack):
             vpc_zone_identifier=[self._subnet(zone).id],
             health_check_type="EC2",
             wait_for_capacity_timeout="0",  # the head waits, and tells what is missing
-            force_delete=True,  # with its machines, which the head has been told to let go by then
-            timeouts={"delete": _ENDING},
+            timeouts={
+                "delete": _ENDING
+            },  # of the group's machines first: what they are placed by can only go after them
             tag=[{"key": key, "value": value, "propagate_at_launch": True} for key, value in self._tags(pool).items()],
             **options,
         )
@@ -182,14 +187,16 @@ def distribution(pool: PoolSpec) -> dict[str, Any]:
     }
 
 
-def _interface(interface: Interface, group: str) -> dict[str, Any]:
-    common = {
+def _interface(interface: Interface, group: str, alone: bool) -> dict[str, Any]:
+    """alone: EC2 knows the word on public addresses for machines with one interface; the subnets give none anyway."""
+    return {
         "device_index": interface.device,
+        "network_card_index": interface.card,
+        "interface_type": interface.kind,
         "security_groups": [group],
-        "associate_public_ip_address": "false",
         "delete_on_termination": "true",
+        **({"associate_public_ip_address": "false"} if alone else {}),
     }
-    return {**common, "network_card_index": interface.card, "interface_type": interface.kind}
 
 
 def _version(template: Any) -> str:
