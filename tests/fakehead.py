@@ -133,7 +133,7 @@ class FakeMetadata:
 
     def __init__(self, flavour: str, attributes: dict[str, str], name: str = "n", address: str = "127.0.0.1") -> None:
         self.flavour, self.attributes = flavour, attributes
-        self.name, self.address = name, address
+        self.name, self.address, self.type = name, address, "small"
         self.values = {"preempted": "FALSE", "maintenance-event": "NONE"}  # GCE
         self.files: dict[str, str] = {}  # EC2: path below meta-data: text
         self.fault = ""
@@ -186,6 +186,7 @@ class FakeMetadata:
             "zone": "projects/1/zones/zone-a",
             "network-interfaces/0/ip": self.address,
             "id": "1234",
+            "machine-type": f"projects/1/machineTypes/{self.type}",
             **{f"attributes/{key}": value for key, value in self.attributes.items()},
         }
         if path in known:
@@ -211,6 +212,7 @@ class FakeMetadata:
         path = request.path.removeprefix("/latest/meta-data/")
         known = {
             "instance-id": "i-0123",
+            "instance-type": self.type,
             "placement/availability-zone": "zone-a",
             "placement/region": "region",
             "local-ipv4": self.address,

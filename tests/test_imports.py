@@ -33,7 +33,12 @@ ARROWS: dict[str, set[str]] = {
 }
 # A package, and the only places that may import it, wherever in the file the import is.
 SDKS = {
-    "torch": ("agent/spotrun/train/", "agent/spotrun/node/workers.py", "agent/spotrun/node/entry.py"),
+    "torch": (
+        "agent/spotrun/train/",
+        "agent/spotrun/node/workers.py",
+        "agent/spotrun/node/entry.py",
+        "agent/spotrun/node/product.py",
+    ),
     "obstore": ("agent/spotrun/store.py",),
     "asyncssh": ("agent/spotrun/cloud/local/",),
     "google": ("agent/spotrun/cloud/gcp",),

@@ -149,10 +149,14 @@ class Report(Document):
     ssh_port: int = 22
     devices: int = 1  # worker processes this node takes when the job says "auto"
     job: str | None = None
+    # unfit: something is wrong with this machine, and it takes no job.
     # idle: no job. preparing: code, packages, forkserver. ready: could start at once. starting/running: workers live.
     # drained: all workers stopped at stop_at. failed: a worker ended early. succeeded: all workers exited 0.
     # Phases from starting on are about `generation`.
-    phase: Literal["idle", "preparing", "ready", "starting", "running", "drained", "failed", "succeeded"] = "idle"
+    phase: Literal["unfit", "idle", "preparing", "ready", "starting", "running", "drained", "failed", "succeeded"] = (
+        "idle"
+    )
+    unfit: tuple[str, ...] = ()  # what is wrong with the machine, a line each
     generation: int = 0  # the newest one this agent took part in, of this job
     store: str = ""  # "host:port" for a generation to come in which this node is first
     workers: tuple[Worker, ...] = ()
@@ -183,6 +187,19 @@ class HostRecord(Document):
     keys: tuple[str, ...]  # "ssh-ed25519 AAAA…" lines
     machine: str = ""  # what the cloud's own way in knows it by: GCE's name, EC2's instance id
     zone: str = ""
+
+
+class UnfitRecord(Document):
+    """clusters/<name>/unfit/<node>.json: why a machine of that name was last not fit to train."""
+
+    node: str
+    boot: str
+    pool: str
+    zone: str
+    type: str  # machine type
+    machine: str  # as in HostRecord
+    at: float
+    problems: tuple[str, ...]
 
 
 Part.model_rebuild()

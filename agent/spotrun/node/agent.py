@@ -67,10 +67,11 @@ class Agent:
         self.store = store
         self.link = Link(store, self.cluster, self.obey, self._tell_systemd)
         self.logs = Logs(store)
+        self.unfit: tuple[str, ...] = ()
         self._settings, self._systemd = settings, systemd
         self._phase = ""  # that systemd was told last
-        self._boot = uuid.uuid4().hex
-        self._pool = attributes["spotrun-pool"]
+        self.boot = uuid.uuid4().hex
+        self.pool = attributes["spotrun-pool"]
         self._devices = max(1, gpu_count())
         self._order: Order | None = None
         self._notice: Notice | None = None
@@ -100,6 +101,11 @@ class Agent:
         self._order = order
         self._wake.set()
 
+    def find_unfit(self, problems: tuple[str, ...]) -> None:
+        """Take no job while there are problems."""
+        self.unfit = problems
+        self._wake.set()
+
     def notify(self, notice: Notice | None) -> None:
         """Take the cloud's word."""
         log.warning("notice: %s", notice)
@@ -116,7 +122,7 @@ class Agent:
                 async with asyncio.timeout(POLL if busy else None):
                     await self._wake.wait()
             self._wake.clear()
-            if self._order is not None:
+            if self._order is not None and not self.unfit:
                 await self._turn(self._order)
             self._publish()
 
@@ -176,7 +182,7 @@ class Agent:
         """Have the workers of the ordered generation and no other; those of an older one are dead before it begins."""
         wanted, rank = order.generation, -1
         if wanted is not None:
-            me = (self.identity.name, self._boot)
+            me = (self.identity.name, self.boot)
             rank = next((i for i, member in enumerate(wanted.members) if (member.node, member.boot) == me), -1)
         if rank < 0:
             wanted = None
@@ -293,14 +299,15 @@ class Agent:
         late = group.late if group and group.late is not None else self._late_save
         report = Report(
             node=self.identity.name,
-            boot=self._boot,
-            pool=self._pool,
+            boot=self.boot,
+            pool=self.pool,
             zone=self.identity.zone,
             address=self.identity.address,
             ssh_port=self._settings.ssh_port,
             devices=self._devices,
             job=job.bundle.id if job else None,
-            phase="idle" if job is None else _phase(job, self._missed),
+            phase="unfit" if self.unfit else "idle" if job is None else _phase(job, self._missed),
+            unfit=self.unfit,
             generation=job.newest if job else 0,
             store=job.store if job else "",
             workers=group.view() if group else (),

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from types import TracebackType
 from typing import Self
 
@@ -29,7 +30,7 @@ PATIENCE = 5.0  # longest pause between tries to find the server
 class Identity:
     """Which machine this is. `name` is what the cloud module's list of nodes calls it.
 
-    machine: what the cloud's own way in (IAP, SSM) knows it by.
+    machine: what the cloud's own way in (IAP, SSM) knows it by. type: its machine type, such as g2-standard-8.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Identity:
     address: str
     machine: str
     region: str = ""
+    type: str = ""
 
 
 @dataclass(frozen=True)
@@ -47,10 +49,14 @@ class Answer:
 
 
 class Server:
-    """What both kinds share: one HTTP session, answers of bounded size."""
+    """What both kinds share: one HTTP session, answers of bounded size.
+
+    ahead: seconds that this machine's clock is ahead of the server's, as of the last answer; None if it does not say.
+    """
 
     def __init__(self, base: str) -> None:
         self.base = base.rstrip("/")
+        self.ahead: float | None = None
         self._session = aiohttp.ClientSession(trust_env=False)
 
     async def __aenter__(self) -> Self:
@@ -69,9 +75,12 @@ class Server:
     ) -> tuple[Answer, Mapping[str, str]]:
         """`wait`: seconds that the server may take beyond the usual."""
         timeout = aiohttp.ClientTimeout(total=TIMEOUT + wait)
+        before = time.time()
         async with self._session.request(
             method, self.base + path, headers=headers, timeout=timeout, allow_redirects=False
         ) as response:
+            if not wait:  # of an answer that was long in coming nothing follows
+                self.ahead = clock_ahead(response.headers.get("Date", ""), before, time.time())
             data = bytearray()
             async for chunk in response.content.iter_chunked(MAX_ANSWER):
                 data += chunk
@@ -105,7 +114,8 @@ class GceMetadata(Server):
 
         name, zone = await text("/instance/name"), (await text("/instance/zone")).rpartition("/")[2]
         address = await text("/instance/network-interfaces/0/ip")
-        return Identity(name, zone, address, machine=name, region=zone.rpartition("-")[0])
+        kind = (await text("/instance/machine-type")).rpartition("/")[2]
+        return Identity(name, zone, address, machine=name, region=zone.rpartition("-")[0], type=kind)
 
 
 class Ec2Metadata(Server):
@@ -144,7 +154,8 @@ class Ec2Metadata(Server):
         instance = await text("/instance-id")
         zone, region = await text("/placement/availability-zone"), await text("/placement/region")
         # Every machine of a scaling group carries the same Name: the instance's id is what tells them apart.
-        return Identity(instance, zone, await text("/local-ipv4"), machine=instance, region=region)
+        address, kind = await text("/local-ipv4"), await text("/instance-type")
+        return Identity(instance, zone, address, machine=instance, region=region, type=kind)
 
     async def _renew(self) -> None:
         headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_TTL)}
@@ -181,6 +192,19 @@ async def detect() -> Metadata:
         log.warning("no metadata server answers at %s; trying again: %s", places, "; ".join(map(repr, results)))
         await asyncio.sleep(pause)
         pause = min(2 * pause, PATIENCE)
+
+
+def clock_ahead(date: str, before: float, after: float) -> float | None:
+    """Seconds that this clock is surely ahead of the one in an HTTP answer's Date, negative: behind; None without one.
+
+    before, after: when the request was sent and the answer came. A Date is whole seconds, cut off (RFC 9110, 5.6.7).
+    """
+    try:
+        there = parsedate_to_datetime(date).timestamp()
+    except ValueError:
+        return None
+    low, high = before - (there + 1), after - there
+    return low if low > 0 else high if high < 0 else 0.0
 
 
 def _value(answer: Answer) -> str | None:

@@ -1,0 +1,32 @@
+"""A short matrix product on each GPU, in a process of its own: `python -m spotrun.node.product`.
+
+It prints a JSON object: how many GPUs torch sees, and what is wrong with which. The numbers are small and whole, so the
+result is exact in every precision that a GPU may choose for it, and one wrong bit shows.
+"""
+
+from __future__ import annotations
+
+import json
+
+import torch
+
+SIZE = 1024  # rows and columns
+
+
+def main() -> None:
+    count = torch.cuda.device_count()
+    grid = torch.arange(SIZE * SIZE, dtype=torch.float32).reshape(SIZE, SIZE) % 7 - 3
+    expected = grid @ grid.T
+    failures: dict[int, str] = {}
+    for index in range(count):
+        try:
+            here = grid.to(f"cuda:{index}")
+            if not torch.equal((here @ here.T).cpu(), expected):
+                failures[index] = "a matrix product is wrong"
+        except RuntimeError as error:
+            failures[index] = str(error).partition("\n")[0]
+    print(json.dumps({"count": count, "failures": failures}))
+
+
+if __name__ == "__main__":
+    main()
