@@ -14,7 +14,7 @@ import pytest
 from spotrun.cloud.base import Instance, Problem
 from spotrun.errors import CloudError, SpotrunError
 from spotrun.head.head import Head
-from spotrun.head.state import Cause, Hold, JobState, Stop, apply
+from spotrun.head.state import Cause, Hold, JobState, Replacement, Stop, apply
 from spotrun.spec import ClusterSpec
 from spotrun.store import Store, epoch_key, job_key, queue_key
 from spotrun.wire import Failure, Order, Report, Worker
@@ -339,3 +339,50 @@ async def test_while_the_cloud_is_asked_its_last_answer_counts(world: World) -> 
     await world.head.fleet.preempt("p-0", None)
     assert world.cloud.calls == [("preempt", "p-0")]
     looking.cancel()
+
+
+async def test_an_unfit_machine_is_replaced_and_another_pool_stands_in(world: World) -> None:
+    """Said once, asked for once; what was asked for is in the bucket, so that a new head goes on counting."""
+    job = await world.head.submit(JOB, CODE)
+    await world.turn()
+    await world.look()
+    assert world.cloud.size == {"p": 2, "q": 0}
+    await world.look()  # those two are there now
+    world.hear("p-0", phase="unfit", unfit=["no driver"], store="")
+    world.hear("p-1", job=job)
+    await world.turn(3)
+    assert world.cloud.calls.count(("recreate", ("p-0",))) == 1
+    assert [(each.node, each.pool, each.why) for each in world.written(job).replaced] == [("p-0", "p", "no driver")]
+    texts = [event["text"] for event in world.head.events]
+    assert texts.count("p-0 takes no job: no driver") == 1
+    assert texts.count("p-0: no driver: asked the cloud for another in its place") == 1
+    pools = {pool["name"]: pool for pool in world.head.status()["pools"]}
+    assert (pools["p"]["problem"], pools["q"]["problem"]) == ("p-0 takes no job: no driver", None)
+    await world.look()
+    assert world.cloud.size == {"p": 2, "q": 1}
+
+    world.new_head()
+    await world.look()
+    world.hear("p-0", phase="unfit", unfit=["no driver"], store="")
+    await world.turn(3)
+    assert world.cloud.calls.count(("recreate", ("p-0",))) == 1
+
+
+async def test_a_pool_that_had_its_replacements_is_given_up_for_a_while(world: World) -> None:
+    job = await world.head.submit({**JOB, "nodes": {"min": 1, "max": 1}}, CODE)
+    await world.turn()
+    await world.look()
+    await world.look()
+    world.hear("p-0", phase="unfit", unfit=["no driver"], store="")
+    ago = [Replacement(node="p-0", pool="p", why="no driver", at=time.time() - age) for age in (900, 600, 300)]
+    assert world.head.job is not None
+    world.head.job = world.head.job.model_copy(update={"replaced": tuple(ago)})
+    await world.turn(2)
+    await world.look()
+    assert not [call for call in world.cloud.calls if call[0] == "recreate"]
+    assert ("remove", ("p-0",)) in world.cloud.calls
+    assert world.cloud.size["q"] == 1
+    said = [event["text"] for event in world.head.events if event["kind"] == "cloud"]
+    assert len(said) == 1
+    assert said[0].startswith("pool p: 3 machines took no job and were replaced, the last since: no driver; no more")
+    assert world.written(job).phase == "queued"

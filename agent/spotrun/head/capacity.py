@@ -12,13 +12,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Pool:
-    """One pool as it is. short: its zone or the quota refused the last machines asked for."""
+    """One pool as it is.
+
+    useless: those of `running` that no job can count on. short: its zone or the quota refused the last machines asked
+    for. closed: it is to have no machines, as none would serve.
+    """
 
     name: str
     max: int
     size: int
     running: tuple[str, ...] = ()
     short: bool = False
+    useless: frozenset[str] = frozenset()
+    closed: bool = False
+
+    @property
+    def serving(self) -> int:
+        return sum(name not in self.useless for name in self.running)
 
 
 @dataclass(frozen=True)
@@ -46,12 +56,14 @@ def decide(seen: Observation) -> Decision:
     kept = {pool.name: len(seen.keep.intersection(pool.running)) for pool in seen.pools}
     missing = seen.needed - sum(kept.values())  # those stay, wherever they are
     for pool in seen.pools:
-        want = min(max(pool.max, kept[pool.name]), kept[pool.name] + max(missing, 0))
+        most = kept[pool.name] if pool.closed else max(pool.max, kept[pool.name])
+        want = min(most, kept[pool.name] + max(missing, 0))
         sizes[pool.name] = want
-        # A short pool counts only for what it has: the rest is asked of the next ones too.
-        missing -= (min(want, len(pool.running)) if pool.short else want) - kept[pool.name]
+        # Such a pool counts only for what it has: the rest is asked of the next ones too.
+        lacking = pool.short or pool.useless
+        missing -= (min(want, pool.serving) if lacking else want) - kept[pool.name]
     # A pool may say at one look that it is short and not at the next: what is there goes only once it is too much.
-    excess = max(0, sum(len(pool.running) for pool in seen.pools) - seen.needed)
+    excess = max(0, sum(pool.serving for pool in seen.pools) - seen.needed)
     remove: list[str] = []
     for pool in seen.pools:
         # Shrinking by size would let the cloud choose whom to end; name the nodes instead.
@@ -60,8 +72,11 @@ def decide(seen: Observation) -> Decision:
             continue
         idle = [name for name in reversed(pool.running) if name not in seen.keep]
         unborn = max(0, pool.size - len(pool.running))
-        taken = idle[: max(0, min(surplus - unborn, excess))]
-        excess -= len(taken)
+        bad = [name for name in idle if name in pool.useless][: max(0, surplus - unborn)]
+        good = [name for name in idle if name not in pool.useless]
+        good = good[: max(0, min(surplus - unborn - len(bad), excess))]
+        excess -= len(good)
+        taken = bad + good
         remove += taken
         # remove() lowers the size itself; what was never born is taken back by size.
         sizes[pool.name] = pool.size - min(surplus, unborn) if not taken else pool.size

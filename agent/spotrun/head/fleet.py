@@ -38,12 +38,17 @@ class Fleet:
         self.instances = [instance for instance in found if self.cluster.pool(instance.pool)]
         return [problem for problem in problems if (problem.pool, problem.message) not in known]
 
-    async def scale(self, needed: int, keep: Iterable[str]) -> None:
+    async def scale(
+        self, needed: int, keep: Iterable[str], useless: Iterable[str] = (), closed: Iterable[str] = ()
+    ) -> None:
         """Bring the pools to `needed` machines, never taking one of `keep`.
+
+        Those of `useless` do not count and may go; the pools of `closed` are to have none.
 
         Raises the last pool's refusal, once all have been asked: the others stand in for a pool that refused.
         """
-        decision = capacity.decide(self._observe(needed, frozenset(keep)))
+        bad = frozenset(useless)
+        decision = capacity.decide(self._observe(needed, frozenset(keep) - bad, bad, frozenset(closed)))
         refusal: SpotrunError | None = None
         for pool, size in decision.sizes.items():
             try:
@@ -60,7 +65,10 @@ class Fleet:
 
     async def recreate(self, node: str, now: float) -> bool:
         """Ask for another machine in a dead one's place; False if that was asked a moment ago."""
-        if now - self._recreated.get(node, 0.0) < RECREATE_AGAIN:
+        asked = self._recreated.get(node, 0.0)
+        # One that was made since is another machine.
+        made = max((each.created for each in self.instances or () if each.name == node), default=0.0)
+        if now - asked < RECREATE_AGAIN and made <= asked:
             return False
         self._recreated[node] = now
         await self._cloud.recreate([node])
@@ -81,7 +89,9 @@ class Fleet:
         # A machine made after this agent was last heard is its successor.
         return "gone" if instance is None or instance.created > heard else instance.state
 
-    def _observe(self, needed: int, keep: frozenset[str]) -> capacity.Observation:
+    def _observe(
+        self, needed: int, keep: frozenset[str], useless: frozenset[str], closed: frozenset[str]
+    ) -> capacity.Observation:
         short = {problem.pool for problem in self.problems if problem.kind in ("stockout", "quota")} | self._refused
         pools = tuple(
             capacity.Pool(
@@ -90,6 +100,8 @@ class Fleet:
                 size=self.sizes.get(pool.name, 0),
                 running=tuple(sorted(i.name for i in self.instances or () if i.pool == pool.name)),
                 short=pool.name in short,
+                useless=useless.intersection(i.name for i in self.instances or () if i.pool == pool.name),
+                closed=pool.name in closed,
             )
             for pool in self.cluster.pools
         )

@@ -18,9 +18,9 @@ from typing import Any
 
 from spotrun.cloud.base import Cloud
 from spotrun.errors import SpotrunError, StoreError
-from spotrun.head import ledger
+from spotrun.head import ledger, repair
 from spotrun.head.fleet import Fleet
-from spotrun.head.health import Node, View
+from spotrun.head.health import Machine, Node, View
 from spotrun.head.journal import Journal
 from spotrun.head.orders import manifests, order_for
 from spotrun.head.planner import plan
@@ -71,6 +71,7 @@ class Head:
         self._answers: list[tuple[asyncio.Future[JobState], JobState]] = []  # given once they are in the bucket
         self._changed = asyncio.Event()
         self._look_now = asyncio.Event()
+        self._exhausted: frozenset[str] = frozenset()  # pools in which no more machines are replaced, as was noted
         self._turned_at = self._awake_since = self._ready_at = 0.0
 
     # What links and the control socket call.
@@ -87,6 +88,8 @@ class Head:
             self.note("node", f"{report.node} joined")
         if report.phase == "ready" and (new or before is None or before.report.phase != "ready"):
             self._ready_at = time.time()
+        if report.unfit and (new or before is None or before.report.unfit != report.unfit):
+            self.note("unfit", f"{report.node} takes no job: {'; '.join(report.unfit)}")
         if report.notice and (new or before is None or before.report.notice is None):
             self.note("notice", f"{report.node} will be taken: {report.notice.kind}")
             self._look_now.set()
@@ -251,7 +254,7 @@ class Head:
                 self.note(*said)
             job = apply(job, action, now)
             if isinstance(action, Recreate):
-                await self._recreate(action.node, now)
+                await self._recreate(action, now)
             if isinstance(action, Finish | Hold):
                 self._look_now.set()
         return job
@@ -272,12 +275,21 @@ class Head:
             waiting_since=max(self._ready_at, self.job.submitted),
             awake_since=self._awake_since,
             vanished=frozenset(n for n, at in unseen.items() if self.fleet.state_of(n, at) in ("terminated", "gone")),
+            machines=tuple(
+                Machine(each.name, each.pool, each.state, each.created, self._has_joined(each.name, each.created))
+                for each in self.fleet.instances or ()
+            ),
         )
 
-    async def _recreate(self, node: str, now: float) -> None:
+    def _has_joined(self, name: str, created: float) -> bool:
+        seen = self._agents.get(name)
+        return seen is not None and seen.heard >= created
+
+    async def _recreate(self, action: Recreate, now: float) -> None:
         try:
-            if await self.fleet.recreate(node, now):
-                self.note("node", f"{node} does not answer: asked the cloud for another in its place")
+            if await self.fleet.recreate(action.node, now):
+                why = action.why or "does not answer"
+                self.note("node", f"{action.node}: {why}: asked the cloud for another in its place")
         except SpotrunError as error:
             self.note("cloud", str(error))
 
@@ -328,9 +340,7 @@ class Head:
                     self.note("cloud", f"pool {problem.pool}: {problem.message}")
                 needed = self._needed(time.time())
                 if needed is not None:
-                    # Also of a generation that has ended: they may hold the only copy of the state.
-                    members = self.job.last if self.job else ()
-                    await self.fleet.scale(needed, [member.node for member in members])
+                    await self._scale(needed)
                 self._forget()
             except SpotrunError as error:
                 log.warning("%s", error)
@@ -339,6 +349,17 @@ class Head:
                 async with asyncio.timeout(self._poll_seconds):
                     await self._look_now.wait()
             self._look_now.clear()
+
+    async def _scale(self, needed: int) -> None:
+        if self.job is None:
+            return await self.fleet.scale(needed, ())
+        view = self._view(time.time())
+        for pool in sorted(repair.exhausted(view) - self._exhausted):
+            self.note("cloud", f"pool {pool}: {repair.problems(view)[pool]}")
+        self._exhausted = repair.exhausted(view)
+        # Also of a generation that has ended: they may hold the only copy of the state.
+        members = [member.node for member in self.job.last]
+        return await self.fleet.scale(needed, members, repair.useless(view), repair.closed(view))
 
     async def _check_epoch(self) -> None:
         """Raise `SystemExit` if another head has taken over: it has read the state that this one would change."""

@@ -51,12 +51,24 @@ class Node:
 
 
 @dataclass(frozen=True)
+class Machine:
+    """A machine of a pool as the cloud lists it. joined: whether its own agent has been heard, not a predecessor's."""
+
+    name: str
+    pool: str
+    state: str
+    created: float
+    joined: bool
+
+
+@dataclass(frozen=True)
 class View:
     """All that a decision may rest on.
 
     expected: how many nodes the pools have been asked for. waiting_since: when the newest node became ready, or the
     job came. awake_since: since when the head has been running without a gap. vanished: members of which this head has
-    not heard and whose machines the cloud does not have any more.
+    not heard and whose machines the cloud does not have any more. machines: all that the cloud lists; none if it cannot
+    be asked.
     """
 
     now: float
@@ -66,6 +78,7 @@ class View:
     waiting_since: float = 0.0
     awake_since: float = 0.0
     vanished: frozenset[str] = frozenset()
+    machines: tuple[Machine, ...] = ()
 
     def members(self) -> list[Node | None]:
         """The current generation's nodes in rank order; None for one whose machine or agent is another now."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from spotrun.head import health
+from spotrun.head import health, repair
 from spotrun.head.health import Node, View
 from spotrun.head.state import (
     Action,
@@ -50,7 +50,7 @@ def plan(view: View) -> tuple[Action, ...]:
     spec = JobSpec.model_validate(job.spec)
     if spec.budget is not None and job.cost >= spec.budget and not job.stopping and job.ending is None:
         return (Stop(f"the budget of ${spec.budget:g} is spent"),)
-    lost = _replacements(view, spec)
+    lost = (*_replacements(view, spec), *repair.replacements(view))
     if job.current is None:
         return (*_assemble(view, spec), *lost)
     return (*_supervise(view, spec), *lost)

@@ -15,6 +15,7 @@ from spotrun.wire import Document, Failure, Generation, Manifest, Member, StateR
 
 Phase = Literal["queued", "starting", "running", "draining", "waiting", "finishing", "succeeded", "failed", "stopped"]
 ENDED = ("succeeded", "failed", "stopped")
+REPLACED = 100  # machines replaced that a job remembers
 
 
 class Cause(Document):
@@ -60,6 +61,15 @@ class Ending(Document):
     phase: Literal["succeeded", "stopped", "failed"]
     reason: str = ""
     deadline: float = 0.0  # finish without the checkpoint then; 0: not yet counting
+
+
+class Replacement(Document):
+    """A machine that never served, for which the cloud was asked for another."""
+
+    node: str
+    pool: str
+    why: str
+    at: float
 
 
 class Progress(Document):
@@ -110,6 +120,7 @@ class JobState(Document):
     node_seconds: float = 0.0
     cost: float = 0.0  # USD, as far as prices are known
     counted_at: float = 0.0  # node_seconds are counted up to here
+    replaced: tuple[Replacement, ...] = ()  # in order; the newest `REPLACED`
 
     @property
     def ended_already(self) -> bool:
@@ -195,16 +206,21 @@ class Finish:
 
 @dataclass(frozen=True)
 class Recreate:
-    """Replace a machine that is lost but that the cloud still counts."""
+    """Replace a machine that is lost but that the cloud still counts.
+
+    why: of one that never served; such are counted, see `head.repair`.
+    """
 
     node: str
+    pool: str = ""
+    why: str = ""
 
 
 Action = Start | Hold | Drain | Save | Unsave | Fail | Dump | Stop | Conclude | Finish | Recreate
 
 
 def apply(job: JobState, action: Action, now: float) -> JobState:
-    """The job after the action. `Recreate` changes nothing here."""
+    """The job after the action."""
     match action:
         case Start():
             job = _end_generation(job, action.cause, now)
@@ -248,6 +264,9 @@ def apply(job: JobState, action: Action, now: float) -> JobState:
             job = _end_generation(job, None, now)
             final = {"phase": action.phase, "reason": action.reason, "ended": now, "saving": None, "ending": None}
             return job.model_copy(update=final)
+        case Recreate() if action.why:
+            made = Replacement(node=action.node, pool=action.pool, why=action.why, at=now)
+            return job.model_copy(update={"replaced": (*job.replaced, made)[-REPLACED:]})
         case Recreate():
             return job
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from spotrun.cloud.base import Instance
-from spotrun.head import ledger
+from spotrun.head import ledger, repair
 from spotrun.head.fleet import Fleet
 from spotrun.head.health import View
-from spotrun.head.state import Action, Drain, Fail, Finish, Hold, JobState, Start, Stop, Unsave
+from spotrun.head.state import ENDED, Action, Drain, Fail, Finish, Hold, JobState, Start, Stop, Unsave
 from spotrun.spec import ClusterSpec
 
 EVENTS = 50  # newest ones in a status document
@@ -26,6 +26,8 @@ def status(
     """Everything an operator may want to know, as JSON values."""
     instances = fleet.instances or []
     problems = {problem.pool: problem.message for problem in fleet.problems}
+    for pool, problem in (repair.problems(view) if view and view.job.phase not in ENDED else {}).items():
+        problems[pool] = "; ".join(filter(None, [problem, problems.get(pool)]))
     return {
         "cluster": cluster.name,
         "head": {"epoch": epoch, "description": cluster.digest},
