@@ -164,3 +164,21 @@ def test_what_the_fake_does_not_know_fails_the_test() -> None:
             direct.open(urllib.request.Request(f"{fake.endpoint}/bucket/a?acl", data=b"", method="PUT"))
         with pytest.raises(AssertionError, match=r"PUT /bucket/a\?acl"):
             stack.close()
+
+
+def test_a_large_object_is_fetched_in_ranges(tmp_path: Path) -> None:
+    """Each a request of its own, put together in order; the last one is short."""
+    data = os.urandom(1 << 20) * 70 + b"the end"
+    (tmp_path / "data").write_bytes(data)
+    with fakegcs.running("bucket") as gcs, pytest.MonkeyPatch.context() as patch:
+        for name, value in gcs.environment.items():
+            patch.setenv(name, value)
+        store = Store("gs://bucket")
+        store.put("shard", tmp_path / "data")
+        before = len(gcs.requests)
+        store.fetch("shard", tmp_path / "again")
+        assert (tmp_path / "again").read_bytes() == data
+        assert sorted(verb for verb, _ in gcs.requests[before:]) == ["GET", "GET", "GET", "HEAD"]
+        store.put("empty", b"")
+        store.fetch("empty", tmp_path / "empty")
+        assert (tmp_path / "empty").read_bytes() == b""
