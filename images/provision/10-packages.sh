@@ -5,11 +5,7 @@ set -euo pipefail
 source "${IMAGE:?}/provision/lib.sh"
 
 systemctl mask apt-daily.timer apt-daily-upgrade.timer apt-daily.service apt-daily-upgrade.service
-install -D -m 0644 /dev/stdin /etc/apt/apt.conf.d/99-spotrun <<'CONF'
-APT::Periodic::Enable "0";
-APT::Periodic::Update-Package-Lists "0";
-APT::Periodic::Unattended-Upgrade "0";
-CONF
+put 0644 /etc/apt/apt.conf.d/99-spotrun
 apt-get -q update
 apt-get -q -y purge unattended-upgrades
 install_packages ca-certificates curl gnupg sudo openssh-server openssl bsdutils kmod udev pciutils numactl e2fsprogs mdadm

@@ -1,0 +1,179 @@
+"""`make image-versions`: what images are pinned to, and what is newest in the registries that can be reached.
+
+    python -m images.versions [--json]
+
+Debian's packages are looked up with apt, where this machine's apt has Debian 12 (run `apt-get update` before), Python's
+with pip. A registry that cannot be reached is said to be so; nothing is guessed. Exit status 1 if something pinned is
+not in its registry any more, as a kernel that Debian has replaced.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+TIMEOUT = 20.0  # seconds for a registry to answer
+SUITE = "bookworm"
+NEWEST_KERNEL = "linux-image-cloud-amd64"  # it depends on the one that is newest
+EFA_RELEASES = "https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/efa-changelog.md"
+SSM_RELEASES = "https://s3.amazonaws.com/ec2-downloads-windows/SSMAgent/latest/VERSION"
+EIC_RELEASES = "https://api.github.com/repos/aws/aws-ec2-instance-connect-config/commits/master"
+
+
+@dataclass(frozen=True)
+class Row:
+    """newest: empty if its registry does not tell; `note` says why. there: whether the pinned one can still be had."""
+
+    name: str
+    pinned: str
+    newest: str
+    there: bool | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Registries:
+    """How the registries are asked. Both raise OSError if they are out of reach."""
+
+    run: Callable[[list[str]], str]  # a command's output
+    get: Callable[[str], bytes]  # what is at a URL
+
+
+def main(argv: list[str]) -> int:
+    rows = compare(read(HERE / "versions.env"), read(HERE / "sources.env"), Registries(run, fetch))
+    print(json.dumps([asdict(row) for row in rows], indent=1) if "--json" in argv else table(rows))
+    return 1 if any(row.there is False for row in rows) else 0
+
+
+def read(path: Path) -> dict[str, str]:
+    """The values of versions.env or sources.env, as they are written."""
+    lines = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
+    return dict(line.split("=", 1) for line in lines)
+
+
+def run(command: list[str]) -> str:
+    """A command's output. Raises OSError if it fails."""
+    try:
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT).stdout
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        raise OSError(f"`{' '.join(command[:4])} …` failed") from error
+
+
+def fetch(url: str) -> bytes:
+    """What is at a URL. Raises OSError."""
+    with urllib.request.urlopen(url, timeout=TIMEOUT) as answer:
+        data: bytes = answer.read()
+        return data
+
+
+def compare(pinned: dict[str, str], sources: dict[str, str], ask: Registries) -> list[Row]:
+    """A row for each thing pinned."""
+    return [
+        *_debian(pinned, ask),
+        _torch(pinned["TORCH"], ask),
+        *_nvidia(pinned, f"{sources['NVIDIA_REPOSITORY']}/Packages.gz", ask),
+        _page("EFA_INSTALLER", pinned["EFA_INSTALLER"], EFA_RELEASES, r"\| (\d+\.\d+\.\d+) \|", ask),
+        _page("AWS_OFI_NCCL", pinned["AWS_OFI_NCCL"], EFA_RELEASES, r"OFI NCCL [Pp]lugin (\d+\.\d+\.\d+)", ask),
+        _page("EC2_INSTANCE_CONNECT", pinned["EC2_INSTANCE_CONNECT"], EIC_RELEASES, r'"sha":\s*"([0-9a-f]{40})"', ask),
+        _page("SSM_AGENT", pinned["SSM_AGENT"], SSM_RELEASES, r"(\d+(?:\.\d+){3})", ask),
+    ]
+
+
+def table(rows: list[Row]) -> str:
+    """For people."""
+    lines = [f"{'':22}{'pinned':24}{'newest':24}"]
+    for row in rows:
+        note = row.note or ("not to be had any more" if row.there is False else "")
+        lines.append(f"{row.name:22}{row.pinned[:22]:24}{row.newest[:22] or '?':24}{note}".rstrip())
+    return "\n".join(lines)
+
+
+def order(version: str) -> tuple[tuple[int, str], ...]:
+    """Sorts versions of one package that differ in their numbers alone, as those here do."""
+    return tuple((int(part), "") if part.isdigit() else (-1, part) for part in re.findall(r"\d+|\D+", version))
+
+
+def _debian(pinned: dict[str, str], ask: Registries) -> list[Row]:
+    packages = {
+        "KERNEL": f"linux-image-{pinned['KERNEL_ABI']}",
+        "PYTHON": f"python{pinned['PYTHON']}",
+        "CHRONY": "chrony",
+        "NODE_EXPORTER": "prometheus-node-exporter",
+    }
+    names = ["KERNEL_ABI", *packages]
+    try:
+        listed = ask.run(["apt-cache", "madison", *packages.values()])
+        kernels = ask.run(["apt-cache", "depends", NEWEST_KERNEL])
+    except OSError as error:
+        return [Row(name, pinned[name], "", note=f"apt was not asked: {error}") for name in names]
+    if SUITE not in listed:
+        return [Row(name, pinned[name], "", note=f"this machine's apt has no Debian {SUITE}") for name in names]
+    found: dict[str, list[str]] = {"KERNEL_ABI": re.findall(r"Depends: linux-image-(\S+)", kernels)}
+    for name, package in packages.items():
+        found[name] = re.findall(rf"^ *{re.escape(package)} \| +(\S+) \| .*{SUITE}", listed, re.MULTILINE)
+    found["PYTHON"] = [".".join(each.split(".")[:2]) for each in found["PYTHON"]]
+    rows = []
+    for name in names:
+        newest = max(found[name], key=order, default="")
+        # Of kernels, the one pinned may have a package although it is not the newest.
+        there = pinned[name] in found[name] or (name == "KERNEL_ABI" and bool(found["KERNEL"]))
+        rows.append(Row(name, pinned[name], newest, there))
+    return rows
+
+
+def _torch(pinned: str, ask: Registries) -> Row:
+    try:
+        said = ask.run([sys.executable, "-m", "pip", "index", "versions", "torch"])
+    except OSError as error:
+        return Row("TORCH", pinned, "", note=f"pip was not asked: {error}")
+    found = [each.partition("+")[0] for each in re.findall(r"(?<=[ ,(])\d+(?:\.\d+)+(?:\+\w+)?", said)]
+    return Row("TORCH", pinned, max(found, key=order, default=""), pinned in found)
+
+
+def _nvidia(pinned: dict[str, str], url: str, ask: Registries) -> list[Row]:
+    wanted = {
+        "NVIDIA_DRIVER": ("nvidia-driver-cuda", f"{pinned['NVIDIA_DRIVER']}-1"),
+        "fabric manager": ("nvidia-fabricmanager", f"{pinned['NVIDIA_DRIVER']}-1"),
+        "DCGM": ("datacenter-gpu-manager-4-core", pinned["DCGM"]),
+        "DCGM_EXPORTER": ("datacenter-gpu-manager-exporter", pinned["DCGM_EXPORTER"]),
+    }
+    try:
+        index = gzip.decompress(ask.get(url)).decode()
+    except (OSError, EOFError, ValueError) as error:
+        note = f"NVIDIA's registry was not reached: {_reason(error)}"
+        return [Row(name, version, "", note=note) for name, (_, version) in wanted.items()]
+    rows = []
+    for name, (package, version) in wanted.items():
+        form = rf"^Package: {re.escape(package)}\n(?:[^\n]+\n)*?Version: ([^\n]+)$"
+        found = re.findall(form, index, re.MULTILINE)
+        rows.append(Row(name, version, max(found, key=order, default=""), version in found))
+    return rows
+
+
+def _page(name: str, pinned: str, url: str, form: str, ask: Registries) -> Row:
+    """The newest is what a page names first."""
+    host = url.split("/")[2]
+    try:
+        found = re.search(form, ask.get(url).decode(errors="replace"))
+    except OSError as error:
+        return Row(name, pinned, "", note=f"{host} was not reached: {_reason(error)}")
+    if not found:
+        return Row(name, pinned, "", note=f"{host} names no version where it used to")
+    return Row(name, pinned, found[1])
+
+
+def _reason(error: Exception) -> str:
+    return f"HTTP {error.code}" if isinstance(error, urllib.error.HTTPError) else str(getattr(error, "reason", error))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

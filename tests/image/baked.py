@@ -1,0 +1,79 @@
+"""Bake an image into a folder: what `make image` uploads, then the provisioning scripts, twice."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from images.versions import read
+from tests.image import registry
+from tests.image.root import CODE, GENTLE, Root, run
+
+IMAGE = "/tmp/image"
+COMMIT, BUILT = "c0ffee" + "0" * 34, "20261121-093000"
+PATIENCE = 1800.0  # seconds for a run of scripts on a slow machine
+PYTHON = "3.11"  # Debian 12's
+
+
+@dataclass(frozen=True)
+class Supplies:
+    """What an image is made of besides Debian: all of it on this machine."""
+
+    folder: Path
+    pinned: dict[str, str]
+    changed: dict[str, str]  # versions and sources of the stand-ins
+
+
+def prepare(folder: Path) -> Supplies:
+    """Download Python's packages, build spotrun's, make the stand-ins."""
+    (folder / "wheel").mkdir(parents=True)
+    pip = [*GENTLE, sys.executable, "-m", "pip"]
+    _pip([*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder / "wheel"), str(CODE)])
+    (wheel,) = (folder / "wheel").glob("spotrun-*.whl")
+    where = ["--dest", str(folder / "wheels"), "--only-binary=:all:", "--python-version", PYTHON]
+    _pip([*pip, "download", "--quiet", *where, "-c", str(CODE / "constraints.txt"), f"{wheel}[train,gcp,aws]"])
+    pinned = read(CODE / "images/versions.env")
+    return Supplies(folder, pinned, registry.serve(folder / "registry", pinned))
+
+
+def upload(root: Root, supplies: Supplies) -> None:
+    """As Packer does it."""
+    target = root.path(IMAGE)
+    target.mkdir(parents=True)
+    for name in ("provision", "root"):
+        shutil.copytree(CODE / "images" / name, target / name)
+    shutil.copy(CODE / "constraints.txt", target)
+    shutil.copytree(supplies.folder / "wheel", target / "wheel")
+    for name in ("versions.env", "sources.env"):
+        text = (CODE / "images" / name).read_text()
+        for key, value in supplies.changed.items():
+            text = re.sub(rf"^{key}=.*$", f"{key}={value}", text, flags=re.MULTILINE)
+        (target / name).write_text(text)
+
+
+def provision(root: Root, supplies: Supplies, cloud: str, first: int, last: int) -> str:
+    """Run the scripts with these numbers; what they said. AssertionError if one fails."""
+    environment = {
+        "IMAGE": IMAGE,
+        "CLOUD": cloud,
+        "SPOTRUN_COMMIT": COMMIT,
+        "SPOTRUN_BUILT": BUILT,
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": str(supplies.folder / "wheels"),
+    }
+    command = ["bash", f"{IMAGE}/provision/run.sh", str(first), str(last)]
+    done = root.run(*command, env=environment, bind=(str(supplies.folder),), timeout=PATIENCE)
+    assert done.returncode == 0, done.stdout[-8000:]
+    return done.stdout
+
+
+def _pip(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+__all__ = ["BUILT", "COMMIT", "IMAGE", "Supplies", "prepare", "provision", "run", "upload"]

@@ -1,0 +1,138 @@
+"""A Debian in a folder, in which the provisioning scripts run as they do in the machine that becomes an image.
+
+Whatever is mounted for that is mounted in a namespace of its own, and gone with the last process in it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+CODE = Path(__file__).parent.parent.parent
+SUITE = "bookworm"
+# What clouds' base images of Debian have, and debootstrap's smallest variant lacks.
+BASE = (
+    "systemd",
+    "systemd-sysv",
+    "dbus",
+    "libpam-systemd",
+    "udev",
+    "openssh-server",
+    "sudo",
+    "ca-certificates",
+    "gpgv",
+)
+TOOLS = ("debootstrap", "unshare", "chroot", "dpkg-deb", "gpg", "systemd-analyze")
+GENTLE = ("nice", "-n", "19")  # hours of processor time beside which others measure things
+
+_ENTER = """
+set -eu
+root=$1; shift
+mount -t proc proc "$root/proc"
+mount --rbind --make-rslave /sys "$root/sys"
+mount -t tmpfs -o mode=755 tmpfs "$root/dev"
+mkdir "$root/dev/shm" "$root/dev/pts"
+mount -t tmpfs -o mode=1777 tmpfs "$root/dev/shm"
+for name in null zero full random urandom tty; do
+    touch "$root/dev/$name"; mount --bind "/dev/$name" "$root/dev/$name"
+done
+ln -s /proc/self/fd "$root/dev/fd"
+ln -s fd/0 "$root/dev/stdin"
+ln -s fd/1 "$root/dev/stdout"
+ln -s fd/2 "$root/dev/stderr"
+mount -t tmpfs -o mode=755 tmpfs "$root/run"
+mkdir "$root/run/lock" "$root/run/sshd"
+touch "$root/etc/resolv.conf"
+mount --bind "$(readlink -f /etc/resolv.conf)" "$root/etc/resolv.conf"
+while [ "$1" != -- ]; do
+    mkdir -p "$root$1"; mount --rbind "$1" "$root$1"; shift
+done
+shift
+exec chroot "$root" "$@"
+"""
+
+
+def missing() -> list[str]:
+    """What this needs and does not find here."""
+    found = [tool for tool in TOOLS if shutil.which(tool, path=f"{os.defpath}:/usr/sbin:/sbin") is None]
+    found += [] if os.getuid() == 0 else ["root"]
+    return found or ([] if sources() else [f"Debian {SUITE} among this machine's apt sources"])
+
+
+def sources() -> list[tuple[str, str]]:
+    """(URL, suite) of Debian 12's archives as this machine's apt has them; the release's own first."""
+    form = "$(REPO_URI) $(RELEASE) $(COMPONENT)"
+    if shutil.which("apt-get") is None:
+        return []
+    listed = run(["apt-get", "indextargets", "--format", form, "Created-By: Packages"]).stdout.splitlines()
+    found = [tuple(line.split()) for line in listed]
+    return sorted(
+        {(url, suite) for url, suite, part in found if part == "main" and suite.split("-")[0] == SUITE}, key=_rank
+    )
+
+
+def _rank(source: tuple[str, str]) -> tuple[int, str]:
+    return len(source[1]), source[1]
+
+
+class Root:
+    """folder: of the file system."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def bootstrap(self) -> None:
+        """Fill the folder with Debian's smallest system and what a cloud's image has besides."""
+        command = ["debootstrap", "--variant=minbase", f"--include={','.join(BASE)}", SUITE]
+        archives = sources()
+        run([*GENTLE, *command, str(self.folder), archives[0][0]], timeout=900)
+        lines = [f"deb {url} {suite} main\n" for url, suite in archives]
+        self.path("/etc/apt/sources.list").write_text("".join(lines))
+
+    def copy(self, folder: Path) -> Root:
+        run([*GENTLE, "cp", "--archive", "--reflink=auto", str(self.folder), str(folder)], timeout=600)
+        return Root(folder)
+
+    def path(self, path: str) -> Path:
+        return self.folder / path.lstrip("/")
+
+    def run(
+        self, *command: str, env: Mapping[str, str] | None = None, bind: tuple[str, ...] = (), timeout: float = 60
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command in it as root, with these folders of this machine at the same place. Nothing of it is left."""
+        return run(self.enter(*command, bind=bind), env=env, timeout=timeout, check=False)
+
+    def enter(self, *command: str, bind: tuple[str, ...] = ()) -> list[str]:
+        """The command that runs a command in it."""
+        inside = ["sh", "-c", _ENTER, "enter", str(self.folder), *bind, "--", *command]
+        return [*GENTLE, "unshare", "--mount", "--pid", "--fork", "--kill-child", *inside]
+
+    def remove(self) -> None:
+        shutil.rmtree(self.folder)
+
+
+def run(
+    command: list[str], env: Mapping[str, str] | None = None, timeout: float = 60, check: bool = True
+) -> subprocess.CompletedProcess[str]:
+    """Run to the end, output and errors together. AssertionError with all it said if it fails and `check` is set."""
+    environment = {
+        "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+        "LC_ALL": "C.UTF-8",
+        "HOME": "/root",
+    }
+    done = subprocess.run(
+        command,
+        env={**environment, **(env or {})},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    if check:
+        assert done.returncode == 0, f"{command}: exit status {done.returncode}\n{done.stdout[-8000:]}"
+    return done
