@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from spotrun.errors import SpotrunError
-from spotrun.node import code
+from spotrun.node import code, network
 from spotrun.node import group as groups
 from spotrun.node.job import Job
 from spotrun.node.link import Link
@@ -73,6 +73,8 @@ class Agent:
         self.boot = uuid.uuid4().hex
         self.pool = attributes["spotrun-pool"]
         self._devices = max(1, gpu_count())
+        self._environment = network.environment(network.gather(identity.address))
+        log.info("workers' environment: %s", " ".join(f"{k}={v}" for k, v in self._environment.items()) or "as it is")
         self._order: Order | None = None
         self._notice: Notice | None = None
         self._wake = asyncio.Event()
@@ -168,7 +170,7 @@ class Agent:
             await asyncio.to_thread(self._remove_old, bundle)
             self._job = Job(
                 bundle, self.store, self.identity.address, self._devices, self._settings.tmpfs, self._settings.scratch,
-                self._wake.set,
+                self._wake.set, self._environment,
             )  # fmt: skip
             self._job.begin()
 

@@ -50,7 +50,8 @@ async def _live(settings: Settings, systemd: Systemd) -> None:
     async with await detect() as metadata:
         identity, attributes = await _who_am_i(metadata)
         identity = replace(identity, name=settings.name or identity.name)
-        os.environ.setdefault("AWS_REGION", identity.region)  # for the bucket, and whatever a job asks of AWS
+        if attributes["spotrun-bucket"].startswith("s3://"):
+            os.environ.setdefault("AWS_REGION", identity.region)  # for the bucket, and whatever a job asks of AWS
         store = await asyncio.to_thread(Store, attributes["spotrun-bucket"])
         agent = Agent(settings, identity, attributes, store, systemd)
         systemd.status("looking whether this machine is fit")

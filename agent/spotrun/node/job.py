@@ -7,7 +7,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from spotrun.node.entry import Task
 from spotrun.node.group import Group, create
 from spotrun.node.launcher import Launcher
 from spotrun.node.preload import LONGEST, SOCKETS
-from spotrun.node.process import loopback
 from spotrun.spec import JobSpec
 from spotrun.store import Store
 from spotrun.wire import Bundle, Failure, Generation
@@ -32,11 +31,14 @@ QUIET_TRIES = 3  # the bucket may be away for a moment: not reported as a failur
 
 
 class Job:
-    """What one bundle needs on this node. Folders: `tmpfs`/<job>/slots, control; `scratch`/code, packages, logs."""
+    """What one bundle needs on this node. Folders: `tmpfs`/<job>/slots, control; `scratch`/code, packages, logs.
+
+    environment: what workers get unless the agent's own environment or the job file says otherwise.
+    """
 
     def __init__(
         self, bundle: Bundle, store: Store, address: str, devices: int, tmpfs: Path, scratch: Path,
-        changed: Callable[[], None],
+        changed: Callable[[], None], environment: Mapping[str, str],
     ) -> None:  # fmt: skip
         self.bundle = bundle
         self.failure: Failure | None = None  # why it cannot be made ready
@@ -46,7 +48,7 @@ class Job:
         self.control = tmpfs / bundle.id / "control"
         self.logs = scratch / "logs" / bundle.id
         self._store, self._address, self._devices, self._scratch = store, address, devices, scratch
-        self._changed = changed
+        self._changed, self._environment = changed, environment
         self._root = Path()
         self._launcher = Launcher(self._hear)
         self._setup: asyncio.Task[None] | None = None
@@ -148,15 +150,12 @@ class Job:
         self._root = await asyncio.to_thread(code.fetch, self._store, bundle.code, self._scratch / "code")
         if not (self._root / spec.script).is_file():
             raise CorruptError(f"the bundle has no {spec.script}; submit the job again")
-        env = dict(os.environ) | spec.env
+        env = {**self._environment, **os.environ, **spec.env}
         packages = await code.install(spec.requirements, self._scratch / "packages", env)
         paths = [str(packages or ""), spec.env.get("PYTHONPATH", ""), os.environ.get("PYTHONPATH", "")]
         env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         if self.procs > 1:
             env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, so that they do not get in each other's way
-        if loopback(self._address):
-            env.setdefault("GLOO_SOCKET_IFNAME", "lo")
-            env.setdefault("NCCL_SOCKET_IFNAME", "lo")
         env |= await asyncio.to_thread(_make_room, self.slots.parent / "launcher")
         modules = await asyncio.to_thread(code.imports, self._root, spec.script)
         await self._launcher.begin(self._address, self.procs, env, modules)

@@ -182,7 +182,11 @@ class Workers(SimpleElasticAgent):
         return dict(enumerate(pids))
 
     def _environment(self, group: WorkerGroup, local_rank: int, generation: int) -> dict[str, str]:
-        """What torchrun sets (https://docs.pytorch.org/docs/stable/elastic/run.html, "Environment Variables")."""
+        """What torchrun sets (https://docs.pytorch.org/docs/stable/elastic/run.html, "Environment Variables").
+
+        But for TORCH_NCCL_ASYNC_ERROR_HANDLING=1, which has a worker abort its communicators before it ends, and that
+        may hang with a peer gone. torch's own default, 3, ends it at once (ProcessGroupNCCL.hpp).
+        """
         spec, worker = group.spec, group.workers[local_rank]
         return {
             "RANK": str(worker.global_rank),
@@ -200,7 +204,6 @@ class Workers(SimpleElasticAgent):
             "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
             "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         }
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
