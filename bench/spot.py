@@ -46,7 +46,7 @@ class Spotrun:
         self._folder = folder
         os.environ["SPOTRUN_HOME"] = str(home(folder))
         try:
-            spec = cluster.load(str(_write_cluster(folder)))
+            spec = cluster.load(str(write_cluster(folder)))
             cluster.up(spec)
             self._access = cluster.access(spec)
             self._cloud = _find(folder)
@@ -131,7 +131,8 @@ def _find(folder: Path) -> LocalCloud:
     return cloud
 
 
-def _write_cluster(folder: Path) -> Path:
+def write_cluster(folder: Path) -> Path:
+    """A cluster file for this folder's cluster."""
     cluster = {
         "name": CLUSTER,
         "cloud": "local",

@@ -1,0 +1,183 @@
+"""How long an agent takes on the local cloud from its process's start until the head has its first report, and on what.
+
+python -m bench.startup [--runs 5] [--out bench/RESULTS.md]
+
+The agent tells its service manager when it has joined (sd_notify): that is the moment that counts. A second process,
+with the same to do, is timed part by part; and for comparison `import torch`, for which a node does not wait.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import psutil
+
+from bench.processes import adopt_orphans, sweep
+from bench.report import describe_machine, write_section
+from bench.spot import home, remove, write_cluster
+from bench.systems import BenchError
+
+GOAL = 1.0  # seconds
+PATIENCE = 60.0
+AGENT = ("-m", "spotrun.cli", "agent")
+JOINED = "from process start to joined"
+INTERPRETER = "the interpreter"
+TORCH = "for comparison: `python -c 'import torch'`"
+# What the agent does until it joins, in its own modules' words; each line of output: a name and seconds.
+PARTS = """
+import asyncio, os, time
+began = time.perf_counter()
+import spotrun.node.boot, spotrun.cli
+def say(name):
+    global began
+    now = time.perf_counter(); print(name, now - began, flush=True); began = now
+say("imports")
+from spotrun.node import boot, fitness
+from spotrun.node.agent import Agent, Settings
+from spotrun.node.metadata import detect
+from spotrun.notify import Systemd
+from spotrun.store import Store
+async def main():
+    async with await detect() as metadata:
+        identity, attributes = await boot._who_am_i(metadata)
+        say("metadata")
+        store = await asyncio.to_thread(Store, attributes["spotrun-bucket"])
+        agent = Agent(Settings.from_env(), identity, attributes, store, Systemd())
+        say("bucket, agent")
+        assert not await fitness.check(lambda: boot._look(agent, Settings.from_env(), metadata))
+        say("health gate")
+        agent._publish()
+        joined = asyncio.Event()
+        agent.link._on_joined = joined.set
+        link = asyncio.create_task(agent.link.run())
+        await joined.wait()
+        say("head.json, TLS link, first report")
+        os._exit(0)
+asyncio.run(main())
+"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="bench.startup", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=Path("bench/RESULTS.md"))
+    args = parser.parse_args()
+    adopt_orphans()
+    try:
+        rows = measure(args.runs)
+    except BenchError as error:
+        print(f"bench-startup: {error}", file=sys.stderr)
+        return 1
+    finally:
+        sweep()
+    text = render(rows, describe_machine(), f"{datetime.now(UTC).date()}")
+    write_section(args.out, "startup", text)
+    print(f"{text}\nwritten to {args.out}")
+    return 0
+
+
+def measure(runs: int) -> dict[str, list[float]]:
+    """Seconds of each thing timed, by name, `runs` of each. The cluster is up and has no job and no nodes."""
+    from scripts import cluster
+    from spotrun.errors import SpotrunError
+
+    found: dict[str, list[float]] = {JOINED: [], INTERPRETER: []}
+    with tempfile.TemporaryDirectory(prefix="spotrun-startup-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        os.environ["SPOTRUN_HOME"] = str(home(folder))
+        try:
+            cluster.up(cluster.load(str(write_cluster(folder))))
+            environment = _environment(folder)
+            for _ in range(runs):
+                found[JOINED].append(_time_joining(environment, folder))
+                found[INTERPRETER].append(_time(["-c", "pass"], environment))
+                for part, seconds in _time_parts(environment):
+                    found.setdefault(part, []).append(seconds)
+                found.setdefault(TORCH, []).append(_time(["-c", "import torch"], environment))
+        except SpotrunError as error:
+            raise BenchError(str(error)) from error
+        finally:
+            remove(folder)
+    return found
+
+
+def render(rows: dict[str, list[float]], machine: str, day: str) -> str:
+    """The section of the results."""
+    joined = statistics.median(rows[JOINED])
+    goal = "held" if joined < GOAL else "not held"
+    lines = [
+        "## From an agent's start until it has joined",
+        "",
+        f"{day}, {machine}. On the local cloud, from the start of the process until the head has its first report; "
+        f"seconds, medians of {len(rows[JOINED])} runs. Goal: under {GOAL:g} s: {goal}. The parts are those of another "
+        "process that does the same. A first boot has besides: the machine's own boot, and on one with GPUs the matrix "
+        "product of the health gate, which imports torch once from a cold disk.",
+        "",
+        "| what | seconds | range |",
+        "|---|---|---|",
+    ]
+    for what, seconds in rows.items():
+        name = f"**{what}**" if what == JOINED else what
+        lines.append(f"| {name} | {statistics.median(seconds):.3f} | {min(seconds):.3f} to {max(seconds):.3f} |")
+    return "\n".join(lines) + "\n"
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    """That of a process on the head's machine, which has metadata server, bucket and head within reach."""
+    for process in psutil.process_iter():
+        try:
+            command, environment = process.cmdline(), process.environ()
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+        if command[1:4] == ["-m", "spotrun.cli", "head"] and str(home(folder)) in " ".join(environment.values()):
+            own = {name: str(folder / name) for name in ("SPOTRUN_TMPFS", "SPOTRUN_SCRATCH")}
+            return {**environment, **own, "SPOTRUN_NODE": "bench", "SPOTRUN_LOG": "WARNING"}
+    raise BenchError("the cluster that was brought up has no head")
+
+
+def _time_joining(environment: dict[str, str], folder: Path) -> float:
+    """Seconds until a new agent tells its service manager that it has joined."""
+    place = folder / "notify"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ear:
+        ear.bind(str(place))
+        ear.settimeout(PATIENCE)
+        began = time.perf_counter()
+        agent = subprocess.Popen([sys.executable, *AGENT], env={**environment, "NOTIFY_SOCKET": str(place)})
+        try:
+            while "READY=1" not in ear.recv(4096).decode():
+                pass
+            return time.perf_counter() - began
+        except TimeoutError:
+            raise BenchError(f"an agent has not joined within {PATIENCE:g} s") from None
+        finally:
+            agent.terminate()
+            agent.wait()
+            place.unlink()
+
+
+def _time_parts(environment: dict[str, str]) -> list[tuple[str, float]]:
+    command = [sys.executable, "-c", PARTS]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=PATIENCE, check=False)
+    if done.returncode != 0:
+        raise BenchError(f"the process that is timed part by part ended with {done.returncode}")
+    cells = [line.rpartition(" ") for line in done.stdout.splitlines()]
+    return [(name, float(seconds)) for name, _, seconds in cells]
+
+
+def _time(arguments: list[str], environment: dict[str, str]) -> float:
+    began = time.perf_counter()
+    subprocess.run([sys.executable, *arguments], env=environment, check=True)
+    return time.perf_counter() - began
+
+
+if __name__ == "__main__":
+    sys.exit(main())
