@@ -7,7 +7,7 @@ VENV    ?= .venv
 FAB     := $(VENV)/bin/fab
 CHECKOV := $(VENV)-checkov
 # A cluster in a cloud takes more packages: the cloud's own, and what its stacks are written with.
-CLOUD   := $(filter gcp aws,$(shell sed -nE 's/^cloud: *"?([a-z]+).*/\1/p' '$(CLUSTER)' 2>/dev/null))
+CLOUD   := $(filter gcp aws,$(shell sed -nE 's/^cloud: *[^a-z]?([a-z]+).*/\1/p' '$(CLUSTER)' 2>/dev/null))
 READY   := $(VENV)/.installed$(if $(CLOUD),-$(CLOUD))
 
 # Given by the user of a target; exported so that no shell but the last one interprets them.

@@ -6,6 +6,7 @@ import contextlib
 import json
 import shlex
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import paramiko
 
 from scripts.ssh import TIMEOUT, Access, StrictConnection, Unreachable, connect
-from spotrun.errors import SpotrunError
+from spotrun.errors import CredentialsError, SpotrunError
 from spotrun.head.ctl import NO_ANSWER, SILENCE
 
 Status = dict[str, Any]  # the status document
@@ -84,15 +85,20 @@ def await_head(access: Access, description: str, patience: float = PATIENCE) -> 
 
     Raises `Unreachable` after `patience` seconds.
     """
-    deadline = time.monotonic() + patience
+    deadline, told = time.monotonic() + patience, ""
     while True:
         try:
             found: Status = ask(access, "status")
             problem = "it has not read the cluster's new description yet"
             if found["head"].get("description") == description:
                 return found
+        except CredentialsError:
+            raise
         except SpotrunError as error:
             problem = str(error)
+        if patience > PATIENCE and problem != told:  # a wait that long is not to be a silent one
+            print(f"spotrun: waiting for the head: {problem}", file=sys.stderr, flush=True)
+            told = problem
         if time.monotonic() > deadline:
             raise Unreachable(f"the head of cluster {access.cluster} does not come up: {problem}") from None
         time.sleep(_PAUSE / 4)

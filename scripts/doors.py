@@ -11,7 +11,6 @@ import subprocess
 import threading
 import time
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,7 +18,8 @@ from spotrun.errors import CloudError
 from spotrun.wire import HostRecord
 
 TIMEOUT = 60.0  # seconds for a cloud's command line tool to answer
-KEY_TTL = "12h"  # how long OS Login takes the operator's key
+# How long OS Login takes the operator's key, and after how many seconds it is told again.
+KEY_TTL, KEY_AGAIN = "12h", 6 * 3600.0
 # EC2 Instance Connect keeps a pushed key for a minute
 # (https://docs.aws.amazon.com/ec2-instance-connect/latest/APIReference/API_SendSSHPublicKey.html).
 PUSHED = 45.0
@@ -62,15 +62,27 @@ class Iap:
 
     project: str
     key: Path
+    _known: dict[str, float] = field(default_factory=dict, repr=False)  # the account, and when the key was told
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def tunnel(self, head: HostRecord) -> list[str]:
         where = ["--project", self.project, "--zone", head.zone]
         tunnel = ["start-iap-tunnel", head.machine, str(head.port), "--listen-on-stdin"]
         return [require("gcloud"), "compute", *tunnel, *where, "--verbosity", "warning"]
 
-    @cached_property
+    @property
     def user(self) -> str:
-        """The POSIX account of whoever gcloud is logged in as; the key is registered on the way."""
+        """The POSIX account of whoever gcloud is logged in as; the key is registered on the way, and now and then."""
+        with self._lock:
+            for name, told in self._known.items():
+                if time.monotonic() - told < KEY_AGAIN:
+                    return name
+            name = self._register()
+            self._known.clear()
+            self._known[name] = time.monotonic()
+            return name
+
+    def _register(self) -> str:
         public = f"{self.key}.pub"
         words = ["compute", "os-login", "ssh-keys", "add", "--key-file", public, "--ttl", KEY_TTL]
         profile = _ask("gcloud", [*words, "--project", self.project, "--format", "json"])

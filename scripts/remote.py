@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -13,14 +14,15 @@ from scripts.hint import make
 from scripts.home import home
 from scripts.ssh import HEAD, Access, Unreachable
 from spotrun import cloud
+from spotrun.cloud import Instance
 from spotrun.cloud.local.layout import ensure_key
-from spotrun.errors import CredentialsError, SpotrunError
+from spotrun.errors import CloudError, NotFound, SpotrunError
 from spotrun.spec import ClusterSpec
 from spotrun.spec.names import bucket_url
 from spotrun.store import Store, cluster_key, head_key, host_key, queue_key
 
 BOOT = 900.0  # seconds that a new head may take: its machine, its image's boot, its first look at the bucket
-_LISTED = 10  # jobs that a message names
+_LISTED = 10  # names in a message
 
 
 def access(cluster: ClusterSpec, file: str) -> Access:
@@ -40,15 +42,11 @@ def plan(cluster: ClusterSpec, file: str) -> bool:
 
 def ready(cluster: ClusterSpec, file: str) -> control.Status:
     """`up`, unless the head is there already and knows this description: whoever only trains needs no Terraform."""
-    try:
-        status = control.ask(access(cluster, file), "status")
-        if status["head"].get("description") == cluster.digest:
-            return dict(status)
-    except CredentialsError:
-        raise
-    except SpotrunError:
-        pass  # not up, or not as described
-    return up(cluster, file)
+    way = _access(cluster, file)
+    if way.store.find(host_key(cluster.name, HEAD)) is None or not _described(cluster, way.store):
+        return up(cluster, file)
+    # The bucket says that it is up as described: what is wrong with the way in is not mended by Terraform.
+    return control.await_head(way, cluster.digest, BOOT)
 
 
 def up(cluster: ClusterSpec, file: str) -> control.Status:
@@ -57,7 +55,13 @@ def up(cluster: ClusterSpec, file: str) -> control.Status:
     _refuse_rebuild(cluster, way.store, file)
     preflight.check_tools(cluster)
     preflight.check_quotas(cluster)
-    stacks.synthesize(cluster, file, home()).apply()
+    made = stacks.synthesize(cluster, file, home())
+    if way.store.find(cluster_key(cluster.name)) is not None and not made.exists("pools"):
+        raise SpotrunError(
+            f"cluster {cluster.name} is up, but Terraform knows nothing of it here: {_whereabouts(cluster)}; it would"
+            " make a second one beside it"
+        )
+    made.apply()
     return control.await_head(way, cluster.digest, BOOT)
 
 
@@ -77,19 +81,56 @@ def down(cluster: ClusterSpec, file: str, everything: bool) -> str:
     stacks.check_tools()
     store = _access(cluster, file).store
     if everything:
-        _refuse_checkpoints(cluster, store, file)
+        _refuse_contents(cluster, store, file)
     made = stacks.synthesize(cluster, file, home())
     made.destroy("pools")
+    _refuse_leftovers(cluster)
     # Whoever looked at these now would take a cluster for up that is not.
-    store.delete([head_key(cluster.name), *store.list(f"clusters/{cluster.name}/hosts")])
+    store.delete([head_key(cluster.name), *_list(store, f"clusters/{cluster.name}/hosts")])
     if not everything:
-        again = make(file, "down", "ALL=1")
-        return (
-            f"cluster {cluster.name} is down; its network and its bucket stay, {store.url}; `{again}` removes them too"
-        )
-    store.delete(store.list(""))
+        rest = f"its network and its bucket stay, {store.url}; `{make(file, 'down', 'ALL=1')}` removes them too"
+        return f"cluster {cluster.name} is down; {rest}"
+    _refuse_contents(cluster, store, file)  # a job may have written until its machines ended
+    store.delete(_list(store, ""))
     made.destroy("base")
     return f"nothing is left of cluster {cluster.name}"
+
+
+def _refuse_leftovers(cluster: ClusterSpec) -> None:
+    """Raise `CloudError` if the cloud still has machines of a cluster that Terraform says is gone."""
+    left = [each for each in asyncio.run(_nodes(cluster)) if each.state in ("provisioning", "running")]
+    if left:
+        raise CloudError(
+            f"cluster {cluster.name} still has machines ({', '.join(each.name for each in left)}), and Terraform knows"
+            f" nothing of them here: {_whereabouts(cluster)}"
+        )
+
+
+async def _nodes(cluster: ClusterSpec) -> list[Instance]:
+    connection = cloud.connect(cluster)
+    try:
+        return await connection.nodes()
+    finally:
+        await connection.close()
+
+
+def _whereabouts(cluster: ClusterSpec) -> str:
+    """Where Terraform keeps what it knows, and where else that may be."""
+    if cluster.state is not None:
+        return f"state is {cluster.state}; did whoever made it say another, or none?"
+    return f"its state is in {home() / 'terraform'}; whoever made it has it elsewhere, or in a bucket (key state)"
+
+
+def _described(cluster: ClusterSpec, store: Store) -> bool:
+    return store.find(cluster_key(cluster.name)) == cluster.model_dump_json().encode()
+
+
+def _list(store: Store, prefix: str) -> list[str]:
+    """All keys; none of a bucket that is gone, as after a `down` that was broken off."""
+    try:
+        return store.list(prefix)
+    except NotFound:
+        return []
 
 
 def _access(cluster: ClusterSpec, file: str) -> Access:
@@ -132,14 +173,22 @@ def rebuilds(before: ClusterSpec, after: ClusterSpec) -> list[str]:
     return [*changed, *(f"zone {zone} is not used any more" for zone in left)]
 
 
-def _refuse_checkpoints(cluster: ClusterSpec, store: Store, file: str) -> None:
-    """Raise `SpotrunError` that names the jobs whose checkpoints are in the bucket."""
-    jobs = sorted({key.split("/")[1] for key in store.list("jobs") if "/checkpoints/" in key})
-    if not jobs:
+def _refuse_contents(cluster: ClusterSpec, store: Store, file: str) -> None:
+    """Raise `SpotrunError` that names what is in the bucket and not spotrun's to delete: checkpoints, users' data."""
+    keys = _list(store, "")
+    jobs = sorted({key.split("/")[1] for key in keys if key.startswith("jobs/") and "/checkpoints/" in key})
+    own = (f"clusters/{cluster.name}/", "code/", "jobs/")
+    others = [key for key in keys if not key.startswith(own)]
+    if not jobs and not others:
         return
-    named = ", ".join(jobs[:_LISTED]) + (f" and {len(jobs) - _LISTED} more" if len(jobs) > _LISTED else "")
+    what = [f"checkpoints of {_some(jobs)}"] if jobs else []
+    what += [f"what spotrun did not write ({_some(others)})"] if others else []
     tool = "gcloud storage rm --recursive" if cluster.cloud == "gcp" else "aws s3 rm --recursive"
     raise SpotrunError(
-        f"bucket {store.url} holds checkpoints, and those are never deleted by spotrun: {named};"
-        f" copy what you need, remove them (`{tool} {store.url}/jobs`), then `{make(file, 'down', 'ALL=1')}` again"
+        f"bucket {store.url} holds {' and '.join(what)}, which spotrun never deletes: copy what you need, remove it"
+        f" (`{tool} {store.url}/…`), then `{make(file, 'down', 'ALL=1')}` again"
     )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")

@@ -31,8 +31,10 @@ from spotrun.wire import HostRecord
 HEAD = "head"
 POOL = 16  # connections at once: hundreds of threads are slower than sixteen, not faster
 TIMEOUT = 10  # seconds for each stage of a connection
+ALIVE = 30  # seconds between two signs of life: Session Manager ends what is silent for long
 EXIT_TIMEOUT = 124  # of coreutils' timeout
 # What may stand in a known_hosts file: a line break in either would add a host or a key of its own.
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]*")
 _ADDRESS = re.compile(r"[A-Za-z0-9._:-]+")
 _KEY = re.compile(r"[a-z0-9@.-]+ [A-Za-z0-9+/]+=*( [ -~]*)?")
 
@@ -121,6 +123,8 @@ def read_host(access: Access, node: str) -> HostRecord:
         raise Unreachable(f"{access.store.url}/{key}: not a host record: {problem['msg']}") from None
     bad = [line for line in record.keys if not _KEY.fullmatch(line)]
     bad += [] if _ADDRESS.fullmatch(record.address) else [record.address]
+    # Words on a command line of the cloud's own tool: not to be taken for options.
+    bad += [name for name in (record.machine, record.zone) if name and not _NAME.fullmatch(name)]
     if bad:
         raise Unreachable(f"{access.store.url}/{key}: not a host record: {bad[0][:60]!r} is no address and no host key")
     return record
@@ -168,7 +172,7 @@ def shell(access: Access, node: str) -> None:
 def shell_command(access: Access, node: str) -> list[str]:
     """The command line of `shell`. Writes the known_hosts file that it names."""
     records = {name: read_host(access, name) for name in {HEAD, node}}
-    known = access.scratch / "known_hosts"
+    known = access.scratch / f"known_hosts-{node}"
     known.write_text("".join(f"{host_pattern(record)} {line}\n" for record in records.values() for line in record.keys))
     options = ["-F", "none", "-i", str(access.door.key)]
     for option in (
@@ -178,6 +182,7 @@ def shell_command(access: Access, node: str) -> list[str]:
         "GlobalKnownHostsFile=none",
         "UpdateHostKeys=no",
         f"ConnectTimeout={TIMEOUT}",
+        f"ServerAliveInterval={ALIVE}",
     ):
         options += ["-o", option]
     target, head, user = records[node], records[HEAD], access.door.user
@@ -239,6 +244,7 @@ def _open(access: Access, record: HostRecord, gateway: Connection | Tunnel | Non
             raise Unreachable(f"{where}: refused: its host key is unknown; the bucket has none for it") from None
         said = gateway.said() if isinstance(gateway, Tunnel) else ""
         raise Unreachable(f"{where}: no SSH connection: {said or error or type(error).__name__}") from None
+    connection.transport.set_keepalive(ALIVE)
     try:
         yield connection
     finally:

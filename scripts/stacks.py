@@ -41,7 +41,7 @@ class Stacks:
         Stack pools looks up things of stack base: what base has yet to make, it does not find.
         """
         changes = self._terraform("base", *_PLAN, good=(0, 2)) == 2
-        if changes and not self._exists("base"):
+        if changes and not self.exists("base"):
             code = 1
         else:
             code = self._terraform("pools", *_PLAN, good=(0, 1, 2) if changes else (0, 2))
@@ -62,40 +62,66 @@ class Stacks:
         """
         self._terraform(stack, "destroy", "-input=false", "-auto-approve", "-refresh=false")
 
-    def _exists(self, stack: Stack) -> bool:
+    def exists(self, stack: Stack) -> bool:
         """Whether Terraform's state has anything of a stack."""
         self._init(stack)
-        done = self._run(stack, ["state", "list"], stdout=subprocess.PIPE)
-        return done.returncode == 0 and any(not line.startswith("data.") for line in done.stdout.split())
+        code, said = self._run(stack, ["state", "list"], quiet=True)
+        return code == 0 and any(not line.startswith("data.") for line in said.split())
 
     def _terraform(self, stack: str, *words: str, good: tuple[int, ...] = (0,)) -> int:
         self._init(stack)
-        done = self._run(stack, list(words), stdout=None)
-        if done.returncode not in good:
+        self._refuse_unsaved(stack)
+        code = self._run(stack, list(words))[0]
+        self._refuse_unsaved(stack)
+        if code not in good:
             raise CloudError(
                 f"terraform {words[0]} of stack {self.cluster}-{stack} failed, see above; what it has done stays known"
                 " to it, and the next try goes on from there"
             )
-        return done.returncode
+        return code
 
     def _init(self, stack: str) -> None:
-        done = self._run(stack, ["init", "-input=false", "-upgrade"], stdout=subprocess.PIPE)
-        if done.returncode:
-            sys.stderr.write(done.stdout)
+        code, said = self._run(stack, ["init", "-input=false", "-upgrade"], quiet=True)
+        if code:
+            sys.stderr.write(said)
             raise CloudError(f"terraform init of stack {self.cluster}-{stack} failed, see above")
 
-    def _run(self, stack: str, words: list[str], stdout: int | None) -> subprocess.CompletedProcess[str]:
-        """stdout None: to the operator's stderr, as stdout is for what a command itself answers."""
-        return subprocess.run(
-            [terraform(), *words, "-no-color"] if not sys.stderr.isatty() else [terraform(), *words],
-            cwd=self.folder / "stacks" / f"{self.cluster}-{stack}",
+    def _refuse_unsaved(self, stack: str) -> None:
+        """Raise `CloudError` if Terraform could not write what it knows to where that is kept."""
+        left = self._folder(stack) / "errored.tfstate"
+        if left.exists():
+            raise CloudError(
+                f"Terraform could not save what it knows of stack {self.cluster}-{stack}, it is in {left}: sign in,"
+                f" then `terraform -chdir={left.parent} state push errored.tfstate`, and remove that file"
+            )
+
+    def _run(self, stack: str, words: list[str], quiet: bool = False) -> tuple[int, str]:
+        """(exit status, what it said if `quiet`). Else that goes to stderr, as stdout is for what a command answers.
+
+        Ctrl-C reaches Terraform too, which then stops in good order and saves what it knows: that is waited for.
+        """
+        with subprocess.Popen(
+            [terraform(), *words, *([] if sys.stderr.isatty() and not quiet else ["-no-color"])],
+            cwd=self._folder(stack),
             env={**os.environ, "TF_IN_AUTOMATION": "1", **self.environment},
             stdin=subprocess.DEVNULL,
-            stdout=sys.stderr if stdout is None else stdout,
-            stderr=None if stdout is None else subprocess.STDOUT,
+            stdout=subprocess.PIPE if quiet else sys.stderr,
+            stderr=subprocess.STDOUT if quiet else None,
             text=True,
-            check=False,
-        )
+        ) as process:
+            try:
+                said, _ = process.communicate()
+            except KeyboardInterrupt:
+                print("spotrun: Terraform stops and saves what it knows; again to kill it", file=sys.stderr, flush=True)
+                try:
+                    process.communicate()
+                except KeyboardInterrupt:
+                    process.kill()
+                raise
+            return process.returncode, said or ""
+
+    def _folder(self, stack: str) -> Path:
+        return self.folder / "stacks" / f"{self.cluster}-{stack}"
 
 
 def synthesize(cluster: ClusterSpec, file: str, home: Path) -> Stacks:
@@ -103,7 +129,8 @@ def synthesize(cluster: ClusterSpec, file: str, home: Path) -> Stacks:
     check_tools()
     folder = home / "stacks" / cluster.name
     folder.mkdir(parents=True, exist_ok=True)
-    environment = {**os.environ, "CLUSTER": file, "CDKTF_OUTDIR": str(folder), "SPOTRUN_HOME": str(home)}
+    where = {"CLUSTER": str(Path(file).absolute()), "CDKTF_OUTDIR": str(folder), "SPOTRUN_HOME": str(home)}
+    environment = {**os.environ, **where}
     command = [sys.executable, "-m", "infra"]
     try:
         done = subprocess.run(
@@ -114,7 +141,9 @@ def synthesize(cluster: ClusterSpec, file: str, home: Path) -> Stacks:
     if done.returncode:
         said = (done.stderr.strip() or done.stdout.strip() or f"exit status {done.returncode}").splitlines()
         word = said[-1].removeprefix("spotrun: ")
-        raise SpotrunError(word if word.startswith(file) else f"{file}: cannot be synthesized: {word}")
+        raise SpotrunError(
+            word if word.startswith((file, where["CLUSTER"])) else f"{file}: cannot be synthesized: {word}"
+        )
     return Stacks(cluster.name, folder, {})
 
 

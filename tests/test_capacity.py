@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from spotrun.head.capacity import Decision, Observation, Pool, decide
@@ -13,6 +15,18 @@ def pool(name: str, running: int = 0, size: int | None = None, most: int = 4, sh
 
 
 CASES: dict[str, tuple[Observation, Decision]] = {
+    "one is under notice: its successor is asked for now": (
+        Observation((replace(pool("a", 3), leaving=1), pool("b")), 3, frozenset({"a-0", "a-1", "a-2"})),
+        Decision({"a": 4}),
+    ),
+    "it is there, the one under notice still too": (
+        Observation((replace(pool("a", 4), leaving=1), pool("b")), 3, frozenset({"a-0", "a-1", "a-2"})),
+        Decision({}),
+    ),
+    "one of a full pool is under notice: nobody stands in": (
+        Observation((replace(pool("a", 4), leaving=1), pool("b")), 4, frozenset({"a-0", "a-1", "a-2", "a-3"})),
+        Decision({}),
+    ),
     "no job, nothing there": (Observation((pool("a"), pool("b")), 0), Decision({})),
     "the last job ended": (Observation((pool("a", 3), pool("b", 1)), 0), Decision({"a": 0, "b": 0})),
     "the first pool first": (Observation((pool("a"), pool("b")), 3), Decision({"a": 3})),

@@ -17,7 +17,7 @@ import pytest
 from aiohttp import web
 
 from spotrun.cloud.gcp import GcpCloud, api
-from spotrun.errors import CloudError, CredentialsError, QuotaError, StockoutError
+from spotrun.errors import CloudError, CredentialsError, GoneError, QuotaError, StockoutError
 from tests import fakegce
 from tests.fakegce import Event, FakeGce
 from tests.ongcp import CLUSTER, pool_of, project, running, successor
@@ -81,7 +81,7 @@ async def test_what_is_asked_again_is_done_once(cloud: GcpCloud, gce: FakeGce) -
         (403, "quotaExceeded", "Quota exceeded for resource.", QuotaError, "Quota exceeded for resource"),
         (503, "ZONE_RESOURCE_POOL_EXHAUSTED", "Try\n a different zone.", CloudError, "Try a different zone"),
         (400, "ZONE_RESOURCE_POOL_EXHAUSTED", "Try a different zone.", StockoutError, "Try a different zone"),
-        (404, "notFound", "The resource 'x' was not found", CloudError, "`make up` makes it"),
+        (404, "notFound", "The resource 'x' was not found", GoneError, "`make up` makes it"),
         (400, "invalid", "Invalid value", CloudError, "400: Invalid value"),
         (429, "rateLimitExceeded", "Too many", CloudError, "asks to be left alone for a moment"),
     ],
@@ -133,10 +133,14 @@ async def test_a_long_operation_is_not_waited_for(
 
 
 async def test_a_pool_that_terraform_has_not_made(gce: FakeGce) -> None:
+    """It has a problem, and the head sees all the others."""
     cloud = GcpCloud(CLUSTER.model_copy(update={"name": "other"}))
-    with pytest.raises(CloudError, match=r"pool \S+: there is no such thing in project my-project .*`make up`"):
-        await cloud.sizes()
+    assert await cloud.sizes() == {}
     assert await cloud.nodes() == []
+    problems = await cloud.problems()
+    assert [problem.pool for problem in problems] == [pool.name for pool in CLUSTER.pools]
+    assert all("there is no such thing in project my-project" in problem.message for problem in problems)
+    assert await cloud.problems() == problems, "since when it is so is kept"
     await cloud.close()
 
 

@@ -181,7 +181,7 @@ def test_the_interactive_shell_is_as_strict(standin: Machines) -> None:
     standin.publish(
         "spot-1", asyncssh.generate_private_key("ssh-ed25519")
     )  # now both keys are under the head's address
-    (standin.access.scratch / "known_hosts").unlink()
+    (standin.access.scratch / "known_hosts-spot-1").unlink()
     standin.publish("head", asyncssh.generate_private_key("ssh-ed25519"))
     bad = try_it()
     assert bad.returncode == 255

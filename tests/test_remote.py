@@ -218,7 +218,7 @@ def test_checkpoints_are_never_deleted(aws: Moto, tmp_path: Path) -> None:
     store = bucket(tmp_path)
     for job in range(12):
         store.put(checkpoint_key(f"job-{job:02d}", 7), b"{}")
-    with pytest.raises(SpotrunError, match=r"holds checkpoints.*: job-00, .*job-09 and 2 more; copy what you need"):
+    with pytest.raises(SpotrunError, match=r"holds checkpoints of job-00, .*job-09 and 2 more, which spotrun never"):
         cluster.down(spec(tmp_path), True, file(tmp_path), everything=True)
     assert not any("destroy" in call for call in calls(tmp_path))
     assert store.exists(checkpoint_key("job-11", 7))

@@ -35,6 +35,10 @@ class StockoutError(CloudError):
     """The zone has no such machine at the moment; another zone or a later try may have."""
 
 
+class GoneError(CloudError):
+    """What was asked for is not there."""
+
+
 class QuotaError(CloudError):
     """The account may not have that many; trying again changes nothing."""
 

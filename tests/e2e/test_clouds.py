@@ -67,7 +67,7 @@ def test_the_whole_way(site: Site) -> None:
     assert site.left() == []
     everything = operator.fab("down", "--all")
     assert everything.returncode == 2, everything.stdout
-    assert "holds checkpoints, and those are never deleted by spotrun: digits-" in everything.stderr
+    assert "holds checkpoints of digits-" in everything.stderr
     assert site.store().exists(kept[0])
     assert operator.fab("status").returncode == 3, "it is not up"
 

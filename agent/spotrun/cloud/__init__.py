@@ -18,12 +18,14 @@ def account(cluster: ClusterSpec) -> str:
 
     Raises `CloudError` if there are no credentials here, or not the SDK.
     """
-    if cluster.cloud == "aws":
-        from spotrun.cloud import aws
+    try:
+        if cluster.cloud == "aws":
+            from spotrun.cloud import aws
 
-        return aws.account(cluster.region)
-    from spotrun.cloud.gcp.api import check_credentials
-
+            return aws.account(cluster.region)
+        from spotrun.cloud.gcp.api import check_credentials
+    except ImportError as error:
+        raise _missing(cluster, error) from None
     check_credentials(cluster.project or "")
     return cluster.project or ""
 
@@ -43,4 +45,8 @@ def connect(cluster: ClusterSpec) -> Cloud:
 
         return AwsCloud(cluster)
     except ImportError as error:
-        raise CloudError(f"cloud {cluster.cloud}: {error}; pip install 'spotrun[{cluster.cloud}]'") from None
+        raise _missing(cluster, error) from None
+
+
+def _missing(cluster: ClusterSpec, error: ImportError) -> CloudError:
+    return CloudError(f"cloud {cluster.cloud}: {error}; pip install 'spotrun[{cluster.cloud}]'")

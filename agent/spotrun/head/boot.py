@@ -46,11 +46,13 @@ async def _serve(systemd: Systemd) -> None:
     missing = [key for key, value in found.items() if not value]
     if missing:
         raise SpotrunError(f"this machine's metadata has no {' and no '.join(missing)}: it is not a cluster's head")
-    os.environ.setdefault("AWS_REGION", identity.region)
+    if found["spotrun-bucket"].startswith("s3://"):
+        os.environ.setdefault("AWS_REGION", identity.region)
     store = await asyncio.to_thread(Store, found["spotrun-bucket"])
+    # First of all: with whatever else is wrong here, an operator can look at it.
+    await asyncio.to_thread(hosts.publish, store, found["spotrun-cluster"], "head", identity)
     described = await asyncio.to_thread(store.get, cluster_key(found["spotrun-cluster"]))
     cluster = read(described)
-    await asyncio.to_thread(hosts.publish, store, cluster.name, "head", identity)
     epoch = await asyncio.to_thread(claim_epoch, store, cluster.name)
     cloud = connect(cluster)
     control = control_path()

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 class Pool:
     """One pool as it is.
 
-    useless: those of `running` that no job can count on. short: its zone or the quota refused the last machines asked
-    for. closed: it is to have no machines, as none would serve.
+    useless: those of `running` that no job can count on. short: something keeps it from the machines that it was asked
+    for. closed: it is to have no machines, as none would serve. leaving: machines under notice: their successors are
+    asked for now, of the same pool and as far as it has room. A full one gets them from its group a little later, and
+    nobody stands in meanwhile: whoever does becomes a member, and stays, at another pool's price.
     """
 
     name: str
@@ -25,6 +27,7 @@ class Pool:
     short: bool = False
     useless: frozenset[str] = frozenset()
     closed: bool = False
+    leaving: int = 0
 
     @property
     def serving(self) -> int:
@@ -58,7 +61,7 @@ def decide(seen: Observation) -> Decision:
     for pool in seen.pools:
         most = kept[pool.name] if pool.closed else max(pool.max, kept[pool.name])
         want = min(most, kept[pool.name] + max(missing, 0))
-        sizes[pool.name] = want
+        sizes[pool.name] = want + max(0, min(pool.leaving, most - want))
         # Such a pool counts only for what it has: the rest is asked of the next ones too.
         lacking = pool.short or pool.useless
         missing -= (min(want, pool.serving) if lacking else want) - kept[pool.name]

@@ -39,16 +39,23 @@ class Fleet:
         return [problem for problem in problems if (problem.pool, problem.message) not in known]
 
     async def scale(
-        self, needed: int, keep: Iterable[str], useless: Iterable[str] = (), closed: Iterable[str] = ()
+        self,
+        needed: int,
+        keep: Iterable[str],
+        useless: Iterable[str] = (),
+        closed: Iterable[str] = (),
+        leaving: Iterable[str] = (),
     ) -> None:
         """Bring the pools to `needed` machines, never taking one of `keep`.
 
-        Those of `useless` do not count and may go; the pools of `closed` are to have none.
+        Those of `useless` do not count and may go; the pools of `closed` are to have none; for each of `leaving`, which
+        are under notice, one more is asked of its pool.
 
         Raises the last pool's refusal, once all have been asked: the others stand in for a pool that refused.
         """
         bad = frozenset(useless)
-        decision = capacity.decide(self._observe(needed, frozenset(keep) - bad, bad, frozenset(closed)))
+        seen = self._observe(needed, frozenset(keep) - bad, bad, frozenset(closed), frozenset(leaving))
+        decision = capacity.decide(seen)
         refusal: SpotrunError | None = None
         for pool, size in decision.sizes.items():
             try:
@@ -90,9 +97,14 @@ class Fleet:
         return "gone" if instance is None or instance.created > heard else instance.state
 
     def _observe(
-        self, needed: int, keep: frozenset[str], useless: frozenset[str], closed: frozenset[str]
+        self,
+        needed: int,
+        keep: frozenset[str],
+        useless: frozenset[str],
+        closed: frozenset[str],
+        leaving: frozenset[str],
     ) -> capacity.Observation:
-        short = {problem.pool for problem in self.problems if problem.kind in ("stockout", "quota")} | self._refused
+        short = {problem.pool for problem in self.problems} | self._refused
         pools = tuple(
             capacity.Pool(
                 name=pool.name,
@@ -102,6 +114,7 @@ class Fleet:
                 short=pool.name in short,
                 useless=useless.intersection(i.name for i in self.instances or () if i.pool == pool.name),
                 closed=pool.name in closed,
+                leaving=len(leaving.intersection(i.name for i in self.instances or () if i.pool == pool.name)),
             )
             for pool in self.cluster.pools
         )

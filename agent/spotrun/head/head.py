@@ -359,13 +359,18 @@ class Head:
         self._exhausted = repair.exhausted(view)
         # Also of a generation that has ended: they may hold the only copy of the state.
         members = [member.node for member in self.job.last]
-        return await self.fleet.scale(needed, members, repair.useless(view), repair.closed(view))
+        return await self.fleet.scale(needed, members, repair.useless(view), repair.closed(view), self._leaving())
 
     async def _check_epoch(self) -> None:
         """Raise `SystemExit` if another head has taken over: it has read the state that this one would change."""
         if await asyncio.to_thread(self.store.exists, epoch_key(self.cluster.name, self.epoch + 1)):
             log.warning("head %d has taken over; this one (%d) ends", self.epoch + 1, self.epoch)
             raise SystemExit(0)
+
+    def _leaving(self) -> list[str]:
+        """Nodes under notice: they count in their pools still, but not for long."""
+        linked = [(name, seen.report.notice) for name, seen in self._agents.items() if seen.send is not None]
+        return [name for name, notice in linked if notice is not None and notice.kind != "rebalance"]
 
     def _needed(self, now: float) -> int | None:
         """Machines wanted now; None: leave them for the moment (no queue read yet, logs or state to upload)."""
@@ -374,10 +379,7 @@ class Head:
             return None
         if self.job is not None and not self.job.ended_already:
             nodes = JobSpec.model_validate(self.job.spec).nodes
-            # A node under notice still counts in its pool, but not for long: ask for its successor now.
-            notices = [seen.report.notice for seen in self._agents.values() if seen.send is not None]
-            leaving = sum(notice is not None and notice.kind != "rebalance" for notice in notices)
-            return nodes.max + nodes.spares + leaving
+            return nodes.max + nodes.spares
         if queue and (self.job is None or queue[0] != self.job.id):
             return None
         busy = any(seen.send is not None and seen.report.job for seen in self._agents.values())

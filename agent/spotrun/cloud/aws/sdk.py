@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import boto3
 from botocore.config import Config
-from botocore.exceptions import BotoCoreError, ClientError
+from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
 
 from spotrun.cloud.aws.refusals import refusal
 
@@ -70,6 +70,10 @@ class Clients:
         with self._making:
             if self._session is None:
                 self._session = boto3.session.Session(region_name=self.region)
+                if self._session.get_credentials() is None:
+                    # A machine whose metadata server did not answer this once must not go without for ever.
+                    self._session = None
+                    raise NoCredentialsError
             if service not in self._made:
                 self._made[service] = self._session.client(service, config=_CONFIG)  # type: ignore[call-overload]
             return self._made[service]

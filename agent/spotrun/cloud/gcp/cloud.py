@@ -21,7 +21,7 @@ from spotrun.cloud.base import Instance, Problem, Shortfall
 from spotrun.cloud.gcp import quota
 from spotrun.cloud.gcp.api import OPTIONS, Api, Clients
 from spotrun.cloud.gcp.machines import Failure, Member, diagnose, failure, instance, member
-from spotrun.errors import CloudError
+from spotrun.errors import CloudError, GoneError
 from spotrun.spec import ClusterSpec, PoolSpec
 from spotrun.spec.names import CLUSTER, HEAD, group
 
@@ -45,8 +45,10 @@ class GcpCloud:
         return sorted((each for part in found for each in part), key=lambda each: each.name)
 
     async def sizes(self) -> dict[str, int]:
+        """As in the protocol. Pools that Terraform has not made are absent."""
         names = [pool.name for pool in self.cluster.pools]
-        return dict(zip(names, await asyncio.gather(*map(self._size, names)), strict=True))
+        found = dict(zip(names, await asyncio.gather(*map(self._size_if_any, names)), strict=True))
+        return {name: size for name, size in found.items() if size is not None}
 
     async def resize(self, pool: str, size: int) -> None:
         spec = self._pool(pool)
@@ -144,6 +146,12 @@ class GcpCloud:
 
         return await self.api.ask(f"machines in {zone}", call)
 
+    async def _size_if_any(self, pool: str) -> int | None:
+        try:
+            return await self._size(pool)
+        except GoneError:
+            return None
+
     async def _size(self, pool: str) -> int:
         request = compute_v1.GetInstanceGroupManagerRequest(**self._group(pool))
         return await self.api.ask(f"pool {pool}", lambda c: c.groups.get(request, **OPTIONS).target_size)
@@ -165,7 +173,12 @@ class GcpCloud:
         return await self.api.ask(f"errors of pool {pool}", call)
 
     async def _problems_of(self, pool: PoolSpec) -> list[Problem]:
-        members = await self._members(pool.name)
+        try:
+            members = await self._members(pool.name)
+        except GoneError as error:  # one pool's group is no reason not to see the others'
+            last = self._problems.get(pool.name) or [Problem(pool.name, "other", str(error), time.time())]
+            self._problems[pool.name] = last
+            return last
         short = any(each.unborn for each in members)
         failures = await self._failures(pool.name) if short else []
         before = self._problems.get(pool.name, ())

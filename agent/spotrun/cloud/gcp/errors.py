@@ -10,7 +10,7 @@ import requests
 from google.api_core import exceptions as google
 from google.auth import exceptions as auth
 
-from spotrun.errors import CloudError, CredentialsError, QuotaError, StockoutError
+from spotrun.errors import CloudError, CredentialsError, GoneError, QuotaError, StockoutError
 
 Kind = Literal["stockout", "quota", "other"]
 
@@ -96,7 +96,7 @@ def _explain_answer(error: google.GoogleAPICallError, what: str, project: str) -
     if isinstance(error, google.Forbidden):
         return CredentialsError(f"{what}: {said}; {_grant(said, project)}")
     if isinstance(error, google.NotFound):
-        return CloudError(f"{what}: there is no such thing in project {project} ({said}); `make up` makes it")
+        return GoneError(f"{what}: there is no such thing in project {project} ({said}); `make up` makes it")
     return CloudError(f"{what}: {error.code}: {said}")
 
 
