@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +17,7 @@ from spotrun.spec import ClusterSpec
 from spotrun.spec.names import bucket_url
 from spotrun.store import Store, checkpoint_key, cluster_key, head_key, host_key, log_key, queue_key
 from tests import motoserver
+from tests.helpers import wait_for
 from tests.motoserver import Moto
 
 AWS = """
@@ -241,6 +246,89 @@ def test_down(aws: Moto, made: stacks.Stacks, tmp_path: Path, monkeypatch: pytes
     assert cluster.down(spec(tmp_path), False, file(tmp_path), everything=True) == "nothing is left of cluster c"
     assert store.list("") == []
     assert [call.split()[0] for call in calls(tmp_path) if "destroy" in call] == ["c-pools", "c-pools", "c-base"]
+
+
+def test_down_that_finds_machines_left(
+    aws: Moto, made: stacks.Stacks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As from another checkout, whose state knows nothing: what leads to the cluster stays."""
+    monkeypatch.setattr(stacks, "synthesize", lambda *_: made)
+    tags = [{"Key": "spotrun-cluster", "Value": "c"}, {"Key": "spotrun-pool", "Value": "spot"}]
+    client = aws.client("ec2")
+    machine = client.run_instances(
+        ImageId=aws.image("spotrun-left"),
+        MinCount=1,
+        MaxCount=1,
+        TagSpecifications=[{"ResourceType": "instance", "Tags": tags}],
+    )["Instances"][0]["InstanceId"]
+    store = bucket(tmp_path)
+    store.put(head_key("c"), b"{}")
+    try:
+        with pytest.raises(CloudError, match=rf"still has machines \({machine}\), and Terraform knows nothing of them"):
+            cluster.down(spec(tmp_path), True, file(tmp_path))
+        assert store.exists(head_key("c"))
+    finally:
+        client.terminate_instances(InstanceIds=[machine])
+
+
+def test_up_of_what_another_checkout_made(
+    aws: Moto, made: stacks.Stacks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stacks, "synthesize", lambda *_: made)
+    for code in ("L-3819A6DF", "L-DB2E81BA"):
+        aws.quota(code, 64)
+    described = spec(tmp_path).model_dump_json().encode()
+    bucket(tmp_path).put(cluster_key("c"), described)
+    with pytest.raises(
+        SpotrunError, match=r"is up, but Terraform knows nothing of it here: its state is in .*second one"
+    ):
+        cluster.up(spec(tmp_path), file(tmp_path))
+    assert not any("apply" in call for call in calls(tmp_path))
+
+
+def test_what_users_put_into_the_bucket_stays(aws: Moto, tmp_path: Path) -> None:
+    bucket(tmp_path).put("data/train.parquet", b"x")
+    with pytest.raises(SpotrunError, match=r"holds what spotrun did not write \(data/train.parquet\), which spotrun"):
+        cluster.down(spec(tmp_path), True, file(tmp_path), everything=True)
+
+
+def test_down_goes_on_where_it_was_broken_off(
+    aws: Moto, made: stacks.Stacks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bucket went, the network did not."""
+    monkeypatch.setattr(stacks, "synthesize", lambda *_: made)
+    aws.client("s3").delete_bucket(Bucket=bucket(tmp_path).url.removeprefix("s3://"))
+    assert "nothing is left" in cluster.down(spec(tmp_path), False, file(tmp_path), everything=True)
+
+
+def test_terraform_that_could_not_save(made: stacks.Stacks, aws: Moto, tmp_path: Path) -> None:
+    (tmp_path / "stacks" / "c-base" / "errored.tfstate").touch()
+    with pytest.raises(CloudError, match=r"could not save what it knows of stack c-base.* state push errored.tfstate"):
+        made.apply()
+    assert not any("apply" in call for call in calls(tmp_path))
+
+
+def test_control_c_lets_terraform_save(programs: Say, made: stacks.Stacks, tmp_path: Path) -> None:
+    """It stops in good order, and is waited for."""
+    saving = "trap 'sleep 0.5; touch saved; exit 1' INT; touch started; while :; do sleep 0.05; done"
+    programs(terraform=f'[ "$1" = init ] && exit 0\n[ "$1" = version ] && exit 0\n{saving}')
+    code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler);"
+    code += "from scripts.stacks import Stacks; from pathlib import Path;"
+    code += f"Stacks('c', Path({str(tmp_path)!r}), {{}}).apply()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parent.parent,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    folder = tmp_path / "stacks" / "c-base"
+    wait_for((folder / "started").exists, what="terraform's start")
+    os.killpg(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=30)
+    assert "Terraform stops and saves what it knows" in said
+    assert (folder / "saved").exists()
 
 
 def test_terraform_that_fails(aws: Moto, made: stacks.Stacks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,9 +151,9 @@ class Store:
         """All keys below a folder, sorted. Raises `NotFound` if there is no such bucket."""
         try:
             return sorted(item["path"] for batch in obstore.list(self._quick, prefix) for item in batch)
-        except FileNotFoundError:
-            raise NotFound(f"{self.url}: there is no such bucket") from None
         except _ERRORS as error:
+            if "NoSuchBucket" in str(error):  # S3's and GCS's own code; obstore has no class for it here
+                raise NotFound(f"{self.url}: there is no such bucket") from None
             raise StoreError(f"{self.url}: cannot list {prefix}: {_why(error)}") from error
 
     def delete(self, keys: Sequence[str]) -> None:
