@@ -9,6 +9,7 @@ FI_EFA_USE_DEVICE_RDMA).
 from __future__ import annotations
 
 import fcntl
+import os
 import socket
 import struct
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from pathlib import Path
 from spotrun.node.process import gpu_count, loopback
 
 _SIOCGIFADDR = 0x8915  # netdevice(7)
-VERBS = Path("/sys/class/infiniband")
+VERBS, NETWORK = Path("/sys/class/infiniband"), Path("/sys/class/net")
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,8 @@ def find_interface(address: str) -> str:
     if loopback(address):
         return "lo"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        for _, name in socket.if_nameindex():
+        # Not by socket.if_nameindex: that takes a netlink socket, which a sandboxed service may not have.
+        for name in sorted(os.listdir(NETWORK) if NETWORK.exists() else ()):
             request = struct.pack("256s", name.encode()[:15])
             try:
                 answer = fcntl.ioctl(asking, _SIOCGIFADDR, request)
