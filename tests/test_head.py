@@ -29,6 +29,7 @@ class MemoryCloud:
     def __init__(self) -> None:
         self.size = {"p": 0, "q": 0}
         self.refuse: set[str] = set()
+        self.price: dict[str, float] = {"p": 1.0, "q": 2.0}
         self.calls: list[tuple[str, Any]] = []
 
     async def nodes(self) -> list[Instance]:
@@ -54,7 +55,7 @@ class MemoryCloud:
         self.calls.append(("preempt", name))
 
     async def prices(self) -> dict[str, float]:
-        return {}
+        return dict(self.price)
 
     async def problems(self) -> list[Problem]:
         return []
@@ -139,6 +140,14 @@ async def test_no_machine_goes_before_the_queue_is_read(world: World) -> None:
     await world.look()
     assert world.cloud.calls == []
     assert world.cloud.size["p"] == 2
+
+
+async def test_a_budget_needs_prices(world: World) -> None:
+    del world.cloud.price["q"]
+    await world.head.fleet.look()
+    with pytest.raises(SpotrunError, match="job toy: budget: 5: what machines of pool q cost is not known"):
+        await world.head.submit(JOB | {"budget": 5.0}, CODE)
+    assert await world.head.submit(JOB, CODE)
 
 
 async def test_a_job_submitted_before_the_queue_is_read_joins_it(world: World) -> None:

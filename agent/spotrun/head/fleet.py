@@ -88,6 +88,11 @@ class Fleet:
             raise SpotrunError(f"there is no node {node!r}; nodes: {', '.join(names) or 'none'}")
         await self._cloud.preempt(node, notice)
 
+    def unpriced(self) -> list[str]:
+        """Pools whose machines cost nobody knows how much; none while the cloud has not been asked."""
+        known = self.instances is not None
+        return [pool.name for pool in self.cluster.pools if known and pool.name not in self.prices]
+
     def state_of(self, node: str, heard: float) -> str | None:
         """The state of the machine that ran the agent last heard at `heard`; None if the cloud cannot be asked."""
         if self.instances is None:
