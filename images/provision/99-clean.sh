@@ -14,5 +14,5 @@ apt-get -q clean
 rm -rf /var/lib/apt/lists/* /var/cache/debconf/*-old /root/.cache /home/*/.cache
 find /var/log -xdev -type f -delete
 rm -rf /var/log/journal/*
-find /tmp /var/tmp -xdev -mindepth 1 -maxdepth 1 ! -path "$IMAGE" -exec rm -rf {} +
+find /tmp /var/tmp -xdev -mindepth 1 -maxdepth 1 ! -path "$IMAGE" -exec rm -rf --one-file-system {} +
 sync

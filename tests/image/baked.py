@@ -11,12 +11,33 @@ from pathlib import Path
 
 from images.versions import read
 from tests.image import registry
-from tests.image.root import CODE, GENTLE, Root, run
+from tests.image.root import CODE, GENTLE, Root
 
 IMAGE = "/tmp/image"
+SUPPLIES = "/srv/supplies"  # where the supplies are seen, and only for reading: the scripts empty /tmp
 COMMIT, BUILT = "c0ffee" + "0" * 34, "20261121-093000"
 PATIENCE = 1800.0  # seconds for a run of scripts on a slow machine
 PYTHON = "3.11"  # Debian 12's
+# What a machine has when an image is made of it, and no image may have.
+TRACES = (
+    "/etc/ssh/ssh_host_ed25519_key",
+    "/etc/ssh/ssh_host_ed25519_key.pub",
+    "/etc/ssh/ssh_host_rsa_key",
+    "/etc/machine-id",
+    "/root/.ssh/authorized_keys",
+    "/root/.bash_history",
+    "/home/admin/.ssh/authorized_keys",
+    "/home/packer/.ssh/authorized_keys",
+    "/home/packer/.bash_history",
+    "/var/lib/cloud/instance/user-data.txt",
+    "/var/lib/dhcp/dhclient.leases",
+    "/var/lib/systemd/random-seed",
+    "/var/log/auth.log",
+    "/var/log/cloud-init.log",
+    "/var/log/journal/0123/system.journal",
+    "/root/.cache/pip/a",
+    "/tmp/script_1234.sh",
+)
 
 
 @dataclass(frozen=True)
@@ -37,7 +58,7 @@ def prepare(folder: Path) -> Supplies:
     where = ["--dest", str(folder / "wheels"), "--only-binary=:all:", "--python-version", PYTHON]
     _pip([*pip, "download", "--quiet", *where, "-c", str(CODE / "constraints.txt"), f"{wheel}[train,gcp,aws]"])
     pinned = read(CODE / "images/versions.env")
-    return Supplies(folder, pinned, registry.serve(folder / "registry", pinned))
+    return Supplies(folder, pinned, registry.serve(folder / "registry", f"{SUPPLIES}/registry", pinned))
 
 
 def upload(root: Root, supplies: Supplies) -> None:
@@ -63,10 +84,10 @@ def provision(root: Root, supplies: Supplies, cloud: str, first: int, last: int)
         "SPOTRUN_COMMIT": COMMIT,
         "SPOTRUN_BUILT": BUILT,
         "PIP_NO_INDEX": "1",
-        "PIP_FIND_LINKS": str(supplies.folder / "wheels"),
+        "PIP_FIND_LINKS": f"{SUPPLIES}/wheels",
     }
     command = ["bash", f"{IMAGE}/provision/run.sh", str(first), str(last)]
-    done = root.run(*command, env=environment, bind=(str(supplies.folder),), timeout=PATIENCE)
+    done = root.run(*command, env=environment, bind={str(supplies.folder): SUPPLIES}, timeout=PATIENCE)
     assert done.returncode == 0, done.stdout[-8000:]
     return done.stdout
 
@@ -76,4 +97,8 @@ def _pip(command: list[str]) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-__all__ = ["BUILT", "COMMIT", "IMAGE", "Supplies", "prepare", "provision", "run", "upload"]
+def search(text: str, folders: list[str]) -> list[str]:
+    """Files with this text in these folders, but for what documents or tests it."""
+    command = ["grep", "-rIl", "--", text, *folders]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False).stdout.split()
+    return [path for path in found if not path.endswith((".py", ".pyc", ".md"))]

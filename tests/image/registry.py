@@ -74,20 +74,20 @@ def build(package: Package, folder: Path) -> Path:
     return made
 
 
-def serve(folder: Path, pinned: dict[str, str]) -> dict[str, str]:
+def serve(folder: Path, seen: str, pinned: dict[str, str]) -> dict[str, str]:
     """Make everything in the folder, and return what versions.env and sources.env are to say instead.
 
-    pinned: of versions.env.
+    seen: where the folder is for those who download. pinned: of versions.env.
     """
     folder.mkdir()
-    values = {"NVIDIA_REPOSITORY": f"file://{folder}/nvidia"}
+    values = {"NVIDIA_REPOSITORY": f"file://{seen}/nvidia"}
     values["NVIDIA_KEY"] = _nvidia(folder / "nvidia", pinned)
     installer = _efa(folder, pinned)
-    values |= {"EFA_INSTALLER_URL": f"file://{installer}", "EFA_INSTALLER_SHA256": _sha256(installer)}
+    values |= {"EFA_INSTALLER_URL": f"file://{seen}/{installer.name}", "EFA_INSTALLER_SHA256": _sha256(installer)}
     unit = {"/lib/systemd/system/amazon-ssm-agent.service": UNIT.format(name="amazon-ssm-agent")}
     agent = build(Package("amazon-ssm-agent", pinned["SSM_AGENT"], files=unit), folder)
-    values |= {"SSM_AGENT_URL": f"file://{agent}", "SSM_AGENT_SHA256": _sha256(agent)}
-    values["EC2_INSTANCE_CONNECT_URL"] = f"file://{folder}"
+    values |= {"SSM_AGENT_URL": f"file://{seen}/{agent.name}", "SSM_AGENT_SHA256": _sha256(agent)}
+    values["EC2_INSTANCE_CONNECT_URL"] = f"file://{seen}"
     for name in ("run", "curl", "parse"):
         script = folder / f"eic_{name}_authorized_keys"
         script.write_text("#!/bin/sh\nexit 0\n")

@@ -27,6 +27,7 @@ BASE = (
 )
 TOOLS = ("debootstrap", "unshare", "chroot", "dpkg-deb", "gpg", "systemd-analyze")
 GENTLE = ("nice", "-n", "19")  # hours of processor time beside which others measure things
+Bind = Mapping[str, str]
 
 _ENTER = """
 set -eu
@@ -36,6 +37,8 @@ mount --rbind --make-rslave /sys "$root/sys"
 mount -t tmpfs -o mode=755 tmpfs "$root/dev"
 mkdir "$root/dev/shm" "$root/dev/pts"
 mount -t tmpfs -o mode=1777 tmpfs "$root/dev/shm"
+mount -t devpts -o newinstance,ptmxmode=0666 devpts "$root/dev/pts"
+ln -s pts/ptmx "$root/dev/ptmx"
 for name in null zero full random urandom tty; do
     touch "$root/dev/$name"; mount --bind "/dev/$name" "$root/dev/$name"
 done
@@ -48,7 +51,9 @@ mkdir "$root/run/lock" "$root/run/sshd"
 touch "$root/etc/resolv.conf"
 mount --bind "$(readlink -f /etc/resolv.conf)" "$root/etc/resolv.conf"
 while [ "$1" != -- ]; do
-    mkdir -p "$root$1"; mount --rbind "$1" "$root$1"; shift
+    mkdir -p "$root$2"; mount --bind "$1" "$root$2"
+    if [ "$1" != "$2" ]; then mount -o remount,bind,ro "$root$2"; fi
+    shift 2
 done
 shift
 exec chroot "$root" "$@"
@@ -100,14 +105,18 @@ class Root:
         return self.folder / path.lstrip("/")
 
     def run(
-        self, *command: str, env: Mapping[str, str] | None = None, bind: tuple[str, ...] = (), timeout: float = 60
+        self, *command: str, env: Mapping[str, str] | None = None, bind: Bind | None = None, timeout: float = 60
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command in it as root, with these folders of this machine at the same place. Nothing of it is left."""
+        """Run a command in it as root; nothing of it is left running or mounted.
+
+        bind: folders of this machine, and where they are in there. Those at another place than here can only be read.
+        """
         return run(self.enter(*command, bind=bind), env=env, timeout=timeout, check=False)
 
-    def enter(self, *command: str, bind: tuple[str, ...] = ()) -> list[str]:
-        """The command that runs a command in it."""
-        inside = ["sh", "-c", _ENTER, "enter", str(self.folder), *bind, "--", *command]
+    def enter(self, *command: str, bind: Bind | None = None) -> list[str]:
+        """The command that runs a command in it. bind: as for `run`."""
+        places = [place for pair in (bind or {}).items() for place in pair]
+        inside = ["sh", "-c", _ENTER, "enter", str(self.folder), *places, "--", *command]
         return [*GENTLE, "unshare", "--mount", "--pid", "--fork", "--kill-child", *inside]
 
     def remove(self) -> None:
