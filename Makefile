@@ -17,7 +17,7 @@ cluster  = --cluster "$$CLUSTER" $(if $(JSON),--json)
 job_id   = $(call flag,ID,id)
 
 .DEFAULT_GOAL := help
-.PHONY: help plan up train status follow logs ssh run preempt kill relaunch stop down test test-clouds lint bench-recovery bench-footprint bench-synth clean
+.PHONY: help plan up train status follow logs ssh run preempt kill relaunch stop down image image-versions test test-clouds test-image lint bench-recovery bench-footprint bench-synth bench-startup clean
 
 help: ## print this
 	@echo "spotrun: torchrun for machines that vanish. Targets:"
@@ -69,10 +69,20 @@ test: $(VENV)/.installed-dev ## run the tests [ARGS='-k planner -x']
 test-clouds: $(VENV)/.installed-dev ## run the tests that take whole clusters: real Terraform, AWS and Google played here
 	@$(VENV)/bin/python -m pytest -m clouds $(ARGS)
 
+image: $(READY) ## bake the image for a cluster's cloud, with Packer [ARGS=packer's options]
+	@$(VENV)/bin/python -m images.build "$$CLUSTER" $(ARGS)
+
+image-versions: $(VENV)/.installed-dev ## what images are pinned to, and what is newest in the registries in reach
+	@$(VENV)/bin/python -m images.versions $(ARGS)
+
+test-image: $(VENV)/.installed-dev ## bake both images into folders and start what is in them; needs root and debootstrap
+	@$(VENV)/bin/python -m pytest tests/image $(ARGS)
+
 lint: $(VENV)/.installed-dev $(CHECKOV)/.installed ## check style, types, and what the stacks would make
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/mypy
+	@$(VENV)/bin/python -m images.lint
 	@rm -rf build/stacks
 	@$(VENV)/bin/python -m infra.lint build/stacks clusters/*.yaml
 	@$(CHECKOV)/bin/checkov --config-file .checkov.yaml -d build/stacks
@@ -85,6 +95,9 @@ bench-footprint: $(VENV)/.installed-dev ## measure what the head and the agents 
 
 bench-synth: $(VENV)/.installed-dev ## measure what synthesis takes beside a plain import; writes bench/RESULTS.md
 	@$(VENV)/bin/python -m bench.synth $(ARGS)
+
+bench-startup: $(VENV)/.installed-dev ## measure how long an agent takes to join; writes bench/RESULTS.md
+	@$(VENV)/bin/python -m bench.startup $(ARGS)
 
 clean: ## remove the set-up and all caches; the local clusters' state (.spotrun) stays
 	rm -rf $(VENV) $(CHECKOV) cdktf.out build dist agent/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

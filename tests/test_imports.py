@@ -41,7 +41,7 @@ SDKS = {
     ),
     "obstore": ("agent/spotrun/store.py",),
     "asyncssh": ("agent/spotrun/cloud/local/",),
-    "google": ("agent/spotrun/cloud/gcp",),
+    "google": ("agent/spotrun/cloud/gcp", "agent/spotrun/store.py"),
     "boto3": ("agent/spotrun/cloud/aws",),
     "botocore": ("agent/spotrun/cloud/aws",),
     "fabric": ("scripts/ssh.py",),
