@@ -7,6 +7,7 @@ getent group spotrun >/dev/null || groupadd --system spotrun
 # A shell and a home of its own: on AWS operators log in as this user (EC2 Instance Connect, scripts/doors.py).
 getent passwd spotrun >/dev/null ||
     useradd --system --gid spotrun --home-dir /home/spotrun --create-home --shell /bin/bash spotrun
+chmod 0700 /home/spotrun
 # The GPUs' and the network devices' nodes are open to all; /dev/kmsg, with the GPUs' errors, is not.
 usermod --append --groups systemd-journal spotrun
 

@@ -148,7 +148,7 @@ def test_nothing_of_the_builder_stays(image: Image) -> None:
         else:
             assert not target.exists(), path
     assert list(image.root.path("/etc/ssh").glob("ssh_host_*")) == []
-    assert [path for path in image.root.path("/var/log").rglob("*") if path.is_file()] == []
+    assert [path for path in image.root.path("/var/log").rglob("*") if path.is_file() and not path.is_symlink()] == []
     assert list(image.root.path("/var/lib/apt/lists").iterdir()) == []
     assert [path.name for path in image.root.path("/tmp").iterdir()] == ["image"]  # Packer removes it
     places = ["/etc", "/root", "/home", "/var/lib", "/usr/local", "/usr/lib/spotrun"]

@@ -30,9 +30,8 @@ def access(image: Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     home.mkdir()
     monkeypatch.setenv("SPOTRUN_HOME", str(home))
     layout = Layout.of(home, SPEC.name)
-    role = image.root.enter(
-        "/opt/spotrun/venv/bin/spotrun", "{role}", bind={place: place for place in (str(home), str(layout.tmpfs))}
-    )
+    same = {place: place for place in (str(home), str(layout.tmpfs))}
+    role = image.root.enter("/opt/spotrun/venv/bin/spotrun", "{role}", bind=same)
     Store(str(layout.bucket)).put(cluster_key(SPEC.name), SPEC.model_dump_json().encode())
     client.up(SPEC, home, role)
     try:
