@@ -12,7 +12,6 @@ import pytest
 from tests.image import baked
 from tests.image.root import Root, missing
 
-
 HERE = Path(__file__).parent
 
 
