@@ -12,19 +12,11 @@ import pytest
 from tests.image import baked
 from tests.image.root import Root, missing
 
-HERE = Path(__file__).parent
 
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Only where this folder, or something in it, was asked for by name."""
-    asked = [Path(config.invocation_params.dir, arg.partition("::")[0]).resolve() for arg in config.args]
-    wanted = any(path == HERE or HERE in path.parents for path in asked)
-    ours = [item for item in items if HERE in item.path.parents]
-    if ours and not wanted:
-        config.hook.pytest_deselected(items=ours)
-        items[:] = [item for item in items if item not in ours]
-    for item in ours:
-        item.add_marker(pytest.mark.timeout(3600))
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.timeout(3600))
 
 
 @dataclass(frozen=True)
