@@ -186,7 +186,9 @@ for key in host mine; do ssh-keygen -q -t ed25519 -N '' -f "$key"; done
 /usr/sbin/sshd -p "$port" -o ListenAddress=127.0.0.1 -o HostKey=/run/host -o AuthorizedKeysCommand=none \\
     -o AuthorizedKeysFile=/run/mine.pub -o StrictModes=no -E /run/log
 echo "[127.0.0.1]:$port $(cut -d' ' -f1,2 host.pub)" >known
-ssh -F none -i mine -o UserKnownHostsFile=/run/known -o BatchMode=yes -p "$port" "$user@127.0.0.1" "$@" 2>&1 || cat log
+# It may go to the background before it listens: ssh tries once a second.
+ssh -F none -i mine -o UserKnownHostsFile=/run/known -o BatchMode=yes -o ConnectionAttempts=30 \\
+    -p "$port" "$user@127.0.0.1" "$@" 2>&1 || cat log
 """
 
 
