@@ -14,15 +14,20 @@ import importlib.metadata
 import os
 import shutil
 import sys
-import tarfile
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import zstandard
 
 from spotrun.errors import CorruptError, SpotrunError
 from spotrun.store import Store, code_key
+
+if TYPE_CHECKING or sys.version_info >= (3, 11, 4):  # Debian 12 has 3.11.2
+    import tarfile
+else:
+    from backports import tarfile
 
 MAX_ARCHIVE = 1 << 30  # bytes, packed
 MAX_UNPACKED = 4 << 30  # bytes of all files together
