@@ -66,7 +66,7 @@ down: $(READY) ## take the cluster down; refuses while a job runs [FORCE=1; ALL=
 test: $(VENV)/.installed-dev ## run the tests [ARGS='-k planner -x']
 	@$(VENV)/bin/python -m pytest $(ARGS)
 
-test-clouds: $(VENV)/.installed-dev ## run the tests that take whole clusters: real Terraform, AWS and Google played here
+test-clouds: $(VENV)/.installed-dev ## run the tests about clouds: stacks, real Terraform, clusters on AWS and Google as played here
 	@$(VENV)/bin/python -m pytest -m clouds $(ARGS)
 
 image: $(READY) ## bake the image for a cluster's cloud, with Packer [ARGS=packer's options]

@@ -23,6 +23,8 @@ from tests.awsproxy import Proxy, groups, refuse
 from tests.helpers import await_for
 from tests.motoserver import Moto
 
+pytestmark = pytest.mark.clouds
+
 SPOT = {"name": "spot", "zone": "us-east-1a", "machine": "g5.xlarge", "max": 9}
 STEADY = {"name": "steady", "zone": "us-east-1b", "machine": "g5.2xlarge", "max": 2, "market": "on-demand"}
 

@@ -23,6 +23,8 @@ from tests.fakegce import Event, FakeGce
 from tests.helpers import await_for
 from tests.ongcp import CLUSTER, A, B, pool_of, project, running, successor
 
+pytestmark = pytest.mark.clouds
+
 LIST = "instances.list"
 
 

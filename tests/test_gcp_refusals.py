@@ -23,6 +23,8 @@ from tests.fakegce import Event, FakeGce
 from tests.ongcp import CLUSTER, pool_of, project, running, successor
 from tests.serving import DIRECT, serve
 
+pytestmark = pytest.mark.clouds
+
 LIST = "instances.list"
 
 

@@ -18,6 +18,8 @@ from infra import app, cdk, lint
 from spotrun.spec import ClusterSpec, load_cluster
 from tests.synthesized import CLOUD_FILES, ROOT, described, synthesized, walk
 
+pytestmark = pytest.mark.clouds
+
 GCP = """
 name: demo
 cloud: gcp

@@ -17,6 +17,8 @@ from spotrun.head import server
 from spotrun.store import cluster_key
 from tests.synthesized import ROOT, Cluster, described, of
 
+pytestmark = pytest.mark.clouds
+
 TEMPLATE, GROUP = "aws_launch_template", "aws_autoscaling_group"
 ACCOUNT = "${data.aws_caller_identity.account.account_id}"
 NODES, HEAD = "${aws_security_group.nodes.id}", "${aws_security_group.head.id}"

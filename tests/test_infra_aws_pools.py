@@ -14,6 +14,8 @@ from spotrun.spec import efa
 from spotrun.spec.efa import Interface
 from tests.synthesized import Cluster, described, of
 
+pytestmark = pytest.mark.clouds
+
 TEMPLATE, GROUP = "aws_launch_template", "aws_autoscaling_group"
 BUCKET = "s3://spotrun-demo-${data.aws_caller_identity.account.account_id}-us-east-1"
 LONG = "a" * 18 + "-b"  # the longest that the cluster file takes

@@ -13,6 +13,8 @@ from spotrun.head import server
 from spotrun.store import cluster_key
 from tests.synthesized import ROOT, Cluster, described, of, synthesized
 
+pytestmark = pytest.mark.clouds
+
 TEMPLATE, GROUP = "google_compute_region_instance_template", "google_compute_instance_group_manager"
 HEAD, NODE = "${google_service_account.head.email}", "${google_service_account.node.email}"
 LONG = "a" * 18 + "-b"  # the longest that the cluster file takes

@@ -16,6 +16,8 @@ from tests.helpers import wait_for
 from tests.motoserver import NO_SPOT, Moto
 from tests.synthesized import ROOT
 
+pytestmark = pytest.mark.clouds
+
 
 @pytest.fixture(scope="module")
 def aws() -> Iterator[Moto]:
