@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 
 from scripts import stacks
@@ -28,7 +27,7 @@ def check_tools(cluster: ClusterSpec) -> None:
 def check_quotas(cluster: ClusterSpec) -> None:
     """Raise `QuotaError` if a pool could not have a single machine; say on stderr if it could not have all."""
     none: list[str] = []
-    for shortfall in asyncio.run(_shortfalls(cluster)):
+    for shortfall in cloud.ask(cluster, lambda each: each.shortfalls()):
         pool = cluster.pool(shortfall.pool)
         one = shortfall.needs / (pool.max if pool else 1)
         line = _line(cluster, shortfall)
@@ -38,14 +37,6 @@ def check_quotas(cluster: ClusterSpec) -> None:
             print(f"spotrun: {line}", file=sys.stderr, flush=True)
     if none:
         raise QuotaError("\n".join(none))
-
-
-async def _shortfalls(cluster: ClusterSpec) -> list[Shortfall]:
-    connection = cloud.connect(cluster)
-    try:
-        return await connection.shortfalls()
-    finally:
-        await connection.close()
 
 
 def _line(cluster: ClusterSpec, found: Shortfall) -> str:

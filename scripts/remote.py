@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from scripts.hint import make
 from scripts.home import home
 from scripts.ssh import HEAD, Access, Unreachable
 from spotrun import cloud
-from spotrun.cloud import Instance
 from spotrun.cloud.local.layout import ensure_key
 from spotrun.errors import CloudError, NotFound, SpotrunError
 from spotrun.spec import ClusterSpec
@@ -56,7 +54,7 @@ def up(cluster: ClusterSpec, file: str) -> control.Status:
     preflight.check_tools(cluster)
     preflight.check_quotas(cluster)
     made = stacks.synthesize(cluster, file, home())
-    if way.store.find(cluster_key(cluster.name)) is not None and not made.exists("pools"):
+    if not made.exists("pools") and _machines(cluster):
         raise SpotrunError(
             f"cluster {cluster.name} is up, but Terraform knows nothing of it here: {_whereabouts(cluster)}; it would"
             " make a second one beside it"
@@ -78,7 +76,6 @@ def unfinished(cluster: ClusterSpec, file: str) -> list[str]:
 
 def down(cluster: ClusterSpec, file: str, everything: bool) -> str:
     """Have Terraform take the machines away; what happened, in a line. A bucket with checkpoints is never deleted."""
-    stacks.check_tools()
     store = _access(cluster, file).store
     if everything:
         _refuse_contents(cluster, store, file)
@@ -98,20 +95,16 @@ def down(cluster: ClusterSpec, file: str, everything: bool) -> str:
 
 def _refuse_leftovers(cluster: ClusterSpec) -> None:
     """Raise `CloudError` if the cloud still has machines of a cluster that Terraform says is gone."""
-    left = [each for each in asyncio.run(_nodes(cluster)) if each.state in ("provisioning", "running")]
-    if left:
+    if left := _machines(cluster):
         raise CloudError(
-            f"cluster {cluster.name} still has machines ({', '.join(each.name for each in left)}), and Terraform knows"
-            f" nothing of them here: {_whereabouts(cluster)}"
+            f"cluster {cluster.name} still has machines ({', '.join(left)}), and Terraform knows nothing of them here:"
+            f" {_whereabouts(cluster)}"
         )
 
 
-async def _nodes(cluster: ClusterSpec) -> list[Instance]:
-    connection = cloud.connect(cluster)
-    try:
-        return await connection.nodes()
-    finally:
-        await connection.close()
+def _machines(cluster: ClusterSpec) -> list[str]:
+    nodes = cloud.ask(cluster, lambda each: each.nodes())
+    return [node.name for node in nodes if node.state in ("provisioning", "running")]
 
 
 def _whereabouts(cluster: ClusterSpec) -> str:

@@ -11,7 +11,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -29,11 +28,10 @@ _PLAN = ("plan", "-input=false", "-detailed-exitcode")
 
 @dataclass(frozen=True)
 class Stacks:
-    """The synthesized stacks of a cluster. environment: for Terraform, besides the operator's own."""
+    """The synthesized stacks of a cluster."""
 
     cluster: str
     folder: Path
-    environment: Mapping[str, str]
 
     def plan(self) -> bool:
         """Print what would change; whether anything would.
@@ -103,7 +101,7 @@ class Stacks:
         with subprocess.Popen(
             [terraform(), *words, *([] if sys.stderr.isatty() and not quiet else ["-no-color"])],
             cwd=self._folder(stack),
-            env={**os.environ, "TF_IN_AUTOMATION": "1", **self.environment},
+            env={**os.environ, "TF_IN_AUTOMATION": "1"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE if quiet else sys.stderr,
             stderr=subprocess.STDOUT if quiet else None,
@@ -144,7 +142,7 @@ def synthesize(cluster: ClusterSpec, file: str, home: Path) -> Stacks:
         raise SpotrunError(
             word if word.startswith((file, where["CLUSTER"])) else f"{file}: cannot be synthesized: {word}"
         )
-    return Stacks(cluster.name, folder, {})
+    return Stacks(cluster.name, folder)
 
 
 def terraform() -> str:

@@ -83,7 +83,7 @@ def made(tmp_path: Path) -> stacks.Stacks:
     """Stacks as if they had been synthesized."""
     for name in ("c-base", "c-pools"):
         (tmp_path / "stacks" / name).mkdir(parents=True)
-    return stacks.Stacks("c", tmp_path, {})
+    return stacks.Stacks("c", tmp_path)
 
 
 def file(folder: Path, text: str = AWS) -> str:
@@ -248,37 +248,39 @@ def test_down(aws: Moto, made: stacks.Stacks, tmp_path: Path, monkeypatch: pytes
     assert [call.split()[0] for call in calls(tmp_path) if "destroy" in call] == ["c-pools", "c-pools", "c-base"]
 
 
-def test_down_that_finds_machines_left(
-    aws: Moto, made: stacks.Stacks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As from another checkout, whose state knows nothing: what leads to the cluster stays."""
-    monkeypatch.setattr(stacks, "synthesize", lambda *_: made)
+@pytest.fixture
+def machine(aws: Moto) -> Iterator[str]:
+    """One of the cluster's, whoever made it."""
     tags = [{"Key": "spotrun-cluster", "Value": "c"}, {"Key": "spotrun-pool", "Value": "spot"}]
     client = aws.client("ec2")
-    machine = client.run_instances(
+    made = client.run_instances(
         ImageId=aws.image("spotrun-left"),
         MinCount=1,
         MaxCount=1,
         TagSpecifications=[{"ResourceType": "instance", "Tags": tags}],
     )["Instances"][0]["InstanceId"]
+    yield made
+    client.terminate_instances(InstanceIds=[made])
+
+
+def test_down_that_finds_machines_left(
+    aws: Moto, made: stacks.Stacks, machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As from another checkout, whose state knows nothing: what leads to the cluster stays."""
+    monkeypatch.setattr(stacks, "synthesize", lambda *_: made)
     store = bucket(tmp_path)
     store.put(head_key("c"), b"{}")
-    try:
-        with pytest.raises(CloudError, match=rf"still has machines \({machine}\), and Terraform knows nothing of them"):
-            cluster.down(spec(tmp_path), True, file(tmp_path))
-        assert store.exists(head_key("c"))
-    finally:
-        client.terminate_instances(InstanceIds=[machine])
+    with pytest.raises(CloudError, match=rf"still has machines \({machine}\), and Terraform knows nothing of them"):
+        cluster.down(spec(tmp_path), True, file(tmp_path))
+    assert store.exists(head_key("c"))
 
 
 def test_up_of_what_another_checkout_made(
-    aws: Moto, made: stacks.Stacks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    aws: Moto, made: stacks.Stacks, machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stacks, "synthesize", lambda *_: made)
     for code in ("L-3819A6DF", "L-DB2E81BA"):
         aws.quota(code, 64)
-    described = spec(tmp_path).model_dump_json().encode()
-    bucket(tmp_path).put(cluster_key("c"), described)
     with pytest.raises(
         SpotrunError, match=r"is up, but Terraform knows nothing of it here: its state is in .*second one"
     ):
@@ -314,7 +316,7 @@ def test_control_c_lets_terraform_save(programs: Say, made: stacks.Stacks, tmp_p
     programs(terraform=f'[ "$1" = init ] && exit 0\n[ "$1" = version ] && exit 0\n{saving}')
     code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler);"
     code += "from scripts.stacks import Stacks; from pathlib import Path;"
-    code += f"Stacks('c', Path({str(tmp_path)!r}), {{}}).apply()"
+    code += f"Stacks('c', Path({str(tmp_path)!r})).apply()"
     process = subprocess.Popen(
         [sys.executable, "-c", code],
         cwd=Path(__file__).parent.parent,

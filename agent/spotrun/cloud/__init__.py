@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, TypeVar
 
 from spotrun.cloud.base import Cloud, Instance, Market, Problem, Shortfall, State
 from spotrun.errors import CloudError
@@ -10,7 +12,10 @@ from spotrun.errors import CloudError
 if TYPE_CHECKING:
     from spotrun.spec import ClusterSpec
 
-__all__ = ["Cloud", "Instance", "Market", "Problem", "Shortfall", "State", "account", "connect"]
+__all__ = ["Cloud", "Instance", "Market", "Problem", "Shortfall", "State", "account", "ask", "connect"]
+
+
+T = TypeVar("T")
 
 
 def account(cluster: ClusterSpec) -> str:
@@ -28,6 +33,19 @@ def account(cluster: ClusterSpec) -> str:
         raise _missing(cluster, error) from None
     check_credentials(cluster.project or "")
     return cluster.project or ""
+
+
+def ask(cluster: ClusterSpec, question: Callable[[Cloud], Awaitable[T]]) -> T:
+    """The answer to one question, over a connection of its own. Blocking. Raises `CloudError`."""
+
+    async def put() -> T:
+        cloud = connect(cluster)
+        try:
+            return await question(cloud)
+        finally:
+            await cloud.close()
+
+    return asyncio.run(put())
 
 
 def connect(cluster: ClusterSpec) -> Cloud:

@@ -15,7 +15,7 @@ from spotrun.head.head import Head
 from spotrun.head.server import claim_epoch, serve
 from spotrun.node import hosts, metadata
 from spotrun.notify import Systemd
-from spotrun.spec import ClusterSpec
+from spotrun.spec import ClusterSpec, names
 from spotrun.store import Store, cluster_key
 
 log = logging.getLogger(__name__)
@@ -41,18 +41,18 @@ async def run() -> None:
 async def _serve(systemd: Systemd) -> None:
     systemd.status("asking the cloud's metadata server who this is")
     async with await metadata.detect() as machine:
-        found = {key: await machine.attribute(key) or "" for key in ("spotrun-cluster", "spotrun-bucket")}
+        found = {key: await machine.attribute(key) or "" for key in (names.CLUSTER, names.BUCKET)}
         identity = await machine.identity()
     missing = [key for key, value in found.items() if not value]
     if missing:
         raise SpotrunError(f"this machine's metadata has no {' and no '.join(missing)}: it is not a cluster's head")
-    if found["spotrun-bucket"].startswith("s3://"):
+    name, bucket = found[names.CLUSTER], found[names.BUCKET]
+    if bucket.startswith("s3://"):
         os.environ.setdefault("AWS_REGION", identity.region)
-    store = await asyncio.to_thread(Store, found["spotrun-bucket"])
+    store = await asyncio.to_thread(Store, bucket)
     # First of all: with whatever else is wrong here, an operator can look at it.
-    await asyncio.to_thread(hosts.publish, store, found["spotrun-cluster"], "head", identity)
-    described = await asyncio.to_thread(store.get, cluster_key(found["spotrun-cluster"]))
-    cluster = read(described)
+    await asyncio.to_thread(hosts.publish, store, name, names.HEAD, identity)
+    cluster = read(await asyncio.to_thread(store.get, cluster_key(name)))
     epoch = await asyncio.to_thread(claim_epoch, store, cluster.name)
     cloud = connect(cluster)
     control = control_path()
@@ -83,17 +83,16 @@ def read(described: bytes) -> ClusterSpec:
 
 async def until_changed(store: Store, cluster: ClusterSpec, every: float) -> None:
     """Return when the bucket has another good description: a new head reads it, and that costs training nothing."""
-    refused = b""
+    warned = ""
     while True:
         await asyncio.sleep(every)
         try:
             described = await asyncio.to_thread(store.find, cluster_key(cluster.name))
-            if described is None or described == refused:
-                continue
-            changed = read(described) != cluster
-        except SpotrunError as error:
-            log.warning("%s", error)
-            refused = described or b""
+            changed = described is not None and read(described) != cluster
+        except SpotrunError as error:  # a bucket that does not answer, a description that is no good: as it was
+            if str(error) != warned:
+                log.warning("%s", error)
+            warned = str(error)
             continue
         if changed:
             log.info("the cluster's description has changed: this head ends for one that knows it")

@@ -26,6 +26,7 @@ from spotrun.node.metadata import Identity
 from spotrun.node.process import gpu_count
 from spotrun.node.uploader import Logs, newest, upload_part
 from spotrun.notify import Systemd
+from spotrun.spec import names
 from spotrun.store import Store, log_key
 from spotrun.wire import Bundle, Failure, Generation, Notice, Order, Part, Report, StateRef
 
@@ -63,7 +64,7 @@ class Agent:
         self, settings: Settings, identity: Identity, attributes: dict[str, str], store: Store, systemd: Systemd
     ) -> None:
         self.identity = identity
-        self.cluster = attributes["spotrun-cluster"]
+        self.cluster = attributes[names.CLUSTER]
         self.store = store
         self.link = Link(store, self.cluster, self.obey, self._tell_systemd)
         self.logs = Logs(store)
@@ -71,7 +72,7 @@ class Agent:
         self._settings, self._systemd = settings, systemd
         self._phase = ""  # that systemd was told last
         self.boot = uuid.uuid4().hex
-        self.pool = attributes["spotrun-pool"]
+        self.pool = attributes[names.POOL]
         self._devices = max(1, gpu_count())
         self._environment = network.environment(network.gather(identity.address))
         log.info("workers' environment: %s", " ".join(f"{k}={v}" for k, v in self._environment.items()) or "as it is")

@@ -18,6 +18,7 @@ from spotrun.node.agent import Agent, Settings
 from spotrun.node.metadata import Identity, Metadata, detect
 from spotrun.node.notice import watch
 from spotrun.notify import Systemd
+from spotrun.spec import names
 from spotrun.store import Store, unfit_key
 from spotrun.wire import UnfitRecord
 
@@ -50,9 +51,10 @@ async def _live(settings: Settings, systemd: Systemd) -> None:
     async with await detect() as metadata:
         identity, attributes = await _who_am_i(metadata)
         identity = replace(identity, name=settings.name or identity.name)
-        if attributes["spotrun-bucket"].startswith("s3://"):
+        bucket = attributes[names.BUCKET]
+        if bucket.startswith("s3://"):
             os.environ.setdefault("AWS_REGION", identity.region)  # for the bucket, and whatever a job asks of AWS
-        store = await asyncio.to_thread(Store, attributes["spotrun-bucket"])
+        store = await asyncio.to_thread(Store, bucket)
         agent = Agent(settings, identity, attributes, store, systemd)
         systemd.status("looking whether this machine is fit")
         agent.find_unfit(await fitness.check(lambda: _look(agent, settings, metadata)))
@@ -108,7 +110,7 @@ def _write_unfit(agent: Agent) -> None:
 
 
 async def _who_am_i(metadata: Metadata) -> tuple[Identity, dict[str, str]]:
-    keys = ("spotrun-cluster", "spotrun-bucket", "spotrun-pool")
+    keys = (names.CLUSTER, names.BUCKET, names.POOL)
     while True:
         try:
             identity = await metadata.identity()
