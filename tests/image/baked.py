@@ -56,7 +56,9 @@ def prepare(folder: Path) -> Supplies:
     _pip([*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder / "wheel"), str(CODE)])
     (wheel,) = (folder / "wheel").glob("spotrun-*.whl")
     where = ["--dest", str(folder / "wheels"), "--only-binary=:all:", "--python-version", PYTHON]
-    _pip([*pip, "download", "--quiet", *where, "-c", str(CODE / "constraints.txt"), f"{wheel}[train,gcp,aws]"])
+    # pip weighs markers by the Python that it runs in, whatever --python-version says: what only Debian's takes is named.
+    wanted = [f"{wheel}[train,gcp,aws]", "backports.tarfile"]
+    _pip([*pip, "download", "--quiet", *where, "-c", str(CODE / "constraints.txt"), *wanted])
     pinned = read(CODE / "images/versions.env")
     return Supplies(folder, pinned, registry.serve(folder / "registry", f"{SUPPLIES}/registry", pinned))
 
