@@ -56,7 +56,7 @@ def prepare(folder: Path) -> Supplies:
     _pip([*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder / "wheel"), str(CODE)])
     (wheel,) = (folder / "wheel").glob("spotrun-*.whl")
     where = ["--dest", str(folder / "wheels"), "--only-binary=:all:", "--python-version", PYTHON]
-    # pip weighs markers by the Python that it runs in, whatever --python-version says: what only Debian's takes is named.
+    # pip weighs markers by the Python that runs it, not by --python-version: what only Debian's takes is named.
     wanted = [f"{wheel}[train,gcp,aws]", "backports.tarfile"]
     _pip([*pip, "download", "--quiet", *where, "-c", str(CODE / "constraints.txt"), *wanted])
     pinned = read(CODE / "images/versions.env")
