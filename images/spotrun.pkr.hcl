@@ -121,7 +121,7 @@ build {
     destination = "/tmp/image/"
   }
   provisioner "file" {
-    sources     = ["${path.root}/../constraints.txt"]
+    sources     = ["${path.root}/../constraints.txt", "${path.root}/requirements.txt"]
     destination = "/tmp/image/"
   }
   provisioner "file" {

@@ -16,6 +16,7 @@ import pytest
 import zstandard
 
 from spotrun import shards
+from spotrun.node import code
 from spotrun.node.link import Link
 from spotrun.node.process import descendants
 from spotrun.store import Store, checkpoint_key, code_key, head_key, host_key
@@ -364,6 +365,21 @@ async def test_packages_and_launcher(tmp_path: Path) -> None:
         assert report.failure is not None
         assert report.failure.kind == "setup"
         assert "pip failed" in report.failure.message
+
+
+async def test_packages_that_are_there_are_not_installed(tmp_path: Path) -> None:
+    """pip could ask nobody here, so what it would have to install fails."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+    env = {**own, "PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_RETRIES": "0"}
+    assert await code.install(("aiohttp>=3", "pydantic"), tmp_path / "packages", env) is None
+    assert not (tmp_path / "packages").exists()
+    for missing in ("aiohttp>=999", "spotrun-no-such-package"):
+        with pytest.raises(code.SetupError, match="pip failed"):
+            await code.install(("pydantic", missing), tmp_path / "packages", env)
+    wanted = ("pydantic", f"tiny-package @ file://{wheel(tmp_path)}")
+    with pytest.raises(code.SetupError, match="pip failed"):  # in part there: all of it goes into one folder
+        await code.install(wanted, tmp_path / "packages", env)
+    assert await code.install(wanted[1:], tmp_path / "packages", env) is not None
 
 
 async def test_no_room_for_a_generation_and_what_a_killed_agent_left(tmp_path: Path) -> None:

@@ -149,13 +149,13 @@ class Report(Document):
     ssh_port: int = 22
     devices: int = 1  # worker processes this node takes when the job says "auto"
     job: str | None = None
-    # unfit: something is wrong with this machine, and it takes no job.
+    # checking: whether this machine is fit is not known yet. unfit: something is wrong with it. Neither takes a job.
     # idle: no job. preparing: code, packages, forkserver. ready: could start at once. starting/running: workers live.
     # drained: all workers stopped at stop_at. failed: a worker ended early. succeeded: all workers exited 0.
     # Phases from starting on are about `generation`.
-    phase: Literal["unfit", "idle", "preparing", "ready", "starting", "running", "drained", "failed", "succeeded"] = (
-        "idle"
-    )
+    phase: Literal[
+        "checking", "unfit", "idle", "preparing", "ready", "starting", "running", "drained", "failed", "succeeded"
+    ] = "idle"
     unfit: tuple[str, ...] = ()  # what is wrong with the machine, a line each
     generation: int = 0  # the newest one this agent took part in, of this job
     store: str = ""  # "host:port" for a generation to come in which this node is first

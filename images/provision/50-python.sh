@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Python, and an environment with torch and this checkout's spotrun. pip compiles all of it, so no start has to.
+# Python, and an environment with torch, this checkout's spotrun, and what jobs take besides. pip compiles all of it, so
+# that no start has to.
 set -euo pipefail
 source "${IMAGE:?}/provision/lib.sh"
 
@@ -13,7 +14,8 @@ fi
 mkdir -p /opt/spotrun
 [[ -x $venv/bin/python ]] || "python$PYTHON" -m venv "$venv"
 options=(--no-input --disable-pip-version-check --no-cache-dir --quiet --constraint "$IMAGE/constraints.txt")
-"$venv/bin/python" -m pip install "${options[@]}" "spotrun[train,$CLOUD] @ file://${wheels[0]}"
+"$venv/bin/python" -m pip install "${options[@]}" "spotrun[train,$CLOUD] @ file://${wheels[0]}" \
+    --requirement "$IMAGE/requirements.txt"
 # The same version may have been built of another commit.
 "$venv/bin/python" -m pip install "${options[@]}" --no-deps --force-reinstall "${wheels[0]}"
 "$venv/bin/python" -I - "$TORCH" <<'PY'

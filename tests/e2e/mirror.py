@@ -2,6 +2,7 @@
 
 A machine of the mirror has the cloud's own name for it, and what the cloud gives it to read about itself, at an address
 of this computer. It is what a machine of the local cloud is, but for its coming and going, which the cloud decides.
+With another program than this module's, machines are something else: tests.image.containers starts them of an image.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from spotrun.cloud.local.daemon import claim_subnet
 from spotrun.cloud.local.layout import HEAD, Config, Layout, Pool, base_environment, remove_tree
 
 LOOK = 0.1  # seconds between two looks at the cloud's list
+PROCESSES = ("tests.e2e.mirror",)
 _ROOT = Path(__file__).parent.parent.parent
 
 
@@ -44,7 +46,8 @@ class Mirror:
     """Follows the cloud's list from now to `close`; the machines are children of a process of its own.
 
     folder: for what the machines write. flavour: of their metadata, gce or ec2. key: the operator's, which they
-    accept. environment: for them, besides what every machine of the local cloud has.
+    accept. environment: for them, besides what every machine of the local cloud has. program: a module that follows
+    the list, with words of its own.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class Mirror:
         key: Path,
         environment: Mapping[str, str],
         listing: Callable[[], list[Listed]],
+        program: Sequence[str] = PROCESSES,
     ) -> None:
         self._layout = Layout(folder.resolve())
         self.table = self._layout.state / "machines.json"  # name: address, for whoever plays the way in
@@ -65,7 +69,7 @@ class Mirror:
         self._failure: BaseException | None = None
         with (folder / "mirror.log").open("wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.e2e.mirror", str(folder), flavour, region, json.dumps(dict(environment))],
+                [sys.executable, "-m", *program, str(folder), flavour, region, json.dumps(dict(environment))],
                 cwd=_ROOT,
                 env=base_environment(self._layout.mark("@mirror")),
                 stdin=subprocess.PIPE,
@@ -100,7 +104,7 @@ class Mirror:
             self._failure = error
 
 
-class _Group(machines.Group):
+class Group(machines.Group):
     """The local cloud's machines, as another cloud lists them."""
 
     def __init__(self, config: Config, layout: Layout, subnet: str, environment: Mapping[str, str]) -> None:
@@ -124,7 +128,14 @@ class _Group(machines.Group):
                 self._create(each)
             elif each.end is not None and node.id == each.id and node.due == float("inf"):
                 node.due, node.state = each.end, "stopping"
-                node.subject.change(terminate_at=each.end, rebalance_at=time.time())
+                self._give_notice(node)
+
+    def door(self, node: machines.Node) -> str:
+        """The address of this computer at which a machine's SSH server answers."""
+        return node.address
+
+    def _give_notice(self, node: machines.Node) -> None:
+        node.subject.change(terminate_at=node.due, rebalance_at=time.time())
 
     def _create(self, each: Listed) -> None:
         address = self._address(each.name)
@@ -143,29 +154,33 @@ class _Group(machines.Group):
         return values
 
 
-async def _follow(folder: Path, flavour: str, region: str, environment: dict[str, str]) -> None:
+Make = Callable[[Config, Layout, str, Mapping[str, str]], Group]
+
+
+async def follow(make: Make, folder: Path, flavour: str, region: str, environment: dict[str, str]) -> None:
     """Be the mirror: lists come in on standard input, one a line, until it ends."""
     layout = Layout(folder)
     subnet, claim = claim_subnet(layout.unique)
     layout.tmpfs.mkdir(mode=0o700, exist_ok=True)
     head = Pool(HEAD, "", "", "on-demand", 1)
     config = Config("mirror", region, "", head, (), metadata="gce" if flavour == "gce" else "ec2")
-    group = _Group(config, layout, subnet, environment)
+    group = make(config, layout, subnet, environment)
     await group.open()
     lines = asyncio.StreamReader(limit=1 << 24)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     while line := await lines.readline():
         group.show([Listed(**each) for each in json.loads(line)])
         table = layout.state / "machines.json"
-        table.with_suffix(".part").write_text(json.dumps({node.name: node.address for node in group.nodes.values()}))
+        doors = {node.name: group.door(node) for node in group.nodes.values()}
+        table.with_suffix(".part").write_text(json.dumps(doors))
         table.with_suffix(".part").replace(table)
     await group.close()
     claim.close()
 
 
-def main(argv: list[str]) -> None:
+def main(argv: list[str], make: Make = Group) -> None:
     procs.become_subreaper()
-    asyncio.run(_follow(Path(argv[0]), argv[1], argv[2], json.loads(argv[3])))
+    asyncio.run(follow(make, Path(argv[0]), argv[1], argv[2], json.loads(argv[3])))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -24,7 +24,7 @@ from spotrun.spec.names import BUCKET, CLUSTER, POOL, bucket, group
 from spotrun.store import Store
 from tests import fakegce, fakegcs, motoserver, serving
 from tests.e2e import tools
-from tests.e2e.mirror import Listed, Mirror
+from tests.e2e.mirror import PROCESSES, Listed, Mirror
 from tests.terraform import Tools
 
 ROOT = Path(__file__).parents[2]
@@ -174,18 +174,20 @@ class Gcp:
 
 
 @contextlib.contextmanager
-def aws(folder: Path, terraform: Tools) -> Iterator[Aws]:
-    with motoserver.running(notice=NOTICE) as account:
+def aws(folder: Path, terraform: Tools, notice: float = NOTICE, machines: Sequence[str] = PROCESSES) -> Iterator[Aws]:
+    """notice: seconds from it to a machine's end. machines: the program that plays them, as for `Mirror`."""
+    with motoserver.running(notice=notice) as account:
         site = Aws(account, folder, tools.install_real_terraform(folder / "bin", terraform))
-        with _machines(folder, "ec2", account.region, account.environment, site.listing) as table:
+        with _machines(folder, "ec2", account.region, account.environment, site.listing, machines) as table:
             tools.install(folder / "bin", "aws", table)
             yield site
 
 
 @contextlib.contextmanager
-def gcp(folder: Path) -> Iterator[Gcp]:
+def gcp(folder: Path, notice: float = NOTICE, machines: Sequence[str] = PROCESSES) -> Iterator[Gcp]:
+    """As `aws`."""
     name = "spotrun-e2e-my-project"
-    times = fakegce.Times(notice=NOTICE)
+    times = fakegce.Times(notice=notice)
     with fakegce.running(times=times) as gce, fakegcs.running(name) as gcs:
         site = Gcp(gce, gcs, folder)
 
@@ -196,7 +198,9 @@ def gcp(folder: Path) -> Iterator[Gcp]:
 
         with (
             serving.serve(build) as (_, url),
-            _machines(folder, "gce", "us-central1", {**gce.environment, **gcs.environment}, site.listing) as table,
+            _machines(
+                folder, "gce", "us-central1", {**gce.environment, **gcs.environment}, site.listing, machines
+            ) as table,
         ):
             tools.install(folder / "bin", "gcp", table)
             tools.install_terraform(folder / "bin", url)
@@ -205,12 +209,17 @@ def gcp(folder: Path) -> Iterator[Gcp]:
 
 @contextlib.contextmanager
 def _machines(
-    folder: Path, flavour: str, region: str, environment: Mapping[str, str], listing: Listing
+    folder: Path,
+    flavour: str,
+    region: str,
+    environment: Mapping[str, str],
+    listing: Listing,
+    machines: Sequence[str],
 ) -> Iterator[Path]:
     key = folder / "home" / "id_ed25519"
     key.parent.mkdir(parents=True)
     ensure_key(key)
-    mirror = Mirror(folder / "mirror", flavour, region, key, environment, listing)
+    mirror = Mirror(folder / "mirror", flavour, region, key, environment, listing, machines)
     try:
         yield mirror.table
     finally:

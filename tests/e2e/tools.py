@@ -22,7 +22,20 @@ from tests.terraform import Tools, adapt, configure
 
 ROOT = Path(__file__).parent.parent.parent
 TOOLS = {"aws": ("aws", "session-manager-plugin"), "gcp": ("gcloud",)}
-PROFILE = {"loginProfile": {"name": "1", "posixAccounts": [{"primary": True, "username": "spotrun", "uid": "1"}]}}
+# Whom OS Login makes of an operator, in its own form: no account of any image.
+OPERATOR = {
+    "name": "117000000000000000001",
+    "posixAccounts": [
+        {
+            "primary": True,
+            "username": "alice_example_com",
+            "uid": "1337001",
+            "gid": "1337001",
+            "homeDirectory": "/home/alice_example_com",
+            "shell": "/bin/bash",
+        }
+    ],
+}
 
 
 def install(folder: Path, cloud: str, table: Path) -> None:
@@ -143,7 +156,7 @@ def _push(_: Path, options: argparse.Namespace) -> None:
 def _register(_: Path, options: argparse.Namespace) -> None:
     if not Path(options.key_file).read_text().startswith("ssh-ed25519 "):
         sys.exit(f"ERROR: (gcloud.compute.os-login.ssh-keys.add) {options.key_file} is no public key")
-    print(json.dumps(PROFILE))
+    print(json.dumps({"loginProfile": OPERATOR}))
 
 
 def main(argv: list[str]) -> None:

@@ -57,8 +57,20 @@ def prepare(folder: Path) -> Supplies:
     (wheel,) = (folder / "wheel").glob("spotrun-*.whl")
     where = ["--dest", str(folder / "wheels"), "--only-binary=:all:", "--python-version", PYTHON]
     # pip weighs markers by the Python that runs it, not by --python-version: what only Debian's takes is named.
-    wanted = [f"{wheel}[train,gcp,aws]", "backports.tarfile"]
-    _pip([*pip, "download", "--quiet", *where, "-c", str(CODE / "constraints.txt"), *wanted])
+    wanted = [f"{wheel}[train,gcp,aws]", "backports.tarfile", "-r", str(CODE / "images/requirements.txt")]
+    _pip(
+        [
+            *pip,
+            "download",
+            "--quiet",
+            *where,
+            "-c",
+            str(CODE / "constraints.txt"),
+            "-r",
+            str(CODE / "images/requirements.txt"),
+            *wanted,
+        ]
+    )
     pinned = read(CODE / "images/versions.env")
     return Supplies(folder, pinned, registry.serve(folder / "registry", f"{SUPPLIES}/registry", pinned))
 
@@ -69,7 +81,8 @@ def upload(root: Root, supplies: Supplies) -> None:
     target.mkdir(parents=True)
     for name in ("provision", "root"):
         shutil.copytree(CODE / "images" / name, target / name)
-    shutil.copy(CODE / "constraints.txt", target)
+    for path in ("constraints.txt", "images/requirements.txt"):
+        shutil.copy(CODE / path, target)
     shutil.copytree(supplies.folder / "wheel", target / "wheel")
     for name in ("versions.env", "sources.env"):
         text = (CODE / "images" / name).read_text()

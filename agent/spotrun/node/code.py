@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import contextlib
 import errno
 import hashlib
 import importlib.metadata
+import json
 import os
 import shutil
 import sys
@@ -111,38 +113,56 @@ class _Rationed:
 
 
 async def install(requirements: tuple[str, ...], folder: Path, env: dict[str, str]) -> Path | None:
-    """The folder with these packages, installed unless it is there; None if there are none. Raises `SetupError`."""
+    """The folder with these packages, installed unless it is there; None if the agent's own environment has them all.
+
+    Raises `SetupError`.
+    """
     if not requirements:
         return None
     target = folder / hashlib.sha256("\n".join(requirements).encode()).hexdigest()[:16]
     if target.is_dir():
         return target
+    if await _has(requirements, env):
+        return None
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="new-", dir=folder) as scratch:
         pins = Path(scratch, "constraints.txt")
         pins.write_text("".join(f"{name}=={version}\n" for name, version in _installed(PINNED)))
         content = Path(scratch, "content")
-        # pip must not outlive the agent: the wrapper has the kernel see to it.
-        wrapper = (
-            f"from spotrun.node.process import die_with_parent; die_with_parent({os.getpid()});"
-            "import runpy; runpy.run_module('pip', run_name='__main__', alter_sys=True)"
-        )
-        options = ["--no-input", "--disable-pip-version-check", "--quiet", "--target", str(content), "-c", str(pins)]
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", wrapper, "install", *options, *requirements,
-            stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, env=env,
-        )  # fmt: skip
-        try:
-            output, _ = await process.communicate()
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
-        if process.returncode != 0:
-            said = output.decode(errors="replace").strip().splitlines()[-5:]
+        code, output = await _pip("install", "--target", str(content), "-c", str(pins), *requirements, env=env)
+        if code != 0:
+            said = output.strip().splitlines()[-5:]
             raise SetupError(f"requirements {', '.join(requirements)}: pip failed: {' '.join(said)}")
         os.rename(content, target)
     return target
+
+
+async def _has(requirements: tuple[str, ...], env: dict[str, str]) -> bool:
+    """Whether nothing would be installed: with an image that has a job's packages, no node downloads them."""
+    code, output = await _pip("install", "--dry-run", "--no-index", "--report", "-", *requirements, env=env)
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        return code == 0 and json.loads(output)["install"] == []
+    return False
+
+
+async def _pip(command: str, *args: str, env: dict[str, str]) -> tuple[int, str]:
+    """(exit status, output) of pip."""
+    # pip must not outlive the agent: the wrapper has the kernel see to it.
+    wrapper = (
+        f"from spotrun.node.process import die_with_parent; die_with_parent({os.getpid()});"
+        "import runpy; runpy.run_module('pip', run_name='__main__', alter_sys=True)"
+    )
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", wrapper, command, "--no-input", "--disable-pip-version-check", "--quiet", *args,
+        stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, env=env,
+    )  # fmt: skip
+    try:
+        output, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    return process.returncode or 0, output.decode(errors="replace")
 
 
 def imports(root: Path, script: str) -> list[str]:

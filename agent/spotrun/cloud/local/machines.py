@@ -260,11 +260,10 @@ class Group:
 
     async def _live(self, node: Node) -> None:
         """From a machine's creation to its end, whoever brings that about."""
-        site: web.TCPSite | None = None
+        site: web.BaseSite | None = None
         try:
             await asyncio.sleep(self.config.boot_delay)
-            site = web.TCPSite(self._metadata, node.address, METADATA_PORT, reuse_address=True)
-            await site.start()
+            site = await self._listen(node)
             process = await self._boot(node)
             if process.stdout is not None and await process.stdout.readline() and node.state == "provisioning":
                 log.info("%s runs at %s", node.name, node.address)
@@ -288,6 +287,12 @@ class Group:
     def _blame(self, node: Node, message: str) -> None:
         log.warning("%s: %s", node.name, message)
         self._broken[node.name] = Problem(node.pool.name, "other", f"machine {node.name}: {message}", time.time())
+
+    async def _listen(self, node: Node) -> web.BaseSite:
+        """Begin to tell a machine of itself."""
+        site = web.TCPSite(self._metadata, node.address, METADATA_PORT, reuse_address=True)
+        await site.start()
+        return site
 
     async def _boot(self, node: Node) -> asyncio.subprocess.Process:
         folder, memory = self.layout.node(node.name), self.layout.tmpfs / node.name
@@ -333,7 +338,7 @@ class Group:
             values |= {"SPOTRUN_LOCAL_CLOUD": self.endpoint, "SPOTRUN_LOCAL_CLOUD_TOKEN": self.token}
         return values
 
-    async def _clear(self, node: Node, site: web.TCPSite | None) -> None:
+    async def _clear(self, node: Node, site: web.BaseSite | None) -> None:
         """Leave nothing of a machine: no process, no port, nothing in memory."""
         node.subject.end()
         await self._stop_cutting(node)

@@ -260,7 +260,7 @@ def _sign(end: str, subject: Subject, secret: bytes) -> str:
 def _look(tree: Tree, path: str) -> str | Tree | None:
     """The value or folder at a path. A value has no slash after it."""
     found: str | Tree = tree
-    for part in path.rstrip("/").split("/") if path.rstrip("/") else ():
+    for part in filter(None, path.split("/")):  # Google's own guest agent asks for `v1//instance/…`
         if not isinstance(found, dict) or part not in found:
             return None
         found = found[part]
