@@ -10,6 +10,9 @@ from spotrun.spec.cluster import ClusterSpec
 HEAD = "head"  # the pool of the head's machine
 # Keys of labels (GCP), tags (AWS), and of what a machine reads in its metadata.
 CLUSTER, POOL, ROLE, BUCKET = "spotrun-cluster", "spotrun-pool", "spotrun-role", "spotrun-bucket"
+# How many a machine is made with, where that is known: whole numbers.
+GPUS = "spotrun-gpus"
+EFAS = "spotrun-efas"
 
 
 def group(cluster: str, pool: str) -> str:
