@@ -10,6 +10,9 @@ from spotrun.spec.cluster import ClusterSpec
 HEAD = "head"  # the pool of the head's machine
 # Keys of labels (GCP), tags (AWS), and of what a machine reads in its metadata.
 CLUSTER, POOL, ROLE, BUCKET = "spotrun-cluster", "spotrun-pool", "spotrun-role", "spotrun-bucket"
+# In a pool's metadata (tags on AWS): how many GPUs and EFAs each machine has, whole numbers. Without them the machine
+# goes by what its type has.
+GPUS, EFAS = "spotrun-gpus", "spotrun-efas"
 # How many a machine is made with, where that is known: whole numbers.
 GPUS = "spotrun-gpus"
 EFAS = "spotrun-efas"
