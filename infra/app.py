@@ -8,6 +8,12 @@ from pathlib import Path
 from infra import aws, cdk, gcp
 from spotrun.errors import SpotrunError
 from spotrun.spec import ClusterSpec
+from spotrun.spec.names import BUCKET, CLUSTER, EFAS, GPUS, POOL, ROLE
+
+_OWN = {BUCKET, CLUSTER, EFAS, GPUS, POOL, ROLE}  # what machines read about themselves; on AWS from their tags
+# AWS takes 50 tags, and a machine has a Name besides.
+# https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/Using_Tags.html#tag-restrictions
+_LABELS = 50 - len(_OWN) - 1
 
 
 def synthesize(cluster: ClusterSpec, outdir: Path, home: Path) -> None:
@@ -31,6 +37,10 @@ def synthesize(cluster: ClusterSpec, outdir: Path, home: Path) -> None:
 def _check(cluster: ClusterSpec) -> None:
     if re.search(r"[$%]\{", cluster.model_dump_json()):
         raise SpotrunError("a value holds ${ or %{, which Terraform would take for code")
+    if taken := sorted(_OWN & set(cluster.labels)):
+        raise SpotrunError(f"labels: {', '.join(taken)}: spotrun gives these itself; take another name")
+    if cluster.cloud == "aws" and len(cluster.labels) > _LABELS:
+        raise SpotrunError(f"labels: {len(cluster.labels)} of them; AWS's tags leave room for {_LABELS}")
     if cluster.cloud == "gcp":
         gcp.check(cluster)
 

@@ -27,7 +27,17 @@ region: us-central1
 project: my-project
 pools: [{name: spot, zone: us-central1-a, machine: g2-standard-8}]
 """
+AWS = """
+name: demo
+cloud: aws
+region: eu-west-1
+pools: [{name: spot, zone: eu-west-1a, machine: g5.2xlarge}]
+"""
 CLOUD_FILE = pytest.mark.parametrize("file", CLOUD_FILES, ids=[path.stem for path in CLOUD_FILES])
+
+
+def labels(count: int) -> str:
+    return f"labels: {{{', '.join(f'label-{number}: x' for number in range(count))}}}\n"
 
 
 def infra(tmp_path: Path, file: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -151,14 +161,7 @@ def test_state_is_where_the_cluster_file_says(tmp_path: Path, state: str, expect
 
 
 def test_state_in_s3_of_an_aws_cluster_is_in_its_region(tmp_path: Path) -> None:
-    text = """
-name: demo
-cloud: aws
-region: eu-west-1
-state: s3://my-state/a
-pools: [{name: spot, zone: eu-west-1a, machine: g5.2xlarge}]
-"""
-    app.synthesize(described(text, tmp_path), tmp_path / "out", tmp_path)
+    app.synthesize(described(f"{AWS}state: s3://my-state/a\n", tmp_path), tmp_path / "out", tmp_path)
     document = json.loads((tmp_path / "out/stacks/demo-pools/cdk.tf.json").read_text())
     assert document["terraform"]["backend"]["s3"]["region"] == "eu-west-1"
 
@@ -186,6 +189,8 @@ def test_pools_come_after_base(tmp_path: Path) -> None:
             "Google places no n1-standard-8",
         ),
         (GCP.replace("g2-standard-8", "g2-standard-8, max_run_duration: 5s"), "max_run_duration is 5 s"),
+        (GCP + "labels: {spotrun-gpus: three}\n", "labels: spotrun-gpus: spotrun gives these itself"),
+        (AWS + labels(44), "labels: 44 of them; AWS's tags leave room for 43"),
     ],
 )
 def test_a_wrong_file_never_reaches_terraform(tmp_path: Path, text: str | None, said: str) -> None:

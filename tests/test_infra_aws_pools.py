@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from moto.utilities.utils import load_resource
 
 from infra.aws import machines
-from spotrun.spec import efa
+from spotrun.spec import efa, gpus
 from spotrun.spec.efa import Interface
 from tests.synthesized import Cluster, described, of
 
@@ -59,6 +60,7 @@ def group(cluster: Cluster, pool: str) -> Any:
 
 @pytest.mark.parametrize("pool", ["head", *NAMES])
 def test_every_machine_is_private_encrypted_and_known(cluster: Cluster, pool: str) -> None:
+    has = {} if pool in ("head", "small") else {"spotrun-gpus": "1"}
     made = template(cluster, pool)
     role = "head" if pool == "head" else "node"
     tags = {
@@ -68,6 +70,7 @@ def test_every_machine_is_private_encrypted_and_known(cluster: Cluster, pool: st
         "spotrun-bucket": BUCKET,
         "spotrun-pool": pool,
         "spotrun-role": role,
+        **has,
     }
     assert {each["resource_type"]: each["tags"] for each in made["tag_specifications"]} == {
         "instance": tags,
@@ -225,6 +228,15 @@ def test_the_longest_names_are_taken_by_aws(tmp_path: Path) -> None:
         assert all(len(tag["key"]) <= 128 and len(tag["value"]) <= 256 for tag in each["tag"])
 
 
+def test_as_many_labels_as_there_may_be_are_taken_by_aws(tmp_path: Path) -> None:
+    labels = ", ".join(f"label-{number}: x" for number in range(43))
+    text = f"{HEADER}labels: {{{labels}}}\nnetwork: {{efa: true}}\n"
+    most = of(described(f"{text}pools: [{{name: big, zone: us-east-1a, machine: p5.48xlarge}}]\n", tmp_path))
+    # https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/Using_Tags.html#tag-restrictions
+    assert len(group(most, "big")["tag"]) == 50
+    assert [len(each["tags"]) for each in template(most, "big")["tag_specifications"]] == [50, 50, 50]
+
+
 # Elastic Fabric Adapters.
 
 
@@ -243,6 +255,9 @@ def test_a_machine_is_started_with_all_its_adapters(fabric: Cluster, machine: st
     assert len(adapters) == info["EfaInfo"]["MaximumEfaInterfaces"] == efa.TABLE[machine].efas
     assert len({each.card for each in adapters}) == len(adapters)
     assert efa.TABLE[machine].count == info["MaximumNetworkCards"]
+    (tags,) = {json.dumps(each["tags"]) for each in template(fabric, machine.replace(".", "-"))["tag_specifications"]}
+    assert json.loads(tags)["spotrun-efas"] == str(len(adapters))
+    assert json.loads(tags)["spotrun-gpus"] == str(gpus.TABLE[machine])
     slots = {card["NetworkCardIndex"]: card["MaximumNetworkInterfaces"] for card in info["NetworkCards"]}
     for card in {each.card for each in found}:
         assert sum(each.card == card for each in found) <= slots[card]
@@ -281,3 +296,4 @@ def test_machines_have_one_plain_interface_otherwise(cluster: Cluster, tmp_path:
         (interface,) = made["network_interfaces"]
         assert (interface["device_index"], interface["network_card_index"]) == (0, 0)
         assert interface["interface_type"] == "interface"
+        assert all("spotrun-efas" not in each["tags"] for each in made["tag_specifications"])  # though it could have 32

@@ -229,13 +229,24 @@ def test_the_clusters_description_is_where_the_head_looks(cluster: Cluster) -> N
 # Machines.
 
 
-@pytest.mark.parametrize("pool", ["head", "spot", "steady", "cpu", "t4", "b200"])
-def test_every_machine_is_shielded_private_and_known(cluster: Cluster, pool: str) -> None:
+@pytest.mark.parametrize(
+    ("pool", "has"),
+    [
+        ("head", {}),
+        ("spot", {"spotrun-gpus": "1"}),
+        ("steady", {"spotrun-gpus": "1"}),
+        ("cpu", {}),
+        ("t4", {"spotrun-gpus": "2"}),  # attached ones: the machine type has none
+        ("b200", {"spotrun-gpus": "8"}),
+    ],
+)
+def test_every_machine_is_shielded_private_and_known(cluster: Cluster, pool: str, has: dict[str, str]) -> None:
     made = template(cluster, pool)
     role = "head" if pool == "head" else "node"
     about = {"spotrun-cluster": "demo", "spotrun-pool": pool, "spotrun-role": role}
     assert made["metadata"] == {
         **about,
+        **has,
         "spotrun-bucket": "gs://spotrun-demo-my-project",
         "enable-oslogin": "TRUE",
         "block-project-ssh-keys": "TRUE",

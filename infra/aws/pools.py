@@ -10,6 +10,7 @@ from infra.aws import egress, machines, network
 from infra.aws.base import Base
 from infra.aws.identity import NODE, profile
 from infra.aws.stack import AwsStack
+from infra.parts import parts
 from spotrun.spec import ClusterSpec, PoolSpec
 from spotrun.spec.efa import PRIMARY, Interface
 from spotrun.spec.names import BUCKET, CLUSTER, HEAD, POOL, ROLE, group
@@ -52,10 +53,12 @@ class Pools(AwsStack):
         https://github.com/terraform-aws-modules/terraform-aws-autoscaling/issues/263). Who looks for the head finds
         its address in the bucket.
         """
-        template = self._template(HEAD, self.cluster.head.machine, None, network.HEAD, (PRIMARY,))
+        tags = self._tags(HEAD)
+        template = self._template(HEAD, self.cluster.head.machine, None, network.HEAD, (PRIMARY,), tags)
         self._group(
             HEAD,
             self.cluster.head.zone,
+            tags,
             min_size=1,
             max_size=1,
             desired_capacity=1,
@@ -74,10 +77,12 @@ class Pools(AwsStack):
         if spec.placement and machines.can_be_near(pool.machine):
             placement = cdk.aws("placement_group")(self, f"{pool.name}-placement", name=name, strategy="cluster")
         interfaces = machines.interfaces(pool.machine, spec.efa)
-        template = self._template(pool.name, pool.machine, pool.disk, network.NODES, interfaces)
+        tags = self._tags(pool.name) | parts(pool, sum(each.kind != "interface" for each in interfaces))
+        template = self._template(pool.name, pool.machine, pool.disk, network.NODES, interfaces, tags)
         self._group(
             pool.name,
             pool.zone,
+            tags,
             min_size=0,
             max_size=pool.max,
             desired_capacity=0,
@@ -99,11 +104,17 @@ class Pools(AwsStack):
         )
 
     def _template(
-        self, pool: str, machine: str, disk: int | None, members: str, interfaces: Sequence[Interface]
+        self,
+        pool: str,
+        machine: str,
+        disk: int | None,
+        members: str,
+        interfaces: Sequence[Interface],
+        tags: dict[str, str],
     ) -> Any:
         """disk: in GB; None: as large as the image."""
         role = HEAD if pool == HEAD else NODE
-        tags, image = self._tags(pool), self._image(machines.architecture(machine))
+        image = self._image(machines.architecture(machine))
         volume = {"volume_type": "gp3", "volume_size": disk, "encrypted": "true", "delete_on_termination": "true"}
         return cdk.aws("launch_template")(
             self,
@@ -129,7 +140,7 @@ class Pools(AwsStack):
             ],
         )
 
-    def _group(self, pool: str, zone: str, **options: Any) -> None:
+    def _group(self, pool: str, zone: str, tags: dict[str, str], **options: Any) -> None:
         cdk.aws("autoscaling_group")(
             self,
             f"{pool}-group",
@@ -140,7 +151,7 @@ class Pools(AwsStack):
             timeouts={
                 "delete": _ENDING
             },  # of the group's machines first: what they are placed by can only go after them
-            tag=[{"key": key, "value": value, "propagate_at_launch": True} for key, value in self._tags(pool).items()],
+            tag=[{"key": key, "value": value, "propagate_at_launch": True} for key, value in tags.items()],
             **options,
         )
 

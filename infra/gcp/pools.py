@@ -8,6 +8,7 @@ from infra import cdk
 from infra.gcp import machines
 from infra.gcp.base import NODE, Base
 from infra.gcp.stack import GcpStack
+from infra.parts import parts
 from spotrun.spec import ClusterSpec, PoolSpec
 from spotrun.spec.names import BUCKET, CLUSTER, HEAD, POOL, ROLE, bucket_url, group
 
@@ -37,6 +38,7 @@ class Pools(GcpStack):
             self.cluster.head.machine,
             {"provisioning_model": "STANDARD", "on_host_maintenance": "MIGRATE", "automatic_restart": True},
             disk={"disk_type": machines.boot_disk(self.cluster.head.machine)},  # as large as the image
+            has={},
             shielded_instance_config=_shielded(secure_boot=True),
         )
         self._group(
@@ -58,6 +60,7 @@ class Pools(GcpStack):
             pool.machine,
             scheduling(pool, placed=kind is not None),
             disk={"disk_type": machines.boot_disk(pool.machine), "disk_size_gb": pool.disk},
+            has=parts(pool),
             # NVIDIA's driver is not signed by anyone whom Secure Boot trusts when it is built for the running kernel.
             shielded_instance_config=_shielded(secure_boot=not machines.has_gpus(pool)),
             guest_accelerator=[pool.accelerator.model_dump()] if pool.accelerator else None,
@@ -85,7 +88,15 @@ class Pools(GcpStack):
         name = group(self.cluster.name, pool.name)
         return cdk.google("compute_resource_policy")(self, f"{pool.name}-placement", name=name, **policy)
 
-    def _template(self, pool: str, machine: str, schedule: dict[str, Any], disk: dict[str, Any], **options: Any) -> Any:
+    def _template(
+        self,
+        pool: str,
+        machine: str,
+        schedule: dict[str, Any],
+        disk: dict[str, Any],
+        has: dict[str, str],
+        **options: Any,
+    ) -> Any:
         role = HEAD if pool == HEAD else NODE
         about = {CLUSTER: self.cluster.name, POOL: pool, ROLE: role}
         labels = {**self.labels, **about}
@@ -105,6 +116,7 @@ class Pools(GcpStack):
             service_account={"email": self._base.email(role), "scopes": ["cloud-platform"]},  # IAM narrows, not scopes
             metadata={
                 **about,
+                **has,
                 BUCKET: bucket_url(self.cluster, self.project),
                 "enable-oslogin": "TRUE",
                 "block-project-ssh-keys": "TRUE",
