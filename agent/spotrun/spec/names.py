@@ -13,9 +13,6 @@ CLUSTER, POOL, ROLE, BUCKET = "spotrun-cluster", "spotrun-pool", "spotrun-role",
 # In a pool's metadata (tags on AWS): how many GPUs and EFAs each machine has, whole numbers. Without them the machine
 # goes by what its type has.
 GPUS, EFAS = "spotrun-gpus", "spotrun-efas"
-# How many a machine is made with, where that is known: whole numbers.
-GPUS = "spotrun-gpus"
-EFAS = "spotrun-efas"
 
 
 def group(cluster: str, pool: str) -> str:
