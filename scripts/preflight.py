@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 from scripts import stacks
 from scripts.doors import require
+from scripts.hint import make
 from spotrun import cloud
 from spotrun.cloud import Shortfall
-from spotrun.errors import QuotaError
+from spotrun.errors import QuotaError, SpotrunError
 from spotrun.spec import ClusterSpec
 
 _QUOTAS = {
@@ -37,6 +40,40 @@ def check_quotas(cluster: ClusterSpec) -> None:
             print(f"spotrun: {line}", file=sys.stderr, flush=True)
     if none:
         raise QuotaError("\n".join(none))
+
+
+def check_images(cluster: ClusterSpec, pools: dict[str, Any], file: str) -> None:
+    """Raise `SpotrunError` unless the images that stack pools takes are there. pools: what Terraform reads of it."""
+    for name, arm in _google(cluster, pools) if cluster.cloud == "gcp" else _amazon(cluster, pools):
+        image = make(file, "image")
+        if arm:
+            what = f"`{image}` bakes none for ARM processors; take other machines, or make one as docs/aws.md says"
+        elif cluster.image:
+            what = f"mend key image, or leave it out and `{image}` bakes one"
+        else:
+            what = f"`{image}` bakes one"
+        raise SpotrunError(f"{file}: there is no image {name}: {what}")
+
+
+def _google(cluster: ClusterSpec, pools: dict[str, Any]) -> Iterator[tuple[str, bool]]:
+    """Images that are not there; whether they are for ARM."""
+    from spotrun.cloud.gcp import images
+
+    templates = pools["resource"]["google_compute_region_instance_template"].values()
+    for path in sorted({disk["source_image"] for template in templates for disk in template["disk"]}):
+        if not images.exists(cluster.project or "", path):
+            yield path, False
+
+
+def _amazon(cluster: ClusterSpec, pools: dict[str, Any]) -> Iterator[tuple[str, bool]]:
+    from spotrun.cloud.aws import images
+
+    for asked in pools["data"]["aws_ami"].values():
+        filters = {each["name"]: each["values"] for each in asked["filter"]}
+        if not images.exist(cluster.region, asked.get("owners", []), filters):
+            (name,), (processor,) = filters.get("image-id") or filters["name"], filters["architecture"]
+            whose = " of this account" if "owners" in asked else ""
+            yield f"{name} for {processor} in {cluster.region}{whose}", processor == "arm64"
 
 
 def _line(cluster: ClusterSpec, found: Shortfall) -> str:

@@ -34,8 +34,7 @@ def access(cluster: ClusterSpec, file: str) -> Access:
 def plan(cluster: ClusterSpec, file: str) -> bool:
     """Print what `up` would change; whether anything would."""
     preflight.check_tools(cluster)
-    cloud.account(cluster)
-    return stacks.synthesize(cluster, file, home()).plan()
+    return _stacks(cluster, bucket_url(cluster, cloud.account(cluster)), file).plan()
 
 
 def ready(cluster: ClusterSpec, file: str) -> control.Status:
@@ -53,13 +52,15 @@ def up(cluster: ClusterSpec, file: str) -> control.Status:
     _refuse_rebuild(cluster, way.store, file)
     preflight.check_tools(cluster)
     preflight.check_quotas(cluster)
-    made = stacks.synthesize(cluster, file, home())
+    made = _stacks(cluster, way.store.url, file)
     if not made.exists("pools") and _machines(cluster):
         raise SpotrunError(
             f"cluster {cluster.name} is up, but Terraform knows nothing of it here: {_whereabouts(cluster)}; it would"
             " make a second one beside it"
         )
+    preflight.check_images(cluster, made.document("pools"), file)
     made.apply()
+    _forget_gone(cluster, way.store)
     return control.await_head(way, cluster.digest, BOOT)
 
 
@@ -79,11 +80,11 @@ def down(cluster: ClusterSpec, file: str, everything: bool) -> str:
     store = _access(cluster, file).store
     if everything:
         _refuse_contents(cluster, store, file)
-    made = stacks.synthesize(cluster, file, home())
+    made = _stacks(cluster, store.url, file)
     made.destroy("pools")
     _refuse_leftovers(cluster)
     # Whoever looked at these now would take a cluster for up that is not.
-    store.delete([head_key(cluster.name), *_list(store, f"clusters/{cluster.name}/hosts")])
+    store.delete([head_key(cluster.name), *_of_machines(cluster, store)])
     if not everything:
         rest = f"its network and its bucket stay, {store.url}; `{make(file, 'down', 'ALL=1')}` removes them too"
         return f"cluster {cluster.name} is down; {rest}"
@@ -114,6 +115,20 @@ def _whereabouts(cluster: ClusterSpec) -> str:
     return f"its state is in {home() / 'terraform'}; whoever made it has it elsewhere, or in a bucket (key state)"
 
 
+def _of_machines(cluster: ClusterSpec, store: Store) -> list[str]:
+    """Keys of what machines say of themselves: how to reach them, and why they take no job."""
+    return [key for what in ("hosts", "unfit") for key in _list(store, f"clusters/{cluster.name}/{what}")]
+
+
+def _forget_gone(cluster: ClusterSpec, store: Store) -> None:
+    """Delete what machines have left that are gone: no other comes by an EC2 machine's name and writes over it."""
+    left = _of_machines(cluster, store)  # before the machines are listed: each is there before it writes
+    if not left:
+        return
+    known = {HEAD, *(node.name for node in cloud.ask(cluster, lambda each: each.nodes()))}
+    store.delete([key for key in left if Path(key).stem not in known])
+
+
 def _described(cluster: ClusterSpec, store: Store) -> bool:
     return store.find(cluster_key(cluster.name)) == cluster.model_dump_json().encode()
 
@@ -140,15 +155,46 @@ def _door(cluster: ClusterSpec, key: Path) -> Door:
     return Iap(cluster.project or "", key) if cluster.cloud == "gcp" else Ssm(cluster.region, key)
 
 
+def _stacks(cluster: ClusterSpec, bucket: str, file: str) -> stacks.Stacks:
+    """The stacks. Raises `SpotrunError` if the cluster stands elsewhere than its file says now.
+
+    Terraform would look for it in the new place, find nothing, and forget machines that run on in the old one.
+    """
+    made = stacks.synthesize(cluster, file, home())
+    if there := made.place():
+        _refuse_move(there, _place(cluster, bucket), file)
+    return made
+
+
+def _place(cluster: ClusterSpec, bucket: str) -> stacks.Place:
+    return stacks.Place(cluster.cloud, cluster.region, bucket, cluster.project)
+
+
+def _refuse_move(there: stacks.Place, wanted: stacks.Place, file: str) -> None:
+    if changes := moves(there, wanted):
+        raise SpotrunError(
+            f"{file}: {', '.join(changes)}: a cluster does not move; put that back, or first have it as it was and"
+            f" `{make(file, 'down', 'ALL=1')}`"
+        )
+
+
+def moves(there: stacks.Place, wanted: stacks.Place) -> list[str]:
+    """What of the place would change. Pure."""
+    before, after = vars(there), vars(wanted)
+    return [f"{key} is {after[key]} and was {before[key]}" for key in before if before[key] != after[key]]
+
+
 def _refuse_rebuild(cluster: ClusterSpec, store: Store, file: str) -> None:
     """Raise `SpotrunError` if the network would change under what stands in it: AWS refuses that after long minutes."""
     described = store.find(cluster_key(cluster.name))  # of stack pools: there while the cluster is up
+    if described is None:
+        return
     try:
-        before = ClusterSpec.model_validate_json(described) if described else None
+        before = ClusterSpec.model_validate_json(described)
     except ValidationError:
         return  # of another version; Terraform will tell
-    changes = rebuilds(before, cluster) if before else []
-    if changes:
+    _refuse_move(_place(before, store.url), _place(cluster, store.url), file)
+    if changes := rebuilds(before, cluster):
         raise SpotrunError(
             f"{file}: {', '.join(changes)}: this cannot change while it is up; `{make(file, 'down')}` first"
         )

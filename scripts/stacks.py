@@ -6,14 +6,15 @@ do as well, on the same state, but with nothing to install from npm.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from spotrun.errors import CloudError, SpotrunError
 from spotrun.spec import ClusterSpec
@@ -24,6 +25,21 @@ NODE = (20,)  # the oldest Node.js that CDKTF's runtime is tested with
 _ROOT = Path(__file__).parent.parent
 _SYNTH = 300.0  # seconds
 _PLAN = ("plan", "-input=false", "-detailed-exitcode")
+# Of the bucket that stack base makes: the cloud, its URLs' scheme, and what Terraform calls its region and its name.
+_BUCKETS = {
+    "aws_s3_bucket": ("aws", "s3", "region", "bucket"),
+    "google_storage_bucket": ("gcp", "gs", "location", "name"),
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a cluster stands. bucket: its URL. project: Google's alone."""
+
+    cloud: str
+    region: str
+    bucket: str
+    project: str | None = None
 
 
 @dataclass(frozen=True)
@@ -32,6 +48,7 @@ class Stacks:
 
     cluster: str
     folder: Path
+    _ready: set[Stack] = field(default_factory=set, repr=False, compare=False)
 
     def plan(self) -> bool:
         """Print what would change; whether anything would.
@@ -49,7 +66,8 @@ class Stacks:
 
     def apply(self) -> None:
         """Make what is there what the stacks say. Raises `CloudError`."""
-        for stack in ("base", "pools"):
+        stacks: tuple[Stack, ...] = ("base", "pools")
+        for stack in stacks:
             self._terraform(stack, "apply", "-input=false", "-auto-approve")
 
     def destroy(self, stack: Stack) -> None:
@@ -62,11 +80,36 @@ class Stacks:
 
     def exists(self, stack: Stack) -> bool:
         """Whether Terraform's state has anything of a stack."""
-        self._init(stack)
-        code, said = self._run(stack, ["state", "list"], quiet=True)
-        return code == 0 and any(not line.startswith("data.") for line in said.split())
+        return any(resource["mode"] == "managed" for resource in self._state(stack))
 
-    def _terraform(self, stack: str, *words: str, good: tuple[int, ...] = (0,)) -> int:
+    def place(self) -> Place | None:
+        """Where the bucket is that Terraform knows of; None: of none."""
+        for resource in self._state("base"):
+            if resource["type"] in _BUCKETS and resource["instances"]:
+                cloud, scheme, region, name = _BUCKETS[resource["type"]]
+                found = resource["instances"][0]["attributes"]
+                # Google writes regions in capitals.
+                return Place(cloud, found[region].lower(), f"{scheme}://{found[name]}", found.get("project"))
+        return None
+
+    def document(self, stack: Stack) -> dict[str, Any]:
+        """What Terraform reads of a stack."""
+        found: dict[str, Any] = json.loads((self._folder(stack) / "cdk.tf.json").read_text())
+        return found
+
+    def _state(self, stack: Stack) -> list[dict[str, Any]]:
+        """The resources that Terraform knows of. Raises `CloudError` if it cannot read that."""
+        self._init(stack)
+        code, said = self._run(stack, ["state", "pull"], quiet=True)
+        if code:
+            sys.stderr.write(said)
+            raise CloudError(f"terraform state pull of stack {self.cluster}-{stack} failed, see above")
+        # What it warns of comes after the document, of which there is none before the first apply.
+        state = json.JSONDecoder().raw_decode(said)[0] if said.startswith("{") else {}
+        found: list[dict[str, Any]] = state.get("resources", [])
+        return found
+
+    def _terraform(self, stack: Stack, *words: str, good: tuple[int, ...] = (0,)) -> int:
         self._init(stack)
         self._refuse_unsaved(stack)
         code = self._run(stack, list(words))[0]
@@ -78,13 +121,16 @@ class Stacks:
             )
         return code
 
-    def _init(self, stack: str) -> None:
+    def _init(self, stack: Stack) -> None:
+        if stack in self._ready:
+            return
         code, said = self._run(stack, ["init", "-input=false", "-upgrade"], quiet=True)
         if code:
             sys.stderr.write(said)
             raise CloudError(f"terraform init of stack {self.cluster}-{stack} failed, see above")
+        self._ready.add(stack)
 
-    def _refuse_unsaved(self, stack: str) -> None:
+    def _refuse_unsaved(self, stack: Stack) -> None:
         """Raise `CloudError` if Terraform could not write what it knows to where that is kept."""
         left = self._folder(stack) / "errored.tfstate"
         if left.exists():
@@ -93,8 +139,9 @@ class Stacks:
                 f" then `terraform -chdir={left.parent} state push errored.tfstate`, and remove that file"
             )
 
-    def _run(self, stack: str, words: list[str], quiet: bool = False) -> tuple[int, str]:
-        """(exit status, what it said if `quiet`). Else that goes to stderr, as stdout is for what a command answers.
+    def _run(self, stack: Stack, words: list[str], quiet: bool = False) -> tuple[int, str]:
+        """(exit status, what it said if `quiet`, on stdout and then on stderr). Else that goes to stderr, as stdout is
+        for what a command answers.
 
         Ctrl-C reaches Terraform too, which then stops in good order and saves what it knows: that is waited for.
         """
@@ -104,11 +151,11 @@ class Stacks:
             env={**os.environ, "TF_IN_AUTOMATION": "1"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE if quiet else sys.stderr,
-            stderr=subprocess.STDOUT if quiet else None,
+            stderr=subprocess.PIPE if quiet else None,
             text=True,
         ) as process:
             try:
-                said, _ = process.communicate()
+                said = process.communicate()
             except KeyboardInterrupt:
                 print("spotrun: Terraform stops and saves what it knows; again to kill it", file=sys.stderr, flush=True)
                 try:
@@ -116,9 +163,9 @@ class Stacks:
                 except KeyboardInterrupt:
                     process.kill()
                 raise
-            return process.returncode, said or ""
+            return process.returncode, "".join(filter(None, said))
 
-    def _folder(self, stack: str) -> Path:
+    def _folder(self, stack: Stack) -> Path:
         return self.folder / "stacks" / f"{self.cluster}-{stack}"
 
 

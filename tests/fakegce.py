@@ -43,6 +43,7 @@ _SERVICES = (
     "zone_operations",
     "regions",
     "projects",
+    "images",
 )
 _SYSTEM = {"$alt", "alt", "prettyPrint"}  # https://cloud.google.com/apis/docs/system-parameters
 _STOCKOUT_TEXT = (
@@ -127,6 +128,11 @@ class FakeGce:
                 scheduling=schedule,
             )
             self._add(found["name"], found["zone"], template, found["target_size"])
+
+    def set_images(self, **families: str) -> None:
+        """The project's images and their families, the newest last. At first there is one, of family `spotrun`."""
+        found = [compute_v1.Image(name=name, family=family) for name, family in families.items()]
+        self._the_loop.do(lambda: setattr(self._methods, "images", found))
 
     def remove_all(self) -> None:
         """What `terraform destroy` does: groups and machines go, without notice."""

@@ -33,6 +33,7 @@ class Methods:
         self.groups: dict[tuple[str, str], Group] = {}
         self.templates: dict[str, compute_v1.InstanceTemplate] = {}
         self.quotas: dict[str, list[compute_v1.Quota]] = {}
+        self.images = [compute_v1.Image(name="spotrun-1", family="spotrun")]  # as `make image` leaves one
         self.failing: dict[str, tuple[str, str]] = {}
         self._operations: dict[str, compute_v1.Operation] = {}
         self._ends: dict[str, asyncio.Task[None]] = {}
@@ -170,7 +171,7 @@ class Methods:
             vm.take(self.times.notice)
         return self._operation(request.zone)
 
-    # Templates, operations, quotas.
+    # Templates, operations, quotas, images.
 
     def _instance_templates_insert(self, request: Any) -> compute_v1.Operation:
         return self._template(request.instance_template_resource)
@@ -202,7 +203,20 @@ class Methods:
     def _projects_get(self, request: Any) -> compute_v1.Project:
         return compute_v1.Project(name=self.project, quotas=self.quotas.get("", []))
 
+    def _images_get(self, request: Any) -> compute_v1.Image:
+        return self._image(request.image, lambda image: image.name == request.image)
+
+    def _images_get_from_family(self, request: Any) -> compute_v1.Image:
+        return self._image(f"family/{request.family}", lambda image: image.family == request.family)
+
     # What they share.
+
+    def _image(self, name: str, fits: Callable[[compute_v1.Image], bool]) -> compute_v1.Image:
+        found = next(filter(fits, reversed(self.images)), None)
+        if found is None:
+            path = f"projects/{self.project}/global/images/{name}"
+            raise Refused(404, "notFound", f"The resource '{path}' was not found")
+        return found
 
     def _template(self, wanted: compute_v1.InstanceTemplate) -> compute_v1.Operation:
         self.templates[wanted.name] = wanted

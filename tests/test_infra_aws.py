@@ -300,7 +300,8 @@ def test_what_may_be_done_to_anything_only_looks_or_keeps_sessions_open(cluster:
 
 def test_the_head_may_do_what_its_cloud_module_asks_and_no_more(cluster: Cluster) -> None:
     services = {"ec2": "ec2", "autoscaling": "autoscaling", "fis": "fis", "quotas": "servicequotas"}
-    sources = [path.read_text() for path in (ROOT / "agent/spotrun/cloud/aws").glob("*.py")]
+    modules = (ROOT / "agent/spotrun/cloud/aws").glob("*.py")
+    sources = [path.read_text() for path in modules if path.name != "images.py"]  # which is for operators
     calls = {
         f"{services[service]}:{(paged or called).replace('_', ' ').title().replace(' ', '')}"
         for source in sources

@@ -154,11 +154,12 @@ def test_the_head_may_do_what_its_cloud_module_asks_and_no_more(cluster: Cluster
         "regions.get": "compute.regions.get",
         "projects.get": "compute.projects.get",
     }
-    sources = [path.read_text() for path in (ROOT / "agent/spotrun/cloud/gcp").glob("*.py")]
+    modules = (ROOT / "agent/spotrun/cloud/gcp").glob("*.py")
+    sources = [path.read_text() for path in modules if path.name != "images.py"]  # which is for operators
     calls = {
         ".".join(call)
         for source in sources
-        for call in re.findall(r"\b\w+\.(instances|groups|operations|regions|projects)\.(\w+)\(", source)
+        for call in re.findall(r"\b\w+\.(instances|groups|operations|regions|projects|images)\.(\w+)\(", source)
     }
     roles = cluster.base.all("google_project_iam_custom_role")
     granted = [permission for role in roles.values() for permission in role["permissions"]]

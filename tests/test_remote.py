@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from scripts import cluster, preflight, remote, stacks
+from scripts.stacks import Place
 from spotrun.errors import CloudError, CredentialsError, QuotaError, SpotrunError, StoreError
 from spotrun.spec import ClusterSpec
 from spotrun.spec.names import bucket_url
-from spotrun.store import Store, checkpoint_key, cluster_key, head_key, host_key, log_key, queue_key
-from tests import motoserver
+from spotrun.store import Store, checkpoint_key, cluster_key, head_key, host_key, log_key, queue_key, unfit_key
+from tests import fakegce, motoserver
 from tests.helpers import wait_for
 from tests.motoserver import Moto
 
@@ -28,6 +31,14 @@ pools:
 - {name: spot, zone: us-east-1a, machine: g5.2xlarge, max: 4}
 - {name: steady, zone: us-east-1b, machine: g5.2xlarge, market: on-demand, max: 1}
 """
+GCP = """
+name: c
+cloud: gcp
+project: my-project
+region: us-central1
+pools:
+- {name: spot, zone: us-central1-a, machine: g2-standard-8, max: 4}
+"""
 # Terraform, as far as a test that is not about Terraform needs it: it notes what it is asked to do.
 TERRAFORM = """
 [ "$1" = version ] && echo "Terraform v1.11.4" || echo "$(basename "$PWD") $*" >> "$CALLS"
@@ -36,6 +47,8 @@ TERRAFORM = """
 [ "$1" = plan ] && exit "${PLAN:-0}"
 exit 0
 """
+# What Terraform knows once stack base has been begun.
+VPC = '{"resources": [{"mode": "managed", "type": "aws_vpc", "name": "x", "instances": [{"attributes": {}}]}]}'
 Say = Callable[..., None]
 
 
@@ -233,7 +246,8 @@ def test_down(aws: Moto, made: stacks.Stacks, tmp_path: Path, monkeypatch: pytes
     """The pools go and what pointed to them; then, with ALL=1, the rest."""
     monkeypatch.setattr(stacks, "synthesize", lambda *_: made)  # it is slow, and has tests of its own
     store = bucket(tmp_path)
-    for key in (head_key("c"), host_key("c", "head"), host_key("c", "i-1"), "jobs/job-1/state.json"):
+    own = (head_key("c"), host_key("c", "head"), host_key("c", "i-1"), unfit_key("c", "i-1"))
+    for key in (*own, "jobs/job-1/state.json"):
         store.put(key, b"{}")
     said = cluster.down(spec(tmp_path), False, file(tmp_path))
     assert said.startswith(
@@ -261,6 +275,15 @@ def machine(aws: Moto) -> Iterator[str]:
     )["Instances"][0]["InstanceId"]
     yield made
     client.terminate_instances(InstanceIds=[made])
+
+
+def test_what_gone_machines_have_left_is_deleted(aws: Moto, machine: str, tmp_path: Path) -> None:
+    store = bucket(tmp_path)
+    stay = [host_key("c", "head"), host_key("c", machine), unfit_key("c", machine), "jobs/job-1/state.json"]
+    for key in (*stay, host_key("c", "i-gone"), unfit_key("c", "i-gone")):
+        store.put(key, b"{}")
+    remote._forget_gone(spec(tmp_path), store)
+    assert store.list("") == sorted(stay)
 
 
 def test_down_that_finds_machines_left(
@@ -334,18 +357,18 @@ def test_control_c_lets_terraform_save(programs: Say, made: stacks.Stacks, tmp_p
 
 
 def test_terraform_that_fails(aws: Moto, made: stacks.Stacks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REFUSE", "init")
+    with pytest.raises(CloudError, match="terraform init of stack c-base failed"):
+        made.apply()
     monkeypatch.setenv("REFUSE", "apply")
     with pytest.raises(CloudError, match="terraform apply of stack c-base failed, see above; what it has done stays"):
         made.apply()
     assert not any(call.startswith("c-pools") for call in calls(tmp_path))
-    monkeypatch.setenv("REFUSE", "init")
-    with pytest.raises(CloudError, match="terraform init of stack c-base failed"):
-        made.apply()
 
 
 @pytest.mark.parametrize(
     ("state", "code", "changes"),
-    [("", "2", True), ("", "0", False), ("aws_vpc.x", "0", False), ("aws_vpc.x", "2", True)],
+    [("", "2", True), ("", "0", False), (VPC, "0", False), (VPC, "2", True)],
 )
 def test_plan(
     state: str,
@@ -362,6 +385,144 @@ def test_plan(
     assert made.plan() == changes
     planned = [call.split()[0] for call in calls(tmp_path) if call.split()[1] == "plan"]
     assert planned == (["c-base"] if changes and not state else ["c-base", "c-pools"])
+
+
+def known(type: str, **attributes: str) -> str:
+    """A state as `terraform state pull` prints it."""
+    read = {"mode": "data", "type": "aws_caller_identity", "name": "account", "instances": [{"attributes": {}}]}
+    made = {"mode": "managed", "type": type, "name": "x", "instances": [{"attributes": attributes}]}
+    return json.dumps({"version": 4, "resources": [read, made]}, indent=2)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "said"),
+    [
+        (Place("gcp", "us-east1", "gs://b", "p"), []),
+        (Place("gcp", "us-west1", "gs://b", "p"), ["region is us-west1 and was us-east1"]),
+        (Place("gcp", "us-east1", "gs://other", "p"), ["bucket is gs://other and was gs://b"]),
+        (Place("gcp", "us-east1", "gs://b", "q"), ["project is q and was p"]),
+        (
+            Place("aws", "us-east-1", "s3://b"),
+            [
+                *("cloud is aws and was gcp", "region is us-east-1 and was us-east1"),
+                *("bucket is s3://b and was gs://b", "project is None and was p"),
+            ],
+        ),
+    ],
+)
+def test_moves(wanted: Place, said: list[str]) -> None:
+    assert remote.moves(Place("gcp", "us-east1", "gs://b", "p"), wanted) == said
+
+
+@pytest.mark.parametrize(
+    ("state", "place"),
+    [
+        ("", None),
+        (VPC, None),
+        (
+            known("google_storage_bucket", name="b", location="US-EAST1", project="p"),
+            Place("gcp", "us-east1", "gs://b", "p"),
+        ),
+        (known("aws_s3_bucket", bucket="b", region="us-east-1"), Place("aws", "us-east-1", "s3://b")),
+    ],
+)
+def test_where_terraform_knows_a_cluster_to_be(
+    state: str, place: Place | None, aws: Moto, made: stacks.Stacks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STATE", state)
+    assert made.place() == place
+
+
+def test_a_state_that_cannot_be_read(aws: Moto, made: stacks.Stacks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not taken for an empty one, which would have everything made once more."""
+    monkeypatch.setenv("REFUSE", "state")
+    with pytest.raises(CloudError, match="terraform state pull of stack c-pools failed, see above"):
+        made.exists("pools")
+
+
+@pytest.mark.parametrize("where", [{"bucket": "mine", "region": "us-east-1"}, {"region": "us-west-2"}])
+def test_a_cluster_does_not_move(
+    where: dict[str, str], aws: Moto, made: stacks.Stacks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Terraform would find nothing in the new place, and forget the machines in the old one: `down` is no better."""
+    monkeypatch.setattr(stacks, "synthesize", lambda *_: made)
+    standing = {"bucket": bucket(tmp_path).url.removeprefix("s3://"), **where}
+    monkeypatch.setenv("STATE", known("aws_s3_bucket", **standing))
+    for code in ("L-3819A6DF", "L-DB2E81BA"):
+        aws.quota(code, 64)
+    asks: tuple[Callable[[], Any], ...] = (
+        lambda: cluster.up(spec(tmp_path), file(tmp_path)),
+        lambda: cluster.down(spec(tmp_path), True, file(tmp_path), everything=True),
+        lambda: cluster.plan(spec(tmp_path), file(tmp_path)),
+    )
+    for ask in asks:
+        with pytest.raises(SpotrunError, match=r"(region|bucket) is .* and was .*: a cluster does not move; .* ALL=1`"):
+            ask()
+    assert {call.split()[1] for call in calls(tmp_path)} == {"init", "state"}
+
+
+def test_a_description_of_elsewhere_is_told_before_terraform_is_asked(aws: Moto, tmp_path: Path) -> None:
+    """As on Google, whose buckets' names do not tell the region."""
+    elsewhere = spec(tmp_path, AWS.replace("us-east-1", "us-west-2"))
+    bucket(tmp_path).put(cluster_key("c"), elsewhere.model_dump_json().encode())
+    with pytest.raises(SpotrunError, match="region is us-east-1 and was us-west-2: a cluster does not move"):
+        cluster.up(spec(tmp_path), file(tmp_path))
+    assert calls(tmp_path) == []
+
+
+def images(architecture: str = "x86_64", name: str = "spotrun-*", **more: Any) -> dict[str, Any]:
+    """What of AWS's stack pools is about images."""
+    wanted = {"image-id" if name.startswith("ami-") else "name": [name], "architecture": [architecture]}
+    filters = [{"name": key, "values": values} for key, values in wanted.items()]
+    return {"data": {"aws_ami": {"image": {"filter": filters, **more}}}}
+
+
+def test_up_without_an_image(aws: Moto, made: stacks.Stacks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told before Terraform makes anything."""
+    monkeypatch.setattr(stacks, "synthesize", lambda *_: made)
+    (made.folder / "stacks/c-pools/cdk.tf.json").write_text(json.dumps(images(name="none-*", owners=["self"])))
+    for code in ("L-3819A6DF", "L-DB2E81BA"):
+        aws.quota(code, 64)
+    said = r"there is no image none-\* for x86_64 in us-east-1 of this account: `make image CLUSTER=.*c.yaml` bakes one"
+    with pytest.raises(SpotrunError, match=said):
+        cluster.up(spec(tmp_path), file(tmp_path))
+    assert {call.split()[1] for call in calls(tmp_path)} == {"init", "state"}
+
+
+def test_images_on_aws(aws: Moto, tmp_path: Path) -> None:
+    image, described, path = aws.image("mine-1"), spec(tmp_path), file(tmp_path)
+    named = described.model_copy(update={"image": "mine-2"})
+    for there in (images(name="mine-*", owners=["self"]), images(name="mine-1", owners=["self"]), images(name=image)):
+        preflight.check_images(described, there, path)
+    for absent, about, said in (
+        (images(name="mine-2", owners=["self"]), named, "no image mine-2 for x86_64 .*: mend key image, or leave it"),
+        (images(name="ami-0123456789abcdef0"), named, "no image ami-0123456789abcdef0 for x86_64 in us-east-1: mend"),
+        (images("arm64", "mine-1", owners=["self"]), described, "for arm64 .*`make image .*` bakes none for ARM"),
+    ):
+        with pytest.raises(SpotrunError, match=said):
+            preflight.check_images(about, absent, path)
+
+
+def test_images_on_google(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def taking(image: str) -> dict[str, Any]:
+        path = f"projects/my-project/global/images/{image}"
+        template = {"disk": [{"source_image": path}]}
+        return {"resource": {"google_compute_region_instance_template": {"a": template, "b": template}}}
+
+    described, path = spec(tmp_path, GCP), file(tmp_path, GCP)
+    with fakegce.running() as gce:
+        for name, value in gce.environment.items():
+            monkeypatch.setenv(name, value)
+        for there in ("family/spotrun", "spotrun-1"):
+            preflight.check_images(described, taking(there), path)
+        gce.set_images(**{"other-1": "other"})
+        for absent in ("family/spotrun", "spotrun-1"):
+            said = f"no image projects/my-project/global/images/{absent}: `make image CLUSTER=.*c.yaml` bakes one"
+            with pytest.raises(SpotrunError, match=said):
+                preflight.check_images(described, taking(absent), path)
+        gce.fail(403, reason="forbidden", message="Required 'compute.images.get' permission for 'x'")
+        with pytest.raises(CredentialsError, match=r"image projects/.*/other-1: .*a role with compute\.images\.get"):
+            preflight.check_images(described, taking("other-1"), path)
 
 
 @pytest.mark.parametrize(
@@ -392,7 +553,5 @@ def test_up_refuses_what_cannot_change(aws: Moto, tmp_path: Path) -> None:
 
 
 def test_remote_knows_the_way_of_each_cloud(tmp_path: Path) -> None:
-    gcp = AWS.replace("aws", "gcp").replace("us-east-1a", "us-east1-a").replace("us-east-1b", "us-east1-b")
-    gcp = gcp.replace("us-east-1", "us-east1").replace("g5.2xlarge", "g2-standard-8") + "project: my-project\n"
-    assert type(remote._door(spec(tmp_path, gcp), tmp_path)).__name__ == "Iap"
+    assert type(remote._door(spec(tmp_path, GCP), tmp_path)).__name__ == "Iap"
     assert type(remote._door(spec(tmp_path), tmp_path)).__name__ == "Ssm"

@@ -49,6 +49,7 @@ class Clients:
     operations: compute_v1.ZoneOperationsClient
     regions: compute_v1.RegionsClient
     projects: compute_v1.ProjectsClient
+    images: compute_v1.ImagesClient
 
 
 class Api:
@@ -139,4 +140,5 @@ def _connect() -> Clients:
         operations=compute_v1.ZoneOperationsClient(**how),
         regions=compute_v1.RegionsClient(**how),
         projects=compute_v1.ProjectsClient(**how),
+        images=compute_v1.ImagesClient(**how),
     )
