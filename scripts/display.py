@@ -18,7 +18,10 @@ from rich.text import Text
 
 Status = dict[str, Any]
 ENDED = ("succeeded", "failed", "stopped")
-_COLOURS = {"running": "green", "succeeded": "green", "failed": "red", "waiting": "yellow", "draining": "yellow"}
+_COLOURS = {
+    **{"running": "green", "succeeded": "green", "failed": "red", "waiting": "yellow", "draining": "yellow"},
+    **{"checking": "yellow", "unfit": "red"},  # nodes
+}
 _EVENTS = 8  # shown on a terminal
 _EVERY = 10.0  # seconds between two lines of progress where there is no terminal
 

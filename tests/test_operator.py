@@ -306,6 +306,21 @@ def test_a_status_as_text() -> None:
     assert "no job" in display.text(status())
 
 
+def test_machines_that_take_no_job_are_shown_with_the_reason() -> None:
+    document = status(step=10)
+    why = "spot-1 takes no job: g2-standard-8 has 1 GPU, but nvidia-smi lists 0"
+    document["nodes"][0] |= {"phase": "unfit", "step": None}
+    document["pools"][0]["problem"] = why
+    document["events"] = [{"at": 100.0, "kind": "unfit", "text": why}]
+    text = display.text(document)
+    assert f"pool spot: {why}" in text
+    assert [line.split()[-1] for line in text.splitlines() if line.startswith("spot-1 ")] == ["unfit"]
+    out = io.StringIO()
+    with display.opened(False, out) as view:  # where there is no terminal
+        view.show(document)
+    assert f"unfit       {why}" in out.getvalue()
+
+
 def test_the_closing_report() -> None:
     losses = [
         {"kind": "preempt", "node": "spot-2", "seconds": 0.43, "steps_lost": 0, "at": 1.0, "generation": 1},

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from scripts import cluster, preflight, remote, stacks
+from scripts.ssh import Unreachable
 from scripts.stacks import Place
 from spotrun.errors import CloudError, CredentialsError, QuotaError, SpotrunError, StoreError
 from spotrun.spec import ClusterSpec
@@ -277,12 +278,26 @@ def machine(aws: Moto) -> Iterator[str]:
     client.terminate_instances(InstanceIds=[made])
 
 
-def test_what_gone_machines_have_left_is_deleted(aws: Moto, machine: str, tmp_path: Path) -> None:
+def test_up_deletes_what_gone_machines_have_left(
+    aws: Moto, made: stacks.Stacks, machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stacks, "synthesize", lambda *_: made)
+    monkeypatch.setattr(remote, "BOOT", 0.0)  # no head comes up here
+    monkeypatch.setenv("STATE", VPC)
+    aws.image("spotrun-up")
+    (made.folder / "stacks/c-pools/cdk.tf.json").write_text(json.dumps(images(owners=["self"])))
+    for code in ("L-3819A6DF", "L-DB2E81BA"):
+        aws.quota(code, 64)
     store = bucket(tmp_path)
     stay = [host_key("c", "head"), host_key("c", machine), unfit_key("c", machine), "jobs/job-1/state.json"]
     for key in (*stay, host_key("c", "i-gone"), unfit_key("c", "i-gone")):
         store.put(key, b"{}")
-    remote._forget_gone(spec(tmp_path), store)
+    with pytest.raises(Unreachable, match="the head of cluster c does not come up"):
+        cluster.up(spec(tmp_path), file(tmp_path))
+    assert [call.split()[:2] for call in calls(tmp_path) if "apply" in call] == [
+        ["c-base", "apply"],
+        ["c-pools", "apply"],
+    ]
     assert store.list("") == sorted(stay)
 
 
