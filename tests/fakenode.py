@@ -122,7 +122,7 @@ def put_code(store: Store, data: bytes) -> str:
 
 
 class Machine:
-    """One node: its metadata server and its agent."""
+    """One node: its metadata server and its agent. before: Python that the agent's process runs first."""
 
     def __init__(self, name: str, address: str, root: Path, bucket: Path) -> None:
         self.name, self.address, self.root = name, address, root / name
@@ -131,7 +131,8 @@ class Machine:
         self.metadata = FakeMetadata("gce", attributes, name, address)
         self.process: asyncio.subprocess.Process | None = None
         self.keys = self.root / "ssh"
-        self.tmpfs = self.root / "tmpfs"
+        self.tmpfs, self.scratch = self.root / "tmpfs", self.root / "scratch"
+        self.before = ""
 
     @property
     def log(self) -> str:
@@ -143,7 +144,7 @@ class Machine:
         env = dict(os.environ) | {
             "GCE_METADATA_HOST": await self.metadata.start(),
             "SPOTRUN_TMPFS": str(self.tmpfs),
-            "SPOTRUN_SCRATCH": str(self.root / "scratch"),
+            "SPOTRUN_SCRATCH": str(self.scratch),
             "SPOTRUN_SSH_KEYS": str(self.keys),
             "SPOTRUN_SSH_PORT": "2222",
             "SPOTRUN_TEST_MARK": self.mark,
@@ -152,7 +153,9 @@ class Machine:
         for name in ("AWS_EC2_METADATA_SERVICE_ENDPOINT", "SPOTRUN_NODE"):
             env.pop(name, None)
         with (self.root / "agent.log").open("a") as log:
-            self.process = await asyncio.create_subprocess_exec(sys.executable, "-c", AGENT, env=env, stderr=log)
+            self.process = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", f"{self.before}\n{AGENT}", env=env, stderr=log
+            )
 
     def processes(self) -> list[int]:
         """All of its processes, wherever they are in the tree."""

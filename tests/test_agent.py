@@ -61,10 +61,10 @@ async def test_a_generation_runs_to_its_end(tmp_path: Path) -> None:
         assert 0 < phases[0] <= phases[1] <= phases[2] <= phases[3]
         order = [r.phase for r in w.head.history if r.node == A]
         changes = [phase for n, phase in enumerate(order) if n == 0 or order[n - 1] != phase]
-        assert changes in (
-            ["idle", "preparing", "ready", "starting", "running", "succeeded"],
-            ["idle", "preparing", "ready", "starting", "succeeded"],
-        )
+        assert [phase for phase in changes if phase not in ("checking", "running")] == [
+            "idle", "preparing", "ready", "starting", "succeeded"
+        ]  # fmt: skip
+        assert "checking" not in changes[1:], "it is the first or none"
         text = await w.bucket_log(bundle, 1, B, 0, "done at 40")
         script = r"/src/train.py', '--steps', '40'\]"
         assert re.search(rf"hello from 0 of 2 cwd \S+/{bundle.code} argv \['\S+/{bundle.code}{script}", text)

@@ -23,9 +23,15 @@ from tests.fakenode import world
         (Facts("ens5", gpus=8), {"GLOO_SOCKET_IFNAME": "ens5", "NCCL_SOCKET_IFNAME": "=ens5"}),
         (
             Facts("ens5", gpus=8, adapters=32),
-            {"GLOO_SOCKET_IFNAME": "ens5", "NCCL_SOCKET_IFNAME": "=ens5", "FI_EFA_USE_HUGE_PAGE": "0"},
+            {
+                "GLOO_SOCKET_IFNAME": "ens5",
+                "NCCL_SOCKET_IFNAME": "=ens5",
+                "NCCL_NET": "AWS Libfabric",
+                "FI_EFA_USE_HUGE_PAGE": "0",
+            },
         ),
-        (Facts("", gpus=8, adapters=1), {"FI_EFA_USE_HUGE_PAGE": "0"}),
+        (Facts("", gpus=8, adapters=1), {"NCCL_NET": "AWS Libfabric", "FI_EFA_USE_HUGE_PAGE": "0"}),
+        (Facts("ens5", adapters=1), {"GLOO_SOCKET_IFNAME": "ens5", "FI_EFA_USE_HUGE_PAGE": "0"}),
     ],
 )
 def test_environment(facts: Facts, expected: dict[str, str]) -> None:
@@ -54,8 +60,9 @@ def test_adapters_are_those_of_the_efa_driver(tmp_path: Path) -> None:
         place.mkdir(parents=True)
         (tmp_path / "drivers" / driver).mkdir(parents=True, exist_ok=True)
         (place / "driver").symlink_to(tmp_path / "drivers" / driver)
-    assert gather("127.0.0.1", tmp_path / "verbs").adapters == 2
-    assert gather("127.0.0.1", tmp_path / "none").adapters == 0
+    assert gather("192.0.2.1", tmp_path / "verbs").adapters == 2
+    assert gather("192.0.2.1", tmp_path / "none").adapters == 0
+    assert gather("127.0.9.2", tmp_path / "verbs").adapters == 0  # a local cloud's machines have no EFA in between
 
 
 SCRIPT = """

@@ -99,13 +99,21 @@ async def test_a_loop_that_is_blocked_gives_no_sign_of_life(manager: Manager) ->
     assert set(manager.heard) == {"WATCHDOG=1"}
 
 
-async def test_an_agent_says_when_it_has_joined_and_that_it_lives(tmp_path: Path, manager: Manager) -> None:
+@pytest.mark.parametrize(("machine", "phase"), [("small", "idle"), ("a2-megagpu-16g", "checking")])
+async def test_an_agent_says_when_it_has_joined_and_that_it_lives(
+    tmp_path: Path, manager: Manager, machine: str, phase: str
+) -> None:
+    """It joins while its driver does not answer."""
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 600\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
     bucket = tmp_path / "bucket"
     names = {"spotrun-cluster": "test", "spotrun-bucket": str(bucket), "spotrun-pool": "p"}
     metadata, head = FakeMetadata("gce", names), FakeHead(Store(str(bucket)))
+    metadata.type = machine
     environment = {
         **os.environ,
         "GCE_METADATA_HOST": await metadata.start(),
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
         "SPOTRUN_TMPFS": str(tmp_path / "tmpfs"),
         "SPOTRUN_SCRATCH": str(tmp_path / "scratch"),
         "SPOTRUN_SSH_KEYS": str(tmp_path),
@@ -119,9 +127,13 @@ async def test_an_agent_says_when_it_has_joined_and_that_it_lives(tmp_path: Path
         assert "READY=1" not in manager.hear()  # there is no head to join
         await head.start()
         await await_for(lambda: "READY=1" in manager.hear(), what="that it has joined")
-        await head.wait("n", lambda r: r.phase == "idle", "that node's report")
-        joined = [line for line in manager.heard if line.startswith("STATUS=joined")]
-        assert joined == [f"STATUS=joined the head of test at {head.record.address}:{head.record.port}: idle"]
+        await head.wait("n", lambda r: r.phase == phase, "that node's report")
+        joined = f"STATUS=joined the head of test at {head.record.address}:{head.record.port}: "
+        await await_for(lambda: f"{joined}{phase}" in manager.hear(), what="that systemd knows")
+        before = manager.heard.count("WATCHDOG=1")
+        await await_for(lambda: manager.hear().count("WATCHDOG=1") > before + 2, what="signs of life again")
+        said = [line.removeprefix(joined) for line in manager.heard if line.startswith("STATUS=joined")]
+        assert said in ([phase], ["checking", phase])
         agent.send_signal(signal.SIGTERM)
         await await_for(lambda: "STOPPING=1" in manager.hear(), what="that it ends")
     finally:

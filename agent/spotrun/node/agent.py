@@ -68,14 +68,13 @@ class Agent:
         self.store = store
         self.link = Link(store, self.cluster, self.obey, self._tell_systemd)
         self.logs = Logs(store)
-        self.unfit: tuple[str, ...] = ()
+        self.unfit: tuple[str, ...] | None = None  # what is wrong with this machine; None: not known yet
         self._settings, self._systemd = settings, systemd
         self._phase = ""  # that systemd was told last
         self.boot = uuid.uuid4().hex
         self.pool = attributes[names.POOL]
-        self._devices = max(1, gpu_count())
-        self._environment = network.environment(network.gather(identity.address))
-        log.info("workers' environment: %s", " ".join(f"{k}={v}" for k, v in self._environment.items()) or "as it is")
+        self._devices = 1
+        self._environment: dict[str, str] = {}
         self._order: Order | None = None
         self._notice: Notice | None = None
         self._wake = asyncio.Event()
@@ -104,10 +103,21 @@ class Agent:
         self._order = order
         self._wake.set()
 
-    def find_unfit(self, problems: tuple[str, ...]) -> None:
-        """Take no job while there are problems."""
+    def examined(self, problems: tuple[str, ...]) -> None:
+        """Take jobs from now on, if there are no problems; what has been ordered meanwhile is begun."""
         self.unfit = problems
+        if not problems:
+            self._take_stock()
         self._wake.set()
+
+    def make_room(self) -> None:
+        """Remove from the scratch disk what is not the ordered job's. Only while no job is held here.
+
+        What is in memory stays: no disk is the fuller for it, and it may be the only copy of a job's state.
+        """
+        assert self._job is None
+        self._remove_others(self._order.bundle if self._order else None)
+        code.remove(self._settings.scratch / "packages")
 
     def notify(self, notice: Notice | None) -> None:
         """Take the cloud's word."""
@@ -118,14 +128,13 @@ class Agent:
     async def run(self) -> None:
         """Turn after turn, whenever something has changed; at intervals only while workers live."""
         self._publish()
-        await asyncio.to_thread(code.remove, self._settings.scratch / "parts")  # of uploads cut short by a kill
         while True:
             busy = self._job is not None and self._job.group is not None and self._job.group.alive
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(POLL if busy else None):
                     await self._wake.wait()
             self._wake.clear()
-            if self._order is not None and not self.unfit:
+            if self._order is not None and self.unfit == ():
                 await self._turn(self._order)
             self._publish()
 
@@ -134,6 +143,12 @@ class Agent:
         if self._job is not None:
             await self._job.end()
             await self._upload_logs()
+
+    def _take_stock(self) -> None:
+        """What workers are told of this machine. Not before it is fit: drivers may come later than the agent."""
+        self._devices = max(1, gpu_count())
+        self._environment = network.environment(network.gather(self.identity.address))
+        log.info("workers' environment: %s", " ".join(f"{k}={v}" for k, v in self._environment.items()) or "as it is")
 
     async def _turn(self, order: Order) -> None:
         await self._hold_job(order)
@@ -178,8 +193,11 @@ class Agent:
     def _remove_old(self, bundle: Bundle) -> None:
         """Remove what other jobs have left. Before the job begins: nothing of it may be under way meanwhile."""
         code.remove(self._settings.tmpfs, keep=bundle.id)
-        code.remove(self._settings.scratch / "code", keep=bundle.code)
-        code.remove(self._settings.scratch / "logs", keep=bundle.id)
+        self._remove_others(bundle)
+
+    def _remove_others(self, bundle: Bundle | None) -> None:
+        code.remove(self._settings.scratch / "code", keep=bundle.code if bundle else None)
+        code.remove(self._settings.scratch / "logs", keep=bundle.id if bundle else None)
 
     async def _hold_generation(self, job: Job, order: Order) -> None:
         """Have the workers of the ordered generation and no other; those of an older one are dead before it begins."""
@@ -309,8 +327,8 @@ class Agent:
             ssh_port=self._settings.ssh_port,
             devices=self._devices,
             job=job.bundle.id if job else None,
-            phase="unfit" if self.unfit else "idle" if job is None else _phase(job, self._missed),
-            unfit=self.unfit,
+            phase=_phase(self.unfit, job, self._missed),
+            unfit=self.unfit or (),
             generation=job.newest if job else 0,
             store=job.store if job else "",
             workers=group.view() if group else (),
@@ -333,7 +351,13 @@ class Agent:
             self._systemd.ready(f"joined the head of {self.cluster} at {where}: {self._phase}")
 
 
-def _phase(job: Job, missed: Failure | None) -> groups.Phase | Literal["preparing", "ready"]:
+def _phase(
+    unfit: tuple[str, ...] | None, job: Job | None, missed: Failure | None
+) -> groups.Phase | Literal["checking", "unfit", "idle", "preparing", "ready"]:
+    if unfit != ():
+        return "checking" if unfit is None else "unfit"
+    if job is None:
+        return "idle"
     if job.group is not None:
         return job.group.phase
     if job.failure is not None or missed is not None:

@@ -7,20 +7,19 @@ import contextlib
 import logging
 import os
 import signal
-import time
 from dataclasses import replace
 
 import aiohttp
 
 from spotrun.errors import SpotrunError
-from spotrun.node import fitness, hosts
+from spotrun.node import hosts
 from spotrun.node.agent import Agent, Settings
+from spotrun.node.gate import Gate
 from spotrun.node.metadata import Identity, Metadata, detect
 from spotrun.node.notice import watch
 from spotrun.notify import Systemd
 from spotrun.spec import names
-from spotrun.store import Store, unfit_key
-from spotrun.wire import UnfitRecord
+from spotrun.store import Store
 
 log = logging.getLogger(__name__)
 
@@ -56,13 +55,12 @@ async def _live(settings: Settings, systemd: Systemd) -> None:
             os.environ.setdefault("AWS_REGION", identity.region)  # for the bucket, and whatever a job asks of AWS
         store = await asyncio.to_thread(Store, bucket)
         agent = Agent(settings, identity, attributes, store, systemd)
-        systemd.status("looking whether this machine is fit")
-        agent.find_unfit(await fitness.check(lambda: _look(agent, settings, metadata)))
-        systemd.status(f"looking for the head of {agent.cluster}")
+        gate = Gate(agent, settings, metadata, attributes)
+        systemd.status(f"looking for the head of {agent.cluster}, and whether this machine is fit")
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(_register(agent))
-                tasks.create_task(_until_fit(agent, settings, metadata))
+                tasks.create_task(gate.run())
                 tasks.create_task(watch(metadata, agent.notify))
                 tasks.create_task(agent.link.run())
                 tasks.create_task(agent.logs.run())
@@ -71,51 +69,13 @@ async def _live(settings: Settings, systemd: Systemd) -> None:
             await agent.end()
 
 
-async def _look(agent: Agent, settings: Settings, metadata: Metadata) -> fitness.Facts:
-    if metadata.ahead:  # chrony may have set the clock since
-        with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
-            await metadata.identity()
-    identity = agent.identity
-    return await fitness.gather(identity.type, identity.address, settings.scratch, metadata.ahead)
-
-
-async def _until_fit(agent: Agent, settings: Settings, metadata: Metadata) -> None:
-    """Say in the bucket why this machine takes no job, and look whether that changes. It may also be replaced."""
-    written: tuple[str, ...] = ()
-    while agent.unfit:
-        if written != agent.unfit:
-            log.error("this machine takes no job: %s", "; ".join(agent.unfit))
-            with contextlib.suppress(SpotrunError):
-                await asyncio.to_thread(_write_unfit, agent)
-                written = agent.unfit
-        await asyncio.sleep(fitness.AGAIN)
-        agent.find_unfit(fitness.judge(await _look(agent, settings, metadata)))
-        if not agent.unfit:
-            log.info("this machine is fit now")
-
-
-def _write_unfit(agent: Agent) -> None:
-    identity = agent.identity
-    record = UnfitRecord(
-        node=identity.name,
-        boot=agent.boot,
-        pool=agent.pool,
-        zone=identity.zone,
-        type=identity.type,
-        machine=identity.machine,
-        at=time.time(),
-        problems=agent.unfit,
-    )
-    agent.store.put(unfit_key(agent.cluster, identity.name), record.model_dump_json().encode())
-
-
 async def _who_am_i(metadata: Metadata) -> tuple[Identity, dict[str, str]]:
-    keys = (names.CLUSTER, names.BUCKET, names.POOL)
+    needed = (names.CLUSTER, names.BUCKET, names.POOL)
     while True:
         try:
             identity = await metadata.identity()
-            found = {key: await metadata.attribute(key) or "" for key in keys}
-            missing = [key for key, value in found.items() if not value]
+            found = {key: await metadata.attribute(key) or "" for key in (*needed, names.GPUS, names.EFAS)}
+            missing = [key for key in needed if not found[key]]
             if not missing:
                 return identity, found
             log.warning("the machine's metadata has no %s; trying again", ", ".join(missing))

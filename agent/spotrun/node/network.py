@@ -1,7 +1,7 @@
 """What workers are told of this machine's network: NCCL's, gloo's and libfabric's variables, from what the machine has.
 
 Nothing is set that these find out by themselves. NCCL's plugin for EFA selects that provider on every EC2 machine, and
-sets what forks need (aws-ofi-nccl, platform-aws.c: FI_PROVIDER, FI_EFA_FORK_SAFE); libfabric uses direct GPU memory
+sets what forks need (aws-ofi-nccl, platform-aws.cpp: FI_PROVIDER, FI_EFA_FORK_SAFE); libfabric uses direct GPU memory
 access wherever the adapter can, and ends the process if it is told to where it cannot (fi_efa(7),
 FI_EFA_USE_DEVICE_RDMA).
 """
@@ -35,8 +35,13 @@ def environment(facts: Facts) -> dict[str, str]:
 
     GLOO_SOCKET_IFNAME: gloo else takes the interface of whatever the host's name resolves to, which on Debian is a
     loopback address (https://docs.pytorch.org/docs/stable/distributed.html, "Choosing the network interface to use").
-    NCCL_SOCKET_IFNAME: NCCL else takes the first that it meets; `=` is for that name and not for all that begin so
+    NCCL_SOCKET_IFNAME: NCCL else meets its peers on the first interface that it finds, a container bridge's, say, and
+    sends over up to 16 of them (bootstrap.cc, net_socket.cc); here that is the one that the head gives others as the
+    node's address. `=` is for that name and not for all that begin so
     (https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-socket-ifname).
+    NCCL_NET: NCCL else sends over TCP, without a word, when its plugin for EFA does not come up. It fails instead (the
+    same page, #nccl-net); a job that wants TCP says `NCCL_NET: Socket`. Every version of the plugin knows this name of
+    itself, those up to 1.11 no other (aws-ofi-nccl, nccl_ofi_interface_nvidia.cpp).
     FI_EFA_USE_HUGE_PAGE: a process that holds huge pages may not be able to fork, as each DataLoader with workers does
     (https://github.com/aws-samples/awsome-distributed-training, efa-cheatsheet.md).
     """
@@ -47,12 +52,14 @@ def environment(facts: Facts) -> dict[str, str]:
             found["NCCL_SOCKET_IFNAME"] = f"={facts.interface}"
     if facts.adapters:
         found["FI_EFA_USE_HUGE_PAGE"] = "0"
+        if facts.gpus:
+            found["NCCL_NET"] = "AWS Libfabric"
     return found
 
 
 def gather(address: str, verbs: Path = VERBS) -> Facts:
-    """Look at this machine, whose own address this is."""
-    return Facts(find_interface(address), gpu_count(), _count_adapters(verbs))
+    """Look at this machine, whose own address this is. No EFA joins those of a local cloud."""
+    return Facts(find_interface(address), gpu_count(), 0 if loopback(address) else _count_adapters(verbs))
 
 
 def find_interface(address: str) -> str:

@@ -7,6 +7,7 @@ result is exact in every precision that a GPU may choose for it, and one wrong b
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 import torch
 
@@ -15,17 +16,23 @@ SIZE = 1024  # rows and columns
 
 def main() -> None:
     count = torch.cuda.device_count()
+    print(json.dumps({"count": count, "failures": check([f"cuda:{index}" for index in range(count)])}))
+
+
+def check(devices: Sequence[str], expected: torch.Tensor | None = None) -> dict[int, str]:
+    """What is wrong with which device, by its place in `devices`. expected: the product; by default the processor's."""
     grid = torch.arange(SIZE * SIZE, dtype=torch.float32).reshape(SIZE, SIZE) % 7 - 3
-    expected = grid @ grid.T
-    failures: dict[int, str] = {}
-    for index in range(count):
+    if expected is None:
+        expected = grid @ grid.T
+    failures = {}
+    for index, device in enumerate(devices):
         try:
-            here = grid.to(f"cuda:{index}")
+            here = grid.to(device)
             if not torch.equal((here @ here.T).cpu(), expected):
                 failures[index] = "a matrix product is wrong"
         except RuntimeError as error:
             failures[index] = str(error).partition("\n")[0]
-    print(json.dumps({"count": count, "failures": failures}))
+    return failures
 
 
 if __name__ == "__main__":
