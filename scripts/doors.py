@@ -90,7 +90,7 @@ class Iap:
         chosen = next((each for each in accounts if each.get("primary")), accounts[0] if accounts else None)
         if chosen is None:
             raise CloudError(
-                f"OS Login gives you no account in project {self.project}: you need the roles compute.osAdminLogin"
+                f"OS Login gives you no account in project {self.project}: you need the roles compute.osLogin"
                 " and iap.tunnelResourceAccessor, see docs/gcp.md"
             )
         return str(chosen["username"])
