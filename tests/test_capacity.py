@@ -14,6 +14,8 @@ def pool(name: str, running: int = 0, size: int | None = None, most: int = 4, sh
     return Pool(name, most, running if size is None else size, names, short)
 
 
+ONE, LAST = frozenset({"a-0"}), frozenset({"a-3"})
+MEMBERS = frozenset({"a-0", "a-1", "a-2"})
 CASES: dict[str, tuple[Observation, Decision]] = {
     "one is under notice: its successor is asked for now": (
         Observation((replace(pool("a", 3), leaving=1), pool("b")), 3, frozenset({"a-0", "a-1", "a-2"})),
@@ -53,6 +55,50 @@ CASES: dict[str, tuple[Observation, Decision]] = {
     "the zone promises machines again but has none yet: the stand-ins stay": (
         Observation((pool("a", 0, 3), pool("b", 3)), 3),
         Decision({}),
+    ),
+    "one is of no use, another is on its way in its place: nobody stands in": (
+        Observation((replace(pool("a", 2), useless=ONE, coming=ONE), pool("b")), 2, frozenset({"a-1"})),
+        Decision({}),
+    ),
+    "it goes first once there are too many": (
+        Observation((replace(pool("a", 3), useless=ONE, coming=ONE), pool("b")), 2, frozenset({"a-1"})),
+        Decision({}, ("a-0",)),
+    ),
+    "but not before": (
+        Observation((replace(pool("a", 1), useless=ONE, coming=ONE), pool("b", 1)), 2, frozenset({"b-0"})),
+        Decision({}),
+    ),
+    "one is given up, no other pool has room: one more of this one": (
+        Observation((replace(pool("a", 4, most=8), useless=LAST),), 4, MEMBERS),
+        Decision({"a": 5}),
+    ),
+    "that one is not there yet": (
+        Observation((replace(pool("a", 4, 5, most=8), useless=LAST),), 4, MEMBERS),
+        Decision({}),
+    ),
+    "it has not shown yet whether it is fit": (
+        Observation((replace(pool("a", 5, most=8), useless=LAST, unproven=frozenset({"a-4"})),), 4, MEMBERS),
+        Decision({}),
+    ),
+    "it is fit: the other one goes": (
+        Observation((replace(pool("a", 5, most=8), useless=LAST),), 4, MEMBERS),
+        Decision({}, ("a-3",)),
+    ),
+    "it is of no use either: one more": (
+        Observation((replace(pool("a", 5, most=8), useless=LAST | {"a-4"}),), 4, MEMBERS),
+        Decision({"a": 6}),
+    ),
+    "not for ever: those are paid for": (
+        Observation((replace(pool("a", 7, most=8), useless=LAST | {"a-4", "a-5", "a-6"}),), 4, MEMBERS),
+        Decision({}),
+    ),
+    "not more than there may be, though one is given up": (
+        Observation((replace(pool("a", 4), useless=LAST),), 4, MEMBERS),
+        Decision({}),
+    ),
+    "one is given up, another pool has room": (
+        Observation((replace(pool("a", 4, most=8), useless=LAST), pool("b")), 4, MEMBERS),
+        Decision({"b": 1}),
     ),
     "what was never born is taken back by size": (
         Observation((pool("a", 3), pool("b", 0, 2)), 3),

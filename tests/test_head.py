@@ -12,24 +12,29 @@ from typing import Any
 import pytest
 
 from spotrun.cloud.base import Instance, Problem
-from spotrun.errors import CloudError, SpotrunError
+from spotrun.errors import CloudError, SpotrunError, StoreError
+from spotrun.head import repair
+from spotrun.head.errands import Record
 from spotrun.head.head import Head
-from spotrun.head.state import Cause, Hold, JobState, Replacement, Stop, apply
+from spotrun.head.state import Cause, Hold, JobState, Recreate, Replacement, Stop, apply
 from spotrun.spec import ClusterSpec
-from spotrun.store import Store, epoch_key, job_key, queue_key
-from spotrun.wire import Failure, Order, Report, Worker
+from spotrun.store import Store, epoch_key, job_key, queue_key, replaced_key
+from spotrun.wire import Failure, Notice, Order, Report, Worker
 
 CODE = "0" * 64
 JOB = {"name": "toy", "script": "train.py", "nodes": {"min": 2, "max": 2}}
 
 
 class MemoryCloud:
-    """Two pools; a resize is carried out at once. refuse: pools that cannot be resized."""
+    """Two pools; a resize is carried out at once, a recreate never is. refuse: pools that cannot be resized."""
 
     def __init__(self) -> None:
         self.size = {"p": 0, "q": 0}
         self.refuse: set[str] = set()
         self.price: dict[str, float] = {"p": 1.0, "q": 2.0}
+        self.refusal = ""  # what a recreate is refused with
+        self.hold = asyncio.Event()  # a recreate waits for it
+        self.hold.set()
         self.calls: list[tuple[str, Any]] = []
 
     async def nodes(self) -> list[Instance]:
@@ -50,6 +55,9 @@ class MemoryCloud:
 
     async def recreate(self, names: Sequence[str]) -> None:
         self.calls.append(("recreate", tuple(names)))
+        await self.hold.wait()
+        if self.refusal:
+            raise CloudError(self.refusal)
 
     async def preempt(self, name: str, notice: float | None = None) -> None:
         self.calls.append(("preempt", name))
@@ -72,6 +80,7 @@ class World:
         self.cluster = ClusterSpec.model_validate({"name": "c", "cloud": "local", "pools": pools})
         self.store = Store(str(root))
         self.cloud = MemoryCloud()
+        self.root = root
         self.orders: dict[str, list[Order]] = {}
         self.sends: dict[str, Callable[[Order], None]] = {}
         self.head = self.new_head()
@@ -86,6 +95,29 @@ class World:
         heard = self.orders.setdefault(name + link, [])
         send = self.sends.setdefault(name + link, heard.append)
         self.head.hear(Report.model_validate({**report, "phase": "ready", **values}), send)
+
+    def unfit(self, name: str, why: str = "no driver") -> None:
+        """It has said for long enough that it is unfit."""
+        self.hear(name, phase="unfit", unfit=[why], store="")
+        self.head.agents.seen[name].since -= repair.GRACE
+
+    @property
+    def recreated(self) -> list[str]:
+        """Machines about which the cloud was asked."""
+        return [name for call, names in self.cloud.calls if call == "recreate" for name in names]
+
+    def replaced(self) -> list[Replacement]:
+        """What the bucket says of them."""
+        data = self.store.find(replaced_key("c"))
+        return list(Record.model_validate_json(data).machines) if data else []
+
+    async def with_machines(self, **nodes: int) -> str:
+        """A job whose machines are there, as the head knows; none has been heard."""
+        job = await self.head.submit({**JOB, **({"nodes": nodes} if nodes else {})}, CODE)
+        await self.turn()
+        await self.look()
+        await self.look()
+        return job
 
     async def turn(self, times: int = 1) -> None:
         for _ in range(times):
@@ -276,9 +308,9 @@ async def test_what_a_dead_link_still_brings_is_not_heard(world: World) -> None:
     job = await world.started()
     world.hear("b", link="2", job=job.id, boot="b2")
     world.hear("b", job=job.id, boot="b", phase="running", generation=1)
-    assert world.head._agents["b"].report.boot == "b2"
+    assert world.head.agents.seen["b"].report.boot == "b2"
     world.head.lose("b", world.sends["b"])
-    assert world.head._agents["b"].send is world.sends["b2"]
+    assert world.head.agents.seen["b"].send is world.sends["b2"]
 
 
 async def test_a_new_head_gives_up_members_whose_machines_are_gone(world: World) -> None:
@@ -350,45 +382,206 @@ async def test_while_the_cloud_is_asked_its_last_answer_counts(world: World) -> 
     looking.cancel()
 
 
-async def test_an_unfit_machine_is_replaced_and_another_pool_stands_in(world: World) -> None:
+async def test_an_unfit_machine_is_replaced(world: World) -> None:
     """Said once, asked for once; what was asked for is in the bucket, so that a new head goes on counting."""
-    job = await world.head.submit(JOB, CODE)
-    await world.turn()
-    await world.look()
+    job = await world.with_machines()
     assert world.cloud.size == {"p": 2, "q": 0}
-    await world.look()  # those two are there now
-    world.hear("p-0", phase="unfit", unfit=["no driver"], store="")
+    world.unfit("p-0", "900 MiB are free")
+    world.hear("p-0", phase="unfit", unfit=["899 MiB are free"], store="")
     world.hear("p-1", job=job)
-    await world.turn(3)
-    assert world.cloud.calls.count(("recreate", ("p-0",))) == 1
-    assert [(each.node, each.pool, each.why) for each in world.written(job).replaced] == [("p-0", "p", "no driver")]
+    await world.turn()
+    await world.head.errands.answered()
+    await world.turn(2)
+    assert world.recreated == ["p-0"]
+    assert [(each.node, each.pool, each.why) for each in world.replaced()] == [("p-0", "p", "899 MiB are free")]
     texts = [event["text"] for event in world.head.events]
-    assert texts.count("p-0 takes no job: no driver") == 1
-    assert texts.count("p-0: no driver: asked the cloud for another in its place") == 1
+    assert [text for text in texts if "takes no job" in text] == ["p-0 takes no job: 900 MiB are free"]
+    assert texts.count("p-0: 899 MiB are free: asked the cloud for another in its place") == 1
     pools = {pool["name"]: pool for pool in world.head.status()["pools"]}
-    assert (pools["p"]["problem"], pools["q"]["problem"]) == ("p-0 takes no job: no driver", None)
+    assert (pools["p"]["problem"], pools["q"]["problem"]) == ("p-0 takes no job: 899 MiB are free", None)
     await world.look()
-    assert world.cloud.size == {"p": 2, "q": 1}
+    assert world.cloud.size == {"p": 2, "q": 0}, "another is on its way, so nobody stands in"
 
     world.new_head()
     await world.look()
-    world.hear("p-0", phase="unfit", unfit=["no driver"], store="")
+    world.unfit("p-0")
     await world.turn(3)
-    assert world.cloud.calls.count(("recreate", ("p-0",))) == 1
+    assert world.recreated == ["p-0"]
+
+
+async def test_orders_do_not_wait_for_the_cloud(world: World) -> None:
+    """A notice comes while the cloud takes its time with machines that are to be replaced."""
+    job = await world.started()
+    world.cloud.size["p"] = 3
+    await world.head.fleet.look()
+    world.cloud.hold.clear()
+    for name in ("p-0", "p-1", "p-2"):
+        world.unfit(name)
+    await world.turn()
+    for name in ("a", "b"):
+        world.hear(name, job=job.id, phase="running", generation=1, workers=stepping(5))
+    notice = Notice(kind="preempt", deadline=time.time() + 30)
+    world.hear("a", job=job.id, phase="running", generation=1, workers=stepping(5), notice=notice)
+    await world.turn(2)
+    assert world.orders["a"][-1].stop_at is not None
+    assert sorted(set(world.recreated)) == ["p-0", "p-1", "p-2"]
+    world.cloud.hold.set()
+    await world.head.errands.answered()
+
+
+async def test_what_a_cloud_refuses_does_not_count(world: World) -> None:
+    job = await world.with_machines()
+    world.cloud.refusal = "Rate exceeded"
+    world.hear("p-1", job=job)
+    began = time.time()
+    for seconds in (0, 1, 61, 182, 423):
+        world.unfit("p-0")
+        world.head.agents.seen["p-0"].heard = world.head.agents.seen["p-1"].heard = began + seconds
+        await world.head._turn(began + seconds)
+        await world.head.errands.answered()
+        await world.head._turn(began + seconds)
+    assert world.recreated == ["p-0"] * 4
+    assert [each.refused for each in world.replaced()] == ["Rate exceeded"]
+    pools = {pool["name"]: pool["problem"] for pool in world.head.status()["pools"]}
+    assert pools["p"] == "p-0 takes no job: no driver; the cloud does not replace it: Rate exceeded"
+    refusal = "p-0: no driver: the cloud does not put another in its place: Rate exceeded"
+    assert [e["text"] for e in world.head.events if e["kind"] == "cloud"] == [refusal] * 4
+
+
+async def test_the_cloud_is_not_asked_before_that_is_in_the_bucket(world: World) -> None:
+    """Heads are killed, one after another, before they could write down what they mean to ask."""
+    await world.with_machines()
+    in_the_way = world.root / "clusters" / "c" / "replaced.json"
+    for _ in range(4):
+        world.new_head()
+        await world.look()
+        await world.turn()
+        in_the_way.mkdir()  # an object that cannot be written
+        world.unfit("p-0")
+        for _ in range(2):
+            with pytest.raises(StoreError):
+                await world.turn()
+        in_the_way.rmdir()
+    assert (world.recreated, world.replaced()) == ([], [])
+    await world.turn()
+    await world.head.errands.answered()
+    assert (world.recreated, len(world.replaced())) == (["p-0"], 1)
+
+
+async def test_a_head_killed_between_writing_and_asking_loses_nothing(world: World) -> None:
+    """The next one asks, once the cloud has had its time, and that counts once."""
+    await world.with_machines()
+    world.unfit("p-0")
+    await world.turn()
+    await world.head.errands.close()  # before the call was made
+    assert (world.recreated, len(world.replaced())) == ([], 1)
+    world.new_head()
+    await world.look()
+    world.unfit("p-0")
+    await world.turn()
+    assert world.recreated == []
+    await world.head._turn(time.time() + repair.AGAIN)
+    await world.head.errands.answered()
+    assert world.recreated == ["p-0"]
+    assert [(each.node, each.tries) for each in world.replaced()] == [("p-0", 2)]
+
+
+async def test_a_superseded_head_asks_the_cloud_for_nothing(world: World) -> None:
+    await world.with_machines()
+    world.unfit("p-0")
+    world.store.create(epoch_key("c", 2), b"")
+    with pytest.raises(SystemExit):
+        await world.turn()
+    assert (world.recreated, world.replaced()) == ([], [])
+
+
+async def test_calls_under_way_end_with_the_head(world: World) -> None:
+    await world.with_machines()
+    world.cloud.hold.clear()
+    world.unfit("p-0")
+    running = asyncio.create_task(world.head.run())
+    while not world.recreated:
+        async with world.head.published:
+            await world.head.published.wait()
+    (call,) = world.head.errands._asking
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert call.cancelled()
+
+
+async def test_the_limit_is_the_clusters_not_each_jobs(world: World) -> None:
+    await world.with_machines()
+    for number in range(repair.LIMIT):
+        world.head.errands.want(Recreate("p-0", "p", "no driver", float(number)), time.time())
+        await world.head.errands.begin()
+        await world.head.errands.answered()
+        await world.turn()
+    asked = asyncio.create_task(world.head.change(lambda j, now: apply(j, Stop("enough"), now)))
+    await asyncio.sleep(0)
+    second = await world.head.submit(JOB, CODE)
+    await world.turn(8)
+    await asked
+    for head in (world.head, world.new_head()):
+        await world.look()
+        world.unfit("p-1")
+        await world.turn(2)
+        assert head.job is not None
+        assert head.job.id == second
+        assert world.recreated == ["p-0"] * repair.LIMIT
+
+
+async def test_a_cluster_described_anew_begins_to_count_anew(world: World) -> None:
+    """With another image, say."""
+    await world.with_machines()
+    world.head.errands.want(Recreate("p-0", "p", "no driver"), time.time())
+    await world.turn()
+    await world.head.errands.answered()
+    assert len(world.replaced()) == 1
+    head = world.new_head()
+    await world.turn()
+    assert len(head.errands.replaced) == 1
+    world.cluster = world.cluster.model_copy(update={"image": "another"})
+    head = world.new_head()
+    await world.turn()
+    assert head.errands.replaced == ()
+
+
+@pytest.mark.parametrize("junk", [b"[", b"{}", b'{"description": "x", "machines": [1]}', b"\xff\xfe"])
+async def test_junk_about_replacements_is_passed_over(world: World, junk: bytes) -> None:
+    world.store.put(replaced_key("c"), junk)
+    await world.started()
+    assert world.head.errands.replaced == ()
+
+
+async def test_a_machine_that_is_being_checked_is_there_and_takes_no_part(world: World) -> None:
+    job = await world.with_machines(min=1, max=2)
+    world.hear("p-0", job=job)
+    notice = Notice(kind="preempt", deadline=time.time() + 30)
+    world.hear("p-1", phase="checking", store="", job=job)
+    world.head.agents.ready_at = 0.0
+    await world.head._turn(time.time() + 20)
+    assert world.head.job is not None
+    assert world.head.job.current is None or len(world.head.job.current.members) == 1
+    assert [node["phase"] for node in world.head.status()["nodes"]] == ["ready", "checking"]
+    await world.look()
+    assert world.cloud.size == {"p": 2, "q": 0}
+    world.hear("p-1", phase="checking", store="", notice=notice)
+    await world.look()
+    assert world.cloud.size == {"p": 3, "q": 0}, "its notice counts"
 
 
 async def test_a_pool_that_had_its_replacements_is_given_up_for_a_while(world: World) -> None:
-    job = await world.head.submit({**JOB, "nodes": {"min": 1, "max": 1}}, CODE)
+    job = await world.with_machines(min=1, max=1)
+    ago = [Replacement(node="p-0", pool="p", why="no driver", at=time.time() - age) for age in (900, 600, 300)]
+    record = Record(description=world.cluster.digest, machines=tuple(ago))
+    world.store.put(replaced_key("c"), record.model_dump_json().encode())
+    world.new_head()
     await world.turn()
     await world.look()
-    await world.look()
-    world.hear("p-0", phase="unfit", unfit=["no driver"], store="")
-    ago = [Replacement(node="p-0", pool="p", why="no driver", at=time.time() - age) for age in (900, 600, 300)]
-    assert world.head.job is not None
-    world.head.job = world.head.job.model_copy(update={"replaced": tuple(ago)})
+    world.unfit("p-0")
     await world.turn(2)
     await world.look()
-    assert not [call for call in world.cloud.calls if call[0] == "recreate"]
+    assert world.recreated == []
     assert ("remove", ("p-0",)) in world.cloud.calls
     assert world.cloud.size["q"] == 1
     said = [event["text"] for event in world.head.events if event["kind"] == "cloud"]

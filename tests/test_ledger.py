@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from spotrun.head import ledger
-from spotrun.head.state import Cause, JobState, Start, apply
+from spotrun.head.health import Machine
+from spotrun.head.planner import plan
+from spotrun.head.state import Cause, JobState, Start, Stop, apply
 from spotrun.wire import StateRef, Worker
-from tests.test_planner import NOW, A, B, C, job, node, start, view
+from tests.test_planner import NOW, A, B, C, job, node, spec, start, view
 
 
 def at(step: int, base: int, restored: float, stepped: float, **changes: object) -> Worker:
@@ -53,6 +57,20 @@ def test_goodput_is_a_share_of_machine_time() -> None:
     assert counted.node_seconds == pytest.approx(30)
     assert counted.cost == pytest.approx(0.03)
     assert ledger.goodput(counted) == pytest.approx(2 * 4.95 / 30)
+
+
+def test_every_machine_that_runs_is_paid_for() -> None:
+    """Also one that boots or is of no use: the budget holds it."""
+    state = job(counted_at=NOW - 600, spec=spec(budget=50.0))
+    machines = [Machine(f"m{number}", "p", "running", NOW - 599) for number in range(8)]
+    making = Machine("m8", "p", "provisioning", NOW - 599)
+    linked = node("m0", phase="unfit", pool="p", job=None)
+    seen = view(state, linked, machines=(*machines, making, Machine("q0", "q", "running", NOW - 599)))
+    counted = ledger.count(state, seen, {"p": 98.0, "q": 6.0})
+    assert counted.cost == pytest.approx((8 * 98 + 6) / 6)
+    assert counted.node_seconds == pytest.approx(9 * 600)
+    (stop,) = plan(replace(seen, job=counted))
+    assert stop == Stop("the budget of $50 is spent")
 
 
 def test_a_first_start_is_no_loss() -> None:

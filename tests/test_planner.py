@@ -67,7 +67,7 @@ def job(*members: str, **changes: Any) -> JobState:
 
 def node(name: str, **changes: Any) -> Node:
     """A healthy node that takes part in generation 1 at step 50."""
-    outer = {key: changes.pop(key) for key in ("linked", "heard", "cloud") if key in changes}
+    outer = {key: changes.pop(key) for key in ("linked", "heard", "cloud", "since") if key in changes}
     step = changes.pop("step", 50)
     worker = Worker(rank=0, pid=1, step=step, base=0, stepped_at=changes.pop("stepped_at", NOW - 0.05))
     report = {
@@ -378,7 +378,7 @@ CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
     ),
     "a dead machine that the cloud still counts, needed": (
         view(job(), spare(A), frozen(B, 4, snapshot=None), expected=2),
-        (Recreate(B),),
+        (Recreate(B, "p"),),
     ),
     "a dead machine that alone holds the state gets a moment": (
         view(job(), spare(A), frozen(B, 4), expected=2),
@@ -492,6 +492,14 @@ CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
             *(node(n, stepped_at=NOW - 45, notice=notice() if n == B else None) for n in (A, B, C)),
         ),
         (Drain(56, PREEMPT, NOW + 27),),
+    ),
+    "one that is being checked is no member yet": (
+        view(job(), spare(A), spare(B, phase="checking"), spare(C, phase="unfit")),
+        (),
+    ),
+    "nor one to grow by": (
+        view(job(A, B, ordered_at=NOW - 1000), node(A), node(B), spare(C, phase="checking")),
+        (),
     ),
     "ended": (view(job(phase="succeeded")), ()),
 }

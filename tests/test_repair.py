@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -9,33 +10,49 @@ import pytest
 
 from spotrun.head import repair
 from spotrun.head.capacity import Decision, Observation, Pool, decide
-from spotrun.head.health import Machine, View
+from spotrun.head.health import ALONE, Machine, View
 from spotrun.head.planner import plan
-from spotrun.head.repair import AGAIN, BOOT_TIMEOUT, LIMIT, WINDOW
-from spotrun.head.state import REPLACED, Ending, JobState, Recreate, Replacement, apply
+from spotrun.head.repair import AGAIN, AGAIN_MOST, BOOT_TIMEOUT, BOOT_TIMEOUT_METAL, GRACE, HOLDER, LIMIT, WINDOW
+from spotrun.head.state import Ending, JobState, Recreate, Replacement
+from spotrun.node import gate
+from spotrun.wire import StateRef
 from tests.test_planner import NOW as EARLIER
 from tests.test_planner import job, member, node, spare
 from tests.test_planner import view as view_of
 
 NOW = EARLIER + 10 * WINDOW
 A, B, C = "a", "b", "c"
+MADE = NOW - 5000
 LATE = NOW - BOOT_TIMEOUT - 1
-NO_AGENT = "its agent has not joined within 10 minutes"
+NO_AGENT = "its agent has not joined within 15 minutes"
+UNSURE = "it could not tell within 15 minutes whether it is fit"
 WHY = "a2-megagpu-16g has 16 GPUs, but nvidia-smi lists 15"
 
 
 def machine(name: str, **changes: Any) -> Machine:
     """One that has been there for a while and whose agent has joined."""
-    return replace(Machine(name, "p", "running", NOW - 5000, joined=True), **changes)
+    values = {"name": name, "pool": "p", "state": "running", "created": MADE, "answered": NOW - 1}
+    return Machine(**{**values, **changes})
+
+
+def booting(name: str, **changes: Any) -> Machine:
+    return machine(name, **{"answered": 0.0, **changes})
 
 
 def unfit(name: str, **changes: Any) -> Any:
-    outer = {"heard": NOW - 0.1, **changes}
+    """One that has said so for long enough."""
+    outer = {"heard": NOW - 0.1, "since": NOW - GRACE, **changes}
     return spare(name, phase="unfit", job=None, unfit=(WHY,), store="", **outer)
 
 
-def was_replaced(*ages: float, pool: str = "p", name: str = "x") -> tuple[Replacement, ...]:
-    return tuple(Replacement(node=name, pool=pool, why=WHY, at=NOW - age) for age in ages)
+def checking(name: str, since: float, **changes: Any) -> Any:
+    return spare(name, phase="checking", job=None, store="", **{"heard": NOW - 0.1, "since": since, **changes})
+
+
+def was_replaced(*ages: float, pool: str = "p", name: str = "x", **changes: Any) -> tuple[Replacement, ...]:
+    """Machines of one name that were replaced so long ago, each made just before."""
+    values = {"node": name, "pool": pool, "why": WHY}
+    return tuple(Replacement(**{**values, "at": NOW - age, "created": NOW - age - 1, **changes}) for age in ages)
 
 
 def view(state: JobState, *nodes: Any, machines: tuple[Machine, ...], **changes: Any) -> View:
@@ -46,13 +63,24 @@ def waiting(**changes: Any) -> JobState:
     return job(**changes)
 
 
-BAD = Recreate(A, "p", WHY)
+def left(*members: str, **changes: Any) -> JobState:
+    """A job that waits for machines, its last generation having been these."""
+    values = {"generation": 1, "last": tuple(map(member, members)), "ordered_at": NOW - 2000, **changes}
+    return job(**values)
+
+
+BAD = Recreate(A, "p", WHY, MADE)
+TWO = (booting(A), booting(B))
 CASES: dict[str, tuple[View, tuple[Recreate, ...]]] = {
     "one that is unfit": (view(waiting(), unfit(A), machines=(machine(A),)), (BAD,)),
     "one that is fit": (view(waiting(), spare(A, heard=NOW), machines=(machine(A),)), ()),
     "one that is unfit while others train": (
         view(job(B, C), unfit(A), node(B, heard=NOW), node(C, heard=NOW), machines=tuple(map(machine, (A, B, C)))),
         (BAD,),
+    ),
+    "it has not said so for long: its agent looks again": (
+        view(waiting(), unfit(A, since=NOW - GRACE + 1), machines=(machine(A),)),
+        (),
     ),
     "its link is down: whoever cannot be heard is judged elsewhere": (
         view(waiting(), unfit(A, linked=False), machines=(machine(A),)),
@@ -61,54 +89,154 @@ CASES: dict[str, tuple[View, tuple[Recreate, ...]]] = {
     "it is going already": (view(waiting(), unfit(A), machines=(machine(A, state="stopping"),)), ()),
     "the cloud cannot be asked": (view(waiting(), unfit(A), machines=()), ()),
     "it was asked for a moment ago": (
-        view(waiting(replaced=was_replaced(AGAIN - 1, name=A)), unfit(A), machines=(machine(A),)),
+        view(waiting(), unfit(A), machines=(machine(A),), replaced=was_replaced(AGAIN - 1, name=A, created=MADE)),
         (),
     ),
     "it was asked for, and nothing came of it": (
-        view(waiting(replaced=was_replaced(AGAIN + 1, name=A)), unfit(A), machines=(machine(A),)),
+        view(waiting(), unfit(A), machines=(machine(A),), replaced=was_replaced(AGAIN + 1, name=A, created=MADE)),
         (BAD,),
+    ),
+    "the same, several times": (
+        view(
+            waiting(),
+            unfit(A),
+            machines=(machine(A),),
+            replaced=was_replaced(2 * AGAIN - 1, name=A, created=MADE, tries=2),
+        ),
+        (),
     ),
     "its successor is unfit too": (
-        view(waiting(replaced=was_replaced(30, name=A)), unfit(A), machines=(machine(A, created=NOW - 20),)),
-        (BAD,),
+        view(waiting(), unfit(A), machines=(machine(A, created=NOW - 20),), replaced=was_replaced(30, name=A)),
+        (replace(BAD, created=NOW - 20),),
     ),
-    "the limit": (view(waiting(replaced=was_replaced(900, 600, 300)), unfit(A), machines=(machine(A),)), ()),
+    "the limit": (view(waiting(), unfit(A), machines=(machine(A),), replaced=was_replaced(900, 600, 300)), ()),
     "the limit is each pool's own": (
-        view(waiting(replaced=was_replaced(900, 600, 300, pool="q")), unfit(A), machines=(machine(A),)),
+        view(waiting(), unfit(A), machines=(machine(A),), replaced=was_replaced(900, 600, 300, pool="q")),
         (BAD,),
     ),
     "the limit is for an hour": (
-        view(waiting(replaced=was_replaced(WINDOW + 1, 600, 300)), unfit(A), machines=(machine(A),)),
+        view(waiting(), unfit(A), machines=(machine(A),), replaced=was_replaced(WINDOW + 1, 600, 300)),
+        (BAD,),
+    ),
+    "the limit is not for those that the cloud did not replace": (
+        view(
+            waiting(),
+            unfit(A),
+            machines=(machine(A),),
+            replaced=(*was_replaced(900, 600), *was_replaced(300, refused="Rate exceeded")),
+        ),
+        (BAD,),
+    ),
+    "nor for those that had served": (
+        view(waiting(), unfit(A), machines=(machine(A),), replaced=was_replaced(900, 600, 300, why="")),
+        (BAD,),
+    ),
+    "nor for the same machine again": (
+        view(
+            waiting(),
+            unfit(A),
+            machines=(machine(A),),
+            replaced=(*was_replaced(900, 600), *was_replaced(300, name=A, created=MADE)),
+        ),
         (BAD,),
     ),
     "many at once: no more than the limit": (
         view(waiting(), *map(unfit, "abcde"), machines=tuple(map(machine, "abcde"))),
-        tuple(Recreate(name, "p", WHY) for name in "abcde"[:LIMIT]),
+        tuple(replace(BAD, node=name) for name in "abcde"[:LIMIT]),
     ),
     "not while the last state goes into the bucket": (
         view(waiting(ending=Ending(phase="succeeded")), unfit(A), machines=(machine(A),)),
         (),
     ),
     "no agent, for too long": (
-        view(waiting(), machines=(machine(A, joined=False, created=LATE),)),
-        (Recreate(A, "p", NO_AGENT),),
+        view(waiting(), spare(B, heard=NOW), machines=(booting(A, created=LATE), machine(B))),
+        (Recreate(A, "p", NO_AGENT, LATE),),
     ),
-    "no agent yet": (view(waiting(), machines=(machine(A, joined=False, created=LATE + 2),)), ()),
+    "no agent yet": (
+        view(waiting(), spare(B, heard=NOW), machines=(booting(A, created=LATE + 2), machine(B))),
+        (),
+    ),
+    "no agent, and no other either: it may be the head that is cut off": (
+        view(waiting(), machines=(booting(A, created=LATE - ALONE + 2),)),
+        (),
+    ),
+    "the same, for longer: the first machine may be no good": (
+        view(waiting(), machines=(booting(A, created=LATE - ALONE),)),
+        (Recreate(A, "p", NO_AGENT, LATE - ALONE),),
+    ),
+    "bare metal takes longer": (
+        view(waiting(), spare(B, heard=NOW), machines=(booting(A, created=LATE, kind="g4dn.metal"), machine(B))),
+        (),
+    ),
     "no agent, and the machine is still being made": (
-        view(waiting(), machines=(machine(A, joined=False, created=LATE, state="provisioning"),)),
+        view(waiting(), spare(B, heard=NOW), machines=(booting(A, created=LATE, state="provisioning"), machine(B))),
         (),
     ),
     "no agent has been heard since this head began": (
-        view(waiting(), machines=(machine(A, joined=False, created=LATE),), awake_since=NOW - 60),
+        view(waiting(), spare(B, heard=NOW), machines=(booting(A), machine(B)), awake_since=NOW - 60),
         (),
     ),
     "a predecessor of the same name was heard": (
-        view(waiting(), spare(A, heard=LATE - 100, cloud="gone"), machines=(machine(A, joined=False, created=LATE),)),
-        (Recreate(A, "p", NO_AGENT),),
+        view(
+            waiting(),
+            spare(A, heard=LATE - 100, cloud="gone"),
+            machines=(booting(A, created=LATE, answered=LATE - 100),),
+        ),
+        (Recreate(A, "p", NO_AGENT, LATE),),
+    ),
+    "it is still being checked": (
+        view(waiting(), checking(A, LATE + 2), machines=(booting(A, created=LATE + 2),)),
+        (),
+    ),
+    "it has been checked for too long": (
+        view(waiting(), checking(A, NOW - 100), machines=(booting(A, created=LATE),)),
+        (Recreate(A, "p", UNSURE, LATE),),
+    ),
+    "it is checked again, since its agent began anew": (
+        view(waiting(), checking(A, NOW - 100), machines=(machine(A, answered=LATE + 2),)),
+        (),
+    ),
+    "the same, for too long": (
+        view(waiting(), checking(A, LATE), machines=(machine(A, answered=LATE),)),
+        (Recreate(A, "p", UNSURE, MADE),),
+    ),
+    "it fell silent while it was checked: it has never served, so it counts": (
+        view(waiting(), checking(A, LATE, heard=NOW - 600, linked=False), machines=(booting(A, created=LATE),)),
+        (Recreate(A, "p", NO_AGENT, LATE),),
     ),
     "a member that this head has never heard of may train on": (
-        view(job(A, B), machines=(machine(A, joined=False), machine(B, joined=False)), awake_since=NOW - 2000),
+        view(job(A, B, ordered_at=NOW - 100), machines=TWO, awake_since=NOW - 2 * HOLDER),
         (),
+    ),
+    "a member of the last generation may hold the only copy of the state": (
+        view(left(A, B), machines=TWO, awake_since=LATE - ALONE),
+        (),
+    ),
+    "the same, though a new machine is heard": (
+        view(left(A, B), spare(C, heard=NOW), machines=(*TWO, machine(C)), awake_since=LATE),
+        (),
+    ),
+    "another holds the state": (
+        view(
+            left(A, B),
+            spare(B, heard=NOW, snapshot=StateRef(generation=1, step=48)),
+            machines=(booting(A), machine(B)),
+            awake_since=LATE,
+        ),
+        (Recreate(A, "p", NO_AGENT, MADE),),
+    ),
+    "a machine made since the generation ended holds nothing": (
+        view(
+            left(A, B),
+            spare(C, heard=NOW),
+            machines=(booting(A, created=LATE), machine(C)),
+            awake_since=LATE,
+        ),
+        (Recreate(A, "p", NO_AGENT, LATE),),
+    ),
+    "what it may hold is not waited for without end": (
+        view(left(A), spare(C, heard=NOW), machines=(booting(A), machine(C)), awake_since=NOW - HOLDER - 1),
+        (Recreate(A, "p", NO_AGENT, MADE),),
     ),
     "one that was heard and has fallen silent is another rule's": (
         view(waiting(), spare(A, heard=NOW - 5000, linked=False), machines=(machine(A),)),
@@ -127,30 +255,90 @@ def test_the_planner_asks_for_them() -> None:
     assert plan(view(waiting(), unfit(A), machines=(machine(A),))) == (BAD,)
 
 
-def test_what_was_asked_for_is_counted_until_the_limit_and_no_further() -> None:
-    """Turn after turn, each machine made in another's place being unfit as well."""
-    state, asked, now = waiting(), 0, NOW
-    for second in range(0, int(WINDOW) - 100, 5):
-        now = NOW + second
-        made = max((each.at for each in state.replaced), default=NOW - 100) + 1
-        given = replace(view(state, unfit(A, heard=now), machines=(machine(A, created=made),)), now=now)
+def test_the_planner_leaves_those_alone_that_have_not_served() -> None:
+    """They would not count against the limit."""
+    silent = checking(A, NOW - 300, heard=NOW - 200, linked=False)
+    assert plan(view(waiting(), silent, machines=(booting(A, created=NOW - 600),))) == ()
+
+
+def test_one_that_served_and_was_lost_is_asked_about_now_and_then() -> None:
+    silent = spare(A, heard=NOW - 400, linked=False)
+    action = Recreate(A, "p", created=MADE)
+    given = view(waiting(), silent, machines=(machine(A, answered=NOW - 400),))
+    assert plan(given) == (action,)
+    given = replace(given, replaced=repair.asked((), action, NOW))
+    assert plan(given) == ()
+    assert plan(replace(given, now=NOW + AGAIN)) == (action,)
+
+
+def test_the_head_waits_until_the_agent_has_looked_again() -> None:
+    assert GRACE > gate.AGAIN
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [("", BOOT_TIMEOUT), ("a3-highgpu-8g", BOOT_TIMEOUT), ("g4dn.metal", BOOT_TIMEOUT_METAL)]
+    + [(kind, BOOT_TIMEOUT_METAL) for kind in ("c7i.metal-24xl", "c3-standard-192-metal")],
+)
+def test_boot_timeout(kind: str, expected: float) -> None:
+    assert repair.boot_timeout(kind) == expected
+
+
+def asking(seconds: int, refusal: str = "", made_anew: bool = True) -> tuple[list[float], View]:
+    """When the cloud is asked, with one machine that is always unfit; and what is known at the end."""
+    given, times = view(waiting(), machines=()), []
+    for now in range(int(NOW), int(NOW) + seconds, 5):
+        created = max((each.at for each in given.replaced), default=NOW - 100) + 1 if made_anew else NOW - 100
+        nodes = (unfit(A, heard=float(now)),)
+        given = replace(given, now=float(now), nodes=nodes, machines=(machine(A, created=created),))
         for action in plan(given):
             assert isinstance(action, Recreate)
-            asked, state = asked + 1, apply(state, action, now)
-    assert asked == LIMIT
-    assert JobState.model_validate_json(state.model_dump_json()).replaced == state.replaced
+            times.append(now - NOW)
+            replaced = repair.asked(given.replaced, action, now)
+            given = replace(given, replaced=repair.refused(replaced, action, refusal) if refusal else replaced)
+    return times, given
 
 
-def test_those_that_were_lost_after_they_served_are_not_counted() -> None:
-    assert apply(waiting(), Recreate(A), NOW).replaced == ()
+def test_what_was_asked_for_is_counted_until_the_limit_and_no_further() -> None:
+    """Each machine made in another's place is unfit as well."""
+    times, given = asking(int(WINDOW) - 100)
+    assert len(times) == LIMIT
+    assert repair.exhausted(given) == {"p"}
 
 
-def test_a_job_does_not_remember_without_end() -> None:
-    state = waiting()
-    for number in range(REPLACED + 5):
-        state = apply(state, Recreate(A, "p", WHY), NOW + number)
-    assert len(state.replaced) == REPLACED
-    assert state.replaced[-1].at == NOW + REPLACED + 4
+def test_a_cloud_that_refuses_is_asked_ever_more_rarely_and_counts_nothing() -> None:
+    times, given = asking(int(WINDOW) - 100, "Rate exceeded", made_anew=False)
+    gaps = [after - before for before, after in itertools.pairwise(times)]
+    assert gaps == [AGAIN, 2 * AGAIN, 4 * AGAIN, 8 * AGAIN, AGAIN_MOST, AGAIN_MOST]
+    assert repair.exhausted(given) == set()
+    assert len(given.replaced) == 1
+    said = f"a takes no job: {WHY}; the cloud does not replace it: Rate exceeded"
+    assert repair.problems(given) == {"p": said}
+
+
+def test_records_are_not_kept_without_end() -> None:
+    replaced: tuple[Replacement, ...] = ()
+    for number in range(1000):
+        replaced = repair.asked(replaced, Recreate(A, "p", WHY, NOW + number), NOW + number * 60)
+    assert len(replaced) == WINDOW / 60
+
+
+def test_others_stand_in_only_for_machines_that_are_given_up() -> None:
+    """Whoever stands in becomes a member, and stays, perhaps at a higher price."""
+    fresh = view(waiting(), unfit(A), machines=(machine(A), machine(B)), replaced=was_replaced(1, name=A, created=MADE))
+    seen = repair.outlook(fresh)
+    assert (seen.useless, seen.coming) == ({A}, {A})
+    spent = replace(fresh, replaced=was_replaced(900, 600, 300))
+    assert repair.outlook(spent).coming == set()
+    late = replace(fresh, nodes=(unfit(A, since=NOW - BOOT_TIMEOUT),))
+    assert repair.outlook(late).coming == set(), "nothing came of it"
+
+
+def test_machines_that_have_not_shown_what_they_are_good_for() -> None:
+    nodes = (checking(A, NOW - 10), unfit(B, since=NOW - 1), spare(C, heard=NOW))
+    machines = (booting(A, created=NOW - 60), machine(B), machine(C), booting("d", created=NOW - 60))
+    seen = repair.outlook(view(waiting(), *nodes, machines=machines))
+    assert (seen.useless, seen.unproven) == (set(), {A, B, "d"})
 
 
 SPENT = was_replaced(900, 600, 300)
@@ -160,12 +348,12 @@ SPENT = was_replaced(900, 600, 300)
     ("given", "expected"),
     [
         (view(waiting(), unfit(A), machines=(machine(A),)), set()),
-        (view(waiting(replaced=SPENT), unfit(A), machines=(machine(A),)), {"p"}),
-        (view(waiting(replaced=SPENT), machines=()), {"p"}),
-        (view(waiting(replaced=SPENT), unfit(A), spare(B, heard=NOW), machines=(machine(A), machine(B))), set()),
-        (view(waiting(replaced=SPENT), machines=(machine(A, joined=False, created=NOW - 20),)), set()),
-        (view(waiting(replaced=was_replaced(900, 600, 20)), machines=()), set()),
-        (view(waiting(replaced=was_replaced(WINDOW + 1, 600, 300)), unfit(A), machines=(machine(A),)), set()),
+        (view(waiting(), unfit(A), machines=(machine(A),), replaced=SPENT), {"p"}),
+        (view(waiting(), machines=(), replaced=SPENT), {"p"}),
+        (view(waiting(), unfit(A), spare(B, heard=NOW), machines=(machine(A), machine(B)), replaced=SPENT), set()),
+        (view(waiting(), machines=(booting(A, created=NOW - 20),), replaced=SPENT), set()),
+        (view(waiting(), machines=(), replaced=was_replaced(900, 600, 20)), set()),
+        (view(waiting(), unfit(A), machines=(machine(A),), replaced=was_replaced(WINDOW + 1, 600, 300)), set()),
     ],
     ids=["not tried yet", "spent", "spent and gone", "another serves", "the last one boots", "it is made", "in time"],
 )
@@ -176,7 +364,7 @@ def test_a_pool_is_closed_when_none_of_its_machines_serves(given: View, expected
 def test_what_operators_read() -> None:
     given = view(waiting(), unfit(A), spare(B, heard=NOW), machines=(machine(A), machine(B, pool="q")))
     assert repair.problems(given) == {"p": f"a takes no job: {WHY}"}
-    given = view(waiting(replaced=SPENT), machines=())
+    given = view(waiting(), machines=(), replaced=SPENT)
     at = NOW - 900 + WINDOW
     assert repair.problems(given) == {
         "p": f"3 machines took no job and were replaced, the last since: {WHY}; no more are before "

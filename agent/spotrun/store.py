@@ -195,6 +195,11 @@ def unfit_key(cluster: str, node: str) -> str:
     return f"clusters/{cluster}/unfit/{node}.json"
 
 
+def replaced_key(cluster: str) -> str:
+    """Machines for which the cloud was asked for others lately (`head.errands`)."""
+    return f"clusters/{cluster}/replaced.json"
+
+
 def code_key(sha256: str) -> str:
     return f"code/{sha256}.tar.zst"
 

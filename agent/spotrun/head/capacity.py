@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+EXTRA = 3  # machines in the place of useless ones that stay, in a pool: they are paid for as well
+
 
 @dataclass(frozen=True)
 class Pool:
     """One pool as it is.
 
-    useless: those of `running` that no job can count on. short: something keeps it from the machines that it was asked
-    for. closed: it is to have no machines, as none would serve. leaving: machines under notice: their successors are
-    asked for now, of the same pool and as far as it has room. A full one gets them from its group a little later, and
-    nobody stands in meanwhile: whoever does becomes a member, and stays, at another pool's price.
+    short: something keeps it from the machines that it was asked for. useless, coming, unproven: of `running`, those
+    that no job can count on, those of them in whose place others are on their way, and those that have not shown yet
+    whether they are fit. closed: it is to have no machines, as none would serve. leaving: machines under notice: their
+    successors are asked for now, of the same pool and as far as it has room. A full one gets them from its group a
+    little later, and nobody stands in meanwhile: whoever does becomes a member, and stays, at another pool's price.
     """
 
     name: str
@@ -28,10 +31,19 @@ class Pool:
     useless: frozenset[str] = frozenset()
     closed: bool = False
     leaving: int = 0
+    coming: frozenset[str] = frozenset()
+    unproven: frozenset[str] = frozenset()
+
+    @property
+    def given_up(self) -> frozenset[str]:
+        """Those in whose place nobody comes."""
+        return self.useless - self.coming
 
     @property
     def serving(self) -> int:
-        return sum(name not in self.useless for name in self.running)
+        """Machines to count on. Where some are given up, that is only those that have shown that they are fit."""
+        doubtful = self.useless | self.unproven if self.given_up else frozenset()
+        return sum(name not in doubtful for name in self.running)
 
 
 @dataclass(frozen=True)
@@ -55,16 +67,7 @@ def decide(seen: Observation) -> Decision:
     """Sizes for the pools, changed ones only."""
     if seen.needed == 0:
         return Decision({pool.name: 0 for pool in seen.pools if pool.size})
-    sizes: dict[str, int] = {}
-    kept = {pool.name: len(seen.keep.intersection(pool.running)) for pool in seen.pools}
-    missing = seen.needed - sum(kept.values())  # those stay, wherever they are
-    for pool in seen.pools:
-        most = kept[pool.name] if pool.closed else max(pool.max, kept[pool.name])
-        want = min(most, kept[pool.name] + max(missing, 0))
-        sizes[pool.name] = want + max(0, min(pool.leaving, most - want))
-        # Such a pool counts only for what it has: the rest is asked of the next ones too.
-        lacking = pool.short or pool.useless
-        missing -= (min(want, pool.serving) if lacking else want) - kept[pool.name]
+    sizes = _sizes(seen)
     # A pool may say at one look that it is short and not at the next: what is there goes only once it is too much.
     excess = max(0, sum(pool.serving for pool in seen.pools) - seen.needed)
     remove: list[str] = []
@@ -73,10 +76,10 @@ def decide(seen: Observation) -> Decision:
         surplus = pool.size - sizes[pool.name]
         if surplus <= 0:
             continue
-        idle = [name for name in reversed(pool.running) if name not in seen.keep]
         unborn = max(0, pool.size - len(pool.running))
-        bad = [name for name in idle if name in pool.useless][: max(0, surplus - unborn)]
-        good = [name for name in idle if name not in pool.useless]
+        idle = [name for name in reversed(pool.running) if name not in seen.keep]
+        bad = [name for name in idle if name in pool.given_up][: max(0, surplus - unborn)]
+        good = sorted((name for name in idle if name not in pool.given_up), key=lambda name: name not in pool.coming)
         good = good[: max(0, min(surplus - unborn - len(bad), excess))]
         excess -= len(good)
         taken = bad + good
@@ -85,3 +88,24 @@ def decide(seen: Observation) -> Decision:
         sizes[pool.name] = pool.size - min(surplus, unborn) if not taken else pool.size
     changed = {pool.name: sizes[pool.name] for pool in seen.pools if sizes[pool.name] != pool.size}
     return Decision(changed, tuple(remove))
+
+
+def _sizes(seen: Observation) -> dict[str, int]:
+    """What each pool should have, before it is known who would have to go."""
+    sizes: dict[str, int] = {}
+    kept = {pool.name: len(seen.keep.intersection(pool.running)) for pool in seen.pools}
+    missing = seen.needed - sum(kept.values())  # those stay, wherever they are
+    for pool in seen.pools:
+        most = kept[pool.name] if pool.closed else max(pool.max, kept[pool.name])
+        want = min(most, kept[pool.name] + max(missing, 0))
+        sizes[pool.name] = want + max(0, min(pool.leaving, most - want))
+        # Such a pool counts only for what it has: the rest is asked of the next ones too.
+        lacking = pool.short or pool.given_up
+        missing -= (min(want, pool.serving) if lacking else want) - kept[pool.name]
+    for pool in seen.pools:
+        # No pool stands in: a machine more in the place of each useless one, which goes when that one serves.
+        if missing > 0 and pool.given_up and not pool.closed:
+            extra = min(len(pool.given_up), EXTRA, max(0, pool.max - sizes[pool.name]))
+            sizes[pool.name] += extra
+            missing -= extra
+    return sizes

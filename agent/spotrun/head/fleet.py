@@ -7,9 +7,8 @@ from collections.abc import Iterable
 from spotrun.cloud.base import Cloud, Instance, Problem
 from spotrun.errors import SpotrunError
 from spotrun.head import capacity
+from spotrun.head.repair import ALL_WELL, Outlook
 from spotrun.spec import ClusterSpec
-
-RECREATE_AGAIN = 60.0  # seconds before the cloud is asked again to recreate the same node
 
 
 class Fleet:
@@ -23,7 +22,6 @@ class Fleet:
         self.prices: dict[str, float] = {}
         self._cloud = cloud
         self._refused: set[str] = set()  # pools that did not take their last size
-        self._recreated: dict[str, float] = {}
 
     async def look(self) -> list[Problem]:
         """Ask the cloud; problems that are new. Raises `CloudError`, and knows nothing then."""
@@ -39,22 +37,15 @@ class Fleet:
         return [problem for problem in problems if (problem.pool, problem.message) not in known]
 
     async def scale(
-        self,
-        needed: int,
-        keep: Iterable[str],
-        useless: Iterable[str] = (),
-        closed: Iterable[str] = (),
-        leaving: Iterable[str] = (),
+        self, needed: int, keep: Iterable[str], outlook: Outlook = ALL_WELL, leaving: Iterable[str] = ()
     ) -> None:
-        """Bring the pools to `needed` machines, never taking one of `keep`.
+        """Bring the pools to `needed` machines, never taking one of `keep` that is of use.
 
-        Those of `useless` do not count and may go; the pools of `closed` are to have none; for each of `leaving`, which
-        are under notice, one more is asked of its pool.
+        For each of `leaving`, which are under notice, one more is asked of its pool.
 
         Raises the last pool's refusal, once all have been asked: the others stand in for a pool that refused.
         """
-        bad = frozenset(useless)
-        seen = self._observe(needed, frozenset(keep) - bad, bad, frozenset(closed), frozenset(leaving))
+        seen = self._observe(needed, frozenset(keep) - outlook.useless, outlook, frozenset(leaving))
         decision = capacity.decide(seen)
         refusal: SpotrunError | None = None
         for pool, size in decision.sizes.items():
@@ -70,23 +61,19 @@ class Fleet:
         if refusal:
             raise refusal
 
-    async def recreate(self, node: str, now: float) -> bool:
-        """Ask for another machine in a dead one's place; False if that was asked a moment ago."""
-        asked = self._recreated.get(node, 0.0)
-        # One that was made since is another machine.
-        made = max((each.created for each in self.instances or () if each.name == node), default=0.0)
-        if now - asked < RECREATE_AGAIN and made <= asked:
-            return False
-        self._recreated[node] = now
+    async def recreate(self, node: str) -> None:
+        """Ask for another machine in a node's place. Raises `SpotrunError` if the cloud refuses."""
         await self._cloud.recreate([node])
-        return True
 
     async def preempt(self, node: str, notice: float | None) -> None:
         """Have the cloud take a node, as a test; `notice` 0 without a word. Raises `SpotrunError` if unknown."""
-        names = sorted(instance.name for instance in self.instances or ())
-        if node not in names:
-            raise SpotrunError(f"there is no node {node!r}; nodes: {', '.join(names) or 'none'}")
+        if node not in self.names():
+            raise SpotrunError(f"there is no node {node!r}; nodes: {', '.join(sorted(self.names())) or 'none'}")
         await self._cloud.preempt(node, notice)
+
+    def names(self, pool: str | None = None) -> set[str]:
+        """The machines that the cloud lists; those of one pool."""
+        return {each.name for each in self.instances or () if pool in (None, each.pool)}
 
     def unpriced(self) -> list[str]:
         """Pools whose machines cost nobody knows how much; none while the cloud has not been asked."""
@@ -102,24 +89,22 @@ class Fleet:
         return "gone" if instance is None or instance.created > heard else instance.state
 
     def _observe(
-        self,
-        needed: int,
-        keep: frozenset[str],
-        useless: frozenset[str],
-        closed: frozenset[str],
-        leaving: frozenset[str],
+        self, needed: int, keep: frozenset[str], outlook: Outlook, leaving: frozenset[str]
     ) -> capacity.Observation:
         short = {problem.pool for problem in self.problems} | self._refused
+        names = {pool.name: frozenset(self.names(pool.name)) for pool in self.cluster.pools}
         pools = tuple(
             capacity.Pool(
                 name=pool.name,
                 max=pool.max,
                 size=self.sizes.get(pool.name, 0),
-                running=tuple(sorted(i.name for i in self.instances or () if i.pool == pool.name)),
+                running=tuple(sorted(names[pool.name])),
                 short=pool.name in short,
-                useless=useless.intersection(i.name for i in self.instances or () if i.pool == pool.name),
-                closed=pool.name in closed,
-                leaving=len(leaving.intersection(i.name for i in self.instances or () if i.pool == pool.name)),
+                useless=outlook.useless & names[pool.name],
+                closed=pool.name in outlook.closed,
+                leaving=len(leaving & names[pool.name]),
+                coming=outlook.coming & names[pool.name],
+                unproven=(outlook.unproven & names[pool.name]) - keep,
             )
             for pool in self.cluster.pools
         )

@@ -1,8 +1,8 @@
 """The head's loop: reports in, orders out, the job's state in the bucket before anyone acts on it.
 
-One task (`run`) owns the job and changes it; links and the control socket only leave documents and requests for
-it and wake it up. Another (`watch_cloud`) asks the cloud. Whatever is killed here at any point is rebuilt from the
-bucket and from the agents' next reports.
+One task (`run`) owns the job and changes it; links, the control socket and errands only leave documents, requests and
+answers for it and wake it up. Another (`watch_cloud`) asks the cloud. Whatever is killed here at any point is rebuilt
+from the bucket and from the agents' next reports.
 """
 
 from __future__ import annotations
@@ -13,22 +13,23 @@ import logging
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from spotrun.cloud.base import Cloud
 from spotrun.errors import SpotrunError, StoreError
 from spotrun.head import ledger, repair
+from spotrun.head.agents import Agents, Send
+from spotrun.head.errands import Errands
 from spotrun.head.fleet import Fleet
-from spotrun.head.health import Machine, Node, View
+from spotrun.head.health import View
 from spotrun.head.journal import Journal
-from spotrun.head.orders import manifests, order_for
+from spotrun.head.orders import manifests
 from spotrun.head.planner import plan
 from spotrun.head.state import Cause, Finish, Hold, JobState, Recreate, apply, saved
 from spotrun.head.status import event, status
 from spotrun.spec import ClusterSpec, JobSpec, check_fit
 from spotrun.store import Store, epoch_key
-from spotrun.wire import Order, Report
+from spotrun.wire import Report
 
 log = logging.getLogger(__name__)
 
@@ -39,17 +40,6 @@ EVENTS = 1000  # newest ones of a job that are kept
 SCALE_DOWN_AFTER = 10.0  # seconds that agents have to upload their last logs before their machines go
 
 Change = Callable[[JobState, float], JobState]
-Send = Callable[[Order], None]
-
-
-@dataclass
-class Seen:
-    """An agent: its newest report, and the way to it while it is linked."""
-
-    report: Report
-    heard: float
-    send: Send | None = None
-    sent: Order | None = None
 
 
 class Head:
@@ -61,49 +51,30 @@ class Head:
         self.store = store
         self.journal = Journal(store, cluster.name)
         self.fleet = Fleet(cluster, cloud)
+        self.agents = Agents(self.note)
+        self.errands = Errands(cluster, store, self.fleet.recreate, lambda: self._changed.set())
         self.job: JobState | None = None
         self.events: list[dict[str, Any]] = []
         self.published = asyncio.Condition()  # notified after each turn: what status() says may have changed
         self._poll_seconds = poll_seconds
-        self._agents: dict[str, Seen] = {}
-        self._retired: set[Send] = set()  # links that a newer one of the same node has replaced
         self._requests: list[tuple[Change, asyncio.Future[JobState]]] = []
         self._answers: list[tuple[asyncio.Future[JobState], JobState]] = []  # given once they are in the bucket
         self._changed = asyncio.Event()
         self._look_now = asyncio.Event()
         self._exhausted: frozenset[str] = frozenset()  # pools in which no more machines are replaced, as was noted
-        self._turned_at = self._awake_since = self._ready_at = 0.0
+        self._turned_at = self._awake_since = 0.0
 
     # What links and the control socket call.
 
     def hear(self, report: Report, send: Send) -> None:
         """An agent's newest report came in over a link."""
-        if send in self._retired:
-            return  # what a dead connection still had under way is older than what was heard since
-        before = self._agents.get(report.node)
-        if before and before.send is not None and before.send is not send:
-            self._retired.add(before.send)
-        new = before is None or before.report.boot != report.boot
-        if new:
-            self.note("node", f"{report.node} joined")
-        if report.phase == "ready" and (new or before is None or before.report.phase != "ready"):
-            self._ready_at = time.time()
-        if report.unfit and (new or before is None or before.report.unfit != report.unfit):
-            self.note("unfit", f"{report.node} takes no job: {'; '.join(report.unfit)}")
-        if report.notice and (new or before is None or before.report.notice is None):
-            self.note("notice", f"{report.node} will be taken: {report.notice.kind}")
+        if self.agents.hear(report, send, time.time()):
             self._look_now.set()
-        sent = before.sent if before and before.send is send else None
-        self._agents[report.node] = Seen(report, time.time(), send, sent)
         self._changed.set()
 
     def lose(self, node: str, send: Send) -> None:
         """A link closed. A newer link of the same node is not touched."""
-        self._retired.discard(send)
-        seen = self._agents.get(node)
-        if seen is not None and seen.send is send:
-            seen.send, seen.sent = None, None
-            self.note("link", f"{node} is not connected")
+        if self.agents.lose(node, send):
             self._changed.set()
             self._look_now.set()
 
@@ -188,6 +159,12 @@ class Head:
 
     async def run(self) -> None:
         """Own the job, for ever."""
+        try:
+            await self._turns()
+        finally:
+            await self.errands.close()
+
+    async def _turns(self) -> None:
         await self.journal.read_queue()
         self._turned_at = self._awake_since = time.time()
         while True:
@@ -203,12 +180,15 @@ class Head:
             try:
                 await self._turn(now)
             except StoreError as error:
-                # Nothing was sent that is not written; the next turn tries again.
+                # Nothing was sent or asked that is not written; the next turn tries again.
                 log.warning("%s", error)
                 await asyncio.sleep(1.0)
 
     async def _turn(self, now: float) -> None:
+        await self.errands.read()
         await self._next_job()
+        for answer in self.errands.answers():
+            self.note("cloud", answer)
         requests, self._requests = self._requests, []
         for change, future in requests:
             if future.done():
@@ -232,14 +212,17 @@ class Head:
             if not future.done():
                 future.set_result(changed)
         self._answers.clear()
-        self._send()
+        self.agents.order(self.job, self.epoch)
         async with self.published:
             self.published.notify_all()
+        if self.errands.pending:
+            await self._check_epoch()
+            await self.errands.begin()
 
     async def _advance(self, job: JobState, now: float) -> JobState:
         """Observe, count, complete checkpoints, plan, apply."""
         open_loss = bool(job.losses) and job.losses[-1].seconds is None
-        taken = max((seen.report.generation for seen in self._agents.values() if seen.report.job == job.id), default=0)
+        taken = max((report.generation for report in self.agents.reports(job.id)), default=0)
         if taken > job.generation:
             # Another head has given it out, when both believed to be the only one. Its number is not free any more.
             job = apply(job, Hold(cause=Cause(kind="head")), now).model_copy(update={"generation": taken})
@@ -249,7 +232,7 @@ class Head:
         if open_loss and job.losses[-1].seconds is not None:
             loss = job.losses[-1]
             self.note("recovered", f"after {loss.seconds:.1f} s, {loss.steps_lost} steps lost ({loss.kind})")
-        for manifest in manifests(job, [seen.report for seen in self._agents.values()], now):
+        for manifest in manifests(job, self.agents.reports(), now):
             found = await self.journal.complete(manifest, JobSpec.model_validate(job.spec).keep)
             self.note("checkpoint", f"step {manifest.step} is in the bucket")
             job = saved(job, tuple(found), manifest, now)
@@ -259,51 +242,26 @@ class Head:
                 self.note(*said)
             job = apply(job, action, now)
             if isinstance(action, Recreate):
-                await self._recreate(action, now)
+                self.errands.want(action, now)
             if isinstance(action, Finish | Hold):
                 self._look_now.set()
         return job
 
     def _view(self, now: float) -> View:
         assert self.job is not None
-        nodes = tuple(
-            Node(seen.report, seen.send is not None, seen.heard, self.fleet.state_of(name, seen.heard))
-            for name, seen in self._agents.items()
-        )
         members = self.job.current.members if self.job.current else ()
-        unseen = {member.node: self.job.ordered_at for member in members if member.node not in self._agents}
+        unseen = {member.node: self.job.ordered_at for member in members if member.node not in self.agents.seen}
         return View(
             now=now,
             job=self.job,
-            nodes=nodes,
+            nodes=self.agents.nodes(self.fleet),
             expected=sum(self.fleet.sizes.values()),
-            waiting_since=max(self._ready_at, self.job.submitted),
+            waiting_since=max(self.agents.ready_at, self.job.submitted),
             awake_since=self._awake_since,
             vanished=frozenset(n for n, at in unseen.items() if self.fleet.state_of(n, at) in ("terminated", "gone")),
-            machines=tuple(
-                Machine(each.name, each.pool, each.state, each.created, self._has_joined(each.name, each.created))
-                for each in self.fleet.instances or ()
-            ),
+            machines=self.agents.machines(self.fleet),
+            replaced=self.errands.replaced,
         )
-
-    def _has_joined(self, name: str, created: float) -> bool:
-        seen = self._agents.get(name)
-        return seen is not None and seen.heard >= created
-
-    async def _recreate(self, action: Recreate, now: float) -> None:
-        try:
-            if await self.fleet.recreate(action.node, now):
-                why = action.why or "does not answer"
-                self.note("node", f"{action.node}: {why}: asked the cloud for another in its place")
-        except SpotrunError as error:
-            self.note("cloud", str(error))
-
-    def _send(self) -> None:
-        for node, seen in self._agents.items():
-            order = order_for(self.job, node, seen.report.boot, self.epoch)
-            if seen.send is not None and order != seen.sent:
-                seen.sent = order
-                seen.send(order)
 
     async def _enqueue(self, job: str) -> None:
         await self.journal.enqueue(job)
@@ -364,18 +322,13 @@ class Head:
         self._exhausted = repair.exhausted(view)
         # Also of a generation that has ended: they may hold the only copy of the state.
         members = [member.node for member in self.job.last]
-        return await self.fleet.scale(needed, members, repair.useless(view), repair.closed(view), self._leaving())
+        return await self.fleet.scale(needed, members, repair.outlook(view), self.agents.leaving())
 
     async def _check_epoch(self) -> None:
         """Raise `SystemExit` if another head has taken over: it has read the state that this one would change."""
         if await asyncio.to_thread(self.store.exists, epoch_key(self.cluster.name, self.epoch + 1)):
             log.warning("head %d has taken over; this one (%d) ends", self.epoch + 1, self.epoch)
             raise SystemExit(0)
-
-    def _leaving(self) -> list[str]:
-        """Nodes under notice: they count in their pools still, but not for long."""
-        linked = [(name, seen.report.notice) for name, seen in self._agents.items() if seen.send is not None]
-        return [name for name, notice in linked if notice is not None and notice.kind != "rebalance"]
 
     def _needed(self, now: float) -> int | None:
         """Machines wanted now; None: leave them for the moment (no queue read yet, logs or state to upload)."""
@@ -387,13 +340,10 @@ class Head:
             return nodes.max + nodes.spares
         if queue and (self.job is None or queue[0] != self.job.id):
             return None
-        busy = any(seen.send is not None and seen.report.job for seen in self._agents.values())
         ended = self.job.ended if self.job and self.job.ended else 0.0
-        return None if busy and now - ended < SCALE_DOWN_AFTER else 0
+        return None if self.agents.busy() and now - ended < SCALE_DOWN_AFTER else 0
 
     def _forget(self) -> None:
         """Drop agents whose machines are gone for good, unless the generation still counts on them."""
-        names = {instance.name for instance in self.fleet.instances or ()}
         members = {member.node for member in self.job.current.members} if self.job and self.job.current else set()
-        for name in [n for n, seen in self._agents.items() if seen.send is None and n not in names | members]:
-            del self._agents[name]
+        self.agents.forget(self.fleet.names() | members)

@@ -9,23 +9,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spotrun.head.state import JobState
+from spotrun.head.state import JobState, Replacement
 from spotrun.spec import JobSpec
 from spotrun.wire import Report
 
 HEARTBEAT = 0.5  # seconds between an agent's reports
 REJOIN = 10.0  # seconds that agents take to find a new head at the most
+ALONE = 300.0  # seconds of more patience while no node at all is heard: it may be the head that is cut off
 GONE = ("stopping", "terminated", "gone")
 
 
 @dataclass(frozen=True)
 class Node:
-    """An agent as the head sees it. heard: time of its newest report; cloud: its machine's state there, if known."""
+    """An agent as the head sees it.
+
+    heard: time of its newest report. cloud: its machine's state there, if known. since: since when this head has heard
+    it say the phase that it is in.
+    """
 
     report: Report
     linked: bool
     heard: float
     cloud: str | None = None
+    since: float = 0.0
 
     @property
     def name(self) -> str:
@@ -52,13 +58,23 @@ class Node:
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine of a pool as the cloud lists it. joined: whether its own agent has been heard, not a predecessor's."""
+    """A machine of a pool as the cloud lists it.
+
+    answered: when its agent, or a predecessor's of the same name, was last heard to say more than that it is checking.
+    kind: the machine type.
+    """
 
     name: str
     pool: str
     state: str
     created: float
-    joined: bool
+    answered: float = 0.0
+    kind: str = ""
+
+    @property
+    def joined(self) -> bool:
+        """Whether its own agent has said what the machine is good for."""
+        return self.answered >= self.created
 
 
 @dataclass(frozen=True)
@@ -68,7 +84,7 @@ class View:
     expected: how many nodes the pools have been asked for. waiting_since: when the newest node became ready, or the
     job came. awake_since: since when the head has been running without a gap. vanished: members of which this head has
     not heard and whose machines the cloud does not have any more. machines: all that the cloud lists; none if it cannot
-    be asked.
+    be asked. replaced: the cluster's, in order.
     """
 
     now: float
@@ -79,6 +95,7 @@ class View:
     awake_since: float = 0.0
     vanished: frozenset[str] = frozenset()
     machines: tuple[Machine, ...] = ()
+    replaced: tuple[Replacement, ...] = ()
 
     def members(self) -> list[Node | None]:
         """The current generation's nodes in rank order; None for one whose machine or agent is another now."""
@@ -100,7 +117,7 @@ class View:
             if node.linked
             and not silent(self, node, spec)
             and node.report.job == self.job.id
-            and node.report.phase not in ("idle", "preparing")
+            and node.report.phase not in ("checking", "unfit", "idle", "preparing")
             and not node.setup_failure
             and not node.noticed
             and node.cloud not in GONE

@@ -28,22 +28,28 @@ def observe(job: JobState, view: View) -> JobState:
 
 
 def count(job: JobState, view: View, prices: Mapping[str, float]) -> JobState:
-    """Add the time since the last count of every machine that runs. prices: USD an hour, by pool."""
+    """Add the time since the last count of every machine that is paid for. prices: USD an hour, by pool.
+
+    That is each one that the cloud lists as running, from then on: also while it boots, is checked, or is of no use.
+    It is part of what the job cost, so the budget holds it, and of the time that `goodput` is a share of. While the
+    cloud cannot be asked, it is each one whose agent is linked.
+    """
     if job.ended_already or not job.counted_at:
         return job.model_copy(update={"counted_at": view.now})
     span = max(0.0, view.now - job.counted_at)
-    nodes = [n for n in view.nodes if n.linked or n.cloud == "running"]
+    pools = {node.name: node.report.pool for node in view.nodes if node.linked or node.cloud == "running"}
+    pools |= {machine.name: machine.pool for machine in view.machines if machine.state == "running"}
     return job.model_copy(
         update={
             "counted_at": view.now,
-            "node_seconds": job.node_seconds + span * len(nodes),
-            "cost": job.cost + sum(prices.get(n.report.pool, 0.0) for n in nodes) * span / 3600,
+            "node_seconds": job.node_seconds + span * len(pools),
+            "cost": job.cost + sum(prices.get(pool, 0.0) for pool in pools.values()) * span / 3600,
         }
     )
 
 
 def goodput(job: JobState) -> float | None:
-    """Share of the machines' time that went into steps that counted; None before there is any."""
+    """Share of the machines' time, as `count` has it, that went into steps that counted; None before there is any."""
     if job.node_seconds <= 0:
         return None
     good = job.good_seconds + (good_seconds(job.progress, len(job.current.members)) if job.current else 0.0)

@@ -39,7 +39,6 @@ GATHER = 10.0  # seconds a first generation waits for more than `min` nodes
 SAVE_PATIENCE = 1800.0  # seconds for a checkpoint to get into the bucket: agents say if it fails, and it may be large
 SAVE_AGAIN = 5.0  # seconds before an upload that failed is tried again
 RECREATE_AFTER = 20.0  # seconds of silence before a machine that nobody waits for is replaced
-RECREATE_ALONE = 300.0  # the same when no other node is heard: it may be the head that is cut off
 
 
 def plan(view: View) -> tuple[Action, ...]:
@@ -300,17 +299,22 @@ def _replacements(view: View, spec: JobSpec) -> tuple[Action, ...]:
     if view.job.ending is not None:
         return ()
     short = len(view.eligible(spec)) < spec.nodes.min
-    dead = [n for n in view.nodes if health.silent(view, n, spec) and n.cloud == "running" and n.expendable(view)]
+    created = {each.name: each.created for each in view.machines}
+    never_served = {each.name for each in view.machines if not each.joined}  # those are `repair`'s
+    silent = [n for n in view.nodes if health.silent(view, n, spec) and n.name not in never_served]
+    dead = [n for n in silent if n.cloud == "running" and n.expendable(view)]
     heard = [n for n in view.nodes if n.linked and not health.silent(view, n, spec)]
     safe = max([_saved(view.job), *(_state(n) for n in heard if n.report.job == view.job.id)])
 
     def patience(node: Node) -> float:
         if not heard:
-            return RECREATE_ALONE
+            return health.ALONE
         only = node.report.job == view.job.id and _state(node) > safe
         return 0.0 if short and not only else RECREATE_AFTER
 
-    return tuple(Recreate(n.name) for n in dead if view.now - max(n.heard, view.awake_since) > patience(n))
+    waited = [n for n in dead if view.now - max(n.heard, view.awake_since) > patience(n)]
+    wanted = (Recreate(n.name, n.report.pool, created=created.get(n.name, 0.0)) for n in waited)
+    return tuple(each for each in wanted if repair.may_ask(view, each))
 
 
 def _ahead(view: View, here: list[Node], seconds: float) -> int:

@@ -1,59 +1,126 @@
 """Machines that never serve: those that say they are unfit, and those whose agent does not join. Pure.
 
-They are replaced, but not for ever: an image that is no good makes every machine so. What was tried is in the job's
-state (`JobState.replaced`), so a new head goes on counting.
+They are replaced, but not for ever: an image that is no good makes every machine so. What was asked of the cloud is
+the cluster's (`View.replaced`), whichever job it was for, and a new head goes on counting.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from spotrun.head.health import View
+from spotrun.head.health import ALONE, Machine, Node, View
 from spotrun.head.state import Recreate, Replacement
 
-BOOT_TIMEOUT = (
-    600.0  # seconds from a machine's creation to its agent's first report; the slowest GPU machines take half
-)
+# Seconds from a machine's creation until its agent has said whether it is fit: what Kubernetes' cluster autoscaler
+# gives a node (`--max-node-provision-time`, 15 minutes), twice that on bare metal, for which this is known to be too
+# short (https://github.com/openshift/cluster-autoscaler-operator/commit/f8a7872c55cf).
+BOOT_TIMEOUT, BOOT_TIMEOUT_METAL = 900.0, 1800.0
+# Seconds for which a machine must have said that it is unfit: its agent looks again after 30 s (`AGAIN` in
+# spotrun.node.gate, which the head does not import), and the look takes some time as well.
+GRACE = 45.0
+HOLDER = 3600.0  # seconds that a machine gets to be heard again by a new head if it alone may hold the newest state
 LIMIT = 3  # machines of a pool that are replaced for such a reason within `WINDOW`
 WINDOW = 3600.0  # seconds
-AGAIN = 60.0  # seconds that the cloud gets before it is asked about the same machine again
+AGAIN = 60.0  # seconds that the cloud gets before it is asked about the same machine again; doubled each time …
+AGAIN_MOST = 900.0  # … up to this
+
+
+@dataclass(frozen=True)
+class Useless:
+    """A machine that no job can count on. since: when that became so, epoch seconds."""
+
+    pool: str
+    why: str
+    since: float
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What capacity must know.
+
+    useless: machines that no job can count on. coming: those of them in whose place others are expected. unproven:
+    machines that have not shown yet whether they are fit. closed: pools that are to have no machines for now.
+    """
+
+    useless: frozenset[str] = frozenset()
+    coming: frozenset[str] = frozenset()
+    unproven: frozenset[str] = frozenset()
+    closed: frozenset[str] = frozenset()
+
+
+ALL_WELL = Outlook()
 
 
 def replacements(view: View) -> tuple[Recreate, ...]:
     """What to ask of the cloud now."""
     if view.job.ending is not None:
         return ()
-    recent = recently(view)
-    asked = {each.node: each.at for each in recent if view.now - each.at < AGAIN}
-    counts = {pool: sum(each.pool == pool for each in recent) for pool in {each.pool for each in view.machines}}
-    found = []
     running = {each.name: each for each in view.machines if each.state == "running"}
-    for name, why in useless(view).items():
-        machine = running.get(name)
-        if machine is None or machine.created <= asked.get(name, -1.0) or counts[machine.pool] >= LIMIT:
-            continue
-        counts[machine.pool] += 1
-        found.append(Recreate(name, machine.pool, why))
+    bad = useless(view)
+    wanted = [Recreate(name, each.pool, bad[name].why, each.created) for name, each in running.items() if name in bad]
+    replaced, found = view.replaced, []
+    for action in wanted:
+        others = sum(each.pool == action.pool and not _same(each, action) for each in _counted(replaced, view.now))
+        if others < LIMIT and may_ask(view, action):
+            found.append(action)
+            replaced = asked(replaced, action, view.now)
     return tuple(found)
 
 
-def useless(view: View) -> dict[str, str]:
-    """Machines that no job can count on, and why: name → reason."""
-    found = {}
+def may_ask(view: View, action: Recreate) -> bool:
+    """Whether the cloud has had its time since it was last asked about the same machine."""
+    before = next((each for each in view.replaced if _same(each, action)), None)
+    return before is None or view.now - before.at >= min(AGAIN_MOST, AGAIN * 2 ** (before.tries - 1))
+
+
+def asked(replaced: Sequence[Replacement], action: Recreate, now: float) -> tuple[Replacement, ...]:
+    """The records with one more; one machine has one, however often the cloud is asked about it."""
+    before = next((each for each in replaced if _same(each, action)), None)
+    kept = (each for each in replaced if each is not before and now - each.at < WINDOW)
+    made = Replacement(
+        node=action.node,
+        pool=action.pool,
+        at=now,
+        why=action.why,
+        created=action.created,
+        tries=before.tries + 1 if before else 1,
+    )
+    return (*kept, made)
+
+
+def refused(replaced: Sequence[Replacement], action: Recreate, why: str) -> tuple[Replacement, ...]:
+    """The records after the cloud did not do it: such a one does not count, but holds the next try off."""
+    return tuple(each.model_copy(update={"refused": why}) if _same(each, action) else each for each in replaced)
+
+
+def boot_timeout(kind: str) -> float:
+    """Seconds that a machine of this type gets. Bare metal: `g4dn.metal`, `c7i.metal-24xl`, `c3-…-metal`."""
+    return BOOT_TIMEOUT_METAL if "metal" in kind else BOOT_TIMEOUT
+
+
+def useless(view: View) -> dict[str, Useless]:
+    """Machines that no job can count on, by name."""
     known = {node.name: node for node in view.nodes}
-    members = {member.node for member in view.job.current.members} if view.job.current else set()
-    for machine in view.machines:
-        node = known.get(machine.name)
-        if node is not None and machine.joined:
-            if node.linked and node.report.phase == "unfit":
-                found[machine.name] = "; ".join(node.report.unfit) or "unfit"
-            continue
-        # A member that this head has not heard of may train on, cut off from it.
-        hidden = node is None and machine.name in members
-        waited = view.now - max(machine.created, view.awake_since)
-        if machine.state == "running" and not hidden and waited > BOOT_TIMEOUT:
-            found[machine.name] = f"its agent has not joined within {BOOT_TIMEOUT / 60:.0f} minutes"
-    return found
+    found = ((machine, _useless(view, machine, known.get(machine.name))) for machine in view.machines)
+    return {machine.name: each for machine, each in found if each is not None}
+
+
+def outlook(view: View) -> Outlook:
+    """What capacity must know."""
+    bad, spent = useless(view), exhausted(view)
+    patience = {each.name: boot_timeout(each.kind) for each in view.machines}
+    # Another pool's machine becomes a member, and stays, at that pool's price: not for a machine that is soon replaced.
+    coming = (name for name, each in bad.items() if each.pool not in spent and view.now - each.since < patience[name])
+    undecided = {node.name for node in view.nodes if node.report.phase in ("checking", "unfit")}
+    unproven = {each.name for each in view.machines if not each.joined or each.name in undecided}
+    return Outlook(
+        useless=frozenset(bad),
+        coming=frozenset(coming),
+        unproven=frozenset(unproven.difference(bad)),
+        closed=closed(view),
+    )
 
 
 def closed(view: View) -> frozenset[str]:
@@ -61,7 +128,7 @@ def closed(view: View) -> frozenset[str]:
 
     They open again when `WINDOW` has passed.
     """
-    recent, bad = recently(view), useless(view)
+    recent, bad = _counted(view.replaced, view.now), useless(view)
     found = set()
     for pool in exhausted(view):
         newest = max(each.at for each in recent if each.pool == pool)
@@ -74,7 +141,7 @@ def closed(view: View) -> frozenset[str]:
 
 def exhausted(view: View) -> frozenset[str]:
     """Pools in which no more machines are replaced for now."""
-    recent = recently(view)
+    recent = _counted(view.replaced, view.now)
     pools = {each.pool for each in recent}
     return frozenset(pool for pool in pools if sum(each.pool == pool for each in recent) >= LIMIT)
 
@@ -83,17 +150,58 @@ def problems(view: View) -> dict[str, str]:
     """What operators should know of a pool: pool → one line."""
     found: dict[str, str] = {}
     bad = useless(view)
+    refusals = {(each.node, each.created): each.refused for each in view.replaced if each.refused}
     for machine in view.machines:
         if machine.name in bad and machine.pool not in found:
-            found[machine.pool] = f"{machine.name} takes no job: {bad[machine.name]}"
+            refusal = refusals.get((machine.name, machine.created))
+            found[machine.pool] = f"{machine.name} takes no job: {bad[machine.name].why}" + (
+                f"; the cloud does not replace it: {refusal}" if refusal else ""
+            )
     for pool in exhausted(view):
-        recent = [each for each in recently(view) if each.pool == pool]
+        recent = [each for each in _counted(view.replaced, view.now) if each.pool == pool]
         until = time.strftime("%H:%M", time.gmtime(recent[0].at + WINDOW))
         why = f"{len(recent)} machines took no job and were replaced, the last since: {recent[-1].why}"
         found[pool] = f"{why}; no more are before {until} UTC"
     return found
 
 
-def recently(view: View) -> tuple[Replacement, ...]:
-    """Those that count, the oldest first."""
-    return tuple(each for each in view.job.replaced if view.now - each.at < WINDOW)
+def _useless(view: View, machine: Machine, node: Node | None) -> Useless | None:
+    linked = node is not None and node.linked
+    if node is not None and machine.joined:
+        if linked and node.report.phase == "unfit":
+            why = "; ".join(node.report.unfit) or "unfit"
+            return Useless(machine.pool, why, node.since) if view.now - node.since >= GRACE else None
+        if not linked or node.report.phase != "checking":
+            return None  # one that has fallen silent is the planner's
+    since = max(machine.created, machine.answered, view.awake_since) + _patience(view, machine, node)
+    if machine.state != "running" or view.now <= since:
+        return None
+    minutes = f"within {boot_timeout(machine.kind) / 60:.0f} minutes"
+    checking = linked and node is not None and node.report.phase == "checking"
+    why = f"it could not tell {minutes} whether it is fit" if checking else f"its agent has not joined {minutes}"
+    return Useless(machine.pool, why, since)
+
+
+def _patience(view: View, machine: Machine, node: Node | None) -> float:
+    """Seconds that a machine gets to join; more if a new head may only not hear what is there."""
+    patience = boot_timeout(machine.kind)
+    if node is not None:
+        return patience
+    job = view.job
+    if any(member.node == machine.name for member in job.last) and machine.created <= job.ordered_at:
+        if job.current is not None:
+            return float("inf")  # it may train on, cut off from this head
+        heard = [n.report for n in view.nodes if n.linked and n.report.job == job.id]
+        if not any(each.snapshot and each.snapshot.generation >= job.generation for each in heard):
+            return max(patience, HOLDER)
+    return patience if any(n.linked for n in view.nodes) else patience + ALONE
+
+
+def _counted(replaced: Sequence[Replacement], now: float) -> list[Replacement]:
+    """Those that count against the limit, the oldest first."""
+    return [each for each in replaced if each.why and not each.refused and now - each.at < WINDOW]
+
+
+def _same(record: Replacement, action: Recreate) -> bool:
+    """Whether both mean the same machine, not its successor of that name."""
+    return (record.node, record.created) == (action.node, action.created)

@@ -15,7 +15,6 @@ from spotrun.wire import Document, Failure, Generation, Manifest, Member, StateR
 
 Phase = Literal["queued", "starting", "running", "draining", "waiting", "finishing", "succeeded", "failed", "stopped"]
 ENDED = ("succeeded", "failed", "stopped")
-REPLACED = 100  # machines replaced that a job remembers
 
 
 class Cause(Document):
@@ -64,12 +63,20 @@ class Ending(Document):
 
 
 class Replacement(Document):
-    """A machine that never served, for which the cloud was asked for another."""
+    """A machine for which the cloud was asked for another.
+
+    created: the machine's own time, which tells it from its successor of the same name. why: what was wrong with one
+    that never served; "": it had served, and was lost. at: when the cloud was last asked. refused: what it said instead
+    of doing so.
+    """
 
     node: str
     pool: str
-    why: str
     at: float
+    why: str = ""
+    created: float = 0.0
+    tries: int = 1
+    refused: str = ""
 
 
 class Progress(Document):
@@ -120,7 +127,6 @@ class JobState(Document):
     node_seconds: float = 0.0
     cost: float = 0.0  # USD, as far as prices are known
     counted_at: float = 0.0  # node_seconds are counted up to here
-    replaced: tuple[Replacement, ...] = ()  # in order; the newest `REPLACED`
 
     @property
     def ended_already(self) -> bool:
@@ -206,14 +212,12 @@ class Finish:
 
 @dataclass(frozen=True)
 class Recreate:
-    """Replace a machine that is lost but that the cloud still counts.
-
-    why: of one that never served; such are counted, see `head.repair`.
-    """
+    """Replace a machine that is lost but that the cloud still counts. The fields are as in `Replacement`."""
 
     node: str
     pool: str = ""
     why: str = ""
+    created: float = 0.0
 
 
 Action = Start | Hold | Drain | Save | Unsave | Fail | Dump | Stop | Conclude | Finish | Recreate
@@ -264,11 +268,8 @@ def apply(job: JobState, action: Action, now: float) -> JobState:
             job = _end_generation(job, None, now)
             final = {"phase": action.phase, "reason": action.reason, "ended": now, "saving": None, "ending": None}
             return job.model_copy(update=final)
-        case Recreate() if action.why:
-            made = Replacement(node=action.node, pool=action.pool, why=action.why, at=now)
-            return job.model_copy(update={"replaced": (*job.replaced, made)[-REPLACED:]})
         case Recreate():
-            return job
+            return job  # the cluster's, not the job's: see `head.errands`
 
 
 def saved(job: JobState, complete: tuple[StateRef, ...], manifest: Manifest, now: float) -> JobState:

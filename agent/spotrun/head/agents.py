@@ -1,0 +1,119 @@
+"""The agents: what each has said last, and the way to it while it is linked."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from spotrun.head.fleet import Fleet
+from spotrun.head.health import Machine, Node
+from spotrun.head.orders import order_for
+from spotrun.head.state import JobState
+from spotrun.wire import Order, Report
+
+Send = Callable[[Order], None]
+Note = Callable[[str, str], None]
+
+
+@dataclass
+class Seen:
+    """An agent: its newest report, and the way to it while it is linked. since, answered: as in `Node`, `Machine`."""
+
+    report: Report
+    heard: float
+    send: Send | None = None
+    sent: Order | None = None
+    since: float = 0.0
+    answered: float = 0.0
+
+
+class Agents:
+    """Every agent that this head has heard of. note: where events go that operators should read."""
+
+    def __init__(self, note: Note) -> None:
+        self.seen: dict[str, Seen] = {}
+        self.ready_at = 0.0  # when the newest one became ready
+        self._note = note
+        self._retired: set[Send] = set()  # links that a newer one of the same node has replaced
+
+    def hear(self, report: Report, send: Send, now: float) -> bool:
+        """Take a report in; whether the cloud is worth a look. One of a link that has been replaced is passed over."""
+        if send in self._retired:
+            return False  # what a dead connection still had under way is older than what was heard since
+        before = self.seen.get(report.node)
+        if before and before.send is not None and before.send is not send:
+            self._retired.add(before.send)
+        last = before.report if before and before.report.boot == report.boot else None
+        noticed = report.notice is not None and (last is None or last.notice is None)
+        if last is None:
+            self._note("node", f"{report.node} joined")
+        if report.phase == "ready" and (last is None or last.phase != "ready"):
+            self.ready_at = now
+        if report.unfit and (last is None or _words(last.unfit) != _words(report.unfit)):
+            self._note("unfit", f"{report.node} takes no job: {'; '.join(report.unfit)}")
+        if report.notice and noticed:
+            self._note("notice", f"{report.node} will be taken: {report.notice.kind}")
+        sent = before.sent if before and before.send is send else None
+        since = before.since if before and last and last.phase == report.phase else now
+        answered = now if report.phase != "checking" else before.answered if before else 0.0
+        self.seen[report.node] = Seen(report, now, send, sent, since, answered)
+        return noticed
+
+    def lose(self, node: str, send: Send) -> bool:
+        """A link closed; whether it was the node's newest."""
+        self._retired.discard(send)
+        seen = self.seen.get(node)
+        if seen is None or seen.send is not send:
+            return False
+        seen.send, seen.sent = None, None
+        self._note("link", f"{node} is not connected")
+        return True
+
+    def order(self, job: JobState | None, epoch: int) -> None:
+        """Send each linked agent what it should be doing, if that is not what it was sent last."""
+        for node, seen in self.seen.items():
+            order = order_for(job, node, seen.report.boot, epoch)
+            if seen.send is not None and order != seen.sent:
+                seen.sent = order
+                seen.send(order)
+
+    def forget(self, kept: Collection[str]) -> None:
+        """Drop those that are not linked, but for `kept`."""
+        for name in [name for name, seen in self.seen.items() if seen.send is None and name not in kept]:
+            del self.seen[name]
+
+    def reports(self, job: str | None = None) -> list[Report]:
+        """The newest report of each; those about one job."""
+        return [seen.report for seen in self.seen.values() if job in (None, seen.report.job)]
+
+    def busy(self) -> bool:
+        """Whether any that is linked holds a job still."""
+        return any(seen.send is not None and seen.report.job for seen in self.seen.values())
+
+    def leaving(self) -> list[str]:
+        """Nodes under notice: they count in their pools still, but not for long."""
+        linked = [(name, seen.report.notice) for name, seen in self.seen.items() if seen.send is not None]
+        return [name for name, notice in linked if notice is not None and notice.kind != "rebalance"]
+
+    def nodes(self, fleet: Fleet) -> tuple[Node, ...]:
+        """Each as decisions see it."""
+        return tuple(
+            Node(seen.report, seen.send is not None, seen.heard, fleet.state_of(name, seen.heard), seen.since)
+            for name, seen in self.seen.items()
+        )
+
+    def machines(self, fleet: Fleet) -> tuple[Machine, ...]:
+        """All that the cloud lists, with what was heard of them."""
+        kinds = {pool.name: pool.machine for pool in fleet.cluster.pools}
+        found = []
+        for each in fleet.instances or ():
+            seen = self.seen.get(each.name)
+            answered = seen.answered if seen else 0.0
+            found.append(Machine(each.name, each.pool, each.state, each.created, answered, kinds[each.pool] or ""))
+        return tuple(found)
+
+
+def _words(lines: tuple[str, ...]) -> list[str]:
+    """Problems without their numbers, which change all the time (disk space)."""
+    return [re.sub(r"\d+", "", line) for line in lines]

@@ -1,0 +1,119 @@
+"""What the cloud is asked to do about single machines, so that no order to an agent waits for its answer.
+
+What is to be asked is written into the bucket first (`clusters/<name>/replaced.json`): a head that is killed at any
+point leaves one that counts on, and that asks again about a machine that is still there. Each call is a task of its
+own; what came of it is an event that the next turn takes in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from spotrun.errors import SpotrunError
+from spotrun.head import repair
+from spotrun.head.state import Recreate, Replacement
+from spotrun.spec import ClusterSpec
+from spotrun.store import Store, replaced_key
+from spotrun.wire import Document
+
+log = logging.getLogger(__name__)
+
+AT_ONCE = 4  # calls; some clouds look at all their pools for each
+
+
+class Record(Document):
+    """clusters/<name>/replaced.json. description: the cluster's then; with another, machines are made anew."""
+
+    description: str
+    machines: tuple[Replacement, ...] = ()
+
+
+class Errands:
+    """One cluster's. recreate: asks the cloud. wake: called when an answer has come."""
+
+    def __init__(
+        self, cluster: ClusterSpec, store: Store, recreate: Callable[[str], Awaitable[None]], wake: Callable[[], None]
+    ) -> None:
+        self.replaced: tuple[Replacement, ...] = ()
+        self._key, self._description, self._store = replaced_key(cluster.name), cluster.digest, store
+        self._recreate, self._wake = recreate, wake
+        self._written: tuple[Replacement, ...] | None = None  # None: not read yet
+        self._waiting: list[Recreate] = []
+        self._asking: dict[asyncio.Task[str], Recreate] = {}
+        self._at_once = asyncio.Semaphore(AT_ONCE)
+
+    async def read(self) -> None:
+        """What earlier heads have asked; from the bucket the first time. Raises `StoreError`."""
+        if self._written is None:
+            self._written = self.replaced = await asyncio.to_thread(self._load)
+
+    def want(self, action: Recreate, now: float) -> None:
+        """Note what is to be asked; `begin` asks."""
+        if action.node in {each.node for each in (*self._waiting, *self._asking.values())}:
+            return  # no answer yet
+        self.replaced = repair.asked(self.replaced, action, now)
+        self._waiting.append(action)
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is something to write or to ask."""
+        return bool(self._waiting) or (self._written is not None and self.replaced != self._written)
+
+    async def begin(self) -> None:
+        """Write down what is new, then ask. Raises `StoreError`; then nothing was asked, and the next call will."""
+        if self.replaced != self._written:
+            replaced = self.replaced
+            record = Record(description=self._description, machines=replaced)
+            await asyncio.to_thread(self._store.put, self._key, record.model_dump_json().encode())
+            self._written = replaced
+        for action in self._waiting:
+            task = asyncio.create_task(self._ask(action.node), name=f"recreate {action.node}")
+            self._asking[task] = action
+            task.add_done_callback(lambda _: self._wake())
+        self._waiting.clear()
+
+    def answers(self) -> list[str]:
+        """What came of calls since the last time, a line each."""
+        lines = []
+        for task in [task for task in self._asking if task.done()]:
+            action, refusal = self._asking.pop(task), task.result()
+            what = f"{action.node}: {action.why or 'does not answer'}"
+            if refusal:
+                self.replaced = repair.refused(self.replaced, action, refusal)
+                lines.append(f"{what}: the cloud does not put another in its place: {refusal}")
+            else:
+                lines.append(f"{what}: asked the cloud for another in its place")
+        return lines
+
+    async def answered(self) -> None:
+        """Wait until every call that was begun has its answer."""
+        await asyncio.gather(*self._asking, return_exceptions=True)
+
+    async def close(self) -> None:
+        """End the calls under way: the next head asks again about machines that are still there."""
+        for task in self._asking:
+            task.cancel()
+        await self.answered()
+        self._asking.clear()
+
+    async def _ask(self, node: str) -> str:
+        """ "" or the cloud's refusal."""
+        try:
+            async with self._at_once:
+                await self._recreate(node)
+        except SpotrunError as error:
+            return str(error)
+        return ""
+
+    def _load(self) -> tuple[Replacement, ...]:
+        data = self._store.find(self._key)
+        if data is None:
+            return ()
+        try:
+            record = Record.model_validate_json(data)
+        except ValueError as error:
+            log.warning("%s is not readable, counting begins anew: %s", self._key, str(error).partition("\n")[0])
+            return ()
+        return record.machines if record.description == self._description else ()
