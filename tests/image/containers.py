@@ -49,7 +49,7 @@ _NSPAWN = (
     "--boot",
     "--keep-unit",
     "--register=no",
-    "--console=pipe",
+    "--console=read-only",
     "--link-journal=no",
     "--resolv-conf=off",
     "--timezone=off",
@@ -140,7 +140,7 @@ class Group(mirror.Group):
             "systemd/system.conf.d/90-machine.conf": f"[Manager]\nDefaultEnvironment={settings}\n",
             "hostname": f"{name}\n",
             "systemd/journald.conf.d/90-machine.conf": "[Journal]\nForwardToConsole=yes\nMaxLevelConsole=info\n",
-            "hosts": f"127.0.0.1 localhost\n{METADATA} metadata.google.internal metadata\n",
+            "hosts": f"127.0.0.1 localhost {name}\n{METADATA} metadata.google.internal metadata\n",
         }
         if self.config.metadata == "ec2":  # in the place of EC2 Instance Connect
             files["ssh/sshd_config.d/05-operator.conf"] = "AuthorizedKeysFile /etc/ssh/operator.pub\n"

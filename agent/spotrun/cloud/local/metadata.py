@@ -110,7 +110,7 @@ def gce_tree(facts: Facts) -> Tree:
         },
         "zone": f"projects/0/zones/{facts.zone}",
     }
-    return {"instance": instance, "project": {"numeric-project-id": "0", "project-id": "local"}}
+    return {"instance": instance, "project": {"attributes": {}, "numeric-project-id": "0", "project-id": "local"}}
 
 
 def ec2_tree(facts: Facts) -> Tree:
