@@ -460,6 +460,7 @@ def test_a_cluster_does_not_move(
     where: dict[str, str], aws: Moto, made: stacks.Stacks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Terraform would find nothing in the new place, and forget the machines in the old one: `down` is no better."""
+    monkeypatch.setattr(remote, "BOOT", 0.0)  # not to wait for a head if it goes on
     monkeypatch.setattr(stacks, "synthesize", lambda *_: made)
     standing = {"bucket": bucket(tmp_path).url.removeprefix("s3://"), **where}
     monkeypatch.setenv("STATE", known("aws_s3_bucket", **standing))
@@ -494,6 +495,7 @@ def images(architecture: str = "x86_64", name: str = "spotrun-*", **more: Any) -
 
 def test_up_without_an_image(aws: Moto, made: stacks.Stacks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is told before Terraform makes anything."""
+    monkeypatch.setattr(remote, "BOOT", 0.0)  # not to wait for a head if it goes on
     monkeypatch.setattr(stacks, "synthesize", lambda *_: made)
     (made.folder / "stacks/c-pools/cdk.tf.json").write_text(json.dumps(images(name="none-*", owners=["self"])))
     for code in ("L-3819A6DF", "L-DB2E81BA"):
