@@ -23,7 +23,7 @@ EXAMPLE = {
     "gcp_project": "my-project",
     "aws_subnet": "subnet-0123456789abcdef0",
 }
-SOURCES = ("googlecompute.gcp", "amazon-ebs.aws")
+SOURCES = {"gcp": "googlecompute.gcp", "aws": "amazon-ebs.aws"}  # as `packer build -only` names them
 
 
 def main(argv: list[str]) -> int:
@@ -62,7 +62,7 @@ def packer_version(program: str) -> tuple[int, ...]:
 def template_for(version: tuple[int, ...], folder: Path) -> Path:
     """A copy of this folder that a Packer of this version can read: an old one does not know everything in it."""
     copy = folder / HERE.name
-    shutil.copytree(HERE, copy, ignore=shutil.ignore_patterns("__pycache__", "*.auto.pkrvars.hcl"))
+    shutil.copytree(HERE, copy, ignore=shutil.ignore_patterns("__pycache__", "*.auto.pkrvars.*"))
     if version < OLD:
         (copy / "plugins.pkr.hcl").unlink()
         template = copy / "spotrun.pkr.hcl"
@@ -90,7 +90,7 @@ def _packer(program: str) -> bool:
         copy = template_for(version, Path(scratch))
         if version >= OLD:
             good &= subprocess.run([program, "init", copy.name], cwd=scratch, env=environment).returncode == 0
-        for source in SOURCES:
+        for source in SOURCES.values():
             good &= validate(program, copy, source, EXAMPLE) == ""
     return good
 

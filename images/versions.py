@@ -10,12 +10,14 @@ not in its registry any more, as a kernel that Debian has replaced.
 from __future__ import annotations
 
 import gzip
+import http.client
 import json
 import re
 import subprocess
 import sys
 import urllib.error
 import urllib.request
+import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -70,9 +72,12 @@ def run(command: list[str]) -> str:
 
 def fetch(url: str) -> bytes:
     """What is at a URL. Raises OSError."""
-    with urllib.request.urlopen(url, timeout=TIMEOUT) as answer:
-        data: bytes = answer.read()
-        return data
+    try:
+        with urllib.request.urlopen(url, timeout=TIMEOUT) as answer:
+            data: bytes = answer.read()
+            return data
+    except http.client.HTTPException as error:  # no OSError: an answer that ends early, say
+        raise OSError(f"no usable answer: {error!r}") from error
 
 
 def compare(pinned: dict[str, str], sources: dict[str, str], ask: Registries) -> list[Row]:
@@ -148,7 +153,7 @@ def _nvidia(pinned: dict[str, str], url: str, ask: Registries) -> list[Row]:
     }
     try:
         index = gzip.decompress(ask.get(url)).decode()
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         note = f"NVIDIA's registry was not reached: {_reason(error)}"
         return [Row(name, version, "", note=note) for name, (_, version) in wanted.items()]
     rows = []
