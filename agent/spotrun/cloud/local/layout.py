@@ -164,3 +164,13 @@ def base_environment(mark: str) -> dict[str, str]:
 def remove_tree(path: Path) -> None:
     """Remove a folder and all in it, if it is there."""
     shutil.rmtree(path, ignore_errors=True)
+
+
+def prepare(folder: Path, memory: Path, keep_keys: bool) -> None:
+    """The disk and memory of a new machine: empty, with host keys of its own. The head's keys outlive it."""
+    for path in (folder / "scratch", memory, *(() if keep_keys else (folder / "ssh",))):
+        remove_tree(path)
+        path.mkdir(parents=True, mode=0o700)
+    (memory / "tmp").mkdir(mode=0o700)
+    (folder / "ssh").mkdir(exist_ok=True, mode=0o700)
+    ensure_key(folder / "ssh" / "ssh_host_ed25519_key")

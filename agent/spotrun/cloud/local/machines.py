@@ -29,7 +29,7 @@ from spotrun.cloud.local.layout import (
     Config,
     Layout,
     Pool,
-    ensure_key,
+    prepare,
     remove_tree,
 )
 from spotrun.errors import CloudError
@@ -297,7 +297,7 @@ class Group:
     async def _boot(self, node: Node) -> asyncio.subprocess.Process:
         folder, memory = self.layout.node(node.name), self.layout.tmpfs / node.name
         keys, scratch = folder / "ssh", folder / "scratch"
-        await asyncio.to_thread(_prepare, folder, memory, keep_keys=node.pool.name == HEAD)
+        await asyncio.to_thread(prepare, folder, memory, keep_keys=node.pool.name == HEAD)
         role = "head" if node.pool.name == HEAD else "agent"
         command = [part.replace("{role}", role) for part in self.config.role]
         init = [sys.executable, "-m", "spotrun.cloud.local.node", node.address, str(keys), f"{self.layout.key}.pub"]
@@ -391,13 +391,3 @@ class Group:
 
 def _new_id(flavour: str) -> str:
     return str(secrets.randbelow(9 * 10**18) + 10**18) if flavour == "gce" else f"i-{secrets.token_hex(9)[:17]}"
-
-
-def _prepare(folder: Path, memory: Path, keep_keys: bool) -> None:
-    """The disk and memory of a new machine: empty, with host keys of its own. The head's keys outlive it."""
-    for path in (folder / "scratch", memory, *(() if keep_keys else (folder / "ssh",))):
-        remove_tree(path)
-        path.mkdir(parents=True, mode=0o700)
-    (memory / "tmp").mkdir(mode=0o700)
-    (folder / "ssh").mkdir(exist_ok=True, mode=0o700)
-    ensure_key(folder / "ssh" / "ssh_host_ed25519_key")
