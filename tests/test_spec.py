@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from spotrun.errors import SpecError
 from spotrun.spec import ClusterSpec, JobSpec, check_fit, load_cluster, load_job, parse_duration
+from spotrun.spec.cluster import IMAGE_GB
 from spotrun.spec.efa import TABLE
 
 CLUSTER = "name: a\ncloud: local\npools:\n- {name: p, zone: local-a, max: 2}\n"
@@ -190,6 +192,24 @@ CLUSTER_MISTAKES = {
     "small disk": (
         AWS.replace("g5.2xlarge}", "g5.2xlarge, disk: 8}"),
         [":5: pools[0].disk: 8: is not allowed; allowed: the boot disk in GB, a whole number, at least 20"],
+    ),
+    "disk smaller than the image": (
+        AWS.replace("g5.2xlarge}", "g5.2xlarge, disk: 29}"),
+        [":5: pools[0].disk: 29: is smaller than spotrun's own image, which has 30 GB"],
+    ),
+    "GPUs before Turing": (
+        AWS.replace("g5.2xlarge", "p3.8xlarge"),
+        [
+            ":5: pools[0].machine: 'p3.8xlarge': has GPUs before Turing (V100), which spotrun's own image cannot use;"
+            " set image"
+        ],
+    ),
+    "GPUs before Turing attached": (
+        GCP.replace("g2-standard-8}", "n1-standard-8, accelerator: {type: nvidia-tesla-p4-vws}}"),
+        [
+            ":6: pools[0].accelerator: {'type': 'nvidia-tesla-p4-vws'}: has GPUs before Turing (P4),"
+            " which spotrun's own image cannot use; set image"
+        ],
     ),
     "state without a folder": (
         AWS + "state: s3://bucket\n",
@@ -422,6 +442,30 @@ def test_the_example_files_are_valid() -> None:
     jobs = [load_job(path) for path in root.glob("examples/*/job.yaml")]
     assert "local" in {cluster.name for cluster in clusters}
     assert {"digits", "vit"} <= {job.name for job in jobs}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        AWS.replace("g5.2xlarge}", "g5.2xlarge, disk: 30}"),
+        AWS.replace("g5.2xlarge}", "g5.2xlarge, disk: 20}") + "image: ami-0123456789abcdef0\n",
+        CLUSTER.replace("max: 2", "disk: 20"),
+        AWS.replace("g5.2xlarge", "p3.8xlarge") + "image: ami-0123456789abcdef0\n",
+        GCP.replace("g2-standard-8}", "n1-standard-8, accelerator: {type: nvidia-tesla-v100}}") + "image: of-mine\n",
+        GCP.replace("g2-standard-8}", "n1-standard-8, accelerator: {type: nvidia-tesla-t4}}"),
+    ],
+)
+def test_other_images_may_run_on_other_machines(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(text)
+    load_cluster(path)
+
+
+def test_the_image_is_as_large_as_is_said() -> None:
+    template = (Path(__file__).parent.parent / "images/variables.pkr.hcl").read_text()
+    found = re.search(r'^variable "disk_gb" \{\n(?:  .*\n)*?  default     = (\d+)$', template, re.MULTILINE)
+    assert found is not None
+    assert int(found[1]) == IMAGE_GB
 
 
 def test_specs_load_without_torch() -> None:

@@ -34,6 +34,18 @@ def _cidr(value: str) -> str:
 # https://www.rfc-editor.org/rfc/rfc1918
 _PRIVATE = tuple(ipaddress.IPv4Network(each) for each in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16"))
 _Label = Annotated[str, Strict(), AfterValidator(label(40))]
+# GB, of spotrun's own image (disk_gb in images/variables.pkr.hcl): a cloud starts no machine with a smaller disk.
+IMAGE_GB = 30
+# GPUs before Turing, which NVIDIA's open kernel modules do not know, nor torch's packages for CUDA 13:
+# https://docs.nvidia.com/datacenter/tesla/driver-installation-guide/kernel-modules.html. Families of machine types on
+# AWS, accelerator types in Google Cloud (each also as a virtual workstation, -vws).
+_OLD_GPUS = {
+    "p3": "V100",
+    "nvidia-tesla-k80": "K80",
+    "nvidia-tesla-p4": "P4",
+    "nvidia-tesla-p100": "P100",
+    "nvidia-tesla-v100": "V100",
+}
 _STATE = "a folder in a bucket, gs://<bucket>/<folder> or s3://<bucket>/<folder>"
 
 
@@ -226,10 +238,23 @@ def _pool_conflicts(spec: ClusterSpec, pool: PoolSpec, place: Place) -> Iterator
             yield (*place, key), f"is only for cloud gcp, this is {cloud}"
     if cloud == "gcp" and pool.accelerator and not pool.machine.startswith("n1-"):
         yield (*place, "accelerator"), f"is only for n1 machines; {pool.machine} has its own GPUs or none"
+    if cloud != "local" and spec.image is None:
+        yield from _unfit_for_the_image(pool, place)
     if cloud == "aws" and spec.network.efa and pool.machine and pool.machine not in efa.TABLE:
         family = pool.machine.partition(".")[0] + "."
         near = sorted(efa.TABLE, key=lambda each: not each.startswith(family))
         yield (*place, "machine"), f"has no EFA, and network.efa is true; those that have one: {', '.join(near)}"
+
+
+def _unfit_for_the_image(pool: PoolSpec, place: Place) -> Iterator[Conflict]:
+    """What spotrun's own image cannot run on, and another may."""
+    if pool.disk < IMAGE_GB:
+        yield (*place, "disk"), f"is smaller than spotrun's own image, which has {IMAGE_GB} GB"
+    accelerator = pool.accelerator.type.removesuffix("-vws") if pool.accelerator else ""
+    for key, kind in (("machine", pool.machine.partition(".")[0]), ("accelerator", accelerator)):
+        if kind in _OLD_GPUS:
+            gpu = _OLD_GPUS[kind]
+            yield (*place, key), f"has GPUs before Turing ({gpu}), which spotrun's own image cannot use; set image"
 
 
 def _machine_conflict(cloud: str, machine: str, place: Place) -> Iterator[Conflict]:
