@@ -78,11 +78,11 @@ image-versions: $(VENV)/.installed-dev ## what images are pinned to, and what is
 test-image: $(VENV)/.installed-dev ## bake both images into folders and start what is in them; needs root and debootstrap
 	@$(VENV)/bin/python -m pytest tests/image $(ARGS)
 
-lint: $(VENV)/.installed-dev $(CHECKOV)/.installed ## check style, types, and what the stacks would make
+lint: $(VENV)/.installed-dev $(CHECKOV)/.installed ## check style, types, images, and what the stacks would make [STRICT=1: no tool may be missing]
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/mypy
-	@$(VENV)/bin/python -m images.lint
+	@$(VENV)/bin/python -m images.lint $(if $(STRICT),--strict)
 	@rm -rf build/stacks
 	@$(VENV)/bin/python -m infra.lint build/stacks clusters/*.yaml
 	@$(CHECKOV)/bin/checkov --config-file .checkov.yaml -d build/stacks
