@@ -15,6 +15,7 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -165,6 +166,25 @@ class Group(mirror.Group):
         await machine.runner.cleanup()
         machine.network.close()
         await _remove(machine.cgroups)
+
+
+def missing() -> list[str]:
+    """What starting machines needs and does not find here."""
+    found = [tool for tool in TOOLS if shutil.which(tool) is None]
+    if found:
+        return found
+    name = f"spotrun-probe-{os.getpid()}"
+    for folder in _cgroups(name):
+        try:
+            folder.mkdir()
+            folder.rmdir()
+        except OSError as error:
+            found.append(f"a control group of its own ({error})")
+    layers = "lowerdir=/usr,upperdir=/mnt/upper,workdir=/mnt/work"
+    overlay = f"mount -t tmpfs none /mnt && mkdir /mnt/upper /mnt/work && mount -t overlay -o {layers} none /mnt"
+    probe = ["unshare", "--mount", "--net", "--propagation", "private", "sh", "-c", overlay]
+    done = subprocess.run(probe, capture_output=True, text=True, check=False)
+    return found + ([f"namespaces and overlays ({done.stderr.strip()})"] if done.returncode else [])
 
 
 def os_login(key: str) -> Middleware:
