@@ -173,7 +173,7 @@ def test_ssm(say: Say, tmp_path: Path) -> None:
             "`gcloud compute os-login ssh-keys` failed: ERROR: log in",
         ),
         ("gcloud", "echo '[]'", "`gcloud compute os-login ssh-keys` answered no JSON object: "),
-        ("gcloud", "echo '{}'", "OS Login gives you no account in project p: you need the roles compute.osLogin and iap.tunnel"),
+        ("gcloud", "echo '{}'", "OS Login gives you no account in project p: you need the roles compute.osLogin and"),
         ("aws", None, "there is no `aws` on this machine, which is the way in: install the AWS CLI"),
         ("aws", "echo 'Token has expired' >&2; exit 255", "` failed: Token has expired"),
     ],
