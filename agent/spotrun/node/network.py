@@ -35,7 +35,7 @@ def environment(facts: Facts) -> dict[str, str]:
 
     GLOO_SOCKET_IFNAME: gloo else takes the interface of whatever the host's name resolves to, which on Debian is a
     loopback address (https://docs.pytorch.org/docs/stable/distributed.html, "Choosing the network interface to use").
-    NCCL_SOCKET_IFNAME: NCCL else meets its peers on the first interface that it finds, a container bridge's, say, and
+    NCCL_SOCKET_IFNAME: NCCL else meets its peers on the first interface that it finds, whichever that is, and
     sends over up to 16 of them (bootstrap.cc, net_socket.cc); here that is the one that the head gives others as the
     node's address. `=` is for that name and not for all that begin so
     (https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-socket-ifname).
