@@ -417,12 +417,14 @@ async def test_orders_do_not_wait_for_the_cloud(world: World) -> None:
     world.cloud.hold.clear()
     for name in ("p-0", "p-1", "p-2"):
         world.unfit(name)
-    await world.turn()
+    async with asyncio.timeout(30):
+        await world.turn()
     for name in ("a", "b"):
         world.hear(name, job=job.id, phase="running", generation=1, workers=stepping(5))
     notice = Notice(kind="preempt", deadline=time.time() + 30)
     world.hear("a", job=job.id, phase="running", generation=1, workers=stepping(5), notice=notice)
-    await world.turn(2)
+    async with asyncio.timeout(30):
+        await world.turn(2)
     assert world.orders["a"][-1].stop_at is not None
     assert sorted(set(world.recreated)) == ["p-0", "p-1", "p-2"]
     world.cloud.hold.set()

@@ -82,9 +82,9 @@ CASES: dict[str, tuple[View, tuple[Recreate, ...]]] = {
         view(waiting(), unfit(A, since=NOW - GRACE + 1), machines=(machine(A),)),
         (),
     ),
-    "its link is down: whoever cannot be heard is judged elsewhere": (
+    "its link is down: that was its last word": (
         view(waiting(), unfit(A, linked=False), machines=(machine(A),)),
-        (),
+        (BAD,),
     ),
     "it is going already": (view(waiting(), unfit(A), machines=(machine(A, state="stopping"),)), ()),
     "the cloud cannot be asked": (view(waiting(), unfit(A), machines=()), ()),
@@ -258,7 +258,13 @@ def test_the_planner_asks_for_them() -> None:
 def test_the_planner_leaves_those_alone_that_have_not_served() -> None:
     """They would not count against the limit."""
     silent = checking(A, NOW - 300, heard=NOW - 200, linked=False)
-    assert plan(view(waiting(), silent, machines=(booting(A, created=NOW - 600),))) == ()
+    machines = (booting(A, created=NOW - 600), machine(B))
+    assert plan(view(waiting(), silent, spare(B, heard=NOW), machines=machines)) == ()
+
+
+def test_an_unfit_one_that_falls_silent_is_replaced_once_and_counts() -> None:
+    silent = unfit(A, heard=NOW - 200, linked=False)
+    assert plan(view(waiting(), silent, spare(B, heard=NOW), machines=(machine(A), machine(B)))) == (BAD,)
 
 
 def test_one_that_served_and_was_lost_is_asked_about_now_and_then() -> None:
@@ -350,12 +356,24 @@ SPENT = was_replaced(900, 600, 300)
         (view(waiting(), unfit(A), machines=(machine(A),)), set()),
         (view(waiting(), unfit(A), machines=(machine(A),), replaced=SPENT), {"p"}),
         (view(waiting(), machines=(), replaced=SPENT), {"p"}),
+        (view(waiting(), unfit(A, linked=False), machines=(machine(A),), replaced=SPENT), {"p"}),
+        (view(waiting(), machines=(booting(A, state="stopping"),), replaced=SPENT), {"p"}),
         (view(waiting(), unfit(A), spare(B, heard=NOW), machines=(machine(A), machine(B)), replaced=SPENT), set()),
         (view(waiting(), machines=(booting(A, created=NOW - 20),), replaced=SPENT), set()),
         (view(waiting(), machines=(), replaced=was_replaced(900, 600, 20)), set()),
         (view(waiting(), unfit(A), machines=(machine(A),), replaced=was_replaced(WINDOW + 1, 600, 300)), set()),
     ],
-    ids=["not tried yet", "spent", "spent and gone", "another serves", "the last one boots", "it is made", "in time"],
+    ids=[
+        "not tried yet",
+        "spent",
+        "spent and gone",
+        "spent and going",
+        "spent, and what never joined is going",
+        "another serves",
+        "the last one boots",
+        "it is made",
+        "in time",
+    ],
 )
 def test_a_pool_is_closed_when_none_of_its_machines_serves(given: View, expected: set[str]) -> None:
     assert repair.closed(given) == expected

@@ -300,9 +300,10 @@ def _replacements(view: View, spec: JobSpec) -> tuple[Action, ...]:
         return ()
     short = len(view.eligible(spec)) < spec.nodes.min
     created = {each.name: each.created for each in view.machines}
-    never_served = {each.name for each in view.machines if not each.joined}  # those are `repair`'s
-    silent = [n for n in view.nodes if health.silent(view, n, spec) and n.name not in never_served]
-    dead = [n for n in silent if n.cloud == "running" and n.expendable(view)]
+    # Those that have never served are `repair`'s.
+    others = {each.name for each in view.machines if not each.joined}
+    served = [n for n in view.nodes if n.name not in others and n.report.phase != "unfit"]
+    dead = [n for n in served if health.silent(view, n, spec) and n.cloud == "running" and n.expendable(view)]
     heard = [n for n in view.nodes if n.linked and not health.silent(view, n, spec)]
     safe = max([_saved(view.job), *(_state(n) for n in heard if n.report.job == view.job.id)])
 

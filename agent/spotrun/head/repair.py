@@ -132,7 +132,7 @@ def closed(view: View) -> frozenset[str]:
     found = set()
     for pool in exhausted(view):
         newest = max(each.at for each in recent if each.pool == pool)
-        machines = [each for each in view.machines if each.pool == pool]
+        machines = [each for each in view.machines if each.pool == pool and each.state in ("provisioning", "running")]
         # The last one made in another's place gets its chance; while it is made it may not be listed.
         if view.now - newest > AGAIN and all(each.name in bad for each in machines):
             found.add(pool)
@@ -168,7 +168,7 @@ def problems(view: View) -> dict[str, str]:
 def _useless(view: View, machine: Machine, node: Node | None) -> Useless | None:
     linked = node is not None and node.linked
     if node is not None and machine.joined:
-        if linked and node.report.phase == "unfit":
+        if node.report.phase == "unfit":  # its last word, linked or not: it may be on its way out
             why = "; ".join(node.report.unfit) or "unfit"
             return Useless(machine.pool, why, node.since) if view.now - node.since >= GRACE else None
         if not linked or node.report.phase != "checking":
