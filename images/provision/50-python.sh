@@ -18,9 +18,10 @@ options=(--no-input --disable-pip-version-check --no-cache-dir --quiet --constra
     --requirement "$IMAGE/requirements.txt"
 # The same version may have been built of another commit.
 "$venv/bin/python" -m pip install "${options[@]}" --no-deps --force-reinstall "${wheels[0]}"
-"$venv/bin/python" -I - "$TORCH" <<'PY'
+"$venv/bin/python" -I - "$TORCH" "$TORCH_CUDA" <<'PY'
 import sys, torch, spotrun.cli
-sys.exit(0 if torch.__version__.partition("+")[0] == sys.argv[1] else f"torch is {torch.__version__}, not {sys.argv[1]}")
+found = [torch.__version__.partition("+")[0], torch.version.cuda or ""]
+sys.exit(0 if found == sys.argv[1:] else f"torch and its CUDA are {found}, but versions.env has {sys.argv[1:]}")
 PY
 chown -R root:root /opt/spotrun
 chmod -R go-w /opt/spotrun

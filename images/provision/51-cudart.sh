@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# NCCL's plugin for EFA asks for libcudart.so, by that name (nccl_net_ofi_gpu_init in its src/nccl_ofi_cuda.cpp), and
+# NCCL goes by TCP, without an error, if there is none. torch's packages have libcudart.so.13 alone. So a link lies where
+# the plugin does, which is a folder that the linker knows.
+set -euo pipefail
+source "${IMAGE:?}/provision/lib.sh"
+# A torch without CUDA, as tests have it, has no use for the plugin.
+[[ $CLOUD == aws && -n $TORCH_CUDA ]] || exit 0
+
+python=/opt/spotrun/venv/bin/python
+mapfile -t found < <(find /opt/spotrun/venv -name "libcudart.so.${TORCH_CUDA%%.*}")
+if ((${#found[@]} != 1)); then
+    echo "torch brought ${#found[@]} files libcudart.so.${TORCH_CUDA%%.*} into /opt/spotrun/venv, not one: ${found[*]}" >&2
+    exit 1
+fi
+mapfile -t packages < <(dpkg-query --show --showformat='${db:Status-Abbrev} ${Package}\n' 'libnccl-ofi*' | awk '$1 == "ii" { print $2 }')
+mapfile -t folders < <(dpkg-query --listfiles "${packages[@]}" | sed -n 's,/libnccl-net[^/]*\.so$,,p' | sort -u)
+if ((${#folders[@]} != 1)); then
+    echo "${packages[*]}: libnccl-net*.so is in ${#folders[@]} folders, not in one: ${folders[*]}" >&2
+    exit 1
+fi
+ln -sfn "${found[0]}" "${folders[0]}/libcudart.so"
+ldconfig
+if ! "$python" -I -c 'import ctypes; ctypes.CDLL("libcudart.so").cudaRuntimeGetVersion'; then
+    echo "${folders[0]}/libcudart.so is not what a program gets that asks for libcudart.so" >&2
+    exit 1
+fi
