@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Debian's packages that more than one thing here needs, and an end to updates that nobody asked for: a machine that
-# trains is replaced by one of a newer image, never changed.
+# trains is replaced by one of a newer image, never changed. So what the base image is behind with is made up here, once.
 set -euo pipefail
 source "${IMAGE:?}/provision/lib.sh"
 
@@ -8,6 +8,8 @@ systemctl mask apt-daily.timer apt-daily-upgrade.timer apt-daily.service apt-dai
 put 0644 /etc/apt/apt.conf.d/99-spotrun
 apt-get -q update
 apt-get -q -y purge unattended-upgrades
+# It never takes a package of another name, as a kernel of another version has; 11-kernel.sh brings the pinned one.
+apt-get -q -y -o Dpkg::Options::=--force-confold upgrade
 install_packages ca-certificates curl gnupg sudo openssh-server openssl bsdutils kmod udev pciutils numactl e2fsprogs mdadm
 # torch.compile and Triton compile C when they run; DKMS compiles the GPU's driver now.
 install_packages gcc g++ make libc6-dev dkms

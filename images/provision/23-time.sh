@@ -4,6 +4,7 @@ set -euo pipefail
 source "${IMAGE:?}/provision/lib.sh"
 
 install_packages "chrony=$CHRONY"
+hold_packages chrony
 put 0644 "/etc/chrony/sources.d/$CLOUD.sources"
 # Debian's pool is out on the internet, which a cluster's network need not reach.
 sed -i 's/^pool /# &/' /etc/chrony/chrony.conf

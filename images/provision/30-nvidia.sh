@@ -14,23 +14,46 @@ gpg --batch --yes --dearmor --output /usr/share/keyrings/nvidia.gpg "$key"
 chmod 0644 /usr/share/keyrings/nvidia.gpg
 rm -f "$key"
 echo "deb [arch=amd64 signed-by=/usr/share/keyrings/nvidia.gpg] $NVIDIA_REPOSITORY /" >/etc/apt/sources.list.d/nvidia.list
+
+# NVIDIA's packages depend on some of Debian's `contrib`, of which clouds' images know nothing
+# (https://docs.nvidia.com/cuda/cuda-installation-guide-linux/#debian): from the mirror that `main` comes from.
+release=$(sed -n 's/^VERSION_CODENAME=//p' /etc/os-release)
+# shellcheck disable=SC2016 # apt itself fills these in
+format='$(REPO_URI) $(RELEASE) $(COMPONENT)'
+mirror=$(apt-get indextargets --format "$format" 'Created-By: Packages' 'Origin: Debian' |
+    awk -v release="$release" '$2 == release && $3 == "main" && !found++ { print $1 }')
+if [[ -z $mirror ]]; then
+    echo "apt has no package source of Debian $release, main: no mirror to take contrib from" >&2
+    exit 1
+fi
+echo "deb $mirror $release contrib" >/etc/apt/sources.list.d/contrib.list
 apt-get -q update
 
 # It makes apt prefer this version of all that belongs to the driver, whatever is newer
 # (https://docs.nvidia.com/datacenter/tesla/driver-installation-guide/).
 install_packages "nvidia-driver-pinning-$NVIDIA_DRIVER"
-install_packages nvidia-driver-cuda nvidia-kernel-open-dkms nvidia-persistenced
-for package in nvidia-driver-cuda nvidia-kernel-open-dkms nvidia-persistenced; do
+# The last three may be no more than recommended by the others.
+packages=(nvidia-driver-cuda nvidia-kernel-open-dkms nvidia-persistenced firmware-nvidia-gsp nvidia-modprobe libnvidia-cfg1)
+install_packages "${packages[@]}"
+for package in "${packages[@]}"; do
     version=$(dpkg-query --show --showformat='${Version}' "$package")
     if [[ $version != "$NVIDIA_DRIVER"-* ]]; then
         echo "$package is of version $version, but versions.env has $NVIDIA_DRIVER" >&2
         exit 1
     fi
 done
-hold_packages nvidia-driver-cuda nvidia-kernel-open-dkms nvidia-persistenced
-# A module that was not built would show only on a machine with GPUs, at 30 dollars an hour.
+hold_packages "${packages[@]}"
+# What is missing would show only on a machine with GPUs, at 30 dollars an hour.
 if ! modinfo --set-version "$KERNEL_ABI" nvidia >/dev/null; then
     echo "there is no NVIDIA module for kernel $KERNEL_ABI; see /var/lib/dkms/nvidia/*/build/make.log" >&2
+    exit 1
+fi
+if ! compgen -G "/lib/firmware/nvidia/$NVIDIA_DRIVER/gsp_*.bin" >/dev/null; then
+    echo "firmware-nvidia-gsp has no /lib/firmware/nvidia/$NVIDIA_DRIVER/gsp_*.bin, without which the module starts no GPU" >&2
+    exit 1
+fi
+if [[ ! -u /usr/bin/nvidia-modprobe ]]; then
+    echo "/usr/bin/nvidia-modprobe is not setuid root: CUDA could not make the GPUs' device nodes" >&2
     exit 1
 fi
 
