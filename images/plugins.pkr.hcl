@@ -8,7 +8,7 @@ packer {
     }
     googlecompute = {
       source  = "github.com/hashicorp/googlecompute"
-      version = "~> 1.1"
+      version = "~> 1.2, >= 1.2.5" # oslogin_ssh_key_expire_after
     }
   }
 }

@@ -41,13 +41,17 @@ source "googlecompute" "gcp" {
   image_labels      = local.labels
   labels            = local.labels
 
-  # No public address; Packer's key reaches the builder through OS Login, and expires.
+  # No public address; Packer's key reaches the builder through OS Login. Packer takes it out of the operator's profile
+  # at the end, and should that fail, it expires.
   omit_external_ip = true
   use_internal_ip  = true
   use_iap          = true
   use_os_login     = true
   metadata         = { enable-oslogin = "TRUE", block-project-ssh-keys = "TRUE" }
   ssh_username     = "packer"
+  # { Packer 1.6.6 does not know the next line, so images/lint.py leaves it out for that one.
+  oslogin_ssh_key_expire_after = "2h"
+  # }
   # The builder itself asks nothing of Google.
   disable_default_service_account = true
 }
@@ -81,7 +85,8 @@ source "amazon-ebs" "aws" {
   run_volume_tags = merge(local.labels, { Name = "${local.name}-builder" })
   ena_support     = true
 
-  # No public address; the session is SSM's, and the key a temporary one that is removed with everything else.
+  # No public address, and so no subnet but one that is named. The session is SSM's, and the key a temporary one that is
+  # removed with everything else.
   ssh_username                = "admin"
   ssh_interface               = "session_manager"
   associate_public_ip_address = false
@@ -150,9 +155,9 @@ build {
     source      = "/etc/spotrun/image.json"
     destination = "build/image/image-${source.name}.json"
   }
-  # The last: after it no key fits any more, so one command cleans, and removes what was uploaded.
+  # The last: after it no key fits any more, and nobody may use sudo. So one command cleans, and removes what was uploaded.
   provisioner "shell" {
-    inline     = ["sudo env IMAGE=/tmp/image CLOUD=${source.name} bash /tmp/image/provision/run.sh 99 99 && sudo rm -rf /tmp/image /tmp/script_*.sh"]
+    inline     = ["sudo env IMAGE=/tmp/image CLOUD=${source.name} sh -c 'bash /tmp/image/provision/run.sh 99 99 && rm -rf /tmp/image /tmp/script_*.sh'"]
     skip_clean = true
   }
 

@@ -27,7 +27,7 @@ variable "wheel" {
 
 variable "disk_gb" {
   type        = number
-  description = "Size of the image's disk in GB, and so of the head's: torch with CUDA takes 8, the driver 1."
+  description = "Size of the image's disk in GB, and so of the head's: torch with CUDA takes 8, the driver 1. No pool may have less."
   default     = 30
   validation {
     condition     = var.disk_gb >= 20
@@ -85,7 +85,7 @@ variable "aws_machine" {
 
 variable "aws_subnet" {
   type        = string
-  description = "Subnet to build in, with a way out (NAT); empty: one of the default VPC's."
+  description = "Subnet to build in on AWS, with a way out (NAT); images/build.py wants one."
   default     = ""
   validation {
     condition     = regex_replace(var.aws_subnet, "^(subnet-[0-9a-f]+)?$", "") == ""

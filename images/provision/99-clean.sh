@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
-# Nothing of the machine that the image was made on stays: no key, no identity, no log, no cache, no state of its boot.
+# Nothing of the machine that the image was made on stays: no key, no identity, no log, no cache, no state of its boot; nor
+# of whoever made it. The machine still shuts down after this, and writes a little: a random seed, which no machine counts
+# as randomness (systemd-random-seed.service(8)), chrony's drift, the last lines of the journal.
 set -euo pipefail
 source "${IMAGE:?}/provision/lib.sh"
 
@@ -7,6 +9,14 @@ rm -f /etc/ssh/ssh_host_*
 # Read by no one (sshd_config.d), and gone all the same: Packer's own key among them.
 find /root /home -xdev -path '*/.ssh/*' -type f -delete
 find /root /home -xdev \( -name .bash_history -o -name .python_history -o -name .wget-hsts \) -delete
+rm -rf /root/.gnupg
+# OS Login: the operator's account, name and right to use sudo. It is none of this system's own, so its home is found by that.
+rm -f /etc/oslogin_passwd.cache* /etc/oslogin_group.cache* /etc/google_instance_id
+rm -rf /var/google-sudoers.d/* /var/google-users.d/*
+for home in /home/*/; do
+    awk -F: -v name="$(basename "$home")" '$1 == name { found = 1 } END { exit !found }' /etc/passwd ||
+        rm -rf --one-file-system "$home"
+done
 truncate --size=0 /etc/machine-id # empty, not missing: systemd then makes one at the next boot
 rm -f /var/lib/dbus/machine-id /var/lib/systemd/random-seed /var/lib/systemd/credential.secret
 rm -rf /var/lib/cloud/* /run/cloud-init /var/lib/google/* /var/lib/amazon/ssm/* /var/lib/dhcp/* /var/lib/chrony/*
