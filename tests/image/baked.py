@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from images import build
 from images.versions import read
 from tests.image import registry
 from tests.image.root import CODE, GENTLE, Root
@@ -37,6 +38,15 @@ TRACES = (
     "/var/log/journal/0123/system.journal",
     "/root/.cache/pip/a",
     "/tmp/script_1234.sh",
+    "/etc/oslogin_passwd.cache",
+    "/etc/oslogin_passwd.cache.bak",
+    "/etc/oslogin_group.cache",
+    "/etc/oslogin_group.cache.bak",
+    "/etc/google_instance_id",
+    "/var/google-sudoers.d/operator_example_com",
+    "/var/google-users.d/operator_example_com",
+    "/home/operator_example_com/.profile",
+    "/root/.gnupg/pubring.kbx",
 )
 
 
@@ -51,9 +61,9 @@ class Supplies:
 
 def prepare(folder: Path) -> Supplies:
     """Download Python's packages, build spotrun's, make the stand-ins."""
-    (folder / "wheel").mkdir(parents=True)
+    folder.mkdir(parents=True)
+    build.wheel(folder / "wheel")
     pip = [*GENTLE, sys.executable, "-m", "pip"]
-    _pip([*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder / "wheel"), str(CODE)])
     (wheel,) = (folder / "wheel").glob("spotrun-*.whl")
     where = ["--dest", str(folder / "wheels"), "--only-binary=:all:", "--python-version", PYTHON]
     # pip weighs markers by the Python that runs it, not by --python-version: what only Debian's takes is named.
@@ -72,7 +82,10 @@ def prepare(folder: Path) -> Supplies:
         ]
     )
     pinned = read(CODE / "images/versions.env")
-    return Supplies(folder, pinned, registry.serve(folder / "registry", f"{SUPPLIES}/registry", pinned))
+    changed = registry.serve(folder / "registry", f"{SUPPLIES}/registry", pinned)
+    if list((folder / "wheels").glob("torch-*+cpu-*.whl")):
+        changed["TORCH_CUDA"] = ""  # what this machine's pip finds is without
+    return Supplies(folder, pinned, changed)
 
 
 def upload(root: Root, supplies: Supplies) -> None:

@@ -1,6 +1,7 @@
 """Small stand-ins for NVIDIA's, Amazon's and GitHub's servers: files in a folder, with packages of the same names.
 
-What the packages bring is what the provisioning looks at afterwards: versions, units, modules.
+What the packages bring is what the provisioning looks at afterwards: versions, units, modules. So that the real ones
+bring it, and that modules compile, no test here shows; a real build would end there.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ ExecStart=/bin/true
 [Install]
 WantedBy=multi-user.target
 """
-# Any module of the kernel will do where one of NVIDIA's or Amazon's is looked for.
+# Compiles nothing: any module of the kernel will do where one of NVIDIA's or Amazon's is looked for.
 MODULE = """#!/bin/sh
 set -e
 for folder in /lib/modules/*; do
@@ -31,7 +32,9 @@ for folder in /lib/modules/*; do
     depmod "${{folder##*/}}"
 done
 """
-PIN = "Package: nvidia-* libnvidia-*\nPin: version {version}-*\nPin-Priority: 1001\n"
+PIN = "Package: nvidia-* libnvidia-* firmware-nvidia-*\nPin: version {version}-*\nPin-Priority: 1001\n"
+PLUGIN = "/opt/amazon/ofi-nccl/lib"
+MODPROBE = "/usr/bin/nvidia-modprobe"
 NEWER = "999.1"  # what apt would choose if nothing held it back
 
 
@@ -41,6 +44,7 @@ class Package:
     version: str
     depends: str = ""
     files: dict[str, str] = field(default_factory=dict)
+    setuid: tuple[str, ...] = ()
     postinst: str = ""
 
 
@@ -67,7 +71,7 @@ def build(package: Package, folder: Path) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text)
         if not path.endswith((".service", ".pref")):
-            target.chmod(0o755)
+            target.chmod(0o4755 if path in package.setuid else 0o755)
     made = folder / f"{package.name}_{package.version.replace(':', '%3a')}_amd64.deb"
     run(["dpkg-deb", "--root-owner-group", "--build", str(tree), str(made)])
     shutil.rmtree(tree)
@@ -147,13 +151,17 @@ def _nvidia_packages(pinned: dict[str, str]) -> list[Package]:
     ]
     for version in (f"{driver}-1", f"{NEWER}-1"):
         found += [
-            Package("nvidia-driver-cuda", version, f"nvidia-persistenced (= {version})"),
+            # One of Debian's contrib, as the real one's libcuda1 needs it.
+            Package("nvidia-driver-cuda", version, f"nvidia-persistenced (= {version}), nvidia-support"),
             Package("nvidia-kernel-open-dkms", version, "dkms", postinst=MODULE.format(name="nvidia")),
+            Package("nvidia-persistenced", version, files=unit("nvidia-persistenced")),
+            Package("nvidia-modprobe", version, files={MODPROBE: "#!/bin/sh\n"}, setuid=(MODPROBE,)),
             Package(
-                "nvidia-persistenced",
+                "firmware-nvidia-gsp",
                 version,
-                files={**unit("nvidia-persistenced"), "/usr/bin/nvidia-modprobe": "#!/bin/sh\n"},
+                files={f"/lib/firmware/nvidia/{version.removesuffix('-1')}/gsp_ga10x.bin": ""},
             ),
+            Package("libnvidia-cfg1", version),
             Package("nvidia-fabricmanager", version, files=unit("nvidia-fabricmanager")),
             Package("libnvidia-nscq", version),
         ]
@@ -166,7 +174,9 @@ def _efa(folder: Path, pinned: dict[str, str]) -> Path:
     tree.mkdir()
     build(Package("efa", "3.3.0-1", postinst=MODULE.format(name="efa")), tree)
     build(Package("libfabric1-aws", "2.6.0amzn1.0", files={"/opt/amazon/efa/bin/fi_info": "#!/bin/sh\n"}), tree)
-    build(Package("libnccl-ofi", f"{pinned['AWS_OFI_NCCL']}-1"), tree)
+    # Where the real one has them: https://github.com/aws/aws-ofi-nccl/tree/master/contrib/debian-template
+    plugin = {f"{PLUGIN}/libnccl-net.so": "", "/etc/ld.so.conf.d/100_ofinccl.conf": f"{PLUGIN}\n"}
+    build(Package("libnccl-ofi", f"{pinned['AWS_OFI_NCCL']}-1", files=plugin), tree)
     installer = tree / "efa_installer.sh"
     installer.write_text(
         """#!/bin/sh

@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from tests.image import baked
+from tests.image import baked, registry
 from tests.image.conftest import Image
 
 ENABLED = [
@@ -30,8 +30,13 @@ HELD = [
     "linux-headers-{KERNEL_ABI}",
     "nvidia-driver-cuda",
     "nvidia-kernel-open-dkms",
+    "firmware-nvidia-gsp",
+    "nvidia-modprobe",
+    "libnvidia-cfg1",
     "nvidia-fabricmanager",
     "datacenter-gpu-manager-4-core",
+    "chrony",
+    "prometheus-node-exporter",
 ]
 OWNED = {  # path: (owner, group, mode)
     "/etc/sudoers.d/spotrun": ("root", "root", "440"),
@@ -133,7 +138,19 @@ def test_versions_are_those_pinned(image: Image, supplies: baked.Supplies) -> No
     assert {name.format(**pinned) for name in HELD} <= held
 
 
+def test_the_base_is_up_to_date(image: Image, supplies: baked.Supplies) -> None:
+    """But for what is pinned; and Debian's contrib is among the sources, which the base image does not list."""
+    ask = (
+        "apt-get -q update && apt-get --simulate upgrade; apt-cache policy nvidia-support; rm -rf /var/lib/apt/lists/*"
+    )
+    found = image.root.run("sh", "-c", ask, bind={str(supplies.folder): baked.SUPPLIES}, timeout=300).stdout
+    assert "0 upgraded, 0 newly installed" in found, found
+    assert "bookworm/contrib" in found, found
+    assert "nvidia-support" in packages(image)
+
+
 def test_one_kernel_and_its_modules(image: Image, supplies: baked.Supplies) -> None:
+    """The modules are the registry's stand-ins; what is seen here is that they are looked for."""
     abi = supplies.pinned["KERNEL_ABI"]
     assert [path.name for path in image.root.path("/lib/modules").iterdir()] == [abi]
     wanted = {"nvidia.ko"} | ({"efa.ko"} if image.cloud == "aws" else set())
@@ -141,6 +158,7 @@ def test_one_kernel_and_its_modules(image: Image, supplies: baked.Supplies) -> N
 
 
 def test_nothing_of_the_builder_stays(image: Image) -> None:
+    """After the last script. The machine then shuts down, and writes a random seed and such again."""
     for path in baked.TRACES:
         target = image.root.path(path)
         if path == "/etc/machine-id":
@@ -156,6 +174,48 @@ def test_nothing_of_the_builder_stays(image: Image) -> None:
         folders = [str(image.root.path(place)) for place in places]
         found = baked.search(form, folders)
         assert found == [], form
+
+
+CUDART = "/opt/spotrun/venv/lib/python3.11/site-packages/nvidia/cu13/lib/libcudart.so.13"
+COMPILE = f"""
+set -e
+mkdir -p {CUDART.rpartition("/")[0]}
+echo 'int cudaRuntimeGetVersion(int *version) {{ *version = 13000; return 0; }}' |
+    gcc -shared -fPIC -Wl,-soname,libcudart.so.13 -x c -o {CUDART} -
+"""
+ASK = """
+import ctypes
+version = ctypes.c_int()
+ctypes.CDLL("libcudart.so").cudaRuntimeGetVersion(ctypes.byref(version))
+print(version.value)
+"""
+
+
+def test_nccls_plugin_finds_torchs_cuda(image: Image, supplies: baked.Supplies) -> None:
+    """It asks for libcudart.so. The one here is a stand-in where torch comes without CUDA."""
+    ask = ("/opt/spotrun/venv/bin/python", "-I", "-c", ASK)
+    link = image.root.path(f"{registry.PLUGIN}/libcudart.so")
+    if "TORCH_CUDA" not in supplies.changed:
+        assert (image.root.run(*ask).returncode == 0) == (image.cloud == "aws")
+        return
+    assert not link.is_symlink()
+    pinned = image.root.path(f"{baked.IMAGE}/versions.env")
+    before = pinned.read_text()
+    pinned.write_text(f"{before}\nTORCH_CUDA={supplies.pinned['TORCH_CUDA']}\n")
+    try:
+        if image.cloud == "aws":
+            with pytest.raises(AssertionError, match="torch brought 0 files libcudart"):
+                baked.provision(image.root, supplies, image.cloud, 51, 51)
+        said(image, "sh", "-c", COMPILE)
+        for _ in range(2):
+            baked.provision(image.root, supplies, image.cloud, 51, 51)
+        assert link.is_symlink() == (image.cloud == "aws")
+        if image.cloud == "aws":
+            assert said(image, *ask) == "13000"
+    finally:
+        pinned.write_text(before)
+        said(image, "rm", "-rf", CUDART.rpartition("/cu13/")[0], f"{registry.PLUGIN}/libcudart.so")
+        said(image, "ldconfig")
 
 
 def test_owners_and_modes(image: Image) -> None:
