@@ -32,8 +32,8 @@ apt-get -q update
 # It makes apt prefer this version of all that belongs to the driver, whatever is newer
 # (https://docs.nvidia.com/datacenter/tesla/driver-installation-guide/).
 install_packages "nvidia-driver-pinning-$NVIDIA_DRIVER"
-# The last three may be no more than recommended by the others.
-packages=(nvidia-driver-cuda nvidia-kernel-open-dkms nvidia-persistenced firmware-nvidia-gsp nvidia-modprobe libnvidia-cfg1)
+packages=(nvidia-driver-cuda nvidia-kernel-open-dkms nvidia-persistenced)
+packages+=(firmware-nvidia-gsp nvidia-modprobe libnvidia-cfg1) # which may be no more than recommended by the others
 install_packages "${packages[@]}"
 for package in "${packages[@]}"; do
     version=$(dpkg-query --show --showformat='${Version}' "$package")
@@ -49,7 +49,7 @@ if ! modinfo --set-version "$KERNEL_ABI" nvidia >/dev/null; then
     exit 1
 fi
 if ! compgen -G "/lib/firmware/nvidia/$NVIDIA_DRIVER/gsp_*.bin" >/dev/null; then
-    echo "firmware-nvidia-gsp has no /lib/firmware/nvidia/$NVIDIA_DRIVER/gsp_*.bin, without which the module starts no GPU" >&2
+    echo "there is no /lib/firmware/nvidia/$NVIDIA_DRIVER/gsp_*.bin, without which the module starts no GPU" >&2
     exit 1
 fi
 if [[ ! -u /usr/bin/nvidia-modprobe ]]; then

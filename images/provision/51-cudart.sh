@@ -13,7 +13,8 @@ if ((${#found[@]} != 1)); then
     echo "torch brought ${#found[@]} files libcudart.so.${TORCH_CUDA%%.*} into /opt/spotrun/venv, not one: ${found[*]}" >&2
     exit 1
 fi
-mapfile -t packages < <(dpkg-query --show --showformat='${db:Status-Abbrev} ${Package}\n' 'libnccl-ofi*' | awk '$1 == "ii" { print $2 }')
+mapfile -t packages < <(dpkg-query --show --showformat='${db:Status-Abbrev} ${Package}\n' 'libnccl-ofi*' |
+    awk '$1 == "ii" { print $2 }')
 mapfile -t folders < <(dpkg-query --listfiles "${packages[@]}" | sed -n 's,/libnccl-net[^/]*\.so$,,p' | sort -u)
 if ((${#folders[@]} != 1)); then
     echo "${packages[*]}: libnccl-net*.so is in ${#folders[@]} folders, not in one: ${folders[*]}" >&2

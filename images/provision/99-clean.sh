@@ -10,7 +10,7 @@ rm -f /etc/ssh/ssh_host_*
 find /root /home -xdev -path '*/.ssh/*' -type f -delete
 find /root /home -xdev \( -name .bash_history -o -name .python_history -o -name .wget-hsts \) -delete
 rm -rf /root/.gnupg
-# OS Login: the operator's account, name and right to use sudo. It is none of this system's own, so its home is found by that.
+# OS Login: the operator's account and right to use sudo. It is none of the system's own, so its home is found by that.
 rm -f /etc/oslogin_passwd.cache* /etc/oslogin_group.cache* /etc/google_instance_id
 rm -rf /var/google-sudoers.d/* /var/google-users.d/*
 for home in /home/*/; do
