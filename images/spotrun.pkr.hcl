@@ -155,7 +155,8 @@ build {
     source      = "/etc/spotrun/image.json"
     destination = "build/image/image-${source.name}.json"
   }
-  # The last: after it no key fits any more, and nobody may use sudo. So one command cleans, and removes what was uploaded.
+  # The last: after it no key fits any more, and nobody may use sudo. So one command cleans, and removes what was
+  # uploaded.
   provisioner "shell" {
     inline     = ["sudo env IMAGE=/tmp/image CLOUD=${source.name} sh -c 'bash /tmp/image/provision/run.sh 99 99 && rm -rf /tmp/image /tmp/script_*.sh'"]
     skip_clean = true

@@ -27,7 +27,7 @@ variable "wheel" {
 
 variable "disk_gb" {
   type        = number
-  description = "Size of the image's disk in GB, and so of the head's: torch with CUDA takes 8, the driver 1. No pool may have less."
+  description = "Size of the image's disk in GB, and so of the head's, and the least of a pool's: torch with CUDA takes 8."
   default     = 30
   validation {
     condition     = var.disk_gb >= 20

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Debian's packages that more than one thing here needs, and an end to updates that nobody asked for: a machine that
-# trains is replaced by one of a newer image, never changed. So what the base image is behind with is made up here, once.
+# trains is replaced by one of a newer image, never changed. So what the base image is behind with is made up here.
 set -euo pipefail
 source "${IMAGE:?}/provision/lib.sh"
 

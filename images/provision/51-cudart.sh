@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # NCCL's plugin for EFA asks for libcudart.so, by that name (nccl_net_ofi_gpu_init in its src/nccl_ofi_cuda.cpp), and
-# NCCL goes by TCP, without an error, if there is none. torch's packages have libcudart.so.13 alone. So a link lies where
-# the plugin does, which is a folder that the linker knows.
+# NCCL goes by TCP, without an error, if there is none. torch's packages have libcudart.so.13 alone. So a link lies
+# where the plugin does, which is a folder that the linker knows.
 set -euo pipefail
 source "${IMAGE:?}/provision/lib.sh"
 # A torch without CUDA, as tests have it, has no use for the plugin.

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Nothing of the machine that the image was made on stays: no key, no identity, no log, no cache, no state of its boot; nor
-# of whoever made it. The machine still shuts down after this, and writes a little: a random seed, which no machine counts
-# as randomness (systemd-random-seed.service(8)), chrony's drift, the last lines of the journal.
+# Nothing of the machine that the image was made on stays: no key, no identity, no log, no cache, no state of its boot;
+# nor of whoever made it. The machine still shuts down after this, and writes a little: a random seed, which no machine
+# counts as randomness (systemd-random-seed.service(8)), chrony's drift, the last lines of the journal.
 set -euo pipefail
 source "${IMAGE:?}/provision/lib.sh"
 
