@@ -11,8 +11,10 @@ find /root /home -xdev -path '*/.ssh/*' -type f -delete
 find /root /home -xdev \( -name .bash_history -o -name .python_history -o -name .wget-hsts \) -delete
 rm -rf /root/.gnupg
 # OS Login: the operator's account and right to use sudo. It is none of the system's own, so its home is found by that.
-rm -f /etc/oslogin_passwd.cache* /etc/oslogin_group.cache* /etc/google_instance_id
-rm -rf /var/google-sudoers.d/* /var/google-users.d/*
+rm -rf /etc/oslogin_passwd.cache* /etc/oslogin_group.cache* /etc/google_instance_id
+for folder in /var/google-sudoers.d /var/google-users.d; do
+    [[ ! -d $folder ]] || find "$folder" -type f ! -name README -delete
+done
 for home in /home/*/; do
     awk -F: -v name="$(basename "$home")" '$1 == name { found = 1 } END { exit !found }' /etc/passwd ||
         rm -rf --one-file-system "$home"

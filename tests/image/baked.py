@@ -40,6 +40,7 @@ TRACES = (
     "/tmp/script_1234.sh",
     "/etc/oslogin_passwd.cache",
     "/etc/oslogin_passwd.cache.bak",
+    "/etc/oslogin_passwd.cache.bin",
     "/etc/oslogin_group.cache",
     "/etc/oslogin_group.cache.bak",
     "/etc/google_instance_id",
