@@ -382,6 +382,20 @@ async def test_while_the_cloud_is_asked_its_last_answer_counts(world: World) -> 
     looking.cancel()
 
 
+@pytest.mark.parametrize("what", ["problems", "prices"])
+async def test_machines_are_known_though_the_cloud_does_not_say_all(world: World, what: str) -> None:
+    await world.head.fleet.look()
+    world.cloud.size["p"] = 1
+
+    async def throttled() -> Any:
+        raise CloudError("Rate exceeded")
+
+    setattr(world.cloud, what, throttled)
+    assert await world.head.fleet.look() == []
+    assert world.head.fleet.names() == {"p-0"}
+    assert world.head.fleet.prices == world.cloud.price
+
+
 async def test_an_unfit_machine_is_replaced(world: World) -> None:
     """Said once, asked for once; what was asked for is in the bucket, so that a new head goes on counting."""
     job = await world.with_machines()

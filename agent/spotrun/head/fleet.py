@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 
 from spotrun.cloud.base import Cloud, Instance, Problem
@@ -9,6 +10,8 @@ from spotrun.errors import SpotrunError
 from spotrun.head import capacity
 from spotrun.head.repair import ALL_WELL, Outlook
 from spotrun.spec import ClusterSpec
+
+log = logging.getLogger(__name__)
 
 
 class Fleet:
@@ -21,20 +24,27 @@ class Fleet:
         self.problems: list[Problem] = []
         self.prices: dict[str, float] = {}
         self._cloud = cloud
+        self._priced = False  # whether `prices` is the cloud's word
         self._refused: set[str] = set()  # pools that did not take their last size
 
     async def look(self) -> list[Problem]:
-        """Ask the cloud; problems that are new. Raises `CloudError`, and knows nothing then."""
+        """Ask the cloud; problems that are new. Raises `CloudError` if machines are not known then.
+
+        Of problems and prices, what was known before stands when the cloud does not tell them.
+        """
         try:
-            sizes, found = await self._cloud.sizes(), await self._cloud.nodes()
-            problems, self.prices = await self._cloud.problems(), await self._cloud.prices()
+            self.sizes, found = await self._cloud.sizes(), await self._cloud.nodes()
         except SpotrunError:
             self.instances = None
             raise
-        known = {(problem.pool, problem.message) for problem in self.problems}
-        self.sizes, self.problems = sizes, problems
         self.instances = [instance for instance in found if self.cluster.pool(instance.pool)]
-        return [problem for problem in problems if (problem.pool, problem.message) not in known]
+        before = {(problem.pool, problem.message) for problem in self.problems}
+        try:
+            self.problems = await self._cloud.problems()
+            self.prices, self._priced = await self._cloud.prices(), True
+        except SpotrunError as error:
+            log.warning("%s", error)
+        return [problem for problem in self.problems if (problem.pool, problem.message) not in before]
 
     async def scale(
         self, needed: int, keep: Iterable[str], outlook: Outlook = ALL_WELL, leaving: Iterable[str] = ()
@@ -76,9 +86,8 @@ class Fleet:
         return {each.name for each in self.instances or () if pool in (None, each.pool)}
 
     def unpriced(self) -> list[str]:
-        """Pools whose machines cost nobody knows how much; none while the cloud has not been asked."""
-        known = self.instances is not None
-        return [pool.name for pool in self.cluster.pools if known and pool.name not in self.prices]
+        """Pools whose machines cost nobody knows how much; none while the cloud has not told any prices."""
+        return [pool.name for pool in self.cluster.pools if self._priced and pool.name not in self.prices]
 
     def state_of(self, node: str, heard: float) -> str | None:
         """The state of the machine that ran the agent last heard at `heard`; None if the cloud cannot be asked."""
