@@ -18,7 +18,7 @@ import zstandard
 from spotrun import shards
 from spotrun.node import code
 from spotrun.node.link import Link
-from spotrun.node.process import descendants
+from spotrun.node.process import OOM_SCORE, descendants
 from spotrun.store import Store, checkpoint_key, code_key, head_key, host_key
 from spotrun.wire import MAX_MESSAGE, HostRecord, Order, Report, SaveOrder, StateRef
 from tests.fakehead import FakeHead
@@ -344,6 +344,7 @@ async def test_packages_and_launcher(tmp_path: Path) -> None:
         (ready,) = await w.ready(bundle, [A])
         await w.begin(bundle, 1, [A])
         (running,) = await w.steps([A], 1, 3)
+        assert Path(f"/proc/{worker(running)}/oom_score_adj").read_text().strip() == OOM_SCORE
 
         # The launcher dies, and the workers with it; the agent starts another.
         (launcher,) = [p for p in descendants(w.machines[0].process.pid) if parent(p) == w.machines[0].process.pid]  # type: ignore[union-attr]

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from spotrun.node.process import OOM_SCORE
 from tests import terraform
 from tests.e2e import sites
 from tests.e2e.sites import Operator, Site
@@ -109,6 +110,7 @@ def as_worker(machine: str) -> dict[str, str]:
     worker = max(processes(machine, ROLES["node"]))
     status = Path(f"/proc/{worker}/status").read_text()
     fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+    assert Path(f"/proc/{worker}/oom_score_adj").read_text().strip() == OOM_SCORE
     return {name: fields[name] for name in ("NoNewPrivs", "Seccomp", "CapEff", "CapBnd")}
 
 

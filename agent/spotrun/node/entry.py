@@ -22,7 +22,7 @@ from typing import NoReturn
 
 from spotrun.control import EXIT_PEER, Control
 from spotrun.node import preload
-from spotrun.node.process import die_with_parent, kill_descendants
+from spotrun.node.process import die_with_parent, kill_descendants, offer_to_oom_killer
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ def run(task: Task) -> None:
     """Run the script in this process, a child of the forkserver. Returns only if it succeeds."""
     forked = time.time()
     die_with_parent(preload.SERVER)
+    offer_to_oom_killer()
     os.environ.update(task.env)
     control = Control(Path(task.control))
     rank = int(task.env["RANK"])

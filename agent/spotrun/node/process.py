@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
+OOM_SCORE = "500"  # of -1000 (never) to 1000 (first); what an agent's unit and a user's programs have is below
 
 
 def die_with_parent(parent: int) -> None:
@@ -20,6 +21,13 @@ def die_with_parent(parent: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent:
         os._exit(1)
+
+
+def offer_to_oom_killer() -> None:
+    """Have the kernel take this process, and what it starts, before others when memory runs out: before the agent above
+    all, from which it would have inherited its protection (proc(5), oom_score_adj)."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(OOM_SCORE)
 
 
 def descendants(pid: int) -> list[int]:
