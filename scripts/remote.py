@@ -17,7 +17,7 @@ from spotrun.cloud.local.layout import ensure_key
 from spotrun.errors import CloudError, NotFound, SpotrunError
 from spotrun.spec import ClusterSpec
 from spotrun.spec.names import bucket_url
-from spotrun.store import Store, cluster_key, head_key, host_key, queue_key
+from spotrun.store import Store, cluster_key, head_key, host_key, queue_key, replaced_key
 
 BOOT = 900.0  # seconds that a new head may take: its machine, its image's boot, its first look at the bucket
 _LISTED = 10  # names in a message
@@ -84,7 +84,7 @@ def down(cluster: ClusterSpec, file: str, everything: bool) -> str:
     made.destroy("pools")
     _refuse_leftovers(cluster)
     # Whoever looked at these now would take a cluster for up that is not.
-    store.delete([head_key(cluster.name), *_of_machines(cluster, store)])
+    store.delete([head_key(cluster.name), replaced_key(cluster.name), *_of_machines(cluster, store)])
     if not everything:
         rest = f"its network and its bucket stay, {store.url}; `{make(file, 'down', 'ALL=1')}` removes them too"
         return f"cluster {cluster.name} is down; {rest}"

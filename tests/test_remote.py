@@ -19,7 +19,17 @@ from scripts.stacks import Place
 from spotrun.errors import CloudError, CredentialsError, QuotaError, SpotrunError, StoreError
 from spotrun.spec import ClusterSpec
 from spotrun.spec.names import bucket_url
-from spotrun.store import Store, checkpoint_key, cluster_key, head_key, host_key, log_key, queue_key, unfit_key
+from spotrun.store import (
+    Store,
+    checkpoint_key,
+    cluster_key,
+    head_key,
+    host_key,
+    log_key,
+    queue_key,
+    replaced_key,
+    unfit_key,
+)
 from tests import fakegce, motoserver
 from tests.helpers import wait_for
 from tests.motoserver import Moto
@@ -247,7 +257,7 @@ def test_down(aws: Moto, made: stacks.Stacks, tmp_path: Path, monkeypatch: pytes
     """The pools go and what pointed to them; then, with ALL=1, the rest."""
     monkeypatch.setattr(stacks, "synthesize", lambda *_: made)  # it is slow, and has tests of its own
     store = bucket(tmp_path)
-    own = (head_key("c"), host_key("c", "head"), host_key("c", "i-1"), unfit_key("c", "i-1"))
+    own = (head_key("c"), replaced_key("c"), host_key("c", "head"), host_key("c", "i-1"), unfit_key("c", "i-1"))
     for key in (*own, "jobs/job-1/state.json"):
         store.put(key, b"{}")
     said = cluster.down(spec(tmp_path), False, file(tmp_path))
