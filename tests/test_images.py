@@ -9,6 +9,7 @@ import gzip
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -237,8 +238,10 @@ def options(unit: str) -> dict[str, list[str]]:
 @pytest.mark.parametrize(("unit", "role"), [("spotrun-agent.service", "node"), ("spotrun-head.service", "head")])
 def test_a_service_is_for_its_role_and_watched(unit: str, role: str) -> None:
     found = options(unit)
-    # Outside the sandbox: one that cannot be set up ends the program with a status that means "skip".
-    assert found["ExecCondition"] == [f"+/usr/lib/spotrun/role {role}"]
+    assert found["ConditionPathExists"] == [f"/run/spotrun-role/{role}"]
+    for key in ("Wants", "After"):
+        assert "spotrun-role.service" in " ".join(found[key]).split()
+    assert "ExecCondition" not in found  # it would be in the sandbox, and a failure of that mean "skip"
     assert found["Type"] == ["notify"]
     assert found["User"] == ["spotrun"]
     assert found["Restart"] == ["always"]
@@ -268,6 +271,19 @@ def test_a_service_is_sandboxed(unit: str, capsys: pytest.CaptureFixture[str]) -
     with capsys.disabled():
         print(f"\n{unit}: {score[1]} of 10, open: {', '.join(str(row['name']) for row in exposed)}")
     assert float(score[1]) < 5
+
+
+@pytest.mark.parametrize(("code", "expected"), [(0, ["head", "node"]), (1, []), (255, [])])
+def test_the_role_is_kept_for_the_services(code: int, expected: list[str], tmp_path: Path) -> None:
+    program = tmp_path / "role"
+    program.write_text(f"#!/bin/sh\nexit {code}\n")
+    program.chmod(0o755)
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    for line in options("spotrun-role.service")["ExecStart"]:
+        words = shlex.split(line.replace("/usr/lib/spotrun/role", str(program)).replace("/run/spotrun-role", str(kept)))
+        subprocess.run(words, check=True)
+    assert sorted(path.name for path in kept.iterdir()) == expected
 
 
 # The programs that units run

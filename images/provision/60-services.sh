@@ -6,6 +6,7 @@ source "${IMAGE:?}/provision/lib.sh"
 for program in role scratch await-end; do
     put 0755 "/usr/lib/spotrun/$program"
 done
+put 0644 /etc/systemd/system/spotrun-role.service
 for unit in spotrun-agent spotrun-head spotrun-scratch; do
     put 0644 "/etc/systemd/system/$unit.service"
     systemctl enable "$unit.service"

@@ -80,7 +80,8 @@ def test_units_are_enabled(image: Image) -> None:
 
 
 def test_units_are_valid(image: Image) -> None:
-    units = ["spotrun-agent.service", "spotrun-head.service", "spotrun-scratch.service", "spotrun-host-key.service"]
+    units = ["spotrun-role.service", "spotrun-agent.service", "spotrun-head.service"]
+    units += ["spotrun-scratch.service", "spotrun-host-key.service"]
     done = image.root.run("systemd-analyze", "verify", "--man=no", *units)
     assert (done.returncode, done.stdout) == (0, "")
 
