@@ -104,6 +104,7 @@ def _refuse_leftovers(cluster: ClusterSpec) -> None:
 
 
 def _machines(cluster: ClusterSpec) -> list[str]:
+    """Those that there are. Raises `CloudError` also if a single zone does not answer: it may have some."""
     nodes = cloud.ask(cluster, lambda each: each.nodes())
     return [node.name for node in nodes if node.state in ("provisioning", "running")]
 

@@ -77,7 +77,8 @@ class FakeGce:
     """The project. endpoint, environment: for clients, in this process or in others. All methods may be called from
     any thread but the fake's own, on which watchers are called.
 
-    calls: `service.method` of each request that came in. page: entries in one answer to a list, at the most.
+    calls: `service.method` of each request that came in. page: entries in one answer to a list, at the most. out: zones
+    that answer nothing but 503.
     """
 
     def __init__(self, project: str, times: Times, page: int) -> None:
@@ -85,6 +86,7 @@ class FakeGce:
         self.endpoint = ""
         self.calls: list[str] = []
         self.refused: list[str] = []
+        self.out: set[str] = set()  # zones whose endpoints do not answer
         self._failures: list[_Failure] = []
         self._watchers: list[Callable[[Event], None]] = []
         self._methods = Methods(project, times, page)
@@ -248,6 +250,8 @@ class FakeGce:
         try:
             route, parsed = self._parse(request, await request.text())
             self.calls.append(f"{route.service}.{route.method}")
+            if getattr(parsed, "zone", "") in self.out:
+                raise Refused(503, "backendError", f"zone {parsed.zone} is out")
             failure = self._failure(self.calls[-1])
             if failure is None or failure.done:
                 found = await self._methods.call(route.service, route.method, parsed)

@@ -9,6 +9,7 @@ import pytest
 
 from spotrun.cloud.base import Instance
 from spotrun.cloud.gcp import GcpCloud
+from spotrun.errors import PartialError
 from spotrun.spec import ClusterSpec
 from tests import fakegce
 from tests.fakegce import FakeGce
@@ -40,11 +41,20 @@ def project() -> Iterator[FakeGce]:
         yield fake
 
 
+async def listed(cloud: GcpCloud) -> list[Instance]:
+    """The machines of all zones that answer."""
+    try:
+        return await cloud.nodes()
+    except PartialError as error:
+        found: list[Instance] = error.known
+        return found
+
+
 async def running(cloud: GcpCloud, pool: str, count: int) -> list[Instance]:
     """The machines of a pool, once there are so many, and all run."""
 
     async def look() -> tuple[list[Instance]] | None:
-        found = [node for node in await cloud.nodes() if node.pool == pool]
+        found = [node for node in await listed(cloud) if node.pool == pool]
         return (found,) if [node.state for node in found] == ["running"] * count else None
 
     found = await await_for(look, what=f"{count} machines of {pool}")
@@ -62,7 +72,7 @@ async def successor(cloud: GcpCloud, old: Instance) -> Instance:
     """The machine that has come in another's place, once it runs."""
 
     async def look() -> Instance | None:
-        found = (node for node in await cloud.nodes() if node.name == old.name and node.id != old.id)
+        found = (node for node in await listed(cloud) if node.name == old.name and node.id != old.id)
         return next((node for node in found if node.state == "running"), None)
 
     found = await await_for(look, what=f"another {old.name}")

@@ -14,6 +14,11 @@ def pool(name: str, running: int = 0, size: int | None = None, most: int = 4, sh
     return Pool(name, most, running if size is None else size, names, short)
 
 
+def away(name: str, running: int = 0, size: int | None = None, most: int = 4) -> Pool:
+    """One whose zone does not answer."""
+    return replace(pool(name, running, size, most, short=True), away=True)
+
+
 ONE, LAST = frozenset({"a-0"}), frozenset({"a-3"})
 MEMBERS = frozenset({"a-0", "a-1", "a-2"})
 CASES: dict[str, tuple[Observation, Decision]] = {
@@ -99,6 +104,28 @@ CASES: dict[str, tuple[Observation, Decision]] = {
     "one is given up, another pool has room": (
         Observation((replace(pool("a", 4, most=8), useless=LAST), pool("b")), 4, MEMBERS),
         Decision({"b": 1}),
+    ),
+    "a zone does not answer: the next pool stands in for what is not known to be there": (
+        Observation((away("a", 1, 3), pool("b")), 3, ONE),
+        Decision({"b": 2}),
+    ),
+    "nothing is known of it, as when the head has just begun": (
+        Observation((away("a"), pool("b")), 3),
+        Decision({"b": 3}),
+    ),
+    "all of it is heard: nobody stands in": (Observation((away("a", 3), pool("b")), 3, MEMBERS), Decision({})),
+    "what is too much there stays": (Observation((away("a", 4), pool("b")), 2, ONE), Decision({})),
+    "what is too much elsewhere goes": (
+        Observation((pool("a", 3), away("b", 2)), 3, frozenset({"a-0", "b-0", "b-1"})),
+        Decision({}, ("a-2", "a-1")),
+    ),
+    "one there is given up": (
+        Observation((replace(away("a", 2, most=8), useless=ONE),), 2, frozenset({"a-1"})),
+        Decision({}),
+    ),
+    "the last job ended while a zone does not answer": (
+        Observation((away("a", 3), pool("b", 1)), 0),
+        Decision({"b": 0}),
     ),
     "what was never born is taken back by size": (
         Observation((pool("a", 3), pool("b", 0, 2)), 3),

@@ -9,15 +9,19 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 
+from scripts import remote
 from spotrun.cloud import prices
 from spotrun.cloud.base import Shortfall
-from spotrun.cloud.gcp import GcpCloud
-from spotrun.errors import CloudError
+from spotrun.cloud.gcp import GcpCloud, api
+from spotrun.errors import CloudError, PartialError
 from spotrun.head.fleet import Fleet
+from spotrun.head.repair import Outlook
 from spotrun.spec import ClusterSpec
+from spotrun.store import Store, host_key
 from tests import fakegce
 from tests.fakegce import Event, FakeGce
 from tests.helpers import await_for
@@ -274,6 +278,84 @@ async def test_the_head_turns_to_another_zone_and_back(cloud: GcpCloud, gce: Fak
     assert {m.id for m in members} <= {i.id for i in fleet.instances or ()}
     await fleet.scale(0, [])
     await await_for(lambda: [m.name.startswith("demo--head-") for m in gce.machines()] == [True])
+
+
+# A zone is out: each has endpoints of its own.
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(api.OPTIONS, "retry", api.OPTIONS["retry"].with_timeout(0.1))
+
+
+async def test_a_zone_that_does_not_answer(cloud: GcpCloud, gce: FakeGce, impatient: None) -> None:
+    """The others go on: what they have is told, and changed."""
+    first, second = await pool_of(cloud, "spot-a", 2)
+    await pool_of(cloud, "spot-b", 1)
+    gce.limit("demo--spot-b", 1)
+    await cloud.resize("spot-b", 2)
+    problems = await await_for(cloud.problems)
+    gce.out = {B}
+    with pytest.raises(PartialError, match=f"^machines in {B}: .*zone {B} is out") as caught:
+        await cloud.nodes()
+    assert {node.pool for node in caught.value.known} == {"head", "spot-a"}
+    assert caught.value.missing.keys() == {"spot-b"}
+    with pytest.raises(PartialError, match="pool spot-b: ") as caught:
+        await cloud.sizes()
+    assert caught.value.known == {"spot-a": 2, "steady": 0}
+    assert await cloud.problems() == problems
+    await cloud.recreate([first.name])
+    await successor(cloud, first)
+    await cloud.remove([second.name])
+    assert gce.size("demo--spot-a") == 1
+    await cloud.preempt(first.name)
+    with pytest.raises(CloudError, match=f"zone {B} is out"):
+        await cloud.remove(["demo--spot-b-0"])
+    with pytest.raises(CloudError, match=f"zone {B} is out"):
+        await cloud.kill("demo--spot-b-0")
+    gce.out = {A, B}
+    for question in (cloud.nodes, cloud.sizes, cloud.problems):
+        with pytest.raises(CloudError) as refused:
+            await question()
+        assert type(refused.value) is CloudError
+
+
+async def test_the_head_turns_to_another_zone_while_one_is_out(cloud: GcpCloud, gce: FakeGce, impatient: None) -> None:
+    """Two of three machines there are not heard any more; when the zone answers, all is as it was."""
+    fleet = Fleet(CLUSTER, cloud)
+    names = [node.name for node in await pool_of(cloud, "spot-a", 3)]
+    gce.out = {A}
+    fresh = Fleet(CLUSTER, cloud)
+    assert [problem.pool for problem in await fresh.look()] == ["spot-a", "steady"]
+    gce.out = set()
+    await fleet.look()
+    gce.out = {A}
+    found = await fleet.look()
+    assert [problem.message.partition(":")[0] for problem in found] == [f"zone {A} does not answer"] * 2
+    lost = Outlook(silent=frozenset(names[1:]))
+    await fleet.scale(3, names[:1], lost)
+    await running(cloud, "spot-b", 2)
+    await fleet.look()
+    await fleet.scale(3, names[:1], lost)
+    assert (gce.size("demo--spot-a"), gce.size("demo--spot-b")) == (3, 2)
+    assert fleet.names("spot-a") == set(names)
+    gce.out = set()
+    assert await fleet.look() == fleet.problems == []
+    await fleet.scale(3, names[:1])
+    assert (gce.size("demo--spot-a"), gce.size("demo--spot-b")) == (3, 0)
+
+
+def test_an_operator_takes_no_zone_for_empty_that_does_not_answer(
+    gce: FakeGce, impatient: None, tmp_path: Path
+) -> None:
+    store = Store(str(tmp_path))
+    store.put(host_key("demo", "demo--spot-b-0"), b"{}")
+    gce.out = {B}
+    with pytest.raises(CloudError, match=f"zone {B} is out"):
+        remote._refuse_leftovers(CLUSTER)
+    with pytest.raises(CloudError, match=f"zone {B} is out"):
+        remote._forget_gone(CLUSTER, store)
+    assert store.exists(host_key("demo", "demo--spot-b-0"))
 
 
 # Prices, quotas, and what an agent does not load.

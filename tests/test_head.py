@@ -7,12 +7,12 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 from spotrun.cloud.base import Instance, Problem
-from spotrun.errors import CloudError, SpotrunError, StoreError
+from spotrun.errors import CloudError, PartialError, SpotrunError, StoreError
 from spotrun.head import repair
 from spotrun.head.errands import Record
 from spotrun.head.head import Head
@@ -21,16 +21,20 @@ from spotrun.spec import ClusterSpec
 from spotrun.store import Store, epoch_key, job_key, queue_key, replaced_key
 from spotrun.wire import Failure, Notice, Order, Report, Worker
 
+T = TypeVar("T")
+
 CODE = "0" * 64
 JOB = {"name": "toy", "script": "train.py", "nodes": {"min": 2, "max": 2}}
 
 
 class MemoryCloud:
-    """Two pools; a resize is carried out at once, a recreate never is. refuse: pools that cannot be resized."""
+    """Two pools; a resize is carried out at once, a recreate never is. refuse: pools that cannot be resized. out:
+    pools whose zone does not answer: why."""
 
     def __init__(self) -> None:
         self.size = {"p": 0, "q": 0}
         self.refuse: set[str] = set()
+        self.out: dict[str, str] = {}
         self.price: dict[str, float] = {"p": 1.0, "q": 2.0}
         self.refusal = ""  # what a recreate is refused with
         self.hold = asyncio.Event()  # a recreate waits for it
@@ -39,13 +43,20 @@ class MemoryCloud:
 
     async def nodes(self) -> list[Instance]:
         names = [(pool, f"{pool}-{i}") for pool, size in self.size.items() for i in range(size)]
-        return [Instance(n, pool, "z", "127.0.0.1", "running", "spot", 1.0, n) for pool, n in names]
+        found = [Instance(n, pool, "z", "127.0.0.1", "running", "spot", 1.0, n) for pool, n in names]
+        return self.told([each for each in found if each.pool not in self.out])
 
     async def sizes(self) -> dict[str, int]:
-        return dict(self.size)
+        return self.told({pool: size for pool, size in self.size.items() if pool not in self.out})
+
+    def told(self, known: T) -> T:
+        if self.out:
+            raise PartialError(known, self.out)
+        return known
 
     async def resize(self, pool: str, size: int) -> None:
         self.calls.append(("resize", (pool, size)))
+        assert pool not in self.out
         if pool in self.refuse:
             raise CloudError(f"pool {pool}: no quota")
         self.size[pool] = size
@@ -394,6 +405,102 @@ async def test_machines_are_known_though_the_cloud_does_not_say_all(world: World
     assert await world.head.fleet.look() == []
     assert world.head.fleet.names() == {"p-0"}
     assert world.head.fleet.prices == world.cloud.price
+
+
+OUT = {"p": "machines in z: Google does not answer"}
+
+
+async def test_the_next_pool_stands_in_for_a_zone_that_does_not_answer(world: World) -> None:
+    """The members there are kept. What is not heard there does not count, but nothing of it is removed or replaced."""
+    job = await world.with_machines(min=1, max=2)
+    assert world.cloud.size == {"p": 2, "q": 0}
+    world.hear("p-0", job=job)
+    world.hear("p-1", job=job)
+    await world.turn(2)
+    world.cloud.out = OUT
+    await world.look()
+    assert world.cloud.size == {"p": 2, "q": 0}, "all that the generation counts on"
+    nodes = {node.name: node for node in world.head.agents.nodes(world.head.fleet)}
+    assert (nodes["p-0"].cloud, nodes["p-1"].cloud) == (None, None)
+    assert world.head.fleet.names() == {"p-0", "p-1"}
+    machines = world.head.agents.machines(world.head.fleet)
+    assert [each.state for each in machines] == ["unknown", "unknown"]
+    pools = {pool["name"]: pool for pool in world.head.status()["pools"]}
+    assert pools["p"]["problem"] == "zone local-a does not answer: machines in z: Google does not answer"
+    assert (pools["p"]["target"], pools["q"]["problem"]) == (2, None)
+    world.cloud.out = {"p": "machines in z: other words"}
+    await world.look()
+    assert sum("does not answer" in event["text"] for event in world.head.events) == 1
+
+    # One is lost: silent, and the other says so as well.
+    world.head.lose("p-1", world.sends["p-1"])
+    world.head.agents.seen["p-1"].heard -= 60
+    failure = Failure(kind="peer", rank=0, message="reset", at=time.time())
+    world.hear("p-0", job=job, phase="ready", generation=1, failure=failure)
+    await world.turn(2)
+    assert world.head.job is not None
+    assert [m.node for m in world.head.job.last] == ["p-0"]
+    await world.look()
+    assert world.cloud.size == {"p": 2, "q": 1}
+    assert not [call for call in world.cloud.calls if call[0] != "resize"]
+
+    world.cloud.out = {}
+    await world.head.fleet.look()
+    assert world.head.fleet.problems == []
+    assert {node.cloud for node in world.head.agents.nodes(world.head.fleet)} == {"running"}
+
+
+async def test_a_head_that_has_never_known_a_zone(world: World) -> None:
+    """It does not take the members there for gone, nor anybody of another zone for there."""
+    job = await world.started()
+    world.new_head()
+    world.cloud.out = OUT
+    world.cloud.size["q"] = 1
+    await world.head.fleet.look()
+    assert world.head.fleet.names() == {"q-0"}
+    assert world.head.fleet.state_of("p-0", 2.0) is None, "who knows whose it is"
+    assert world.head.fleet.state_of("p-0", 2.0, "p") is None
+    assert world.head.fleet.state_of("q-1", 2.0, "q") == "gone"
+    assert world.head.fleet.state_of("q-0", 2.0) == "running"
+    await world.turn()
+    assert world.head.job is not None
+    assert world.head._view(time.time()).vanished == frozenset()
+    world.hear("p-0", job=job.id)
+    world.head.lose("p-0", world.sends["p-0"])
+    world.head._forget()
+    assert "p-0" in world.head.agents.seen
+    assert world.head.job.current == job.current
+    await world.look()
+    assert world.cloud.size == {"p": 0, "q": 2}
+
+
+async def test_what_was_known_of_a_zone_outlasts_an_outage_of_all(world: World) -> None:
+    world.cloud.size["p"] = 2
+    await world.head.fleet.look()
+
+    async def refuse() -> Any:
+        raise CloudError("no way")
+
+    told, world.cloud.nodes = world.cloud.nodes, refuse  # type: ignore[method-assign]
+    with pytest.raises(CloudError, match="no way"):
+        await world.head.fleet.look()
+    assert world.head.fleet.state_of("p-0", 2.0) is None
+    world.cloud.nodes, world.cloud.out = told, OUT  # type: ignore[method-assign]
+    await world.head.fleet.look()
+    assert world.head.fleet.names() == {"p-0", "p-1"}
+    assert world.head.fleet.sizes == {"p": 2, "q": 0}
+
+
+async def test_machines_of_a_zone_that_did_not_answer_go_once_it_does(world: World) -> None:
+    await world.head.journal.read_queue()
+    world.cloud.size["p"] = 2
+    await world.head.fleet.look()
+    world.cloud.out = OUT
+    await world.look()
+    assert world.cloud.calls == []
+    world.cloud.out = {}
+    await world.look()
+    assert world.cloud.size == {"p": 0, "q": 0}
 
 
 async def test_an_unfit_machine_is_replaced(world: World) -> None:

@@ -72,6 +72,10 @@ def left(*members: str, **changes: Any) -> JobState:
 BAD = Recreate(A, "p", WHY, MADE)
 TWO = (booting(A), booting(B))
 CASES: dict[str, tuple[View, tuple[Recreate, ...]]] = {
+    "one that is unfit, in a zone that does not answer": (
+        view(waiting(), unfit(A), machines=(machine(A, state="unknown"),)),
+        (),
+    ),
     "one that is unfit": (view(waiting(), unfit(A), machines=(machine(A),)), (BAD,)),
     "one that is fit": (view(waiting(), spare(A, heard=NOW), machines=(machine(A),)), ()),
     "one that is unfit while others train": (
@@ -338,6 +342,27 @@ def test_others_stand_in_only_for_machines_that_are_given_up() -> None:
     assert repair.outlook(spent).coming == set()
     late = replace(fresh, nodes=(unfit(A, since=NOW - BOOT_TIMEOUT),))
     assert repair.outlook(late).coming == set(), "nothing came of it"
+
+
+def test_nobody_comes_in_the_place_of_one_in_a_zone_that_does_not_answer() -> None:
+    seen = repair.outlook(view(waiting(), unfit(A), machines=(machine(A, state="unknown"),)))
+    assert (seen.useless, seen.coming) == ({A}, set())
+
+
+@pytest.mark.parametrize(
+    ("seen", "expected"),
+    [
+        (view(waiting(), spare(A, heard=NOW), machines=(machine(A),)), set()),
+        (view(waiting(), spare(A, heard=NOW - 1, linked=False), machines=(machine(A),)), set()),
+        (view(waiting(), spare(A, heard=NOW - 60), machines=(machine(A), machine(B))), {A, B}),
+        (view(job(A, B), node(A, heard=NOW - 60), machines=(machine(A), machine(B), machine(C))), {C}),
+        (view(left(A), machines=(machine(A),)), {A}),
+        (view(left(A), machines=(machine(A),), awake_since=NOW - 1), set()),
+    ],
+    ids=["heard", "until a moment ago", "not heard", "the generation counts on it", "its last", "a new head"],
+)
+def test_machines_that_are_not_heard(seen: View, expected: set[str]) -> None:
+    assert repair.outlook(seen).silent == expected
 
 
 def test_machines_that_have_not_shown_what_they_are_good_for() -> None:

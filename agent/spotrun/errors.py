@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 
 class SpotrunError(Exception):
     """Root of the tree: something went wrong that the message explains, with what to do about it."""
@@ -29,6 +32,17 @@ class LinkError(SpotrunError):
 
 class CloudError(SpotrunError):
     """The cloud refused. Subclasses tell apart what the caller must treat differently."""
+
+
+class PartialError(CloudError):
+    """Some pools could not be asked about, as when a zone is out.
+
+    known: the answer as far as it goes, of the type that the method returns. missing: pool → why it is not in it.
+    """
+
+    def __init__(self, known: Any, missing: Mapping[str, str]) -> None:
+        super().__init__("; ".join(dict.fromkeys(missing.values())))
+        self.known, self.missing = known, dict(missing)
 
 
 class StockoutError(CloudError):

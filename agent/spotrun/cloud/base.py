@@ -57,10 +57,10 @@ class Cloud(Protocol):
     """Pools and their nodes. Every method raises `CloudError` when the cloud refuses or does not answer."""
 
     async def nodes(self) -> list[Instance]:
-        """Every machine of the cluster, the head's (pool `head`) too."""
+        """Every machine of the cluster, the head's (pool `head`) too. Raises `PartialError` if some zones are out."""
 
     async def sizes(self) -> dict[str, int]:
-        """The size that each pool was told to have; without the head's."""
+        """The size that each pool was told to have; without the head's. Raises `PartialError` as `nodes` does."""
 
     async def resize(self, pool: str, size: int) -> None:
         """Tell a pool how many machines to have. Returns before it has them."""
@@ -78,7 +78,7 @@ class Cloud(Protocol):
         """Dollars for an hour of one machine of each pool."""
 
     async def problems(self) -> list[Problem]:
-        """What keeps pools from their sizes at this moment."""
+        """What keeps pools from their sizes at this moment; the last known where one pool's zone does not answer."""
 
     async def shortfalls(self) -> list[Shortfall]:
         """Quotas that do not let the pools have all the machines that the cluster file allows."""

@@ -98,8 +98,9 @@ class Agents:
 
     def nodes(self, fleet: Fleet) -> tuple[Node, ...]:
         """Each as decisions see it."""
+        states = {name: fleet.state_of(name, seen.heard, seen.report.pool) for name, seen in self.seen.items()}
         return tuple(
-            Node(seen.report, seen.send is not None, seen.heard, fleet.state_of(name, seen.heard), seen.since)
+            Node(seen.report, seen.send is not None, seen.heard, states[name], seen.since)
             for name, seen in self.seen.items()
         )
 
@@ -110,7 +111,8 @@ class Agents:
         for each in fleet.instances or ():
             seen = self.seen.get(each.name)
             answered = seen.answered if seen else 0.0
-            found.append(Machine(each.name, each.pool, each.state, each.created, answered, kinds[each.pool] or ""))
+            state = "unknown" if each.pool in fleet.away else each.state
+            found.append(Machine(each.name, each.pool, state, each.created, answered, kinds[each.pool] or ""))
         return tuple(found)
 
 

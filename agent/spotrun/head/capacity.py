@@ -21,6 +21,7 @@ class Pool:
     whether they are fit. closed: it is to have no machines, as none would serve. leaving: machines under notice: their
     successors are asked for now, of the same pool and as far as it has room. A full one gets them from its group a
     little later, and nobody stands in meanwhile: whoever does becomes a member, and stays, at another pool's price.
+    away: its zone does not answer. Nothing is asked of it; `running` is only what is known to be there all the same.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Pool:
     leaving: int = 0
     coming: frozenset[str] = frozenset()
     unproven: frozenset[str] = frozenset()
+    away: bool = False
 
     @property
     def given_up(self) -> frozenset[str]:
@@ -66,7 +68,7 @@ class Decision:
 def decide(seen: Observation) -> Decision:
     """Sizes for the pools, changed ones only."""
     if seen.needed == 0:
-        return Decision({pool.name: 0 for pool in seen.pools if pool.size})
+        return Decision({pool.name: 0 for pool in seen.pools if pool.size and not pool.away})
     sizes = _sizes(seen)
     # A pool may say at one look that it is short and not at the next: what is there goes only once it is too much.
     excess = max(0, sum(pool.serving for pool in seen.pools) - seen.needed)
@@ -96,6 +98,10 @@ def _sizes(seen: Observation) -> dict[str, int]:
     kept = {pool.name: len(seen.keep.intersection(pool.running)) for pool in seen.pools}
     missing = seen.needed - sum(kept.values())  # those stay, wherever they are
     for pool in seen.pools:
+        if pool.away:
+            sizes[pool.name] = pool.size
+            missing -= pool.serving - kept[pool.name]
+            continue
         most = kept[pool.name] if pool.closed else max(pool.max, kept[pool.name])
         want = min(most, kept[pool.name] + max(missing, 0))
         sizes[pool.name] = want + max(0, min(pool.leaving, most - want))
@@ -104,7 +110,7 @@ def _sizes(seen: Observation) -> dict[str, int]:
         missing -= (min(want, pool.serving) if lacking else want) - kept[pool.name]
     for pool in seen.pools:
         # No pool stands in: a machine more in the place of each useless one, which goes when that one serves.
-        if missing > 0 and pool.given_up and not pool.closed:
+        if missing > 0 and pool.given_up and not pool.closed and not pool.away:
             extra = min(len(pool.given_up), EXTRA, max(0, pool.max - sizes[pool.name]))
             sizes[pool.name] += extra
             missing -= extra

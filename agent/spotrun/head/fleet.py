@@ -2,49 +2,71 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Iterable
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TypeVar
 
 from spotrun.cloud.base import Cloud, Instance, Problem
-from spotrun.errors import SpotrunError
+from spotrun.errors import PartialError, SpotrunError
 from spotrun.head import capacity
 from spotrun.head.repair import ALL_WELL, Outlook
 from spotrun.spec import ClusterSpec
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 
 class Fleet:
-    """The pools of one cluster. instances is None while the cloud cannot be asked."""
+    """The pools of one cluster. instances is None while the cloud cannot be asked.
+
+    away: pools that it cannot be asked about, as their zone is out, and since when. Of those, `instances` and `sizes`
+    are the last known ones, nothing is asked for, and others stand in for what is not heard there.
+    """
 
     def __init__(self, cluster: ClusterSpec, cloud: Cloud) -> None:
         self.cluster = cluster
         self.instances: list[Instance] | None = None
         self.sizes: dict[str, int] = {}
-        self.problems: list[Problem] = []
+        self.away: dict[str, Problem] = {}
         self.prices: dict[str, float] = {}
         self._cloud = cloud
+        self._listed: list[Instance] = []  # the last known, also while the whole cloud does not answer
+        self._problems: list[Problem] = []  # as the cloud told them last
         self._priced = False  # whether `prices` is the cloud's word
         self._refused: set[str] = set()  # pools that did not take their last size
 
     async def look(self) -> list[Problem]:
         """Ask the cloud; problems that are new. Raises `CloudError` if machines are not known then.
 
-        Of problems and prices, what was known before stands when the cloud does not tell them.
+        Of problems and prices, and of pools whose zone is out, what was known before stands.
         """
+        before = {(problem.pool, problem.message) for problem in self.problems}
         try:
-            self.sizes, found = await self._cloud.sizes(), await self._cloud.nodes()
+            # At once: a zone that is out takes each of them a while.
+            (sizes, unsized), (found, unlisted) = await asyncio.gather(
+                _known(self._cloud.sizes), _known(self._cloud.nodes)
+            )
         except SpotrunError:
             self.instances = None
             raise
-        self.instances = [instance for instance in found if self.cluster.pool(instance.pool)]
-        before = {(problem.pool, problem.message) for problem in self.problems}
+        self._note_away(unsized | unlisted)
+        self.sizes = {pool: size for pool, size in self.sizes.items() if pool in unsized} | sizes
+        last = [instance for instance in self._listed if instance.pool in unlisted]
+        self.instances = self._listed = [each for each in (*last, *found) if self.cluster.pool(each.pool)]
         try:
-            self.problems = await self._cloud.problems()
+            self._problems = await self._cloud.problems()
             self.prices, self._priced = await self._cloud.prices(), True
         except SpotrunError as error:
             log.warning("%s", error)
         return [problem for problem in self.problems if (problem.pool, problem.message) not in before]
+
+    @property
+    def problems(self) -> list[Problem]:
+        """What keeps pools from their sizes, as far as is known."""
+        return [each for each in self._problems if each.pool not in self.away] + list(self.away.values())
 
     async def scale(
         self, needed: int, keep: Iterable[str], outlook: Outlook = ALL_WELL, leaving: Iterable[str] = ()
@@ -89,19 +111,37 @@ class Fleet:
         """Pools whose machines cost nobody knows how much; none while the cloud has not told any prices."""
         return [pool.name for pool in self.cluster.pools if self._priced and pool.name not in self.prices]
 
-    def state_of(self, node: str, heard: float) -> str | None:
-        """The state of the machine that ran the agent last heard at `heard`; None if the cloud cannot be asked."""
+    def state_of(self, node: str, heard: float, pool: str | None = None) -> str | None:
+        """The state of the machine that ran the agent last heard at `heard`; None if the cloud cannot be asked.
+
+        pool: as that agent said; None: not known, so that any which is away may have it.
+        """
         if self.instances is None:
             return None
         instance = next((each for each in self.instances if each.name == node), None)
+        pool = instance.pool if instance else pool
+        if pool in self.away or (pool is None and self.away):
+            return None
         # A machine made after this agent was last heard is its successor.
         return "gone" if instance is None or instance.created > heard else instance.state
+
+    def _note_away(self, missing: dict[str, str]) -> None:
+        now, before = time.time(), self.away  # the first words stay: the next ones are news of nothing
+        self.away = {
+            pool.name: before.get(pool.name)
+            or Problem(pool.name, "other", f"zone {pool.zone} does not answer: {missing[pool.name]}", now)
+            for pool in self.cluster.pools
+            if pool.name in missing
+        }
 
     def _observe(
         self, needed: int, keep: frozenset[str], outlook: Outlook, leaving: frozenset[str]
     ) -> capacity.Observation:
         short = {problem.pool for problem in self.problems} | self._refused
-        names = {pool.name: frozenset(self.names(pool.name)) for pool in self.cluster.pools}
+        names = {
+            pool.name: frozenset(self.names(pool.name)) - (outlook.silent if pool.name in self.away else frozenset())
+            for pool in self.cluster.pools
+        }
         pools = tuple(
             capacity.Pool(
                 name=pool.name,
@@ -114,7 +154,16 @@ class Fleet:
                 leaving=len(leaving & names[pool.name]),
                 coming=outlook.coming & names[pool.name],
                 unproven=(outlook.unproven & names[pool.name]) - keep,
+                away=pool.name in self.away,
             )
             for pool in self.cluster.pools
         )
         return capacity.Observation(pools, needed, keep)
+
+
+async def _known(question: Callable[[], Awaitable[T]]) -> tuple[T, dict[str, str]]:
+    """What the cloud knows, and the pools that it could not be asked about: why."""
+    try:
+        return await question(), {}
+    except PartialError as error:
+        return error.known, error.missing

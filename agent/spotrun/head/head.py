@@ -346,4 +346,5 @@ class Head:
     def _forget(self) -> None:
         """Drop agents whose machines are gone for good, unless the generation still counts on them."""
         members = {member.node for member in self.job.current.members} if self.job and self.job.current else set()
-        self.agents.forget(self.fleet.names() | members)
+        unknown = {name for name, seen in self.agents.seen.items() if seen.report.pool in self.fleet.away}
+        self.agents.forget(self.fleet.names() | members | unknown)

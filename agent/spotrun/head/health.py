@@ -60,6 +60,7 @@ class Node:
 class Machine:
     """A machine of a pool as the cloud lists it.
 
+    state: as in `Instance`; `unknown` of one that was listed until its zone ceased to answer.
     answered: when its agent, or a predecessor's of the same name, was last heard to say more than that it is checking.
     kind: the machine type.
     """

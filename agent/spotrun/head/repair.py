@@ -10,8 +10,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from spotrun.head.health import ALONE, Machine, Node, View
+from spotrun.head import health
+from spotrun.head.health import ALONE, REJOIN, Machine, Node, View
 from spotrun.head.state import Recreate, Replacement
+from spotrun.spec import JobSpec
 
 # Seconds from a machine's creation until its agent has said whether it is fit: what Kubernetes' cluster autoscaler
 # gives a node (`--max-node-provision-time`, 15 minutes), twice that on bare metal, for which this is known to be too
@@ -41,13 +43,16 @@ class Outlook:
     """What capacity must know.
 
     useless: machines that no job can count on. coming: those of them in whose place others are expected. unproven:
-    machines that have not shown yet whether they are fit. closed: pools that are to have no machines for now.
+    machines that have not shown yet whether they are fit. closed: pools that are to have no machines for now. silent:
+    machines that are not heard and that the generation does not count on; of a pool whose zone does not answer, nothing
+    else says whether they are still there.
     """
 
     useless: frozenset[str] = frozenset()
     coming: frozenset[str] = frozenset()
     unproven: frozenset[str] = frozenset()
     closed: frozenset[str] = frozenset()
+    silent: frozenset[str] = frozenset()
 
 
 ALL_WELL = Outlook()
@@ -112,7 +117,8 @@ def outlook(view: View) -> Outlook:
     bad, spent = useless(view), exhausted(view)
     patience = {each.name: boot_timeout(each.kind) for each in view.machines}
     # Another pool's machine becomes a member, and stays, at that pool's price: not for a machine that is soon replaced.
-    coming = (name for name, each in bad.items() if each.pool not in spent and view.now - each.since < patience[name])
+    asked = {each.name for each in view.machines if each.state != "unknown"}  # of no other is one on its way
+    coming = (n for n in asked & bad.keys() if bad[n].pool not in spent and view.now - bad[n].since < patience[n])
     undecided = {node.name for node in view.nodes if node.report.phase in ("checking", "unfit")}
     unproven = {each.name for each in view.machines if not each.joined or each.name in undecided}
     return Outlook(
@@ -120,6 +126,7 @@ def outlook(view: View) -> Outlook:
         coming=frozenset(coming),
         unproven=frozenset(unproven.difference(bad)),
         closed=closed(view),
+        silent=_silent(view),
     )
 
 
@@ -163,6 +170,18 @@ def problems(view: View) -> dict[str, str]:
         why = f"{len(recent)} machines took no job and were replaced, the last since: {recent[-1].why}"
         found[pool] = f"{why}; no more are before {until} UTC"
     return found
+
+
+def _silent(view: View) -> frozenset[str]:
+    spec = JobSpec.model_validate(view.job.spec)
+    members = {member.node for member in view.job.current.members} if view.job.current else set()
+    known = {node.name: node for node in view.nodes}
+    never = view.now - view.awake_since > REJOIN  # until then a new head has not heard of what is there
+    return frozenset(
+        each.name
+        for each in view.machines
+        if each.name not in members and (health.silent(view, known[each.name], spec) if each.name in known else never)
+    )
 
 
 def _useless(view: View, machine: Machine, node: Node | None) -> Useless | None:

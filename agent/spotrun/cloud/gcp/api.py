@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 ENDPOINT = "GOOGLE_COMPUTE_CUSTOM_ENDPOINT"  # the variable of Terraform's google provider
 _SCOPE = "https://www.googleapis.com/auth/cloud-platform"
-_THREADS = 4
+_THREADS = 16  # a zone that hangs holds one for each of its pools, and the others must not wait for those
 _ATTEMPT = 10.0  # seconds for one request
 _PATIENCE = 20.0  # seconds for a request with its retries
 _LIMIT = 30.0  # seconds for a call, which may be of several pages

@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from functools import partial
+from typing import TypeVar
 
 from google.cloud import compute_v1
 
@@ -21,9 +22,11 @@ from spotrun.cloud.base import Instance, Problem, Shortfall
 from spotrun.cloud.gcp import quota
 from spotrun.cloud.gcp.api import OPTIONS, Api, Clients
 from spotrun.cloud.gcp.machines import Failure, Member, diagnose, failure, instance, member
-from spotrun.errors import CloudError, GoneError
+from spotrun.errors import CloudError, GoneError, PartialError
 from spotrun.spec import ClusterSpec, PoolSpec
 from spotrun.spec.names import CLUSTER, HEAD, group
+
+T = TypeVar("T")
 
 NOTICE = 30.0  # seconds, the only notice that there is
 _AT_ONCE = 1000  # machines that one request may name
@@ -41,14 +44,19 @@ class GcpCloud:
     async def nodes(self) -> list[Instance]:
         # Zone by zone: an aggregated list leaves out, without an error, what Google cannot reach at the moment.
         zones = sorted(set(self._zones.values()))
-        found = await asyncio.gather(*(self._nodes_in(zone) for zone in zones))
-        return sorted((each for part in found for each in part), key=lambda each: each.name)
+        found, silent = await _ask_each({zone: self._nodes_in(zone) for zone in zones})
+        known = sorted((each for part in found.values() for each in part), key=lambda each: each.name)
+        if silent:
+            raise PartialError(known, {p: str(silent[zone]) for p, zone in self._zones.items() if zone in silent})
+        return known
 
     async def sizes(self) -> dict[str, int]:
         """As in the protocol. Pools that Terraform has not made are absent."""
-        names = [pool.name for pool in self.cluster.pools]
-        found = dict(zip(names, await asyncio.gather(*map(self._size_if_any, names)), strict=True))
-        return {name: size for name, size in found.items() if size is not None}
+        found, silent = await _ask_each({pool.name: self._size_if_any(pool.name) for pool in self.cluster.pools})
+        known = {name: size for name, size in found.items() if size is not None}
+        if silent:
+            raise PartialError(known, {name: str(error) for name, error in silent.items()})
+        return known
 
     async def resize(self, pool: str, size: int) -> None:
         spec = self._pool(pool)
@@ -116,8 +124,9 @@ class GcpCloud:
         return {name: price for name, price in found.items() if price is not None}
 
     async def problems(self) -> list[Problem]:
-        found = await asyncio.gather(*map(self._problems_of, self.cluster.pools))
-        return [problem for part in found for problem in part]
+        found, silent = await _ask_each({pool.name: self._problems_of(pool) for pool in self.cluster.pools})
+        known = found | {name: self._problems.get(name, []) for name in silent}
+        return [problem for pool in self.cluster.pools for problem in known[pool.name]]
 
     async def shortfalls(self) -> list[Shortfall]:
         """As in the protocol, for the head's machine too; asked of the project's and the region's quotas."""
@@ -245,23 +254,42 @@ class GcpCloud:
         return pool
 
     async def _find(self, name: str) -> Instance:
-        nodes = await self.nodes()
+        silent: CloudError | None = None
+        try:
+            nodes = await self.nodes()
+        except PartialError as error:
+            nodes, silent = error.known, error
         found = next((n for n in nodes if name in (n.name, n.id) or name == n.pool == HEAD), None)
         if found is None:
-            raise _unknown(name, (node.name for node in nodes))
+            raise silent or _unknown(name, (node.name for node in nodes))
         return found
 
     async def _find_members(self, names: Sequence[str]) -> dict[str, list[Member]]:
         """By pool. Asked of the groups: they know machines that are being made as well. Raises if one is unknown."""
-        pools = list(self._zones)
-        known = dict(zip(pools, await asyncio.gather(*map(self._members, pools)), strict=True))
+        known, silent = await _ask_each({pool: self._members(pool) for pool in self._zones})
         found: dict[str, list[Member]] = {}
         for name in names:
-            each = next(((p, m) for p in pools for m in known[p] if name in (m.name, m.id) or name == p == HEAD), None)
+            each = next(((p, m) for p in known for m in known[p] if name in (m.name, m.id) or name == p == HEAD), None)
             if each is None:
+                if silent:  # it may be there
+                    raise next(iter(silent.values()))
                 raise _unknown(name, (m.name for members in known.values() for m in members))
             found.setdefault(each[0], []).append(each[1])
         return found
+
+
+async def _ask_each(questions: Mapping[str, Awaitable[T]]) -> tuple[dict[str, T], dict[str, CloudError]]:
+    """The answers, and what others were refused with. Raises the first refusal if there is no answer at all."""
+    said = dict(zip(questions, await asyncio.gather(*questions.values(), return_exceptions=True), strict=True))
+    refused = {name: each for name, each in said.items() if isinstance(each, CloudError)}
+    found: dict[str, T] = {}
+    for name, each in said.items():
+        if isinstance(each, BaseException):
+            if name not in refused or len(refused) == len(said):
+                raise each
+        else:
+            found[name] = each
+    return found, refused
 
 
 def _unknown(name: str, known: Iterable[str]) -> CloudError:
