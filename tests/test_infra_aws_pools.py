@@ -44,7 +44,8 @@ def fabric(tmp_path_factory: pytest.TempPathFactory) -> Cluster:
     pools = "".join(
         f"  - {{name: {machine.replace('.', '-')}, zone: us-east-1a, machine: {machine}}}\n" for machine in efa.TABLE
     )
-    return of(described(f"{HEADER}network: {{efa: true}}\npools:\n{pools}", tmp_path_factory.mktemp("fabric")))
+    text = f"{HEADER}image: mine\nnetwork: {{efa: true}}\npools:\n{pools}"
+    return of(described(text, tmp_path_factory.mktemp("fabric")))
 
 
 def template(cluster: Cluster, pool: str) -> Any:

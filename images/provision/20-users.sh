@@ -12,9 +12,9 @@ chmod 0700 /home/spotrun
 usermod --append --groups systemd-journal spotrun
 
 # Everyone who comes in over SSH is in this group for as long as the session lasts, whatever account they have: OS Login
-# invents one for each. Who may come in is a matter of IAM alone.
+# invents one for each. Who may come in is a matter of IAM alone. They read the journal: it is what they come for.
 getent group spotrun-operators >/dev/null || groupadd --system spotrun-operators
-line='sshd;*;*;Al0000-2400;spotrun-operators'
+line='sshd;*;*;Al0000-2400;spotrun-operators,systemd-journal'
 grep -qxF "$line" /etc/security/group.conf || echo "$line" >>/etc/security/group.conf
 put 0440 /etc/sudoers.d/spotrun
 visudo --check --quiet --file=/etc/sudoers.d/spotrun

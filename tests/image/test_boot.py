@@ -66,7 +66,7 @@ def test_machines_boot_and_train(site: Site, image: Image, tmp_path: Path) -> No
     assert preempt is not None, f"the notice was seen, and the power button did not end the agent\n{said}"
     assert preempt[-1] == "0", f"no step is lost with notice\n{said}"
     gone = consoles(tmp_path)[preempt[1]]
-    assert ("the agent has 22 s to drain" in gone) == (image.cloud == "gcp"), gone[-3000:]
+    assert ("the agent has 19 s to drain" in gone) == (image.cloud == "gcp"), gone[-3000:]
 
     # A head that hangs is started again: it gives systemd no sign of life.
     (pid,) = processes(head, ROLES["head"])
@@ -93,7 +93,8 @@ def check(operator: Operator, role: str, machine: str) -> None:
     """What an operator sees who logs in: all units that were to start have started, and those of the other role not."""
     other = ROLES["node" if role == "head" else "head"]
     where = ("--node", "head" if role == "head" else machine)
-    ask = f"systemctl --failed --plain --no-legend; systemctl is-active {ROLES[role]} {other}; id -nG; hostname"
+    ask = f"systemctl --failed --plain --no-legend; systemctl is-active {ROLES[role]} {other}; id -nG; hostname;"
+    ask += f"journalctl --quiet --unit {ROLES[role]} --grep 'listens on|linked to the head'"
     done = operator.fab("run", "--cmd", ask, *where)
     words = done.stdout.split()
     assert "failed" not in words, done.stdout
@@ -101,6 +102,7 @@ def check(operator: Operator, role: str, machine: str) -> None:
     assert "inactive" in words, done.stdout
     assert machine in done.stdout
     assert "spotrun-operators" in words
+    assert "listens on" in done.stdout or "linked to the head" in done.stdout, f"the journal can be read\n{done.stdout}"
     refused = operator.fab("run", "--cmd", "sudo -n true", *where)
     assert re.search("a password is required|not allowed", refused.stdout + refused.stderr)
 

@@ -62,7 +62,7 @@ def said(image: Image, *command: str) -> str:
 
 def test_the_second_time_changes_nothing(image: Image) -> None:
     """The scripts ran twice; had that failed, nothing here would run."""
-    for line in ("sshd;*;*;Al0000-2400;spotrun-operators", "auth optional pam_group.so"):
+    for line in ("sshd;*;*;Al0000-2400;spotrun-operators,systemd-journal", "auth optional pam_group.so"):
         text = image.root.path("/etc/security/group.conf" if ";" in line else "/etc/pam.d/sshd").read_text()
         assert text.count(f"\n{line}\n") == 1
     assert image.root.path("/etc/chrony/chrony.conf").read_text().count("# # pool") == 0
@@ -258,7 +258,8 @@ ssh -F none -i mine -o UserKnownHostsFile=/run/known -o BatchMode=yes -o Connect
     [
         ("alice", "spotrun ctl status", "no head runs on this machine"),
         ("alice", "sudo -n -u spotrun id", "a password is required"),
-        ("alice", "id -nG", "alice spotrun-operators"),
+        ("alice", "id -nG", "spotrun-operators"),
+        ("alice", "id -nG", "systemd-journal"),
         ("spotrun", "spotrun ctl jobs", "no head runs on this machine"),
     ],
 )

@@ -41,6 +41,7 @@ IMAGE_GB = 30
 # AWS, accelerator types in Google Cloud (each also as a virtual workstation, -vws).
 _OLD_GPUS = {
     "p3": "V100",
+    "p3dn": "V100",
     "nvidia-tesla-k80": "K80",
     "nvidia-tesla-p4": "P4",
     "nvidia-tesla-p100": "P100",

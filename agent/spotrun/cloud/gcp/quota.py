@@ -15,9 +15,9 @@ from google.cloud import compute_v1
 
 from spotrun.cloud.base import Market, Shortfall
 from spotrun.spec import ClusterSpec, PoolSpec
+from spotrun.spec.cluster import IMAGE_GB
 from spotrun.spec.names import HEAD
 
-_HEAD_DISK = 20  # GB, about what the image is
 # vCPUs of machine types whose name does not end with their number.
 # https://cloud.google.com/compute/docs/accelerator-optimized-machines and …/general-purpose-machines
 _VCPUS = {
@@ -77,7 +77,7 @@ def compare(cluster: ClusterSpec, quotas: Mapping[str, Quota], running: Mapping[
 
     running: machines that the cluster has, by pool. What these use is not somebody else's.
     """
-    head = PoolSpec(name="x", zone=cluster.head.zone, machine=cluster.head.machine, market="on-demand", disk=_HEAD_DISK)
+    head = PoolSpec(name="x", zone=cluster.head.zone, machine=cluster.head.machine, market="on-demand", disk=IMAGE_GB)
     pools = {HEAD: head, **{pool.name: pool for pool in cluster.pools}}
     needs = {name: _needs(shape(pool), pool.market, quotas) for name, pool in pools.items()}
     own: dict[str, float] = {}
