@@ -18,8 +18,8 @@ from spotrun.node.fitness import Facts
 from spotrun.node.gate import Gate, check
 from spotrun.node.metadata import Identity, detect
 from spotrun.notify import Systemd
-from spotrun.store import Store, host_key, unfit_key
-from spotrun.wire import Order, Report, UnfitRecord
+from spotrun.store import Store, checkpoint_key, host_key, unfit_key
+from spotrun.wire import Order, Report, SaveOrder, UnfitRecord
 from tests.fakehead import FakeMetadata
 from tests.fakenode import Machine, World, world
 from tests.helpers import await_for
@@ -98,6 +98,40 @@ async def test_what_goes_on_while_the_gate_does(tmp_path: Path) -> None:
         await w.begin(bundle, 1, [A])
         await w.phase([A], 1, "succeeded")
         assert w.store.find(unfit_key("test", A)) is None
+
+
+NO_ROOM = "from spotrun.node import fitness; gate.DISK = fitness.DISK = 1 << 62"
+
+
+@pytest.mark.parametrize(("pace", "phase"), [(EVER_CHECKING, "checking"), (SOON_AGAIN, "unfit")])
+async def test_a_state_is_not_lost_with_the_fitness(tmp_path: Path, pace: str, phase: str) -> None:
+    """An agent that starts again says at once what it holds, and saves it, though it takes no job."""
+    async with world(tmp_path) as w:
+        found = machine(w, tmp_path)
+        await found.start()
+        bundle = w.bundle()
+        await w.ready(bundle, [A])
+        order = await w.begin(bundle, 1, [A])
+        (stepping,) = await w.steps([A], 1, 3)
+        await w.head.order(A, order.model_copy(update={"stop_at": stepping.workers[0].step + 300}))
+        await w.head.wait(A, lambda r: r.phase == "drained" and r.snapshot, "a snapshot")
+        await found.kill()
+
+        w.head.history.clear()
+        found.before = f"{pace}; {NO_ROOM}"
+        await found.start()
+        report = await w.head.wait(A, lambda r: r.phase == phase and r.snapshot, "what it holds")
+        assert report.job == bundle.id
+        assert all(r.snapshot for r in w.head.history if r.node == A), "from its first word on"
+        ref = report.snapshot
+        assert ref is not None
+        assert ref.generation == 1
+        save = SaveOrder(step=ref.step, index=0, parts=1)
+        await w.head.order(A, Order(epoch=1, bundle=bundle, upload=ref, save=save))
+        report = await w.head.wait(A, lambda r: r.parts, "its part in the bucket")
+        assert (report.phase, report.parts[0].step) == (phase, ref.step)
+        assert w.store.exists(checkpoint_key(bundle.id, ref.step, report.parts[0].files[0].name))
+        assert len(found.processes()) == 1, "no launcher"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
@@ -204,13 +238,14 @@ async def look(root: Path, found: Agent, settings: Settings, **attributes: str) 
 
 
 KEPT = ("code/mine/train.py", "logs/job-1/0001/0.log", "packages/abc/module.py")
+OLD = ("code/other/train.py", "logs/job-0/0001/0.log")
 
 
 @pytest.mark.parametrize(
     ("short", "ordered", "left"),
     [
-        (False, False, (*KEPT, "code/other/train.py", "logs/job-0/0001/0.log")),
-        (True, False, ()),
+        (False, False, (*KEPT, *OLD)),
+        (True, False, (*KEPT, *OLD)),  # it may all be of the job that goes on
         (True, True, KEPT[:2]),
     ],
 )
@@ -219,7 +254,7 @@ async def test_what_is_left_over_makes_no_machine_unfit(
 ) -> None:
     found, settings = agent(tmp_path)
     mine = "a" * 64
-    names = (*KEPT, "code/other/train.py", "logs/job-0/0001/0.log", "parts/part-old/0.safetensors")
+    names = (*KEPT, *OLD)
     for name in names:
         path = settings.scratch / name.replace("mine", mine)
         path.parent.mkdir(parents=True)

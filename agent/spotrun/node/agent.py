@@ -24,7 +24,7 @@ from spotrun.node.job import Job
 from spotrun.node.link import Link
 from spotrun.node.metadata import Identity
 from spotrun.node.process import gpu_count
-from spotrun.node.uploader import Logs, newest, upload_part
+from spotrun.node.uploader import Logs, kept, newest, upload_part
 from spotrun.notify import Systemd
 from spotrun.spec import names
 from spotrun.store import Store, log_key
@@ -81,6 +81,7 @@ class Agent:
         self._job: Job | None = None
         self._missed: Failure | None = None  # a generation ordered that cannot be taken part in any more
         self._snapshot: StateRef | None = None
+        self._kept = kept(settings.tmpfs)  # it may be the only copy of a state
         self._looked = (-1, 0.0)  # newest commit seen, when the slots were last read
         self._save: tuple[StateRef, int, int] | None = None  # what the upload below is of
         self._upload: asyncio.Task[Part | None] | None = None
@@ -113,10 +114,13 @@ class Agent:
     def make_room(self) -> None:
         """Remove from the scratch disk what is not the ordered job's. Only while no job is held here.
 
+        Nothing before an order says which job that is: the last logs of one that goes on may not be in the bucket yet.
         What is in memory stays: no disk is the fuller for it, and it may be the only copy of a job's state.
         """
         assert self._job is None
-        self._remove_others(self._order.bundle if self._order else None)
+        if self._order is None:
+            return
+        self._remove_others(self._order.bundle)
         code.remove(self._settings.scratch / "packages")
 
     def notify(self, notice: Notice | None) -> None:
@@ -136,6 +140,8 @@ class Agent:
             self._wake.clear()
             if self._order is not None and self.unfit == ():
                 await self._turn(self._order)
+            elif self._order is not None:
+                self._rescue(self._order)
             self._publish()
 
     async def end(self) -> None:
@@ -168,7 +174,13 @@ class Agent:
                 self._flushed = group.number
                 self._flush = asyncio.create_task(self._upload_logs())
         self._look_at_slots(job)
-        self._hold_save(job, order)
+        self._hold_save(job.bundle.id, job.slots, group, order)
+
+    def _rescue(self, order: Order) -> None:
+        """No job begins here, or not yet; what was left of one in memory is put into the bucket all the same."""
+        job = order.bundle.id if order.bundle else ""
+        if self._kept is not None and self._kept[0] == job:
+            self._hold_save(job, self._settings.tmpfs / job / "slots", None, order)
 
     async def _hold_job(self, order: Order) -> None:
         """Have the ordered bundle and no other."""
@@ -266,7 +278,7 @@ class Agent:
             self._snapshot = newest(job.slots, job.bundle.id)
             self._looked = (commit, time.monotonic())
 
-    def _hold_save(self, job: Job, order: Order) -> None:
+    def _hold_save(self, job: str, slots: Path, group: groups.Group | None, order: Order) -> None:
         """Upload the ordered part of the ordered snapshot, once it is there."""
         save, ref = order.save, order.upload
         if save is not None and order.generation is not None:
@@ -277,23 +289,14 @@ class Agent:
             self._save = wanted
         if self._save is None or self._part is not None or self._late_save is not None:
             return
-        if self._upload is None:
-            self._begin_upload(job, *self._save)
-        elif self._upload.done():
-            self._end_upload(job, self._save[0])
+        if self._upload is None and not _awaited(group, self._save[0]):
+            work = asyncio.to_thread(upload_part, self.store, job, slots, *self._save, self._settings.scratch / "parts")
+            self._upload = asyncio.create_task(work)
+            self._upload.add_done_callback(lambda _: self._wake.set())
+        elif self._upload is not None and self._upload.done():
+            self._end_upload(self._save[0])
 
-    def _begin_upload(self, job: Job, ref: StateRef, index: int, parts: int) -> None:
-        group = job.group
-        running = group is not None and group.alive and group.number == ref.generation
-        if group and running and max(each.control.committed for each in group.locals) < ref.step:
-            return  # not there yet
-        work = asyncio.to_thread(
-            upload_part, self.store, job.bundle.id, job.slots, ref, index, parts, self._settings.scratch / "parts"
-        )
-        self._upload = asyncio.create_task(work)
-        self._upload.add_done_callback(lambda _: self._wake.set())
-
-    def _end_upload(self, job: Job, ref: StateRef) -> None:
+    def _end_upload(self, ref: StateRef) -> None:
         assert self._upload is not None
         upload, self._upload = self._upload, None
         error = upload.exception()
@@ -318,6 +321,8 @@ class Agent:
         job = self._job
         group = job.group if job else None
         late = group.late if group and group.late is not None else self._late_save
+        # Until an order says what becomes of it, or for as long as this machine may not begin a job.
+        old = self._kept if job is None and (self._order is None or self.unfit != ()) else None
         report = Report(
             node=self.identity.name,
             boot=self.boot,
@@ -326,14 +331,14 @@ class Agent:
             address=self.identity.address,
             ssh_port=self._settings.ssh_port,
             devices=self._devices,
-            job=job.bundle.id if job else None,
+            job=job.bundle.id if job else old[0] if old else None,
             phase=_phase(self.unfit, job, self._missed),
             unfit=self.unfit or (),
             generation=job.newest if job else 0,
             store=job.store if job else "",
             workers=group.view() if group else (),
             failure=(job.failure or (group.failure if group else self._missed)) if job else None,
-            snapshot=self._snapshot,
+            snapshot=old[1] if old else self._snapshot,
             parts=(self._part,) if self._part else (),
             late=late,
             notice=self._notice,
@@ -349,6 +354,12 @@ class Agent:
         where = self.link.joined
         if where:
             self._systemd.ready(f"joined the head of {self.cluster} at {where}: {self._phase}")
+
+
+def _awaited(group: groups.Group | None, ref: StateRef) -> bool:
+    """Whether workers have yet to commit this snapshot."""
+    running = group is not None and group.alive and group.number == ref.generation
+    return group is not None and running and max(each.control.committed for each in group.locals) < ref.step
 
 
 def _phase(

@@ -12,7 +12,7 @@ from dataclasses import replace
 import aiohttp
 
 from spotrun.errors import SpotrunError
-from spotrun.node import hosts
+from spotrun.node import code, hosts
 from spotrun.node.agent import Agent, Settings
 from spotrun.node.gate import Gate
 from spotrun.node.metadata import Identity, Metadata, detect
@@ -54,6 +54,8 @@ async def _live(settings: Settings, systemd: Systemd) -> None:
         if bucket.startswith("s3://"):
             os.environ.setdefault("AWS_REGION", identity.region)  # for the bucket, and whatever a job asks of AWS
         store = await asyncio.to_thread(Store, bucket)
+        with contextlib.suppress(OSError):  # what is wrong with the disk, the gate will say
+            await asyncio.to_thread(code.remove, settings.scratch / "parts")  # of uploads that a kill has cut short
         agent = Agent(settings, identity, attributes, store, systemd)
         gate = Gate(agent, settings, metadata, attributes)
         systemd.status(f"looking for the head of {agent.cluster}, and whether this machine is fit")

@@ -17,7 +17,6 @@ from dataclasses import replace
 import aiohttp
 
 from spotrun.errors import SpotrunError
-from spotrun.node import code
 from spotrun.node.agent import Agent, Settings
 from spotrun.node.fitness import DISK, Facts, judge, remarks
 from spotrun.node.inventory import Programs, ask_disk, ask_hardware
@@ -82,8 +81,6 @@ class Gate:
         The removing has no end but its own: it must not go on beside a job.
         """
         scratch = self._settings.scratch
-        with contextlib.suppress(OSError):  # the disk's own check will say it
-            await asyncio.to_thread(code.remove, scratch / "parts")  # of uploads cut short
         facts = await ask_disk(facts, scratch, until)
         if facts.disk is not None and facts.disk < DISK:
             with contextlib.suppress(OSError):

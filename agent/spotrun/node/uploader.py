@@ -27,6 +27,13 @@ def newest(folder: Path, job: str) -> StateRef | None:
     return StateRef(generation=found[0][1].generation, step=found[0][1].step) if found else None
 
 
+def kept(memory: Path) -> tuple[str, StateRef] | None:
+    """(job, its newest committed snapshot) of what an agent before this one has left in memory; None: nothing."""
+    folders = sorted(memory.iterdir()) if memory.is_dir() else []
+    found = ((folder.name, newest(folder / "slots", folder.name)) for folder in folders if (folder / "slots").is_dir())
+    return next(((job, ref) for job, ref in found if ref is not None), None)
+
+
 def upload_part(
     store: Store, job: str, folder: Path, ref: StateRef, index: int, parts: int, scratch: Path
 ) -> Part | None:
