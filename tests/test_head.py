@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ from spotrun.errors import CloudError, PartialError, SpotrunError, StoreError
 from spotrun.head import repair
 from spotrun.head.errands import Record
 from spotrun.head.head import Head
-from spotrun.head.state import Cause, Hold, JobState, Recreate, Replacement, Stop, apply
+from spotrun.head.state import Cause, Hold, JobState, Replacement, Stop, apply
 from spotrun.spec import ClusterSpec
 from spotrun.store import Store, epoch_key, job_key, queue_key, replaced_key
 from spotrun.wire import Failure, Notice, Order, Report, Worker
@@ -29,12 +29,13 @@ JOB = {"name": "toy", "script": "train.py", "nodes": {"min": 2, "max": 2}}
 
 class MemoryCloud:
     """Two pools; a resize is carried out at once, a recreate never is. refuse: pools that cannot be resized. out:
-    pools whose zone does not answer: why."""
+    pools whose zone does not answer: why. made: when machines were, of those that were made anew."""
 
     def __init__(self) -> None:
         self.size = {"p": 0, "q": 0}
         self.refuse: set[str] = set()
         self.out: dict[str, str] = {}
+        self.made: dict[str, float] = {}
         self.price: dict[str, float] = {"p": 1.0, "q": 2.0}
         self.refusal = ""  # what a recreate is refused with
         self.hold = asyncio.Event()  # a recreate waits for it
@@ -43,7 +44,7 @@ class MemoryCloud:
 
     async def nodes(self) -> list[Instance]:
         names = [(pool, f"{pool}-{i}") for pool, size in self.size.items() for i in range(size)]
-        found = [Instance(n, pool, "z", "127.0.0.1", "running", "spot", 1.0, n) for pool, n in names]
+        found = [Instance(n, pool, "z", "127.0.0.1", "running", "spot", self.made.get(n, 1.0), n) for pool, n in names]
         return self.told([each for each in found if each.pool not in self.out])
 
     async def sizes(self) -> dict[str, int]:
@@ -591,6 +592,65 @@ async def test_the_cloud_is_not_asked_before_that_is_in_the_bucket(world: World)
     assert (world.recreated, len(world.replaced())) == (["p-0"], 1)
 
 
+async def recovers(world: World, name: str) -> None:
+    world.hear(name, phase="idle")
+
+
+async def has_a_successor(world: World, name: str) -> None:
+    world.cloud.made[name] = time.time()
+    await world.head.fleet.look()
+
+
+NOT_WANTED = pytest.mark.parametrize("meanwhile", [recovers, has_a_successor])
+Meanwhile = Callable[[World, str], Awaitable[None]]
+
+
+@NOT_WANTED
+async def test_a_machine_that_came_to_be_fit_while_the_bucket_was_away_stays(
+    world: World, meanwhile: Meanwhile
+) -> None:
+    """What was asked about it before counts as it did."""
+    await world.with_machines()
+    refused = Replacement(node="p-0", pool="p", why="no driver", created=1.0, at=time.time() - 600, refused="no quota")
+    world.head.errands.replaced = (refused,)
+    await world.turn()
+    assert world.replaced() == [refused]
+    record = world.root / "clusters" / "c" / "replaced.json"
+    content = record.read_bytes()
+    record.unlink()
+    record.mkdir()  # an object that cannot be written
+    world.unfit("p-0")
+    with pytest.raises(StoreError):
+        await world.turn()
+    assert [each.tries for each in world.head.errands.replaced] == [2]
+    await meanwhile(world, "p-0")
+    record.rmdir()
+    record.write_bytes(content)
+    await world.turn()
+    await world.head.errands.answered()
+    assert (world.recreated, world.replaced(), world.head.errands.replaced) == ([], [refused], (refused,))
+
+
+@NOT_WANTED
+async def test_a_machine_that_came_to_be_fit_while_others_were_asked_about_stays(
+    world: World, meanwhile: Meanwhile
+) -> None:
+    await world.with_machines()
+    world.cloud.hold.clear()
+    world.head.errands._at_once = asyncio.Semaphore(1)
+    for name in ("p-0", "p-1"):
+        world.unfit(name)
+    await world.turn()
+    while not world.recreated:
+        await asyncio.sleep(0)
+    assert len(world.replaced()) == 2
+    await meanwhile(world, "p-1")
+    world.cloud.hold.set()
+    await world.head.errands.answered()
+    await world.turn()
+    assert (world.recreated, [each.node for each in world.replaced()]) == (["p-0"], ["p-0"])
+
+
 async def test_a_head_killed_between_writing_and_asking_loses_nothing(world: World) -> None:
     """The next one asks, once the cloud has had its time, and that counts once."""
     await world.with_machines()
@@ -635,8 +695,10 @@ async def test_calls_under_way_end_with_the_head(world: World) -> None:
 async def test_the_limit_is_the_clusters_not_each_jobs(world: World) -> None:
     await world.with_machines()
     for number in range(repair.LIMIT):
-        world.head.errands.want(Recreate("p-0", "p", "no driver", float(number)), time.time())
-        await world.head.errands.begin()
+        world.cloud.made["p-0"] = 2.0 + number
+        await world.look()
+        world.unfit("p-0")
+        await world.turn()
         await world.head.errands.answered()
         await world.turn()
     asked = asyncio.create_task(world.head.change(lambda j, now: apply(j, Stop("enough"), now)))
@@ -656,7 +718,7 @@ async def test_the_limit_is_the_clusters_not_each_jobs(world: World) -> None:
 async def test_a_cluster_described_anew_begins_to_count_anew(world: World) -> None:
     """With another image, say."""
     await world.with_machines()
-    world.head.errands.want(Recreate("p-0", "p", "no driver"), time.time())
+    world.unfit("p-0")
     await world.turn()
     await world.head.errands.answered()
     assert len(world.replaced()) == 1

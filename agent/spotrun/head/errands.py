@@ -31,17 +31,27 @@ class Record(Document):
 
 
 class Errands:
-    """One cluster's. recreate: asks the cloud. wake: called when an answer has come."""
+    """One cluster's. recreate: asks the cloud. still: whether a call is wanted yet. wake: called when an answer came.
+
+    Between a decision and its call the bucket may be away, or other calls take their time: meanwhile the machine may
+    have become fit and a member, or have a successor of its name.
+    """
 
     def __init__(
-        self, cluster: ClusterSpec, store: Store, recreate: Callable[[str], Awaitable[None]], wake: Callable[[], None]
+        self,
+        cluster: ClusterSpec,
+        store: Store,
+        recreate: Callable[[str], Awaitable[None]],
+        still: Callable[[Recreate], bool],
+        wake: Callable[[], None],
     ) -> None:
         self.replaced: tuple[Replacement, ...] = ()
         self._key, self._description, self._store = replaced_key(cluster.name), cluster.digest, store
-        self._recreate, self._wake = recreate, wake
+        self._recreate, self._still, self._wake = recreate, still, wake
         self._written: tuple[Replacement, ...] | None = None  # None: not read yet
         self._waiting: list[Recreate] = []
-        self._asking: dict[asyncio.Task[str], Recreate] = {}
+        self._asking: dict[asyncio.Task[str | None], Recreate] = {}
+        self._before: dict[Recreate, Replacement | None] = {}  # what was on record of a machine until it was wanted
         self._at_once = asyncio.Semaphore(AT_ONCE)
 
     async def read(self) -> None:
@@ -53,6 +63,7 @@ class Errands:
         """Note what is to be asked; `begin` asks."""
         if action.node in {each.node for each in (*self._waiting, *self._asking.values())}:
             return  # no answer yet
+        self._before[action] = repair.on_record(self.replaced, action)
         self.replaced = repair.asked(self.replaced, action, now)
         self._waiting.append(action)
 
@@ -63,13 +74,16 @@ class Errands:
 
     async def begin(self) -> None:
         """Write down what is new, then ask. Raises `StoreError`; then nothing was asked, and the next call will."""
+        for action in [each for each in self._waiting if not self._still(each)]:
+            self._waiting.remove(action)
+            self._undo(action)
         if self.replaced != self._written:
             replaced = self.replaced
             record = Record(description=self._description, machines=replaced)
             await asyncio.to_thread(self._store.put, self._key, record.model_dump_json().encode())
             self._written = replaced
         for action in self._waiting:
-            task = asyncio.create_task(self._ask(action.node), name=f"recreate {action.node}")
+            task = asyncio.create_task(self._ask(action), name=f"recreate {action.node}")
             self._asking[task] = action
             task.add_done_callback(lambda _: self._wake())
         self._waiting.clear()
@@ -79,6 +93,10 @@ class Errands:
         lines = []
         for task in [task for task in self._asking if task.done()]:
             action, refusal = self._asking.pop(task), task.result()
+            if refusal is None:
+                self._undo(action)
+                continue
+            del self._before[action]
             what = f"{action.node}: {action.why or 'does not answer'}"
             if refusal:
                 self.replaced = repair.refused(self.replaced, action, refusal)
@@ -98,14 +116,21 @@ class Errands:
         await self.answered()
         self._asking.clear()
 
-    async def _ask(self, node: str) -> str:
-        """ "" or the cloud's refusal."""
+    async def _ask(self, action: Recreate) -> str | None:
+        """ "" or the cloud's refusal; None if it was not asked, as that was not wanted any more."""
         try:
             async with self._at_once:
-                await self._recreate(node)
+                if not self._still(action):
+                    return None
+                await self._recreate(action.node)
         except SpotrunError as error:
             return str(error)
         return ""
+
+    def _undo(self, action: Recreate) -> None:
+        """The cloud was not asked: that does not count."""
+        log.info("%s: is not to be replaced any more", action.node)
+        self.replaced = repair.undone(self.replaced, action, self._before.pop(action))
 
     def _load(self) -> tuple[Replacement, ...]:
         data = self._store.find(self._key)

@@ -24,7 +24,7 @@ from spotrun.head.fleet import Fleet
 from spotrun.head.health import View
 from spotrun.head.journal import Journal
 from spotrun.head.orders import manifests
-from spotrun.head.planner import plan
+from spotrun.head.planner import plan, wanted
 from spotrun.head.state import Cause, Finish, Hold, JobState, Recreate, apply, saved
 from spotrun.head.status import event, status
 from spotrun.spec import ClusterSpec, JobSpec, check_fit
@@ -52,7 +52,7 @@ class Head:
         self.journal = Journal(store, cluster.name)
         self.fleet = Fleet(cluster, cloud)
         self.agents = Agents(self.note)
-        self.errands = Errands(cluster, store, self.fleet.recreate, lambda: self._changed.set())
+        self.errands = Errands(cluster, store, self.fleet.recreate, self._wanted, lambda: self._changed.set())
         self.job: JobState | None = None
         self.events: list[dict[str, Any]] = []
         self.published = asyncio.Condition()  # notified after each turn: what status() says may have changed
@@ -262,6 +262,9 @@ class Head:
             machines=self.agents.machines(self.fleet),
             replaced=self.errands.replaced,
         )
+
+    def _wanted(self, action: Recreate) -> bool:
+        return self.job is not None and wanted(self._view(time.time()), action)
 
     async def _enqueue(self, job: str) -> None:
         await self.journal.enqueue(job)

@@ -49,10 +49,21 @@ def plan(view: View) -> tuple[Action, ...]:
     spec = JobSpec.model_validate(job.spec)
     if spec.budget is not None and job.cost >= spec.budget and not job.stopping and job.ending is None:
         return (Stop(f"the budget of ${spec.budget:g} is spent"),)
-    lost = (*_replacements(view, spec), *repair.replacements(view))
+    lost = (*(each for each in _dead(view, spec) if repair.may_ask(view, each)), *repair.replacements(view))
     if job.current is None:
         return (*_assemble(view, spec), *lost)
     return (*_supervise(view, spec), *lost)
+
+
+def wanted(view: View, action: Recreate) -> bool:
+    """Whether that machine should still be replaced: it may have been decided a while ago.
+
+    It is not while the cloud cannot be asked, nor once the job ends: what is to be done then is decided anew.
+    """
+    if view.job.ended_already:
+        return False
+    found = (*_dead(view, JobSpec.model_validate(view.job.spec)), *repair.wanted(view))
+    return (action.node, action.created) in {(each.node, each.created) for each in found}
 
 
 def _assemble(view: View, spec: JobSpec) -> tuple[Action, ...]:
@@ -294,7 +305,7 @@ def _start(job: JobState, ready: list[Node], spec: JobSpec, cause: Cause | None)
     return Start(members, chosen[0].report.store, cause)
 
 
-def _replacements(view: View, spec: JobSpec) -> tuple[Action, ...]:
+def _dead(view: View, spec: JobSpec) -> tuple[Recreate, ...]:
     """Machines that the cloud still counts but that do not answer: at once if the job waits for machines."""
     if view.job.ending is not None:
         return ()
@@ -314,8 +325,7 @@ def _replacements(view: View, spec: JobSpec) -> tuple[Action, ...]:
         return 0.0 if short and not only else RECREATE_AFTER
 
     waited = [n for n in dead if view.now - max(n.heard, view.awake_since) > patience(n)]
-    wanted = (Recreate(n.name, n.report.pool, created=created.get(n.name, 0.0)) for n in waited)
-    return tuple(each for each in wanted if repair.may_ask(view, each))
+    return tuple(Recreate(n.name, n.report.pool, created=created.get(n.name, 0.0)) for n in waited)
 
 
 def _ahead(view: View, here: list[Node], seconds: float) -> int:

@@ -60,13 +60,8 @@ ALL_WELL = Outlook()
 
 def replacements(view: View) -> tuple[Recreate, ...]:
     """What to ask of the cloud now."""
-    if view.job.ending is not None:
-        return ()
-    running = {each.name: each for each in view.machines if each.state == "running"}
-    bad = useless(view)
-    wanted = [Recreate(name, each.pool, bad[name].why, each.created) for name, each in running.items() if name in bad]
     replaced, found = view.replaced, []
-    for action in wanted:
+    for action in wanted(view):
         others = sum(each.pool == action.pool and not _same(each, action) for each in _counted(replaced, view.now))
         if others < LIMIT and may_ask(view, action):
             found.append(action)
@@ -74,15 +69,31 @@ def replacements(view: View) -> tuple[Recreate, ...]:
     return tuple(found)
 
 
+def wanted(view: View) -> tuple[Recreate, ...]:
+    """Machines in whose place others should be, whatever the cloud was asked already."""
+    if view.job.ending is not None:
+        return ()
+    running = {each.name: each for each in view.machines if each.state == "running"}
+    bad = useless(view)
+    return tuple(
+        Recreate(name, each.pool, bad[name].why, each.created) for name, each in running.items() if name in bad
+    )
+
+
 def may_ask(view: View, action: Recreate) -> bool:
     """Whether the cloud has had its time since it was last asked about the same machine."""
-    before = next((each for each in view.replaced if _same(each, action)), None)
+    before = on_record(view.replaced, action)
     return before is None or view.now - before.at >= min(AGAIN_MOST, AGAIN * 2 ** (before.tries - 1))
+
+
+def on_record(replaced: Sequence[Replacement], action: Recreate) -> Replacement | None:
+    """What was asked about the same machine."""
+    return next((each for each in replaced if _same(each, action)), None)
 
 
 def asked(replaced: Sequence[Replacement], action: Recreate, now: float) -> tuple[Replacement, ...]:
     """The records with one more; one machine has one, however often the cloud is asked about it."""
-    before = next((each for each in replaced if _same(each, action)), None)
+    before = on_record(replaced, action)
     kept = (each for each in replaced if each is not before and now - each.at < WINDOW)
     made = Replacement(
         node=action.node,
@@ -98,6 +109,12 @@ def asked(replaced: Sequence[Replacement], action: Recreate, now: float) -> tupl
 def refused(replaced: Sequence[Replacement], action: Recreate, why: str) -> tuple[Replacement, ...]:
     """The records after the cloud did not do it: such a one does not count, but holds the next try off."""
     return tuple(each.model_copy(update={"refused": why}) if _same(each, action) else each for each in replaced)
+
+
+def undone(replaced: Sequence[Replacement], action: Recreate, before: Replacement | None) -> tuple[Replacement, ...]:
+    """The records as if the cloud had not been asked this time; `before` is what they said of the machine."""
+    kept = [each for each in replaced if not _same(each, action)]
+    return tuple(sorted([*kept, before] if before else kept, key=lambda each: each.at))
 
 
 def boot_timeout(kind: str) -> float:
