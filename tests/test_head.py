@@ -37,7 +37,7 @@ class MemoryCloud:
         self.out: dict[str, str] = {}
         self.made: dict[str, float] = {}
         self.price: dict[str, float] = {"p": 1.0, "q": 2.0}
-        self.refusal = ""  # what a recreate is refused with
+        self.refusal: str | Exception = ""  # what a recreate is refused with
         self.hold = asyncio.Event()  # a recreate waits for it
         self.hold.set()
         self.calls: list[tuple[str, Any]] = []
@@ -69,7 +69,7 @@ class MemoryCloud:
         self.calls.append(("recreate", tuple(names)))
         await self.hold.wait()
         if self.refusal:
-            raise CloudError(self.refusal)
+            raise self.refusal if isinstance(self.refusal, Exception) else CloudError(self.refusal)
 
     async def preempt(self, name: str, notice: float | None = None) -> None:
         self.calls.append(("preempt", name))
@@ -570,6 +570,18 @@ async def test_what_a_cloud_refuses_does_not_count(world: World) -> None:
     assert pools["p"] == "p-0 takes no job: no driver; the cloud does not replace it: Rate exceeded"
     refusal = "p-0: no driver: the cloud does not put another in its place: Rate exceeded"
     assert [e["text"] for e in world.head.events if e["kind"] == "cloud"] == [refusal] * 4
+
+
+async def test_whatever_comes_out_of_a_call_is_a_refusal(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    """Libraries of clouds raise what they like: that must not end the head."""
+    await world.with_machines()
+    world.cloud.refusal = KeyError("Instances")
+    world.unfit("p-0")
+    await world.turn()
+    await world.head.errands.answered()
+    await world.turn()
+    assert [each.refused for each in world.replaced()] == ["KeyError: 'Instances'"]
+    assert "Traceback" in caplog.text
 
 
 async def test_the_cloud_is_not_asked_before_that_is_in_the_bucket(world: World) -> None:

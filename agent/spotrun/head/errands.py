@@ -125,6 +125,10 @@ class Errands:
                 await self._recreate(action.node)
         except SpotrunError as error:
             return str(error)
+        except Exception as error:
+            # What a cloud's library lets through would end this head, and the next one at the same call.
+            log.exception("recreate %s", action.node)
+            return f"{type(error).__name__}: {error}"
         return ""
 
     def _undo(self, action: Recreate) -> None:
