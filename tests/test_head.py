@@ -36,6 +36,7 @@ class MemoryCloud:
         self.refuse: set[str] = set()
         self.out: dict[str, str] = {}
         self.made: dict[str, float] = {}
+        self.silent: set[str] = set()  # what cannot be asked: prices, problems
         self.price: dict[str, float] = {"p": 1.0, "q": 2.0}
         self.refusal: str | Exception = ""  # what a recreate is refused with
         self.hold = asyncio.Event()  # a recreate waits for it
@@ -75,10 +76,16 @@ class MemoryCloud:
         self.calls.append(("preempt", name))
 
     async def prices(self) -> dict[str, float]:
+        self.throttle("prices")
         return dict(self.price)
 
     async def problems(self) -> list[Problem]:
+        self.throttle("problems")
         return []
+
+    def throttle(self, what: str) -> None:
+        if what in self.silent:
+            raise CloudError(f"{what}: Rate exceeded")
 
     async def close(self) -> None:
         pass
@@ -189,9 +196,24 @@ async def test_no_machine_goes_before_the_queue_is_read(world: World) -> None:
 async def test_a_budget_needs_prices(world: World) -> None:
     del world.cloud.price["q"]
     await world.head.fleet.look()
-    with pytest.raises(SpotrunError, match="job toy: budget: 5: what machines of pool q cost is not known"):
+    with pytest.raises(SpotrunError, match="job toy: budget: 5: could not be held: what machines of pool q cost"):
         await world.head.submit(JOB | {"budget": 5.0}, CODE)
     assert await world.head.submit(JOB, CODE)
+
+
+async def test_a_budget_waits_for_prices(world: World) -> None:
+    with pytest.raises(
+        SpotrunError, match="what machines cost is not known yet: the cloud has not been asked yet; try"
+    ):
+        await world.head.submit(JOB | {"budget": 5.0}, CODE)
+    world.cloud.silent = {"prices"}
+    await world.head.fleet.look()
+    with pytest.raises(SpotrunError, match="what machines cost is not known yet: prices: Rate exceeded; try again"):
+        await world.head.submit(JOB | {"budget": 5.0}, CODE)
+    assert await world.head.submit(JOB, CODE)
+    world.cloud.silent = {"problems"}
+    await world.head.fleet.look()
+    assert await world.head.submit(JOB | {"budget": 5.0}, CODE)
 
 
 async def test_a_job_submitted_before_the_queue_is_read_joins_it(world: World) -> None:

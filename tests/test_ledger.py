@@ -73,6 +73,19 @@ def test_every_machine_that_runs_is_paid_for() -> None:
     assert stop == Stop("the budget of $50 is spent")
 
 
+def test_what_ran_before_its_price_was_known_is_paid_for() -> None:
+    """As when the cloud does not tell prices for a while, and machines of one pool are gone by then."""
+    state = job(counted_at=NOW - 7200, spec=spec(budget=50.0))
+    both = (Machine("p0", "p", "running", NOW - 7200), Machine("q0", "q", "running", NOW - 7200))
+    before = ledger.count(state, view(state, now=NOW - 3600, machines=both), {})
+    assert (before.cost, before.node_seconds) == (0.0, 7200.0)
+    seen = view(before, machines=both[:1])
+    counted = ledger.count(before, seen, {"p": 30.0})
+    assert (counted.cost, counted.node_seconds) == (pytest.approx(60), 10800.0)
+    assert plan(replace(seen, job=counted)) == (Stop("the budget of $50 is spent"),)
+    assert ledger.count(counted, seen, {"p": 30.0, "q": 6.0}).cost == pytest.approx(66)
+
+
 def test_a_first_start_is_no_loss() -> None:
     state = apply(job(), start(A, B), NOW)
     assert state.losses == ()

@@ -35,7 +35,7 @@ class Fleet:
         self._cloud = cloud
         self._listed: list[Instance] = []  # the last known, also while the whole cloud does not answer
         self._problems: list[Problem] = []  # as the cloud told them last
-        self._priced = False  # whether `prices` is the cloud's word
+        self._unpriced = "the cloud has not been asked yet"  # why `prices` is not its word; "" if it is
         self._refused: set[str] = set()  # pools that did not take their last size
 
     async def look(self) -> list[Problem]:
@@ -56,11 +56,16 @@ class Fleet:
         self.sizes = {pool: size for pool, size in self.sizes.items() if pool in unsized} | sizes
         last = [instance for instance in self._listed if instance.pool in unlisted]
         self.instances = self._listed = [each for each in (*last, *found) if self.cluster.pool(each.pool)]
+        # Each for itself: problems that cannot be told must not keep a budget from being held.
+        try:
+            self.prices, self._unpriced = await self._cloud.prices(), ""
+        except SpotrunError as error:
+            self._unpriced = self._unpriced and str(error)
+            log.warning("prices: %s", error)
         try:
             self._problems = await self._cloud.problems()
-            self.prices, self._priced = await self._cloud.prices(), True
         except SpotrunError as error:
-            log.warning("%s", error)
+            log.warning("problems: %s", error)
         return [problem for problem in self.problems if (problem.pool, problem.message) not in before]
 
     @property
@@ -107,9 +112,14 @@ class Fleet:
         """The machines that the cloud lists; those of one pool."""
         return {each.name for each in self.instances or () if pool in (None, each.pool)}
 
-    def unpriced(self) -> list[str]:
-        """Pools whose machines cost nobody knows how much; none while the cloud has not told any prices."""
-        return [pool.name for pool in self.cluster.pools if self._priced and pool.name not in self.prices]
+    def unpriced(self) -> str:
+        """Why a budget could not be held: what machines cost nobody knows, or not yet; "" if it can be."""
+        missing = ", ".join(pool.name for pool in self.cluster.pools if pool.name not in self.prices)
+        if self._unpriced:
+            return f"what machines cost is not known yet: {self._unpriced}; try again, or leave budget out"
+        if missing:
+            return f"what machines of pool {missing} cost is not known; leave budget out, or the pool"
+        return ""
 
     def state_of(self, node: str, heard: float, pool: str | None = None) -> str | None:
         """The state of the machine that ran the agent last heard at `heard`; None if the cloud cannot be asked.

@@ -83,10 +83,7 @@ class Head:
         spec = JobSpec.model_validate(job)
         check_fit(spec, self.cluster)
         if spec.budget is not None and (unpriced := self.fleet.unpriced()):
-            raise SpotrunError(
-                f"job {spec.name}: budget: {spec.budget:g}: what machines of pool {', '.join(unpriced)} cost is not"
-                " known, so it could not be held; leave budget out, or the pool"
-            )
+            raise SpotrunError(f"job {spec.name}: budget: {spec.budget:g}: could not be held: {unpriced}")
         if not re.fullmatch("[0-9a-f]{64}", code):
             raise SpotrunError(f"code {code[:80]!r} is not the sha256 of a bundle (64 hex digits)")
         now = time.time()

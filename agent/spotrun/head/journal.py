@@ -162,8 +162,8 @@ class Journal:
 
 def _essence(job: JobState) -> JobState:
     """The job without what changes all the time and may be a little old after a head's death."""
-    blank = {"progress": Progress(), "reached": 0, "node_seconds": 0.0, "cost": 0.0, "counted_at": 0.0}
-    return job.model_copy(update=blank)
+    books = {"node_seconds": 0.0, "cost": 0.0, "unpriced": {}, "counted_at": 0.0}
+    return job.model_copy(update={"progress": Progress(), "reached": 0, **books})
 
 
 def _event(line: bytes) -> dict[str, Any] | None:

@@ -32,18 +32,23 @@ def count(job: JobState, view: View, prices: Mapping[str, float]) -> JobState:
 
     That is each one that the cloud lists as running, from then on: also while it boots, is checked, or is of no use.
     It is part of what the job cost, so the budget holds it, and of the time that `goodput` is a share of. While the
-    cloud cannot be asked, it is each one whose agent is linked.
+    cloud cannot be asked, it is each one whose agent is linked. Time at a price that is not known (yet) is kept, by
+    pool, and costs what the price is as soon as that is told; a price that never is leaves it out of the cost.
     """
     if job.ended_already or not job.counted_at:
         return job.model_copy(update={"counted_at": view.now})
     span = max(0.0, view.now - job.counted_at)
     pools = {node.name: node.report.pool for node in view.nodes if node.linked or node.cloud == "running"}
     pools |= {machine.name: machine.pool for machine in view.machines if machine.state == "running"}
+    due = dict(job.unpriced)
+    for pool in pools.values():
+        due[pool] = due.get(pool, 0.0) + span
     return job.model_copy(
         update={
             "counted_at": view.now,
             "node_seconds": job.node_seconds + span * len(pools),
-            "cost": job.cost + sum(prices.get(pool, 0.0) for pool in pools.values()) * span / 3600,
+            "cost": job.cost + sum(seconds * prices.get(pool, 0.0) for pool, seconds in due.items()) / 3600,
+            "unpriced": {pool: seconds for pool, seconds in due.items() if pool not in prices},
         }
     )
 

@@ -126,6 +126,7 @@ class JobState(Document):
     good_seconds: float = 0.0  # node-seconds in steps that counted, of ended generations
     node_seconds: float = 0.0
     cost: float = 0.0  # USD, as far as prices are known
+    unpriced: dict[str, float] = Field(default={})  # machine-seconds by pool that `cost` lacks for that
     counted_at: float = 0.0  # node_seconds are counted up to here
 
     @property
