@@ -21,6 +21,7 @@ def away(name: str, running: int = 0, size: int | None = None, most: int = 4) ->
 
 ONE, LAST = frozenset({"a-0"}), frozenset({"a-3"})
 MEMBERS = frozenset({"a-0", "a-1", "a-2"})
+ALL = MEMBERS | LAST
 CASES: dict[str, tuple[Observation, Decision]] = {
     "one is under notice: its successor is asked for now": (
         Observation((replace(pool("a", 3), leaving=1), pool("b")), 3, frozenset({"a-0", "a-1", "a-2"})),
@@ -72,6 +73,18 @@ CASES: dict[str, tuple[Observation, Decision]] = {
     "but not before": (
         Observation((replace(pool("a", 1), useless=ONE, coming=ONE), pool("b", 1)), 2, frozenset({"b-0"})),
         Decision({}),
+    ),
+    "all are of no use, others are on their way: the healthy ones of another pool stay": (
+        Observation((replace(pool("a", 4), useless=ALL, coming=ALL), pool("b", 4)), 4),
+        Decision({}),
+    ),
+    "one of them serves: one healthy one is too much": (
+        Observation((replace(pool("a", 4), useless=MEMBERS, coming=MEMBERS), pool("b", 4)), 4),
+        Decision({}, ("b-3",)),
+    ),
+    "the healthy ones are members now: the others go": (
+        Observation((replace(pool("a", 4), useless=ALL, coming=ALL), pool("b", 4)), 4, frozenset(pool("b", 4).running)),
+        Decision({}, ("a-3", "a-2", "a-1", "a-0")),
     ),
     "one is given up, no other pool has room: one more of this one": (
         Observation((replace(pool("a", 4, most=8), useless=LAST),), 4, MEMBERS),

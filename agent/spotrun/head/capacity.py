@@ -43,8 +43,13 @@ class Pool:
 
     @property
     def serving(self) -> int:
-        """Machines to count on. Where some are given up, that is only those that have shown that they are fit."""
-        doubtful = self.useless | self.unproven if self.given_up else frozenset()
+        """Machines to count on: also those that others take the place of soon, unless some are given up."""
+        return self.fit if self.given_up else len(self.running)
+
+    @property
+    def fit(self) -> int:
+        """Those of use now. Where some are given up, that is only those that have shown that they are fit."""
+        doubtful = self.useless | self.unproven if self.given_up else self.useless
         return sum(name not in doubtful for name in self.running)
 
 
@@ -72,6 +77,8 @@ def decide(seen: Observation) -> Decision:
     sizes = _sizes(seen)
     # A pool may say at one look that it is short and not at the next: what is there goes only once it is too much.
     excess = max(0, sum(pool.serving for pool in seen.pools) - seen.needed)
+    # Others in the place of useless ones are not there yet, and may be no good either: no healthy one goes for them.
+    healthy = max(0, sum(pool.fit for pool in seen.pools) - seen.needed)
     remove: list[str] = []
     for pool in seen.pools:
         # Shrinking by size would let the cloud choose whom to end; name the nodes instead.
@@ -81,10 +88,12 @@ def decide(seen: Observation) -> Decision:
         unborn = max(0, pool.size - len(pool.running))
         idle = [name for name in reversed(pool.running) if name not in seen.keep]
         bad = [name for name in idle if name in pool.given_up][: max(0, surplus - unborn)]
-        good = sorted((name for name in idle if name not in pool.given_up), key=lambda name: name not in pool.coming)
-        good = good[: max(0, min(surplus - unborn - len(bad), excess))]
-        excess -= len(good)
-        taken = bad + good
+        coming = [name for name in idle if name in pool.coming][: max(0, min(surplus - unborn - len(bad), excess))]
+        excess -= len(coming)
+        good = [name for name in idle if name not in pool.useless]
+        good = good[: max(0, min(surplus - unborn - len(bad) - len(coming), excess, healthy))]
+        excess, healthy = excess - len(good), healthy - len(good)
+        taken = bad + coming + good
         remove += taken
         # remove() lowers the size itself; what was never born is taken back by size.
         sizes[pool.name] = pool.size - min(surplus, unborn) if not taken else pool.size
