@@ -553,6 +553,32 @@ async def test_an_unfit_machine_is_replaced(world: World) -> None:
     assert world.recreated == ["p-0"]
 
 
+@pytest.mark.parametrize(
+    ("between", "made_anew", "expected"),
+    [("checking", False, ["p-0"]), ("idle", False, []), ("checking", True, [])],
+    ids=["restarts", "fit in between", "its successor"],
+)
+async def test_an_unfit_machine_whose_agent_keeps_restarting_is_replaced(
+    world: World, between: str, made_anew: bool, expected: list[str]
+) -> None:
+    """Each time it is checked, and is unfit for less long than the head waits."""
+    await world.with_machines()
+    world.hear("p-0", boot="b0", phase="checking", store="")
+    world.hear("p-0", boot="b0", phase="unfit", unfit=["no driver"], store="")
+    seen = world.head.agents.seen["p-0"]
+    seen.since -= repair.GRACE
+    seen.unfit_since -= repair.GRACE
+    if made_anew:
+        world.cloud.made["p-0"] = time.time() - 1
+        await world.look()
+    for boot in ("b1", "b2"):
+        world.hear("p-0", boot=boot, phase=between, store="")
+        world.hear("p-0", boot=boot, phase="unfit", unfit=["no driver"], store="")
+    await world.turn()
+    await world.head.errands.answered()
+    assert world.recreated == expected
+
+
 async def test_orders_do_not_wait_for_the_cloud(world: World) -> None:
     """A notice comes while the cloud takes its time with machines that are to be replaced."""
     job = await world.started()

@@ -18,7 +18,10 @@ Note = Callable[[str, str], None]
 
 @dataclass
 class Seen:
-    """An agent: its newest report, and the way to it while it is linked. since, answered: as in `Node`, `Machine`."""
+    """An agent: its newest report, and the way to it while it is linked. since, answered: as in `Node`, `Machine`.
+
+    unfit_since: since when it has been unfit or checking again; 0: it is not known to be unfit.
+    """
 
     report: Report
     heard: float
@@ -26,6 +29,7 @@ class Seen:
     sent: Order | None = None
     since: float = 0.0
     answered: float = 0.0
+    unfit_since: float = 0.0
 
 
 class Agents:
@@ -37,8 +41,11 @@ class Agents:
         self._note = note
         self._retired: set[Send] = set()  # links that a newer one of the same node has replaced
 
-    def hear(self, report: Report, send: Send, now: float) -> bool:
-        """Take a report in; whether the cloud is worth a look. One of a link that has been replaced is passed over."""
+    def hear(self, report: Report, send: Send, now: float, made: float = 0.0) -> bool:
+        """Take a report in; whether the cloud is worth a look. One of a link that has been replaced is passed over.
+
+        made: when the node's machine was, as far as the cloud has told.
+        """
         if send in self._retired:
             return False  # what a dead connection still had under way is older than what was heard since
         before = self.seen.get(report.node)
@@ -55,9 +62,15 @@ class Agents:
         if report.notice and noticed:
             self._note("notice", f"{report.node} will be taken: {report.notice.kind}")
         sent = before.sent if before and before.send is send else None
-        since = before.since if before and last and last.phase == report.phase else now
+        since = before.since if before and last and last.phase == report.phase and before.since >= made else now
+        unfit_since = before.unfit_since if before and before.unfit_since >= made else 0.0  # not a predecessor's
+        if report.phase == "unfit":
+            # An agent that is restarted again and again is checked each time: that is no better than unfit.
+            since = unfit_since = min(since, unfit_since or since)
+        elif report.phase != "checking":
+            unfit_since = 0.0
         answered = now if report.phase != "checking" else before.answered if before else 0.0
-        self.seen[report.node] = Seen(report, now, send, sent, since, answered)
+        self.seen[report.node] = Seen(report, now, send, sent, since, answered, unfit_since)
         return noticed
 
     def lose(self, node: str, send: Send) -> bool:

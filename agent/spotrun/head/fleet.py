@@ -112,6 +112,10 @@ class Fleet:
         """The machines that the cloud lists; those of one pool."""
         return {each.name for each in self.instances or () if pool in (None, each.pool)}
 
+    def made(self, node: str) -> float:
+        """When the machine of this name was made; 0 if that is not known."""
+        return next((each.created for each in self.instances or () if each.name == node), 0.0)
+
     def unpriced(self) -> str:
         """Why a budget could not be held: what machines cost nobody knows, or not yet; "" if it can be."""
         missing = ", ".join(pool.name for pool in self.cluster.pools if pool.name not in self.prices)

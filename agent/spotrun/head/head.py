@@ -68,7 +68,7 @@ class Head:
 
     def hear(self, report: Report, send: Send) -> None:
         """An agent's newest report came in over a link."""
-        if self.agents.hear(report, send, time.time()):
+        if self.agents.hear(report, send, time.time(), self.fleet.made(report.node)):
             self._look_now.set()
         self._changed.set()
 

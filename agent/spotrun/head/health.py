@@ -24,7 +24,7 @@ class Node:
     """An agent as the head sees it.
 
     heard: time of its newest report. cloud: its machine's state there, if known. since: since when this head has heard
-    it say the phase that it is in.
+    it say the phase that it is in; of an unfit one, also by its agents before, if they were only checking in between.
     """
 
     report: Report
