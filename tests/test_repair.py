@@ -229,6 +229,24 @@ CASES: dict[str, tuple[View, tuple[Recreate, ...]]] = {
         ),
         (Recreate(A, "p", NO_AGENT, MADE),),
     ),
+    "the bucket has it": (
+        view(
+            left(A, B, checkpoints=(StateRef(generation=1, step=50), StateRef(generation=0, step=40))),
+            spare(C, heard=NOW),
+            machines=(booting(A), machine(C)),
+            awake_since=LATE,
+        ),
+        (Recreate(A, "p", NO_AGENT, MADE),),
+    ),
+    "the bucket has an older generation's": (
+        view(
+            left(A, B, checkpoints=(StateRef(generation=0, step=40),)),
+            spare(C, heard=NOW),
+            machines=(booting(A), machine(C)),
+            awake_since=LATE,
+        ),
+        (),
+    ),
     "a machine made since the generation ended holds nothing": (
         view(
             left(A, B),

@@ -96,7 +96,7 @@ def _assemble(view: View, spec: JobSpec) -> tuple[Action, ...]:
 def _secure(view: View) -> tuple[Action, ...] | None:
     """Put the newest snapshot that any reachable node holds into the bucket; None: there is none that is not there."""
     job = view.job
-    newer = [n for n in view.nodes if n.report.job == job.id and not n.gone and _state(n) > _saved(job)]
+    newer = [n for n in view.nodes if n.report.job == job.id and not n.gone and _state(n) > job.newest]
     holders = [n for n in newer if n.linked]
     if not holders:
         # Not because the head cannot see it: a holder may be back in a moment.
@@ -124,7 +124,7 @@ def _ahead_of(view: View, ready: list[Node], spec: JobSpec) -> bool:
         return False
     here = [n for n in view.nodes if n.linked and n.report.job == job.id and not health.silent(view, n, spec)]
     newest = max(map(_state, here), default=(-1, -1))
-    return newest > _saved(job) and newest[0] > max((_state(n)[0] for n in ready), default=newest[0])
+    return newest > job.newest and newest[0] > max((_state(n)[0] for n in ready), default=newest[0])
 
 
 def _supervise(view: View, spec: JobSpec) -> tuple[Action, ...]:
@@ -316,7 +316,7 @@ def _dead(view: View, spec: JobSpec) -> tuple[Recreate, ...]:
     served = [n for n in view.nodes if n.name not in others and n.report.phase != "unfit"]
     dead = [n for n in served if health.silent(view, n, spec) and n.cloud == "running" and n.expendable(view)]
     heard = [n for n in view.nodes if n.linked and not health.silent(view, n, spec)]
-    safe = max([_saved(view.job), *(_state(n) for n in heard if n.report.job == view.job.id)])
+    safe = max([view.job.newest, *(_state(n) for n in heard if n.report.job == view.job.id)])
 
     def patience(node: Node) -> float:
         if not heard:
@@ -353,11 +353,6 @@ def _state(node: Node) -> tuple[int, int]:
     """The newest snapshot that a node holds."""
     ref = node.report.snapshot
     return (ref.generation, ref.step) if ref else (-1, -1)
-
-
-def _saved(job: JobState) -> tuple[int, int]:
-    """The newest complete checkpoint."""
-    return max(((ref.generation, ref.step) for ref in job.checkpoints), default=(-1, -1))
 
 
 def _reason(job: JobState) -> str:

@@ -228,7 +228,8 @@ def _patience(view: View, machine: Machine, node: Node | None) -> float:
         if job.current is not None:
             return float("inf")  # it may train on, cut off from this head
         heard = [n.report for n in view.nodes if n.linked and n.report.job == job.id]
-        if not any(each.snapshot and each.snapshot.generation >= job.generation for each in heard):
+        held = (each.snapshot.generation for each in heard if each.snapshot)
+        if max(held, default=-1) < job.generation > job.newest[0]:
             return max(patience, HOLDER)
     return patience if any(n.linked for n in view.nodes) else patience + ALONE
 

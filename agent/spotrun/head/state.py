@@ -133,6 +133,11 @@ class JobState(Document):
     def ended_already(self) -> bool:
         return self.phase in ENDED
 
+    @property
+    def newest(self) -> tuple[int, int]:
+        """Generation and step of the newest complete checkpoint."""
+        return max(((ref.generation, ref.step) for ref in self.checkpoints), default=(-1, -1))
+
 
 @dataclass(frozen=True)
 class Start:
