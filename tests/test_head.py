@@ -16,6 +16,7 @@ from spotrun.errors import CloudError, PartialError, SpotrunError, StoreError
 from spotrun.head import repair
 from spotrun.head.errands import Record
 from spotrun.head.head import Head
+from spotrun.head.health import REJOIN
 from spotrun.head.state import Cause, Hold, JobState, Replacement, Stop, apply
 from spotrun.spec import ClusterSpec
 from spotrun.store import Store, epoch_key, job_key, queue_key, replaced_key
@@ -106,7 +107,7 @@ class World:
 
     def new_head(self, epoch: int = 1) -> Head:
         self.head = Head(self.cluster, self.store, self.cloud, epoch)
-        self.head._awake_since = time.time() - 100
+        self.head._began = self.head._awake_since = time.time() - 100
         return self.head
 
     def hear(self, name: str, link: str = "", **values: Any) -> None:
@@ -577,6 +578,17 @@ async def test_an_unfit_machine_whose_agent_keeps_restarting_is_replaced(
     await world.turn()
     await world.head.errands.answered()
     assert world.recreated == expected
+
+
+async def test_a_machine_that_does_not_join_is_replaced_though_turns_take_long(world: World) -> None:
+    """Such a turn makes a gap: the head waits until agents could be heard again, not for another boot."""
+    job = await world.with_machines()
+    world.hear("p-1", job=job)
+    world.head._began = time.time() - repair.BOOT_TIMEOUT - 1
+    world.head._awake_since = time.time() - REJOIN - 1
+    await world.turn()
+    await world.head.errands.answered()
+    assert world.recreated == ["p-0"]
 
 
 async def test_orders_do_not_wait_for_the_cloud(world: World) -> None:

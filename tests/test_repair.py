@@ -10,7 +10,7 @@ import pytest
 
 from spotrun.head import repair
 from spotrun.head.capacity import Decision, Observation, Pool, decide
-from spotrun.head.health import ALONE, Machine, View
+from spotrun.head.health import ALONE, REJOIN, Machine, View
 from spotrun.head.planner import plan
 from spotrun.head.repair import AGAIN, AGAIN_MOST, BOOT_TIMEOUT, BOOT_TIMEOUT_METAL, GRACE, HOLDER, LIMIT, WINDOW
 from spotrun.head.state import Ending, JobState, Recreate, Replacement
@@ -67,6 +67,11 @@ def left(*members: str, **changes: Any) -> JobState:
     """A job that waits for machines, its last generation having been these."""
     values = {"generation": 1, "last": tuple(map(member, members)), "ordered_at": NOW - 2000, **changes}
     return job(**values)
+
+
+def begun(at: float) -> dict[str, float]:
+    """A head that began then and has had no gap."""
+    return {"began": at, "awake_since": at}
 
 
 BAD = Recreate(A, "p", WHY, MADE)
@@ -168,6 +173,30 @@ CASES: dict[str, tuple[View, tuple[Recreate, ...]]] = {
         view(waiting(), machines=(booting(A, created=LATE - ALONE),)),
         (Recreate(A, "p", NO_AGENT, LATE - ALONE),),
     ),
+    "no agent, for too long, while long turns keep the head from its picture": (
+        view(
+            waiting(),
+            spare(B, heard=NOW),
+            machines=(booting(A, created=LATE), machine(B)),
+            began=LATE,
+            awake_since=NOW - REJOIN - 1,
+        ),
+        (Recreate(A, "p", NO_AGENT, LATE),),
+    ),
+    "the head has just stood still: the agent may have joined meanwhile": (
+        view(
+            waiting(),
+            spare(B, heard=NOW),
+            machines=(booting(A, created=LATE), machine(B)),
+            began=LATE,
+            awake_since=NOW - REJOIN + 1,
+        ),
+        (),
+    ),
+    "the same, and none is heard: it may be cut off": (
+        view(waiting(), machines=(booting(A, created=LATE - ALONE),), began=LATE - ALONE, awake_since=NOW - ALONE + 1),
+        (),
+    ),
     "bare metal takes longer": (
         view(waiting(), spare(B, heard=NOW), machines=(booting(A, created=LATE, kind="g4dn.metal"), machine(B))),
         (),
@@ -177,7 +206,7 @@ CASES: dict[str, tuple[View, tuple[Recreate, ...]]] = {
         (),
     ),
     "no agent has been heard since this head began": (
-        view(waiting(), spare(B, heard=NOW), machines=(booting(A), machine(B)), awake_since=NOW - 60),
+        view(waiting(), spare(B, heard=NOW), machines=(booting(A), machine(B)), **begun(NOW - 60)),
         (),
     ),
     "a predecessor of the same name was heard": (
@@ -209,15 +238,15 @@ CASES: dict[str, tuple[View, tuple[Recreate, ...]]] = {
         (Recreate(A, "p", NO_AGENT, LATE),),
     ),
     "a member that this head has never heard of may train on": (
-        view(job(A, B, ordered_at=NOW - 100), machines=TWO, awake_since=NOW - 2 * HOLDER),
+        view(job(A, B, ordered_at=NOW - 100), machines=TWO, **begun(NOW - 2 * HOLDER)),
         (),
     ),
     "a member of the last generation may hold the only copy of the state": (
-        view(left(A, B), machines=TWO, awake_since=LATE - ALONE),
+        view(left(A, B), machines=TWO, **begun(LATE - ALONE)),
         (),
     ),
     "the same, though a new machine is heard": (
-        view(left(A, B), spare(C, heard=NOW), machines=(*TWO, machine(C)), awake_since=LATE),
+        view(left(A, B), spare(C, heard=NOW), machines=(*TWO, machine(C)), **begun(LATE)),
         (),
     ),
     "another holds the state": (
@@ -225,7 +254,7 @@ CASES: dict[str, tuple[View, tuple[Recreate, ...]]] = {
             left(A, B),
             spare(B, heard=NOW, snapshot=StateRef(generation=1, step=48)),
             machines=(booting(A), machine(B)),
-            awake_since=LATE,
+            **begun(LATE),
         ),
         (Recreate(A, "p", NO_AGENT, MADE),),
     ),
@@ -234,7 +263,7 @@ CASES: dict[str, tuple[View, tuple[Recreate, ...]]] = {
             left(A, B, checkpoints=(StateRef(generation=1, step=50), StateRef(generation=0, step=40))),
             spare(C, heard=NOW),
             machines=(booting(A), machine(C)),
-            awake_since=LATE,
+            **begun(LATE),
         ),
         (Recreate(A, "p", NO_AGENT, MADE),),
     ),
@@ -243,7 +272,7 @@ CASES: dict[str, tuple[View, tuple[Recreate, ...]]] = {
             left(A, B, checkpoints=(StateRef(generation=0, step=40),)),
             spare(C, heard=NOW),
             machines=(booting(A), machine(C)),
-            awake_since=LATE,
+            **begun(LATE),
         ),
         (),
     ),
@@ -252,12 +281,12 @@ CASES: dict[str, tuple[View, tuple[Recreate, ...]]] = {
             left(A, B),
             spare(C, heard=NOW),
             machines=(booting(A, created=LATE), machine(C)),
-            awake_since=LATE,
+            **begun(LATE),
         ),
         (Recreate(A, "p", NO_AGENT, LATE),),
     ),
     "what it may hold is not waited for without end": (
-        view(left(A), spare(C, heard=NOW), machines=(booting(A), machine(C)), awake_since=NOW - HOLDER - 1),
+        view(left(A), spare(C, heard=NOW), machines=(booting(A), machine(C)), **begun(NOW - HOLDER - 1)),
         (Recreate(A, "p", NO_AGENT, MADE),),
     ),
     "one that was heard and has fallen silent is another rule's": (

@@ -62,7 +62,7 @@ class Head:
         self._changed = asyncio.Event()
         self._look_now = asyncio.Event()
         self._exhausted: frozenset[str] = frozenset()  # pools in which no more machines are replaced, as was noted
-        self._turned_at = self._awake_since = 0.0
+        self._began = self._turned_at = self._awake_since = 0.0
 
     # What links and the control socket call.
 
@@ -163,7 +163,7 @@ class Head:
 
     async def _turns(self) -> None:
         await self.journal.read_queue()
-        self._turned_at = self._awake_since = time.time()
+        self._began = self._turned_at = self._awake_since = time.time()
         while True:
             busy = bool(self.journal.queue)
             with contextlib.suppress(TimeoutError):
@@ -254,6 +254,7 @@ class Head:
             nodes=self.agents.nodes(self.fleet),
             expected=sum(self.fleet.sizes.values()),
             waiting_since=max(self.agents.ready_at, self.job.submitted),
+            began=self._began,
             awake_since=self._awake_since,
             vanished=frozenset(n for n, at in unseen.items() if self.fleet.state_of(n, at) in ("terminated", "gone")),
             machines=self.agents.machines(self.fleet),

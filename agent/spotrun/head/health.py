@@ -83,9 +83,10 @@ class View:
     """All that a decision may rest on.
 
     expected: how many nodes the pools have been asked for. waiting_since: when the newest node became ready, or the
-    job came. awake_since: since when the head has been running without a gap. vanished: members of which this head has
-    not heard and whose machines the cloud does not have any more. machines: all that the cloud lists; none if it cannot
-    be asked. replaced: the cluster's, in order.
+    job came. began: when this head did. awake_since: since when it has been running without a gap: long turns make
+    some, so that it may never be long ago. vanished: members of which this head has not heard and whose machines the
+    cloud does not have any more. machines: all that the cloud lists; none if it cannot be asked. replaced: the
+    cluster's, in order.
     """
 
     now: float
@@ -93,6 +94,7 @@ class View:
     nodes: tuple[Node, ...]
     expected: int = 0
     waiting_since: float = 0.0
+    began: float = 0.0
     awake_since: float = 0.0
     vanished: frozenset[str] = frozenset()
     machines: tuple[Machine, ...] = ()

@@ -209,8 +209,10 @@ def _useless(view: View, machine: Machine, node: Node | None) -> Useless | None:
             return Useless(machine.pool, why, node.since) if view.now - node.since >= GRACE else None
         if not linked or node.report.phase != "checking":
             return None  # one that has fallen silent is the planner's
-    since = max(machine.created, machine.answered, view.awake_since) + _patience(view, machine, node)
-    if machine.state != "running" or view.now <= since:
+    since = max(machine.created, machine.answered, view.began) + _patience(view, machine, node)
+    # After a gap agents get the time that they take to be heard again, not all their patience anew.
+    gap = REJOIN if any(n.linked for n in view.nodes) else ALONE
+    if machine.state != "running" or view.now <= max(since, view.awake_since + gap):
         return None
     minutes = f"within {boot_timeout(machine.kind) / 60:.0f} minutes"
     checking = linked and node is not None and node.report.phase == "checking"
