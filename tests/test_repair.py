@@ -12,7 +12,17 @@ from spotrun.head import repair
 from spotrun.head.capacity import Decision, Observation, Pool, decide
 from spotrun.head.health import ALONE, REJOIN, Machine, View
 from spotrun.head.planner import plan
-from spotrun.head.repair import AGAIN, AGAIN_MOST, BOOT_TIMEOUT, BOOT_TIMEOUT_METAL, GRACE, HOLDER, LIMIT, WINDOW
+from spotrun.head.repair import (
+    AGAIN,
+    AGAIN_MOST,
+    BOOT_TIMEOUT,
+    BOOT_TIMEOUT_METAL,
+    GRACE,
+    HOLDER,
+    LIMIT,
+    SAVING,
+    WINDOW,
+)
 from spotrun.head.state import Ending, JobState, Recreate, Replacement
 from spotrun.node import gate
 from spotrun.wire import StateRef
@@ -43,6 +53,15 @@ def unfit(name: str, **changes: Any) -> Any:
     """One that has said so for long enough."""
     outer = {"heard": NOW - 0.1, "since": NOW - GRACE, **changes}
     return spare(name, phase="unfit", job=None, unfit=(WHY,), store="", **outer)
+
+
+HELD = StateRef(generation=1, step=40)
+
+
+def holder(name: str, **changes: Any) -> Any:
+    """One that is unfit and has the state of the newest generation in memory."""
+    outer = {"heard": NOW - 0.1, "since": NOW - GRACE, **changes}
+    return spare(name, phase="unfit", unfit=(WHY,), store="", snapshot=HELD, **outer)
 
 
 def checking(name: str, since: float, **changes: Any) -> Any:
@@ -93,6 +112,19 @@ CASES: dict[str, tuple[View, tuple[Recreate, ...]]] = {
     ),
     "its link is down: that was its last word": (
         view(waiting(), unfit(A, linked=False), machines=(machine(A),)),
+        (BAD,),
+    ),
+    "it alone holds the state, and saves it": (view(left(A), holder(A), machines=(machine(A),)), ()),
+    "it has not saved it in all that time": (
+        view(left(A), holder(A, since=NOW - SAVING), machines=(machine(A),)),
+        (BAD,),
+    ),
+    "the state that it held is in the bucket": (
+        view(left(A, checkpoints=(HELD,)), holder(A), machines=(machine(A),)),
+        (BAD,),
+    ),
+    "another holds the state too": (
+        view(left(A, B), holder(A), node(B, heard=NOW, snapshot=HELD), machines=(machine(A), machine(B))),
         (BAD,),
     ),
     "it is going already": (view(waiting(), unfit(A), machines=(machine(A, state="stopping"),)), ()),

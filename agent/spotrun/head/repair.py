@@ -22,6 +22,7 @@ BOOT_TIMEOUT, BOOT_TIMEOUT_METAL = 900.0, 1800.0
 # Seconds for which a machine must have said that it is unfit: its agent looks again after 30 s (`AGAIN` in
 # spotrun.node.gate, which the head does not import), and the look takes some time as well.
 GRACE = 45.0
+SAVING = 600.0  # the same, if it alone holds the newest state: its agent puts that into the bucket meanwhile
 HOLDER = 3600.0  # seconds that a machine gets to be heard again by a new head if it alone may hold the newest state
 LIMIT = 3  # machines of a pool that are replaced for such a reason within `WINDOW`
 WINDOW = 3600.0  # seconds
@@ -206,7 +207,8 @@ def _useless(view: View, machine: Machine, node: Node | None) -> Useless | None:
     if node is not None and machine.joined:
         if node.report.phase == "unfit":  # its last word, linked or not: it may be on its way out
             why = "; ".join(node.report.unfit) or "unfit"
-            return Useless(machine.pool, why, node.since) if view.now - node.since >= GRACE else None
+            grace = SAVING if node.linked and _alone_holds_the_state(view, node) else GRACE
+            return Useless(machine.pool, why, node.since) if view.now - node.since >= grace else None
         if not linked or node.report.phase != "checking":
             return None  # one that has fallen silent is the planner's
     since = max(machine.created, machine.answered, view.began) + _patience(view, machine, node)
@@ -218,6 +220,14 @@ def _useless(view: View, machine: Machine, node: Node | None) -> Useless | None:
     checking = linked and node is not None and node.report.phase == "checking"
     why = f"it could not tell {minutes} whether it is fit" if checking else f"its agent has not joined {minutes}"
     return Useless(machine.pool, why, since)
+
+
+def _alone_holds_the_state(view: View, node: Node) -> bool:
+    held = {n.name: n.report.snapshot for n in view.nodes if n.linked and n.report.job == view.job.id}
+    own = held.pop(node.name, None)
+    if own is None or (own.generation, own.step) <= view.job.newest:
+        return False
+    return all(other is None or other.generation < own.generation for other in held.values())
 
 
 def _patience(view: View, machine: Machine, node: Node | None) -> float:
