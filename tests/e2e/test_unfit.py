@@ -17,6 +17,7 @@ from spotrun.store import Store, replaced_key, unfit_key
 from spotrun.wire import UnfitRecord
 from tests.e2e.harness import Harness
 
+pytestmark = pytest.mark.clouds  # it takes minutes, most of which are the times that a machine gets before a verdict
 # A type with more GPUs than any computer that this may run on.
 SPEC = {
     "name": "unfit",
