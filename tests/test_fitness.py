@@ -349,7 +349,7 @@ async def test_a_program_ends_with_the_one_that_asks(tmp_path: Path, tools: Tool
     await await_for(lambda: (tmp_path / "pid").exists(), what="the program")
     pid = int((tmp_path / "pid").read_text())
     asking.kill()
-    asking.wait()
+    assert asking.wait() == -signal.SIGKILL
     await await_for(lambda: not Path(f"/proc/{pid}").exists(), what="its end")
 
 

@@ -229,7 +229,7 @@ def test_no_room_is_said_clearly(tmp_path: Path) -> None:
         signal.signal(signal.SIGXFSZ, handler)
 
 
-@pytest.mark.parametrize("damage", ["junk", "flip", "odd", "deep"])
+@pytest.mark.parametrize("damage", ["junk", "flip", "odd", "deep", "folder"])
 def test_damage_to_a_record_is_found(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
     write(tmp_path, 1, {"x": torch.ones(4), "lr": 0.001})
     slot, record = slots.newest(tmp_path, "job")[0]
@@ -240,8 +240,11 @@ def test_damage_to_a_record_is_found(tmp_path: Path, damage: str, caplog: pytest
         path.write_text(path.read_text().replace("0.001", "0.003"))
     elif damage == "odd":
         slots.commit(tmp_path, slot, dataclasses.replace(record, step=None))  # type: ignore[arg-type]
-    else:
+    elif damage == "deep":
         path.write_text("[" * 100_000)
+    else:
+        path.unlink()
+        path.mkdir()
     assert slots.newest(tmp_path, "job") == []
     assert str(path) in caplog.text
 

@@ -85,7 +85,7 @@ def read(folder: Path, slot: int) -> Record | None:
         return record
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         log.warning("snapshot record %s is not readable, passed over: %s", path, error)
         return None
 

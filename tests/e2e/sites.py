@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -74,6 +75,12 @@ class Operator:
             stderr=subprocess.STDOUT,
             text=True,
         )
+
+    def phase(self) -> str:
+        """The active job's; empty if there is none, or no head."""
+        status = self.fab("status", "--json")
+        job = json.loads(status.stdout)["job"] if status.returncode == 0 else None
+        return str(job["phase"]) if job else ""
 
     def _command(self, words: tuple[str, ...]) -> list[str]:
         return [str(Path(sys.executable).with_name("fab")), words[0], "--cluster", str(self.site.file), *words[1:]]

@@ -37,7 +37,7 @@ def test_the_whole_way(site: Site) -> None:
     training = operator.started("train", "--job", "examples/digits/job.yaml", "--faults", "preempt@25%")
     try:
         wait_for(lambda: site.size("spot") >= 3, 60, "the pool's new size")
-        wait_for(lambda: phase(operator) == "running", 120, "the job's first steps")
+        wait_for(lambda: operator.phase() == "running", 120, "the job's first steps")
         refused = operator.fab("down")
         assert refused.returncode == 2, refused.stdout
         assert re.search(r"not ended yet: digits-[0-9-]+; `make stop CLUSTER=", refused.stderr)
@@ -70,9 +70,3 @@ def test_the_whole_way(site: Site) -> None:
     assert "holds checkpoints of digits-" in everything.stderr
     assert site.store().exists(kept[0])
     assert operator.fab("status").returncode == 3, "it is not up"
-
-
-def phase(operator: Operator) -> str:
-    status = operator.fab("status", "--json")
-    job = json.loads(status.stdout)["job"] if status.returncode == 0 else None
-    return job["phase"] if job else ""

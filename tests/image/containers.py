@@ -29,6 +29,7 @@ from spotrun.cloud.local import machines, metadata
 from spotrun.cloud.local.layout import Config, Layout
 from tests.e2e import mirror
 from tests.e2e.tools import OPERATOR
+from tests.helpers import await_for
 from tests.image.netns import Namespace, Switch, relay
 
 METADATA = "169.254.169.254"
@@ -240,16 +241,15 @@ def _kill(cgroups: tuple[Path, ...]) -> None:
 
 async def _remove(cgroups: tuple[Path, ...]) -> None:
     """Remove a container's folders. The kernel lets go of one when the last process in it has ended."""
-    for each in cgroups:
-        for folder in (*sorted((path for path in each.rglob("*") if path.is_dir()), reverse=True), each):
-            for _ in range(100):
-                try:
+
+    def removed() -> bool:
+        for each in cgroups:
+            for folder in (*sorted((path for path in each.rglob("*") if path.is_dir()), reverse=True), each):
+                with contextlib.suppress(OSError):
                     folder.rmdir()
-                    break
-                except FileNotFoundError:
-                    break
-                except OSError:
-                    await asyncio.sleep(0.05)
+        return not any(each.exists() for each in cgroups)
+
+    await await_for(removed, what=f"the end of all processes in {cgroups[0]}")
 
 
 def _quoted(word: str) -> str:

@@ -41,23 +41,19 @@ class Namespace:
 
     def listen(self, address: str, port: int) -> socket.socket:
         """A socket that listens in it."""
-
-        def make() -> socket.socket:
-            _enter(self._fd)
-            return socket.create_server((address, port), backlog=256)
-
-        found = _elsewhere(make)
-        found.setblocking(False)
-        return found
+        return self._make(lambda: socket.create_server((address, port), backlog=256))
 
     def connect(self, address: str, port: int) -> socket.socket:
         """A socket that is connected from in it. Raises OSError."""
+        return self._make(lambda: socket.create_connection((address, port), timeout=5))
 
-        def make() -> socket.socket:
-            _enter(self._fd)
-            return socket.create_connection((address, port), timeout=5)
+    def _make(self, socket_of: Callable[[], socket.socket]) -> socket.socket:
+        def inside() -> socket.socket:
+            if _libc.setns(self._fd, CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), "setns")
+            return socket_of()
 
-        found = _elsewhere(make)
+        found = _elsewhere(inside)
         found.setblocking(False)
         return found
 
@@ -124,11 +120,6 @@ def _unshare() -> int:
     if _libc.unshare(CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), "unshare")
     return os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
-
-
-def _enter(fd: int) -> None:
-    if _libc.setns(fd, CLONE_NEWNET):
-        raise OSError(ctypes.get_errno(), "setns")
 
 
 def _elsewhere(work: Callable[[], T]) -> T:

@@ -20,7 +20,6 @@ from spotrun.node.process import OOM_SCORE
 from tests import terraform
 from tests.e2e import sites
 from tests.e2e.sites import Operator, Site
-from tests.e2e.test_clouds import phase
 from tests.helpers import wait_for
 from tests.image import containers
 from tests.image.conftest import Image
@@ -50,7 +49,7 @@ def test_machines_boot_and_train(site: Site, image: Image, tmp_path: Path) -> No
     assert up.returncode == 0, up.stdout + up.stderr
     training = operator.started("train", "--job", str(job(tmp_path)), "--faults", "preempt@25%")
     try:
-        wait_for(lambda: phase(operator) == "running", 240, "the job's first steps")
+        wait_for(lambda: operator.phase() == "running", 240, "the job's first steps")
         status = json.loads(operator.fab("status", "--json").stdout)
         node = status["job"]["members"][0]
         head = next(name for name in consoles(tmp_path) if name not in status["job"]["members"])

@@ -1,0 +1,194 @@
+"""The programs that an image's units run at a boot and at a stop, asked as systemd would."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spotrun.spec import names
+from tests.answering import answering
+from tests.helpers import wait_for
+
+ROOT = Path(__file__).parent.parent
+IMAGES = ROOT / "images"
+TOOLS = IMAGES / "root/usr/lib/spotrun"
+
+
+def gce(role: str | None, preempted: str = "FALSE") -> dict[str, Any]:
+    flavour = ("Metadata-Flavor", "Google")
+    found = {"GET /computeMetadata/v1/instance/preempted": (flavour, 200, preempted)}
+    if role is not None:
+        found[f"GET /computeMetadata/v1/instance/attributes/{names.ROLE}"] = (flavour, 200, role)
+    return found
+
+
+def ec2(role: str | None, without: int = 401) -> dict[str, Any]:
+    """without: what it answers those that come without a token."""
+    found: dict[str, Any] = {
+        "PUT /latest/api/token": (("X-aws-ec2-metadata-token-ttl-seconds", "60"), 200, "a-token"),
+        f"GET /computeMetadata/v1/instance/attributes/{names.ROLE}": (None, without, ""),
+    }
+    if role is not None:
+        found[f"GET /latest/meta-data/tags/instance/{names.ROLE}"] = (
+            ("X-aws-ec2-metadata-token", "a-token"),
+            200,
+            role,
+        )
+    return found
+
+
+def ask(role: str, environment: dict[str, str]) -> int:
+    plain = {"PATH": os.environ["PATH"], **environment}
+    return subprocess.run([str(TOOLS / "role"), role], env=plain, timeout=30, check=False).returncode
+
+
+@pytest.mark.parametrize(
+    ("answers", "wanted", "code"),
+    [
+        (gce("head"), "head", 0),
+        (gce("head"), "node", 1),
+        (gce("node\n"), "node", 0),
+        (gce("node-of-others"), "node", 1),
+        (gce(None), "node", 1),
+        (ec2("node"), "node", 0),
+        (ec2("node"), "head", 1),
+        (ec2("head", without=404), "head", 0),
+        (ec2(None), "head", 1),
+    ],
+)
+def test_the_role_is_what_the_cloud_says(answers: dict[str, Any], wanted: str, code: int) -> None:
+    with answering(answers) as host:
+        both = {"GCE_METADATA_HOST": host, "AWS_EC2_METADATA_SERVICE_ENDPOINT": f"http://{host}/"}
+        assert ask(wanted, both) == code
+
+
+@pytest.mark.parametrize(
+    "request_of_ec2", ["PUT /latest/api/token", f"GET /latest/meta-data/tags/instance/{names.ROLE}"]
+)
+@pytest.mark.parametrize("first", [(None, 0, ""), (None, 503, "")], ids=["silence", "overload"])
+def test_a_request_without_an_answer_is_no_answer(request_of_ec2: str, first: tuple[None, int, str]) -> None:
+    """Though the server has said 404 to Google's question before."""
+    answers = ec2("node", without=404)
+    answers[request_of_ec2] = iter([first, answers[request_of_ec2]]).__next__
+    with answering(answers) as host:
+        both = {"GCE_METADATA_HOST": host, "AWS_EC2_METADATA_SERVICE_ENDPOINT": f"http://{host}/"}
+        assert ask("node", both) == 0
+
+
+def test_the_role_is_waited_for() -> None:
+    """The network may come up later."""
+    with socket.socket() as placeholder:
+        placeholder.bind(("127.0.0.1", 0))
+        port = placeholder.getsockname()[1]
+    process = subprocess.Popen(
+        [str(TOOLS / "role"), "node"], env={"PATH": os.environ["PATH"], "GCE_METADATA_HOST": f"127.0.0.1:{port}"}
+    )
+    try:
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(1)
+        with answering(gce("node"), port):
+            assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(
+    ("devices", "gpu", "switch"),
+    [
+        ([], 1, 1),
+        ([("0x10de", "0x030200")], 0, 1),  # L4, H100: a 3D controller
+        ([("0x10de", "0x030200"), ("0x10de", "0x068000")], 0, 0),
+        ([("0x8086", "0x030000"), ("0x1d0f", "0x068000")], 1, 1),
+    ],
+)
+def test_what_nvidia_has_put_in(devices: list[tuple[str, str]], gpu: int, switch: int, tmp_path: Path) -> None:
+    for index, (vendor, kind) in enumerate(devices):
+        folder = tmp_path / f"bus/pci/devices/0000:00:0{index}.0"
+        folder.mkdir(parents=True)
+        (folder / "vendor").write_text(f"{vendor}\n")
+        (folder / "class").write_text(f"{kind}\n")
+    environment = {"PATH": os.environ["PATH"], "SPOTRUN_SYS": str(tmp_path)}
+    for what, code in (("gpu", gpu), ("nvswitch", switch), ("ethernet", 255)):
+        done = subprocess.run([str(TOOLS / "has-nvidia"), what], env=environment, capture_output=True, check=False)
+        assert done.returncode == code, what
+
+
+PREEMPTED = "GET /computeMetadata/v1/instance/preempted"
+CHANGE = f"{PREEMPTED}?wait_for_change=true&timeout_sec=2"
+FLAVOUR = ("Metadata-Flavor", "Google")
+
+
+@pytest.fixture
+def agent() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that ends when its input does."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        yield process
+        process.kill()
+
+
+def stop(
+    agent: subprocess.Popen[bytes], answers: dict[str, Any], seconds: str, first: str = ""
+) -> tuple[subprocess.Popen[str], str]:
+    """A stop of the agent, and the first line that it says. first: a folder to look for programs in."""
+    with answering(answers) as host:
+        path = f"{first}:{os.environ['PATH']}"
+        environment = {"PATH": path, "GCE_METADATA_HOST": host, "SPOTRUN_NOTICE": seconds}
+        command = [str(TOOLS / "await-end"), str(agent.pid)]
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        return process, process.stdout.readline()
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [gce("node"), gce("node") | {CHANGE: (FLAVOUR, 200, "FALSE")}, {}],
+    ids=["no answer to the second question", "not preempted", "not Google's"],
+)
+def test_a_stop_does_not_wait_otherwise(answers: dict[str, Any], agent: subprocess.Popen[bytes]) -> None:
+    process, said = stop(agent, answers, "3600")
+    assert (process.wait(30), said) == (0, "")
+    assert agent.poll() is None
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [gce("node", "TRUE"), gce("node") | {CHANGE: (FLAVOUR, 200, "TRUE")}],
+    ids=["at once", "told a little later"],
+)
+def test_a_stop_waits_while_the_machine_is_preempted(answers: dict[str, Any], agent: subprocess.Popen[bytes]) -> None:
+    process, said = stop(agent, answers, "3600")
+    assert said == "this machine is being preempted: the agent has 3600 s to drain\n"
+    assert process.poll() is None
+    agent.communicate(b"\n")
+    assert process.wait(30) == 0
+
+
+def test_a_stop_does_not_wait_for_ever(agent: subprocess.Popen[bytes]) -> None:
+    process, said = stop(agent, gce("node", "TRUE"), "1")
+    assert "1 s to drain" in said
+    assert process.wait(30) == 0
+    assert agent.poll() is None
+
+
+def test_the_time_to_drain_runs_while_the_metadata_are_asked(agent: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    clock = tmp_path / "timeout"
+    clock.write_text(f'#!/bin/sh\ntouch {tmp_path}/started\nexec {shutil.which("timeout")} "$@"\n')
+    clock.chmod(0o755)
+
+    def answer() -> tuple[Any, int, str]:
+        wait_for((tmp_path / "started").exists, 2, "the clock")
+        return FLAVOUR, 200, "TRUE"
+
+    process, said = stop(agent, gce("node") | {CHANGE: answer}, "3600", str(tmp_path))
+    assert "3600 s to drain" in said
+    agent.communicate(b"\n")
+    assert process.wait(30) == 0
