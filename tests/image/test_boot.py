@@ -43,7 +43,7 @@ def site(image: Image, tmp_path: Path) -> Iterator[Site]:
         yield amazon
 
 
-def test_machines_boot_and_train(site: Site, image: Image, tmp_path: Path) -> None:
+def test_machines_boot_and_train(site: Site, image: Image, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     operator = Operator(site)
     up = operator.fab("up")
     assert up.returncode == 0, up.stdout + up.stderr
@@ -55,6 +55,9 @@ def test_machines_boot_and_train(site: Site, image: Image, tmp_path: Path) -> No
         head = next(name for name in consoles(tmp_path) if name not in status["job"]["members"])
         check(operator, "head", head)
         check(operator, "node", node)
+        with capsys.disabled():
+            for role, machine in (("head", head), ("node", node)):
+                print(f"\n{image.cloud}: {role}: ready after {seconds_to_serve(operator, role, machine):.1f} s")
         assert as_worker(node) == {"NoNewPrivs": "1", "Seccomp": "2", "CapEff": "0" * 16, "CapBnd": "0" * 16}
         said, _ = training.communicate(timeout=900)
     finally:
@@ -104,6 +107,15 @@ def check(operator: Operator, role: str, machine: str) -> None:
     assert "listens on" in done.stdout or "linked to the head" in done.stdout, f"the journal can be read\n{done.stdout}"
     refused = operator.fab("run", "--cmd", "sudo -n true", *where)
     assert re.search("a password is required|not allowed", refused.stdout + refused.stderr)
+
+
+def seconds_to_serve(operator: Operator, role: str, machine: str) -> float:
+    """From the start of a machine's systemd until its service has said that it is ready."""
+    ask = "systemctl show --value --property=UserspaceTimestampMonotonic;"
+    ask += f"systemctl show --value --property=ActiveEnterTimestampMonotonic {ROLES[role]}"
+    done = operator.fab("run", "--cmd", ask, "--node", "head" if role == "head" else machine)
+    began, ready = (int(found) for found in re.findall(r": (\d+)$", done.stdout, re.MULTILINE))
+    return (ready - began) / 1e6
 
 
 def as_worker(machine: str) -> dict[str, str]:
