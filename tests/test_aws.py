@@ -35,6 +35,12 @@ def spec(name: str, *pools: dict[str, Any]) -> ClusterSpec:
     )
 
 
+TAKEN = (
+    "<TerminateInstanceInAutoScalingGroupResponse><TerminateInstanceInAutoScalingGroupResult/>"
+    "</TerminateInstanceInAutoScalingGroupResponse>"
+)
+
+
 @pytest.fixture(scope="module")
 def aws() -> Iterator[Moto]:
     with motoserver.running() as moto:
@@ -221,6 +227,43 @@ async def test_a_group_that_shows_a_removed_machine_still_is_not_asked_twice(aws
     assert len(proxy.of("TerminateInstanceInAutoScalingGroup")) == 1
 
 
+async def test_lowering_a_group_that_counts_a_dead_machine_ends_that_one(aws: Moto, proxy: Proxy) -> None:
+    cluster = spec("dead")
+    stand(aws, cluster)
+    mine = AwsCloud(cluster)
+    await mine.resize("spot", 3)
+    before = [machine.name for machine in (await named(mine))["spot"]]
+    dead, living = before[1], [before[0], before[2]]
+
+    # EC2 ended it; its group, which has not seen that, counts it still.
+    aws.client("autoscaling").detach_instances(
+        AutoScalingGroupName="dead--spot", InstanceIds=[dead], ShouldDecrementDesiredCapacity=True
+    )
+    aws.client("ec2").terminate_instances(InstanceIds=[dead])
+
+    def late(proxy: Proxy, fields: dict[str, str]) -> web.Response | None:
+        if fields.get("Action") == "TerminateInstanceInAutoScalingGroup":
+            assert fields["InstanceId"] == dead
+            assert fields["ShouldDecrementDesiredCapacity"] == "true"
+            return web.Response(text=TAKEN, content_type="text/xml")
+        return groups({"dead--spot": (3, before)}) if fields.get("Action") == "DescribeAutoScalingGroups" else None
+
+    proxy.hook = late
+    assert [machine.name for machine in (await named(mine))["spot"]] == living
+    proxy.asked.clear()
+    for _ in range(2):  # the second time, the group shows it still
+        await mine.resize("spot", 2)
+        assert len(proxy.of("TerminateInstanceInAutoScalingGroup")) == 1
+        assert not proxy.of("SetDesiredCapacity")
+
+    proxy.hook = None  # two of two live: the group is not to choose between them
+    await mine.resize("spot", 1)
+    assert not proxy.of("SetDesiredCapacity")
+    assert [machine.name for machine in (await named(mine))["spot"]] == living
+    await mine.resize("spot", 0)
+    assert "spot" not in await named(mine)
+
+
 async def test_pages(aws: Moto, proxy: Proxy) -> None:
     pools = [SPOT | {"name": f"p{index}"} for index in range(5)]
     cluster = spec("pages", *pools)
@@ -255,11 +298,11 @@ async def test_throttling_is_waited_out_up_to_a_point(aws: Moto, proxy: Proxy) -
     proxy.hook = twice
     await mine.resize("spot", 2)
     assert len((await named(mine))["spot"]) == 2
-    proxy.hook = lambda proxy, fields: refuse("Throttling", "Rate exceeded")
+    proxy.hook = lambda proxy, fields: refuse("Throttling", "x") if fields["Action"] == "SetDesiredCapacity" else None
     proxy.asked.clear()
     with pytest.raises(CloudError, match="too many requests, SetDesiredCapacity was put off each time"):
         await mine.resize("spot", 3)
-    assert len(proxy.asked) == 4
+    assert len(proxy.of("SetDesiredCapacity")) == 4
 
 
 async def test_a_cloud_that_cannot_be_reached(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from botocore.exceptions import ClientError
 from spotrun.cloud import Instance, Problem, Shortfall
 from spotrun.cloud.aws import activities, interruption, machines, quotas
 from spotrun.cloud.aws.client import newest_prices
-from spotrun.cloud.aws.machines import Departures, Group
+from spotrun.cloud.aws.machines import Departures, Group, Lowering
 from spotrun.cloud.aws.refusals import cause, refusal
 from spotrun.errors import CloudError, CredentialsError, QuotaError, StockoutError
 from spotrun.spec import ClusterSpec, PoolSpec
@@ -310,6 +310,47 @@ def test_who_is_taken_and_whether_it_counts(name: str) -> None:
     groups = [group(size, MEMBERS)]
     assert machines.removal(asked, groups, KNOWN, taken) == removed
     assert machines.replacement(asked, groups, KNOWN, taken) == replaced
+
+
+# the size wanted, the group's, its members, taken before; what is done
+LOWER: dict[str, tuple[int, int, dict[str, str], set[str], Lowering]] = {
+    "what was never born is taken back": (1, 3, {"i-1": "InService"}, set(), Lowering((), 1)),
+    "a dead one that still counts goes by name": (2, 3, MEMBERS | {"i-3": "InService"}, set(), Lowering(("i-3",))),
+    "as many of the dead as are too much": (3, 4, MEMBERS | {"i-3": "InService"}, set(), Lowering(("i-3",))),
+    "a dead one and one that was never born": (
+        2,
+        4,
+        {"i-1": "InService", "i-4": "InService"},
+        set(),
+        Lowering(("i-4",), 2),
+    ),
+    "two dead ones": (
+        1,
+        3,
+        {"i-1": "InService", "i-3": "InService", "i-4": "InService"},
+        set(),
+        Lowering(("i-3", "i-4")),
+    ),
+    "the living stay, whatever the size": (1, 3, {"i-1": "InService", "i-2": "InService"}, set(), Lowering((), 2)),
+    "one that starts is a member too": (1, 2, {"i-1": "InService", "i-9": "Pending"}, set(), Lowering()),
+    "one that leaves may count still": (1, 2, {"i-1": "InService", "i-3": "Terminating"}, set(), Lowering()),
+    "an unhealthy one that runs may count still": (1, 2, {"i-1": "InService", "i-2": "InService"}, set(), Lowering()),
+    "one that was taken already is not taken twice": (
+        1,
+        2,
+        {"i-1": "InService", "i-4": "InService"},
+        {"i-4"},
+        Lowering(),
+    ),
+    "all of them": (0, 2, {"i-1": "InService", "i-2": "InService"}, set(), Lowering((), 0)),
+    "more": (4, 2, {"i-1": "InService", "i-2": "InService"}, set(), Lowering((), 4)),
+}
+
+
+@pytest.mark.parametrize("name", LOWER)
+def test_a_lower_size_ends_no_live_machine(name: str) -> None:
+    wanted, size, members, taken, expected = LOWER[name]
+    assert machines.lowering(wanted, group(size, members), KNOWN, taken) == expected
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,10 @@ class Cloud(Protocol):
         """The size that each pool was told to have; without the head's. Raises `PartialError` as `nodes` does."""
 
     async def resize(self, pool: str, size: int) -> None:
-        """Tell a pool how many machines to have. Returns before it has them."""
+        """Tell a pool how many machines to have. Returns before it has them.
+
+        Fewer are for machines that never came: whom to take is `remove`'s to say.
+        """
 
     async def remove(self, names: Sequence[str]) -> None:
         """Delete these machines, and lower the size of each one's pool accordingly."""

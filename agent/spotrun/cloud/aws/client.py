@@ -60,18 +60,14 @@ class AwsCloud:
         return {pool: group.size for pool, group in (await ask(self._groups)).items() if pool != names.HEAD}
 
     async def resize(self, pool: str, size: int) -> None:
+        """As in the protocol. A lower size, unless it is 0, ends no live machine: it may stay higher for these."""
         spec = self._cluster.pool(pool)
         if spec is None:
             known = ", ".join(sorted(each.name for each in self._cluster.pools))
             raise CloudError(f"there is no pool {pool!r} to resize; pools: {known}")
         if not 0 <= size <= spec.max:
             raise CloudError(f"pool {pool}: size {size} is not allowed; its cluster file says 0 to {spec.max}")
-        name = names.group(self._cluster.name, pool)
-        await ask(
-            lambda: self._clients.autoscaling.set_desired_capacity(
-                AutoScalingGroupName=name, DesiredCapacity=size, HonorCooldown=False
-            )
-        )
+        await ask(self._resize, pool, size)
 
     async def remove(self, names: Sequence[str]) -> None:
         """As in the protocol. One that has ended already is passed over, and its pool's size stays."""
@@ -182,6 +178,24 @@ class AwsCloud:
                 refused = CloudError(f"machine {name} runs but is in no group of the cluster: terminate it by hand")
             if refused:
                 raise refused
+
+    def _resize(self, pool: str, size: int) -> None:
+        with self._changing:
+            group = self._groups().get(pool)
+            if group is None or size == 0 or size >= group.size:
+                return self._set_size(pool, size)
+            known = machines.instances(self._cluster, [group], self._described())
+            lowering = machines.lowering(size, group, known, self._taken)
+            for name in lowering.take:
+                self._terminate(name, lower=True)
+                self._taken.add(name)
+            if lowering.size is not None:
+                self._set_size(pool, lowering.size)
+
+    def _set_size(self, pool: str, size: int) -> None:
+        self._clients.autoscaling.set_desired_capacity(
+            AutoScalingGroupName=names.group(self._cluster.name, pool), DesiredCapacity=size, HonorCooldown=False
+        )
 
     def _terminate(self, name: str, lower: bool) -> None:
         try:

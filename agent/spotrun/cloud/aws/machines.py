@@ -61,6 +61,14 @@ class Departures:
     astray: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Lowering:
+    """take: dead members that the group is to give up, counting down. size: the one to set then; None: none."""
+
+    take: tuple[str, ...] = ()
+    size: int | None = None
+
+
 # (asked, groups, known, taken): see `removal`.
 Rule = Callable[[Sequence[str], Sequence[Group], Sequence[Instance], AbstractSet[str]], Departures]
 
@@ -144,6 +152,23 @@ def replacement(
     member_of = {name: group for group in groups for name in group.counted}
     wanted = [name for name in dict.fromkeys(machine.name for machine in machines) if name in member_of]
     return Departures(tuple((name, False) for name in wanted if name not in taken), _astray(machines, member_of, taken))
+
+
+def lowering(size: int, group: Group, known: Sequence[Instance], taken: AbstractSet[str]) -> Lowering:
+    """How a group comes down to `size` without ending a live machine; to 0, every machine is to end.
+
+    A group whose size is lowered below the number of its members chooses by itself whom to end, and a member that died
+    a moment ago counts like any other. So the dead go by name, and the size itself is never set below the number of
+    members that stay. Members that are leaving count too: AWS's guide does not say that they do not. taken: as in
+    `removal`.
+    """
+    if size >= group.size or size == 0:
+        return Lowering((), size)
+    ended = {machine.name for machine in known if machine.state in ("stopping", "terminated")}
+    dead = [name for name in group.counted if name in ended and name not in taken]
+    take = tuple(dead[: group.size - size])
+    least = max(size, len(group.members) - len(take))
+    return Lowering(take, least if least < group.size - len(take) else None)
 
 
 def find(name: str, known: Sequence[Instance]) -> Instance:
