@@ -116,10 +116,10 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt
 	@touch $(VENV)/.installed $(VENV)/.installed-gcp $(VENV)/.installed-aws $@
 
 # Apart from the rest: it pins old versions of what the clouds' modules need.
-$(CHECKOV)/.installed: Makefile
+$(CHECKOV)/.installed: .ci/checkov.txt
 	@echo "Installing checkov into $(CHECKOV); this happens once" >&2
 	@$(VENV)/bin/python -m venv $(CHECKOV)
-	@$(CHECKOV)/bin/python -m pip install --quiet --disable-pip-version-check checkov==3.3.30
+	@$(CHECKOV)/bin/python -m pip install --quiet --disable-pip-version-check -r .ci/checkov.txt
 	@touch $@
 
 comma := ,

@@ -2,9 +2,9 @@
 
     python -m images.versions [--json]
 
-Debian's packages are looked up with apt, where this machine's apt has Debian 12 (run `apt-get update` before), Python's
-with pip. A registry that cannot be reached is said to be so; nothing is guessed. Exit status 1 if something pinned is
-not in its registry any more, as a kernel that Debian has replaced.
+Debian's packages are looked up with apt, where this machine's apt has Debian 12, in lists that are fetched now;
+Python's with pip. A registry that cannot be reached is said to be so; nothing is guessed. Exit status 1 if something
+pinned is not in its registry any more, as a kernel that Debian has replaced: the row says which line to write instead.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ import sys
 import urllib.error
 import urllib.request
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from images.debian import SUITE, fresh_lists
+
 HERE = Path(__file__).parent
 TIMEOUT = 20.0  # seconds for a registry to answer
-SUITE = "bookworm"
 NEWEST_KERNEL = "linux-image-cloud-amd64"  # it depends on the one that is newest
 EFA_RELEASES = "https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/efa-changelog.md"
 SSM_RELEASES = "https://s3.amazonaws.com/ec2-downloads-windows/SSMAgent/latest/VERSION"
@@ -33,7 +35,11 @@ EIC_RELEASES = "https://api.github.com/repos/aws/aws-ec2-instance-connect-config
 
 @dataclass(frozen=True)
 class Row:
-    """newest: empty if its registry does not tell; `note` says why. there: whether the pinned one can still be had."""
+    """One thing that is pinned.
+
+    newest: empty if its registry does not tell; `note` says why. there: whether the pinned one can still be had; None:
+    its registry does not tell.
+    """
 
     name: str
     pinned: str
@@ -44,10 +50,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Registries:
-    """How the registries are asked. Both raise OSError if they are out of reach."""
+    """How the registries are asked. Each raises OSError if it is out of reach."""
 
     run: Callable[[list[str]], str]  # a command's output
     get: Callable[[str], bytes]  # what is at a URL
+    lists: Callable[[], AbstractContextManager[list[str]]] = fresh_lists  # options for apt that name lists to read
 
 
 def main(argv: list[str]) -> int:
@@ -83,7 +90,7 @@ def fetch(url: str) -> bytes:
 def compare(pinned: dict[str, str], sources: dict[str, str], ask: Registries) -> list[Row]:
     """A row for each thing pinned."""
     return [
-        *_debian(pinned, ask),
+        *debian(pinned, ask),
         _torch(pinned["TORCH"], ask),
         *_nvidia(pinned, f"{sources['NVIDIA_REPOSITORY']}/Packages.gz", ask),
         _page("EFA_INSTALLER", pinned["EFA_INSTALLER"], EFA_RELEASES, r"\| (\d+\.\d+\.\d+) \|", ask),
@@ -93,11 +100,19 @@ def compare(pinned: dict[str, str], sources: dict[str, str], ask: Registries) ->
     ]
 
 
+def replaced(rows: Iterable[Row]) -> dict[str, str]:
+    """What versions.env has to say instead of the pins that are gone: name and newest version."""
+    return {row.name: row.newest for row in rows if row.there is False and row.newest}
+
+
 def table(rows: list[Row]) -> str:
     """For people."""
     lines = [f"{'':22}{'pinned':24}{'newest':24}"]
     for row in rows:
-        note = row.note or ("not to be had any more" if row.there is False else "")
+        gone = "not in its registry any more" if row.there is False else ""
+        if row.name in replaced([row]):
+            gone += f"; in images/versions.env write {row.name}={row.newest}"
+        note = row.note or gone
         lines.append(f"{row.name:22}{row.pinned[:22]:24}{row.newest[:22] or '?':24}{note}".rstrip())
     return "\n".join(lines)
 
@@ -107,32 +122,37 @@ def order(version: str) -> tuple[tuple[int, str], ...]:
     return tuple((int(part), "") if part.isdigit() else (-1, part) for part in re.findall(r"\d+|\D+", version))
 
 
-def _debian(pinned: dict[str, str], ask: Registries) -> list[Row]:
+def debian(pinned: dict[str, str], ask: Registries) -> list[Row]:
+    """The rows of what Debian has. A kernel's two rows belong together: its package is named after KERNEL_ABI."""
     packages = {
-        "KERNEL": f"linux-image-{pinned['KERNEL_ABI']}",
         "PYTHON": f"python{pinned['PYTHON']}",
         "CHRONY": "chrony",
         "NODE_EXPORTER": "prometheus-node-exporter",
     }
-    names = ["KERNEL_ABI", *packages]
+    names = ["KERNEL_ABI", "KERNEL", *packages]
     try:
-        listed = ask.run(["apt-cache", "madison", *packages.values()])
-        kernels = ask.run(["apt-cache", "depends", NEWEST_KERNEL])
+        with ask.lists() as apt:
+            depends = ask.run(["apt-cache", *apt, "depends", NEWEST_KERNEL])
+            abis = re.findall(r"Depends: linux-image-(\S+)", depends)
+            kernels = [f"linux-image-{abi}" for abi in dict.fromkeys([pinned["KERNEL_ABI"], *abis])]
+            listed = ask.run(["apt-cache", *apt, "madison", *kernels, *packages.values()])
     except OSError as error:
         return [Row(name, pinned[name], "", note=f"apt was not asked: {error}") for name in names]
-    if SUITE not in listed:
-        return [Row(name, pinned[name], "", note=f"this machine's apt has no Debian {SUITE}") for name in names]
-    found: dict[str, list[str]] = {"KERNEL_ABI": re.findall(r"Depends: linux-image-(\S+)", kernels)}
-    for name, package in packages.items():
-        found[name] = re.findall(rf"^ *{re.escape(package)} \| +(\S+) \| .*{SUITE}", listed, re.MULTILINE)
+    found = {name: _listed(listed, package) for name, package in packages.items()}
     found["PYTHON"] = [".".join(each.split(".")[:2]) for each in found["PYTHON"]]
-    rows = []
-    for name in names:
-        newest = max(found[name], key=order, default="")
-        # Of kernels, the one pinned may have a package although it is not the newest.
-        there = pinned[name] in found[name] or (name == "KERNEL_ABI" and bool(found["KERNEL"]))
-        rows.append(Row(name, pinned[name], newest, there))
+    newest = max(abis, key=order, default="")
+    kept = _listed(listed, f"linux-image-{pinned['KERNEL_ABI']}")
+    # A kernel may have a package although it is not the newest.
+    rows = [Row("KERNEL_ABI", pinned["KERNEL_ABI"], newest, bool(kept))]
+    found = {"KERNEL": kept or _listed(listed, f"linux-image-{newest}")} | found
+    for name, versions in found.items():
+        rows.append(Row(name, pinned[name], max(versions, key=order, default=""), pinned[name] in versions))
     return rows
+
+
+def _listed(madison: str, package: str) -> list[str]:
+    """The package's versions in Debian 12, as `apt-cache madison` lists them."""
+    return re.findall(rf"^ *{re.escape(package)} \| +(\S+) \| .*{SUITE}", madison, re.MULTILINE)
 
 
 def _torch(pinned: str, ask: Registries) -> Row:

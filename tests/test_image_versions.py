@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import re
 from pathlib import Path
 
 import pytest
 
-from images import versions
+from images import debian, versions
 from tests.answering import answering
 
 ROOT = Path(__file__).parent.parent
@@ -33,6 +34,7 @@ def test_versions_are_pinned_once() -> None:
 
 
 APT = """\
+linux-image-6.1.0-60-cloud-amd64 |  6.1.200-1 | http://mirror bookworm-security/main amd64 Packages
 linux-image-6.1.0-56-cloud-amd64 |  6.1.192-2 | http://mirror bookworm-security/main amd64 Packages
 python3.11 | 3.11.2-6+deb12u6 | http://mirror bookworm/main amd64 Packages
     chrony | 4.3-2+deb12u9 | http://mirror bookworm/main amd64 Packages
@@ -56,9 +58,16 @@ PINNED = {
 }
 
 
+NVIDIA = {"NVIDIA_REPOSITORY": "https://example.com"}
+
+
+def _lists() -> contextlib.AbstractContextManager[list[str]]:
+    return contextlib.nullcontext([])
+
+
 def _ask(command: list[str]) -> str:
     if command[:2] == ["apt-cache", "madison"]:
-        return APT
+        return "".join(line for line in APT.splitlines(True) if line.split()[0] in command)
     if command[:2] == ["apt-cache", "depends"]:
         return "linux-image-cloud-amd64\n  Depends: linux-image-6.1.0-60-cloud-amd64\n"
     return "torch (2.15.0)\nAvailable versions: 2.15.0, 2.13.0+cpu, 2.13.0, 2.9.1\n"
@@ -73,7 +82,7 @@ def _get(url: str) -> bytes:
 
 
 def test_what_is_newest() -> None:
-    rows = versions.compare(PINNED, {"NVIDIA_REPOSITORY": "https://example.com"}, versions.Registries(_ask, _get))
+    rows = versions.compare(PINNED, NVIDIA, versions.Registries(_ask, _get, _lists))
     found = {row.name: (row.newest, row.there) for row in rows}
     assert found["KERNEL"] == ("6.1.192-2", True)
     assert found["KERNEL_ABI"] == ("6.1.0-60-cloud-amd64", True)
@@ -86,7 +95,68 @@ def test_what_is_newest() -> None:
     assert {row.name for row in rows} >= set(PINNED)
     shown = versions.table(rows)
     assert "NVIDIA's registry was not reached: no way there" in shown
-    assert re.search(r"NODE_EXPORTER .* not to be had any more", shown)
+    assert re.search(r"NODE_EXPORTER .* not in its registry any more$", shown, re.MULTILINE)
+
+
+def test_a_replaced_kernel_is_told_with_the_lines_to_write() -> None:
+    pinned = PINNED | {"KERNEL_ABI": "6.1.0-50-cloud-amd64", "KERNEL": "6.1.180-1", "CHRONY": "4.3-2"}
+    rows = versions.debian(pinned, versions.Registries(_ask, _get, _lists))
+    assert versions.replaced(rows) == {
+        "KERNEL_ABI": "6.1.0-60-cloud-amd64",
+        "KERNEL": "6.1.200-1",
+        "CHRONY": "4.3-2+deb12u9",
+    }
+    assert "in images/versions.env write KERNEL=6.1.200-1" in versions.table(rows)
+
+
+def test_a_kernel_whose_version_alone_was_replaced_keeps_its_abi() -> None:
+    rows = versions.debian(PINNED | {"KERNEL": "6.1.192-1"}, versions.Registries(_ask, _get, _lists))
+    assert versions.replaced(rows) == {"KERNEL": "6.1.192-2"}
+
+
+def test_lists_that_cannot_be_fetched_are_told() -> None:
+    def lists() -> contextlib.AbstractContextManager[list[str]]:
+        raise OSError("`apt-get update` failed: E: bookworm-security")
+
+    rows = versions.debian(PINNED, versions.Registries(_ask, _get, lists))
+    assert {row.there for row in rows} == {None}
+    assert {row.note for row in rows} == {"apt was not asked: `apt-get update` failed: E: bookworm-security"}
+
+
+def _apt(folder: Path, updates: str) -> dict[str, str]:
+    """An environment in which `apt-get` is a program that names two archives and answers an update with `updates`."""
+    program = folder / "apt-get"
+    uris = "\n".join(f"'{url}/dists/{suite}/InRelease' name 0" for url, suite in ARCHIVES)
+    program.write_text(f"""#!/bin/sh\ncase "$*" in *--print-uris*) cat <<'E'\n{uris}\nE\n;; *) {updates} ;; esac\n""")
+    program.chmod(0o755)
+    return {"PATH": f"{folder}:/usr/bin:/bin"}
+
+
+ARCHIVES = [("http://mirror/debian", "bookworm"), ("http://mirror/security", "bookworm-security")]
+
+
+def test_archives_are_found_whatever_lists_the_machine_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of `apt-get indextargets` it is not so: an archive whose list had not been fetched was missing there."""
+    monkeypatch.setenv("PATH", _apt(tmp_path, "true")["PATH"])
+    assert debian.archives() == ARCHIVES
+    with debian.fresh_lists() as options:
+        (sources,) = [word.partition("=")[2] for word in options if word.startswith("Dir::Etc::sourcelist=")]
+        lines = Path(sources).read_text().splitlines()
+        assert [tuple(line.split()[-3:-1]) for line in lines] == ARCHIVES
+    assert not Path(sources).exists()
+
+
+def test_an_archive_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", _apt(tmp_path, "echo 'E: bookworm-security: no answer' >&2; exit 100")["PATH"])
+    with pytest.raises(OSError, match="bookworm-security: no answer"), debian.fresh_lists():
+        pass
+
+
+def test_a_machine_without_debian_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.test_image_versions.ARCHIVES", [("http://mirror/ubuntu", "noble")])
+    monkeypatch.setenv("PATH", _apt(tmp_path, "true")["PATH"])
+    with pytest.raises(OSError, match="no Debian bookworm"), debian.fresh_lists():
+        pass
 
 
 @pytest.mark.parametrize(
@@ -95,8 +165,8 @@ def test_what_is_newest() -> None:
     ids=["broken", "cut off", "a page"],
 )
 def test_a_registry_that_answers_nonsense_is_said_to_be_out_of_reach(garbage: bytes) -> None:
-    ask = versions.Registries(_ask, lambda _: garbage)
-    rows = versions.compare(PINNED, {"NVIDIA_REPOSITORY": "https://example.com"}, ask)
+    ask = versions.Registries(_ask, lambda _: garbage, _lists)
+    rows = versions.compare(PINNED, NVIDIA, ask)
     (row,) = [row for row in rows if row.name == "NVIDIA_DRIVER"]
     assert row.note.startswith("NVIDIA's registry was not reached")
 

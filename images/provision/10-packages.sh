@@ -6,7 +6,8 @@ source "${IMAGE:?}/provision/lib.sh"
 
 systemctl mask apt-daily.timer apt-daily-upgrade.timer apt-daily.service apt-daily-upgrade.service
 put 0644 /etc/apt/apt.conf.d/99-spotrun
-apt-get -q update
+# An archive that does not answer ends the build: without it, what is pinned would not be found.
+apt-get -q --error-on=any update
 apt-get -q -y purge unattended-upgrades
 # It never takes a package of another name, as a kernel of another version has; 11-kernel.sh brings the pinned one.
 apt-get -q -y -o Dpkg::Options::=--force-confold upgrade

@@ -27,7 +27,7 @@ if [[ -z $mirror ]]; then
     exit 1
 fi
 echo "deb $mirror $release contrib" >/etc/apt/sources.list.d/contrib.list
-apt-get -q update
+apt-get -q --error-on=any update
 
 # It makes apt prefer this version of all that belongs to the driver, whatever is newer
 # (https://docs.nvidia.com/datacenter/tesla/driver-installation-guide/).

@@ -9,8 +9,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from images import build
-from images.versions import read
+from images import build, versions
 from tests.image import registry
 from tests.image.root import CODE, GENTLE, Root
 
@@ -53,15 +52,29 @@ TRACES = (
 
 @dataclass(frozen=True)
 class Supplies:
-    """What an image is made of besides Debian: all of it on this machine."""
+    """What an image is made of besides Debian: all of it on this machine.
+
+    pinned: what the image is to have. replaced: of it, what differs from versions.env, as Debian has it no more.
+    changed: what versions.env and sources.env say in the image: the stand-ins, and what was replaced.
+    """
 
     folder: Path
     pinned: dict[str, str]
-    changed: dict[str, str]  # versions and sources of the stand-ins
+    replaced: dict[str, str]
+    changed: dict[str, str]
 
 
 def prepare(folder: Path) -> Supplies:
-    """Download Python's packages, build spotrun's, make the stand-ins."""
+    """Download Python's packages, build spotrun's, make the stand-ins.
+
+    A pin that Debian has replaced since gives way to what Debian has now. Raises OSError if Debian does not answer.
+    """
+    pinned = versions.read(CODE / "images/versions.env")
+    rows = versions.debian(pinned, versions.Registries(versions.run, versions.fetch))
+    unknown = [row.note for row in rows if row.there is None]
+    if unknown:
+        raise OSError(unknown[0])
+    replaced = versions.replaced(rows)
     folder.mkdir(parents=True)
     build.wheel(folder / "wheel")
     pip = [*GENTLE, sys.executable, "-m", "pip"]
@@ -82,11 +95,11 @@ def prepare(folder: Path) -> Supplies:
             *wanted,
         ]
     )
-    pinned = read(CODE / "images/versions.env")
-    changed = registry.serve(folder / "registry", f"{SUPPLIES}/registry", pinned)
+    pinned = pinned | replaced
+    changed = registry.serve(folder / "registry", f"{SUPPLIES}/registry", pinned) | replaced
     if list((folder / "wheels").glob("torch-*+cpu-*.whl")):
         changed["TORCH_CUDA"] = ""  # what this machine's pip finds is without
-    return Supplies(folder, pinned, changed)
+    return Supplies(folder, pinned, replaced, changed)
 
 
 def upload(root: Root, supplies: Supplies) -> None:

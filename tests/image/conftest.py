@@ -34,7 +34,10 @@ def supplies(tmp_path_factory: pytest.TempPathFactory) -> baked.Supplies:
     lacking = missing()
     if lacking:
         pytest.skip(f"an image cannot be baked here, for want of: {', '.join(lacking)}")
-    return baked.prepare(tmp_path_factory.mktemp("image") / "supplies")
+    try:
+        return baked.prepare(tmp_path_factory.mktemp("image") / "supplies")
+    except OSError as error:
+        pytest.skip(f"an image cannot be baked here: {error}")
 
 
 @pytest.fixture(scope="session")

@@ -11,8 +11,9 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
+from images.debian import SUITE, archives
+
 CODE = Path(__file__).parent.parent.parent
-SUITE = "bookworm"
 # What clouds' base images of Debian have, and debootstrap's smallest variant lacks.
 BASE = (
     "systemd",
@@ -25,7 +26,7 @@ BASE = (
     "ca-certificates",
     "gpgv",
 )
-TOOLS = ("debootstrap", "unshare", "chroot", "dpkg-deb", "gpg", "systemd-analyze")
+TOOLS = ("apt-get", "debootstrap", "unshare", "chroot", "dpkg-deb", "gpg", "systemd-analyze")
 GENTLE = ("nice", "-n", "19")  # hours of processor time beside which others measure things
 Bind = Mapping[str, str]
 
@@ -64,23 +65,7 @@ def missing() -> list[str]:
     """What this needs and does not find here."""
     found = [tool for tool in TOOLS if shutil.which(tool, path=f"{os.defpath}:/usr/sbin:/sbin") is None]
     found += [] if os.getuid() == 0 else ["root"]
-    return found or ([] if sources() else [f"Debian {SUITE} among this machine's apt sources"])
-
-
-def sources() -> list[tuple[str, str]]:
-    """(URL, suite) of Debian 12's archives as this machine's apt has them; the release's own first."""
-    form = "$(REPO_URI) $(RELEASE) $(COMPONENT)"
-    if shutil.which("apt-get") is None:
-        return []
-    listed = run(["apt-get", "indextargets", "--format", form, "Created-By: Packages"]).stdout.splitlines()
-    found = [tuple(line.split()) for line in listed]
-    return sorted(
-        {(url, suite) for url, suite, part in found if part == "main" and suite.split("-")[0] == SUITE}, key=_rank
-    )
-
-
-def _rank(source: tuple[str, str]) -> tuple[int, str]:
-    return len(source[1]), source[1]
+    return found or ([] if archives() else [f"Debian {SUITE} among this machine's apt sources"])
 
 
 class Root:
@@ -92,9 +77,9 @@ class Root:
     def bootstrap(self) -> None:
         """Fill the folder with Debian's smallest system and what a cloud's image has besides."""
         command = ["debootstrap", "--variant=minbase", f"--include={','.join(BASE)}", SUITE]
-        archives = sources()
-        run([*GENTLE, *command, str(self.folder), archives[0][0]], timeout=900)
-        lines = [f"deb {url} {suite} main\n" for url, suite in archives]
+        found = archives()
+        run([*GENTLE, *command, str(self.folder), found[0][0]], timeout=900)
+        lines = [f"deb {url} {suite} main\n" for url, suite in found]
         self.path("/etc/apt/sources.list").write_text("".join(lines))
 
     def copy(self, folder: Path) -> Root:
