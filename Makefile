@@ -6,14 +6,27 @@ JOB     ?= examples/digits/job.yaml
 VENV    ?= .venv
 FAB     := $(VENV)/bin/fab
 CHECKOV := $(VENV)-checkov
+# Given by the user of a target, and taken as typed. A variable from make's command line is expanded each time it is
+# read, also for `export`: '$HOME' becomes OME, and '$(shell …)' runs here. A copy by `:=` of `$(value X)` is not.
+GIVEN   := CLUSTER JOB NODE RANK CMD TIMEOUT FAULTS NOTICE ID JSON FORCE ALL STRICT
+defined  = $(foreach name,$(1),$(if $(filter-out undefined,$(origin $(name))),$(name)))
+# Make exports all of its command line (TERRAFORM=tofu, say). ARGS is for developers: it goes into a shell's line as is.
+TYPED   := $(foreach name,$(filter-out ARGS,$(.VARIABLES)),$(if $(filter command,$(origin $(name))),$(name)))
+TYPED   += $(filter-out $(TYPED),$(call defined,$(GIVEN)))
+$(foreach name,$(TYPED),$(eval override $(name) := $$(value $(name))))
+export $(TYPED)
+# They would hand these variables to any make that a target starts.
+unexport MAKEFLAGS MFLAGS MAKEOVERRIDES
+# As a word of a shell's. $(shell) does not see what is exported before GNU Make 4.4.
+quoted   = '$(subst ','\'',$(1))'
 # A cluster in a cloud takes more packages: the cloud's own, and what its stacks are written with.
-CLOUD   := $(filter gcp aws,$(shell sed -nE 's/^cloud: *[^a-z]?([a-z]+).*/\1/p' '$(CLUSTER)' 2>/dev/null))
+CLOUD   := $(firstword $(filter gcp aws,$(shell sed -nE 's/^cloud: *[^a-z]?([a-z]+).*/\1/p' -- $(call quoted,$(CLUSTER)) 2>/dev/null)))
 READY   := $(VENV)/.installed$(if $(CLOUD),-$(CLOUD))
 
-# Given by the user of a target; exported so that no shell but the last one interprets them.
-export CLUSTER JOB NODE RANK CMD TIMEOUT FAULTS NOTICE ID
-flag     = $(if $($(1)),--$(2) "$$$(1)")
-cluster  = --cluster "$$CLUSTER" $(if $(JSON),--json)
+# The space keeps Invoke from taking a value such as --json for an option; the tasks remove it.
+flag     = $(if $($(1)),--$(2) " $$$(1)")
+yes      = $(if $(filter-out 0 n no false off,$($(1))),--$(2))
+cluster  = --cluster " $$CLUSTER" $(call yes,JSON,json)
 job_id   = $(call flag,ID,id)
 
 .DEFAULT_GOAL := help
@@ -22,7 +35,7 @@ job_id   = $(call flag,ID,id)
 help: ## print this
 	@echo "spotrun: torchrun for machines that vanish. Targets:"
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-16s %s\n", $$1, $$2 }'
-	@echo "Variables: CLUSTER=$(CLUSTER) JOB=$(JOB) JSON=1 (for programs)"
+	@printf 'Variables: CLUSTER=%s JOB=%s JSON=1 (for programs)\n' "$$CLUSTER" "$$JOB"
 
 plan: $(READY) ## what `make up` would change in the cloud, as Terraform sees it
 	@$(FAB) plan $(cluster)
@@ -31,7 +44,7 @@ up: $(READY) ## bring the cluster up: a head and a bucket; nodes come with a job
 	@$(FAB) up $(cluster)
 
 train: $(READY) ## run a job and follow it; brings the cluster up first [JOB= FAULTS=preempt@25%,kill@60% or none]
-	@$(FAB) train $(cluster) --job "$$JOB" $(call flag,FAULTS,faults)
+	@$(FAB) train $(cluster) --job " $$JOB" $(call flag,FAULTS,faults)
 
 status: $(READY) ## what the cluster does now [ID=job]
 	@$(FAB) status $(cluster) $(job_id)
@@ -46,13 +59,13 @@ ssh: $(READY) ## a shell on a node, or on the head [NODE=head]
 	@$(FAB) ssh $(cluster) $(call flag,NODE,node)
 
 run: $(READY) ## run a command on all nodes, or on one: CMD='df -h' [NODE= TIMEOUT=seconds]
-	@$(FAB) run $(cluster) --cmd "$$CMD" $(call flag,NODE,node) $(call flag,TIMEOUT,timeout)
+	@$(FAB) run $(cluster) --cmd " $$CMD" $(call flag,NODE,node) $(call flag,TIMEOUT,timeout)
 
 preempt: $(READY) ## have the cloud take a node away, with notice, as a test: NODE= [NOTICE=seconds]
-	@$(FAB) preempt $(cluster) --node "$$NODE" $(call flag,NOTICE,notice)
+	@$(FAB) preempt $(cluster) --node " $$NODE" $(call flag,NOTICE,notice)
 
 kill: $(READY) ## have the cloud take a node away without a word, as a test: NODE=
-	@$(FAB) kill $(cluster) --node "$$NODE"
+	@$(FAB) kill $(cluster) --node " $$NODE"
 
 relaunch: $(READY) ## run an ended job on from its checkpoint, or restart a running one's workers [ID=job]
 	@$(FAB) relaunch $(cluster) $(job_id)
@@ -61,7 +74,7 @@ stop: $(READY) ## stop the job; its state goes into the bucket [ID=job]
 	@$(FAB) stop $(cluster) $(job_id)
 
 down: $(READY) ## take the cluster down; refuses while a job runs [FORCE=1; ALL=1: a cloud's network and bucket too]
-	@$(FAB) down $(cluster) $(if $(FORCE),--force) $(if $(ALL),--all)
+	@$(FAB) down $(cluster) $(call yes,FORCE,force) $(call yes,ALL,all)
 
 test: $(VENV)/.installed-dev ## run the tests [ARGS='-k planner -x']
 	@$(VENV)/bin/python -m pytest $(ARGS)
@@ -82,7 +95,7 @@ lint: $(VENV)/.installed-dev $(CHECKOV)/.installed ## check style, types, images
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/mypy
-	@$(VENV)/bin/python -m images.lint $(if $(STRICT),--strict)
+	@$(VENV)/bin/python -m images.lint $(call yes,STRICT,strict)
 	@rm -rf build/stacks
 	@$(VENV)/bin/python -m infra.lint build/stacks clusters/*.yaml
 	@$(CHECKOV)/bin/checkov --config-file .checkov.yaml -d build/stacks

@@ -30,7 +30,7 @@ def command(function: Callable[..., int | None]) -> Any:
     @functools.wraps(function)
     def wrapped(*args: Any, **options: Any) -> None:
         try:
-            code = function(*args, **options) or 0
+            code = function(*args, **_typed(options)) or 0
         except (remote.Unreachable, CloudError, StoreError) as error:
             code = _complain(error, 3)
         except SpotrunError as error:
@@ -117,14 +117,21 @@ def run(
     if not nodes:
         raise SpotrunError("run: the cluster has no nodes now; they come with a job. NODE=head is always there")
 
+    outcomes = []
+
     def show(outcome: remote.Outcome) -> None:
+        outcomes.append(outcome)
         if json:
             print(jsonlib.dumps({"node": outcome.node, "code": outcome.code, "output": outcome.output}), flush=True)
         else:
             for line in outcome.output.splitlines() or [f"(exit status {outcome.code})"]:
                 print(f"{outcome.node}: {line}", flush=True)
 
-    return 0 if remote.run(access, nodes, cmd, timeout, show) else 1
+    if remote.run(access, nodes, cmd, timeout, show):
+        return 0
+    failed = [each for each in outcomes if each.code]
+    print(f"spotrun: run: {report.failures(failed, len(nodes))}", file=sys.stderr, flush=True)
+    return 1 if any(each.reached for each in failed) else 3
 
 
 @command
@@ -189,6 +196,15 @@ def _follow(access: remote.Access, cluster: str, job: str | None, plan: list[fau
         words = jobs.last_words(access, last["id"]) if last["phase"] == "succeeded" else []
         print("\n".join(["", *words, report.report(last)]), flush=True)
     return 0 if last["phase"] == "succeeded" else 1
+
+
+def _typed(options: dict[str, Any]) -> dict[str, Any]:
+    """The options as they were typed: the Makefile puts a space before each, so that none looks like an option."""
+    found = {name: value.removeprefix(" ") if isinstance(value, str) else value for name, value in options.items()}
+    for name, value in found.items():
+        if isinstance(value, str) and not value.isprintable() and any("\ud800" <= each <= "\udfff" for each in value):
+            raise SpotrunError(f"{name.upper()}: {value.encode(errors='surrogateescape')!r}: is not UTF-8")
+    return found
 
 
 def _access(cluster: str) -> remote.Access:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from scripts.display import number
+from scripts.ssh import Outcome
 
 Status = dict[str, Any]
 
@@ -34,6 +36,14 @@ def duration(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes} min {rest} s"
     return f"{minutes // 60} h {minutes % 60} min"
+
+
+def failures(outcomes: Sequence[Outcome], nodes: int) -> str:
+    """Which of so many nodes failed a command, and how: 2 of 3 nodes failed: a (exit status 3), b (not reached)"""
+    told = [
+        f"{each.node} ({f'exit status {each.code}' if each.reached else 'not reached, see above'})" for each in outcomes
+    ]
+    return f"{len(told)} of {nodes} node{'' if nodes == 1 else 's'} failed: {', '.join(told)}"
 
 
 def _verdict(job: Status) -> str:

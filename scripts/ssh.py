@@ -59,11 +59,16 @@ class Access:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a command did on a node. code: its exit status; `EXIT_TIMEOUT` if it was ended for its time."""
+    """What a command did on a node.
+
+    node: its name. code: the command's exit status; `EXIT_TIMEOUT` if it was ended for its time, 255 without one.
+    output: what the command printed, or why the node was not reached. reached: whether `code` is the command's own.
+    """
 
     node: str
     code: int
     output: str
+    reached: bool = True
 
 
 class StrictConnection(Connection):
@@ -149,7 +154,7 @@ def run(access: Access, nodes: list[str], command: str, timeout: float, report: 
                 with _opened(access, read_host(access, node), head if node != HEAD else None) as connection:
                     return _run(connection, node, command, timeout)
             except SpotrunError as error:
-                return Outcome(node, 255, str(error))
+                return Outcome(node, 255, str(error), reached=False)
 
         good = True
         with ThreadPoolExecutor(POOL) as pool:
@@ -253,11 +258,11 @@ def _open(access: Access, record: HostRecord, gateway: Connection | Tunnel | Non
 
 def _run(connection: StrictConnection, node: str, command: str, timeout: float) -> Outcome:
     # `timeout` runs on the node: one that gave up here would leave the command running there.
-    wrapped = f"timeout -k 5 {timeout:g} bash -c {shlex.quote(command)}"
+    wrapped = f"timeout -k 5 {timeout:g} bash -c -- {shlex.quote(command)}"
     try:
         result = connection.run(wrapped, hide=True, warn=True, in_stream=False, timeout=int(timeout + 2 * TIMEOUT))
     except Exception as error:  # Fabric wraps what its threads met in several classes of its own
-        return Outcome(node, 255, f"{node}: connection lost: {error or type(error).__name__}\n")
+        return Outcome(node, 255, f"{node}: connection lost: {error or type(error).__name__}\n", False)
     text = result.stdout + result.stderr
     if result.exited == EXIT_TIMEOUT:
         text += f"ended after {timeout:g} s; give it longer with TIMEOUT=\n"
