@@ -390,7 +390,7 @@ CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
     ),
     "no machine is replaced while the last state goes into the bucket": (
         view(job(ending=Ending(phase="succeeded", deadline=NOW + 9)), node(A), frozen(B, 40)),
-        (Save(StateRef(generation=1, step=48), (A, B)),),
+        (Save(StateRef(generation=1, step=48), (A,)),),
     ),
     "another job's set-up failure is not this one's": (
         view(job(), spare(A, job="i", failure=failure("setup"), phase="failed")),
@@ -410,7 +410,11 @@ CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
     ),
     "the state of those that leave is on its way": (
         view(
-            job(generation=1, saving=Saving(ref=StateRef(generation=1, step=56), holders=(A, B), since=NOW - 1)),
+            job(
+                generation=1,
+                saving=Saving(ref=StateRef(generation=1, step=56), holders=(A, B), since=NOW - 1),
+                ordered_at=NOW - 2,
+            ),
             *(node(n, phase="drained", notice=notice(), snapshot=StateRef(generation=1, step=56)) for n in (A, B)),
             *(spare(C), spare(D), spare("e")),
         ),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from spotrun.head import repair
+from spotrun.head.absent import HOLDER
 from spotrun.head.capacity import Decision, Observation, Pool, decide
 from spotrun.head.health import ALONE, REJOIN, Machine, View
 from spotrun.head.planner import plan
@@ -18,7 +19,6 @@ from spotrun.head.repair import (
     BOOT_TIMEOUT,
     BOOT_TIMEOUT_METAL,
     GRACE,
-    HOLDER,
     LIMIT,
     SAVING,
     WINDOW,
@@ -273,39 +273,12 @@ CASES: dict[str, tuple[View, tuple[Recreate, ...]]] = {
         view(job(A, B, ordered_at=NOW - 100), machines=TWO, **begun(NOW - 2 * HOLDER)),
         (),
     ),
-    "a member of the last generation may hold the only copy of the state": (
-        view(left(A, B), machines=TWO, **begun(LATE - ALONE)),
+    "a member of the last generation has served: another rule's": (
+        view(left(A, B), spare(C, heard=NOW), machines=(*TWO, machine(C)), **begun(LATE - HOLDER)),
         (),
     ),
-    "the same, though a new machine is heard": (
-        view(left(A, B), spare(C, heard=NOW), machines=(*TWO, machine(C)), **begun(LATE)),
-        (),
-    ),
-    "another holds the state": (
-        view(
-            left(A, B),
-            spare(B, heard=NOW, snapshot=StateRef(generation=1, step=48)),
-            machines=(booting(A), machine(B)),
-            **begun(LATE),
-        ),
-        (Recreate(A, "p", NO_AGENT, MADE),),
-    ),
-    "the bucket has it": (
-        view(
-            left(A, B, checkpoints=(StateRef(generation=1, step=50), StateRef(generation=0, step=40))),
-            spare(C, heard=NOW),
-            machines=(booting(A), machine(C)),
-            **begun(LATE),
-        ),
-        (Recreate(A, "p", NO_AGENT, MADE),),
-    ),
-    "the bucket has an older generation's": (
-        view(
-            left(A, B, checkpoints=(StateRef(generation=0, step=40),)),
-            spare(C, heard=NOW),
-            machines=(booting(A), machine(C)),
-            **begun(LATE),
-        ),
+    "so has one whose agent an earlier head has heard": (
+        view(waiting(joined={A: MADE}), spare(C, heard=NOW), machines=(booting(A), machine(C)), **begun(LATE)),
         (),
     ),
     "a machine made since the generation ended holds nothing": (
@@ -316,10 +289,6 @@ CASES: dict[str, tuple[View, tuple[Recreate, ...]]] = {
             **begun(LATE),
         ),
         (Recreate(A, "p", NO_AGENT, LATE),),
-    ),
-    "what it may hold is not waited for without end": (
-        view(left(A), spare(C, heard=NOW), machines=(booting(A), machine(C)), **begun(NOW - HOLDER - 1)),
-        (Recreate(A, "p", NO_AGENT, MADE),),
     ),
     "one that was heard and has fallen silent is another rule's": (
         view(waiting(), spare(A, heard=NOW - 5000, linked=False), machines=(machine(A),)),

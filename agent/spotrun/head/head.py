@@ -17,7 +17,7 @@ from typing import Any
 
 from spotrun.cloud.base import Cloud
 from spotrun.errors import SpotrunError, StoreError
-from spotrun.head import ledger, repair
+from spotrun.head import absent, ledger, repair
 from spotrun.head.agents import Agents, Send
 from spotrun.head.errands import Errands
 from spotrun.head.fleet import Fleet
@@ -225,7 +225,7 @@ class Head:
             job = apply(job, Hold(cause=Cause(kind="head")), now).model_copy(update={"generation": taken})
         self.job = job
         view = self._view(now)
-        job = ledger.count(ledger.observe(job, view), view, self.fleet.prices)
+        job = absent.remember(ledger.count(ledger.observe(job, view), view, self.fleet.prices), view)
         if open_loss and job.losses[-1].seconds is not None:
             loss = job.losses[-1]
             self.note("recovered", f"after {loss.seconds:.1f} s, {loss.steps_lost} steps lost ({loss.kind})")

@@ -21,7 +21,8 @@ def observe(job: JobState, view: View) -> JobState:
     if progress == job.progress:
         return job
     phase = "running" if job.phase == "starting" and progress.step > progress.base else job.phase
-    job = job.model_copy(update={"progress": progress, "phase": phase, "reached": max(progress.step, progress.base)})
+    reached, pace = max(progress.step, progress.base), progress.pace or job.pace
+    job = job.model_copy(update={"progress": progress, "phase": phase, "reached": reached, "pace": pace})
     if progress.step > progress.base and job.losses and job.losses[-1].seconds is None:
         job = _close(job, workers)
     return job

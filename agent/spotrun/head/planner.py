@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from spotrun.head import health, repair
+from spotrun.head import absent, health, repair, stake
 from spotrun.head.health import Node, View
 from spotrun.head.state import (
     Action,
@@ -82,29 +82,32 @@ def _assemble(view: View, spec: JobSpec) -> tuple[Action, ...]:
             return (Finish("failed", f"set-up failed on {broken[0].name}: {failure.message if failure else ''}"),)
         if _enough(view, spec, ready) and not view.blind() and not _ahead_of(view, ready, spec):
             return (_start(job, ready, spec, None),)
-    saving = _secure(view)
+    saving = _secure(view, spec)
     if job.ending is None:
         return saving or ()
-    if saving is None or view.now > job.ending.deadline > 0:
+    if saving is None:
         return (Finish(job.ending.phase, job.ending.reason),)
+    if view.now > job.ending.deadline > 0 or stake.out_of_reach(view, spec, SAVE_PATIENCE):
+        return (stake.closing(view),)
     if job.ending.deadline == 0:
         deadline = view.now + SAVE_PATIENCE
         return (Conclude(job.ending.model_copy(update={"deadline": deadline})), *saving)
     return saving
 
 
-def _secure(view: View) -> tuple[Action, ...] | None:
+def _secure(view: View, spec: JobSpec) -> tuple[Action, ...] | None:
     """Put the newest snapshot that any reachable node holds into the bucket; None: there is none that is not there."""
     job = view.job
-    newer = [n for n in view.nodes if n.report.job == job.id and not n.gone and _state(n) > job.newest]
+    newer = stake.unsaved(view)
     holders = [n for n in newer if n.linked]
     if not holders:
         # Not because the head cannot see it: a holder may be back in a moment.
         if newer or view.blind():
             return ()
         return (Unsave("no node holds a state that is not in the bucket"),) if job.saving else None
-    best = max(_state(node) for node in holders)
-    names = tuple(sorted(n.name for n in holders if _state(n) == best))
+    holders = [n for n in holders if not health.silent(view, n, spec)] or holders
+    best = max(stake.state(node) for node in holders)
+    names = tuple(sorted(n.name for n in holders if stake.state(n) == best))
     ref = StateRef(generation=best[0], step=best[1])
     if _torn(view, ref):
         names = names[:1]  # one node's own is whole, whatever the others have
@@ -120,11 +123,11 @@ def _ahead_of(view: View, ready: list[Node], spec: JobSpec) -> bool:
     If one of these was in that generation it is not worth the wait: a snapshot interval is the most that is lost.
     """
     job = view.job
-    if job.current is None and view.now - job.ordered_at > SAVE_PATIENCE:
+    if job.current is None and view.now - job.ordered_at > stake.patience(job, SAVE_PATIENCE):
         return False
     here = [n for n in view.nodes if n.linked and n.report.job == job.id and not health.silent(view, n, spec)]
-    newest = max(map(_state, here), default=(-1, -1))
-    return newest > job.newest and newest[0] > max((_state(n)[0] for n in ready), default=newest[0])
+    newest = max(map(stake.state, here), default=(-1, -1))
+    return newest > job.newest and newest[0] > max((stake.state(n)[0] for n in ready), default=newest[0])
 
 
 def _supervise(view: View, spec: JobSpec) -> tuple[Action, ...]:
@@ -316,16 +319,17 @@ def _dead(view: View, spec: JobSpec) -> tuple[Recreate, ...]:
     served = [n for n in view.nodes if n.name not in others and n.report.phase != "unfit"]
     dead = [n for n in served if health.silent(view, n, spec) and n.cloud == "running" and n.expendable(view)]
     heard = [n for n in view.nodes if n.linked and not health.silent(view, n, spec)]
-    safe = max([view.job.newest, *(_state(n) for n in heard if n.report.job == view.job.id)])
+    safe = max([view.job.newest, *(stake.state(n) for n in heard if n.report.job == view.job.id)])
 
     def patience(node: Node) -> float:
         if not heard:
             return health.ALONE
-        only = node.report.job == view.job.id and _state(node) > safe
+        only = node.report.job == view.job.id and stake.state(node) > safe
         return 0.0 if short and not only else RECREATE_AFTER
 
     waited = [n for n in dead if view.now - max(n.heard, view.awake_since) > patience(n)]
-    return tuple(Recreate(n.name, n.report.pool, created=created.get(n.name, 0.0)) for n in waited)
+    found = tuple(Recreate(n.name, n.report.pool, created=created.get(n.name, 0.0)) for n in waited)
+    return (*found, *absent.unheard(view, spec))
 
 
 def _ahead(view: View, here: list[Node], seconds: float) -> int:
@@ -347,12 +351,6 @@ def _torn(view: View, ref: StateRef) -> bool:
     """Whether parts of this checkpoint were cut from different states: together they would be none."""
     parts = [part for node in view.nodes if node.report.job == view.job.id for part in node.report.parts]
     return len({part.whole for part in parts if (part.generation, part.step) == (ref.generation, ref.step)}) > 1
-
-
-def _state(node: Node) -> tuple[int, int]:
-    """The newest snapshot that a node holds."""
-    ref = node.report.snapshot
-    return (ref.generation, ref.step) if ref else (-1, -1)
 
 
 def _reason(job: JobState) -> str:

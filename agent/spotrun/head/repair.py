@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from spotrun.head import health
+from spotrun.head import absent, health
 from spotrun.head.health import ALONE, REJOIN, Machine, Node, View
 from spotrun.head.state import Recreate, Replacement
 from spotrun.spec import JobSpec
@@ -23,7 +23,6 @@ BOOT_TIMEOUT, BOOT_TIMEOUT_METAL = 900.0, 1800.0
 # spotrun.node.gate, which the head does not import), and the look takes some time as well.
 GRACE = 45.0
 SAVING = 600.0  # the same, if it alone holds the newest state: its agent puts that into the bucket meanwhile
-HOLDER = 3600.0  # seconds that a machine gets to be heard again by a new head if it alone may hold the newest state
 LIMIT = 3  # machines of a pool that are replaced for such a reason within `WINDOW`
 WINDOW = 3600.0  # seconds
 AGAIN = 60.0  # seconds that the cloud gets before it is asked about the same machine again; doubled each time …
@@ -211,10 +210,13 @@ def _useless(view: View, machine: Machine, node: Node | None) -> Useless | None:
             return Useless(machine.pool, why, node.since) if view.now - node.since >= grace else None
         if not linked or node.report.phase != "checking":
             return None  # one that has fallen silent is the planner's
-    since = max(machine.created, machine.answered, view.began) + _patience(view, machine, node)
+    # If no agent at all is heard, it may be this head that is cut off.
+    heard = any(n.linked for n in view.nodes)
+    since = max(machine.created, machine.answered, view.began) + boot_timeout(machine.kind)
+    since += 0.0 if heard or node is not None else ALONE
     # After a gap agents get the time that they take to be heard again, not all their patience anew.
-    gap = REJOIN if any(n.linked for n in view.nodes) else ALONE
-    if machine.state != "running" or view.now <= max(since, view.awake_since + gap):
+    gap = REJOIN if heard else ALONE
+    if machine.state != "running" or view.now <= max(since, view.awake_since + gap) or absent.served(view, machine):
         return None
     minutes = f"within {boot_timeout(machine.kind) / 60:.0f} minutes"
     checking = linked and node is not None and node.report.phase == "checking"
@@ -228,22 +230,6 @@ def _alone_holds_the_state(view: View, node: Node) -> bool:
     if own is None or (own.generation, own.step) <= view.job.newest:
         return False
     return all(other is None or other.generation < own.generation for other in held.values())
-
-
-def _patience(view: View, machine: Machine, node: Node | None) -> float:
-    """Seconds that a machine gets to join; more if a new head may only not hear what is there."""
-    patience = boot_timeout(machine.kind)
-    if node is not None:
-        return patience
-    job = view.job
-    if any(member.node == machine.name for member in job.last) and machine.created <= job.ordered_at:
-        if job.current is not None:
-            return float("inf")  # it may train on, cut off from this head
-        heard = [n.report for n in view.nodes if n.linked and n.report.job == job.id]
-        held = (each.snapshot.generation for each in heard if each.snapshot)
-        if max(held, default=-1) < job.generation > job.newest[0]:
-            return max(patience, HOLDER)
-    return patience if any(n.linked for n in view.nodes) else patience + ALONE
 
 
 def _counted(replaced: Sequence[Replacement], now: float) -> list[Replacement]:

@@ -122,6 +122,8 @@ class JobState(Document):
     stacks: str = ""
     progress: Progress = Progress()
     reached: int = 0  # newest step, of whichever generation
+    pace: float = 0.0  # seconds a step, of the newest generation that did any
+    joined: dict[str, float] = Field(default={})  # machines whose agents have joined: when each was made
     losses: tuple[Loss, ...] = ()
     good_seconds: float = 0.0  # node-seconds in steps that counted, of ended generations
     node_seconds: float = 0.0

@@ -1,0 +1,55 @@
+"""Machines that served an earlier head and that this head does not hear. Pure.
+
+They are not booting: their agents had joined. So they get the time that an agent needs to find a new head, and the
+time that the state they may hold is worth (`stake`). After that another machine takes their place.
+"""
+
+from __future__ import annotations
+
+from spotrun.head import health, stake
+from spotrun.head.health import ALONE, Machine, View
+from spotrun.head.state import JobState, Recreate
+from spotrun.spec import JobSpec
+
+HOLDER = 3600.0  # seconds to wait at the most for a machine that alone may hold the newest state
+
+
+def remember(job: JobState, view: View) -> JobState:
+    """The job with the machines whose agents have joined, for the next head; as it was if the cloud does not answer."""
+    if not view.machines:
+        return job
+    joined = {
+        each.name: each.created for each in view.machines if each.joined or job.joined.get(each.name) == each.created
+    }
+    return job if joined == job.joined else job.model_copy(update={"joined": joined})
+
+
+def served(view: View, machine: Machine) -> bool:
+    """Whether the machine's agent had joined before this head began, and has not been heard since."""
+    job = view.job
+    if any(node.name == machine.name for node in view.nodes):
+        return False
+    member = any(each.node == machine.name for each in job.last) and machine.created <= job.ordered_at
+    return member or job.joined.get(machine.name) == machine.created
+
+
+def unheard(view: View, spec: JobSpec) -> tuple[Recreate, ...]:
+    """Machines that have been waited for long enough. Members of the generation that runs are `health`'s."""
+    members = {member.node for member in view.job.current.members} if view.job.current else set()
+    waited = view.now - max(view.began, view.awake_since)
+    return tuple(
+        Recreate(each.name, each.pool, created=each.created)
+        for each in view.machines
+        if each.state == "running" and each.name not in members and served(view, each)
+        if waited > _patience(view, spec, each)
+    )
+
+
+def _patience(view: View, spec: JobSpec, machine: Machine) -> float:
+    job = view.job
+    heard = [n for n in view.nodes if n.linked and not health.silent(view, n, spec)]
+    alone = 0.0 if heard else ALONE  # it may be this head that is cut off
+    held = (n.report.snapshot.generation for n in heard if n.report.job == job.id and n.report.snapshot)
+    if max(held, default=-1) >= job.generation or all(each.node != machine.name for each in job.last):
+        return max(alone, stake.MARGIN)
+    return max(alone, stake.patience(job, HOLDER))

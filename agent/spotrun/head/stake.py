@@ -1,0 +1,57 @@
+"""How long a state is worth waiting for: never longer than the work it could hold, plus a small constant. Pure."""
+
+from __future__ import annotations
+
+from spotrun.head import health
+from spotrun.head.health import Node, View
+from spotrun.head.state import Finish, JobState
+from spotrun.spec import JobSpec
+
+MARGIN = 20.0  # seconds: agents find a new head in 10 s, and a cut in a network often heals within seconds
+
+
+def at_stake(job: JobState) -> float:
+    """Seconds of work that the newest generation has done and that the newest checkpoint does not hold.
+
+    That is steps times seconds a step. Both are in the job's state, so that a new head knows them too.
+    """
+    reached = max(job.reached, job.progress.step)
+    return max(0, reached - max(0, job.newest[1])) * (job.progress.pace or job.pace)
+
+
+def patience(job: JobState, most: float) -> float:
+    """Seconds to wait for the state of the newest generation, `most` at the most."""
+    return min(most, at_stake(job) + MARGIN)
+
+
+def unsaved(view: View) -> list[Node]:
+    """Nodes that hold a newer state than the bucket does, whether or not they are heard."""
+    mine = (node for node in view.nodes if node.report.job == view.job.id and not node.gone)
+    return [node for node in mine if state(node) > view.job.newest]
+
+
+def out_of_reach(view: View, spec: JobSpec, most: float) -> bool:
+    """Whether nodes that hold the newest state have been silent for longer than that state is worth."""
+    holders = unsaved(view)
+    if not holders or any(node.linked and not health.silent(view, node, spec) for node in holders):
+        return False
+    since = max(view.job.ordered_at, view.awake_since, *(node.heard for node in holders))
+    return view.now - since > patience(view.job, most)
+
+
+def closing(view: View) -> Finish:
+    """The end of a job whose last state is not in the bucket; the reason says what is lost."""
+    job, holders = view.job, unsaved(view)
+    assert job.ending is not None
+    if not holders:
+        return Finish(job.ending.phase, job.ending.reason)
+    names, step = ", ".join(sorted(node.name for node in holders)), max(state(node) for node in holders)[1]
+    kept = f"the newest checkpoint is of step {job.newest[1]}" if job.checkpoints else "there is no checkpoint"
+    lost = f"the state after step {step} is lost, it was not saved by {names}; {kept}"
+    return Finish(job.ending.phase, "; ".join(filter(None, [job.ending.reason, lost])))
+
+
+def state(node: Node) -> tuple[int, int]:
+    """Generation and step of the newest snapshot that a node holds; (-1, -1) if it holds none."""
+    ref = node.report.snapshot
+    return (ref.generation, ref.step) if ref else (-1, -1)
