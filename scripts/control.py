@@ -20,7 +20,7 @@ from spotrun.head.ctl import NO_ANSWER, SILENCE
 Status = dict[str, Any]  # the status document
 PATIENCE = 180.0  # seconds that a head may be away while following; it is recreated in less
 _PAUSE = 1.0
-ACTIVE = ("queued", "starting", "running", "draining", "waiting", "finishing")
+ACTIVE = ("queued", "starting", "running", "draining", "waiting", "finishing", "parked")
 
 
 class Head:

@@ -127,6 +127,8 @@ def text(status: Status) -> str:
 def picture(status: Status) -> RenderableType:
     """The whole document, for a terminal."""
     parts: list[RenderableType] = [_headline(status)]
+    if parked := status.get("parked"):  # a head of spotrun 0.1 does not say it
+        parts.append(Text(parked["text"], style="red"))
     if status["job"] is not None:
         parts.append(_job(status["job"]))
     if status["nodes"]:

@@ -25,7 +25,7 @@ def up(cluster: ClusterSpec, file: str) -> control.Status:
     """Start what does not run, and wait for the head."""
     layout = Layout.of(home(), cluster.name)
     store = _store(cluster, layout)
-    store.put(cluster_key(cluster.name), cluster.model_dump_json().encode())
+    store.put(cluster_key(cluster.name), cluster.document().encode())
     client.up(cluster, home())
     return control.await_head(access(cluster, file), cluster.digest)
 

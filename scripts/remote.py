@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-
-from pydantic import ValidationError
 
 from scripts import control, preflight, stacks
 from scripts.doors import Door, Iap, Ssm
@@ -14,10 +11,11 @@ from scripts.home import home
 from scripts.ssh import HEAD, Access, Unreachable
 from spotrun import cloud
 from spotrun.cloud.local.layout import ensure_key
-from spotrun.errors import CloudError, NotFound, SpotrunError
-from spotrun.spec import ClusterSpec
+from spotrun.errors import CloudError, NotFound, SpecError, SpotrunError
+from spotrun.spec import ClusterSpec, described
 from spotrun.spec.names import bucket_url
 from spotrun.store import Store, cluster_key, head_key, host_key, queue_key, replaced_key
+from spotrun.wire import read_queue
 
 BOOT = 900.0  # seconds that a new head may take: its machine, its image's boot, its first look at the bucket
 _LISTED = 10  # names in a message
@@ -68,7 +66,7 @@ def unfinished(cluster: ClusterSpec, file: str) -> list[str]:
     """Jobs that the end of the cluster would interrupt. The bucket is asked: the head may be out of reach."""
     data = _access(cluster, file).store.find(queue_key(cluster.name))
     try:
-        return [str(job) for job in json.loads(data or b"[]")]
+        return list(read_queue(data).jobs)
     except ValueError:
         raise SpotrunError(
             f"cluster {cluster.name}: its queue in the bucket is broken; FORCE=1 passes over it"
@@ -131,7 +129,7 @@ def _forget_gone(cluster: ClusterSpec, store: Store) -> None:
 
 
 def _described(cluster: ClusterSpec, store: Store) -> bool:
-    return store.find(cluster_key(cluster.name)) == cluster.model_dump_json().encode()
+    return store.find(cluster_key(cluster.name)) == cluster.document().encode()
 
 
 def _list(store: Store, prefix: str) -> list[str]:
@@ -187,12 +185,12 @@ def moves(there: stacks.Place, wanted: stacks.Place) -> list[str]:
 
 def _refuse_rebuild(cluster: ClusterSpec, store: Store, file: str) -> None:
     """Raise `SpotrunError` if the network would change under what stands in it: AWS refuses that after long minutes."""
-    described = store.find(cluster_key(cluster.name))  # of stack pools: there while the cluster is up
-    if described is None:
+    document = store.find(cluster_key(cluster.name))  # of stack pools: there while the cluster is up
+    if document is None:
         return
     try:
-        before = ClusterSpec.model_validate_json(described)
-    except ValidationError:
+        before = described(document)
+    except SpecError:
         return  # of another version; Terraform will tell
     _refuse_move(_place(before, store.url), _place(cluster, store.url), file)
     if changes := rebuilds(before, cluster):

@@ -15,8 +15,8 @@ from spotrun.head.errands import Record
 from spotrun.head.head import Head
 from spotrun.head.state import JobState, Replacement
 from spotrun.spec import ClusterSpec
-from spotrun.store import Store, job_key, replaced_key
-from spotrun.wire import Order, Report, Worker
+from spotrun.store import Store, job_key, queue_key, replaced_key
+from spotrun.wire import Order, Report, Worker, read_queue
 
 T = TypeVar("T")
 
@@ -160,6 +160,10 @@ class World:
         assert self.head.job is not None
         assert self.head.job.current is not None
         return self.head.job
+
+    def queue(self) -> list[str]:
+        """The queue as the bucket has it."""
+        return list(read_queue(self.store.find(queue_key("c"))).jobs)
 
     def written(self, job: str) -> JobState:
         return JobState.model_validate_json(self.store.get(job_key(job, "state.json")))

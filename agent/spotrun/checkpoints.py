@@ -10,19 +10,30 @@ import re
 
 from pydantic import ValidationError
 
-from spotrun.errors import NotFound
+from spotrun.errors import NotFound, UnreadableError
 from spotrun.store import Store, checkpoint_key, checkpoints_key
-from spotrun.wire import Manifest, StateRef
+from spotrun.wire import Manifest, StateRef, problem
 
 log = logging.getLogger(__name__)
 
 _FOLDER = re.compile(r"(\d{10})/(.+)$")
+
+
+class _Newer(ValueError):
+    """A manifest has a format that this version does not read."""
+
+
 _GENERATION = re.compile(r"g(\d+)-")
 
 
-def complete(store: Store, job: str) -> list[StateRef]:
-    """Complete checkpoints of the job, newest first. Those with a junk manifest are passed over, with a warning."""
-    found = _manifests(store, job, _folders(store, job))
+def complete(store: Store, job: str, strict: bool = False) -> list[StateRef]:
+    """Complete checkpoints of the job, newest first. Those with a junk manifest are passed over, with a warning.
+
+    strict: raise `UnreadableError` if a manifest is of a newer format, as the newest state may be in its checkpoint.
+    """
+    found, newer = _manifests(store, job, _folders(store, job))
+    if newer and strict:
+        raise UnreadableError(next(iter(newer.values())))
     refs = [StateRef(generation=manifest.generation, step=manifest.step) for manifest in found.values()]
     return sorted(refs, key=_order, reverse=True)
 
@@ -33,12 +44,14 @@ def prune(store: Store, job: str, keep: int) -> None:
     Call it when no checkpoint is being uploaded. A manifest goes first: a removal cut short leaves an incomplete one.
     """
     folders = _folders(store, job)
-    manifests = _manifests(store, job, folders)
+    manifests, newer = _manifests(store, job, folders)
     kept = sorted(manifests, key=lambda step: (manifests[step].generation, step), reverse=True)[:keep]
     if not kept:
         return
     newest = (manifests[kept[0]].generation, kept[0])
     for step, names in folders.items():
+        if step in newer:
+            continue
         if step in kept:
             listed = {"manifest.json", *(file.name for file in manifests[step].files)}
             doomed = sorted(names - listed)
@@ -56,9 +69,8 @@ def read_manifest(store: Store, job: str, step: int) -> Manifest:
     try:
         manifest = Manifest.model_validate_json(text)
     except ValidationError as error:
-        problem = error.errors()[0]
-        place = ".".join(str(part) for part in problem["loc"])
-        raise ValueError(f"{key} is not a manifest: {place + ': ' if place else ''}{problem['msg']}") from None
+        kind = _Newer if any(each["loc"] == ("format",) for each in error.errors()) else ValueError
+        raise kind(f"{key} is not a manifest: {problem(error)}") from None
     if (manifest.job, manifest.step) != (job, step):
         raise ValueError(f"{key} speaks of job {manifest.job}, step {manifest.step}")
     if any(not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", file.name) for file in manifest.files):
@@ -84,8 +96,10 @@ def _folders(store: Store, job: str) -> dict[int, set[str]]:
     return folders
 
 
-def _manifests(store: Store, job: str, folders: dict[int, set[str]]) -> dict[int, Manifest]:
+def _manifests(store: Store, job: str, folders: dict[int, set[str]]) -> tuple[dict[int, Manifest], dict[int, str]]:
+    """Manifests of complete checkpoints, and what is wrong with those of a newer format, by step."""
     found: dict[int, Manifest] = {}
+    newer: dict[int, str] = {}
     for step, names in folders.items():
         if "manifest.json" not in names:
             continue
@@ -95,10 +109,12 @@ def _manifests(store: Store, job: str, folders: dict[int, set[str]]) -> dict[int
             continue  # removed since it was listed
         except ValueError as error:
             log.warning("checkpoint passed over: %s", error)
+            if isinstance(error, _Newer):
+                newer[step] = str(error)
             continue
         missing = {file.name for file in manifest.files} - names
         if missing:
             log.warning("checkpoint passed over: %s is missing", checkpoint_key(job, step, min(missing)))
             continue
         found[step] = manifest
-    return found
+    return found, newer

@@ -22,6 +22,10 @@ class NotFound(StoreError):
     """There is no object of that key in the bucket."""
 
 
+class UnreadableError(SpotrunError):
+    """A document in the bucket cannot be read. The message names the key and what is wrong."""
+
+
 class CorruptError(SpotrunError):
     """A snapshot, checkpoint or bundle is not what its record says. The message names the file."""
 

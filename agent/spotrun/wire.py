@@ -8,17 +8,37 @@ WebSocket. Nothing here does I/O.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 MAX_MESSAGE = 1 << 20  # bytes; a larger frame is refused and the link closed
+FORMAT = 1  # of the documents in the bucket: see `Kept`
 
 
 class Document(BaseModel):
-    """A frozen message part; unknown keys are refused. A loss may be NaN, which JSON has no number for."""
+    """A frozen message part. A loss may be NaN, which JSON has no number for.
 
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+    Unknown keys are ignored: the other side may be of another version.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="strings")
+
+
+def _known(value: int) -> int:
+    if value > FORMAT:
+        raise ValueError(f"has format {value}; this version of spotrun reads format {FORMAT}: update it")
+    return value
+
+
+class Kept(Document):
+    """A document that is kept in the bucket.
+
+    format: of the document. A new key does not change the format. It goes up only when a reader of the older format
+    would get the document wrong. A document of a higher format cannot be read.
+    """
+
+    format: Annotated[int, AfterValidator(_known)] = FORMAT
 
 
 class StateRef(Document):
@@ -50,7 +70,7 @@ class Bundle(Document):
 
     id: str
     code: str  # sha256 of the bundle at code/<sha256>.tar.zst
-    job: dict[str, object]  # the job file, validated, as JSON (JobSpec.model_validate reads it)
+    job: dict[str, object]  # the job file, validated, as JSON (JobSpec.kept reads it)
 
 
 class SaveOrder(Document):
@@ -120,7 +140,7 @@ class FileRef(Document):
     xxh3: str  # hex digest, 128 bits
 
 
-class Manifest(Document):
+class Manifest(Kept):
     """Written last into a checkpoint's folder, create-only: the checkpoint is complete."""
 
     job: str
@@ -168,7 +188,7 @@ class Report(Document):
     stacks: str = ""  # bucket key of the stacks written on `dump`
 
 
-class HeadRecord(Document):
+class HeadRecord(Kept):
     """clusters/<name>/head.json: how agents find and trust the head."""
 
     epoch: int
@@ -178,7 +198,13 @@ class HeadRecord(Document):
     token: str
 
 
-class HostRecord(Document):
+class QueueRecord(Kept):
+    """clusters/<name>/queue.json: ids of the jobs not yet ended, the active one first."""
+
+    jobs: tuple[str, ...]
+
+
+class HostRecord(Kept):
     """clusters/<name>/hosts/<node>.json: how operators reach and trust a node over SSH."""
 
     node: str
@@ -189,7 +215,7 @@ class HostRecord(Document):
     zone: str = ""
 
 
-class UnfitRecord(Document):
+class UnfitRecord(Kept):
     """clusters/<name>/unfit/<node>.json: why a machine of that name was last not fit to train."""
 
     node: str
@@ -200,6 +226,24 @@ class UnfitRecord(Document):
     machine: str  # as in HostRecord
     at: float
     problems: tuple[str, ...]
+
+
+def read_queue(data: bytes | None) -> QueueRecord:
+    """The queue; an empty one if there is no document. Raises `ValueError`."""
+    if data is None:
+        return QueueRecord(jobs=())
+    if data.lstrip().startswith(b"["):  # spotrun 0.1 kept the ids alone
+        return QueueRecord(jobs=TypeAdapter(tuple[str, ...]).validate_json(data))
+    return QueueRecord.model_validate_json(data)
+
+
+def problem(error: ValueError) -> str:
+    """What is wrong with a document, in a line."""
+    if not isinstance(error, ValidationError):
+        return " ".join(str(error).split())[:300]
+    first = error.errors()[0]
+    where = ".".join(map(str, first["loc"]))
+    return f"{where}: {first['msg'].removeprefix('Value error, ')}".removeprefix(": ")
 
 
 Part.model_rebuild()

@@ -37,7 +37,7 @@ class Pools(AwsStack):
             "cluster",
             bucket=self.bucket,
             key=f"clusters/{cluster.name}/cluster.json",  # spotrun.store.cluster_key
-            content=cluster.model_dump_json(),
+            content=cluster.document(),
             content_type="application/json",
             # An object takes ten tags at the most, and a cluster may have more labels.
             override_provider={"default_tags": {"tags": {}}},

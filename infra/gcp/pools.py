@@ -25,7 +25,7 @@ class Pools(GcpStack):
             "cluster",
             bucket=base.bucket,
             name=f"clusters/{cluster.name}/cluster.json",  # spotrun.store.cluster_key
-            content=cluster.model_dump_json(),
+            content=cluster.document(),
             content_type="application/json",
         )
         self._head()

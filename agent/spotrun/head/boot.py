@@ -6,8 +6,6 @@ import asyncio
 import logging
 import os
 
-from pydantic import ValidationError
-
 from spotrun.cloud import connect
 from spotrun.errors import SpotrunError
 from spotrun.head.ctl import control_path
@@ -15,7 +13,7 @@ from spotrun.head.head import Head
 from spotrun.head.server import claim_epoch, serve
 from spotrun.node import hosts, metadata
 from spotrun.notify import Systemd
-from spotrun.spec import ClusterSpec, names
+from spotrun.spec import described, digest, names
 from spotrun.store import Store, cluster_key
 
 log = logging.getLogger(__name__)
@@ -52,43 +50,37 @@ async def _serve(systemd: Systemd) -> None:
     store = await asyncio.to_thread(Store, bucket)
     # First of all: with whatever else is wrong here, an operator can look at it.
     await asyncio.to_thread(hosts.publish, store, name, names.HEAD, identity)
-    cluster = read(await asyncio.to_thread(store.get, cluster_key(name)))
+    document = await asyncio.to_thread(store.get, cluster_key(name))
+    cluster = described(document)
     epoch = await asyncio.to_thread(claim_epoch, store, cluster.name)
     cloud = connect(cluster)
     control = control_path()
     control.parent.mkdir(parents=True, exist_ok=True)
     poll = POLL[cluster.cloud]
     try:
-        head = Head(cluster, store, cloud, epoch, poll)
+        head = Head(cluster, store, cloud, epoch, poll, digest(document))
         await serve(
             head,
             identity.address,
             control,
-            also=[until_changed(store, cluster, poll * _LOOK)],
+            also=[until_changed(store, cluster.name, digest(document), poll * _LOOK)],
             on_serving=lambda where: systemd.ready(f"head {epoch} of {cluster.name} listens on {where}"),
         )
     finally:
         await cloud.close()
 
 
-def read(described: bytes) -> ClusterSpec:
-    """What the bucket says of the cluster. Raises `SpotrunError`."""
-    try:
-        return ClusterSpec.model_validate_json(described)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise SpotrunError(f"the cluster's description in the bucket is no good: {where}: {first['msg']}") from None
+async def until_changed(store: Store, cluster: str, known: str, every: float) -> None:
+    """Return when the bucket has another good description: a new head reads it, and that costs training nothing.
 
-
-async def until_changed(store: Store, cluster: ClusterSpec, every: float) -> None:
-    """Return when the bucket has another good description: a new head reads it, and that costs training nothing."""
+    known: digest of the description that this head has read.
+    """
     warned = ""
     while True:
         await asyncio.sleep(every)
         try:
-            described = await asyncio.to_thread(store.find, cluster_key(cluster.name))
-            changed = described is not None and read(described) != cluster
+            document = await asyncio.to_thread(store.find, cluster_key(cluster))
+            changed = document is not None and digest(document) != known and bool(described(document))
         except SpotrunError as error:  # a bucket that does not answer, a description that is no good: as it was
             if str(error) != warned:
                 log.warning("%s", error)

@@ -14,16 +14,15 @@ from collections.abc import Awaitable, Callable
 from spotrun.errors import SpotrunError
 from spotrun.head import repair
 from spotrun.head.state import Recreate, Replacement
-from spotrun.spec import ClusterSpec
 from spotrun.store import Store, replaced_key
-from spotrun.wire import Document
+from spotrun.wire import Kept
 
 log = logging.getLogger(__name__)
 
 AT_ONCE = 4  # calls; some clouds look at all their pools for each
 
 
-class Record(Document):
+class Record(Kept):
     """clusters/<name>/replaced.json. description: the cluster's then; with another, machines are made anew."""
 
     description: str
@@ -39,14 +38,15 @@ class Errands:
 
     def __init__(
         self,
-        cluster: ClusterSpec,
+        cluster: str,
+        description: str,
         store: Store,
         recreate: Callable[[str], Awaitable[None]],
         still: Callable[[Recreate], bool],
         wake: Callable[[], None],
     ) -> None:
         self.replaced: tuple[Replacement, ...] = ()
-        self._key, self._description, self._store = replaced_key(cluster.name), cluster.digest, store
+        self._key, self._description, self._store = replaced_key(cluster), description, store
         self._recreate, self._still, self._wake = recreate, still, wake
         self._written: tuple[Replacement, ...] | None = None  # None: not read yet
         self._waiting: list[Recreate] = []

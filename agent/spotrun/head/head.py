@@ -16,20 +16,21 @@ from collections.abc import Callable
 from typing import Any
 
 from spotrun.cloud.base import Cloud
-from spotrun.errors import SpotrunError, StoreError
-from spotrun.head import absent, ledger, repair
+from spotrun.errors import SpotrunError, StoreError, UnreadableError
+from spotrun.head import absent, ledger, parking, repair
 from spotrun.head.agents import Agents, Send
 from spotrun.head.errands import Errands
 from spotrun.head.fleet import Fleet
 from spotrun.head.health import View
 from spotrun.head.journal import Journal
 from spotrun.head.orders import manifests
+from spotrun.head.parking import Parked
 from spotrun.head.planner import plan, wanted
 from spotrun.head.state import Cause, Finish, Hold, JobState, Recreate, apply, saved
 from spotrun.head.status import event, status
 from spotrun.spec import ClusterSpec, JobSpec, check_fit
 from spotrun.store import Store, epoch_key
-from spotrun.wire import Report
+from spotrun.wire import FORMAT, Report
 
 log = logging.getLogger(__name__)
 
@@ -45,18 +46,32 @@ Change = Callable[[JobState, float], JobState]
 class Head:
     """The head of one cluster."""
 
-    def __init__(self, cluster: ClusterSpec, store: Store, cloud: Cloud, epoch: int, poll_seconds: float = 5.0) -> None:
+    def __init__(
+        self,
+        cluster: ClusterSpec,
+        store: Store,
+        cloud: Cloud,
+        epoch: int,
+        poll_seconds: float = 5.0,
+        description: str = "",
+    ) -> None:
+        """description: digest of the cluster's description as it is in the bucket."""
         self.cluster = cluster
+        self.description = description or cluster.digest
         self.epoch = epoch
         self.store = store
         self.journal = Journal(store, cluster.name)
         self.fleet = Fleet(cluster, cloud)
         self.agents = Agents(self.note)
-        self.errands = Errands(cluster, store, self.fleet.recreate, self._wanted, lambda: self._changed.set())
+        self.errands = Errands(
+            cluster.name, self.description, store, self.fleet.recreate, self._wanted, lambda: self._changed.set()
+        )
         self.job: JobState | None = None
+        self.parked: Parked | None = None  # the first job in the queue, if it cannot be read
         self.events: list[dict[str, Any]] = []
         self.published = asyncio.Condition()  # notified after each turn: what status() says may have changed
         self._poll_seconds = poll_seconds
+        self.taking = asyncio.Lock()  # held while the first job of the queue may become another
         self._requests: list[tuple[Change, asyncio.Future[JobState]]] = []
         self._answers: list[tuple[asyncio.Future[JobState], JobState]] = []  # given once they are in the bucket
         self._changed = asyncio.Event()
@@ -80,7 +95,7 @@ class Head:
 
     async def submit(self, job: dict[str, object], code: str) -> str:
         """Queue a job; its id. Raises `SpecError`."""
-        spec = JobSpec.model_validate(job)
+        spec = JobSpec.kept(job)  # the operator, who read the file, may be of another version
         check_fit(spec, self.cluster)
         if spec.budget is not None and (unpriced := self.fleet.unpriced()):
             raise SpotrunError(f"job {spec.name}: budget: {spec.budget:g}: could not be held: {unpriced}")
@@ -97,6 +112,8 @@ class Head:
             ordered_at=now,
         )
         state = await self.journal.create(state)
+        if unknown := sorted(job.keys() - JobSpec.model_fields.keys()):
+            self.note("job", f"{state.id}: this head is of another version, it ignores {', '.join(unknown)}")
         await self._enqueue(state.id)
         return state.id
 
@@ -134,6 +151,8 @@ class Head:
 
     async def load(self, job: str) -> JobState:
         """A job's state: the active one's from memory, another's from the bucket."""
+        if self.parked is not None and self.parked.job == job:
+            raise UnreadableError(parking.text(self.parked))
         return self.job if self.job is not None and self.job.id == job else await self.journal.read(job)
 
     @property
@@ -144,7 +163,9 @@ class Head:
     def status(self) -> dict[str, Any]:
         """The status document as of now."""
         view = self._view(time.time()) if self.job else None
-        return status(self.cluster, self.epoch, self.job, view, self.fleet, self.events)
+        document = status(self.cluster, self.epoch, self.job, view, self.fleet, self.events)
+        document["head"]["description"] = self.description
+        return {"format": FORMAT, **document, "parked": self.parked.status() if self.parked else None}
 
     def note(self, kind: str, text: str) -> None:
         """Add to the job's events."""
@@ -183,7 +204,8 @@ class Head:
 
     async def _turn(self, now: float) -> None:
         await self.errands.read()
-        await self._next_job()
+        async with self.taking:
+            await self._next_job()
         for answer in self.errands.answers():
             self.note("cloud", answer)
         requests, self._requests = self._requests, []
@@ -191,7 +213,7 @@ class Head:
             if future.done():
                 continue  # whoever asked is gone
             if self.job is None or self.job.ended_already:
-                future.set_exception(SpotrunError("no job is active"))
+                future.set_exception(SpotrunError(parking.no_job(self.parked)))
                 continue
             try:
                 self.job = change(self.job, now)
@@ -209,7 +231,8 @@ class Head:
             if not future.done():
                 future.set_result(changed)
         self._answers.clear()
-        self.agents.order(self.job, self.epoch)
+        if self.parked is None:  # an order says all that an agent is to do: without the state, nobody knows
+            self.agents.order(self.job, self.epoch)
         async with self.published:
             self.published.notify_all()
         if self.errands.pending:
@@ -230,7 +253,7 @@ class Head:
             loss = job.losses[-1]
             self.note("recovered", f"after {loss.seconds:.1f} s, {loss.steps_lost} steps lost ({loss.kind})")
         for manifest in manifests(job, self.agents.reports(), now):
-            found = await self.journal.complete(manifest, JobSpec.model_validate(job.spec).keep)
+            found = await self.journal.complete(manifest, JobSpec.kept(job.spec).keep)
             self.note("checkpoint", f"step {manifest.step} is in the bucket")
             job = saved(job, tuple(found), manifest, now)
         self.job = job
@@ -275,20 +298,27 @@ class Head:
         if self.job is not None and queue and queue[0] == self.job.id:
             if not self.job.ended_already or not self.journal.has(self.job):
                 return
-            await self.journal.dequeue()
+            await self.journal.dequeue(self.job.id)
             queue = await self.journal.read_queue()
-        if not queue:
+        if self.parked is not None and self.parked.job not in queue[:1]:
+            self.parked = None
+        if not queue or (self.parked and self.parked.waits(queue[0], time.time())):
             return
         try:
             job, events = await self.journal.take_up(queue[0])
+            self.parked = None
             # What was noted before the first job is its own (nodes that join again); the last job's is not.
             noted = [] if self.job is not None else [e for e in self.events if e not in events]
             self.job, self.events = job, sorted(events + noted, key=lambda e: float(e["at"]))[-EVENTS:]
         except StoreError:
             raise
-        except SpotrunError as error:
+        except UnreadableError as error:
+            before, self.parked = self.parked, Parked(queue[0], str(error), time.time())
+            if before is None or before.reason != self.parked.reason:
+                self.note("job", parking.text(self.parked))
+        except SpotrunError as error:  # its state is gone
             self.note("job", f"passed over: {error}")
-            await self.journal.dequeue()
+            await self.journal.dequeue(queue[0])
 
     # The machines.
 
@@ -337,7 +367,7 @@ class Head:
         if queue is None or (self.job is not None and self.job.ending is not None):
             return None
         if self.job is not None and not self.job.ended_already:
-            nodes = JobSpec.model_validate(self.job.spec).nodes
+            nodes = JobSpec.kept(self.job.spec).nodes
             return nodes.max + nodes.spares
         if queue and (self.job is None or queue[0] != self.job.id):
             return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import re
@@ -11,11 +12,11 @@ from itertools import islice
 from typing import Any
 
 from spotrun import checkpoints
-from spotrun.errors import NotFound, SpotrunError
-from spotrun.head.state import JobState, Progress
+from spotrun.errors import SpotrunError, UnreadableError
+from spotrun.head.state import ENDED, JobState, Progress
 from spotrun.spec import JobSpec
 from spotrun.store import Store, checkpoint_key, job_key, queue_key
-from spotrun.wire import Manifest, StateRef
+from spotrun.wire import Manifest, QueueRecord, StateRef, problem, read_queue
 
 log = logging.getLogger(__name__)
 
@@ -44,10 +45,10 @@ class Journal:
         async with self._queueing:
             await self._write_queue([*await self._known_queue(), job])
 
-    async def dequeue(self) -> None:
-        """Drop the first one."""
+    async def dequeue(self, job: str) -> None:
+        """Drop a job."""
         async with self._queueing:
-            await self._write_queue((await self._known_queue())[1:])
+            await self._write_queue([each for each in await self._known_queue() if each != job])
 
     async def _known_queue(self) -> list[str]:
         if self.queue is None:
@@ -55,42 +56,53 @@ class Journal:
         return self.queue
 
     async def _write_queue(self, queue: list[str]) -> None:
-        await asyncio.to_thread(self.store.put, queue_key(self._cluster), json.dumps(queue).encode())
+        record = QueueRecord(jobs=tuple(queue))
+        await asyncio.to_thread(self.store.put, queue_key(self._cluster), record.model_dump_json().encode())
         self.queue = queue
 
     def _load_queue(self) -> list[str]:
         data = self.store.find(queue_key(self._cluster))
-        if data is None:
-            return []
         try:
-            queue = json.loads(data)
-            if isinstance(queue, list) and all(isinstance(job, str) for job in queue):
-                return queue
-        except ValueError:
-            pass
-        log.warning("%s is not readable; the jobs' own states tell what waits", queue_key(self._cluster))
+            return list(read_queue(data).jobs)
+        except ValueError as error:
+            what = f"{queue_key(self._cluster)} is not readable: {problem(error)}"
+        log.warning("%s; the jobs' own states tell what waits", what)
         return self._unended()
 
     def _unended(self) -> list[str]:
         """Ids of the cluster's jobs that have not ended; those that had begun come first."""
-        waiting = [state for state in self._states() if not state.ended_already]
-        return [job for _, _, job in sorted((state.phase == "queued", state.submitted, state.id) for state in waiting)]
+        waiting: list[tuple[bool, float, str]] = []
+        for job, data in self._documents():
+            try:
+                state = _parsed(data)
+            except ValueError:
+                # It cannot be read, but may train at this moment: it is kept if it says that it is of this cluster.
+                if _unended_here(data, self._cluster):
+                    waiting.append((False, 0.0, job))
+                continue
+            if state.cluster == self._cluster and not state.ended_already:
+                waiting.append((state.phase == "queued", state.submitted, job))
+        return [job for _, _, job in sorted(waiting)]
 
     async def newest(self, count: int) -> list[JobState]:
         """The cluster's newest jobs, by submission: of those that ended long ago, only the bucket knows."""
         return await asyncio.to_thread(lambda: list(islice(self._states(), count)))
 
     def _states(self) -> Iterator[JobState]:
-        """The cluster's jobs, newest first by the stamp in their ids; those that cannot be read are passed over."""
+        """The cluster's jobs, newest first; those that cannot be read are passed over."""
+        for _, data in self._documents():
+            with contextlib.suppress(ValueError):
+                state = _parsed(data)
+                if state.cluster == self._cluster:
+                    yield state
+
+    def _documents(self) -> Iterator[tuple[str, bytes]]:
+        """Each job of the bucket and its state as it is kept, newest first by the stamp in the job's id."""
         found = [STATE_KEY.fullmatch(key) for key in self.store.list("jobs")]
         stamped = [(match["stamp"], int(match["number"] or 1), match["id"]) for match in found if match]
         for _, _, job in sorted(stamped, reverse=True):
-            try:
-                state = _parsed(self.store.get(job_key(job, "state.json")))
-            except (ValueError, NotFound):
-                continue
-            if state.cluster == self._cluster:
-                yield state
+            if (data := self.store.find(job_key(job, "state.json"))) is not None:
+                yield job, data
 
     async def create(self, state: JobState) -> JobState:
         """Write a new job; its id gets a number if it is taken."""
@@ -107,7 +119,7 @@ class Journal:
         await asyncio.to_thread(self.store.put, job_key(state.id, "state.json"), state.model_dump_json().encode())
 
     async def read(self, job: str) -> JobState:
-        """A job's state. Raises `SpotrunError` if there is none that can be read."""
+        """A job's state. Raises `SpotrunError` if there is none, `UnreadableError` if it cannot be read."""
         named = re.fullmatch(r"[a-z0-9][a-z0-9-]*", job)  # anything else could name another object
         data = await asyncio.to_thread(self.store.find, job_key(job, "state.json")) if named else None
         if data is None:
@@ -115,14 +127,16 @@ class Journal:
         try:
             return _parsed(data)
         except ValueError as error:
-            raise SpotrunError(f"{self.store.url}: jobs/{job}/state.json is not readable: {error}") from None
+            raise UnreadableError(
+                f"{self.store.url}: jobs/{job}/state.json is not readable: {problem(error)}"
+            ) from None
 
     async def take_up(self, job: str) -> tuple[JobState, list[dict[str, Any]]]:
         """A job to go on with, and its events; its checkpoints are those that are really there."""
         state = await self.read(job)
         lines = (await asyncio.to_thread(self.store.find, job_key(job, "events.jsonl")) or b"").splitlines()
         events = [event for line in lines if (event := _event(line))]
-        complete = await asyncio.to_thread(checkpoints.complete, self.store, job)
+        complete = await asyncio.to_thread(checkpoints.complete, self.store, job, strict=True)
         self._written, self._events = None, None
         return state.model_copy(update={"checkpoints": tuple(complete)}), events
 
@@ -175,8 +189,17 @@ def _event(line: bytes) -> dict[str, Any] | None:
         return None
 
 
+def _unended_here(data: bytes, cluster: str) -> bool:
+    """Whether a state that cannot be read says all the same that its job is of the cluster and has not ended."""
+    try:
+        found = json.loads(data)
+    except ValueError:
+        return False
+    return isinstance(found, dict) and found.get("cluster") == cluster and found.get("phase") not in ENDED
+
+
 def _parsed(data: bytes) -> JobState:
     """A job's state whose job file is valid too. Raises `ValueError`."""
     state = JobState.model_validate_json(data)
-    JobSpec.model_validate(state.spec)
+    JobSpec.kept(state.spec)
     return state

@@ -46,7 +46,7 @@ def plan(view: View) -> tuple[Action, ...]:
     job = view.job
     if job.ended_already:
         return ()
-    spec = JobSpec.model_validate(job.spec)
+    spec = JobSpec.kept(job.spec)
     if spec.budget is not None and job.cost >= spec.budget and not job.stopping and job.ending is None:
         return (Stop(f"the budget of ${spec.budget:g} is spent"),)
     lost = (*(each for each in _dead(view, spec) if repair.may_ask(view, each)), *repair.replacements(view))
@@ -62,7 +62,7 @@ def wanted(view: View, action: Recreate) -> bool:
     """
     if view.job.ended_already:
         return False
-    found = (*_dead(view, JobSpec.model_validate(view.job.spec)), *repair.wanted(view))
+    found = (*_dead(view, JobSpec.kept(view.job.spec)), *repair.wanted(view))
     return (action.node, action.created) in {(each.node, each.created) for each in found}
 
 

@@ -190,7 +190,7 @@ def problems(view: View) -> dict[str, str]:
 
 
 def _silent(view: View) -> frozenset[str]:
-    spec = JobSpec.model_validate(view.job.spec)
+    spec = JobSpec.kept(view.job.spec)
     members = {member.node for member in view.job.current.members} if view.job.current else set()
     known = {node.name: node for node in view.nodes}
     never = view.now - view.awake_since > REJOIN  # until then a new head has not heard of what is there

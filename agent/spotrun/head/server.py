@@ -31,6 +31,7 @@ from cryptography.x509.oid import NameOID
 from pydantic import ValidationError
 
 from spotrun.errors import SpotrunError, StoreError
+from spotrun.head import parking
 from spotrun.head.head import Head
 from spotrun.head.state import JobState, Stop, apply
 from spotrun.head.status import job_status
@@ -217,9 +218,10 @@ def _control_app(head: Head) -> web.Application:
 
     async def jobs(request: web.Request) -> web.Response:
         waiting = head.jobs
-        states = [await head.load(job) for job in waiting]
-        states += [state for state in await head.journal.newest(NEWEST) if state.id not in waiting]
-        return web.json_response([{"job": state.id, "phase": state.phase} for state in states])
+        found = [{"job": job, "phase": await parking.phase(head, job)} for job in waiting]
+        newest = await head.journal.newest(NEWEST)
+        found += [{"job": state.id, "phase": state.phase} for state in newest if state.id not in waiting]
+        return web.json_response(found)
 
     async def stop(request: web.Request) -> web.Response:
         asked = (await body(request)).get("job")
@@ -227,6 +229,8 @@ def _control_app(head: Head) -> web.Application:
         def ask(job: JobState, now: float) -> JobState:
             return apply(job, Stop("stopped by the operator"), now)
 
+        if asked and await parking.take_out(head, str(asked)):
+            return web.json_response({"job": asked})
         return web.json_response({"job": (await head.change(ask, asked)).id})
 
     async def relaunch(request: web.Request) -> web.Response:

@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from spotrun.wire import Document, Failure, Generation, Manifest, Member, StateRef
+from spotrun.wire import Document, Failure, Generation, Kept, Manifest, Member, StateRef
 
 Phase = Literal["queued", "starting", "running", "draining", "waiting", "finishing", "succeeded", "failed", "stopped"]
 ENDED = ("succeeded", "failed", "stopped")
@@ -92,7 +92,7 @@ class Progress(Document):
     metrics: dict[str, float] = Field(default={})
 
 
-class JobState(Document):
+class JobState(Kept):
     """Everything the head must know of a job after it was killed."""
 
     id: str

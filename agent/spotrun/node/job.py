@@ -211,7 +211,7 @@ def _make_room(folder: Path) -> dict[str, str]:
 
 def _validated(bundle: Bundle) -> JobSpec:
     try:
-        return JobSpec.model_validate(bundle.job)
+        return JobSpec.kept(bundle.job)
     except ValidationError as error:
         raise CorruptError(f"the order's job is malformed: {' '.join(str(error).split())[:300]}") from None
 

@@ -5,7 +5,16 @@ what is allowed, and the nearest known key. The description of every field is th
 of the messages (see `spec.file`). Durations are stored in seconds.
 """
 
-from spotrun.spec.cluster import ClusterSpec, HeadSpec, LocalSpec, NetworkSpec, PoolSpec, load_cluster
+from spotrun.spec.cluster import (
+    ClusterSpec,
+    HeadSpec,
+    LocalSpec,
+    NetworkSpec,
+    PoolSpec,
+    described,
+    digest,
+    load_cluster,
+)
 from spotrun.spec.fields import parse_duration
 from spotrun.spec.job import JobSpec, NodesSpec, check_fit, load_job
 
@@ -18,6 +27,8 @@ __all__ = [
     "NodesSpec",
     "PoolSpec",
     "check_fit",
+    "described",
+    "digest",
     "load_cluster",
     "load_job",
     "parse_duration",

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import hashlib
 import ipaddress
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, SerializerFunctionWrapHandler, Strict, model_serializer, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    SerializerFunctionWrapHandler,
+    Strict,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
+from spotrun.errors import SpecError
 from spotrun.spec import efa
 from spotrun.spec.fields import DURATION, INTERVAL, LABEL, Bool, Duration, Int, Interval, Spec, Str, label
 from spotrun.spec.file import Conflict, File, Place, nearest, refuse
 
+FORMAT = 1  # of the description in the bucket; a new key does not change it
 _DEFAULT_HEAD = {"local": "local", "gcp": "e2-small", "aws": "t3.small"}
 _ZONE_FORMS = {"local": "{}-<name>", "gcp": "{}-<letter>", "aws": "{}<letter>"}
 _BUCKET_FORMS = {"local": "a folder or file:///<folder>", "gcp": "gs://<bucket>", "aws": "s3://<bucket>"}
@@ -132,10 +143,14 @@ class ClusterSpec(Spec):
         """The pool of that name."""
         return next((pool for pool in self.pools if pool.name == name), None)
 
+    def document(self) -> str:
+        """The description of the cluster as the bucket keeps it: `described` reads it."""
+        return json.dumps({"format": FORMAT, **self.model_dump(mode="json")}, separators=(",", ":"))
+
     @property
     def digest(self) -> str:
         """Tells two descriptions apart."""
-        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]
+        return digest(self.document().encode())
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
@@ -161,6 +176,27 @@ class ClusterSpec(Spec):
 def load_cluster(path: Path | str) -> ClusterSpec:
     """The cluster file at `path`. Raises `SpecError` that lists every problem."""
     return File(Path(path), "cluster file").parse(ClusterSpec)
+
+
+def described(document: bytes) -> ClusterSpec:
+    """A cluster from its description in the bucket. Keys of another version are ignored. Raises `SpecError`."""
+    try:
+        values = json.loads(document)
+        if isinstance(values, dict) and (found := values.pop("format", FORMAT)) != FORMAT:
+            problem = f"it has format {found!r}; this version of spotrun reads format {FORMAT}: update it"
+        else:
+            return ClusterSpec.kept(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    except ValueError as error:
+        problem = str(error)
+    raise SpecError(f"the cluster's description in the bucket is no good: {problem}")
+
+
+def digest(document: bytes) -> str:
+    """Tells a description in the bucket from others, also from one with keys that this version does not know."""
+    return hashlib.sha256(document).hexdigest()[:16]
 
 
 def _cluster_conflicts(spec: ClusterSpec, region: str) -> Iterator[Conflict]:

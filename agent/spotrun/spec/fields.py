@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict
 
@@ -63,3 +63,8 @@ class Spec(BaseModel):
     """Frozen; unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @classmethod
+    def kept(cls, values: object) -> Self:
+        """Read back what this version or another one wrote: unknown keys are ignored. Raises `ValueError`."""
+        return cls.model_validate(values, extra="ignore")

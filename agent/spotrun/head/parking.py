@@ -1,0 +1,75 @@
+"""A job whose state in the bucket cannot be read: it is parked.
+
+A parked job keeps its place in the queue and its machines. The agents get no orders, so what trains goes on. The jobs
+behind a parked job wait. The head tries to read the state again from time to time, and so does each new head.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from spotrun.errors import UnreadableError
+
+if TYPE_CHECKING:
+    from spotrun.head.head import Head
+
+TRY_EVERY = 10.0  # seconds between two tries to read the state of a parked job
+
+
+@dataclass(frozen=True)
+class Parked:
+    """job: its id. reason: why its state cannot be read. tried: when that was tried last, in epoch seconds."""
+
+    job: str
+    reason: str
+    tried: float
+
+    def waits(self, job: str, now: float) -> bool:
+        """Whether it is too early to try again to read this job."""
+        return job == self.job and now - self.tried < TRY_EVERY
+
+    def status(self) -> dict[str, Any]:
+        """The status document's part about it."""
+        return {"job": self.job, "reason": self.reason, "text": text(self)}
+
+
+def text(parked: Parked) -> str:
+    """What happened, and what to do."""
+    return (
+        f"{parked.job} is parked, with its machines: {parked.reason}; a head of the version that wrote it goes on with"
+        f" it, `make stop ID={parked.job}` takes it out of the queue"
+    )
+
+
+def no_job(parked: Parked | None) -> str:
+    """Why nothing can be asked of the active job."""
+    return f"no job is active; {text(parked)}" if parked else "no job is active"
+
+
+async def phase(head: Head, job: str) -> str:
+    """Of a job that is in the queue."""
+    try:
+        return (await head.load(job)).phase
+    except UnreadableError:
+        return "parked"
+
+
+async def take_out(head: Head, job: str) -> bool:
+    """Take a job that is not active out of the queue; False if it is active, or not in the queue.
+
+    A job that only waits becomes one that was stopped. The state of a parked job is left as it is.
+    """
+    async with head.taking:
+        if job not in head.jobs or (head.job is not None and head.job.id == job):
+            return False
+        await head.journal.dequeue(job)
+        try:
+            state = await head.load(job)
+        except UnreadableError:
+            head.note("job", f"{job}: the operator has taken it out of the queue; its state is left as it is")
+            return True
+        found = {"phase": "stopped", "reason": "stopped by the operator before it ran", "ended": time.time()}
+        await head.journal.replace(state.model_copy(update=found))
+    return True
