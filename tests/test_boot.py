@@ -10,10 +10,12 @@ import pytest
 
 from spotrun.errors import StoreError
 from spotrun.head.boot import until_changed
+from spotrun.head.own import Own
 from spotrun.spec import ClusterSpec
 from spotrun.store import Store, cluster_key
 
 SPEC = ClusterSpec.model_validate({"name": "c", "cloud": "local", "pools": [{"name": "p", "zone": "local-a"}]})
+OWN = Own("c", "file:///bucket", "gcp", "local", "local")
 CHANGED = SPEC.model_copy(update={"labels": {"team": "vision"}})
 
 
@@ -44,7 +46,7 @@ async def test_what_is_no_change_is_passed_over(tmp_path: Path, caplog: pytest.L
     answers = [away, away, b"{", b'{"name": "c", "nonsense": 1}', None, text(SPEC), away, text(CHANGED)]
     store = Flaky(tmp_path, *answers)
     with caplog.at_level(logging.WARNING):
-        await until_changed(store, "c", SPEC.digest, 0.0)
+        await until_changed(store, OWN, SPEC.digest, 0.0)
     assert store.looks == len(answers)
     said = [record.getMessage() for record in caplog.records]
     assert said.count("the bucket is away") == 2, "said when it begins, not at each look"
@@ -53,8 +55,18 @@ async def test_what_is_no_change_is_passed_over(tmp_path: Path, caplog: pytest.L
 
 async def test_the_same_description_ends_no_head(tmp_path: Path) -> None:
     store = Flaky(tmp_path, text(SPEC))
-    looking = asyncio.create_task(until_changed(store, "c", SPEC.digest, 0.0))
+    looking = asyncio.create_task(until_changed(store, OWN, SPEC.digest, 0.0))
     while store.looks < 20:
         await asyncio.sleep(0)
     assert not looking.done()
     looking.cancel()
+
+
+async def test_another_clusters_description_ends_no_head(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    other = SPEC.model_copy(update={"name": "victim"})
+    store = Flaky(tmp_path, text(other), text(other), text(CHANGED))
+    with caplog.at_level(logging.WARNING):
+        await until_changed(store, OWN, SPEC.digest, 0.0)
+    assert store.looks == 3
+    said = [record.getMessage() for record in caplog.records]
+    assert sum("name is victim there, and c in the machine's metadata" in line for line in said) == 1

@@ -15,13 +15,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from spotrun.cloud.base import Market
 from spotrun.cloud.local import machines, metadata, procs
 from spotrun.cloud.local.daemon import claim_subnet
 from spotrun.cloud.local.layout import HEAD, Config, Layout, Pool, base_environment, remove_tree
+from tests.motoserver import ACCOUNT
 
 LOOK = 0.1  # seconds between two looks at the cloud's list
 PROCESSES = ("tests.e2e.mirror",)
@@ -139,9 +140,11 @@ class Group(machines.Group):
 
     def _create(self, each: Listed) -> None:
         address = self._address(each.name)
+        account = "my-project" if self.config.metadata == "gce" else ACCOUNT
         facts = metadata.Facts(
-            each.name, each.id, each.zone, self.config.region, each.machine, address, each.market, dict(each.attributes)
+            each.name, each.id, each.zone, self.config.region, each.machine, address, each.market, each.attributes
         )
+        facts = replace(facts, account=account)
         pool = Pool(each.pool, each.zone, each.machine, each.market, 1)
         node = machines.Node(each.name, 0, pool, address, each.id, time.time(), metadata.Subject(facts))
         self.nodes[each.name] = node

@@ -10,6 +10,7 @@ from spotrun.cloud import connect
 from spotrun.errors import SpotrunError
 from spotrun.head.ctl import control_path
 from spotrun.head.head import Head
+from spotrun.head.own import Own, check
 from spotrun.head.server import claim_epoch, serve
 from spotrun.node import hosts, metadata
 from spotrun.notify import Systemd
@@ -41,6 +42,7 @@ async def _serve(systemd: Systemd) -> None:
     async with await metadata.detect() as machine:
         found = {key: await machine.attribute(key) or "" for key in (names.CLUSTER, names.BUCKET)}
         identity = await machine.identity()
+        account = await machine.account()
     missing = [key for key, value in found.items() if not value]
     if missing:
         raise SpotrunError(f"this machine's metadata has no {' and no '.join(missing)}: it is not a cluster's head")
@@ -50,8 +52,9 @@ async def _serve(systemd: Systemd) -> None:
     store = await asyncio.to_thread(Store, bucket)
     # First of all: with whatever else is wrong here, an operator can look at it.
     await asyncio.to_thread(hosts.publish, store, name, names.HEAD, identity)
+    own = Own(name, bucket, machine.PROVIDER, account, identity.region)
     document = await asyncio.to_thread(store.get, cluster_key(name))
-    cluster = described(document)
+    cluster = check(described(document), own)
     epoch = await asyncio.to_thread(claim_epoch, store, cluster.name)
     cloud = connect(cluster)
     control = control_path()
@@ -63,14 +66,14 @@ async def _serve(systemd: Systemd) -> None:
             head,
             identity.address,
             control,
-            also=[until_changed(store, cluster.name, digest(document), poll * _LOOK)],
+            also=[until_changed(store, own, digest(document), poll * _LOOK)],
             on_serving=lambda where: systemd.ready(f"head {epoch} of {cluster.name} listens on {where}"),
         )
     finally:
         await cloud.close()
 
 
-async def until_changed(store: Store, cluster: str, known: str, every: float) -> None:
+async def until_changed(store: Store, own: Own, known: str, every: float) -> None:
     """Return when the bucket has another good description: a new head reads it, and that costs training nothing.
 
     known: digest of the description that this head has read.
@@ -79,8 +82,8 @@ async def until_changed(store: Store, cluster: str, known: str, every: float) ->
     while True:
         await asyncio.sleep(every)
         try:
-            document = await asyncio.to_thread(store.find, cluster_key(cluster))
-            changed = document is not None and digest(document) != known and bool(described(document))
+            document = await asyncio.to_thread(store.find, cluster_key(own.cluster))
+            changed = document is not None and digest(document) != known and bool(check(described(document), own))
         except SpotrunError as error:  # a bucket that does not answer, a description that is no good: as it was
             if str(error) != warned:
                 log.warning("%s", error)

@@ -7,6 +7,7 @@ EC2: https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/instancedata-data-retri
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import time
@@ -93,6 +94,7 @@ class Server:
 class GceMetadata(Server):
     """Google Compute Engine's."""
 
+    PROVIDER = "gcp"
     ROOT = "/computeMetadata/v1"
 
     async def answers(self) -> bool:
@@ -117,11 +119,17 @@ class GceMetadata(Server):
         kind = (await text("/instance/machine-type")).rpartition("/")[2]
         return Identity(name, zone, address, machine=name, region=zone.rpartition("-")[0], type=kind)
 
+    async def account(self) -> str:
+        """The project's id."""
+        return _need("/project/project-id", await self.get("/project/project-id"))
+
 
 class Ec2Metadata(Server):
     """Amazon EC2's. A session token is fetched when needed and renewed at half its life, or when it is refused."""
 
+    PROVIDER = "aws"
     ROOT = "/latest/meta-data"
+    DOCUMENT = "/latest/dynamic/instance-identity/document"
 
     def __init__(self, base: str) -> None:
         super().__init__(base)
@@ -134,10 +142,13 @@ class Ec2Metadata(Server):
         return bool(self._token)
 
     async def get(self, path: str) -> Answer:
+        return await self._get(self.ROOT + path)
+
+    async def _get(self, path: str) -> Answer:
         for _ in range(2):
             if time.monotonic() >= self._renew_at:
                 await self._renew()
-            answer, _headers = await self._request("GET", self.ROOT + path, {"X-aws-ec2-metadata-token": self._token})
+            answer, _headers = await self._request("GET", path, {"X-aws-ec2-metadata-token": self._token})
             if answer.status != 401:
                 break
             self._renew_at = 0.0
@@ -156,6 +167,14 @@ class Ec2Metadata(Server):
         # Every machine of a scaling group carries the same Name: the instance's id is what tells them apart.
         address, kind = await text("/local-ipv4"), await text("/instance-type")
         return Identity(instance, zone, address, machine=instance, region=region, type=kind)
+
+    async def account(self) -> str:
+        """The account's id."""
+        text = _need(self.DOCUMENT, await self._get(self.DOCUMENT))
+        try:
+            return str(json.loads(text)["accountId"])
+        except (ValueError, KeyError, TypeError):
+            raise aiohttp.ClientPayloadError(f"{self.DOCUMENT} does not tell the account") from None
 
     async def _renew(self) -> None:
         headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_TTL)}

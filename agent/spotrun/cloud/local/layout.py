@@ -59,6 +59,11 @@ class Config:
     capacity: Mapping[str, int] = field(default_factory=dict)
     role: tuple[str, ...] = (sys.executable, "-m", "spotrun.cli", "{role}")
 
+    @property
+    def fixed(self) -> tuple[str, ...]:
+        """What a machine was told when it was made, and goes on being told."""
+        return self.cluster, self.region, self.bucket, self.metadata
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 

@@ -186,8 +186,9 @@ class Group:
 
     def configure(self, config: Config) -> None:
         """Follow a changed cluster file, as `terraform apply` would; machines that are there stay as they are."""
-        if (config.cluster, config.metadata) != (self.config.cluster, self.config.metadata):
-            raise CloudError("name and metadata flavour of a running cluster cannot change: `make down` first")
+        if config.fixed != self.config.fixed:
+            what = "name, region, bucket and metadata flavour"
+            raise CloudError(f"{what} of a running cluster cannot change: `make down` first")
         sizes = {pool.name: self._wanted.get(pool.name, frozenset()) for pool in config.pools}
         self._wanted = {
             pool.name: group.resized(sizes[pool.name], min(len(sizes[pool.name]), pool.max)) for pool in config.pools

@@ -31,7 +31,10 @@ _LONGEST_TTL = 21600
 
 @dataclass(frozen=True)
 class Facts:
-    """A machine, as its metadata show it. terminate_at, rebalance_at: epoch seconds, once there is a notice."""
+    """A machine, as its metadata show it. terminate_at, rebalance_at: epoch seconds, once there is a notice.
+
+    account: the project's id, or the account's; default: what no real one is called.
+    """
 
     name: str
     id: str
@@ -43,6 +46,7 @@ class Facts:
     attributes: Mapping[str, str] = field(default_factory=dict)
     terminate_at: float | None = None
     rebalance_at: float | None = None
+    account: str = ""
 
 
 class Subject:
@@ -110,7 +114,10 @@ def gce_tree(facts: Facts) -> Tree:
         },
         "zone": f"projects/0/zones/{facts.zone}",
     }
-    return {"instance": instance, "project": {"attributes": {}, "numeric-project-id": "0", "project-id": "local"}}
+    return {
+        "instance": instance,
+        "project": {"attributes": {}, "numeric-project-id": "0", "project-id": facts.account or "local"},
+    }
 
 
 def ec2_tree(facts: Facts) -> Tree:
@@ -132,7 +139,7 @@ def ec2_tree(facts: Facts) -> Tree:
     if facts.rebalance_at is not None:
         data["events"] = {"recommendations": {"rebalance": json.dumps({"noticeTime": _utc(facts.rebalance_at)})}}
     document = {
-        "accountId": "000000000000",
+        "accountId": facts.account or "000000000000",
         "availabilityZone": facts.zone,
         "instanceId": facts.id,
         "instanceType": facts.machine,

@@ -1,0 +1,63 @@
+"""Whose head this machine is: what its own metadata say, which a description in the bucket must not contradict. Pure.
+
+Whoever may write `cluster.json` could else have this head act for another cluster, with its own cloud's rights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from spotrun.errors import SpotrunError
+from spotrun.spec import ClusterSpec, names
+from spotrun.store import cluster_key
+
+_CLOUDS = {"gs": "gcp", "s3": "aws"}
+
+
+@dataclass(frozen=True)
+class Own:
+    """What the metadata of the head's machine say.
+
+    cluster: the cluster's name. bucket: the bucket's URL. provider: the cloud whose metadata server answered, gcp or
+    aws; machines of the local cloud have either. account: the Google Cloud project's id or the AWS account's.
+    region: the region of the machine's zone.
+    """
+
+    cluster: str
+    bucket: str
+    provider: str
+    account: str
+    region: str
+
+    @property
+    def cloud(self) -> str:
+        """Only machines of the local cloud have a folder for a bucket."""
+        scheme, separator, _ = self.bucket.partition("://")
+        return self.provider if separator and scheme in _CLOUDS else "local"
+
+
+def check(cluster: ClusterSpec, own: Own) -> ClusterSpec:
+    """The description, if it is of the cluster that the machine belongs to. Raises `SpotrunError` in one line."""
+    differ = [
+        f"{what} is {told} there, and {mine} in the machine's metadata" for what, told, mine in _told(cluster, own)
+    ]
+    if not differ:
+        return cluster
+    raise SpotrunError(
+        f"{own.bucket}: {cluster_key(own.cluster)} is not of this head's cluster: {'; '.join(differ)};"
+        f" `make up` with the cluster file of {own.cluster} writes it again"
+    )
+
+
+def _told(cluster: ClusterSpec, own: Own) -> Iterator[tuple[str, str, str]]:
+    """What differs: its name, as it is described, as it is."""
+    pairs = [("name", cluster.name, own.cluster), ("cloud", cluster.cloud, own.cloud)]
+    pairs.append(("region", cluster.region, own.region))
+    if own.cloud == "gcp":
+        pairs.append(("project", cluster.project or "", own.account))
+    if cluster.cloud == own.cloud != "local":
+        pairs.append(("bucket", names.bucket_url(cluster, own.account), own.bucket))
+    elif cluster.bucket:  # by default that of the operator's home, which the machine does not know
+        pairs.append(("bucket", cluster.bucket, own.bucket))
+    return ((what, told or "missing", mine) for what, told, mine in pairs if told != mine)
