@@ -131,6 +131,7 @@ def picture(status: Status) -> RenderableType:
         parts.append(Text(parked["text"], style="red"))
     if status["job"] is not None:
         parts.append(_job(status["job"]))
+        parts += [Text(condition_line(each), style="red") for each in status["job"].get("conditions", ())]
     if status["nodes"]:
         parts.append(_nodes(status["nodes"]))
     for pool in status["pools"]:
@@ -145,6 +146,11 @@ def picture(status: Status) -> RenderableType:
 def event_line(event: Status) -> str:
     """05:43:17 recovered   after 0.4 s, 0 steps lost (preempt)"""
     return f"{clock(event['at'])} {event['kind']:<11} {event['text']}"
+
+
+def condition_line(condition: Status) -> str:
+    """since 05:43:17: spot-1 cannot save its part of the checkpoint of step 120 (3 tries): no room …"""
+    return f"since {clock(condition['since'])}: {condition['text']}"
 
 
 def clock(at: float) -> str:

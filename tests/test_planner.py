@@ -270,7 +270,7 @@ CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
             job(saving=Saving(ref=StateRef(generation=1, step=48), holders=(A, B), since=NOW), stopping="so"),
             *(node(A, phase="drained", parts=(part(0, "x"),)), node(B, phase="drained", parts=(part(1, "y"),))),
         ),
-        (Conclude(Ending(phase="stopped", reason="so")),),
+        (Conclude(Ending(phase="stopped", reason="so", state=StateRef(generation=1, step=48))),),
     ),
     "peers failed: first see who is gone": (
         view(job(A, B, C), failed(A, "peer"), failed(B, "peer"), node(C)),
@@ -358,7 +358,7 @@ CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
     ),
     "done: the last state first": (
         view(job(A, B), node(A, phase="succeeded"), node(B, phase="succeeded")),
-        (Hold(ending=Ending(phase="succeeded")),),
+        (Hold(ending=Ending(phase="succeeded", state=StateRef(generation=1, step=48))),),
     ),
     "done, state in the bucket": (
         view(
@@ -428,12 +428,12 @@ CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
         ),
         (start(C, D, "e"),),
     ),
-    "an upload that failed is tried again": (
+    "a snapshot that is gone is given up": (
         view(
             job(saving=Saving(ref=StateRef(generation=1, step=48), holders=(A,), since=NOW - 9)),
             node(A, phase="drained", late=48),
         ),
-        (Unsave("an upload failed"),),
+        (Unsave("a node does not have that snapshot any more"),),
     ),
     "a large checkpoint gets its time": (
         view(

@@ -157,6 +157,16 @@ class Notice(Document):
     deadline: float  # epoch seconds when the node may be gone
 
 
+class Trouble(Document):
+    """Why this node's part of a checkpoint is not in the bucket yet; the node tries again by itself."""
+
+    step: int  # of the checkpoint that failed last
+    message: str  # one line
+    since: float  # epoch seconds of the first failure after the last success, by the node's clock
+    at: float  # of the newest failure
+    tries: int = 1
+
+
 class Report(Document):
     """Agent to head: what is."""
 
@@ -184,6 +194,7 @@ class Report(Document):
     snapshot: StateRef | None = None  # the newest committed one in this node's memory
     parts: tuple[Part, ...] = ()  # uploaded, manifest not yet seen
     late: int | None = None  # stop or save step that came too late for a worker here: choose a later one
+    trouble: Trouble | None = None  # with putting parts into the bucket; None once that has succeeded
     notice: Notice | None = None
     stacks: str = ""  # bucket key of the stacks written on `dump`
 

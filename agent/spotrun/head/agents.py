@@ -61,6 +61,7 @@ class Agents:
             self._note("unfit", f"{report.node} takes no job: {'; '.join(report.unfit)}")
         if report.notice and noticed:
             self._note("notice", f"{report.node} will be taken: {report.notice.kind}")
+        self._tell_trouble(report, last)
         sent = before.sent if before and before.send is send else None
         since = before.since if before and last and last.phase == report.phase and before.since >= made else now
         unfit_since = before.unfit_since if before and before.unfit_since >= made else 0.0  # not a predecessor's
@@ -72,6 +73,14 @@ class Agents:
         answered = now if report.phase != "checking" else before.answered if before else 0.0
         self.seen[report.node] = Seen(report, now, send, sent, since, answered, unfit_since)
         return noticed
+
+    def _tell_trouble(self, report: Report, last: Report | None) -> None:
+        """An event when a node begins to fail at saving, when it fails otherwise, and when it succeeds again."""
+        now, before = report.trouble, last.trouble if last else None
+        if now is not None and (before is None or _words((before.message,)) != _words((now.message,))):
+            self._note("checkpoint", f"{report.node} cannot save its part, and tries again: {now.message}")
+        elif now is None and before is not None and report.parts:
+            self._note("checkpoint", f"{report.node} saves again, after {before.tries} tries that failed")
 
     def lose(self, node: str, send: Send) -> bool:
         """A link closed; whether it was the node's newest."""

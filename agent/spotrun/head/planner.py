@@ -7,10 +7,9 @@ comes to the same decisions as the one before it.
 
 from __future__ import annotations
 
-import math
-
-from spotrun.head import absent, health, repair, stake
+from spotrun.head import absent, health, repair, saving, stake
 from spotrun.head.health import Node, View
+from spotrun.head.saving import DRAIN_AHEAD, SAVE_PATIENCE
 from spotrun.head.state import (
     Action,
     Cause,
@@ -23,21 +22,16 @@ from spotrun.head.state import (
     Hold,
     JobState,
     Recreate,
-    Save,
     Start,
     Stop,
-    Unsave,
 )
 from spotrun.spec import JobSpec
-from spotrun.wire import Failure, Member, StateRef
+from spotrun.wire import Failure, Member
 
-DRAIN_AHEAD = 0.3  # seconds between choosing a stop step and reaching it: several times what the order takes to arrive
 DRAIN_PATIENCE = 60.0  # seconds to wait for a drain nobody's machine depends on
 MARGIN_BEFORE_DEADLINE = 3.0  # seconds before a noticed node goes at which its drain is given up
 SETTLE = 1.2  # seconds: two heartbeats and a bit, for a node's fate to show after a collective failed
 GATHER = 10.0  # seconds a first generation waits for more than `min` nodes
-SAVE_PATIENCE = 1800.0  # seconds for a checkpoint to get into the bucket: agents say if it fails, and it may be large
-SAVE_AGAIN = 5.0  # seconds before an upload that failed is tried again
 RECREATE_AFTER = 20.0  # seconds of silence before a machine that nobody waits for is replaced
 
 
@@ -72,7 +66,7 @@ def _assemble(view: View, spec: JobSpec) -> tuple[Action, ...]:
     if job.failure and job.restarts > spec.max_restarts:
         return (Finish("failed", _reason(job)),)
     if job.stopping and job.ending is None:
-        return (Conclude(Ending(phase="stopped", reason=job.stopping)),)
+        return (Conclude(Ending(phase="stopped", reason=job.stopping, state=stake.newest(stake.unsaved(view)))),)
     ready = view.eligible(spec)
     if job.ending is None:
         mine = [node for node in view.nodes if node.linked and node.report.job == job.id]
@@ -82,39 +76,15 @@ def _assemble(view: View, spec: JobSpec) -> tuple[Action, ...]:
             return (Finish("failed", f"set-up failed on {broken[0].name}: {failure.message if failure else ''}"),)
         if _enough(view, spec, ready) and not view.blind() and not _ahead_of(view, ready, spec):
             return (_start(job, ready, spec, None),)
-    saving = _secure(view, spec)
+    found = saving.secure(view, spec)
     if job.ending is None:
-        return saving or ()
-    if saving is None:
-        return (Finish(job.ending.phase, job.ending.reason),)
-    if view.now > job.ending.deadline > 0 or stake.out_of_reach(view, spec, SAVE_PATIENCE):
-        return (stake.closing(view),)
+        return found or ()
+    if found is None or view.now > job.ending.deadline > 0 or stake.out_of_reach(view, spec, SAVE_PATIENCE):
+        return (saving.closing(view, spec),)
     if job.ending.deadline == 0:
         deadline = view.now + SAVE_PATIENCE
-        return (Conclude(job.ending.model_copy(update={"deadline": deadline})), *saving)
-    return saving
-
-
-def _secure(view: View, spec: JobSpec) -> tuple[Action, ...] | None:
-    """Put the newest snapshot that any reachable node holds into the bucket; None: there is none that is not there."""
-    job = view.job
-    newer = stake.unsaved(view)
-    holders = [n for n in newer if n.linked]
-    if not holders:
-        # Not because the head cannot see it: a holder may be back in a moment.
-        if newer or view.blind():
-            return ()
-        return (Unsave("no node holds a state that is not in the bucket"),) if job.saving else None
-    holders = [n for n in holders if not health.silent(view, n, spec)] or holders
-    best = max(stake.state(node) for node in holders)
-    names = tuple(sorted(n.name for n in holders if stake.state(n) == best))
-    ref = StateRef(generation=best[0], step=best[1])
-    if _torn(view, ref):
-        names = names[:1]  # one node's own is whole, whatever the others have
-    if not job.saving or job.saving.ref != ref or not set(job.saving.holders) <= set(names):
-        return (Save(ref, names),)
-    failed = any(n.report.late == ref.step for n in holders if n.name in job.saving.holders)
-    return (Unsave("an upload failed"),) if failed and view.now - job.saving.since > SAVE_AGAIN else ()
+        return (Conclude(job.ending.model_copy(update={"deadline": deadline})), *found)
+    return found
 
 
 def _ahead_of(view: View, ready: list[Node], spec: JobSpec) -> bool:
@@ -136,7 +106,7 @@ def _supervise(view: View, spec: JobSpec) -> tuple[Action, ...]:
     members = view.members()
     here = [node for node in members if node is not None and node.report.generation == job.generation]
     if len(here) == len(members) and all(n.report.phase == "succeeded" for n in here):
-        return (Hold(ending=Ending(phase="succeeded")),)
+        return (Hold(ending=Ending(phase="succeeded", state=stake.newest(here))),)
     lost = health.lost(view, spec)
     failed = _user_failure(here, lost)
     if failed:
@@ -152,7 +122,7 @@ def _supervise(view: View, spec: JobSpec) -> tuple[Action, ...]:
     network = _network_failure(view, here)
     if network:
         return _after_failure(view, spec, *network)
-    return _change(view, spec, here) or _checkpoint(view, spec, here) or _hang(view, spec, here)
+    return _change(view, spec, here) or saving.checkpoint(view, spec, here) or _hang(view, spec, here)
 
 
 def _after_failure(view: View, spec: JobSpec, failure: Failure, node: Node) -> tuple[Action, ...]:
@@ -180,7 +150,7 @@ def _drain_on(view: View, spec: JobSpec, here: list[Node], size: int) -> tuple[A
     if len(settled) == size or (view.now > job.draining.deadline and not view.blind()):
         return (_regroup(view, spec, job.draining.cause),)
     if any(node.report.late == job.draining.step for node in here):
-        step = _ahead(view, here, 4 * DRAIN_AHEAD)
+        step = saving.ahead(view, here, 4 * DRAIN_AHEAD)
         if step > job.draining.step:
             return (Drain(step, job.draining.cause, job.draining.deadline),)
     return ()
@@ -201,7 +171,7 @@ def _change(view: View, spec: JobSpec, here: list[Node]) -> tuple[Action, ...]:
     else:
         return ()
     if stepping:
-        return (Drain(_ahead(view, here, DRAIN_AHEAD), cause, deadline),)
+        return (Drain(saving.ahead(view, here, DRAIN_AHEAD), cause, deadline),)
     # Nothing was done yet that could be lost; but growing can wait for the first step.
     return () if cause.kind == "grow" else (_regroup(view, spec, cause),)
 
@@ -217,29 +187,6 @@ def _worth_growing(view: View, spec: JobSpec) -> bool:
         return False  # the job is over before the pause is made good
     names = {member.node for member in job.current.members} if job.current else set()
     return any(node.name not in names for node in view.eligible(spec))
-
-
-def _checkpoint(view: View, spec: JobSpec, here: list[Node]) -> tuple[Action, ...]:
-    """A checkpoint by the interval; one that does not come about is given up."""
-    job = view.job
-    holders = tuple(member.node for member in job.current.members) if job.current else ()
-    if job.saving:
-        if _torn(view, job.saving.ref):
-            step = _ahead(view, here, DRAIN_AHEAD)
-            why = "something that run.track was given differs between nodes; one node saves all of it"
-            return (Unsave(why), Save(StateRef(generation=job.generation, step=step), holders[:1]))
-        if any(node.report.late == job.saving.ref.step for node in here):
-            return (Unsave("a worker was past the step already"),)
-        if view.now - job.saving.since > SAVE_PATIENCE:
-            return (Unsave(f"not complete after {SAVE_PATIENCE:.0f} s"),)
-        return ()
-    since = max(job.saved_at, job.started or view.now)
-    if job.progress.step <= job.progress.base or view.now - since < spec.checkpoint_interval:
-        return ()
-    step = _ahead(view, here, DRAIN_AHEAD)
-    if job.progress.total_steps and step >= job.progress.total_steps:
-        return ()  # the end of the job saves the last state anyway
-    return (Save(StateRef(generation=job.generation, step=step), holders),)
 
 
 def _hang(view: View, spec: JobSpec, here: list[Node]) -> tuple[Action, ...]:
@@ -330,27 +277,6 @@ def _dead(view: View, spec: JobSpec) -> tuple[Recreate, ...]:
     waited = [n for n in dead if view.now - max(n.heard, view.awake_since) > patience(n)]
     found = tuple(Recreate(n.name, n.report.pool, created=created.get(n.name, 0.0)) for n in waited)
     return (*found, *absent.unheard(view, spec))
-
-
-def _ahead(view: View, here: list[Node], seconds: float) -> int:
-    """A step that no worker has reached when the order arrives: `seconds` ahead at the present pace, and a bit more.
-
-    The bit is two steps, but no more than a second's worth: a slow step must not outlast a notice. Should one have
-    been quicker, its agent says that the order was late.
-    """
-    pace = max(view.job.progress.pace or 1.0, 1e-4)
-    newest = max((w.step for n in here for w in n.report.workers), default=view.job.progress.step)
-    stepped_at = max((w.stepped_at for n in here for w in n.report.workers), default=view.now)
-    # Steps that are not known of yet were done since the last report: a long step before that is not many short ones.
-    heard = max((n.heard for n in here), default=view.now)
-    since = max(0.0, view.now - max(stepped_at, heard))
-    return newest + max(1, math.ceil(round((since + seconds) / pace + min(2.0, 1.0 / pace), 6)))
-
-
-def _torn(view: View, ref: StateRef) -> bool:
-    """Whether parts of this checkpoint were cut from different states: together they would be none."""
-    parts = [part for node in view.nodes if node.report.job == view.job.id for part in node.report.parts]
-    return len({part.whole for part in parts if (part.generation, part.step) == (ref.generation, ref.step)}) > 1
 
 
 def _reason(job: JobState) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from spotrun.head import health
 from spotrun.head.health import Node, View
-from spotrun.head.state import Finish, JobState
+from spotrun.head.state import JobState
 from spotrun.spec import JobSpec
+from spotrun.wire import StateRef
 
 MARGIN = 20.0  # seconds: agents find a new head in 10 s, and a cut in a network often heals within seconds
 
@@ -39,19 +42,13 @@ def out_of_reach(view: View, spec: JobSpec, most: float) -> bool:
     return view.now - since > patience(view.job, most)
 
 
-def closing(view: View) -> Finish:
-    """The end of a job whose last state is not in the bucket; the reason says what is lost."""
-    job, holders = view.job, unsaved(view)
-    assert job.ending is not None
-    if not holders:
-        return Finish(job.ending.phase, job.ending.reason)
-    names, step = ", ".join(sorted(node.name for node in holders)), max(state(node) for node in holders)[1]
-    kept = f"the newest checkpoint is of step {job.newest[1]}" if job.checkpoints else "there is no checkpoint"
-    lost = f"the state after step {step} is lost, it was not saved by {names}; {kept}"
-    return Finish(job.ending.phase, "; ".join(filter(None, [job.ending.reason, lost])))
-
-
 def state(node: Node) -> tuple[int, int]:
     """Generation and step of the newest snapshot that a node holds; (-1, -1) if it holds none."""
     ref = node.report.snapshot
     return (ref.generation, ref.step) if ref else (-1, -1)
+
+
+def newest(nodes: Iterable[Node]) -> StateRef | None:
+    """The newest snapshot that one of these nodes holds."""
+    found = max(map(state, nodes), default=(-1, -1))
+    return StateRef(generation=found[0], step=found[1]) if found > (-1, -1) else None

@@ -60,6 +60,7 @@ class Ending(Document):
     phase: Literal["succeeded", "stopped", "failed"]
     reason: str = ""
     deadline: float = 0.0  # finish without the checkpoint then; 0: not yet counting
+    state: StateRef | None = None  # the newest one that nodes held when the job came to its end
 
 
 class Replacement(Document):
@@ -211,6 +212,13 @@ class Conclude:
 
 
 @dataclass(frozen=True)
+class Resume:
+    """Take up the work again although the script had finished: its last state is lost."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class Finish:
     """End the job."""
 
@@ -228,7 +236,7 @@ class Recreate:
     created: float = 0.0
 
 
-Action = Start | Hold | Drain | Save | Unsave | Fail | Dump | Stop | Conclude | Finish | Recreate
+Action = Start | Hold | Drain | Save | Unsave | Fail | Dump | Stop | Conclude | Resume | Finish | Recreate
 
 
 def apply(job: JobState, action: Action, now: float) -> JobState:
@@ -272,6 +280,8 @@ def apply(job: JobState, action: Action, now: float) -> JobState:
             return job.model_copy(update={"stopping": action.reason})
         case Conclude():
             return job.model_copy(update={"ending": action.ending})
+        case Resume():
+            return job.model_copy(update={"ending": None, "phase": "waiting", "saving": None})
         case Finish():
             job = _end_generation(job, None, now)
             final = {"phase": action.phase, "reason": action.reason, "ended": now, "saving": None, "ending": None}

@@ -7,9 +7,10 @@ from typing import Any
 
 from spotrun.cloud.base import Instance
 from spotrun.head import ledger, repair
+from spotrun.head.conditions import conditions
 from spotrun.head.fleet import Fleet
 from spotrun.head.health import View
-from spotrun.head.state import ENDED, Action, Drain, Fail, Finish, Hold, JobState, Start, Stop, Unsave
+from spotrun.head.state import ENDED, Action, Drain, Fail, Finish, Hold, JobState, Resume, Start, Stop, Unsave
 from spotrun.spec import ClusterSpec
 
 EVENTS = 50  # newest ones in a status document
@@ -76,6 +77,7 @@ def job_status(job: JobState, view: View | None = None) -> dict[str, Any]:
         "started": job.started,
         "ended": job.ended,
         "failure": failure,
+        "conditions": conditions(view) if view else [],
         "losses": [loss.model_dump(exclude={"step_cost"}) for loss in job.losses],
         "goodput": ledger.goodput(job),
         "node_seconds": job.node_seconds,
@@ -128,6 +130,8 @@ def event(job: JobState, action: Action) -> tuple[str, str] | None:
             return "checkpoint", f"given up: {action.reason}"
         case Stop():
             return "job", action.reason
+        case Resume():
+            return "job", f"goes on from its checkpoint: {action.reason}"
         case Finish():
             return "job", action.phase + (f": {action.reason}" if action.reason else "")
     return None

@@ -24,11 +24,12 @@ from spotrun.node.job import Job
 from spotrun.node.link import Link
 from spotrun.node.metadata import Identity
 from spotrun.node.process import gpu_count
-from spotrun.node.uploader import Logs, kept, newest, upload_part
+from spotrun.node.saver import Saver, Wanted
+from spotrun.node.uploader import Logs, kept, newest
 from spotrun.notify import Systemd
 from spotrun.spec import names
 from spotrun.store import Store, log_key
-from spotrun.wire import Bundle, Failure, Generation, Notice, Order, Part, Report, StateRef
+from spotrun.wire import Bundle, Failure, Generation, Notice, Order, Report, StateRef
 
 log = logging.getLogger(__name__)
 
@@ -83,10 +84,7 @@ class Agent:
         self._snapshot: StateRef | None = None
         self._kept = kept(settings.tmpfs)  # it may be the only copy of a state
         self._looked = (-1, 0.0)  # newest commit seen, when the slots were last read
-        self._save: tuple[StateRef, int, int] | None = None  # what the upload below is of
-        self._upload: asyncio.Task[Part | None] | None = None
-        self._part: Part | None = None
-        self._late_save: int | None = None
+        self._saver = Saver(store, settings.scratch / "parts", self._wake.set)
         self._flushed = 0  # generation whose logs have been sent to the bucket after its end
         self._flush: asyncio.Task[None] | None = None
 
@@ -164,7 +162,7 @@ class Agent:
         await self._hold_generation(job, order)
         group = job.group
         if group is not None:
-            group.arm(order.stop_at, order.save.step if order.save and not self._part else None)
+            group.arm(order.stop_at, order.save.step if order.save and not self._saver.part else None)
             if order.dump and group.alive and not group.stacks:
                 await self._dump(job, group)
             elif group.broken:
@@ -193,7 +191,7 @@ class Agent:
             if bundle is None or bundle.id != job.bundle.id:
                 await asyncio.to_thread(job.remove)
             self._job, self._missed, self._snapshot, self._looked, self._flushed = None, None, None, (-1, 0.0), 0
-            self._drop_save()
+            self._saver.forget()
         if bundle is not None and self._job is None:
             await asyncio.to_thread(self._remove_old, bundle)
             self._job = Job(
@@ -283,34 +281,8 @@ class Agent:
         save, ref = order.save, order.upload
         if save is not None and order.generation is not None:
             ref = StateRef(generation=order.generation.number, step=save.step)
-        wanted = (ref, save.index, save.parts) if save is not None and ref is not None else None
-        if wanted != self._save:
-            self._drop_save()
-            self._save = wanted
-        if self._save is None or self._part is not None or self._late_save is not None:
-            return
-        if self._upload is None and not _awaited(group, self._save[0]):
-            work = asyncio.to_thread(upload_part, self.store, job, slots, *self._save, self._settings.scratch / "parts")
-            self._upload = asyncio.create_task(work)
-            self._upload.add_done_callback(lambda _: self._wake.set())
-        elif self._upload is not None and self._upload.done():
-            self._end_upload(self._save[0])
-
-    def _end_upload(self, ref: StateRef) -> None:
-        assert self._upload is not None
-        upload, self._upload = self._upload, None
-        error = upload.exception()
-        if error is None:
-            self._part = upload.result()
-        elif not isinstance(error, SpotrunError | OSError):
-            raise error
-        else:
-            log.warning("checkpoint part of step %s not uploaded: %s", ref.step, error)
-        if self._part is None:
-            self._late_save = ref.step  # also when the bucket refuses: the head will choose another step
-
-    def _drop_save(self) -> None:
-        self._save, self._upload, self._part, self._late_save = None, None, None, None
+        wanted = Wanted(job, slots, ref, save.index, save.parts) if save is not None and ref is not None else None
+        self._saver.hold(wanted, awaited=wanted is not None and _awaited(group, wanted.ref))
 
     async def _upload_logs(self) -> None:
         with contextlib.suppress(TimeoutError):
@@ -320,7 +292,8 @@ class Agent:
     def _publish(self) -> None:
         job = self._job
         group = job.group if job else None
-        late = group.late if group and group.late is not None else self._late_save
+        late = group.late if group and group.late is not None else self._saver.late
+        part = self._saver.part
         # Until an order says what becomes of it, or for as long as this machine may not begin a job.
         old = self._kept if job is None and (self._order is None or self.unfit != ()) else None
         report = Report(
@@ -339,8 +312,9 @@ class Agent:
             workers=group.view() if group else (),
             failure=(job.failure or (group.failure if group else self._missed)) if job else None,
             snapshot=old[1] if old else self._snapshot,
-            parts=(self._part,) if self._part else (),
+            parts=(part,) if part else (),
             late=late,
+            trouble=self._saver.trouble,
             notice=self._notice,
             stacks=group.stacks if group else "",
         )

@@ -1,19 +1,17 @@
-"""From this node into the bucket: its parts of checkpoints, and its workers' logs."""
+"""What this node has for the bucket: the newest snapshot, and its workers' logs, which follow into it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-import tempfile
 import time
 from pathlib import Path
 
 from spotrun import slots
 from spotrun.errors import SpotrunError
-from spotrun.shards import write_part
-from spotrun.store import Store, checkpoint_key
-from spotrun.wire import FileRef, Part, StateRef
+from spotrun.store import Store
+from spotrun.wire import StateRef
 
 log = logging.getLogger(__name__)
 
@@ -32,32 +30,6 @@ def kept(memory: Path) -> tuple[str, StateRef] | None:
     folders = sorted(memory.iterdir()) if memory.is_dir() else []
     found = ((folder.name, newest(folder / "slots", folder.name)) for folder in folders if (folder / "slots").is_dir())
     return next(((job, ref) for job, ref in found if ref is not None), None)
-
-
-def upload_part(
-    store: Store, job: str, folder: Path, ref: StateRef, index: int, parts: int, scratch: Path
-) -> Part | None:
-    """Put part `index` of a snapshot into the bucket; None if no slot holds that snapshot (any more).
-
-    The slot is held still while the part is copied, not while it is uploaded. Raises `StoreError`, `CorruptError`.
-    """
-    scratch.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="part-", dir=scratch) as out:
-        for slot, record in slots.newest(folder, job):
-            if (record.generation, record.step) != (ref.generation, ref.step):
-                continue
-            with slots.reading(folder, slot):
-                held = slots.read(folder, slot)
-                if held is None or held.order != record.order:
-                    return None  # overwritten before it could be held
-                written = write_part(folder, slot, index, parts, Path(out))
-            for name, path, _, _ in written:
-                store.put(checkpoint_key(job, ref.step, name), path)
-            files = tuple(FileRef(name=name, size=size, xxh3=xxh3) for name, _, size, xxh3 in written)
-            return Part(
-                step=ref.step, generation=ref.generation, index=index, parts=parts, files=files, whole=held.xxh3
-            )
-    return None
 
 
 class Logs:

@@ -1,0 +1,145 @@
+"""When a checkpoint is taken, by which nodes, and when it is given up. Pure.
+
+Nodes try again by themselves when their part cannot get into the bucket, and say what is wrong (`wire.Trouble`). Here
+is decided only whether others can do it instead, and when a newer state is worth another copy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from spotrun.head import health, stake
+from spotrun.head.health import Node, View
+from spotrun.head.state import Action, Finish, Resume, Save, Unsave
+from spotrun.spec import JobSpec
+from spotrun.wire import StateRef, Trouble
+
+DRAIN_AHEAD = 0.3  # seconds between choosing a step and reaching it: several times what the order takes to arrive
+SAVE_PATIENCE = 1800.0  # seconds for a checkpoint to get into the bucket: it may be large
+SAVE_AGAIN = 5.0  # seconds before another checkpoint is tried in place of one whose snapshot is gone
+ELSEWHERE = 30.0  # seconds that a node fails for before others take over its part
+NEWER = 300.0  # seconds at least before one that fails everywhere gives way to a newer one: that is another copy
+
+
+def secure(view: View, spec: JobSpec) -> tuple[Action, ...] | None:
+    """Put the newest snapshot that any reachable node holds into the bucket; None: there is none that is not there."""
+    job = view.job
+    newer = stake.unsaved(view)
+    holders = [n for n in newer if n.linked]
+    if not holders:
+        # Not because the head cannot see it: a holder may be back in a moment.
+        if newer or view.blind():
+            return ()
+        return (Unsave("no node holds a state that is not in the bucket"),) if job.saving else None
+    holders = [n for n in holders if not health.silent(view, n, spec)] or holders
+    best = max(stake.state(node) for node in holders)
+    names = _able(node for node in holders if stake.state(node) == best)
+    ref = StateRef(generation=best[0], step=best[1])
+    if torn(view, ref):
+        names = names[:1]  # one node's own is whole, whatever the others have
+    if not job.saving or job.saving.ref != ref or not set(job.saving.holders) <= set(names):
+        return (Save(ref, names),)
+    gone = any(n.report.late == ref.step for n in holders if n.name in job.saving.holders)
+    again = gone and view.now - job.saving.since > SAVE_AGAIN
+    return (Unsave("a node does not have that snapshot any more"),) if again else ()
+
+
+def checkpoint(view: View, spec: JobSpec, here: list[Node]) -> tuple[Action, ...]:
+    """A checkpoint by the interval; one that does not succeed is given up."""
+    job = view.job
+    if job.saving:
+        return _go_on(view, spec, here)
+    since = max(job.saved_at, job.started or view.now)
+    if job.progress.step <= job.progress.base or view.now - since < spec.checkpoint_interval:
+        return ()
+    step = ahead(view, here, DRAIN_AHEAD)
+    if job.progress.total_steps and step >= job.progress.total_steps:
+        return ()  # the end of the job saves the last state anyway
+    return (Save(StateRef(generation=job.generation, step=step), _members(view, here)),)
+
+
+def closing(view: View, spec: JobSpec) -> Finish | Resume:
+    """The end of a job that is not waited for any longer: its last state is in the bucket, or will not be.
+
+    Work of a finished script whose last state vanished with its nodes is done again. A last state that nodes hold and
+    the bucket does not take fails the job. The reason says what is lost.
+    """
+    job, holders = view.job, stake.unsaved(view)
+    assert job.ending is not None
+    ending = job.ending
+    last = max([(-1, -1), *map(stake.state, holders), *([(s.generation, s.step)] if (s := ending.state) else [])])
+    if last <= job.newest:
+        return Finish(ending.phase, ending.reason)
+    reachable = [node for node in holders if node.linked and not health.silent(view, node, spec)]
+    kept = f"the newest checkpoint is of step {job.newest[1]}" if job.checkpoints else "there is no checkpoint"
+    names = ", ".join(sorted(node.name for node in holders)) or "the nodes that held it"
+    lost = f"the state after step {last[1]} is lost, it was not saved by {names}"
+    if ending.phase == "succeeded" and not reachable:
+        return Resume(f"{lost}; {kept}")
+    why = next((f" ({_message(node.report.trouble)})" for node in reachable if node.report.trouble), "")
+    phase = "failed" if ending.phase == "succeeded" else ending.phase
+    return Finish(phase, "; ".join(filter(None, [ending.reason, lost + why, kept])))
+
+
+def _go_on(view: View, spec: JobSpec, here: list[Node]) -> tuple[Action, ...]:
+    """Whether the checkpoint under way is given up."""
+    job = view.job
+    assert job.saving is not None
+    saving, waited = job.saving, view.now - job.saving.since
+    if torn(view, saving.ref):
+        step = ahead(view, here, DRAIN_AHEAD)
+        why = "something that run.track was given differs between nodes; one node saves all of it"
+        return (Unsave(why), Save(StateRef(generation=job.generation, step=step), _members(view, here)[:1]))
+    if any(node.report.late == saving.ref.step for node in here):
+        return (Unsave("a worker was past the step already"),)
+    failing = [n for n in here if n.name in saving.holders and (t := n.report.trouble) and t.step == saving.ref.step]
+    others = set(saving.holders) - {node.name for node in failing}
+    long = waited > max(NEWER, spec.checkpoint_interval) or (others and any(map(_steady, failing)))
+    if failing and long:
+        return (Unsave(f"{failing[0].name} could not save its part: {_message(failing[0].report.trouble)}"),)
+    return (Unsave(f"not complete after {SAVE_PATIENCE:.0f} s"),) if waited > SAVE_PATIENCE else ()
+
+
+def _members(view: View, here: list[Node]) -> tuple[str, ...]:
+    """Those that save a part each, in the order of their ranks."""
+    members = [member.node for member in view.job.current.members] if view.job.current else []
+    unable = {node.name for node in here} - set(_able(here))
+    return tuple(name for name in members if name not in unable)
+
+
+def _able(nodes: Iterable[Node]) -> tuple[str, ...]:
+    """Names of those that have not failed for long; of all if there are none."""
+    found = sorted(nodes, key=lambda node: node.name)
+    return tuple(node.name for node in [n for n in found if not _steady(n)] or found)
+
+
+def _steady(node: Node) -> bool:
+    """Whether a node has failed for so long that others take over. Both times are by the node's clock."""
+    trouble = node.report.trouble
+    return trouble is not None and trouble.at - trouble.since >= ELSEWHERE
+
+
+def _message(trouble: Trouble | None) -> str:
+    return trouble.message if trouble else ""
+
+
+def ahead(view: View, here: list[Node], seconds: float) -> int:
+    """A step that no worker has reached when the order arrives: `seconds` ahead at the present pace, and a bit more.
+
+    The bit is two steps, but no more than a second's worth: a slow step must not outlast a notice. Should one have
+    been quicker, its agent says that the order was late.
+    """
+    pace = max(view.job.progress.pace or 1.0, 1e-4)
+    newest = max((w.step for n in here for w in n.report.workers), default=view.job.progress.step)
+    stepped_at = max((w.stepped_at for n in here for w in n.report.workers), default=view.now)
+    # Steps that are not known of yet were done since the last report: a long step before that is not many short ones.
+    heard = max((n.heard for n in here), default=view.now)
+    since = max(0.0, view.now - max(stepped_at, heard))
+    return newest + max(1, math.ceil(round((since + seconds) / pace + min(2.0, 1.0 / pace), 6)))
+
+
+def torn(view: View, ref: StateRef) -> bool:
+    """Whether parts of this checkpoint were cut from different states: together they would be none."""
+    parts = [part for node in view.nodes if node.report.job == view.job.id for part in node.report.parts]
+    return len({part.whole for part in parts if (part.generation, part.step) == (ref.generation, ref.step)}) > 1
