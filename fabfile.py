@@ -6,7 +6,6 @@ Exit status: 0 well, 1 the job or the command failed, 2 a mistake of the user's,
 from __future__ import annotations
 
 import functools
-import json as jsonlib
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -16,10 +15,11 @@ from invoke.exceptions import Exit
 from invoke.tasks import task
 
 from scripts import cluster as clusters
-from scripts import control, display, faults, jobs, report
+from scripts import console, control, display, faults, given, jobs, report
 from scripts import ssh as remote
 from scripts.hint import LOCAL, make
 from spotrun.errors import CloudError, SpotrunError, StoreError
+from spotrun.text import clean
 
 DIGITS = "examples/digits/job.yaml"
 
@@ -29,15 +29,19 @@ def command(function: Callable[..., int | None]) -> Any:
 
     @functools.wraps(function)
     def wrapped(*args: Any, **options: Any) -> None:
+        complain = functools.partial(_complain, bool(options.get("json")))
         try:
-            code = function(*args, **_typed(options)) or 0
+            code = function(*args, **given.typed(options)) or 0
         except (remote.Unreachable, CloudError, StoreError) as error:
-            code = _complain(error, 3)
+            code = complain(str(error), 3)
         except SpotrunError as error:
-            code = _complain(error, 2)
+            code = complain(str(error), 2)
         except BrokenPipeError:  # `make logs | head`
             sys.stderr.close()
             code = 0
+        except OSError as error:  # this machine's own: a folder that may not be written, a full disk
+            where = f"{error.filename}: " if error.filename else ""
+            code = complain(f"{where}{error.strerror or error}", 2)
         except KeyboardInterrupt:
             code = 130
         if code:
@@ -71,47 +75,53 @@ def train(_: Context, cluster: str = LOCAL, job: str = DIGITS, faults: str = "au
 @command
 def status(_: Context, cluster: str = LOCAL, id: str = "", json: bool = False) -> None:
     """What the cluster does now."""
-    document = control.ask(_access(cluster), "status", *_of(id))
-    _print(document, json, display.text(document))
+    job = given.job(id, cluster)
+    with control.open_head(_access(cluster)) as head:
+        document = head.ask("status", *_of(job))
+        others = [] if json else head.ask("jobs")
+    _print(document, json, display.text(document, others))
 
 
 @command
 def follow(_: Context, cluster: str = LOCAL, id: str = "", json: bool = False) -> int:
     """Follow a job to its end; Ctrl-C ends only the following."""
-    return _follow(_access(cluster), cluster, id or None, [], json)
+    return _follow(_access(cluster), cluster, given.job(id, cluster), [], json)
 
 
 @command
 def logs(_: Context, cluster: str = LOCAL, id: str = "", node: str = "", rank: str = "", json: bool = False) -> None:
     """What the workers of the newest generation printed: rank 0, or those of a node."""
+    which = given.job(id, cluster), given.node(node, cluster) if node else None, given.rank(rank)
     access = _access(cluster)
-    for log in jobs.logs(access, id or None, node or None, rank or None):
+    for log in jobs.logs(access, *which):
         text = access.store.get(log.key).decode(errors="replace")
         if json:
             record = {"generation": log.generation, "node": log.node, "rank": int(log.rank), "text": text}
-            print(jsonlib.dumps(record), flush=True)
+            console.answer(record)
         else:
-            print(f"generation {log.generation}, {log.node}, rank {log.rank}:\n{text.rstrip()}", flush=True)
+            console.say(f"generation {log.generation}, {log.node}, rank {log.rank}:\n{text.rstrip()}")
 
 
 @command
 def ssh(_: Context, cluster: str = LOCAL, node: str = remote.HEAD, json: bool = False) -> None:
     """A shell on a node, or on the head."""
+    given.node(node, cluster)
     access = _access(cluster)
     if json:
-        print(jsonlib.dumps(remote.shell_command(access, node)))
+        console.answer(remote.shell_command(access, node))
     else:
         remote.shell(access, node)
 
 
 @command
-def run(
-    _: Context, cluster: str = LOCAL, cmd: str = "", node: str = "", timeout: float = 60.0, json: bool = False
-) -> int:
+def run(_: Context, cluster: str = LOCAL, cmd: str = "", node: str = "", timeout: str = "", json: bool = False) -> int:
     """Run a shell command on all nodes, or on one."""
     if not cmd.strip():
         example = make(cluster, "run", "CMD='nvidia-smi -L'")
         raise SpotrunError(f"run: no command; for example: {example}")
+    patience = given.seconds("TIMEOUT", timeout, default=60.0)
+    if node:
+        given.node(node, cluster)
     access = _access(cluster)
     nodes = [node] if node else [each["name"] for each in control.ask(access, "status")["nodes"] if _reachable(each)]
     if not nodes:
@@ -122,44 +132,46 @@ def run(
     def show(outcome: remote.Outcome) -> None:
         outcomes.append(outcome)
         if json:
-            print(jsonlib.dumps({"node": outcome.node, "code": outcome.code, "output": outcome.output}), flush=True)
+            console.answer({"node": outcome.node, "code": outcome.code, "output": outcome.output})
         else:
-            for line in outcome.output.splitlines() or [f"(exit status {outcome.code})"]:
-                print(f"{outcome.node}: {line}", flush=True)
+            for line in clean(outcome.output).splitlines() or [f"(exit status {outcome.code})"]:
+                console.say(f"{outcome.node}: {line}")
 
-    if remote.run(access, nodes, cmd, timeout, show):
+    if remote.run(access, nodes, cmd, patience, show):
         return 0
     failed = [each for each in outcomes if each.code]
-    print(f"spotrun: run: {report.failures(failed, len(nodes))}", file=sys.stderr, flush=True)
+    console.warn(f"spotrun: run: {report.failures(failed, len(nodes))}")
     return 1 if any(each.reached for each in failed) else 3
 
 
 @command
 def preempt(_: Context, cluster: str = LOCAL, node: str = "", notice: str = "", json: bool = False) -> None:
     """Have the cloud take a node away, with notice, as a test."""
-    extra = ["--notice", notice] if notice else []
-    answer = control.ask(_access(cluster), "preempt", _named(cluster, node), *extra)
+    given.node(node, cluster)
+    extra = ["--notice", f"{given.seconds('NOTICE', notice):g}"] if notice else []
+    answer = control.ask(_access(cluster), "preempt", node, *extra)
     _print(answer, json, f"the cloud takes {node} away, with notice")
 
 
 @command
 def kill(_: Context, cluster: str = LOCAL, node: str = "", json: bool = False) -> None:
     """Have the cloud take a node away without a word, as a test."""
-    answer = control.ask(_access(cluster), "kill", _named(cluster, node))
+    given.node(node, cluster)
+    answer = control.ask(_access(cluster), "kill", node)
     _print(answer, json, f"the cloud has taken {node} away")
 
 
 @command
 def relaunch(_: Context, cluster: str = LOCAL, id: str = "", json: bool = False) -> None:
     """Run an ended job on from its checkpoint, or restart a running one's workers."""
-    answer = control.ask(_access(cluster), "relaunch", *_of(id))
+    answer = control.ask(_access(cluster), "relaunch", *_of(given.job(id, cluster)))
     _print(answer, json, f"job {answer['job']} relaunched; follow it with: {_hint(cluster, answer['job'])}")
 
 
 @command
 def stop(_: Context, cluster: str = LOCAL, id: str = "", json: bool = False) -> None:
     """Stop a job; its state goes into the bucket."""
-    answer = control.ask(_access(cluster), "stop", *_of(id))
+    answer = control.ask(_access(cluster), "stop", *_of(given.job(id, cluster)))
     again = make(cluster, "relaunch", f"ID={answer['job']}")
     _print(answer, json, f"job {answer['job']} stops; `{again}` runs it on")
 
@@ -178,7 +190,7 @@ def _train(cluster: str, job: str, wanted: str, json: bool) -> int:
     plan = faults.parse(wanted)
     spec = clusters.load(cluster)
     jobs.check(spec, job)
-    say = functools.partial(print, file=sys.stderr if json else sys.stdout, flush=True)
+    say = functools.partial(console.say, out=sys.stderr if json else sys.stdout)
     say(f"bringing cluster {spec.name} up")
     clusters.ready(spec, cluster)
     access = clusters.access(spec, cluster)
@@ -190,35 +202,20 @@ def _follow(access: remote.Access, cluster: str, job: str | None, plan: list[fau
         with display.opened(json) as view:
             last = jobs.follow(access, job, view, plan)
     except KeyboardInterrupt:
-        print(f"\ndetached; the job goes on. Follow it again with: {_hint(cluster, job)}", file=sys.stderr)
+        console.warn(f"\ndetached; the job goes on. Follow it again with: {_hint(cluster, job)}")
         return 130
     if not json:
         words = jobs.last_words(access, last["id"]) if last["phase"] == "succeeded" else []
-        print("\n".join(["", *words, report.report(last)]), flush=True)
+        console.say("\n".join(["", *words, report.report(last)]))
     return 0 if last["phase"] == "succeeded" else 1
-
-
-def _typed(options: dict[str, Any]) -> dict[str, Any]:
-    """The options as they were typed: the Makefile puts a space before each, so that none looks like an option."""
-    found = {name: value.removeprefix(" ") if isinstance(value, str) else value for name, value in options.items()}
-    for name, value in found.items():
-        if isinstance(value, str) and not value.isprintable() and any("\ud800" <= each <= "\udfff" for each in value):
-            raise SpotrunError(f"{name.upper()}: {value.encode(errors='surrogateescape')!r}: is not UTF-8")
-    return found
 
 
 def _access(cluster: str) -> remote.Access:
     return clusters.access(clusters.load(cluster), cluster)
 
 
-def _of(job: str) -> list[str]:
+def _of(job: str | None) -> list[str]:
     return ["--job", job] if job else []
-
-
-def _named(cluster: str, node: str) -> str:
-    if not node:
-        raise SpotrunError(f"no node named: NODE=<name>; `{make(cluster, 'status')}` lists them")
-    return node
 
 
 def _reachable(node: dict[str, Any]) -> bool:
@@ -230,9 +227,12 @@ def _hint(cluster: str, job: str | None) -> str:
 
 
 def _print(document: object, json: bool, text: str) -> None:
-    print(jsonlib.dumps(document) if json else text, flush=True)
+    console.answer(document) if json else console.say(text)
 
 
-def _complain(error: SpotrunError, code: int) -> int:
-    print(f"spotrun: {error}", file=sys.stderr, flush=True)
+def _complain(json: bool, error: str, code: int) -> int:
+    """On stderr, and for programs on stdout too."""
+    console.warn(f"spotrun: {error}")
+    if json:
+        console.answer({"error": error})
     return code

@@ -6,13 +6,14 @@ import contextlib
 import json
 import shlex
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import paramiko
 
+from scripts import console
+from scripts.hint import LOCAL, make
 from scripts.ssh import TIMEOUT, Access, StrictConnection, Unreachable, connect
 from spotrun.errors import CredentialsError, SpotrunError
 from spotrun.head.ctl import NO_ANSWER, SILENCE
@@ -24,10 +25,10 @@ ACTIVE = ("queued", "starting", "running", "draining", "waiting", "finishing", "
 
 
 class Head:
-    """An open connection to the head."""
+    """An open connection to the head. file: the cluster file, which messages name."""
 
-    def __init__(self, connection: StrictConnection) -> None:
-        self._connection = connection
+    def __init__(self, connection: StrictConnection, file: str = LOCAL) -> None:
+        self._connection, self._file = connection, file
 
     def ask(self, verb: str, *arguments: str, data: object = None, timeout: float = 60.0) -> Any:
         """The answer of `spotrun ctl <verb>`. Raises `SpotrunError` with the head's words, or `Unreachable`."""
@@ -36,12 +37,12 @@ class Head:
                 channel.sendall(json.dumps(data).encode())
             channel.shutdown_write()
             output = b"".join(iter(lambda: channel.recv(65536), b""))
-            _check_exit(channel, verb)
+            _check_exit(channel, verb, self._file)
         if not output.strip():
             return None
         try:
             return json.loads(output)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise Unreachable(f"the head's answer to {verb} is not JSON: {output[:200]!r}") from None
 
     def follow(self, job: str | None) -> Iterator[Status]:
@@ -53,7 +54,7 @@ class Head:
                 for line in lines:
                     if line.strip():
                         yield _parsed(line)
-            _check_exit(channel, "follow")
+            _check_exit(channel, "follow", self._file)
 
     @contextlib.contextmanager
     def _started(self, command: str, timeout: float) -> Iterator[paramiko.Channel]:
@@ -71,7 +72,7 @@ class Head:
 def open_head(access: Access) -> Iterator[Head]:
     """The head. Raises `Unreachable` if it cannot be reached now."""
     with connect(access) as connection:
-        yield Head(connection)
+        yield Head(connection, access.file)
 
 
 def ask(access: Access, verb: str, *arguments: str, data: object = None) -> Any:
@@ -97,7 +98,7 @@ def await_head(access: Access, description: str, patience: float = PATIENCE) -> 
         except SpotrunError as error:
             problem = str(error)
         if patience > PATIENCE and problem != told:  # a wait that long is not to be a silent one
-            print(f"spotrun: waiting for the head: {problem}", file=sys.stderr, flush=True)
+            console.warn(f"spotrun: waiting for the head: {problem}")
             told = problem
         if time.monotonic() > deadline:
             raise Unreachable(f"the head of cluster {access.cluster} does not come up: {problem}") from None
@@ -114,7 +115,7 @@ def _command(*words: str) -> str:
     return shlex.join(["spotrun", "ctl", *words])
 
 
-def _check_exit(channel: paramiko.Channel, verb: str) -> None:
+def _check_exit(channel: paramiko.Channel, verb: str, file: str) -> None:
     """Raise unless the command ended well. The head's process being killed is not the operator's mistake."""
     code = channel.recv_exit_status()
     if code == 0:
@@ -124,14 +125,19 @@ def _check_exit(channel: paramiko.Channel, verb: str) -> None:
     if code == 127:
         raise Unreachable(f"the head has no `spotrun` command: {text}")
     if code == 2 and not text.startswith(("no head runs", NO_ANSWER)):
-        raise SpotrunError(text)
+        raise SpotrunError(text + _hint(text, file))
     raise Unreachable(text)
+
+
+def _hint(text: str, file: str) -> str:
+    """What to type next. The head's own words know nothing of an operator's cluster file."""
+    return f"; `{make(file, 'status')}` names the newest jobs" if text.startswith("there is no job") else ""
 
 
 def _parsed(line: bytes) -> Status:
     try:
         found = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
         raise Unreachable(f"the head sent what is not a status document: {line[:200]!r}")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, TextIO
 
 from rich.console import Console, Group, RenderableType
@@ -15,6 +14,8 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
+
+from scripts import console
 
 Status = dict[str, Any]
 ENDED = ("succeeded", "failed", "stopped")
@@ -40,10 +41,9 @@ class Display(Protocol):
 def opened(as_json: bool, out: TextIO | None = None) -> Iterator[Display]:
     """The display that fits: JSON lines for programs, live on a terminal, plain lines otherwise."""
     out = out or sys.stdout
-    console = Console(file=out, highlight=False, soft_wrap=True)
     if as_json:
         yield Lines(out)
-    elif not console.is_terminal:
+    elif not Console(file=out).is_terminal:
         yield Plain(out)
     else:
         live = Terminal(Console(file=out, highlight=False))
@@ -58,10 +58,10 @@ class Lines:
         self._out = out
 
     def show(self, status: Status) -> None:
-        print(json.dumps(status), file=self._out, flush=True)
+        console.answer(status, self._out)
 
     def say(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+        console.warn(text)
 
 
 class Plain:
@@ -88,7 +88,7 @@ class Plain:
             self.say(f"{clock(time.time())} {'progress':<11} {progress(job)}")
 
     def say(self, text: str) -> None:
-        print(text, file=self._out, flush=True)
+        console.say(text, self._out)
 
 
 class Terminal:
@@ -117,11 +117,14 @@ def progress(job: Status) -> str:
     return ", ".join(words)
 
 
-def text(status: Status) -> str:
-    """The whole document as plain text."""
-    console = Console(width=120, highlight=False, record=True, file=io.StringIO(), color_system=None)
-    console.print(picture(status))
-    return console.export_text().rstrip()
+def text(status: Status, jobs: Sequence[Status] = ()) -> str:
+    """The whole document as plain text. jobs: others that the head knows of, as `ctl jobs` lists them."""
+    paper = Console(width=120, highlight=False, record=True, file=io.StringIO(), color_system=None)
+    paper.print(picture(status))
+    shown = paper.export_text().rstrip()
+    known = status["job"]["id"] if status["job"] else None
+    others = [f"{each['job']} {each['phase']}" for each in jobs if each["job"] != known]
+    return f"{shown}\nother jobs: {', '.join(others)}" if others else shown
 
 
 def picture(status: Status) -> RenderableType:
@@ -158,9 +161,9 @@ def clock(at: float) -> str:
     return time.strftime("%H:%M:%S", time.localtime(at))
 
 
-def number(value: float) -> str:
-    """Four digits that count."""
-    return f"{value:.4g}"
+def number(value: float | None) -> str:
+    """Four digits that count; JSON has null for what is not finite."""
+    return "nan" if value is None else f"{value:.4g}"
 
 
 def _headline(status: Status) -> Text:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 from scripts import control
 from scripts.doors import Direct
 from scripts.hint import make
@@ -9,6 +11,7 @@ from scripts.home import home
 from scripts.ssh import Access, Unreachable
 from spotrun.cloud.local import client
 from spotrun.cloud.local.layout import Layout
+from spotrun.errors import SpotrunError
 from spotrun.spec import ClusterSpec
 from spotrun.store import Store, cluster_key
 
@@ -43,9 +46,22 @@ def unfinished(cluster: ClusterSpec, file: str) -> list[str]:
 
 def down(cluster: ClusterSpec, file: str, everything: bool) -> str:
     """End every process of it; what happened, in a line. The bucket stays."""
+    if not Layout.of(home(), cluster.name).state.is_dir():
+        return _never_up(cluster, file)
     client.down(cluster.name, home())
     bucket = cluster.bucket or Layout.of(home(), cluster.name).bucket
     return f"cluster {cluster.name} is down; its bucket stays: {bucket}"
+
+
+def _never_up(cluster: ClusterSpec, file: str) -> str:
+    """Words for a `down` where the cluster never was up. Raises `SpotrunError` if it is up with another home."""
+    for other in client.homes(cluster.name):
+        again = f"SPOTRUN_HOME={shlex.quote(str(other))} {make(file, 'down')}"
+        raise SpotrunError(
+            f"cluster {cluster.name} was never up with its state in {home()}; one of that name is up with its state in"
+            f" {other}: `{again}` takes that one down"
+        )
+    return f"cluster {cluster.name} was never up with its state in {home()} (SPOTRUN_HOME names another folder)"
 
 
 def _store(cluster: ClusterSpec, layout: Layout) -> Store:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from typing import Any
 
-from scripts import stacks
+from scripts import console, stacks
 from scripts.doors import require
 from scripts.hint import make
 from spotrun import cloud
@@ -37,7 +36,7 @@ def check_quotas(cluster: ClusterSpec) -> None:
         if shortfall.has - shortfall.used < one:
             none.append(line)
         else:
-            print(f"spotrun: {line}", file=sys.stderr, flush=True)
+            console.warn(f"spotrun: {line}")
     if none:
         raise QuotaError("\n".join(none))
 

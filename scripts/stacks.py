@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from scripts import console
 from spotrun.errors import CloudError, SpotrunError
 from spotrun.spec import ClusterSpec
 
@@ -157,7 +158,7 @@ class Stacks:
             try:
                 said = process.communicate()
             except KeyboardInterrupt:
-                print("spotrun: Terraform stops and saves what it knows; again to kill it", file=sys.stderr, flush=True)
+                console.warn("spotrun: Terraform stops and saves what it knows; again to kill it")
                 try:
                     process.communicate()
                 except KeyboardInterrupt:

@@ -67,6 +67,7 @@ class Machines:
         programs.mkdir()
         (programs / "spotrun").write_text(_SPOTRUN)
         (programs / "spotrun").chmod(0o755)
+        self.write(jobs_json=[])
         self.port = 0
         self.groups: set[int] = set()
         self.sessions: set[asyncio.Task[None]] = set()

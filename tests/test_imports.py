@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-BASE = {"errors", "spec", "store", "wire", "control", "slots", "shards", "checkpoints", "notify"}
+BASE = {"errors", "spec", "store", "wire", "control", "slots", "shards", "checkpoints", "notify", "text"}
 
 # A part of the package, and the parts that it may import (besides itself). Modules of BASE are parts of their own.
 ARROWS: dict[str, set[str]] = {
@@ -21,6 +21,7 @@ ARROWS: dict[str, set[str]] = {
     "store": {"errors"},
     "wire": set(),
     "notify": set(),
+    "text": set(),
     "control": set(),
     "slots": {"errors"},
     "shards": {"errors", "slots"},

@@ -156,4 +156,4 @@ def test_run_ends_as_its_commands_did(standin: Machines) -> None:
     assert gone.returncode == 3
     assert gone.stderr == "spotrun: run: 1 of 1 node failed: spot-1 (not reached, see above)\n"
     odd = fab("--cmd", b"echo \xff".decode(errors="surrogateescape"), "--node", "head")
-    assert (odd.returncode, odd.stderr) == (2, "spotrun: CMD: b'echo \\xff': is not UTF-8\n")
+    assert (odd.returncode, odd.stderr) == (2, "spotrun: CMD: b'echo \\xff': is not text in UTF-8\n")

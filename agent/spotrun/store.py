@@ -25,7 +25,8 @@ _SMALL = 1 << 20  # bytes of a document at most
 _PART = 8 << 20  # bytes of an upload's part
 _RANGE, _AT_ONCE = 32 << 20, 4  # bytes of a download's part, and how many parts are fetched at once
 LOG_TAG = {"spotrun-kind": "log"}  # infra.aws.base has a rule for it
-_ERRORS = (BaseError, OSError)  # a bucket that does not exist is a FileNotFoundError
+# A bucket that does not exist is a FileNotFoundError, a key that no bucket can have (a//b, ../a) a ValueError.
+_ERRORS = (BaseError, OSError, ValueError)
 
 
 class Store:
@@ -48,7 +49,7 @@ class Store:
                 self._store = from_url(url, **options)
                 quick = _quick()
             self._quick = from_url(url, **options, **quick) if quick else self._store
-        except (*_ERRORS, ValueError) as error:
+        except _ERRORS as error:
             raise StoreError(f"{self.url}: not a bucket that can be used: {_why(error)}") from None
 
     @classmethod

@@ -123,7 +123,7 @@ class Journal:
         named = re.fullmatch(r"[a-z0-9][a-z0-9-]*", job)  # anything else could name another object
         data = await asyncio.to_thread(self.store.find, job_key(job, "state.json")) if named else None
         if data is None:
-            raise SpotrunError(f"there is no job {job} in {self.store.url}; `spotrun ctl jobs` lists them")
+            raise SpotrunError(f"there is no job {job} in {self.store.url}")
         try:
             return _parsed(data)
         except ValueError as error:

@@ -11,8 +11,8 @@ import contextlib
 import datetime
 import hashlib
 import hmac
-import json
 import logging
+import math
 import secrets
 import signal
 import socket
@@ -36,6 +36,7 @@ from spotrun.head.head import Head
 from spotrun.head.state import JobState, Stop, apply
 from spotrun.head.status import job_status
 from spotrun.store import Store, epoch_key, head_key
+from spotrun.text import to_json
 from spotrun.wire import MAX_MESSAGE, HeadRecord, Order, Report
 
 log = logging.getLogger(__name__)
@@ -214,7 +215,7 @@ def _control_app(head: Head) -> web.Application:
         return web.json_response({"job": await head.submit(asked["job"], str(asked["code"]))})
 
     async def status(request: web.Request) -> web.Response:
-        return web.json_response(await _status(head, request.query.get("job")))
+        return web.json_response(await _status(head, request.query.get("job")), dumps=to_json)
 
     async def jobs(request: web.Request) -> web.Response:
         waiting = head.jobs
@@ -241,6 +242,8 @@ def _control_app(head: Head) -> web.Application:
     async def preempt(request: web.Request) -> web.Response:
         asked = await body(request)
         notice = asked.get("notice")
+        if notice is not None and not 0 <= float(notice) < math.inf:  # nor NaN
+            raise SpotrunError(f"notice: {notice}: allowed: seconds, a number, 0 or more")
         await head.fleet.preempt(str(asked["node"]), None if notice is None else float(notice))
         return web.json_response({"node": asked["node"]})
 
@@ -300,7 +303,7 @@ async def _follow(head: Head, request: web.Request) -> web.StreamResponse:
     with contextlib.suppress(ConnectionError, StoreError):
         while True:
             document = await _status(head, job)
-            text = json.dumps(document)
+            text = to_json(document)
             if text != last or time.monotonic() - written >= ALIVE_EVERY:
                 await response.write((text if text != last else "").encode() + b"\n")
                 last, written = text, time.monotonic()

@@ -31,7 +31,7 @@ class File:
             text = path.read_text("utf-8")
         except FileNotFoundError:
             raise SpecError(f"{path}: there is no such {kind}") from None
-        except (OSError, UnicodeError) as error:
+        except (OSError, ValueError) as error:  # also what is not UTF-8, and a path with a zero byte
             raise SpecError(f"{path}: cannot read this {kind}: {error}") from None
         try:
             loader = yaml.SafeLoader(text)

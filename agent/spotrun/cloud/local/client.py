@@ -185,6 +185,17 @@ def down(cluster: str, home: Path) -> None:
         _sweep(layout)
 
 
+def homes(cluster: str) -> list[Path]:
+    """Homes of which a cluster of that name is up on this machine, as far as this user may see."""
+    found = set()
+    for pid in procs.pids():
+        if procs.mark_of(pid).endswith(f"/{DAEMON}"):
+            layout = Layout(Path(procs.last_word(pid)))
+            if layout.state.name == cluster and layout.state.parent.name == "local" and _daemon(layout) == pid:
+                found.add(layout.state.parent.parent)
+    return sorted(found)
+
+
 def _config(cluster: ClusterSpec, layout: Layout, role_command: Sequence[str] | None) -> Config:
     head = Pool(HEAD, cluster.head.zone, cluster.head.machine, "on-demand", 1)
     config = Config(

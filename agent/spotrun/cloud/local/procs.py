@@ -35,6 +35,15 @@ def mark_of(pid: int) -> str:
     return ""
 
 
+def last_word(pid: int) -> str:
+    """The last argument of a process's command line; empty if it is gone."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return os.fsdecode(file.read().rstrip(b"\0").rpartition(b"\0")[2])
+    except OSError:
+        return ""
+
+
 def status(pid: int) -> tuple[str, int]:
     """(state letter, parent's pid); ("X", 0) if it is gone."""
     try:

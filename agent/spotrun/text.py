@@ -1,0 +1,68 @@
+"""Text from outside made fit for a terminal, and values made fit for JSON. Pure.
+
+Names, events, logs and messages come from machines where a job's code runs. An escape sequence in them could rewrite
+what an operator has read already, set a window's title, or type on some terminals.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any
+
+# ECMA-48: control sequences, strings that end with BEL or ST, and other sequences of two characters and more.
+_SEQUENCE = re.compile(
+    "(?:\x1b\\[|\x9b)[0-?]*[ -/]*[@-~]"
+    "|(?:\x1b[\\]PX^_]|[\x9d\x90\x98\x9e\x9f])[^\x07\x1b\x9c\n]*(?:\x07|\x1b\\\\|\x9c)"
+    "|\x1b[ -/]*[0-~]"
+)
+# C0 but line break and tab, DEL, C1; separators that end a line elsewhere; what reverses the direction of writing.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufff9-\ufffb]")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def clean(text: str) -> str:
+    """The text without escape sequences and control characters; line breaks and tabs stay.
+
+    A carriage return becomes a line break: progress bars draw over their own line with it.
+    """
+    text = _SEQUENCE.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
+    return _SURROGATE.sub("\ufffd", _CONTROL.sub("", text))
+
+
+def line(text: str) -> str:
+    """The text on one line, clean: what is told beside others must not pass for a line of theirs."""
+    return re.sub("[\n\t]+", " ", clean(text))
+
+
+def tidy(value: Any, long: tuple[str, ...] = ("traceback",)) -> Any:
+    """A JSON value with every text in it on one line, clean. long: keys whose text keeps its lines."""
+    if isinstance(value, str):
+        return line(value)
+    if isinstance(value, list | tuple):
+        return [tidy(each, long) for each in value]
+    if isinstance(value, dict):
+        return {
+            line(str(key)): clean(each) if key in long and isinstance(each, str) else tidy(each, long)
+            for key, each in value.items()
+        }
+    return value
+
+
+def to_json(value: Any) -> str:
+    """The value as JSON on one line. NaN and infinities become null: JSON has no such numbers."""
+    try:
+        return json.dumps(value, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(value), allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    return value

@@ -1,0 +1,64 @@
+"""What an operator types beside files: each checked, and refused in words that say what is allowed. Pure."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+from scripts.hint import make
+from spotrun.errors import SpotrunError
+
+_NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_JOB = re.compile(r"[a-z0-9][a-z0-9-]{0,99}")
+_LONGEST = 7 * 86400.0  # seconds
+_EXAMPLES = {"cluster": "clusters/local.yaml", "job": "examples/digits/job.yaml"}  # what must not be empty
+
+
+def typed(options: dict[str, Any]) -> dict[str, Any]:
+    """A task's options as they were typed: the Makefile puts a space before each, so that none looks like an option."""
+    found = {name: value.removeprefix(" ") if isinstance(value, str) else value for name, value in options.items()}
+    for name, value in found.items():
+        if isinstance(value, str) and re.search("[\ud800-\udfff\0]", value):
+            raise SpotrunError(f"{name.upper()}: {value.encode(errors='surrogateescape')!r}: is not text in UTF-8")
+        if name in _EXAMPLES and not str(value).strip():
+            raise SpotrunError(
+                f"{name.upper()}: is empty; name a {name} file, such as {name.upper()}={_EXAMPLES[name]}"
+            )
+    return found
+
+
+def node(text: str, file: str) -> str:
+    """A node's name. file: the cluster file, for the hint. Raises `SpotrunError`."""
+    if not text:
+        raise SpotrunError(f"no node named: NODE=<name>; `{make(file, 'status')}` lists them")
+    if not _NODE.fullmatch(text):
+        raise SpotrunError(f"NODE: {text!r}: is no node's name; `{make(file, 'status')}` lists them")
+    return text
+
+
+def job(text: str, file: str) -> str | None:
+    """A job's id; None if none is given. Raises `SpotrunError`."""
+    if text and not _JOB.fullmatch(text):
+        raise SpotrunError(f"ID: {text!r}: is no job's id; `{make(file, 'status')}` names the newest jobs")
+    return text or None
+
+
+def rank(text: str) -> str | None:
+    """A worker's rank; None if none is given. Raises `SpotrunError`."""
+    if text and not re.fullmatch("[0-9]{1,6}", text):
+        raise SpotrunError(f"RANK: {text!r}: allowed: a whole number, 0 or more")
+    return str(int(text)) if text else None
+
+
+def seconds(name: str, text: str, default: float | None = None) -> float:
+    """A time of more than zero and at most a week; `default` if none is given. Raises `SpotrunError`."""
+    if not text and default is not None:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= _LONGEST:  # also NaN
+        raise SpotrunError(f"{name}: {text!r}: allowed: seconds, a number more than 0 and at most {_LONGEST:.0f}")
+    return value
