@@ -89,8 +89,16 @@ def follow(_: Context, cluster: str = LOCAL, id: str = "", json: bool = False) -
 
 
 @command
-def logs(_: Context, cluster: str = LOCAL, id: str = "", node: str = "", rank: str = "", json: bool = False) -> None:
-    """What the workers of the newest generation printed: rank 0, or those of a node."""
+def logs(
+    _: Context,
+    cluster: str = LOCAL,
+    id: str = "",
+    node: str = "",
+    rank: str = "",
+    raw: bool = False,
+    json: bool = False,
+) -> None:
+    """What the workers of the newest generation printed: rank 0, or those of a node. raw: with escape sequences."""
     which = given.job(id, cluster), given.node(node, cluster) if node else None, given.rank(rank)
     access = _access(cluster)
     for log in jobs.logs(access, *which):
@@ -99,7 +107,8 @@ def logs(_: Context, cluster: str = LOCAL, id: str = "", node: str = "", rank: s
             record = {"generation": log.generation, "node": log.node, "rank": int(log.rank), "text": text}
             console.answer(record)
         else:
-            console.say(f"generation {log.generation}, {log.node}, rank {log.rank}:\n{text.rstrip()}")
+            console.say(f"generation {log.generation}, {log.node}, rank {log.rank}:")
+            console.say(text.rstrip(), raw=raw)
 
 
 @command

@@ -8,11 +8,15 @@ from typing import Any, TextIO
 from spotrun.text import clean, to_json
 
 
-def say(text: str, out: TextIO | None = None) -> None:
-    """Print text for a person; out: stdout unless it is given. A terminal that lacks a character shows a `?` for it."""
+def say(text: str, out: TextIO | None = None, raw: bool = False, end: str = "\n") -> None:
+    """Print text for a person. A terminal that lacks a character shows a `?` for it.
+
+    out: stdout unless it is given. raw: leave control characters in, as the person asked.
+    """
     out = out or sys.stdout
     encoding = getattr(out, "encoding", None) or "utf-8"
-    print(clean(text).encode(encoding, "replace").decode(encoding), file=out, flush=True)
+    fit = text if raw else clean(text)
+    print(fit.encode(encoding, "replace").decode(encoding), file=out, flush=True, end=end)
 
 
 def warn(text: str) -> None:

@@ -1,4 +1,8 @@
-"""What a status document looks like to a person: a live picture on a terminal, lines elsewhere."""
+"""What a status document looks like to a person: a live picture on a terminal, lines elsewhere.
+
+A document's texts come from machines where a job's code runs: `show`, `say` and `text` take their control characters
+out, and no console here takes anything for rich's markup.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from scripts import console
+from spotrun.text import clean, tidy
 
 Status = dict[str, Any]
 ENDED = ("succeeded", "failed", "stopped")
@@ -46,7 +51,7 @@ def opened(as_json: bool, out: TextIO | None = None) -> Iterator[Display]:
     elif not Console(file=out).is_terminal:
         yield Plain(out)
     else:
-        live = Terminal(Console(file=out, highlight=False))
+        live = Terminal(Console(file=out, highlight=False, markup=False, emoji=False))
         with live.live:
             yield live
 
@@ -74,6 +79,7 @@ class Plain:
         self._at = 0.0
 
     def show(self, status: Status) -> None:
+        status = tidy(status)
         for event in status["events"]:
             key = (float(event["at"]), event["text"])
             if key not in self._seen:
@@ -98,10 +104,10 @@ class Terminal:
         self.live = Live(console=console, refresh_per_second=5, transient=False)
 
     def show(self, status: Status) -> None:
-        self.live.update(picture(status))
+        self.live.update(picture(tidy(status)))
 
     def say(self, text: str) -> None:
-        self.live.console.print(Text(text))
+        self.live.console.print(Text(clean(text)))
 
 
 def progress(job: Status) -> str:
@@ -119,7 +125,9 @@ def progress(job: Status) -> str:
 
 def text(status: Status, jobs: Sequence[Status] = ()) -> str:
     """The whole document as plain text. jobs: others that the head knows of, as `ctl jobs` lists them."""
-    paper = Console(width=120, highlight=False, record=True, file=io.StringIO(), color_system=None)
+    status, jobs = tidy(status), tidy(jobs)
+    blank = io.StringIO()
+    paper = Console(width=120, highlight=False, markup=False, emoji=False, record=True, file=blank, color_system=None)
     paper.print(picture(status))
     shown = paper.export_text().rstrip()
     known = status["job"]["id"] if status["job"] else None
@@ -128,7 +136,7 @@ def text(status: Status, jobs: Sequence[Status] = ()) -> str:
 
 
 def picture(status: Status) -> RenderableType:
-    """The whole document, for a terminal."""
+    """The whole document, for a terminal whose console takes no markup."""
     parts: list[RenderableType] = [_headline(status)]
     if parked := status.get("parked"):  # a head of spotrun 0.1 does not say it
         parts.append(Text(parked["text"], style="red"))

@@ -7,12 +7,14 @@ from typing import Any
 
 from scripts.display import number
 from scripts.ssh import Outcome
+from spotrun.text import tidy
 
 Status = dict[str, Any]
 
 
 def report(job: Status) -> str:
-    """The report of a job, as its last status has it."""
+    """The report of a job, as its last status has it, without control characters."""
+    job = tidy(job)
     lines = [_verdict(job)]
     if job["failure"]:
         lines += _failure(job["failure"])

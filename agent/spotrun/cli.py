@@ -10,6 +10,7 @@ import sys
 
 from spotrun.errors import SpotrunError
 from spotrun.head import ctl
+from spotrun.text import clean
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -23,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return int(args.run(args))
     except SpotrunError as error:
-        print(f"spotrun: {error}", file=sys.stderr)
+        print(f"spotrun: {clean(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

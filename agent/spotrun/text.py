@@ -14,7 +14,7 @@ from typing import Any
 # ECMA-48: control sequences, strings that end with BEL or ST, and other sequences of two characters and more.
 _SEQUENCE = re.compile(
     "(?:\x1b\\[|\x9b)[0-?]*[ -/]*[@-~]"
-    "|(?:\x1b[\\]PX^_]|[\x9d\x90\x98\x9e\x9f])[^\x07\x1b\x9c\n]*(?:\x07|\x1b\\\\|\x9c)"
+    "|(?:\x1b[\\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x80-\x9f\n]*(?:\x07|\x1b\\\\|\x9c)"
     "|\x1b[ -/]*[0-~]"
 )
 # C0 but line break and tab, DEL, C1; separators that end a line elsewhere; what reverses the direction of writing.
