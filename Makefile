@@ -8,7 +8,7 @@ FAB     := $(VENV)/bin/fab
 CHECKOV := $(VENV)-checkov
 # Given by the user of a target, and taken as typed. A variable from make's command line is expanded each time it is
 # read, also for `export`: '$HOME' becomes OME, and '$(shell …)' runs here. A copy by `:=` of `$(value X)` is not.
-GIVEN   := CLUSTER JOB NODE RANK CMD TIMEOUT FAULTS NOTICE ID JSON FORCE ALL STRICT RAW
+GIVEN   := CLUSTER JOB NODE RANK CMD TIMEOUT FAULTS NOTICE ID JSON FORCE ALL STRICT RAW TAIL
 defined  = $(foreach name,$(1),$(if $(filter-out undefined,$(origin $(name))),$(name)))
 # Make exports all of its command line (TERRAFORM=tofu, say). ARGS is for developers: it goes into a shell's line as is.
 TYPED   := $(foreach name,$(filter-out ARGS,$(.VARIABLES)),$(if $(filter command,$(origin $(name))),$(name)))
@@ -52,8 +52,8 @@ status: $(READY) ## what the cluster does now [ID=job]
 follow: $(READY) ## follow the running job; Ctrl-C ends only the following [ID=job]
 	@$(FAB) follow $(cluster) $(job_id)
 
-logs: $(READY) ## what the workers printed [NODE= RANK= ID=job RAW=1: with escape sequences]
-	@$(FAB) logs $(cluster) $(job_id) $(call flag,NODE,node) $(call flag,RANK,rank) $(call yes,RAW,raw)
+logs: $(READY) ## what the workers printed [NODE= RANK= ID=job TAIL=lines RAW=1: with escape sequences]
+	@$(FAB) logs $(cluster) $(job_id) $(call flag,NODE,node) $(call flag,RANK,rank) $(call flag,TAIL,tail) $(call yes,RAW,raw)
 
 ssh: $(READY) ## a shell on a node, or on the head [NODE=head]
 	@$(FAB) ssh $(cluster) $(call flag,NODE,node)

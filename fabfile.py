@@ -16,6 +16,7 @@ from invoke.tasks import task
 
 from scripts import cluster as clusters
 from scripts import console, control, display, faults, given, jobs, report
+from scripts import logs as joblogs
 from scripts import ssh as remote
 from scripts.hint import LOCAL, make
 from spotrun.errors import CloudError, SpotrunError, StoreError
@@ -95,20 +96,29 @@ def logs(
     id: str = "",
     node: str = "",
     rank: str = "",
+    tail: str = "",
     raw: bool = False,
     json: bool = False,
 ) -> None:
-    """What the workers of the newest generation printed: rank 0, or those of a node. raw: with escape sequences."""
-    which = given.job(id, cluster), given.node(node, cluster) if node else None, given.rank(rank)
+    """What the workers of the newest generation printed: rank 0, or those of a node.
+
+    tail: only so many lines at the end. raw: with escape sequences.
+    """
+    which = given.job(id, cluster), given.node(node, cluster) if node else None, given.number("RANK", rank)
+    lines = given.number("TAIL", tail, least=1)
     access = _access(cluster)
-    for log in jobs.logs(access, *which):
-        text = access.store.get(log.key).decode(errors="replace")
-        if json:
-            record = {"generation": log.generation, "node": log.node, "rank": int(log.rank), "text": text}
-            console.answer(record)
-        else:
+    for log in joblogs.find(access, *which):
+        if not json:
             console.say(f"generation {log.generation}, {log.node}, rank {log.rank}:")
-            console.say(text.rstrip(), raw=raw)
+        end = "\n"
+        for text in joblogs.read(access.store, log.key, int(lines) if lines else None):
+            if json:
+                console.answer({"generation": log.generation, "node": log.node, "rank": int(log.rank), "text": text})
+            elif text:
+                console.say(text, raw=raw, end="")
+                end = text[-1]
+        if not json and end != "\n":
+            console.say("")
 
 
 @command
@@ -214,7 +224,7 @@ def _follow(access: remote.Access, cluster: str, job: str | None, plan: list[fau
         console.warn(f"\ndetached; the job goes on. Follow it again with: {_hint(cluster, job)}")
         return 130
     if not json:
-        words = jobs.last_words(access, last["id"]) if last["phase"] == "succeeded" else []
+        words = joblogs.last_words(access, last["id"]) if last["phase"] == "succeeded" else []
         console.say("\n".join(["", *words, report.report(last)]))
     return 0 if last["phase"] == "succeeded" else 1
 

@@ -44,10 +44,10 @@ def job(text: str, file: str) -> str | None:
     return text or None
 
 
-def rank(text: str) -> str | None:
-    """A worker's rank; None if none is given. Raises `SpotrunError`."""
-    if text and not re.fullmatch("[0-9]{1,6}", text):
-        raise SpotrunError(f"RANK: {text!r}: allowed: a whole number, 0 or more")
+def number(name: str, text: str, least: int = 0) -> str | None:
+    """A whole number without leading zeros; None if none is given. Raises `SpotrunError`."""
+    if text and (not re.fullmatch("[0-9]{1,9}", text) or int(text) < least):
+        raise SpotrunError(f"{name}: {text!r}: allowed: a whole number, at least {least}")
     return str(int(text)) if text else None
 
 

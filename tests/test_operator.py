@@ -21,7 +21,7 @@ import pytest
 from aiohttp import web
 from rich.console import Console
 
-from scripts import cluster, control, display, faults, hint, jobs, report, ssh
+from scripts import cluster, control, display, faults, hint, jobs, logs, report, ssh
 from scripts.doors import Direct
 from spotrun.errors import SpotrunError, StoreError
 from spotrun.head import ctl, server
@@ -351,23 +351,23 @@ def test_logs_are_the_newest_generations(standin: Machines) -> None:
     standin.store.put(log_key("digits-1", 2, "spot-0", "stacks"), b"")
 
     def found(node: str | None, rank: str | None) -> list[tuple[int, str, str]]:
-        return [(log.generation, log.node, log.rank) for log in jobs.logs(standin.access, None, node, rank)]
+        return [(log.generation, log.node, log.rank) for log in logs.find(standin.access, None, node, rank)]
 
     assert found(None, None) == [(2, "spot-1", "0")]
     assert found("spot-0", None) == [(2, "spot-0", "1")]
     assert found(None, "1") == [(2, "spot-0", "1")]
     with pytest.raises(SpotrunError, match="job digits-1: no log of rank 7; there are: spot-0 rank 0, spot-0 rank 1"):
         found(None, "7")
-    assert jobs.last_words(standin.access, "digits-1") == ["2 0"]
+    assert logs.last_words(standin.access, "digits-1") == ["2 0"]
 
 
 def test_logs_of_a_job_that_the_head_does_not_know(standin: Machines) -> None:
     standin.write(status_json=status(), jobs_json=[{"job": "digits-2", "phase": "succeeded"}])
     standin.store.put(log_key("digits-2", 1, "spot-0", 0), b"")
-    assert [log.key for log in jobs.logs(standin.access, None, None, None)] == [log_key("digits-2", 1, "spot-0", 0)]
+    assert [log.key for log in logs.find(standin.access, None, None, None)] == [log_key("digits-2", 1, "spot-0", 0)]
     standin.write(jobs_json=[])
     with pytest.raises(SpotrunError, match="no job has run on this cluster yet; `make train` runs one"):
-        jobs.logs(standin.access, None, None, None)
+        logs.find(standin.access, None, None, None)
 
 
 # The head's side of it

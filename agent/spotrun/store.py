@@ -138,6 +138,24 @@ class Store:
         except _ERRORS as error:
             raise StoreError(f"{self.url}: cannot read {key}: {_why(error)}") from error
 
+    def size(self, key: str) -> int:
+        """The object's bytes, counted. Raises `NotFound`."""
+        try:
+            return int(obstore.head(self._quick, key)["size"])
+        except FileNotFoundError:
+            raise NotFound(f"{self.url}: no object {key}") from None
+        except _ERRORS as error:
+            raise StoreError(f"{self.url}: cannot look up {key}: {_why(error)}") from error
+
+    def part(self, key: str, start: int, end: int) -> bytes:
+        """The object's bytes from `start` to before `end`, of which there is at least one. Raises `NotFound`."""
+        try:
+            return bytes(obstore.get_range(self._store, key, start=start, end=end))
+        except FileNotFoundError:
+            raise NotFound(f"{self.url}: no object {key}") from None
+        except _ERRORS as error:
+            raise StoreError(f"{self.url}: cannot read {key}: {_why(error)}") from error
+
     def exists(self, key: str) -> bool:
         """Whether there is an object of that key."""
         try:

@@ -1,0 +1,110 @@
+"""The workers' logs in the bucket: which there are, and their text, piece by piece.
+
+A log may be larger than an operator's memory: it is read in ranges, and nothing here holds more than two of them.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from scripts import control
+from scripts.hint import make
+from scripts.ssh import Access
+from spotrun.errors import SpotrunError
+from spotrun.store import Store
+
+RANGE = 4 << 20  # bytes of a log that are read at once
+LAST = 5  # lines of rank 0's log that close a followed job
+_END = 64 << 10  # bytes at a log's end in which those are looked for
+
+
+@dataclass(frozen=True)
+class Log:
+    """A worker's log in the bucket.
+
+    key: jobs/<job>/logs/<generation>/<node>/<rank>.log. generation: the number of the generation that wrote it.
+    node: where its worker ran. rank: its worker's, as text.
+    """
+
+    key: str
+    generation: int
+    node: str
+    rank: str
+
+
+def find(access: Access, job: str | None, node: str | None, rank: str | None) -> list[Log]:
+    """The logs of a job's newest generation that has any; of rank 0 unless a node or a rank is named."""
+    if job is None:
+        status = control.ask(access, "status")["job"]
+        # A head that began after the last job had ended knows of it from the bucket only.
+        newest_first = [status["id"]] if status else [each["job"] for each in control.ask(access, "jobs")]
+        if not newest_first:
+            raise SpotrunError(f"no job has run on this cluster yet; `{make(access.file, 'train')}` runs one")
+        job = str(newest_first[0])
+    found = [log for key in access.store.list(f"jobs/{job}/logs") if (log := _log(key))]
+    ranks = rank if rank is not None or node is not None else "0"
+    chosen = [log for log in found if node in (None, log.node) and ranks in (None, log.rank)]
+    newest = max((log.generation for log in chosen), default=0)
+    chosen = [log for log in chosen if log.generation == newest]
+    if not chosen:
+        has = ", ".join(sorted({f"{log.node} rank {log.rank}" for log in found})) or "none yet"
+        asked = " ".join([f"node {node}" if node else "", f"rank {ranks}" if ranks is not None else ""]).strip()
+        raise SpotrunError(f"job {job}: no log of {asked}; there are: {has}")
+    return sorted(chosen, key=lambda log: (log.node, int(log.rank)))
+
+
+def read(store: Store, key: str, lines: int | None = None) -> Iterator[str]:
+    """A log's text in pieces that end with a line where they can. lines: only so many at its end.
+
+    Raises `StoreError`. What is written meanwhile is left out.
+    """
+    size = store.size(key)
+    start = 0 if lines is None else _begin(store, key, size, lines)
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    rest = ""
+    for at in range(start, size, RANGE):
+        text = rest + decoder.decode(store.part(key, at, min(at + RANGE, size)))
+        if at + RANGE >= size:
+            rest = text
+            break
+        # All of it, if there is a line longer than a range: what is kept back never grows beyond one.
+        cut = text.rfind("\n", len(rest)) + 1 or len(text)
+        yield text[:cut]
+        rest = text[cut:]
+    yield rest + decoder.decode(b"", final=True)
+
+
+def last_words(access: Access, job: str) -> list[str]:
+    """The last lines of rank 0, as far as they are in the bucket."""
+    try:
+        key = find(access, job, None, "0")[-1].key
+        size = access.store.size(key)
+        end = access.store.part(key, max(0, size - _END), size) if size else b""
+    except SpotrunError:
+        return []
+    return end.decode(errors="replace").splitlines()[-LAST:]
+
+
+def _begin(store: Store, key: str, size: int, lines: int) -> int:
+    """Where the last lines of a log begin, looked for from its end."""
+    end, missing = size, lines + 1
+    while end > 0:
+        start = max(0, end - RANGE)
+        block = store.part(key, start, end)
+        if end == size and not block.endswith(b"\n"):
+            missing -= 1  # the last line is not complete
+        at = len(block)
+        while missing and (found := block.rfind(b"\n", 0, at)) >= 0:
+            at, missing = found, missing - 1
+        if not missing:
+            return start + at + 1
+        end = start
+    return 0
+
+
+def _log(key: str) -> Log | None:
+    match = re.fullmatch(r"jobs/[^/]+/logs/([0-9]+)/([^/]+)/([0-9]+)\.log", key)
+    return Log(key, int(match[1]), match[2], match[3]) if match else None
