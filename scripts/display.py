@@ -27,6 +27,7 @@ ENDED = ("succeeded", "failed", "stopped")
 _COLOURS = {
     **{"running": "green", "succeeded": "green", "failed": "red", "waiting": "yellow", "draining": "yellow"},
     **{"checking": "yellow", "unfit": "red"},  # nodes
+    "silent": "red",  # a job and its nodes
 }
 _EVENTS = 8  # shown on a terminal
 _EVERY = 10.0  # seconds between two lines of progress where there is no terminal

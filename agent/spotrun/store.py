@@ -214,6 +214,11 @@ def unfit_key(cluster: str, node: str) -> str:
     return f"clusters/{cluster}/unfit/{node}.json"
 
 
+def alive_key(cluster: str, node: str) -> str:
+    """A node's sign of life (`wire.AliveRecord`), while it has a job."""
+    return f"clusters/{cluster}/alive/{node}.json"
+
+
 def replaced_key(cluster: str) -> str:
     """Machines for which the cloud was asked for others lately (`head.errands`)."""
     return f"clusters/{cluster}/replaced.json"

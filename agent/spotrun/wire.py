@@ -226,6 +226,18 @@ class HostRecord(Kept):
     zone: str = ""
 
 
+class AliveRecord(Kept):
+    """clusters/<name>/alive/<node>.json: a node's sign of life, written again and again while it has a job."""
+
+    node: str
+    boot: str
+    at: float  # the node's clock: it only tells one sign from the next
+    every: float  # seconds between two signs
+    job: str
+    generation: int  # as in Report
+    step: int  # the newest that a worker here has completed; -1: none yet
+
+
 class UnfitRecord(Kept):
     """clusters/<name>/unfit/<node>.json: why a machine of that name was last not fit to train."""
 

@@ -6,8 +6,8 @@ time that the state they may hold is worth (`stake`). After that another machine
 
 from __future__ import annotations
 
-from spotrun.head import health, stake
-from spotrun.head.health import ALONE, Machine, View
+from spotrun.head import health, silence, stake
+from spotrun.head.health import Machine, View
 from spotrun.head.state import JobState, Recreate
 from spotrun.spec import JobSpec
 
@@ -48,7 +48,7 @@ def unheard(view: View, spec: JobSpec) -> tuple[Recreate, ...]:
 def _patience(view: View, spec: JobSpec, machine: Machine) -> float:
     job = view.job
     heard = [n for n in view.nodes if n.linked and not health.silent(view, n, spec)]
-    alone = 0.0 if heard else ALONE  # it may be this head that is cut off
+    alone = 0.0 if heard else silence.alone(view, machine.name, spec)
     held = (n.report.snapshot.generation for n in heard if n.report.job == job.id and n.report.snapshot)
     if max(held, default=-1) >= job.generation or all(each.node != machine.name for each in job.last):
         return max(alone, stake.MARGIN)

@@ -112,6 +112,10 @@ class Fleet:
         """The machines that the cloud lists; those of one pool."""
         return {each.name for each in self.instances or () if pool in (None, each.pool)}
 
+    def listed(self) -> set[str] | None:
+        """The machines that the cloud lists; None while it cannot be asked."""
+        return self.names() if self.instances is not None else None
+
     def made(self, node: str) -> float:
         """When the machine of this name was made; 0 if that is not known."""
         return next((each.created for each in self.instances or () if each.name == node), 0.0)

@@ -17,7 +17,7 @@ from typing import Any
 
 from spotrun.cloud.base import Cloud
 from spotrun.errors import SpotrunError, StoreError, UnreadableError
-from spotrun.head import absent, ledger, parking, repair
+from spotrun.head import absent, demand, ledger, parking, repair, silence
 from spotrun.head.agents import Agents, Send
 from spotrun.head.errands import Errands
 from spotrun.head.fleet import Fleet
@@ -26,6 +26,7 @@ from spotrun.head.journal import Journal
 from spotrun.head.orders import manifests
 from spotrun.head.parking import Parked
 from spotrun.head.planner import plan, wanted
+from spotrun.head.signs import Signs
 from spotrun.head.state import Cause, Finish, Hold, JobState, Recreate, apply, saved
 from spotrun.head.status import event, status
 from spotrun.spec import ClusterSpec, JobSpec, check_fit
@@ -36,9 +37,8 @@ log = logging.getLogger(__name__)
 
 TICK = 0.25  # seconds between looks while a job is active; reports wake the loop at once
 IDLE_TICK = 2.0
-GAP = 2.0  # seconds without a turn after which the head does not trust its picture of who is silent
+GAP = 2.0  # seconds of standing still after which the head does not trust its picture of who is silent
 EVENTS = 1000  # newest ones of a job that are kept
-SCALE_DOWN_AFTER = 10.0  # seconds that agents have to upload their last logs before their machines go
 
 Change = Callable[[JobState, float], JobState]
 
@@ -63,6 +63,7 @@ class Head:
         self.journal = Journal(store, cluster.name)
         self.fleet = Fleet(cluster, cloud)
         self.agents = Agents(self.note)
+        self.signs = Signs(store, cluster.name, self.fleet.listed)
         self.errands = Errands(
             cluster.name, self.description, store, self.fleet.recreate, self._wanted, lambda: self._changed.set()
         )
@@ -77,7 +78,7 @@ class Head:
         self._changed = asyncio.Event()
         self._look_now = asyncio.Event()
         self._exhausted: frozenset[str] = frozenset()  # pools in which no more machines are replaced, as was noted
-        self._began = self._turned_at = self._awake_since = 0.0
+        self._began = self._ticked_at = self._awake_since = 0.0
 
     # What links and the control socket call.
 
@@ -177,14 +178,18 @@ class Head:
 
     async def run(self) -> None:
         """Own the job, for ever."""
+        beside = [asyncio.create_task(work) for work in (self.signs.run(), self._clock())]
         try:
             await self._turns()
         finally:
+            for task in beside:
+                task.cancel()
+            await asyncio.gather(*beside, return_exceptions=True)
             await self.errands.close()
 
     async def _turns(self) -> None:
         await self.journal.read_queue()
-        self._began = self._turned_at = self._awake_since = time.time()
+        self._began = self._ticked_at = self._awake_since = time.time()
         while True:
             busy = bool(self.journal.queue)
             with contextlib.suppress(TimeoutError):
@@ -192,15 +197,24 @@ class Head:
                     await self._changed.wait()
             self._changed.clear()
             now = time.time()
-            if now - self._turned_at > (TICK if busy else IDLE_TICK) + GAP:
-                self._awake_since = now
-            self._turned_at = now
+            self._tick(now)
             try:
                 await self._turn(now)
             except StoreError as error:
                 # Nothing was sent or asked that is not written; the next turn tries again.
                 log.warning("%s", error)
                 await asyncio.sleep(1.0)
+
+    async def _clock(self) -> None:
+        """Notice when this process has stood still. A long turn is no such thing: reports come in meanwhile."""
+        while True:
+            await asyncio.sleep(TICK)
+            self._tick(time.time())
+
+    def _tick(self, now: float) -> None:
+        if now - self._ticked_at > GAP:
+            self._awake_since = now
+        self._ticked_at = now
 
     async def _turn(self, now: float) -> None:
         await self.errands.read()
@@ -248,6 +262,8 @@ class Head:
             job = apply(job, Hold(cause=Cause(kind="head")), now).model_copy(update={"generation": taken})
         self.job = job
         view = self._view(now)
+        self.signs.listen(view, self.note)
+        job = silence.observe(job, view)
         job = absent.remember(ledger.count(ledger.observe(job, view), view, self.fleet.prices), view)
         if open_loss and job.losses[-1].seconds is not None:
             loss = job.losses[-1]
@@ -282,6 +298,7 @@ class Head:
             vanished=frozenset(n for n, at in unseen.items() if self.fleet.state_of(n, at) in ("terminated", "gone")),
             machines=self.agents.machines(self.fleet),
             replaced=self.errands.replaced,
+            signs=self.signs.found,
         )
 
     def _wanted(self, action: Recreate) -> bool:
@@ -332,7 +349,7 @@ class Head:
                 await self._check_epoch()
                 for problem in await self.fleet.look():
                     self.note("cloud", f"pool {problem.pool}: {problem.message}")
-                needed = self._needed(time.time())
+                needed = demand.needed(self.journal.queue, self.job, self.agents.busy(), time.time())
                 if needed is not None:
                     await self._scale(needed)
                 self._forget()
@@ -360,19 +377,6 @@ class Head:
         if await asyncio.to_thread(self.store.exists, epoch_key(self.cluster.name, self.epoch + 1)):
             log.warning("head %d has taken over; this one (%d) ends", self.epoch + 1, self.epoch)
             raise SystemExit(0)
-
-    def _needed(self, now: float) -> int | None:
-        """Machines wanted now; None: leave them for the moment (no queue read yet, logs or state to upload)."""
-        queue = self.journal.queue
-        if queue is None or (self.job is not None and self.job.ending is not None):
-            return None
-        if self.job is not None and not self.job.ended_already:
-            nodes = JobSpec.kept(self.job.spec).nodes
-            return nodes.max + nodes.spares
-        if queue and (self.job is None or queue[0] != self.job.id):
-            return None
-        ended = self.job.ended if self.job and self.job.ended else 0.0
-        return None if self.agents.busy() and now - ended < SCALE_DOWN_AFTER else 0
 
     def _forget(self) -> None:
         """Drop agents whose machines are gone for good, unless the generation still counts on them."""

@@ -7,7 +7,8 @@ blindness (every node silent at once, or the head itself having stood still) is 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from spotrun.head.state import JobState, Replacement
 from spotrun.spec import JobSpec
@@ -79,14 +80,34 @@ class Machine:
 
 
 @dataclass(frozen=True)
+class Sign:
+    """A node's sign of life in the bucket. Times are the head's, never the node's.
+
+    changed: when the head first saw this sign. advanced: when it first saw this step. looked: when it last looked, and
+    the bucket answered. boot: of the agent that wrote it; "" if there is no sign. clock: the node's own, which only
+    tells one sign from the next. The rest is as in `AliveRecord`.
+    """
+
+    changed: float
+    advanced: float
+    looked: float
+    boot: str = ""
+    clock: float = 0.0
+    every: float = 0.0
+    job: str = ""
+    generation: int = 0
+    step: int = -1
+
+
+@dataclass(frozen=True)
 class View:
     """All that a decision may rest on.
 
     expected: how many nodes the pools have been asked for. waiting_since: when the newest node became ready, or the
-    job came. began: when this head did. awake_since: since when it has been running without a gap: long turns make
-    some, so that it may never be long ago. vanished: members of which this head has not heard and whose machines the
-    cloud does not have any more. machines: all that the cloud lists; none if it cannot be asked. replaced: the
-    cluster's, in order.
+    job came. began: when this head did. awake_since: since when it has been running without a gap. vanished: members
+    of which this head has not heard and whose machines the cloud does not have any more. machines: all that the cloud
+    lists; none if it cannot be asked. replaced: the cluster's, in order. signs: of nodes that are looked for in the
+    bucket (`silence.watched`), by name.
     """
 
     now: float
@@ -99,6 +120,7 @@ class View:
     vanished: frozenset[str] = frozenset()
     machines: tuple[Machine, ...] = ()
     replaced: tuple[Replacement, ...] = ()
+    signs: Mapping[str, Sign] = field(default_factory=dict)
 
     def members(self) -> list[Node | None]:
         """The current generation's nodes in rank order; None for one whose machine or agent is another now."""

@@ -7,7 +7,7 @@ comes to the same decisions as the one before it.
 
 from __future__ import annotations
 
-from spotrun.head import absent, health, repair, saving, stake
+from spotrun.head import absent, health, repair, saving, silence, stake
 from spotrun.head.health import Node, View
 from spotrun.head.saving import DRAIN_AHEAD, SAVE_PATIENCE
 from spotrun.head.state import (
@@ -107,7 +107,7 @@ def _supervise(view: View, spec: JobSpec) -> tuple[Action, ...]:
     here = [node for node in members if node is not None and node.report.generation == job.generation]
     if len(here) == len(members) and all(n.report.phase == "succeeded" for n in here):
         return (Hold(ending=Ending(phase="succeeded", state=stake.newest(here))),)
-    lost = health.lost(view, spec)
+    lost = health.lost(view, spec) or silence.lost(view, spec)
     failed = _user_failure(here, lost)
     if failed:
         return _after_failure(view, spec, *failed)
@@ -117,6 +117,8 @@ def _supervise(view: View, spec: JobSpec) -> tuple[Action, ...]:
     unable = [node for node in members if node is not None and _unable(view, spec, node)]
     if unable:
         return (_regroup(view, spec, Cause(kind="start", node=", ".join(node.name for node in unable))),)
+    if job.stopping and silence.given_up(view, spec):
+        return (Hold(cause=Cause(kind="stop")),)
     if job.draining:
         return _drain_on(view, spec, here, len(members))
     network = _network_failure(view, here)
@@ -195,6 +197,8 @@ def _hang(view: View, spec: JobSpec, here: list[Node]) -> tuple[Action, ...]:
     # One that has succeeded waits for nobody; those it leaves behind may hang all the same.
     if job.dumping or any(n.report.phase not in ("starting", "running", "succeeded") for n in here) or not here:
         return ()
+    if any(health.silent(view, node, spec) for node in here):
+        return ()  # what a silent one does is not known
     if job.progress.step <= job.progress.base:
         since, patience = job.ordered_at, spec.start_timeout
     else:
@@ -270,7 +274,7 @@ def _dead(view: View, spec: JobSpec) -> tuple[Recreate, ...]:
 
     def patience(node: Node) -> float:
         if not heard:
-            return health.ALONE
+            return silence.alone(view, node.name, spec)
         only = node.report.job == view.job.id and stake.state(node) > safe
         return 0.0 if short and not only else RECREATE_AFTER
 

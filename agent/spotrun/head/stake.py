@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from spotrun.head import health
+from spotrun.head import health, silence
 from spotrun.head.health import Node, View
 from spotrun.head.state import JobState
 from spotrun.spec import JobSpec
@@ -38,7 +38,9 @@ def out_of_reach(view: View, spec: JobSpec, most: float) -> bool:
     holders = unsaved(view)
     if not holders or any(node.linked and not health.silent(view, node, spec) for node in holders):
         return False
-    since = max(view.job.ordered_at, view.awake_since, *(node.heard for node in holders))
+    if all(silence.stopped(view, node.name) for node in holders):
+        return True
+    since = max(view.awake_since, *(node.heard for node in holders))
     return view.now - since > patience(view.job, most)
 
 

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from spotrun.cloud.base import Instance
-from spotrun.head import ledger, repair
+from spotrun.head import ledger, repair, silence
 from spotrun.head.conditions import conditions
 from spotrun.head.fleet import Fleet
 from spotrun.head.health import View
 from spotrun.head.state import ENDED, Action, Drain, Fail, Finish, Hold, JobState, Resume, Start, Stop, Unsave
-from spotrun.spec import ClusterSpec
+from spotrun.spec import ClusterSpec, JobSpec
 
 EVENTS = 50  # newest ones in a status document
 
@@ -51,6 +51,7 @@ def status(
 def job_status(job: JobState, view: View | None = None) -> dict[str, Any]:
     """A job alone; also of one that ended long ago, from its state.json."""
     progress = job.progress
+    silent = view is not None and silence.since(view, JobSpec.kept(job.spec)) is not None
     newest = [n.report.snapshot for n in view.nodes if n.report.job == job.id and n.report.snapshot] if view else []
     failure = None
     if job.failure:
@@ -58,13 +59,13 @@ def job_status(job: JobState, view: View | None = None) -> dict[str, Any]:
     return {
         "id": job.id,
         "name": job.name,
-        "phase": job.phase,
+        "phase": "silent" if silent else job.phase,
         "reason": job.reason,
         "generation": job.generation,
         "members": [member.node for member in job.current.members] if job.current else [],
         "step": job.reached,
         "total_steps": progress.total_steps,
-        "samples_per_second": progress.samples_per_second,
+        "samples_per_second": 0.0 if silent else progress.samples_per_second,
         "metrics": progress.metrics,
         "snapshot": max(newest, key=lambda ref: (ref.generation, ref.step)).step if newest else None,
         "checkpoint": job.checkpoints[0].step if job.checkpoints else None,
@@ -73,7 +74,7 @@ def job_status(job: JobState, view: View | None = None) -> dict[str, Any]:
         "max_restarts": job.spec.get("max_restarts"),
         "submitted": job.submitted,
         "deadline": job.submitted + float(str(job.spec["deadline"])) if job.spec.get("deadline") else None,
-        "eta": _eta(job),
+        "eta": None if silent else _eta(job),
         "started": job.started,
         "ended": job.ended,
         "failure": failure,
@@ -95,6 +96,7 @@ def _eta(job: JobState) -> float | None:
 
 def _nodes(view: View | None, instances: Sequence[Instance]) -> list[dict[str, Any]]:
     known = {node.name: node for node in view.nodes} if view else {}
+    silent = silence.names(view) if view else frozenset()
     found = []
     for instance in instances:
         node = known.get(instance.name)
@@ -106,7 +108,7 @@ def _nodes(view: View | None, instances: Sequence[Instance]) -> list[dict[str, A
                 "zone": instance.zone,
                 "address": instance.address,
                 "state": instance.state,
-                "phase": report.phase if report else None,
+                "phase": "silent" if report and instance.name in silent else report.phase if report else None,
                 "notice": report.notice.deadline if report and report.notice else None,
                 "step": max((w.step for w in report.workers), default=None) if report else None,
             }

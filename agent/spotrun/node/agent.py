@@ -88,6 +88,11 @@ class Agent:
         self._flushed = 0  # generation whose logs have been sent to the bucket after its end
         self._flush: asyncio.Task[None] | None = None
 
+    @property
+    def bundle(self) -> Bundle | None:
+        """The job that is held here."""
+        return self._job.bundle if self._job else None
+
     def obey(self, order: Order) -> None:
         """Take the head's newest order."""
         job = self._job

@@ -14,6 +14,7 @@ import aiohttp
 from spotrun.errors import SpotrunError
 from spotrun.node import code, hosts
 from spotrun.node.agent import Agent, Settings
+from spotrun.node.alive import Alive
 from spotrun.node.gate import Gate
 from spotrun.node.metadata import Identity, Metadata, detect
 from spotrun.node.notice import watch
@@ -57,7 +58,7 @@ async def _live(settings: Settings, systemd: Systemd) -> None:
         with contextlib.suppress(OSError):  # what is wrong with the disk, the gate will say
             await asyncio.to_thread(code.remove, settings.scratch / "parts")  # of uploads that a kill has cut short
         agent = Agent(settings, identity, attributes, store, systemd)
-        gate = Gate(agent, settings, metadata, attributes)
+        gate, alive = Gate(agent, settings, metadata, attributes), Alive(agent)
         systemd.status(f"looking for the head of {agent.cluster}, and whether this machine is fit")
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -66,9 +67,11 @@ async def _live(settings: Settings, systemd: Systemd) -> None:
                 tasks.create_task(watch(metadata, agent.notify))
                 tasks.create_task(agent.link.run())
                 tasks.create_task(agent.logs.run())
+                tasks.create_task(alive.run())
                 tasks.create_task(agent.run())
         finally:
             await agent.end()
+            await alive.end()
 
 
 async def _who_am_i(metadata: Metadata) -> tuple[Identity, dict[str, str]]:

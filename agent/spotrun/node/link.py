@@ -51,6 +51,11 @@ class Link:
         self._changed = asyncio.Event()
         self._epoch = 0
 
+    @property
+    def newest(self) -> Report | None:
+        """The newest report, sent or not."""
+        return self._report
+
     def publish(self, report: Report) -> None:
         """Make this the newest report. It goes out at once if more than progress is new, else with the heartbeat."""
         before, self._report = self._report, report

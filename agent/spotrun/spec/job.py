@@ -98,6 +98,16 @@ class JobSpec(Spec):
         default=(), description="a list of package requirements, such as scikit-learn>=1.5"
     )
 
+    @property
+    def sign_interval(self) -> float:
+        """Seconds between a node's signs of life in the bucket."""
+        return min(20.0, max(1.0, self.hang_timeout / 5))
+
+    @property
+    def silence_timeout(self) -> float:
+        """Seconds for which every member of a generation must be silent before its machines count as lost."""
+        return max(self.hang_timeout, 10 * self.heartbeat_timeout)
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         refuse(_job_conflicts(self))

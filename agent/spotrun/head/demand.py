@@ -1,0 +1,27 @@
+"""How many machines the jobs want: `needed` is pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from spotrun.head.state import JobState
+from spotrun.spec import JobSpec
+
+SCALE_DOWN_AFTER = 10.0  # seconds that agents have to upload their last logs before their machines go
+
+
+def needed(queue: Sequence[str] | None, job: JobState | None, busy: bool, now: float) -> int | None:
+    """Machines wanted now; None: leave them for the moment (no queue read yet, logs or state to upload).
+
+    queue: ids of the jobs not yet ended; None if it is not read yet. job: the active one, or the one that ended last.
+    busy: whether an agent still holds a job.
+    """
+    if queue is None or (job is not None and job.ending is not None):
+        return None
+    if job is not None and not job.ended_already:
+        nodes = JobSpec.kept(job.spec).nodes
+        return nodes.max + nodes.spares
+    if queue and (job is None or queue[0] != job.id):
+        return None
+    ended = job.ended if job and job.ended else 0.0
+    return None if busy and now - ended < SCALE_DOWN_AFTER else 0

@@ -1,0 +1,169 @@
+"""Every member of a generation is silent at once: the head is cut off, or they are dead. Pure.
+
+The link cannot tell which. So the head looks for the nodes' signs of life in the bucket (`Sign`), which no link is
+needed for. A sign that has stopped is the second signal that ending a generation takes; so is one that goes on while
+its step does not. While steps go on, only the link is cut, and nothing ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from spotrun.head.health import ALONE, Node, Sign, View, silent
+from spotrun.head.state import JobState
+from spotrun.spec import JobSpec
+from spotrun.wire import AliveRecord
+
+TELL = 20.0  # seconds of silence before operators are told, and before a stop waits for nobody any more
+MISSED = 3  # signs in a row that do not come
+SLOW = 5.0  # seconds that writing one may take
+RECENT = 30.0  # seconds for which what the bucket said holds
+LONGEST = 20.0  # seconds between two signs at the most, whatever a node says
+
+
+def since(view: View, spec: JobSpec) -> float | None:
+    """Since when no member of the generation is heard; None if there is none, or one was heard a moment ago."""
+    members = view.members()
+    if not members:
+        return None
+    heard = max(view.began if node is None else node.heard for node in members)
+    found = max(heard, view.awake_since)
+    return found if view.now - found > spec.heartbeat_timeout else None
+
+
+def names(view: View) -> frozenset[str]:
+    """Nodes that are linked, as far as this machine's network knows, and not heard."""
+    spec = JobSpec.kept(view.job.spec)
+    return frozenset(node.name for node in view.nodes if node.linked and silent(view, node, spec))
+
+
+def lost(view: View, spec: JobSpec) -> dict[str, str]:
+    """Members that count as lost, since two signals say so: name → kind. See `health.lost` for the others."""
+    quiet, current = since(view, spec), view.job.current
+    if quiet is None or current is None or view.now - quiet <= spec.silence_timeout:
+        return {}
+    # A machine that the cloud does not list as running is gone, which is known otherwise; or the cloud does not answer.
+    listed = {each.name for each in view.machines if each.state == "running"}
+    members = [member for member in current.members if member.node in listed]
+    dead = [each for each in members if stopped(view, each.node) or _another(view, each.node, each.boot)]
+    if not dead and len(members) == len(current.members) and stuck(view, spec):
+        dead = members
+    noticed = {node.name for node in view.nodes if node.noticed}
+    return {each.node: "preempt" if each.node in noticed else "silent" for each in dead}
+
+
+def stopped(view: View, node: str) -> bool:
+    """Whether the node's sign of life has stopped, as far as the bucket answers."""
+    sign = view.signs.get(node)
+    if sign is None or view.now - sign.looked > RECENT:
+        return False
+    return sign.looked - sign.changed > MISSED * min(sign.every or LONGEST, LONGEST) + SLOW
+
+
+def stuck(view: View, spec: JobSpec) -> bool:
+    """Whether all members show signs of life and none has completed a step for too long."""
+    signs = _signs(view)
+    if not signs or any(view.now - sign.looked > RECENT for sign in signs):
+        return False
+    begun = max(_step(view, sign) for sign in signs) > max(view.job.progress.base, -1)
+    patience = spec.hang_timeout if begun else spec.start_timeout
+    return min(sign.looked for sign in signs) - max(sign.advanced for sign in signs) > patience
+
+
+def given_up(view: View, spec: JobSpec) -> bool:
+    """Whether a stop need not wait for the members: none has been heard for a while."""
+    quiet = since(view, spec)
+    return quiet is not None and view.now - quiet > min(TELL, spec.silence_timeout)
+
+
+def alone(view: View, node: str, spec: JobSpec) -> float:
+    """Seconds to wait for a silent node while no other is heard: it may be the head that is cut off."""
+    return min(ALONE, spec.silence_timeout) if stopped(view, node) else ALONE
+
+
+def watched(view: View, spec: JobSpec) -> frozenset[str]:
+    """Nodes whose signs of life the head needs: of a generation of which nobody is heard, or of a waiting job's."""
+    if view.job.current is not None:
+        if since(view, spec) is None:
+            return frozenset()
+        return frozenset(member.node for member in view.job.current.members)
+    if any(_heard(view, spec, node) for node in view.nodes):
+        return frozenset()
+    return frozenset(member.node for member in view.job.last)
+
+
+def observe(job: JobState, view: View) -> JobState:
+    """The job with the step that signs of life tell: what a lost generation did is work that its state may hold."""
+    if job.current is None:
+        return job
+    step = max((_step(view, sign) for sign in _signs(view)), default=-1)
+    return job.model_copy(update={"reached": step}) if step > job.reached else job
+
+
+def seen(before: Sign | None, record: AliveRecord | None, now: float) -> Sign:
+    """What is known of a sign after the head looked at `now`."""
+    if record is None:
+        return replace(before, looked=now) if before and not before.boot else Sign(now, now, now)
+    changed = advanced = now
+    if before is not None and before.boot == record.boot:
+        changed = before.changed if before.clock == record.at else now
+        steps = [(each.job, each.generation, each.step) for each in (before, record)]
+        advanced = before.advanced if steps[0] == steps[1] else now
+    return Sign(
+        changed=changed,
+        advanced=advanced,
+        looked=now,
+        boot=record.boot,
+        clock=record.at,
+        every=record.every,
+        job=record.job,
+        generation=record.generation,
+        step=record.step,
+    )
+
+
+def news(view: View, spec: JobSpec) -> tuple[str, str] | None:
+    """(kind, text) for operators, if every member has been silent for a while; the kind changes when the news do."""
+    quiet = since(view, spec)
+    told = min(TELL, spec.silence_timeout / 2)
+    if quiet is None or view.now - quiet < told or view.job.current is None:
+        return None
+    names = [member.node for member in view.job.current.members]
+    who = f"the only node, {names[0]}, is" if len(names) == 1 else f"all {len(names)} nodes are"
+    return _judged(view, spec, f"{who} silent for {told:.0f} s or more")
+
+
+def _judged(view: View, spec: JobSpec, who: str) -> tuple[str, str]:
+    signs = _signs(view)
+    assert view.job.current is not None
+    limit = f"after {spec.silence_timeout:.0f} s of silence"
+    if not view.machines:
+        return "cloud", f"{who}; the cloud does not answer either: nothing is ended or replaced"
+    if len(signs) < len(view.job.current.members) or any(view.now - sign.looked > RECENT for sign in signs):
+        return "bucket", f"{who}; looking in the bucket for their signs of life, nothing is ended before that"
+    if any(stopped(view, member.node) for member in view.job.current.members):
+        return "dead", f"{who}, and their signs of life in the bucket have stopped: they count as lost {limit}"
+    if any(sign.looked - sign.advanced > MISSED * min(sign.every or LONGEST, LONGEST) + SLOW for sign in signs):
+        return "stuck", f"{who}; they show signs of life in the bucket, but no step: they count as lost {limit}"
+    return "cut", f"{who}, but their signs of life in the bucket go on: only the link is cut, training is left alone"
+
+
+def _signs(view: View) -> list[Sign]:
+    """The signs of all members that this head looks for, of their own agents."""
+    current = view.job.current
+    found = [(view.signs.get(each.node), each.boot) for each in current.members] if current else []
+    return [sign for sign, boot in found if sign is not None and sign.boot in ("", boot)]
+
+
+def _step(view: View, sign: Sign) -> int:
+    """The step of the generation that runs; -1 if the sign is not about it."""
+    return sign.step if (sign.job, sign.generation) == (view.job.id, view.job.generation) else -1
+
+
+def _another(view: View, node: str, boot: str) -> bool:
+    sign = view.signs.get(node)
+    return sign is not None and sign.boot not in ("", boot)
+
+
+def _heard(view: View, spec: JobSpec, node: Node) -> bool:
+    return node.linked and not silent(view, node, spec)

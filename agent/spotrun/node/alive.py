@@ -1,0 +1,93 @@
+"""A sign of life in the bucket, apart from the link: when no node is heard, it tells the head which ones live.
+
+It is written by a task of its own, for as long as the agent has a job. It says the newest step too: a job whose link
+to the head is cut goes on, and the head sees that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import suppress
+
+from pydantic import ValidationError
+
+from spotrun.errors import SpotrunError
+from spotrun.node.agent import Agent
+from spotrun.spec import JobSpec
+from spotrun.store import alive_key
+from spotrun.wire import AliveRecord, Bundle
+
+log = logging.getLogger(__name__)
+
+LOOK = 0.5  # seconds between looks whether a sign is due
+LAST = 3.0  # seconds that the bucket gets to remove the sign when the agent ends
+
+
+class Alive:
+    """An agent's sign of life."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._key = alive_key(agent.cluster, agent.identity.name)
+        self._job: str | None = None  # that the sign in the bucket is about
+        self._at = 0.0  # when it was written, by the event loop's clock
+        self._bundle: Bundle | None = None  # that `_every` is of
+        self._every = 0.0
+        self._warned = ""
+
+    async def run(self) -> None:
+        """Write it as often as the job asks for, until cancelled; a bucket that does not answer is logged."""
+        now = asyncio.get_running_loop().time
+        while True:
+            record = self._record()
+            if record is not None and (record.job != self._job or now() - self._at >= record.every):
+                self._at = now()
+                await self._try(self._write, record)
+            elif record is None and self._job is not None:
+                await self._try(self._remove)
+            await asyncio.sleep(LOOK)
+
+    async def end(self) -> None:
+        """Remove it: the agent ends well."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LAST):
+                await self._try(self._remove)
+
+    async def _try(self, work: object, *args: object) -> None:
+        assert callable(work)
+        try:
+            await asyncio.to_thread(work, *args)
+        except SpotrunError as error:
+            if str(error) != self._warned:
+                log.warning("sign of life: %s", error)
+            self._warned = str(error)
+
+    def _write(self, record: AliveRecord) -> None:
+        self._agent.store.put(self._key, record.model_dump_json().encode())
+        self._job = record.job
+
+    def _remove(self) -> None:
+        self._agent.store.delete([self._key])
+        self._job = None
+
+    def _record(self) -> AliveRecord | None:
+        report, bundle = self._agent.link.newest, self._agent.bundle
+        if report is None or bundle is None or report.job != bundle.id:
+            return None
+        if bundle != self._bundle:
+            try:
+                self._every = JobSpec.kept(bundle.job).sign_interval
+            except ValidationError:
+                return None  # such a job never begins here
+            self._bundle = bundle
+        return AliveRecord(
+            node=report.node,
+            boot=report.boot,
+            at=time.time(),
+            every=self._every,
+            job=bundle.id,
+            generation=report.generation,
+            step=max((worker.step for worker in report.workers), default=-1),
+        )
