@@ -184,6 +184,7 @@ class FakeMetadata:
         known = {
             "name": self.name,
             "zone": "projects/1/zones/zone-a",
+            "/computeMetadata/v1/project/project-id": "my-project",
             "network-interfaces/0/ip": self.address,
             "id": "1234",
             "machine-type": f"projects/1/machineTypes/{self.type}",

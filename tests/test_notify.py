@@ -146,15 +146,15 @@ async def test_an_agent_says_when_it_has_joined_and_that_it_lives(
 async def test_a_head_says_when_it_serves(tmp_path: Path, manager: Manager) -> None:
     """One whose cloud does not answer, which must not matter."""
     store = Store(str(tmp_path / "bucket"))
-    pools = [{"name": "p", "zone": "us-central1-a", "machine": "g2-standard-8"}]
-    cluster = {"name": "test", "cloud": "gcp", "project": "my-project", "region": "us-central1", "pools": pools}
+    cluster = {"name": "test", "cloud": "local", "region": "zone", "pools": [{"name": "p", "zone": "zone-a"}]}
     store.put(cluster_key("test"), ClusterSpec.model_validate(cluster).model_dump_json().encode())
     names = {"spotrun-cluster": "test", "spotrun-bucket": store.url}
     metadata = FakeMetadata("gce", names, address="127.0.9.77")
     environment = {
         **os.environ,
         "GCE_METADATA_HOST": await metadata.start(),
-        "GOOGLE_COMPUTE_CUSTOM_ENDPOINT": "http://127.0.9.77:9/compute/v1/",
+        "SPOTRUN_LOCAL_CLOUD": "http://127.0.9.77:9",
+        "SPOTRUN_LOCAL_CLOUD_TOKEN": "t",
         "SPOTRUN_TMPFS": str(tmp_path),
         "SPOTRUN_SSH_KEYS": str(tmp_path),
         "SPOTRUN_SCRATCH": str(tmp_path),

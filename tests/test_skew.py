@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import pytest
 from aiohttp import ClientSession, UnixConnector, web
@@ -19,6 +19,7 @@ from spotrun.errors import SpecError, SpotrunError, UnreadableError
 from spotrun.head import parking
 from spotrun.head.boot import until_changed
 from spotrun.head.head import Head
+from spotrun.head.own import Own
 from spotrun.head.server import _control_app, _report
 from spotrun.head.state import JobState
 from spotrun.spec import ClusterSpec, JobSpec, described, digest, load_job
@@ -42,8 +43,8 @@ NEWER = {"from_tomorrow": {"deep": [1]}, "another": None}
 
 def maps(model: type[BaseModel]) -> set[str]:
     """Keys whose value is a map by names (`metrics`, `env`), and no document of its own."""
-    own = {name: get_args(field.annotation) for name, field in model.model_fields.items()}
-    found = {name for name, of in own.items() if len(of) == 2 and of[0] is str and of[1] is not object}
+    kinds = {name: field.annotation for name, field in model.model_fields.items()}
+    found = {name for name, kind in kinds.items() if get_origin(kind) is dict and get_args(kind)[1] is not object}
     return found.union(*(maps(each) for each in model.__subclasses__()))
 
 
@@ -151,7 +152,9 @@ async def test_a_description_with_unknown_keys_is_read(tmp_path: Path) -> None:
     assert digest(document) != spec.digest
     store = Store(str(tmp_path))
     store.put(cluster_key("c"), document)
-    looking = asyncio.create_task(until_changed(store, "c", digest(document), 0.0))
+    looking = asyncio.create_task(
+        until_changed(store, Own("c", "file:///bucket", "gcp", "local", "local"), digest(document), 0.0)
+    )
     await asyncio.sleep(0)
     assert not looking.done()
     store.put(cluster_key("c"), document.replace(b"from_tomorrow", b"from_next_week"))

@@ -22,6 +22,10 @@ class NotFound(StoreError):
     """There is no object of that key in the bucket."""
 
 
+class ConflictError(SpotrunError):
+    """Another process has written an object of the bucket that this one alone should write."""
+
+
 class UnreadableError(SpotrunError):
     """A document in the bucket cannot be read. The message names the key and what is wrong."""
 

@@ -6,8 +6,11 @@ environment variables of each cloud apply (`AWS_ENDPOINT_URL`, `GOOGLE_APPLICATI
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -15,16 +18,18 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import obstore
-from obstore.exceptions import AlreadyExistsError, BaseError
+from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 from obstore.store import LocalStore, ObjectStore, from_url
 
-from spotrun.errors import NotFound, StoreError
+from spotrun.errors import ConflictError, NotFound, StoreError
 
+Version = tuple[tuple[str, str], ...]  # of an object: what the bucket tells it from older ones by
 Credentials = Any  # one of obstore's credential providers; they share no type
 _SMALL = 1 << 20  # bytes of a document at most
 _PART = 8 << 20  # bytes of an upload's part
 _RANGE, _AT_ONCE = 32 << 20, 4  # bytes of a download's part, and how many parts are fetched at once
 LOG_TAG = {"spotrun-kind": "log"}  # infra.aws.base has a rule for it
+_LOCK = 10.0  # seconds that another process may take to replace an object of a folder
 # A bucket that does not exist is a FileNotFoundError, a key that no bucket can have (a//b, ../a) a ValueError.
 _ERRORS = (BaseError, OSError, ValueError)
 
@@ -117,6 +122,56 @@ class Store:
             raise StoreError(f"{self.url}: cannot create {key}: {_why(error)}") from error
         return True
 
+    def read(self, key: str) -> tuple[bytes | None, Version | None]:
+        """The object's bytes and version; None and None if there is none."""
+        try:
+            found = obstore.get(self._quick, key)
+            return bytes(found.bytes()), _version(found.meta)
+        except FileNotFoundError:
+            return None, None
+        except _ERRORS as error:
+            raise StoreError(f"{self.url}: cannot read {key}: {_why(error)}") from error
+
+    def replace(self, key: str, data: bytes, version: Version | None) -> Version:
+        """Write an object that has this version, or that is not there if the version is None; its new version.
+
+        Raises `ConflictError` if it has another one. An object with these same bytes is no conflict: the answer to a
+        write may get lost, and obstore then writes again.
+        """
+        try:
+            with self._alone(key, version):
+                mode: Any = "create" if version is None else dict(version)
+                folder = isinstance(self._store, LocalStore) and version is not None
+                return _version(obstore.put(self._quick, key, data, mode="overwrite" if folder else mode))
+        except (AlreadyExistsError, PreconditionError):
+            there, found = self.read(key)
+            if there == data and found is not None:
+                return found
+            if isinstance(self._store, LocalStore) and Path(str(self._store.prefix), key).is_dir():
+                raise StoreError(f"{self.url}: cannot write {key}: a folder is in its place") from None
+            raise ConflictError(f"{self.url}: another process has written {key}") from None
+        except _ERRORS as error:
+            raise StoreError(f"{self.url}: cannot write {key}: {_why(error)}") from error
+
+    @contextlib.contextmanager
+    def _alone(self, key: str, version: Version | None) -> Iterator[None]:
+        """For a folder, which obstore does not replace on conditions: one process at a time compares and writes."""
+        if not isinstance(self._store, LocalStore) or version is None:
+            yield
+            return
+        handle = os.open(str(self._store.prefix), os.O_RDONLY)
+        try:
+            deadline = time.monotonic() + _LOCK
+            while not _locked(handle):
+                if time.monotonic() > deadline:  # its owner is suspended, it may be
+                    raise StoreError(f"{self.url}: cannot write {key}: another process has locked the folder")
+                time.sleep(0.01)
+            if self.read(key)[1] != version:
+                raise PreconditionError(key)
+            yield
+        finally:
+            os.close(handle)
+
     def fetch(self, key: str, path: Path) -> None:
         """Download an object into a file, in ranges, some at a time. Raises `NotFound`.
 
@@ -186,6 +241,11 @@ class Store:
                 raise StoreError(f"{self.url}: cannot delete {key}: {_why(error)}") from error
 
 
+def lease_key(cluster: str) -> str:
+    """Which process is the head (`head.lease`)."""
+    return f"clusters/{cluster}/lease.json"
+
+
 def head_key(cluster: str) -> str:
     return f"clusters/{cluster}/head.json"
 
@@ -243,6 +303,19 @@ def checkpoint_key(job: str, step: int, name: str = "manifest.json") -> str:
 
 def log_key(job: str, generation: int, node: str, rank: int | str) -> str:
     return f"jobs/{job}/logs/{generation:04d}/{node}/{rank}.log"
+
+
+def _locked(handle: int) -> bool:
+    """Whether the lock on an open folder is this process's now."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _version(found: Any) -> Version:
+    return tuple((name, found[name]) for name in ("e_tag", "version") if found[name] is not None)
 
 
 def _quick() -> dict[str, Any]:

@@ -7,9 +7,10 @@ import logging
 import os
 
 from spotrun.cloud import connect
-from spotrun.errors import SpotrunError
+from spotrun.errors import ConflictError, SpotrunError
 from spotrun.head.ctl import control_path
 from spotrun.head.head import Head
+from spotrun.head.lease import Holder, Lease
 from spotrun.head.own import Own, check
 from spotrun.head.server import claim_epoch, serve
 from spotrun.node import hosts, metadata
@@ -50,10 +51,40 @@ async def _serve(systemd: Systemd) -> None:
     if bucket.startswith("s3://"):
         os.environ.setdefault("AWS_REGION", identity.region)
     store = await asyncio.to_thread(Store, bucket)
-    # First of all: with whatever else is wrong here, an operator can look at it.
-    await asyncio.to_thread(hosts.publish, store, name, names.HEAD, identity)
     own = Own(name, bucket, machine.PROVIDER, account, identity.region)
-    document = await asyncio.to_thread(store.get, cluster_key(name))
+    systemd.status(f"waiting for the lease of the head of {name}")
+    lease = Lease(store, name, Holder.of_this_process(identity.machine))
+    await lease.take()
+    keeping = asyncio.ensure_future(_keep(lease))
+    try:
+        # First of all: with whatever else is wrong here, an operator can look at it.
+        await asyncio.to_thread(hosts.publish, store, name, names.HEAD, identity)
+        await _lead(systemd, store, own, identity, lease, keeping)
+    finally:
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
+        await lease.release()
+
+
+async def _keep(lease: Lease) -> None:
+    """Renew the lease for ever. Raises `SystemExit` when another head has it."""
+    try:
+        await lease.keep()
+    except ConflictError as error:
+        log.warning("%s; this head ends", error)
+        raise SystemExit(0) from None
+
+
+async def _lead(
+    systemd: Systemd,
+    store: Store,
+    own: Own,
+    identity: metadata.Identity,
+    lease: Lease,
+    keeping: asyncio.Future[None],
+) -> None:
+    """Be the head that has the lease."""
+    document = await asyncio.to_thread(store.get, cluster_key(own.cluster))
     cluster = check(described(document), own)
     epoch = await asyncio.to_thread(claim_epoch, store, cluster.name)
     cloud = connect(cluster)
@@ -61,12 +92,12 @@ async def _serve(systemd: Systemd) -> None:
     control.parent.mkdir(parents=True, exist_ok=True)
     poll = POLL[cluster.cloud]
     try:
-        head = Head(cluster, store, cloud, epoch, poll, digest(document))
+        head = Head(cluster, store, cloud, epoch, poll, digest(document), lease)
         await serve(
             head,
             identity.address,
             control,
-            also=[until_changed(store, own, digest(document), poll * _LOOK)],
+            also=[until_changed(store, own, digest(document), poll * _LOOK), keeping],
             on_serving=lambda where: systemd.ready(f"head {epoch} of {cluster.name} listens on {where}"),
         )
     finally:

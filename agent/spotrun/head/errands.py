@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 
 from spotrun.errors import SpotrunError
 from spotrun.head import repair
+from spotrun.head.owned import Owned
 from spotrun.head.state import Recreate, Replacement
 from spotrun.store import Store, replaced_key
 from spotrun.wire import Kept
@@ -46,7 +47,7 @@ class Errands:
         wake: Callable[[], None],
     ) -> None:
         self.replaced: tuple[Replacement, ...] = ()
-        self._key, self._description, self._store = replaced_key(cluster), description, store
+        self._key, self._description, self._owned = replaced_key(cluster), description, Owned(store)
         self._recreate, self._still, self._wake = recreate, still, wake
         self._written: tuple[Replacement, ...] | None = None  # None: not read yet
         self._waiting: list[Recreate] = []
@@ -57,7 +58,7 @@ class Errands:
     async def read(self) -> None:
         """What earlier heads have asked; from the bucket the first time. Raises `StoreError`."""
         if self._written is None:
-            self._written = self.replaced = await asyncio.to_thread(self._load)
+            self._written = self.replaced = self._parsed(await self._owned.find(self._key))
 
     def want(self, action: Recreate, now: float) -> None:
         """Note what is to be asked; `begin` asks."""
@@ -80,7 +81,7 @@ class Errands:
         if self.replaced != self._written:
             replaced = self.replaced
             record = Record(description=self._description, machines=replaced)
-            await asyncio.to_thread(self._store.put, self._key, record.model_dump_json().encode())
+            await self._owned.put(self._key, record.model_dump_json().encode())
             self._written = replaced
         for action in self._waiting:
             task = asyncio.create_task(self._ask(action), name=f"recreate {action.node}")
@@ -136,8 +137,7 @@ class Errands:
         log.info("%s: is not to be replaced any more", action.node)
         self.replaced = repair.undone(self.replaced, action, self._before.pop(action))
 
-    def _load(self) -> tuple[Replacement, ...]:
-        data = self._store.find(self._key)
+    def _parsed(self, data: bytes | None) -> tuple[Replacement, ...]:
         if data is None:
             return ()
         try:

@@ -16,13 +16,14 @@ from collections.abc import Callable
 from typing import Any
 
 from spotrun.cloud.base import Cloud
-from spotrun.errors import SpotrunError, StoreError, UnreadableError
-from spotrun.head import absent, demand, ledger, parking, repair, silence
+from spotrun.errors import ConflictError, SpotrunError, StoreError, UnreadableError
+from spotrun.head import absent, demand, lease, ledger, parking, repair, silence
 from spotrun.head.agents import Agents, Send
 from spotrun.head.errands import Errands
 from spotrun.head.fleet import Fleet
 from spotrun.head.health import View
 from spotrun.head.journal import Journal
+from spotrun.head.lease import Lease
 from spotrun.head.orders import manifests
 from spotrun.head.parking import Parked
 from spotrun.head.planner import plan, wanted
@@ -30,7 +31,7 @@ from spotrun.head.signs import Signs
 from spotrun.head.state import Cause, Finish, Hold, JobState, Recreate, apply, saved
 from spotrun.head.status import event, status
 from spotrun.spec import ClusterSpec, JobSpec, check_fit
-from spotrun.store import Store, epoch_key
+from spotrun.store import Store
 from spotrun.wire import FORMAT, Report
 
 log = logging.getLogger(__name__)
@@ -54,12 +55,14 @@ class Head:
         epoch: int,
         poll_seconds: float = 5.0,
         description: str = "",
+        held: Lease | None = None,
     ) -> None:
-        """description: digest of the cluster's description as it is in the bucket."""
+        """description: digest of the cluster's description as it is in the bucket. held: what makes this the head."""
         self.cluster = cluster
         self.description = description or cluster.digest
         self.epoch = epoch
         self.store = store
+        self.lease = held
         self.journal = Journal(store, cluster.name)
         self.fleet = Fleet(cluster, cloud)
         self.agents = Agents(self.note)
@@ -200,6 +203,8 @@ class Head:
             self._tick(now)
             try:
                 await self._turn(now)
+            except ConflictError as error:
+                lease.give_way(self.epoch, str(error))
             except StoreError as error:
                 # Nothing was sent or asked that is not written; the next turn tries again.
                 log.warning("%s", error)
@@ -217,6 +222,8 @@ class Head:
         self._ticked_at = now
 
     async def _turn(self, now: float) -> None:
+        if self.lease is not None:
+            await self.lease.check()
         await self.errands.read()
         async with self.taking:
             await self._next_job()
@@ -322,7 +329,7 @@ class Head:
         if not queue or (self.parked and self.parked.waits(queue[0], time.time())):
             return
         try:
-            job, events = await self.journal.take_up(queue[0])
+            job, events = await self.journal.take_up(queue[0], self.epoch)
             self.parked = None
             # What was noted before the first job is its own (nodes that join again); the last job's is not.
             noted = [] if self.job is not None else [e for e in self.events if e not in events]
@@ -373,10 +380,7 @@ class Head:
         return await self.fleet.scale(needed, members, repair.outlook(view), self.agents.leaving())
 
     async def _check_epoch(self) -> None:
-        """Raise `SystemExit` if another head has taken over: it has read the state that this one would change."""
-        if await asyncio.to_thread(self.store.exists, epoch_key(self.cluster.name, self.epoch + 1)):
-            log.warning("head %d has taken over; this one (%d) ends", self.epoch + 1, self.epoch)
-            raise SystemExit(0)
+        await lease.check(self.lease, self.store, self.cluster.name, self.epoch)
 
     def _forget(self) -> None:
         """Drop agents whose machines are gone for good, unless the generation still counts on them."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from spotrun import checkpoints
 from spotrun.errors import SpotrunError, UnreadableError
+from spotrun.head.owned import Owned
 from spotrun.head.state import ENDED, JobState, Progress
 from spotrun.spec import JobSpec
 from spotrun.store import Store, checkpoint_key, job_key, queue_key
@@ -31,6 +32,7 @@ class Journal:
         self.store = store
         self.queue: list[str] | None = None  # ids of the jobs not yet ended, the active one first; None: not read yet
         self._cluster = cluster
+        self._owned = Owned(store)
         self._queueing = asyncio.Lock()  # else an older queue could be the last to reach the bucket
         self._written: JobState | None = None
         self._written_at = 0.0
@@ -52,16 +54,16 @@ class Journal:
 
     async def _known_queue(self) -> list[str]:
         if self.queue is None:
-            self.queue = await asyncio.to_thread(self._load_queue)
+            data = await self._owned.find(queue_key(self._cluster))
+            self.queue = await asyncio.to_thread(self._parse_queue, data)
         return self.queue
 
     async def _write_queue(self, queue: list[str]) -> None:
         record = QueueRecord(jobs=tuple(queue))
-        await asyncio.to_thread(self.store.put, queue_key(self._cluster), record.model_dump_json().encode())
+        await self._owned.put(queue_key(self._cluster), record.model_dump_json().encode())
         self.queue = queue
 
-    def _load_queue(self) -> list[str]:
-        data = self.store.find(queue_key(self._cluster))
+    def _parse_queue(self, data: bytes | None) -> list[str]:
         try:
             return list(read_queue(data).jobs)
         except ValueError as error:
@@ -116,12 +118,16 @@ class Journal:
 
     async def replace(self, state: JobState) -> None:
         """Write a job's state as it is, whoever holds it."""
-        await asyncio.to_thread(self.store.put, job_key(state.id, "state.json"), state.model_dump_json().encode())
+        await self._owned.put(job_key(state.id, "state.json"), state.model_dump_json().encode())
 
-    async def read(self, job: str) -> JobState:
-        """A job's state. Raises `SpotrunError` if there is none, `UnreadableError` if it cannot be read."""
-        named = re.fullmatch(r"[a-z0-9][a-z0-9-]*", job)  # anything else could name another object
-        data = await asyncio.to_thread(self.store.find, job_key(job, "state.json")) if named else None
+    async def read(self, job: str, own: bool = False) -> JobState:
+        """A job's state. Raises `SpotrunError` if there is none, `UnreadableError` if it cannot be read.
+
+        own: this head goes on to write it.
+        """
+        data, key = None, job_key(job, "state.json")
+        if re.fullmatch(r"[a-z0-9][a-z0-9-]*", job):  # anything else could name another object
+            data = await (self._owned.find(key) if own else asyncio.to_thread(self.store.find, key))
         if data is None:
             raise SpotrunError(f"there is no job {job} in {self.store.url}")
         try:
@@ -131,14 +137,15 @@ class Journal:
                 f"{self.store.url}: jobs/{job}/state.json is not readable: {problem(error)}"
             ) from None
 
-    async def take_up(self, job: str) -> tuple[JobState, list[dict[str, Any]]]:
-        """A job to go on with, and its events; its checkpoints are those that are really there."""
-        state = await self.read(job)
-        lines = (await asyncio.to_thread(self.store.find, job_key(job, "events.jsonl")) or b"").splitlines()
+    async def take_up(self, job: str, epoch: int) -> tuple[JobState, list[dict[str, Any]]]:
+        """A job for head `epoch` to go on with, and its events; its checkpoints are those that are really there."""
+        state = await self.read(job, own=True)
+        lines = (await self._owned.find(job_key(job, "events.jsonl")) or b"").splitlines()
         events = [event for line in lines if (event := _event(line))]
         complete = await asyncio.to_thread(checkpoints.complete, self.store, job, strict=True)
         self._written, self._events = None, None
-        return state.model_copy(update={"checkpoints": tuple(complete)}), events
+        # With its number the state is another object, which an older head that goes on does not replace.
+        return state.model_copy(update={"checkpoints": tuple(complete), "epoch": epoch}), events
 
     async def write(self, job: JobState, events: list[dict[str, Any]], now: float) -> None:
         """The job's state, if there is something new; mere progress only every few seconds."""
@@ -150,7 +157,7 @@ class Journal:
         newest = events[-1] if events else None
         if newest is not self._events:
             lines = "".join(json.dumps(event) + "\n" for event in events).encode()
-            await asyncio.to_thread(self.store.put, job_key(job.id, "events.jsonl"), lines)
+            await self._owned.put(job_key(job.id, "events.jsonl"), lines)
             self._events = newest
         await self.replace(job)
         self._written, self._written_at = job, now

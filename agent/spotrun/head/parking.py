@@ -66,7 +66,7 @@ async def take_out(head: Head, job: str) -> bool:
             return False
         await head.journal.dequeue(job)
         try:
-            state = await head.load(job)
+            state = await head.journal.read(job, own=True)
         except UnreadableError:
             head.note("job", f"{job}: the operator has taken it out of the queue; its state is left as it is")
             return True

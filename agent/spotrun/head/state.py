@@ -99,6 +99,7 @@ class JobState(Kept):
     id: str
     name: str
     cluster: str
+    epoch: int = 0  # of the head that has it
     code: str
     spec: dict[str, object]
     phase: Phase = "queued"
