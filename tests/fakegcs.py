@@ -11,7 +11,7 @@ import hashlib
 import json
 import time
 import xml.etree.ElementTree as ET
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from email.utils import formatdate, parsedate_to_datetime
 from itertools import count
@@ -25,6 +25,7 @@ from tests.serving import DIRECT, Loop, serve
 PAGE = 1000  # keys in one answer to a list, as on GCS
 PART = 5 << 20  # bytes that each part of an upload has at least, but for the last
 _BODY = 1 << 31
+Guard = Callable[[web.Request, str, bool], bool]  # (what is asked, the key, whether it is there)
 _LIST = {"list-type", "prefix", "delimiter", "continuation-token", "start-after", "max-keys"}
 
 
@@ -63,7 +64,8 @@ class FakeGcs:
     """The buckets. endpoint, environment: for obstore, in this process or in others.
 
     refused: requests that this server does not know; leaving `running` raises if there is any. requests: method and
-    path of each one that came in. slow: whether an object takes one write a second, as on GCS.
+    path of each one that came in. guard: says whether a request is allowed; default: all are. slow: whether an object
+    takes one write a second, as on GCS.
     """
 
     def __init__(self, slow: bool = False) -> None:
@@ -73,6 +75,7 @@ class FakeGcs:
         self.refused: list[str] = []
         self.requests: list[tuple[str, str]] = []
         self.slow = slow
+        self.guard: Guard | None = None
         self._written: dict[tuple[str, str], float] = {}
         self._failures: list[int] = []
         self._generations = count(time.time_ns() // 1000)
@@ -116,6 +119,10 @@ class FakeGcs:
             bucket = unquote(bucket)
             if bucket not in self.buckets:
                 raise Refused(404, "NoSuchBucket", f"The specified bucket does not exist: {bucket}")
+            if not key and request.query.keys() == {"delete"}:
+                return self._delete(bucket, request, body)
+            if not self._allowed(bucket, request, unquote(key)):
+                raise Refused(403, "AccessDenied", "the caller does not have access to the object")
             if not key:
                 return self._list(bucket, request)
             return self._object(bucket, unquote(key), request, body)
@@ -152,6 +159,20 @@ class FakeGcs:
                 del self.uploads[request.query["uploadId"]]
                 return web.Response(status=204)
         raise Refused(501, "NotImplemented", "this server does not know that")
+
+    def _allowed(self, bucket: str, request: web.Request, key: str) -> bool:
+        return self.guard is None or self.guard(request, key, key in self.buckets[bucket])
+
+    def _delete(self, bucket: str, request: web.Request, body: bytes) -> web.StreamResponse:
+        """Several objects at once, as clients of S3 do. https://docs.aws.amazon.com/AmazonS3/latest/API/API_DeleteObjects.html"""
+        text = ""
+        for key in (element.text or "" for element in ET.fromstring(body).iter() if element.tag.endswith("Key")):
+            if self._allowed(bucket, request, key):
+                self.buckets[bucket].pop(key, None)
+                text += f"<Deleted><Key>{escape(key)}</Key></Deleted>"
+            else:
+                text += f"<Error><Key>{escape(key)}</Key><Code>AccessDenied</Code><Message>no</Message></Error>"
+        return web.Response(text=_xml(f"<DeleteResult>{text}</DeleteResult>"))
 
     def _get(self, bucket: str, key: str, request: web.Request) -> web.StreamResponse:
         found = self.buckets[bucket].get(key)

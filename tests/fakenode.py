@@ -11,7 +11,7 @@ import signal
 import sys
 import tarfile
 import uuid
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from pathlib import Path
 
 import zstandard
@@ -122,9 +122,14 @@ def put_code(store: Store, data: bytes) -> str:
 
 
 class Machine:
-    """One node: its metadata server and its agent. before: Python that the agent's process runs first."""
+    """One node: its metadata server and its agent. before: Python that the agent's process runs first.
 
-    def __init__(self, name: str, address: str, root: Path, bucket: Path) -> None:
+    bucket: its URL or folder. environment: of the agent, besides the test's.
+    """
+
+    def __init__(
+        self, name: str, address: str, root: Path, bucket: Path | str, environment: Mapping[str, str] | None = None
+    ) -> None:
         self.name, self.address, self.root = name, address, root / name
         self.mark = uuid.uuid4().hex
         attributes = {"spotrun-cluster": "test", "spotrun-bucket": str(bucket), "spotrun-pool": "pool"}
@@ -133,6 +138,7 @@ class Machine:
         self.keys = self.root / "ssh"
         self.tmpfs, self.scratch = self.root / "tmpfs", self.root / "scratch"
         self.before = ""
+        self._environment = environment or {}
 
     @property
     def log(self) -> str:
@@ -141,7 +147,7 @@ class Machine:
     async def start(self) -> None:
         self.keys.mkdir(parents=True, exist_ok=True)
         (self.keys / "ssh_host_ed25519_key.pub").write_text(f"ssh-ed25519 AAAA{self.name} root@{self.name}\n")
-        env = dict(os.environ) | {
+        env = {**os.environ, **self._environment} | {
             "GCE_METADATA_HOST": await self.metadata.start(),
             "SPOTRUN_TMPFS": str(self.tmpfs),
             "SPOTRUN_SCRATCH": str(self.scratch),
@@ -190,16 +196,18 @@ class Machine:
 class World:
     """A bucket, a head without a mind, machines."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, url: str = "", environment: Mapping[str, str] | None = None) -> None:
+        """url: of the bucket; default: a folder. environment: of the agents, besides the test's."""
         self.root = root
-        self.store = Store(str(root / "bucket"))
+        self.url, self.environment = url or str(root / "bucket"), environment or {}
+        self.store = Store(self.url)
         self.head = FakeHead(self.store)
         self.machines: list[Machine] = []
 
     async def add(self, *names: str) -> list[Machine]:
         new = []
         for name in names:
-            machine = Machine(name, f"127.0.9.{len(self.machines) + 2}", self.root, self.root / "bucket")
+            machine = Machine(name, f"127.0.9.{len(self.machines) + 2}", self.root, self.url, self.environment)
             self.machines.append(machine)
             await machine.start()
             new.append(machine)
@@ -268,9 +276,11 @@ class World:
 
 
 @contextlib.asynccontextmanager
-async def world(root: Path, *names: str, head: bool = True) -> AsyncIterator[World]:
-    """A world with these machines; afterwards nothing of it is left running."""
-    found = World(root)
+async def world(
+    root: Path, *names: str, head: bool = True, url: str = "", environment: Mapping[str, str] | None = None
+) -> AsyncIterator[World]:
+    """A world with these machines; afterwards nothing of it is left running. url, environment: as of `World`."""
+    found = World(root, url, environment)
     try:
         if head:
             await found.head.start()

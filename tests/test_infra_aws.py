@@ -236,15 +236,29 @@ def granted(cluster: Cluster, role: str) -> set[str]:
 
 
 BUCKET = "${aws_s3_bucket.bucket.arn}"
+OWN = [f"{BUCKET}/clusters/demo/{kind}/i-*" for kind in ("hosts", "unfit", "alive")]
+TELEMETRY: list[Any] = [
+    (["logs:CreateLogStream", "logs:PutLogEvents"], "${aws_cloudwatch_log_group.logs.arn}:*", None),
+    (["cloudwatch:PutMetricData"], "*", {"StringEquals": {"cloudwatch:namespace": "spotrun"}}),
+]
 NODE_RIGHTS = [
     (["s3:ListBucket"], BUCKET, None),
     (
-        ["s3:AbortMultipartUpload", "s3:DeleteObject", "s3:GetObject", "s3:PutObject", "s3:PutObjectTagging"],
-        f"{BUCKET}/*",
+        ["s3:GetObject"],
+        [
+            *(f"{BUCKET}/{each}" for each in ("code/*", "data/*", "clusters/demo/head.json", "jobs/*/checkpoints/*")),
+            *OWN[1:],
+        ],
         None,
     ),
-    (["logs:CreateLogStream", "logs:PutLogEvents"], "${aws_cloudwatch_log_group.logs.arn}:*", None),
-    (["cloudwatch:PutMetricData"], "*", {"StringEquals": {"cloudwatch:namespace": "spotrun"}}),
+    (
+        ["s3:AbortMultipartUpload", "s3:PutObject"],
+        [*(f"{BUCKET}/jobs/*/{each}*" for each in ("checkpoints/*/g", "logs/", "metrics/", "system/")), *OWN],
+        None,
+    ),
+    (["s3:PutObjectTagging"], f"{BUCKET}/jobs/*/logs/*", None),
+    (["s3:DeleteObject"], OWN[1:], None),
+    *TELEMETRY,
 ]
 
 
@@ -254,7 +268,7 @@ def shown(statement: dict[str, Any]) -> tuple[Any, Any, Any]:
     return statement["Action"], statement["Resource"], statement.get("Condition")
 
 
-def test_a_node_may_use_its_bucket_and_write_logs_and_metrics(cluster: Cluster) -> None:
+def test_a_node_may_use_its_part_of_the_bucket_and_write_logs_and_metrics(cluster: Cluster) -> None:
     assert [shown(each) for each in statements(cluster, "node")] == NODE_RIGHTS
 
 
@@ -264,7 +278,13 @@ def test_the_head_may_that_and_size_its_own_groups(cluster: Cluster) -> None:
     fis = {"iam:PassedToService": "fis.amazonaws.com"}, {"iam:AWSServiceName": "fis.amazonaws.com"}
     templates, experiments = f"arn:aws:fis:{ours}:experiment-template/*", f"arn:aws:fis:{ours}:experiment/*"
     assert [shown(each) for each in statements(cluster, "head")] == [
-        *NODE_RIGHTS,
+        (["s3:ListBucket"], BUCKET, None),
+        (
+            ["s3:AbortMultipartUpload", "s3:DeleteObject", "s3:GetObject", "s3:PutObject", "s3:PutObjectTagging"],
+            f"{BUCKET}/*",
+            None,
+        ),
+        *TELEMETRY,
         (list(identity.SESSIONS), "*", None),
         (list(identity.LOOKS), "*", None),
         (

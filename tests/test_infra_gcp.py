@@ -121,8 +121,9 @@ def test_rights_are_exactly_these(cluster: Cluster) -> None:
     }
     custom = "${google_project_iam_custom_role.head-%s-role.name}"
     both = {"roles/logging.logWriter", "roles/monitoring.metricWriter", "roles/storage.objectUser"}
+    narrow = {f"roles/storage.{role}" for role in ("legacyBucketReader", "objectViewer", "objectCreator")}
     assert granted == {
-        *(("node", role) for role in both),
+        *(("node", role) for role in both | narrow),
         *(("head", role) for role in (*both, custom % "groups", custom % "machines")),
     }
     kinds = {kind for stack in (cluster.base, cluster.pools) for kind in stack.document["resource"] if "iam" in kind}
@@ -133,9 +134,22 @@ def test_rights_are_exactly_these(cluster: Cluster) -> None:
 
 
 def test_the_bucket_is_granted_on_the_bucket(cluster: Cluster) -> None:
-    for right in cluster.base.all("google_storage_bucket_iam_member").values():
+    """What the conditions let through, tests/test_rights.py tells."""
+    granted = cluster.base.all("google_storage_bucket_iam_member")
+    for right in granted.values():
         assert right["bucket"] == "${google_storage_bucket.bucket.name}"
-        assert right["role"] == "roles/storage.objectUser"
+    assert {name: (right["role"], "condition" in right) for name, right in granted.items()} == {
+        "head-bucket": ("roles/storage.objectUser", False),
+        "node-list": ("roles/storage.legacyBucketReader", False),
+        "node-read": ("roles/storage.objectViewer", True),
+        "node-checkpoints": ("roles/storage.objectCreator", True),
+        "node-records": ("roles/storage.objectUser", True),
+    }
+    for right in granted.values():
+        if only := right.get("condition"):
+            assert len(only["title"]) <= 100
+            assert len(only["description"]) <= 256
+            assert len(re.findall(r"&&|\|\||!(?!=)", only["expression"])) <= 12  # more is refused
 
 
 def test_the_head_may_do_what_its_cloud_module_asks_and_no_more(cluster: Cluster) -> None:

@@ -21,7 +21,7 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 from obstore.store import LocalStore, ObjectStore, from_url
 
-from spotrun.errors import ConflictError, NotFound, StoreError
+from spotrun.errors import ConflictError, NotFound, SpotrunError, StoreError
 
 Version = tuple[tuple[str, str], ...]  # of an object: what the bucket tells it from older ones by
 Credentials = Any  # one of obstore's credential providers; they share no type
@@ -111,6 +111,17 @@ class Store:
                 obstore.put(self._quick if len(data) <= _SMALL else self._store, key, data, tags=tags)
         except _ERRORS as error:
             raise StoreError(f"{self.url}: cannot write {key}: {_why(error)}") from error
+
+    def keep(self, key: str, path: Path) -> None:
+        """Write an object that is never replaced: where it is there already with these bytes, that will do.
+
+        An upload whose answer got lost is tried again, and a node may not have the right to replace a checkpoint.
+        """
+        try:
+            self.put(key, path)
+        except StoreError:
+            if not self._holds(key, path):
+                raise
 
     def create(self, key: str, data: bytes) -> bool:
         """Write the object unless there is one already; False then. This is what fences writers."""
@@ -210,6 +221,18 @@ class Store:
             raise NotFound(f"{self.url}: no object {key}") from None
         except _ERRORS as error:
             raise StoreError(f"{self.url}: cannot read {key}: {_why(error)}") from error
+
+    def _holds(self, key: str, path: Path) -> bool:
+        """Whether there is such an object with the file's bytes."""
+        try:
+            size = path.stat().st_size
+            if self.size(key) != size:
+                return False
+            with path.open("rb") as file:
+                starts = range(0, size, _RANGE)
+                return all(self.part(key, at, min(at + _RANGE, size)) == file.read(_RANGE) for at in starts)
+        except (SpotrunError, OSError):
+            return False
 
     def exists(self, key: str) -> bool:
         """Whether there is an object of that key."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from infra import cdk
+from infra import cdk, objects
 from infra.aws.stack import AwsStack
 from spotrun.spec.names import CLUSTER, HEAD, group
 
 NODE = "node"
+MACHINE = "i-"  # how the ids of EC2's machines begin, by which nodes are called
 FIS = "fis"  # spotrun.cloud.aws.interruption.ROLE
 NAMESPACE = "spotrun"  # of metrics
 Statement = dict[str, Any]
@@ -46,8 +47,10 @@ def profile(cluster: str, role: str) -> str:
 
 def make(stack: AwsStack, bucket_arn: str, logs_arn: str) -> None:
     """The three roles."""
-    name, both = stack.cluster.name, [*_storage(bucket_arn), *_telemetry(logs_arn)]
-    for role, statements in ((NODE, both), (HEAD, [*both, *_head(stack)])):
+    name, telemetry = stack.cluster.name, _telemetry(logs_arn)
+    node = [*_files(bucket_arn, objects.Cluster(name, MACHINE)), *telemetry]
+    head = [*_storage(bucket_arn), *telemetry, *_head(stack)]
+    for role, statements in ((NODE, node), (HEAD, head)):
         made = _role(stack, role, "ec2.amazonaws.com", statements)
         cdk.aws("iam_instance_profile")(stack, f"{role}-profile", name=profile(name, role), role=made.name)
     # Who interrupts machines is the service, as told by the head; it may do so to this cluster's.
@@ -75,9 +78,33 @@ def _role(
     return made
 
 
+def _files(bucket: str, cluster: objects.Cluster) -> list[Statement]:
+    """What a node may do with the bucket; without the right to list it, S3 does not say that an object is missing.
+
+    The files of a checkpoint that nodes write begin with g, for generation; its manifest is the head's. IAM has no
+    variable for the id of the machine that asks which would fit a key, so nodes may write each other's records.
+    """
+    job, own = f"{bucket}/{objects.JOBS}*", {kind: f"{bucket}/{cluster.records(kind)}*" for kind in objects.RECORDS}
+    growing = {kind: f"{job}/{kind}/*" for kind in objects.GROWING}
+    forgotten = [own[kind] for kind in objects.FORGOTTEN]
+    checkpoints = f"{job}/{objects.CHECKPOINTS}/*"
+    read = [f"{bucket}/{each}" for each in (f"{objects.CODE}*", f"{objects.DATA}*", cluster.head)]
+    return [
+        _allow("List", ["s3:ListBucket"], bucket),
+        _allow("Read", ["s3:GetObject"], [*read, checkpoints, *forgotten]),
+        _allow(
+            "Write",
+            ["s3:AbortMultipartUpload", "s3:PutObject"],
+            [f"{checkpoints}/g*", *growing.values(), *own.values()],
+        ),
+        _allow("Tag", ["s3:PutObjectTagging"], growing["logs"]),
+        _allow("Forget", ["s3:DeleteObject"], forgotten),
+    ]
+
+
 def _storage(bucket: str) -> list[Statement]:
-    objects = ["s3:AbortMultipartUpload", "s3:DeleteObject", "s3:GetObject", "s3:PutObject", "s3:PutObjectTagging"]
-    return [_allow("List", ["s3:ListBucket"], bucket), _allow("Objects", objects, f"{bucket}/*")]
+    every = ["s3:AbortMultipartUpload", "s3:DeleteObject", "s3:GetObject", "s3:PutObject", "s3:PutObjectTagging"]
+    return [_allow("List", ["s3:ListBucket"], bucket), _allow("Objects", every, f"{bucket}/*")]
 
 
 def _telemetry(logs: str) -> list[Statement]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from infra import cdk
+from infra import cdk, objects
 from infra.gcp.stack import GcpStack
 from spotrun.spec import ClusterSpec
 from spotrun.spec.names import HEAD, bucket, group
@@ -18,7 +18,7 @@ HEAD_PORT = 8470  # spotrun.head.server.PORT
 IAP = "35.235.240.0/20"  # where IAP's tunnels come from: https://cloud.google.com/iap/docs/using-tcp-forwarding
 LOG_DAYS = 90
 
-# The bucket's objects, of this bucket alone; writing logs and metrics.
+# The head's, for all objects of the bucket; writing logs and metrics.
 BUCKET_ROLE = "roles/storage.objectUser"
 PROJECT_ROLES = {"logs": "roles/logging.logWriter", "metrics": "roles/monitoring.metricWriter"}
 # What the head may besides, which is what `spotrun.cloud.gcp` calls. Lists cannot be narrowed. Neither can groups:
@@ -86,10 +86,22 @@ class Base(GcpStack):
                 {"action": {"type": "AbortIncompleteMultipartUpload"}, "condition": {"age": 1}},
             ],
         )
-        for role, account in zip((NODE, HEAD), accounts, strict=True):
-            cdk.google("storage_bucket_iam_member")(
-                self, f"{role}-bucket", bucket=made.name, role=BUCKET_ROLE, member=account.member
-            )
+        node, head = accounts
+        self._grant("head-bucket", made, head, BUCKET_ROLE)
+        # Lists cannot be narrowed: their condition would be on the bucket's name. They tell names alone.
+        self._grant("node-list", made, node, "roles/storage.legacyBucketReader")
+        for what, (role, expression) in node_rights(self.bucket, self.cluster.name).items():
+            condition = {
+                "title": f"{self.cluster.name}-node-{what}",
+                "description": f"What nodes of spotrun cluster {self.cluster.name} may do: {what}",
+                "expression": expression,
+            }
+            self._grant(f"node-{what}", made, node, role, condition)
+
+    def _grant(self, id: str, bucket: Any, account: Any, role: str, only: dict[str, str] | None = None) -> None:
+        cdk.google("storage_bucket_iam_member")(
+            self, id, bucket=bucket.name, role=role, member=account.member, condition=only
+        )
 
     def _allow_head(self, head: Any) -> None:
         name = self.cluster.name
@@ -163,3 +175,29 @@ class Base(GcpStack):
             target_service_accounts=[target],
             **source,
         )
+
+
+def node_rights(bucket: str, cluster: str) -> dict[str, tuple[str, str]]:
+    """What a node may do with the bucket's objects: a role, and the condition under which it has that.
+
+    Replacing an object takes the right to delete it, so checkpoints are created and never replaced. The machines of a
+    cluster share a service account: a node may write another node's records, but not the head's.
+    https://cloud.google.com/iam/docs/conditions-attribute-reference#extract
+    """
+    mine, root = objects.Cluster(cluster, group(cluster, "")), f"projects/_/buckets/{bucket}/objects/"
+
+    def begins(key: str) -> str:
+        return f'resource.name.startsWith("{root}{key}")'
+
+    def job(*kinds: str) -> str:
+        found = [f'resource.name.extract("/objects/{objects.JOBS}{{job}}/{kind}/") != ""' for kind in kinds]
+        return f"{begins(objects.JOBS)} && ({' || '.join(found)})"
+
+    checkpoints, head = job(objects.CHECKPOINTS), f'resource.name == "{root}{mine.head}"'
+    read = [begins(objects.CODE), begins(objects.DATA), head, f"({checkpoints})"]
+    records = [f"({job(*objects.GROWING)})", *(begins(mine.records(kind)) for kind in objects.RECORDS)]
+    return {
+        "read": ("roles/storage.objectViewer", " || ".join(read)),
+        "checkpoints": ("roles/storage.objectCreator", f'{checkpoints} && !resource.name.endsWith("/manifest.json")'),
+        "records": ("roles/storage.objectUser", " || ".join(records)),
+    }

@@ -166,7 +166,7 @@ def _advance(store: Store, copy: _Copy) -> Part | None:
     assert copy.files is not None
     for file in copy.files:
         if file.name not in copy.uploaded:
-            store.put(checkpoint_key(wanted.job, wanted.ref.step, file.name), copy.folder / file.name)
+            store.keep(checkpoint_key(wanted.job, wanted.ref.step, file.name), copy.folder / file.name)
             copy.uploaded.add(file.name)
     return Part(
         step=wanted.ref.step,
