@@ -1,7 +1,9 @@
 """The code bundle: a job's folder as one archive, named after its content.
 
 Equal folders give equal bytes (sorted, no times, no owners), so what is in the bucket already is not sent again. What
-`.gitignore` files exclude stays out: those in the folder, below it, and above it up to the repository's root.
+`.gitignore` files exclude stays out: those in the folder, below it, and above it up to the repository's root. Files
+`.spotrunignore` in the same places, of the same form, count more than those. What looks like a secret is refused unless
+a line in one of them allows it.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import stat
 import tarfile
 import tempfile
@@ -20,38 +23,89 @@ from typing import BinaryIO
 import zstandard
 from pathspec import GitIgnoreSpec
 
+from scripts import private
 from spotrun.errors import SpotrunError
+from spotrun.spec import bundle as limits
 from spotrun.store import Store, code_key
 
-LIMIT = 256 << 20  # bytes of all files together; code is smaller, data belongs into the bucket
 LEVEL = 9  # part of what names a bundle: another level is another archive
 ALWAYS_OUT = {".git", ".venv", "__pycache__", ".spotrun"}
-_Ignores = list[tuple[Path, GitIgnoreSpec]]  # innermost last
+FRESH = 1800.0  # seconds: an older object is sent again, since a head may be about to remove it (`head.sweep`)
+OWN, GIT = ".spotrunignore", ".gitignore"
+_SHOWN = 3  # files in a message
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """What was packed. sha256: of the archive, which is at `code_key(sha256)`. size: bytes of the archive."""
+    """What was packed.
+
+    sha256: of the archive, which is at `code_key(sha256)`. size: bytes of the archive. files: how many are in it.
+    bytes: of the files. largest: names and bytes of the largest files. sent: False if the bucket had the archive.
+    """
 
     sha256: str
     size: int
     files: int
-    sent: bool  # False: the bucket had it
+    bytes: int
+    largest: tuple[tuple[str, int], ...]
+    sent: bool
+
+    def __str__(self) -> str:
+        """bundle 3f2a…: 12 files, 1.2 MB (80.3 kB packed); the largest: a.bin (1.0 MB), train.py (4.1 kB)"""
+        packed = f"{_size(self.size)} packed" + ("" if self.sent else ", in the bucket already")
+        largest = ", ".join(f"{name} ({_size(size)})" for name, size in self.largest)
+        count = f"{self.files} file{'' if self.files == 1 else 's'}"
+        return f"bundle {self.sha256[:12]}: {count}, {_size(self.bytes)} ({packed}); the largest: {largest}"
 
 
-def upload(store: Store, folder: Path, script: str, limit: int = LIMIT) -> Bundle:
-    """Pack a job's folder into the bucket. Raises `SpotrunError` if the script would be missing or it is too large."""
+@dataclass(frozen=True)
+class _Ignores:
+    """What the ignore files say that hold for a folder. git, own: each file's folder and patterns, innermost last."""
+
+    git: tuple[tuple[Path, GitIgnoreSpec], ...] = ()
+    own: tuple[tuple[Path, GitIgnoreSpec], ...] = ()
+
+    def plus(self, folder: Path) -> _Ignores:
+        """With the folder's own files."""
+        return _Ignores(self.git + _read(folder, GIT), self.own + _read(folder, OWN))
+
+    def verdict(self, path: Path, is_folder: bool) -> tuple[bool, bool]:
+        """Whether the path stays out, and whether a `.spotrunignore` wants it in.
+
+        As git decides: the last matching pattern of the innermost file that has one.
+        """
+        for own, files in ((True, self.own), (False, self.git)):
+            for base, spec in reversed(files):
+                found = spec.check_file(path.relative_to(base).as_posix() + ("/" if is_folder else "")).include
+                if found is not None:
+                    return found, own and not found
+        return False, False
+
+
+def check(folder: Path, script: str, limit: int = limits.BYTES) -> list[Path]:
+    """What goes into the bundle. Raises `SpotrunError` if the script would be missing, or anything cannot be sent."""
     names = files(folder, limit)
     if Path(script) not in names:
-        raise SpotrunError(f"{folder / script}: a .gitignore excludes the job's script, so no node would get it")
+        raise SpotrunError(f"{folder / script}: a {GIT} excludes the job's script, or a {OWN}, so no node would get it")
+    return names
+
+
+def upload(store: Store, folder: Path, script: str, limit: int = limits.BYTES) -> Bundle:
+    """Pack a job's folder into the bucket. Raises `SpotrunError` as `check` does."""
+    names = check(folder, script, limit)
+    sizes = {name.as_posix(): (folder / name).lstat().st_size for name in names}
+    largest = tuple(sorted(sizes.items(), key=lambda item: -item[1])[:_SHOWN])
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch, "bundle.tar.zst")
         with path.open("w+b") as archive:
             sha256, size = pack(folder, names, archive)
-        sent = not store.exists(code_key(sha256))
+        if size > limits.PACKED:
+            raise SpotrunError(f"{folder}: {_size(size)} packed, a bundle takes at most {_size(limits.PACKED)}")
+        age = store.age(code_key(sha256))
+        sent = age is None or age > FRESH
         if sent:
             store.put(code_key(sha256), path)
-    return Bundle(sha256, size, len(names), sent)
+    return Bundle(sha256, size, len(names), sum(sizes.values()), largest, age is None)
 
 
 def pack(folder: Path, names: list[Path], out: BinaryIO) -> tuple[str, int]:
@@ -78,29 +132,57 @@ def pack(folder: Path, names: list[Path], out: BinaryIO) -> tuple[str, int]:
     return digest.hexdigest(), size
 
 
-def files(folder: Path, limit: int = LIMIT) -> list[Path]:
+def files(folder: Path, limit: int = limits.BYTES) -> list[Path]:
     """What goes into the bundle, relative to `folder`, sorted. Raises `SpotrunError` for what cannot."""
     root = folder.resolve()
-    found = sorted(_walk(root, root, _outer_ignores(root)))
+    wanted = dict(_walk(root, root, _outer_ignores(root)))
+    found = sorted(wanted)
     sizes = {name: (root / name).lstat().st_size for name in found}
-    if sum(sizes.values()) > limit:
-        largest = sorted(found, key=lambda name: -sizes[name])[:3]
-        shown = ", ".join(f"{name} ({_megabytes(sizes[name])})" for name in largest)
+    largest = sorted(found, key=lambda name: -sizes[name])[:_SHOWN]
+    if len(found) > limits.FILES:
         raise SpotrunError(
-            f"{folder}: {_megabytes(sum(sizes.values()))} of files, a bundle takes at most {_megabytes(limit)}; the"
-            f" largest: {shown}. Put data into the bucket, and what is not code into .gitignore"
+            f"{folder}: {len(found)} files, a bundle takes at most {limits.FILES}; put data into the bucket, and what"
+            f" is not code into {GIT} or {OWN}"
         )
+    if sum(sizes.values()) > limit:
+        shown = ", ".join(f"{name} ({_size(sizes[name])})" for name in largest)
+        raise SpotrunError(
+            f"{folder}: {_size(sum(sizes.values()))} of files, a bundle takes at most {_size(limit)}; the largest:"
+            f" {shown}. Put data into the bucket, and what is not code into {GIT} or {OWN}"
+        )
+    _refuse_secrets(folder, root, [name for name in found if not wanted[name]])
     return found
 
 
-def _walk(folder: Path, root: Path, ignores: _Ignores) -> Iterator[Path]:
-    ignores = ignores + _ignores_in(folder)
+def _refuse_secrets(folder: Path, root: Path, names: list[Path]) -> None:
+    """Raise `SpotrunError` that names what looks like a secret, with the lines that allow it."""
+    found = {}
+    for name in names:
+        with _Explained(root / name):
+            if what := private.kind(root, name):
+                found[name] = what
+    if not found:
+        return
+    shown = list(found.items())[:_SHOWN]
+    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    lines = ", ".join(f"`!/{_escaped(name)}`" for name, _ in shown)
+    what = ", ".join(f"{name} ({kind})" for name, kind in shown)
+    raise SpotrunError(
+        f"{folder}: {what}{more}: a bundle with secrets can be read on each node and in the bucket. Put them into {GIT}"
+        f" or {OWN}; or send them on purpose, by {lines} in {folder / OWN}"
+    )
+
+
+def _walk(folder: Path, root: Path, ignores: _Ignores) -> Iterator[tuple[Path, bool]]:
+    """Each file, and whether it is wanted by name."""
+    ignores = ignores.plus(folder)
     with _Explained(folder):
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     for entry in entries:
         path = Path(entry.path)
         inner = entry.is_dir(follow_symlinks=False)
-        if entry.name in ALWAYS_OUT or _is_ignored(path, inner, ignores):
+        out, wanted = ignores.verdict(path, inner)
+        if entry.name in ALWAYS_OUT or out:
             continue
         if inner:
             yield from _walk(path, root, ignores)
@@ -108,38 +190,37 @@ def _walk(folder: Path, root: Path, ignores: _Ignores) -> Iterator[Path]:
             if not Path(os.path.realpath(path)).is_relative_to(root) or os.readlink(path).startswith("/"):
                 raise SpotrunError(
                     f"{path}: a link to {os.readlink(path)}, which nodes do not have; copy the file here, or put the"
-                    " link into .gitignore"
+                    f" link into {GIT} or {OWN}"
                 )
             with _Explained(path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 path.stat()  # a link to itself leads nowhere; one to what is not there yet may go along
-            yield path.relative_to(root)
+            yield path.relative_to(root), wanted
         elif entry.is_file(follow_symlinks=False):  # sockets, pipes and devices stay out
-            yield path.relative_to(root)
+            yield path.relative_to(root), wanted
 
 
-def _is_ignored(path: Path, is_folder: bool, ignores: _Ignores) -> bool:
-    """As git decides: the last matching pattern of the innermost file that has one."""
-    for base, spec in reversed(ignores):
-        name = path.relative_to(base).as_posix() + ("/" if is_folder else "")
-        verdict = spec.check_file(name).include
-        if verdict is not None:
-            return verdict
-    return False
-
-
-def _ignores_in(folder: Path) -> _Ignores:
-    path = folder / ".gitignore"
+def _read(folder: Path, name: str) -> tuple[tuple[Path, GitIgnoreSpec], ...]:
+    path = folder / name
     with _Explained(path):
         if not path.is_file():
-            return []
-        return [(folder, GitIgnoreSpec.from_lines(path.read_text("utf-8", "replace").splitlines()))]
+            return ()
+        return ((folder, GitIgnoreSpec.from_lines(path.read_text("utf-8", "replace").splitlines())),)
 
 
 def _outer_ignores(root: Path) -> _Ignores:
     """Of the folders above, up to the repository's root; none if this is in no repository."""
     above = [root, *root.parents]
     top = next((index for index, folder in enumerate(above) if (folder / ".git").exists()), 0)
-    return [found for folder in reversed(above[1 : top + 1]) for found in _ignores_in(folder)]
+    ignores = _Ignores()
+    for folder in reversed(above[1 : top + 1]):
+        ignores = ignores.plus(folder)
+    return ignores
+
+
+def _escaped(name: Path) -> str:
+    """A file's name as a pattern."""
+    text = re.sub(r"([\\*?\[])", r"\\\1", name.as_posix())
+    return text[:-1] + "\\ " if text.endswith(" ") else text
 
 
 def _member(name: Path, path: Path) -> tarfile.TarInfo:
@@ -167,5 +248,7 @@ class _Explained:
             raise SpotrunError(f"{self._path}: cannot be packed: {error.strerror or error}") from None
 
 
-def _megabytes(size: int) -> str:
-    return f"{size / (1 << 20):.1f} MB"
+def _size(count: int) -> str:
+    if count >= 1 << 20:
+        return f"{count / (1 << 20):.1f} MB"
+    return f"{count / 1024:.1f} kB" if count >= 1024 else f"{count} bytes"

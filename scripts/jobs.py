@@ -19,9 +19,10 @@ _PAUSE = 0.5  # seconds between two attempts to reach the head again
 
 
 def check(cluster: ClusterSpec, path: str) -> JobSpec:
-    """The job at `path`, found fit to run on the cluster. Raises `SpecError`."""
+    """The job at `path`, found fit to run on the cluster and to be sent there. Raises `SpotrunError`."""
     job = load_job(path)
     check_fit(job, cluster)
+    bundle.check(Path(path).absolute().parent, job.script)
     return job
 
 
@@ -29,8 +30,7 @@ def submit(access: Access, cluster: ClusterSpec, path: str, say: Callable[[str],
     """Bundle a job's folder and queue the job; its id. Raises `SpotrunError`."""
     job = check(cluster, path)
     packed = bundle.upload(access.store, Path(path).absolute().parent, job.script)
-    known = "" if packed.sent else ", in the bucket already"
-    say(f"bundle {packed.sha256[:12]}: {packed.files} files, {packed.size / 1024:.0f} kB{known}")
+    say(str(packed))
     answer = control.ask(access, "submit", data={"job": job.model_dump(mode="json"), "code": packed.sha256})
     say(f"job {answer['job']} submitted")
     return str(answer["job"])

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import os
 import socket
 import subprocess
 import tarfile
+import time
 from pathlib import Path
 
 import pytest
 import zstandard
 
-from scripts import bundle
-from spotrun.errors import SpotrunError
+from scripts import bundle, jobs
+from spotrun.errors import CorruptError, SpotrunError, StoreError
+from spotrun.head import sweep
+from spotrun.node import code
+from spotrun.spec import ClusterSpec
+from spotrun.spec import bundle as limits
 from spotrun.store import Store, code_key
+from tests.helpers import await_for
 
 
 def write(folder: Path, **texts: str) -> Path:
@@ -145,3 +152,167 @@ def test_sockets_and_pipes_stay_out(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind("socket")
         assert names(tmp_path) == ["a"]
+
+
+# Secrets
+
+SECRETS = {
+    **dict.fromkeys((".env", ".env.production", ".ENV"), "a file of environment variables"),
+    **dict.fromkeys(("server.pem", "sub/tls.key", ".ssh/id_rsa", "id_ed25519", ".ssh/work"), "a private key"),
+    **dict.fromkeys((".aws/credentials", "my-Credentials.json", "service_account.json"), "a cloud's credentials"),
+    **dict.fromkeys((".netrc", ".docker/config.json"), "a password or a token"),
+    "terraform.tfstate": "a state of Terraform, which has secrets in it",
+    "deploy": "a private key",  # by what is in it
+    "robot.json": "a private key",
+}
+HARMLESS = [".env.example", ".ssh/id_rsa.pub", "environment.py", "keys.py", "mykey", "credentials.py", "notes.json"]
+
+
+@pytest.mark.parametrize(("name", "kind"), SECRETS.items(), ids=SECRETS)
+def test_secrets_are_refused_by_name(tmp_path: Path, name: str, kind: str) -> None:
+    folder, store = write(tmp_path / "job", train_dot_py="x"), Store(str(tmp_path / "bucket"))
+    (folder / name).parent.mkdir(exist_ok=True)
+    holds = {"deploy": "-----BEGIN OPENSSH PRIVATE KEY-----\n", "robot.json": '{"private_key": "-----BEGIN PRIVATE'}
+    (folder / name).write_text(holds.get(name, "x"))
+    with pytest.raises(SpotrunError) as caught:
+        bundle.upload(store, folder, "train.py")
+    assert f"{folder}: {name} ({kind}): " in str(caught.value)
+    line = f"!/{name}"
+    assert f"on purpose, by `{line}` in {folder}/.spotrunignore" in str(caught.value)
+    assert store.list("") == []
+    (folder / ".spotrunignore").write_text(f"{line}\n")
+    assert name in names(folder), "that line allows it"
+    (folder / ".gitignore").write_text(f"/{name}\n")
+    assert name in names(folder), "whatever git does with it"
+    (folder / ".spotrunignore").unlink()
+    assert name not in names(folder)
+
+
+def test_what_is_no_secret_goes_along(tmp_path: Path) -> None:
+    for name in HARMLESS:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("private_key: -----BEGIN PRIVATE KEY-----")
+    assert names(tmp_path) == sorted(HARMLESS, key=Path)
+
+
+def test_all_secrets_are_counted_and_names_escaped(tmp_path: Path) -> None:
+    folder = tmp_path / "job"
+    odd = ["a[1]*.pem", "b .key ", "c\\?.pem", "d.pem"]
+    for name in odd:
+        write(folder, **{"train_dot_py": "x"})
+        (folder / name.rstrip()).write_text("x")
+    with pytest.raises(SpotrunError, match="and 1 more: a bundle with secrets"):
+        bundle.files(folder)
+    lines = ["!/a\\[1]\\*.pem", "!/b .key", "!/c\\\\\\?.pem"]
+    with pytest.raises(SpotrunError) as caught:
+        bundle.files(folder)
+    assert ", ".join(f"`{line}`" for line in lines) in str(caught.value)
+    (folder / ".spotrunignore").write_text("\n".join([*lines, "/d.pem"]))
+    assert names(folder) == [".spotrunignore", "a[1]*.pem", "b .key", "c\\?.pem", "train.py"]
+
+
+def test_spotrunignore_counts_more_than_gitignore(tmp_path: Path) -> None:
+    write(tmp_path, train_dot_py="", data="", made__x="", made__y="", _dot_gitignore="made/*\n")
+    (tmp_path / "made/.gitignore").write_text("*\n")
+    (tmp_path / ".spotrunignore").write_text("/data\n!/made/x\n")
+    assert names(tmp_path) == [".gitignore", ".spotrunignore", "made/x", "train.py"]
+
+
+# Limits
+
+
+def test_packer_and_node_have_the_same_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (code.MAX_FILES, code.MAX_UNPACKED, code.MAX_ARCHIVE) == (limits.FILES, limits.BYTES, limits.PACKED)
+    folder = write(tmp_path / "job", train_dot_py="x", a="1", b="2")
+    monkeypatch.setattr(limits, "FILES", 2)
+    with pytest.raises(SpotrunError, match="3 files, a bundle takes at most 2; put data into the bucket"):
+        bundle.files(folder)
+    (folder / "a").unlink()
+    (tmp_path / "packed").write_bytes(archive(folder))
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr(code, "MAX_FILES", 2)
+    code.unpack(tmp_path / "packed", tmp_path / "out", "code/x")
+    monkeypatch.setattr(code, "MAX_FILES", 1)
+    with pytest.raises(CorruptError, match="refused: more than 256 MiB or 1 files"):
+        code.unpack(tmp_path / "packed", tmp_path / "out", "code/x")
+
+
+def test_a_job_is_refused_before_anything_is_brought_up(tmp_path: Path) -> None:
+    write(tmp_path, train_dot_py="x", job_dot_yaml="script: train.py\n", _dot_env="TOKEN=1")
+    spec = ClusterSpec(name="c", cloud="local", pools=({"name": "p", "zone": "local-a"},))
+    with pytest.raises(SpotrunError, match=r"\.env \(a file of environment variables\)"):
+        jobs.check(spec, str(tmp_path / "job.yaml"))
+
+
+def test_what_is_sent_is_listed(tmp_path: Path) -> None:
+    folder = write(tmp_path / "job", train_dot_py="x", a="a" * 3000, b="b" * 2000, c="c" * 1500)
+    packed = bundle.upload(Store(str(tmp_path / "bucket")), folder, "train.py")
+    assert (packed.files, packed.bytes) == (4, 6501)
+    assert str(packed).startswith(f"bundle {packed.sha256[:12]}: 4 files, 6.3 kB (")
+    assert str(packed).endswith(" bytes packed); the largest: a (2.9 kB), b (2.0 kB), c (1.5 kB)")
+
+
+# Code that no job refers to
+
+
+def put(store: Store, root: Path, key: str, age: float, data: bytes = b"") -> str:
+    store.put(key, data)
+    then = time.time() - age
+    os.utime(root / key, (then, then))
+    return key
+
+
+def test_unused_code_is_removed_once_it_is_old(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    old = put(store, tmp_path, code_key("a" * 64), sweep.AGE + 60)
+    used = put(store, tmp_path, code_key("b" * 64), sweep.AGE * 50)
+    new = put(store, tmp_path, code_key("c" * 64), sweep.AGE - 60)
+    store.put("jobs/one/state.json", f'{{"code": "{"b" * 64}", "phase": "stopped", "new key": 1}}'.encode())
+    sweeper = sweep.Sweeper(store)
+    assert sweeper.sweep() == [old]
+    assert store.list("code") == sorted([used, new])
+    store.put("jobs/one/state.json", b"junk")
+    assert sweeper.sweep() == [], "a job's code never changes"
+    with pytest.raises(StoreError, match=r"jobs/one/state\.json does not say which code its job has"):
+        sweep.Sweeper(store).sweep()
+    store.delete(["jobs/one/state.json"])
+    assert sweeper.sweep() == [used]
+
+
+def test_code_of_a_job_that_is_just_submitted_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An object that is about to be removed is sent again, and looked at again before it is removed."""
+    store = Store(str(tmp_path / "bucket"))
+    folder = write(tmp_path / "job", train_dot_py="x")
+    key = code_key(bundle.upload(store, folder, "train.py").sha256)
+    then = time.time() - sweep.AGE - 60
+    os.utime(tmp_path / "bucket" / key, (then, then))
+    sweeper = sweep.Sweeper(store)
+    read = sweeper._references
+
+    def submitted_meanwhile() -> set[str]:
+        found = read()
+        assert not bundle.upload(store, folder, "train.py").sent
+        return found
+
+    monkeypatch.setattr(sweeper, "_references", submitted_meanwhile)
+    assert sweeper.sweep() == []
+    assert store.exists(key)
+    assert bundle.FRESH * 2 <= sweep.AGE
+
+
+async def test_the_sweeper_outlives_a_bucket_that_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, looked = Store(str(tmp_path)), 0
+
+    def away(store: Store, prefix: str) -> list[str]:
+        nonlocal looked
+        looked += 1
+        raise StoreError("the bucket is away")
+
+    monkeypatch.setattr(Store, "list", away)
+    monkeypatch.setattr(sweep, "FIRST", 0.0)
+    monkeypatch.setattr(sweep, "EVERY", 0.01)
+    running = asyncio.create_task(sweep.Sweeper(store).run())
+    await await_for(lambda: looked >= 2, what="a second look")
+    assert not running.done()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)

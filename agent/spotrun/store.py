@@ -213,6 +213,15 @@ class Store:
         except _ERRORS as error:
             raise StoreError(f"{self.url}: cannot look up {key}: {_why(error)}") from error
 
+    def age(self, key: str) -> float | None:
+        """Seconds since the object was written, by this machine's clock; None if there is none."""
+        try:
+            return time.time() - float(obstore.head(self._quick, key)["last_modified"].timestamp())
+        except FileNotFoundError:
+            return None
+        except _ERRORS as error:
+            raise StoreError(f"{self.url}: cannot look up {key}: {_why(error)}") from error
+
     def part(self, key: str, start: int, end: int) -> bytes:
         """The object's bytes from `start` to before `end`, of which there is at least one. Raises `NotFound`."""
         try:

@@ -13,6 +13,7 @@ from spotrun.head.head import Head
 from spotrun.head.lease import Holder, Lease
 from spotrun.head.own import Own, check
 from spotrun.head.server import claim_epoch, serve
+from spotrun.head.sweep import Sweeper
 from spotrun.node import hosts, metadata
 from spotrun.notify import Systemd
 from spotrun.spec import described, digest, names
@@ -97,7 +98,7 @@ async def _lead(
             head,
             identity.address,
             control,
-            also=[until_changed(store, own, digest(document), poll * _LOOK), keeping],
+            also=[until_changed(store, own, digest(document), poll * _LOOK), keeping, Sweeper(store).run()],
             on_serving=lambda where: systemd.ready(f"head {epoch} of {cluster.name} listens on {where}"),
         )
     finally:

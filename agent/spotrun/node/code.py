@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 import zstandard
 
 from spotrun.errors import CorruptError, SpotrunError
+from spotrun.spec import bundle
 from spotrun.store import Store, code_key
 
 if TYPE_CHECKING or sys.version_info >= (3, 11, 4):  # Debian 12 has 3.11.2
@@ -31,9 +32,7 @@ if TYPE_CHECKING or sys.version_info >= (3, 11, 4):  # Debian 12 has 3.11.2
 else:
     from backports import tarfile
 
-MAX_ARCHIVE = 1 << 30  # bytes, packed
-MAX_UNPACKED = 4 << 30  # bytes of all files together
-MAX_FILES = 200_000
+MAX_ARCHIVE, MAX_UNPACKED, MAX_FILES = bundle.PACKED, bundle.BYTES, bundle.FILES
 MAX_HEADER = 1 << 20  # bytes of all headers before one file
 # What is this node's fault and not the archive's.
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
@@ -78,7 +77,7 @@ def unpack(archive: Path, target: Path, name: str) -> None:
                 tar.pax_headers.clear()
                 total, files = total + member.size, files + 1
                 if total > MAX_UNPACKED or files > MAX_FILES:
-                    raise CorruptError(f"{name}: refused: more than {MAX_UNPACKED >> 30} GiB or {MAX_FILES} files")
+                    raise CorruptError(f"{name}: refused: more than {MAX_UNPACKED >> 20} MiB or {MAX_FILES} files")
                 if not (member.isfile() or member.isdir() or member.issym() or member.islnk()):
                     raise CorruptError(f"{name}: refused: {member.name!r} is a device or a pipe")
                 if member.name.startswith("/") or ".." in Path(member.name).parts:
@@ -195,7 +194,7 @@ def remove(folder: Path, keep: str | None = None) -> None:
 
 def _check(archive: Path, sha256: str) -> None:
     if archive.stat().st_size > MAX_ARCHIVE:
-        raise CorruptError(f"{code_key(sha256)}: refused: larger than {MAX_ARCHIVE >> 30} GiB")
+        raise CorruptError(f"{code_key(sha256)}: refused: larger than {MAX_ARCHIVE >> 20} MiB")
     with archive.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != sha256:

@@ -1,0 +1,69 @@
+"""Code in the bucket that no job refers to: sent and never submitted, or of a job whose folder was deleted.
+
+Any job counts, of any cluster in this bucket, ended or not: an ended one may be relaunched. Operators send code again
+that is older than half of `AGE` before they submit a job with it, so none is removed from under a job that comes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+
+from spotrun.errors import NotFound, StoreError
+from spotrun.store import Store
+
+log = logging.getLogger(__name__)
+
+FIRST, EVERY = 600.0, 6 * 3600.0  # seconds from a head's start to the first look, and between two looks
+AGE = 3600.0  # seconds for which any code stays
+_STATE = re.compile(r"jobs/[^/]+/state\.json")
+
+
+class Sweeper:
+    """One bucket's. What a job refers to never changes, so each state is read once."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._known: dict[str, str] = {}  # key of a job's state: the sha256 of its code
+
+    async def run(self) -> None:
+        """Sweep now and then, for ever. A bucket that does not answer is asked again the next time."""
+        await asyncio.sleep(FIRST)
+        while True:
+            try:
+                for key in await asyncio.to_thread(self.sweep):
+                    log.info("removed %s: no job refers to it", key)
+            except StoreError as error:
+                log.warning("code that no job refers to stays for now: %s", error)
+            await asyncio.sleep(EVERY)
+
+    def sweep(self) -> list[str]:
+        """Remove what is not used; the keys. Raises `StoreError`, also if a job's state is not readable."""
+        old = [key for key in self._store.list("code") if self._is_old(key)]
+        if not old:
+            return []
+        used = self._references()  # after the codes were listed: each is there before its job is
+        gone = [key for key in old if not any(sha256 in key for sha256 in used) and self._is_old(key)]
+        self._store.delete(gone)
+        return gone
+
+    def _is_old(self, key: str) -> bool:
+        return (self._store.age(key) or 0.0) > AGE
+
+    def _references(self) -> set[str]:
+        keys = {key for key in self._store.list("jobs") if _STATE.fullmatch(key)}
+        self._known = {key: code for key, code in self._known.items() if key in keys}
+        for key in sorted(keys - set(self._known)):
+            try:
+                code = json.loads(self._store.get(key))["code"]
+            except NotFound:
+                continue
+            except (ValueError, KeyError, TypeError, RecursionError):
+                code = None
+            if not isinstance(code, str):
+                raise StoreError(f"{self._store.url}: {key} does not say which code its job has")
+            if code:
+                self._known[key] = code
+        return set(self._known.values())
