@@ -183,14 +183,47 @@ async def test_imports_ahead_of_time(tmp_path: Path) -> None:
         assert b.log(1) == b.log(1, 1) == "ahead\n"
 
 
-async def test_imports_that_use_the_gpu_are_not_made_ahead(tmp_path: Path) -> None:
-    """A fork cannot use CUDA that its parent has initialised (this sets the flag that doing so sets)."""
+EAGER = {  # what using CUDA leaves behind, as there is no GPU here
+    "torch initialises CUDA": "import torch\ntorch.cuda._initialized = True\n",
+    "torch counts devices": "import os, torch\nserver = os.getpid()\n"
+    "torch.cuda._is_in_bad_fork = lambda: os.getpid() != server\n",
+    "another library uses the driver": "from pathlib import Path\nfrom spotrun.node import preload\n"
+    "preload.driver_in_use.__defaults__ = (Path({folder!r}),)\n",
+}
+
+
+@pytest.mark.parametrize("use", EAGER)
+async def test_imports_that_use_the_gpu_are_not_made_ahead(use: str, tmp_path: Path) -> None:
+    """A fork cannot use CUDA that its parent has initialised."""
+    (tmp_path / "7").symlink_to("/dev/nvidia-uvm")
     async with bench(tmp_path) as b:
-        (tmp_path / "modules" / "eager.py").write_text(MODULE + "import torch\ntorch.cuda._initialized = True\n")
+        (tmp_path / "modules" / "eager.py").write_text(MODULE + EAGER[use].format(folder=str(tmp_path)))
         await b.begin("eager")
         b.start(1, LISTED.format(name="eager") + "assert 'torch' in sys.modules")
         assert await b.code(1) == 0
         assert b.log(1).endswith("late\n")
+
+
+async def test_asking_whether_there_is_a_gpu_leaves_the_driver_alone(tmp_path: Path) -> None:
+    """transformers asks when it is imported."""
+    async with bench(tmp_path) as b:
+        text = (
+            "import os, torch\nassert os.environ['PYTORCH_NVML_BASED_CUDA_CHECK'] == '1'\ntorch.cuda.is_available()\n"
+        )
+        (tmp_path / "modules" / "asking.py").write_text(MODULE + text)
+        await b.begin("asking")
+        b.start(1, LISTED.format(name="asking"))
+        assert await b.code(1) == 0
+        assert b.log(1) == "ahead\n"
+
+
+def test_only_the_device_of_unified_memory_shows_that_the_driver_is_in_use(tmp_path: Path) -> None:
+    for name, target in {"0": "/dev/null", "5": "/dev/nvidiactl", "6": "/dev/nvidia0"}.items():
+        (tmp_path / name).symlink_to(target)
+    assert not preload.driver_in_use(tmp_path)
+    assert not preload.driver_in_use()
+    (tmp_path / "7").symlink_to("/dev/nvidia-uvm")
+    assert preload.driver_in_use(tmp_path)
 
 
 CHILDREN = """

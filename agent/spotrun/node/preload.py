@@ -5,11 +5,13 @@ It is named as the forkserver's one preloaded module; an exception here would en
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
 import tempfile
 from multiprocessing import forkserver
+from pathlib import Path
 
 from spotrun.node.process import die_with_parent
 
@@ -19,6 +21,7 @@ SOCKETS = "SPOTRUN_SOCKETS"  # the variable: folder of the socket on which the l
 LONGEST = 107 - len("/pymp-12345678/listener-12345678")  # bytes of that folder's path (unix(7), sun_path)
 BASE = ("torch", "torch._dynamo", "numpy", "spotrun.node.entry", "spotrun.train.run")
 
+UNIFIED_MEMORY = "/dev/nvidia-uvm"
 SERVER = os.getpid()  # a worker compares it with its parent's pid
 used_cuda = False
 
@@ -36,6 +39,9 @@ def serve() -> tuple[int, int]:
     os.close(null)
     os.dup2(2, 1)
     os.environ[PARENT] = str(os.getpid())
+    # torch.cuda.is_available() then asks NVML and leaves the driver alone: else no fork could use CUDA after it
+    # (https://docs.pytorch.org/docs/stable/cuda_environment_variables.html).
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     forkserver.set_forkserver_preload([__name__])
     # Not by TMPDIR, which is for the workers to inherit. Nobody removes the socket if the launcher is killed.
     tempfile.tempdir = os.environ.pop(SOCKETS, None)
@@ -52,7 +58,25 @@ def _import_all() -> None:
         except BaseException as error:  # an import may even exit; the worker will meet it again, and report it
             print(f"preload: {name} was not imported: {error!r}", file=sys.stderr, flush=True)
     torch = sys.modules.get("torch")
-    used_cuda = torch is not None and torch.cuda.is_initialized()
+    used_cuda = (torch is not None and torch.cuda.is_initialized()) or driver_in_use()
+
+
+def driver_in_use(descriptors: Path = Path("/proc/self/fd")) -> bool:
+    """Whether something in this process has initialised CUDA's driver, be it torch or not.
+
+    `cuInit` opens the device of unified memory and keeps it open; NVML, which forks survive, opens other devices.
+    """
+    for each in descriptors.iterdir():
+        with contextlib.suppress(OSError):  # the descriptor of this listing is gone
+            if os.readlink(each) == UNIFIED_MEMORY:
+                return True
+    return False
+
+
+def poisoned() -> bool:
+    """In a fork: whether CUDA cannot be used here, as the server has initialised it or has counted its devices."""
+    torch = sys.modules.get("torch")
+    return used_cuda or (torch is not None and torch.cuda._is_in_bad_fork())
 
 
 if os.environ.get(PARENT) == str(os.getppid()):

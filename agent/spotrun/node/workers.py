@@ -271,7 +271,7 @@ def main(lines_in: int, lines_out: int) -> None:
 
 def trial() -> None:
     """The first fork: once it has ended, the server is warm."""
-    os._exit(POISONED if preload.used_cuda else 0)
+    os._exit(POISONED if preload.poisoned() else 0)
 
 
 def _warm_up() -> None:
