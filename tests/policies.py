@@ -42,7 +42,7 @@ def of_aws(cluster: Cluster, role: str) -> Allows:
         found = {
             each["Effect"]
             for each in document["Statement"]
-            if AWS[deed] in each["Action"] and any(_like(pattern, resource) for pattern in _several(each["Resource"]))
+            if AWS[deed] in each["Action"] and any(like(pattern, resource) for pattern in several(each["Resource"]))
         }
         return found == {"Allow"}
 
@@ -101,10 +101,12 @@ class Name(str):
         return value if found and end else ""
 
 
-def _like(pattern: str, text: str) -> bool:
+def like(pattern: str, text: str) -> bool:
+    """Whether IAM takes a resource or an action for one that this pattern names."""
     parts = [{"*": ".*", "?": "."}.get(part, re.escape(part)) for part in re.split(r"([*?])", pattern)]
     return re.fullmatch("".join(parts), text, re.DOTALL) is not None
 
 
-def _several(value: Any) -> list[str]:
+def several(value: Any) -> list[str]:
+    """What IAM takes one of, or a list."""
     return [value] if isinstance(value, str) else list(value)

@@ -65,7 +65,10 @@ def test_cluster_files_exist(page: Path) -> None:
 @clouds
 def test_every_key_of_a_cluster_file_is_explained(cloud: str, page: Path) -> None:
     """And none that is not: the table of keys has exactly those that this cloud takes."""
-    elsewhere = {"gcp": {"network.efa"}, "aws": {"project", "pools[].accelerator", "pools[].max_run_duration"}}[cloud]
+    elsewhere = {
+        "gcp": {"network.efa", "permissions_boundary"},
+        "aws": {"project", "pools[].accelerator", "pools[].max_run_duration"},
+    }[cloud]
     wanted = {key for key in keys(ClusterSpec) if not key.startswith(("local.", *elsewhere))}
     section = page.read_text().partition("## 6. The cluster file")[2].partition("\n## ")[0]
     found: set[str] = set()

@@ -48,7 +48,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Cluster:
 def closed(tmp_path_factory: pytest.TempPathFactory) -> Cluster:
     """One with no way out, nothing close to anything, a bucket and an image of its own."""
     text = (
-        "bucket: s3://my-bucket\nimage: ami-0123456789abcdef0\nhead: {machine: t4g.small, zone: us-east-1c}\n"
+        "bucket: s3://my-bucket\npermissions_boundary: arn:aws:iam::123456789012:policy/spotrun-boundary\n"
+        "image: ami-0123456789abcdef0\nhead: {machine: t4g.small, zone: us-east-1c}\n"
         f"network: {{placement: false, nat: false, cidr: 10.1.16.0/20}}\npools:{POOLS}"
     )
     return made(text, tmp_path_factory.mktemp("closed"))
@@ -360,6 +361,14 @@ def test_there_are_no_other_rights(cluster: Cluster) -> None:
     assert set(cluster.base.all("aws_iam_role")) == {"node-role", "head-role", "fis-role"}
     for role in cluster.base.all("aws_iam_role").values():
         assert not {"managed_policy_arns", "inline_policy"} & set(role)
+
+
+def test_every_role_is_bounded_where_the_cluster_file_says_so(cluster: Cluster, closed: Cluster) -> None:
+    bounds = {name: role.get("permissions_boundary") for name, role in closed.base.all("aws_iam_role").items()}
+    assert bounds == dict.fromkeys(
+        ("node-role", "head-role", "fis-role"), "arn:aws:iam::123456789012:policy/spotrun-boundary"
+    )
+    assert not any("permissions_boundary" in role for role in cluster.base.all("aws_iam_role").values())
 
 
 # The bucket.

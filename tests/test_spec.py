@@ -46,7 +46,7 @@ CLUSTER_MISTAKES = {
         CLUSTER + "regoin: local\n",
         [
             ":5: regoin: 'local': unknown key; allowed: name, cloud, region, project, bucket, head, pools, image,"
-            " network, state, labels, local; did you mean region?"
+            " network, state, permissions_boundary, labels, local; did you mean region?"
         ],
     ),
     "unknown key inside": (
@@ -129,6 +129,19 @@ CLUSTER_MISTAKES = {
     "efa on another cloud": (
         GCP + "network: {efa: true}\n",
         [":7: network.efa: true: is only for cloud aws, this is gcp"],
+    ),
+    "a boundary on another cloud": (
+        GCP + "permissions_boundary: arn:aws:iam::123456789012:policy/p\n",
+        [
+            ":7: permissions_boundary: 'arn:aws:iam::123456789012:policy/p': is only for cloud aws, this is gcp",
+        ],
+    ),
+    "a boundary that is no policy": (
+        AWS + "permissions_boundary: arn:aws:iam::123456789012:role/p\n",
+        [
+            ":6: permissions_boundary: 'arn:aws:iam::123456789012:role/p': is not the ARN of a policy in this region's "
+            "part of AWS; allowed: arn:aws:iam::<account>:policy/<name>",
+        ],
     ),
     "placement on local": (
         CLUSTER + "network: {placement: true}\n",

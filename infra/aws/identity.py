@@ -72,6 +72,7 @@ def _role(
         f"{role}-role",
         name=name,
         description=f"spotrun cluster {stack.cluster.name}: {role}",
+        permissions_boundary=stack.cluster.permissions_boundary,
         assume_role_policy=document([trust | ({"Condition": only} if only else {})]),
     )
     cdk.aws("iam_role_policy")(stack, f"{role}-policy", name=name, role=made.name, policy=document(statements))

@@ -58,6 +58,7 @@ _OLD_GPUS = {
     "nvidia-tesla-p100": "P100",
     "nvidia-tesla-v100": "V100",
 }
+_POLICY = "arn:aws:iam::<account>:policy/<name>"
 _STATE = "a folder in a bucket, gs://<bucket>/<folder> or s3://<bucket>/<folder>"
 
 
@@ -124,6 +125,7 @@ class ClusterSpec(Spec):
     """What a cluster file describes. Keys whose default depends on others are filled in.
 
     state: where Terraform keeps what it knows; by default in the operator's checkout. labels: on all that is made.
+    permissions_boundary: a policy of AWS beyond which no role of the cluster's machines has rights.
     """
 
     name: Annotated[str, Strict(), AfterValidator(label(20))] = Field(description=LABEL.format(20))
@@ -136,6 +138,9 @@ class ClusterSpec(Spec):
     image: Str | None = Field(default=None, description="a machine image's name")
     network: NetworkSpec = Field(default=NetworkSpec(), description="keys efa, placement, nat and cidr")
     state: Str | None = Field(default=None, description=_STATE)
+    permissions_boundary: Str | None = Field(
+        default=None, description="a policy's ARN, such as arn:aws:iam::123456789012:policy/spotrun-boundary"
+    )
     labels: dict[_Label, _Label] = Field(default={}, description="a label: its value, " + LABEL.format(40))
     local: LocalSpec = Field(default=LocalSpec(), description="keys metadata, boot_delay, recreate_delay and capacity")
 
@@ -170,6 +175,8 @@ class ClusterSpec(Spec):
         """What does not belong to this cloud is left out, so that what is written can be read."""
         values: dict[str, Any] = handler(self)
         values.pop("network" if self.cloud == "local" else "local", None)
+        if self.permissions_boundary is None:
+            values.pop("permissions_boundary", None)
         return values
 
 
@@ -235,6 +242,8 @@ def _misplaced(spec: ClusterSpec) -> Iterator[Conflict]:
     cloud = spec.cloud
     if cloud != "gcp" and spec.project is not None:
         yield ("project",), f"is only for cloud gcp, this is {cloud}"
+    if cloud != "aws" and spec.permissions_boundary is not None:
+        yield ("permissions_boundary",), f"is only for cloud aws, this is {cloud}"
     if cloud != "local" and "local" in spec.model_fields_set:
         yield ("local",), f"is only for cloud local, this is {cloud}"
     if spec.network.efa and cloud != "aws":
@@ -258,8 +267,20 @@ def _address_conflicts(spec: ClusterSpec) -> Iterator[Conflict]:
         scheme != _SCHEMES[spec.cloud] or (spec.cloud != "local" and not re.fullmatch(bucket, spec.bucket))
     ):
         yield ("bucket",), f"does not fit cloud {spec.cloud}; allowed: {_BUCKET_FORMS[spec.cloud]}"
+    boundary = spec.permissions_boundary
+    if spec.cloud == "aws" and boundary is not None and not _is_policy(boundary, spec.region):
+        yield ("permissions_boundary",), "is not the ARN of a policy in this region's part of AWS; allowed: " + _POLICY
     if spec.state is not None and not re.fullmatch(r"(gs|s3)://[a-z0-9][a-z0-9._-]+[a-z0-9]/[\w./-]*\w", spec.state):
         yield ("state",), f"is not such a folder; allowed: {_STATE}"
+
+
+def _is_policy(arn: str, region: str) -> bool:
+    """https://docs.aws.amazon.com/IAM/latest/UserGuide/reference_identifiers.html#identifiers-arns"""
+    partition = "aws-us-gov" if region.startswith("us-gov-") else "aws"
+    return (
+        re.fullmatch(rf"arn:{partition}:iam::(\d{{12}}|aws):policy/([\w+=,.@-]+/)*[\w+=,.@-]+", arn, re.ASCII)
+        is not None
+    )
 
 
 def _pool_conflicts(spec: ClusterSpec, pool: PoolSpec, place: Place) -> Iterator[Conflict]:
