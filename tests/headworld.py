@@ -33,6 +33,7 @@ class MemoryCloud:
         self.refuse: set[str] = set()
         self.out: dict[str, str] = {}
         self.made: dict[str, float] = {}
+        self.room: dict[str, int] = {}  # machines that a pool can have at the most, whatever its size
         self.silent: set[str] = set()  # what cannot be asked: prices, problems
         self.price: dict[str, float] = {"p": 1.0, "q": 2.0}
         self.refusal: str | Exception = ""  # what a recreate is refused with
@@ -41,7 +42,8 @@ class MemoryCloud:
         self.calls: list[tuple[str, Any]] = []
 
     async def nodes(self) -> list[Instance]:
-        names = [(pool, f"{pool}-{i}") for pool, size in self.size.items() for i in range(size)]
+        there = {pool: min(size, self.room.get(pool, size)) for pool, size in self.size.items()}
+        names = [(pool, f"{pool}-{i}") for pool, size in there.items() for i in range(size)]
         found = [Instance(n, pool, "z", "127.0.0.1", "running", "spot", self.made.get(n, 1.0), n) for pool, n in names]
         return self.told([each for each in found if each.pool not in self.out])
 

@@ -357,7 +357,7 @@ JOB_MISTAKES = {
         [
             ":2: max_restart: 1: unknown key; allowed: name, script, args, nodes, procs_per_node, snapshot_interval,"
             " checkpoint_interval, keep, deadline, budget, max_restarts, hang_timeout, start_timeout, grow_interval,"
-            " heartbeat_timeout, env, requirements; did you mean max_restarts?"
+            " hold_idle, heartbeat_timeout, env, requirements; did you mean max_restarts?"
         ],
     ),
 }

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from spotrun.head import idle, silence
 from spotrun.head.health import Node, View
+from spotrun.spec import JobSpec
 
 
 def conditions(view: View) -> list[dict[str, object]]:
     """Each as {"since": epoch seconds, "text": one line}, the oldest first."""
     found = [_saving(node) for node in view.nodes if node.linked and node.report.job == view.job.id]
+    found += [idle.condition(view), _silent(view)]
     return sorted((each for each in found if each), key=lambda each: float(str(each["since"])))
+
+
+def _silent(view: View) -> dict[str, object] | None:
+    """No node is heard."""
+    spec = JobSpec.kept(view.job.spec)
+    since, news = silence.since(view, spec), silence.news(view, spec)
+    return {"since": since, "text": news[1]} if since is not None and news else None
 
 
 def _saving(node: Node) -> dict[str, object] | None:

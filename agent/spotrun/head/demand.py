@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from spotrun.head import idle
 from spotrun.head.state import JobState
 from spotrun.spec import JobSpec
 
@@ -18,6 +19,8 @@ def needed(queue: Sequence[str] | None, job: JobState | None, busy: bool, now: f
     """
     if queue is None or (job is not None and job.ending is not None):
         return None
+    if idle.resting(job):
+        return 0
     if job is not None and not job.ended_already:
         nodes = JobSpec.kept(job.spec).nodes
         return nodes.max + nodes.spares

@@ -17,7 +17,7 @@ from typing import Any
 
 from spotrun.cloud.base import Cloud
 from spotrun.errors import ConflictError, SpotrunError, StoreError, UnreadableError
-from spotrun.head import absent, demand, lease, ledger, parking, repair, silence
+from spotrun.head import absent, demand, idle, lease, ledger, parking, repair, silence
 from spotrun.head.agents import Agents, Send
 from spotrun.head.errands import Errands
 from spotrun.head.fleet import Fleet
@@ -28,7 +28,7 @@ from spotrun.head.orders import manifests
 from spotrun.head.parking import Parked
 from spotrun.head.planner import plan, wanted
 from spotrun.head.signs import Signs
-from spotrun.head.state import Cause, Finish, Hold, JobState, Recreate, apply, saved
+from spotrun.head.state import Cause, Finish, Hold, JobState, Recreate, Rest, apply, saved
 from spotrun.head.status import event, status
 from spotrun.spec import ClusterSpec, JobSpec, check_fit
 from spotrun.store import Store
@@ -270,7 +270,7 @@ class Head:
         self.job = job
         view = self._view(now)
         self.signs.listen(view, self.note)
-        job = silence.observe(job, view)
+        job = idle.observe(silence.observe(job, view), view)
         job = absent.remember(ledger.count(ledger.observe(job, view), view, self.fleet.prices), view)
         if open_loss and job.losses[-1].seconds is not None:
             loss = job.losses[-1]
@@ -286,7 +286,7 @@ class Head:
             job = apply(job, action, now)
             if isinstance(action, Recreate):
                 self.errands.want(action, now)
-            if isinstance(action, Finish | Hold):
+            if isinstance(action, Finish | Hold | Rest):
                 self._look_now.set()
         return job
 
@@ -304,6 +304,7 @@ class Head:
             awake_since=self._awake_since,
             vanished=frozenset(n for n, at in unseen.items() if self.fleet.state_of(n, at) in ("terminated", "gone")),
             machines=self.agents.machines(self.fleet),
+            listed=self.fleet.instances is not None,
             replaced=self.errands.replaced,
             signs=self.signs.found,
         )

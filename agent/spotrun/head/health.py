@@ -106,8 +106,8 @@ class View:
     expected: how many nodes the pools have been asked for. waiting_since: when the newest node became ready, or the
     job came. began: when this head did. awake_since: since when it has been running without a gap. vanished: members
     of which this head has not heard and whose machines the cloud does not have any more. machines: all that the cloud
-    lists; none if it cannot be asked. replaced: the cluster's, in order. signs: of nodes that are looked for in the
-    bucket (`silence.watched`), by name.
+    lists; none if it cannot be asked. listed: whether it could be. replaced: the cluster's, in order. signs: of nodes
+    that are looked for in the bucket (`silence.watched`), by name.
     """
 
     now: float
@@ -119,6 +119,7 @@ class View:
     awake_since: float = 0.0
     vanished: frozenset[str] = frozenset()
     machines: tuple[Machine, ...] = ()
+    listed: bool = True
     replaced: tuple[Replacement, ...] = ()
     signs: Mapping[str, Sign] = field(default_factory=dict)
 

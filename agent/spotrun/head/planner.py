@@ -7,7 +7,7 @@ comes to the same decisions as the one before it.
 
 from __future__ import annotations
 
-from spotrun.head import absent, health, repair, saving, silence, stake
+from spotrun.head import absent, health, idle, repair, saving, silence, stake
 from spotrun.head.health import Node, View
 from spotrun.head.saving import DRAIN_AHEAD, SAVE_PATIENCE
 from spotrun.head.state import (
@@ -43,6 +43,8 @@ def plan(view: View) -> tuple[Action, ...]:
     spec = JobSpec.kept(job.spec)
     if spec.budget is not None and job.cost >= spec.budget and not job.stopping and job.ending is None:
         return (Stop(f"the budget of ${spec.budget:g} is spent"),)
+    if idle.resting(job):
+        return _assemble(view, spec)  # what is listed still is going
     lost = (*(each for each in _dead(view, spec) if repair.may_ask(view, each)), *repair.replacements(view))
     if job.current is None:
         return (*_assemble(view, spec), *lost)
@@ -54,7 +56,7 @@ def wanted(view: View, action: Recreate) -> bool:
 
     It is not while the cloud cannot be asked, nor once the job ends: what is to be done then is decided anew.
     """
-    if view.job.ended_already:
+    if view.job.ended_already or idle.resting(view.job):
         return False
     found = (*_dead(view, JobSpec.kept(view.job.spec)), *repair.wanted(view))
     return (action.node, action.created) in {(each.node, each.created) for each in found}
@@ -78,7 +80,7 @@ def _assemble(view: View, spec: JobSpec) -> tuple[Action, ...]:
             return (_start(job, ready, spec, None),)
     found = saving.secure(view, spec)
     if job.ending is None:
-        return found or ()
+        return (*(found or ()), *idle.decide(view, spec))
     if found is None or view.now > job.ending.deadline > 0 or stake.out_of_reach(view, spec, SAVE_PATIENCE):
         return (saving.closing(view, spec),)
     if job.ending.deadline == 0:

@@ -63,6 +63,19 @@ class Ending(Document):
     state: StateRef | None = None  # the newest one that nodes held when the job came to its end
 
 
+class Idle(Document):
+    """A job that has had fewer machines than it needs for some time; see `head.idle`.
+
+    since: when that began. tries: how often the cloud was asked again. next: when it is asked again; 0: the machines
+    are held still. until: when the try under way ends; 0: none is.
+    """
+
+    since: float
+    tries: int = 0
+    next: float = 0.0
+    until: float = 0.0
+
+
 class Replacement(Document):
     """A machine for which the cloud was asked for another.
 
@@ -118,6 +131,7 @@ class JobState(Kept):
     dumping: bool = False
     stopping: str = ""  # why it is to stop, if it is
     ending: Ending | None = None
+    idle: Idle | None = None
     restarts: int = 0
     failure: Failure | None = None
     failed_node: str = ""
@@ -228,6 +242,14 @@ class Finish:
 
 
 @dataclass(frozen=True)
+class Rest:
+    """Give the machines back, or ask for them again."""
+
+    idle: Idle
+    why: str
+
+
+@dataclass(frozen=True)
 class Recreate:
     """Replace a machine that is lost but that the cloud still counts. The fields are as in `Replacement`."""
 
@@ -237,7 +259,7 @@ class Recreate:
     created: float = 0.0
 
 
-Action = Start | Hold | Drain | Save | Unsave | Fail | Dump | Stop | Conclude | Resume | Finish | Recreate
+Action = Start | Hold | Drain | Save | Unsave | Fail | Dump | Stop | Conclude | Resume | Finish | Rest | Recreate
 
 
 def apply(job: JobState, action: Action, now: float) -> JobState:
@@ -285,8 +307,10 @@ def apply(job: JobState, action: Action, now: float) -> JobState:
             return job.model_copy(update={"ending": None, "phase": "waiting", "saving": None})
         case Finish():
             job = _end_generation(job, None, now)
-            final = {"phase": action.phase, "reason": action.reason, "ended": now, "saving": None, "ending": None}
-            return job.model_copy(update=final)
+            final = {"phase": action.phase, "reason": action.reason, "ended": now}
+            return job.model_copy(update=final | {"saving": None, "ending": None, "idle": None})
+        case Rest():
+            return job.model_copy(update={"idle": action.idle})
         case Recreate():
             return job  # the cluster's, not the job's: see `head.errands`
 

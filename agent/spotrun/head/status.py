@@ -10,7 +10,7 @@ from spotrun.head import ledger, repair, silence
 from spotrun.head.conditions import conditions
 from spotrun.head.fleet import Fleet
 from spotrun.head.health import View
-from spotrun.head.state import ENDED, Action, Drain, Fail, Finish, Hold, JobState, Resume, Start, Stop, Unsave
+from spotrun.head.state import ENDED, Action, Drain, Fail, Finish, Hold, JobState, Rest, Resume, Start, Stop, Unsave
 from spotrun.spec import ClusterSpec, JobSpec
 
 EVENTS = 50  # newest ones in a status document
@@ -130,6 +130,8 @@ def event(job: JobState, action: Action) -> tuple[str, str] | None:
             return "failure", f"{action.node} rank {action.failure.rank}: {action.failure.message}"
         case Unsave():
             return "checkpoint", f"given up: {action.reason}"
+        case Rest():
+            return "job", action.why
         case Stop():
             return "job", action.reason
         case Resume():

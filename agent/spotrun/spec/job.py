@@ -92,6 +92,7 @@ class JobSpec(Spec):
     hang_timeout: Interval = Field(default=300.0, description=INTERVAL)
     start_timeout: Interval = Field(default=600.0, description=INTERVAL)
     grow_interval: Duration = Field(default=30.0, description=DURATION)
+    hold_idle: Interval = Field(default=600.0, description=INTERVAL)
     heartbeat_timeout: Interval = Field(default=3.0, description=INTERVAL)
     env: dict[Annotated[str, AfterValidator(_env_name)], Text] = Field(default={}, description="a variable: its text")
     requirements: tuple[Annotated[str, Strict(), AfterValidator(_requirement)], ...] = Field(
