@@ -244,7 +244,10 @@ class FakeGce:
         return next(each for (_, key), each in self._methods.groups.items() if key == name)
 
     def _vm(self, name: str) -> Vm:
-        return next(vm for vm in self._methods.vms() if vm.resource.name == name)
+        found = next((vm for vm in self._methods.vms() if vm.resource.name == name), None)
+        if found is None:
+            raise LookupError(name)
+        return found
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         try:

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from spotrun.store import Store, head_key
-from spotrun.wire import MAX_MESSAGE, HeadRecord, Order, Report
+from spotrun.wire import MAX_MESSAGE, NODE_HEADER, REFUSAL_HEADER, HeadRecord, Order, Report
 from tests.helpers import await_for
 
 
@@ -50,14 +50,17 @@ def certificate() -> tuple[ssl.SSLContext, str]:
 
 
 class FakeHead:
-    """A head without a mind: it keeps the newest report of each node and sends the orders it is given."""
+    """A head without a mind: it keeps the newest report of each node and sends the orders it is given.
 
-    def __init__(self, store: Store, cluster: str = "test", token: str = "t0ken", epoch: int = 1) -> None:
-        self.store, self.cluster, self.token, self.epoch = store, cluster, token, epoch
+    refusal: why it lets nobody in.
+    """
+
+    def __init__(self, store: Store, cluster: str = "test", epoch: int = 1, refusal: str = "") -> None:
+        self.store, self.cluster, self.epoch, self.refusal = store, cluster, epoch, refusal
         self.reports: dict[str, Report] = {}
         self.history: list[Report] = []
         self.orders: dict[str, Order] = {}
-        self.refused: list[str] = []  # what came as Authorization and was not the token
+        self.visits: list[tuple[str, str, str]] = []  # node, address, Authorization
         self.sockets: dict[str, web.WebSocketResponse] = {}
         self._runner: web.AppRunner | None = None
 
@@ -70,9 +73,7 @@ class FakeHead:
         site = web.TCPSite(self._runner, "127.0.0.1", 0, ssl_context=context)
         await site.start()
         port = self._runner.addresses[0][1]
-        self.record = HeadRecord(
-            epoch=self.epoch, address="127.0.0.1", port=port, fingerprint=fingerprint, token=self.token
-        )
+        self.record = HeadRecord(epoch=self.epoch, address="127.0.0.1", port=port, fingerprint=fingerprint)
         if publish:
             self.publish(self.record)
         return self.record
@@ -106,9 +107,9 @@ class FakeHead:
         return report
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
-        if request.headers.get("Authorization") != f"Bearer {self.token}":
-            self.refused.append(request.headers.get("Authorization", ""))
-            return web.Response(status=401)
+        self.visits.append((request.headers[NODE_HEADER], str(request.remote), request.headers["Authorization"]))
+        if self.refusal:
+            return web.Response(status=401, headers={REFUSAL_HEADER: self.refusal})
         socket = web.WebSocketResponse(max_msg_size=MAX_MESSAGE)
         await socket.prepare(request)
         node = ""

@@ -359,6 +359,10 @@ def _set(owner: type, **methods: Any) -> None:
 def answer(region: str, question: dict[str, Any]) -> object:
     if "notices" in question:
         return NOTICES
+    if "address" in question:
+        name, address = question["address"]
+        for machine in (each for each in _machines(region) if each.id == name):
+            machine.nics[0].private_ip_address = address
     if "quota" in question:
         code, value = question["quota"]
         QUOTAS[code] = (QUOTAS[code][0], value)

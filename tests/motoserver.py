@@ -85,6 +85,10 @@ class Moto:
         """Set one of EC2's quotas, such as L-3819A6DF. Each is 64 at the start."""
         self._ask({"quota": [code, value]})
 
+    def assign_address(self, machine: str, address: str) -> None:
+        """The private address of a machine, for one that is really somewhere."""
+        self._ask({"address": [machine, address]})
+
     def notices(self) -> list[dict[str, Any]]:
         """Spot interruptions that were sent: `instance`, and `at`, epoch seconds of its end."""
         found: list[dict[str, Any]] = self._ask({"notices": []})

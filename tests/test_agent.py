@@ -18,9 +18,10 @@ import zstandard
 from spotrun import shards
 from spotrun.node import code
 from spotrun.node.link import Link
+from spotrun.node.metadata import Identity
 from spotrun.node.process import OOM_SCORE, descendants
 from spotrun.store import Store, checkpoint_key, code_key, head_key, host_key
-from spotrun.wire import MAX_MESSAGE, HostRecord, Order, Report, SaveOrder, StateRef
+from spotrun.wire import MAX_MESSAGE, HostRecord, Order, Report, SaveOrder, StateRef, hash_of
 from tests.fakehead import FakeHead
 from tests.fakenode import HELPER, TOY, Machine, put_code, world
 from tests.helpers import await_for
@@ -45,8 +46,18 @@ async def test_a_generation_runs_to_its_end(tmp_path: Path) -> None:
         idle = await w.head.wait(A, lambda r: r.phase == "idle", "idle")
         assert (idle.pool, idle.zone, idle.address, idle.ssh_port) == ("pool", "zone-a", machine.address, 2222)
         record = HostRecord.model_validate_json(w.store.get(host_key("test", A)))
+        ((name, address, given),) = [visit for visit in w.head.visits if visit[0] == A]
+        secret = given.removeprefix("Bearer ")
+        assert (name, address) == (A, machine.address), "it comes from the address that the cloud lists for it"
+        assert len(secret) > 40
         assert record == HostRecord(
-            node=A, address=machine.address, port=2222, keys=(f"ssh-ed25519 AAAA{A}",), machine=A, zone="zone-a"
+            node=A,
+            address=machine.address,
+            port=2222,
+            keys=(f"ssh-ed25519 AAAA{A}",),
+            machine=A,
+            zone="zone-a",
+            token_sha256=hash_of(secret),
         )
 
         bundle = w.bundle("--steps", "40", env={"TONE": "blue"})
@@ -268,22 +279,23 @@ async def test_the_head_goes_away_and_training_goes_on(tmp_path: Path) -> None:
         await w.head.stop()
 
         # An impostor at the head's place: its certificate is not the one in the bucket, so it never sees the token.
-        impostor = FakeHead(w.store, token="other", epoch=1)
+        impostor = FakeHead(w.store, epoch=1, refusal="wrong token")
         record = await impostor.start(publish=False)
         impostor.publish(record.model_copy(update={"fingerprint": "ab" * 32}))
         await await_for(lambda: "not the one in clusters/test/head.json: refused" in w.machines[0].log, what="refusal")
-        assert impostor.refused == []
-        # Junk in the bucket; then the right certificate with a token that the head does not know.
+        assert impostor.visits == []
+        # Junk in the bucket; then the right certificate, and a head that does not know the token.
         w.store.put(head_key("test"), b"{junk")
         await await_for(lambda: "clusters/test/head.json is not a head's record" in w.machines[0].log, what="refusal")
-        impostor.publish(record.model_copy(update={"token": "stolen"}))
+        impostor.publish(record)
         await await_for(
-            lambda: "refuses the token in clusters/test/head.json (status 401)" in w.machines[0].log, what="refusal"
+            lambda: "the head refuses this node: wrong token (status 401)" in w.machines[0].log, what="refusal"
         )
+        assert all(visit[2] != "Bearer " for visit in impostor.visits)
         assert impostor.reports == {}
         await impostor.stop()
 
-        w.head = FakeHead(w.store, token="new", epoch=2)
+        w.head = FakeHead(w.store, epoch=2)
         w.head.orders[A] = order.model_copy(update={"epoch": 2})
         await w.head.start()
         after = await w.head.wait(A, lambda r: r.workers and r.workers[0].step > 0, "a report")
@@ -419,7 +431,7 @@ async def test_the_link_ends_when_told_even_while_it_is_lost(tmp_path: Path, mon
     store = Store(str(tmp_path))
     head = FakeHead(store)
     await head.start()
-    link = Link(store, "test", lambda order: None)
+    link = Link(store, "test", Identity(A, "zone-a", "127.0.9.2", A), lambda order: None)
     task = asyncio.create_task(link.run())
     await await_for(lambda: link.connected, what="a link")
     await head.stop()

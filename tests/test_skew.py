@@ -18,9 +18,10 @@ from spotrun import checkpoints
 from spotrun.errors import SpecError, SpotrunError, UnreadableError
 from spotrun.head import parking
 from spotrun.head.boot import until_changed
+from spotrun.head.door import _report
 from spotrun.head.head import Head
 from spotrun.head.own import Own
-from spotrun.head.server import _control_app, _report
+from spotrun.head.server import _control_app
 from spotrun.head.state import JobState
 from spotrun.spec import ClusterSpec, JobSpec, described, digest, load_job
 from spotrun.store import Store, checkpoint_key, cluster_key, job_key, queue_key, replaced_key

@@ -8,12 +8,15 @@ WebSocket. Nothing here does I/O.
 
 from __future__ import annotations
 
+import hashlib
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 MAX_MESSAGE = 1 << 20  # bytes; a larger frame is refused and the link closed
 FORMAT = 1  # of the documents in the bucket: see `Kept`
+NODE_HEADER = "Spotrun-Node"  # of an agent's request for a link: the node that it is; `Authorization` has its secret
+REFUSAL_HEADER = "Spotrun-Refusal"  # of the answer, if it is no link: why
 
 
 class Document(BaseModel):
@@ -200,13 +203,13 @@ class Report(Document):
 
 
 class HeadRecord(Kept):
-    """clusters/<name>/head.json: how agents find and trust the head."""
+    """clusters/<name>/head.json: how agents find and trust the head. It holds no secret."""
 
     epoch: int
     address: str
     port: int
     fingerprint: str  # sha256 of the TLS certificate, hex
-    token: str
+    token: str = ""  # empty; heads up to version 0.1 wrote a secret here that all agents shared
 
 
 class QueueRecord(Kept):
@@ -216,7 +219,7 @@ class QueueRecord(Kept):
 
 
 class HostRecord(Kept):
-    """clusters/<name>/hosts/<node>.json: how operators reach and trust a node over SSH."""
+    """clusters/<name>/hosts/<node>.json: how operators reach and trust a node over SSH, and the head its agent."""
 
     node: str
     address: str
@@ -224,6 +227,7 @@ class HostRecord(Kept):
     keys: tuple[str, ...]  # "ssh-ed25519 AAAA…" lines
     machine: str = ""  # what the cloud's own way in knows it by: GCE's name, EC2's instance id
     zone: str = ""
+    token_sha256: str = ""  # `hash_of` the secret that this node's agent shows the head; the head's own has none
 
 
 class AliveRecord(Kept):
@@ -267,6 +271,11 @@ def problem(error: ValueError) -> str:
     first = error.errors()[0]
     where = ".".join(map(str, first["loc"]))
     return f"{where}: {first['msg'].removeprefix('Value error, ')}".removeprefix(": ")
+
+
+def hash_of(secret: str) -> str:
+    """What may be known of an agent's secret, in hex: nobody finds the secret from it."""
+    return hashlib.sha256(secret.encode(errors="surrogateescape")).hexdigest()
 
 
 Part.model_rebuild()

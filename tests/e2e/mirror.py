@@ -8,6 +8,7 @@ With another program than this module's, machines are something else: tests.imag
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import shutil
 import subprocess
@@ -21,7 +22,7 @@ from pathlib import Path
 from spotrun.cloud.base import Market
 from spotrun.cloud.local import machines, metadata, procs
 from spotrun.cloud.local.daemon import claim_subnet
-from spotrun.cloud.local.layout import HEAD, Config, Layout, Pool, base_environment, remove_tree
+from spotrun.cloud.local.layout import HEAD, Config, Layout, Pool, base_environment, remove_tree, write_json
 from tests.motoserver import ACCOUNT
 
 LOOK = 0.1  # seconds between two looks at the cloud's list
@@ -48,7 +49,7 @@ class Mirror:
 
     folder: for what the machines write. flavour: of their metadata, gce or ec2. key: the operator's, which they
     accept. environment: for them, besides what every machine of the local cloud has. program: a module that follows
-    the list, with words of its own.
+    the list, with words of its own. assign: tells the cloud the address of a machine, which it is to list.
     """
 
     def __init__(
@@ -59,13 +60,15 @@ class Mirror:
         key: Path,
         environment: Mapping[str, str],
         listing: Callable[[], list[Listed]],
+        assign: Callable[[str, str], None],
         program: Sequence[str] = PROCESSES,
     ) -> None:
         self._layout = Layout(folder.resolve())
         self.table = self._layout.state / "machines.json"  # name: address, for whoever plays the way in
         self._layout.state.mkdir(parents=True)
         shutil.copy(f"{key}.pub", f"{self._layout.key}.pub")
-        self._listing = listing
+        self._listing, self._assign = listing, assign
+        self._assigned: dict[str, str] = {}
         self._ended = threading.Event()
         self._failure: BaseException | None = None
         with (folder / "mirror.log").open("wb") as output:
@@ -101,8 +104,18 @@ class Mirror:
                 listed = [asdict(each) for each in self._listing()]
                 self._process.stdin.write(json.dumps(listed) + "\n")
                 self._process.stdin.flush()
+                self._tell_addresses({each["name"]: each["id"] for each in listed})
         except BaseException as error:
             self._failure = error
+
+    def _tell_addresses(self, ids: Mapping[str, str]) -> None:
+        """Have the cloud list the addresses that its machines really have here."""
+        path = self._layout.state / "addresses.json"
+        for name, address in json.loads(path.read_text()).items() if path.exists() else ():
+            if name in ids and self._assigned.get(ids[name]) != address:
+                with contextlib.suppress(LookupError):  # it has gone meanwhile
+                    self._assign(name, address)
+                    self._assigned[ids[name]] = address
 
 
 class Group(machines.Group):
@@ -173,10 +186,9 @@ async def follow(make: Make, folder: Path, flavour: str, region: str, environmen
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     while line := await lines.readline():
         group.show([Listed(**each) for each in json.loads(line)])
-        table = layout.state / "machines.json"
-        doors = {node.name: group.door(node) for node in group.nodes.values()}
-        table.with_suffix(".part").write_text(json.dumps(doors))
-        table.with_suffix(".part").replace(table)
+        nodes = group.nodes.values()
+        write_json(layout.state / "machines.json", {node.name: group.door(node) for node in nodes})
+        write_json(layout.state / "addresses.json", {node.name: node.address for node in nodes})
     await group.close()
     claim.close()
 

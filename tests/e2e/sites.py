@@ -185,7 +185,9 @@ def aws(folder: Path, terraform: Tools, notice: float = NOTICE, machines: Sequen
     """notice: seconds from it to a machine's end. machines: the program that plays them, as for `Mirror`."""
     with motoserver.running(notice=notice) as account:
         site = Aws(account, folder, tools.install_real_terraform(folder / "bin", terraform))
-        with _machines(folder, "ec2", account.region, account.environment, site.listing, machines) as table:
+        with _machines(
+            folder, "ec2", account.region, account.environment, site.listing, account.assign_address, machines
+        ) as table:
             tools.install(folder / "bin", "aws", table)
             yield site
 
@@ -206,7 +208,13 @@ def gcp(folder: Path, notice: float = NOTICE, machines: Sequence[str] = PROCESSE
         with (
             serving.serve(build) as (_, url),
             _machines(
-                folder, "gce", "us-central1", {**gce.environment, **gcs.environment}, site.listing, machines
+                folder,
+                "gce",
+                "us-central1",
+                {**gce.environment, **gcs.environment},
+                site.listing,
+                gce.assign_address,
+                machines,
             ) as table,
         ):
             tools.install(folder / "bin", "gcp", table)
@@ -221,12 +229,13 @@ def _machines(
     region: str,
     environment: Mapping[str, str],
     listing: Listing,
+    assign: Callable[[str, str], None],
     machines: Sequence[str],
 ) -> Iterator[Path]:
     key = folder / "home" / "id_ed25519"
     key.parent.mkdir(parents=True)
     ensure_key(key)
-    mirror = Mirror(folder / "mirror", flavour, region, key, environment, listing, machines)
+    mirror = Mirror(folder / "mirror", flavour, region, key, environment, listing, assign, machines)
     try:
         yield mirror.table
     finally:

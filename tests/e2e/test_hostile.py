@@ -18,7 +18,7 @@ import zstandard
 from scripts import control, ssh
 from spotrun.errors import SpotrunError
 from spotrun.store import checkpoint_key, code_key, head_key, host_key
-from spotrun.wire import MAX_MESSAGE, HeadRecord, HostRecord, Manifest
+from spotrun.wire import MAX_MESSAGE, NODE_HEADER, HeadRecord, HostRecord, Manifest, hash_of
 from tests.e2e.harness import Harness, sample_ids
 from tests.helpers import wait_for
 
@@ -31,12 +31,16 @@ def head_log(cluster: Harness) -> str:
     return "".join(path.read_text() for path in (cluster.access.scratch / "nodes" / "head-0").glob("*.log"))
 
 
-async def knock(record: HeadRecord, token: str, messages: list[bytes | str]) -> tuple[int, Any]:
-    """Connect as an agent would. (HTTP status, WebSocket close code)."""
+async def knock(
+    record: HeadRecord, node: HostRecord, token: str, messages: list[bytes | str], address: str = ""
+) -> tuple[int, Any]:
+    """Connect as this node's agent would, or from another address. (HTTP status, WebSocket close code)."""
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    url, headers = f"wss://{record.address}:{record.port}/agent", {"Authorization": f"Bearer {token}"}
-    async with aiohttp.ClientSession() as session:
+    url = f"wss://{record.address}:{record.port}/agent"
+    headers = {"Authorization": f"Bearer {token}", NODE_HEADER: node.node}
+    connector = aiohttp.TCPConnector(local_addr=(address or node.address, 0))
+    async with aiohttp.ClientSession(connector=connector) as session:
         try:
             async with session.ws_connect(url, headers=headers, ssl=context) as link:
                 for message in messages:
@@ -52,17 +56,25 @@ def test_junk_at_the_head_while_a_job_trains(cluster: Harness) -> None:
     """Wrong tokens, junk, huge frames and wrong documents close at most their own link."""
     job = cluster.submit(nodes={"min": 2, "max": 2}, epochs=1, samples=2000, batch=4)
     before = cluster.until_step(20)
-    record = head_record(cluster)
-    assert asyncio.run(knock(record, "wrong", [])) == (401, None)
-    assert asyncio.run(knock(record, "", [])) == (401, None)
+    record, store = head_record(cluster), cluster.access.store
+    key = host_key(cluster.spec.name, before["job"]["members"][0])
+    node = HostRecord.model_validate_json(store.get(key))
+    assert asyncio.run(knock(record, node, "wrong", [])) == (401, None)
+    assert asyncio.run(knock(record, node, record.token, [])) == (401, None)
+    assert asyncio.run(knock(record, node, "wrong", [], "127.0.0.1")) == (403, None)
+    # From here on as someone who may write that node's own record.
+    forged = node.model_copy(update={"token_sha256": hash_of("mine")})
+    store.put(key, forged.model_dump_json().encode())
     junk: list[bytes | str] = ["{", "[]", "null", json.dumps({"kind": "report", "node": "x"}), b"\x00\xff"]
-    assert asyncio.run(knock(record, record.token, junk)) == (101, 1008)
+    assert asyncio.run(knock(record, node, "mine", junk)) == (101, 1008)
     # 1009 where the answer comes through; 1006 where the rest of the frame was still on its way when the link closed.
-    status, code = asyncio.run(knock(record, record.token, ["x" * (MAX_MESSAGE + 1)]))
+    status, code = asyncio.run(knock(record, node, "mine", ["x" * (MAX_MESSAGE + 1)]))
     assert status == 101
     assert code in (1009, 1006)
+    store.put(key, node.model_dump_json().encode())
     log = head_log(cluster)
     assert "wrong token" in log
+    assert "refused" in {event["kind"] for event in cluster.status()["events"]}
     assert "refused a message" in log
     final = cluster.until_ended()
     assert (final["phase"], final["generation"], final["losses"]) == ("succeeded", before["job"]["generation"], [])

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Fleet:
-    """The pools of one cluster. instances is None while the cloud cannot be asked.
+    """The pools of one cluster. instances is None while the cloud cannot be asked; listed is then what it told last.
 
     away: pools that it cannot be asked about, as their zone is out, and since when. Of those, `instances` and `sizes`
     are the last known ones, nothing is asked for, and others stand in for what is not heard there.
@@ -32,8 +32,9 @@ class Fleet:
         self.sizes: dict[str, int] = {}
         self.away: dict[str, Problem] = {}
         self.prices: dict[str, float] = {}
+        self.listed: list[Instance] | None = None  # None: the cloud has never answered
+        self.looked = asyncio.Condition()  # notified after each look, whatever came of it
         self._cloud = cloud
-        self._listed: list[Instance] = []  # the last known, also while the whole cloud does not answer
         self._problems: list[Problem] = []  # as the cloud told them last
         self._unpriced = "the cloud has not been asked yet"  # why `prices` is not its word; "" if it is
         self._refused: set[str] = set()  # pools that did not take their last size
@@ -45,17 +46,10 @@ class Fleet:
         """
         before = {(problem.pool, problem.message) for problem in self.problems}
         try:
-            # At once: a zone that is out takes each of them a while.
-            (sizes, unsized), (found, unlisted) = await asyncio.gather(
-                _known(self._cloud.sizes), _known(self._cloud.nodes)
-            )
-        except SpotrunError:
-            self.instances = None
-            raise
-        self._note_away(unsized | unlisted)
-        self.sizes = {pool: size for pool, size in self.sizes.items() if pool in unsized} | sizes
-        last = [instance for instance in self._listed if instance.pool in unlisted]
-        self.instances = self._listed = [each for each in (*last, *found) if self.cluster.pool(each.pool)]
+            await self._list()
+        finally:
+            async with self.looked:
+                self.looked.notify_all()
         # Each for itself: problems that cannot be told must not keep a budget from being held.
         try:
             self.prices, self._unpriced = await self._cloud.prices(), ""
@@ -142,6 +136,20 @@ class Fleet:
             return None
         # A machine made after this agent was last heard is its successor.
         return "gone" if instance is None or instance.created > heard else instance.state
+
+    async def _list(self) -> None:
+        try:
+            # At once: a zone that is out takes each of them a while.
+            (sizes, unsized), (found, unlisted) = await asyncio.gather(
+                _known(self._cloud.sizes), _known(self._cloud.nodes)
+            )
+        except SpotrunError:
+            self.instances = None
+            raise
+        self._note_away(unsized | unlisted)
+        self.sizes = {pool: size for pool, size in self.sizes.items() if pool in unsized} | sizes
+        last = [instance for instance in self.listed or () if instance.pool in unlisted]
+        self.instances = self.listed = [each for each in (*last, *found) if self.cluster.pool(each.pool)]
 
     def _note_away(self, missing: dict[str, str]) -> None:
         now, before = time.time(), self.away  # the first words stay: the next ones are news of nothing

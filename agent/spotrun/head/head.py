@@ -97,6 +97,10 @@ class Head:
             self._changed.set()
             self._look_now.set()
 
+    def look(self) -> None:
+        """Have the cloud be asked now: something is not as it told last."""
+        self._look_now.set()
+
     async def submit(self, job: dict[str, object], code: str) -> str:
         """Queue a job; its id. Raises `SpecError`."""
         spec = JobSpec.kept(job)  # the operator, who read the file, may be of another version

@@ -1,8 +1,4 @@
-"""The head's doors: a TLS WebSocket for agents, a Unix socket for `spotrun ctl`, and the process around both.
-
-What comes in is untrusted until it has shown the token, and is validated after: a bad message is refused, logged,
-and closes at most its own link.
-"""
+"""The head's server: its certificate, its Unix socket for `spotrun ctl`, and the process around those and the door."""
 
 from __future__ import annotations
 
@@ -10,10 +6,8 @@ import asyncio
 import contextlib
 import datetime
 import hashlib
-import hmac
 import logging
 import math
-import secrets
 import signal
 import socket
 import ssl
@@ -23,7 +17,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from aiohttp import WSMsgType, web
+from aiohttp import web
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -32,18 +26,17 @@ from pydantic import ValidationError
 
 from spotrun.errors import SpotrunError, StoreError
 from spotrun.head import parking
+from spotrun.head.door import Door
 from spotrun.head.head import Head
 from spotrun.head.state import JobState, Stop, apply
 from spotrun.head.status import job_status
 from spotrun.store import Store, epoch_key, head_key
 from spotrun.text import to_json
-from spotrun.wire import MAX_MESSAGE, HeadRecord, Order, Report
+from spotrun.wire import HeadRecord
 
 log = logging.getLogger(__name__)
 
 PORT = 8470
-HEARTBEAT = 5.0  # seconds between WebSocket pings; reports themselves come twice a second
-BAD_MESSAGES = 5  # in a row from one link before it is closed
 FOLLOW_EVERY = 0.2  # seconds between two lines of `ctl follow` at the least
 ALIVE_EVERY = 5.0  # seconds after which a line that has nothing new is an empty one: the head is there
 NEWEST = 10  # jobs that are listed when all of them would be too many
@@ -62,9 +55,8 @@ async def serve(
 
     `on_serving` is called with the address when agents can find it.
     """
-    token = secrets.token_urlsafe(32)
     context, fingerprint = await asyncio.to_thread(_certificate)
-    agents = web.AppRunner(_agent_app(head, token), access_log=None)
+    agents = web.AppRunner(Door(head).app(), access_log=None)
     operators = web.AppRunner(_control_app(head), access_log=None)
     await agents.setup()
     await operators.setup()
@@ -73,7 +65,7 @@ async def serve(
         control.unlink(missing_ok=True)
         await web.UnixSite(operators, str(control)).start()
         control.chmod(0o600)
-        record = HeadRecord(epoch=head.epoch, address=address, port=port, fingerprint=fingerprint, token=token)
+        record = HeadRecord(epoch=head.epoch, address=address, port=port, fingerprint=fingerprint)
         await asyncio.to_thread(head.store.put, head_key(head.cluster.name), record.model_dump_json().encode())
         log.info("head %d of cluster %s listens on %s:%d", head.epoch, head.cluster.name, address, port)
         on_serving(f"{address}:{port}")
@@ -137,67 +129,6 @@ def _certificate() -> tuple[ssl.SSLContext, str]:
         path.write_bytes(private + certificate.public_bytes(serialization.Encoding.PEM))
         context.load_cert_chain(path)
     return context, hashlib.sha256(der).hexdigest()
-
-
-def _agent_app(head: Head, token: str) -> web.Application:
-    app = web.Application(client_max_size=MAX_MESSAGE)
-
-    async def agent(request: web.Request) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(), token.encode()):
-            log.warning("refused %s: wrong token", request.remote)
-            return web.json_response({"error": "wrong token: read head.json again"}, status=401)
-        return await _link(head, request)
-
-    app.router.add_get("/agent", agent)
-    return app
-
-
-async def _link(head: Head, request: web.Request) -> web.WebSocketResponse:
-    """One agent's link, until it closes. Orders go out through a queue that keeps only the newest."""
-    socket_ = web.WebSocketResponse(max_msg_size=MAX_MESSAGE, heartbeat=HEARTBEAT)
-    await socket_.prepare(request)
-    orders: asyncio.Queue[Order] = asyncio.Queue()
-
-    def send(order: Order) -> None:
-        while not orders.empty():
-            orders.get_nowait()
-        orders.put_nowait(order)
-
-    sender = asyncio.create_task(_send(socket_, orders))
-    node, bad = "", 0
-    try:
-        async for message in socket_:
-            report = _report(message.data) if message.type is WSMsgType.TEXT else "not a text frame"
-            if isinstance(report, str) or (node and report.node != node):
-                bad += 1
-                log.warning("refused a message from %s (%s): %s", node or "?", request.remote, report)
-                if bad >= BAD_MESSAGES:
-                    await socket_.close(code=1008, message=b"too many bad messages")
-                continue
-            node, bad = report.node, 0
-            head.hear(report, send)
-    finally:
-        sender.cancel()
-        if node:
-            head.lose(node, send)
-        await asyncio.gather(sender, return_exceptions=True)
-    return socket_
-
-
-async def _send(link: web.WebSocketResponse, orders: asyncio.Queue[Order]) -> None:
-    with contextlib.suppress(ConnectionError):
-        while True:
-            await link.send_str((await orders.get()).model_dump_json())
-
-
-def _report(text: str) -> Report | str:
-    """The report, or what is wrong with it in a line."""
-    try:
-        return Report.model_validate_json(text)
-    except ValidationError as error:
-        first = error.errors()[0]
-        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
 
 
 def _control_app(head: Head) -> web.Application:

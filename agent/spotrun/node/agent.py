@@ -67,7 +67,7 @@ class Agent:
         self.identity = identity
         self.cluster = attributes[names.CLUSTER]
         self.store = store
-        self.link = Link(store, self.cluster, self.obey, self._tell_systemd)
+        self.link = Link(store, self.cluster, identity, self.obey, self._tell_systemd)
         self.logs = Logs(store)
         self.unfit: tuple[str, ...] | None = None  # what is wrong with this machine; None: not known yet
         self._settings, self._systemd = settings, systemd

@@ -11,8 +11,7 @@ from dataclasses import replace
 
 import aiohttp
 
-from spotrun.errors import SpotrunError
-from spotrun.node import code, hosts
+from spotrun.node import code
 from spotrun.node.agent import Agent, Settings
 from spotrun.node.alive import Alive
 from spotrun.node.gate import Gate
@@ -62,7 +61,6 @@ async def _live(settings: Settings, systemd: Systemd) -> None:
         systemd.status(f"looking for the head of {agent.cluster}, and whether this machine is fit")
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(_register(agent))
                 tasks.create_task(gate.run())
                 tasks.create_task(watch(metadata, agent.notify))
                 tasks.create_task(agent.link.run())
@@ -86,15 +84,4 @@ async def _who_am_i(metadata: Metadata) -> tuple[Identity, dict[str, str]]:
             log.warning("the machine's metadata has no %s; trying again", ", ".join(missing))
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             log.warning("metadata: no usable answer, trying again: %r", error)
-        await asyncio.sleep(RETRY)
-
-
-async def _register(agent: Agent) -> None:
-    """Publish the machine's SSH host keys, by which operators will know it."""
-    while True:
-        try:
-            await asyncio.to_thread(hosts.publish, agent.store, agent.cluster, agent.identity.name, agent.identity)
-            return
-        except SpotrunError as error:
-            log.warning("host keys not published, trying again: %s", error)
         await asyncio.sleep(RETRY)

@@ -1,4 +1,4 @@
-"""How operators will know this machine over SSH: its host keys, put into the bucket by the machine itself."""
+"""How this machine is known: its SSH host keys and its agent's token, put into the bucket by the machine itself."""
 
 from __future__ import annotations
 
@@ -7,18 +7,25 @@ from pathlib import Path
 
 from spotrun.node.metadata import Identity
 from spotrun.store import Store, host_key
-from spotrun.wire import HostRecord
+from spotrun.wire import HostRecord, hash_of
 
 
-def publish(store: Store, cluster: str, name: str, identity: Identity) -> None:
+def publish(store: Store, cluster: str, name: str, identity: Identity, secret: str = "") -> None:
     """Write clusters/<cluster>/hosts/<name>.json. Raises `StoreError`.
 
+    secret: what this node's agent shows the head; its hash goes into the record.
     SPOTRUN_SSH_KEYS and SPOTRUN_SSH_PORT say where this machine's SSH server has its keys and listens.
     """
     folder = Path(os.environ.get("SPOTRUN_SSH_KEYS", "/etc/ssh"))
     keys = [" ".join(path.read_text().split()[:2]) for path in sorted(folder.glob("ssh_host_*_key.pub"))]
     port = int(os.environ.get("SPOTRUN_SSH_PORT", "22"))
     record = HostRecord(
-        node=name, address=identity.address, port=port, keys=tuple(keys), machine=identity.machine, zone=identity.zone
+        node=name,
+        address=identity.address,
+        port=port,
+        keys=tuple(keys),
+        machine=identity.machine,
+        zone=identity.zone,
+        token_sha256=hash_of(secret) if secret else "",
     )
     store.put(host_key(cluster, name), record.model_dump_json().encode())

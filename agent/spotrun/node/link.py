@@ -1,5 +1,7 @@
 """The agent's end of the link to the head: a WebSocket over TLS, pinned to the certificate named in the bucket.
 
+The head knows this node by its address and by a secret whose hash is in the node's own record in the bucket.
+
 Both sides send whole documents, so the link may break and come back at any time: the newest one counts. Training
 goes on meanwhile.
 """
@@ -9,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import time
 from collections.abc import Callable
 
@@ -16,8 +19,10 @@ import aiohttp
 from pydantic import ValidationError
 
 from spotrun.errors import LinkError, SpotrunError
+from spotrun.node import hosts
+from spotrun.node.metadata import Identity
 from spotrun.store import Store, head_key
-from spotrun.wire import MAX_MESSAGE, HeadRecord, Order, Report
+from spotrun.wire import MAX_MESSAGE, NODE_HEADER, REFUSAL_HEADER, HeadRecord, Order, Report
 
 log = logging.getLogger(__name__)
 
@@ -39,13 +44,16 @@ class Link:
         self,
         store: Store,
         cluster: str,
+        identity: Identity,
         on_order: Callable[[Order], None],
         on_joined: Callable[[], None] = lambda: None,
     ) -> None:
         self.connected = False
         self.joined = ""
-        self._store = store
+        self._store, self._cluster, self._identity = store, cluster, identity
         self._key = head_key(cluster)
+        self._secret = secrets.token_urlsafe(32)  # of this agent, for as long as it lives
+        self._introduced = False  # whether the bucket has this node's record, with the secret's hash
         self._on_order, self._on_joined = on_order, on_joined
         self._report: Report | None = None
         self._changed = asyncio.Event()
@@ -69,15 +77,19 @@ class Link:
         while True:
             began = time.monotonic()
             try:
-                record = await self._find_head()
+                # At once: each is a round trip to the bucket.
+                record, _ = await asyncio.gather(self._find_head(), self._introduce())
                 await self._talk(record)
                 problem, said = "the link to the head was lost", ""
             except aiohttp.ServerFingerprintMismatch as error:
                 found = error.got.hex()
                 problem = f"{error.host}:{error.port} shows certificate {found}, not the one in {self._key}: refused"
             except aiohttp.WSServerHandshakeError as error:
-                reason = f"the head refuses the token in {self._key}" if error.status in (401, 403) else error.message
-                problem = f"no link: {reason} (status {error.status})"
+                # The record may have been removed, as by a `make down` that was broken off.
+                self._introduced = self._introduced and error.status != 401
+                reason = error.headers.get(REFUSAL_HEADER) if error.headers else None
+                reason = reason or "it does not say why"
+                problem = f"no link: the head refuses this node: {reason} (status {error.status})"
             except (SpotrunError, aiohttp.ClientError, OSError, TimeoutError) as error:
                 problem = f"no link to the head: {error!r}" if not isinstance(error, SpotrunError) else str(error)
             if problem != said:
@@ -87,6 +99,13 @@ class Link:
                 pause = BACKOFF[0]
             await asyncio.sleep(pause)
             pause = min(2 * pause, BACKOFF[1])
+
+    async def _introduce(self) -> None:
+        """Publish by what operators and the head will know this machine: its host keys, the hash of its secret."""
+        if not self._introduced:
+            identity = self._identity
+            await asyncio.to_thread(hosts.publish, self._store, self._cluster, identity.name, identity, self._secret)
+            self._introduced = True
 
     async def _find_head(self) -> HeadRecord:
         data = await asyncio.to_thread(self._store.find, self._key)
@@ -104,9 +123,12 @@ class Link:
         """One connection, until it ends. The certificate is compared before anything is sent."""
         url = f"https://{record.address}:{record.port}/agent"
         pin = aiohttp.Fingerprint(bytes.fromhex(record.fingerprint))
-        headers = {"Authorization": f"Bearer {record.token}"}
+        identity = self._identity
+        headers = {"Authorization": f"Bearer {record.token or self._secret}", NODE_HEADER: identity.name}
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT)
-        async with aiohttp.ClientSession(timeout=timeout, trust_env=False) as session:
+        # From the address that the cloud lists for this machine, of all that it may have.
+        connector = aiohttp.TCPConnector(local_addr=(identity.address, 0) if identity.address else None)
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=False) as session:
             async with asyncio.timeout(2 * CONNECT_TIMEOUT):
                 socket = await session.ws_connect(
                     url,
