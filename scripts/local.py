@@ -27,6 +27,7 @@ def access(cluster: ClusterSpec, file: str) -> Access:
 def up(cluster: ClusterSpec, file: str) -> control.Status:
     """Start what does not run, and wait for the head."""
     layout = Layout.of(home(), cluster.name)
+    layout.make()
     store = _store(cluster, layout)
     store.put(cluster_key(cluster.name), cluster.document().encode())
     client.up(cluster, home())

@@ -9,7 +9,7 @@ from scripts.doors import Door, Iap, Ssm
 from scripts.hint import make
 from scripts.home import home
 from scripts.ssh import HEAD, Access, Unreachable
-from spotrun import cloud
+from spotrun import cloud, private
 from spotrun.cloud.local.layout import ensure_key
 from spotrun.errors import CloudError, NotFound, SpecError, SpotrunError
 from spotrun.spec import ClusterSpec, described
@@ -143,7 +143,8 @@ def _list(store: Store, prefix: str) -> list[str]:
 def _access(cluster: ClusterSpec, file: str) -> Access:
     account = cloud.account(cluster)
     folder = home() / "clusters" / cluster.name
-    folder.mkdir(parents=True, exist_ok=True)
+    private.folder(folder.parent)
+    private.folder(folder)
     key = home() / "id_ed25519"
     ensure_key(key)
     store = Store.as_operator(bucket_url(cluster, account), cluster.region)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-BASE = {"errors", "spec", "store", "wire", "control", "slots", "shards", "checkpoints", "notify", "text"}
+BASE = {"errors", "spec", "store", "wire", "control", "slots", "shards", "checkpoints", "notify", "private", "text"}
 
 # A part of the package, and the parts that it may import (besides itself). Modules of BASE are parts of their own.
 ARROWS: dict[str, set[str]] = {
@@ -22,11 +22,12 @@ ARROWS: dict[str, set[str]] = {
     "wire": set(),
     "notify": set(),
     "text": set(),
+    "private": {"errors"},
     "control": set(),
     "slots": {"errors"},
     "shards": {"errors", "slots"},
     "checkpoints": {"errors", "store", "wire", "shards"},
-    "cloud": {"errors", "spec"},
+    "cloud": {"errors", "spec", "private"},
     "head": BASE | {"cloud", "node"},
     "node": BASE | {"train"},
     "train": BASE - {"spec"},

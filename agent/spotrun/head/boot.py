@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 
+from spotrun import private
 from spotrun.cloud import connect
 from spotrun.errors import ConflictError, SpotrunError
 from spotrun.head.ctl import control_path
@@ -90,7 +91,7 @@ async def _lead(
     epoch = await asyncio.to_thread(claim_epoch, store, cluster.name)
     cloud = connect(cluster)
     control = control_path()
-    control.parent.mkdir(parents=True, exist_ok=True)
+    private.folder(control.parent)
     poll = POLL[cluster.cloud]
     try:
         head = Head(cluster, store, cloud, epoch, poll, digest(document), lease)

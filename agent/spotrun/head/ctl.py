@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from spotrun import private
 from spotrun.errors import SpotrunError
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ async def _run(args: argparse.Namespace) -> int:
     path = control_path()
     if not path.exists():
         raise SpotrunError(f"no head runs on this machine (there is no {path})")
+    private.check_socket(path)
     following = args.verb == "follow"
     timeout = aiohttp.ClientTimeout(total=None if following else 60, sock_read=SILENCE if following else None)
     try:

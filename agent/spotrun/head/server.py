@@ -24,6 +24,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from pydantic import ValidationError
 
+from spotrun import private
 from spotrun.errors import SpotrunError, StoreError
 from spotrun.head import parking
 from spotrun.head.door import Door
@@ -132,8 +133,8 @@ def _certificate() -> tuple[ssl.SSLContext, str]:
 
 
 def _control_app(head: Head) -> web.Application:
-    """What `spotrun ctl` talks to. The socket's file mode is the guard: whoever may open it is the operator."""
-    app = web.Application(middlewares=[_explain])
+    """What `spotrun ctl` talks to. Two guards: the modes of the socket and its folder, and who the other end is."""
+    app = web.Application(middlewares=[_of_this_user, _explain])
 
     async def body(request: web.Request) -> dict[str, Any]:
         found = await request.json()
@@ -189,6 +190,15 @@ def _control_app(head: Head) -> web.Application:
     app.router.add_get("/jobs", jobs)
     app.router.add_get("/follow", follow)
     return app
+
+
+@web.middleware
+async def _of_this_user(request: web.Request, handler: Handler) -> web.StreamResponse:
+    peer = request.transport.get_extra_info("socket") if request.transport else None
+    if peer is None or not private.trusts(peer):
+        log.warning("refused a request of another user on the control socket")
+        return web.json_response({"error": "this socket is for the user that the head runs as"}, status=403)
+    return await handler(request)
 
 
 @web.middleware

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import aiohttp
 
+from spotrun import private
 from spotrun.node import code
 from spotrun.node.agent import Agent, Settings
 from spotrun.node.alive import Alive
@@ -56,6 +57,7 @@ async def _live(settings: Settings, systemd: Systemd) -> None:
         store = await asyncio.to_thread(Store, bucket)
         with contextlib.suppress(OSError):  # what is wrong with the disk, the gate will say
             await asyncio.to_thread(code.remove, settings.scratch / "parts")  # of uploads that a kill has cut short
+        private.folder(settings.tmpfs)
         agent = Agent(settings, identity, attributes, store, systemd)
         gate, alive = Gate(agent, settings, metadata, attributes), Alive(agent)
         systemd.status(f"looking for the head of {agent.cluster}, and whether this machine is fit")

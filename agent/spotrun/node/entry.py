@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from spotrun import private
 from spotrun.control import EXIT_PEER, Control
 from spotrun.node import preload
 from spotrun.node.process import die_with_parent, kill_descendants, offer_to_oom_killer
@@ -49,6 +50,8 @@ def run(task: Task) -> None:
     die_with_parent(preload.SERVER)
     offer_to_oom_killer()
     os.environ.update(task.env)
+    if mask := os.environ.get(private.UMASK):
+        os.umask(int(mask, 8))
     control = Control(Path(task.control))
     rank = int(task.env["RANK"])
     control.generation, control.pid, control.rank, control.forked = task.generation, os.getpid(), rank, forked

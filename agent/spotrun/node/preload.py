@@ -6,13 +6,16 @@ It is named as the forkserver's one preloaded module; an exception here would en
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import os
 import sys
 import tempfile
-from multiprocessing import forkserver
+from multiprocessing import forkserver, reduction, util
 from pathlib import Path
+from typing import Any
 
+from spotrun import private
 from spotrun.node.process import die_with_parent
 
 MODULES = "SPOTRUN_PRELOAD"  # the variable: names, separated by spaces
@@ -42,6 +45,7 @@ def serve() -> tuple[int, int]:
     # torch.cuda.is_available() then asks NVML and leaves the driver alone: else no fork could use CUDA after it
     # (https://docs.pytorch.org/docs/stable/cuda_environment_variables.html).
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    util.abstract_sockets_supported = False  # type: ignore[misc]  # they have no owner and no mode; Python 3.11.0's
     forkserver.set_forkserver_preload([__name__])
     # Not by TMPDIR, which is for the workers to inherit. Nobody removes the socket if the launcher is killed.
     tempfile.tempdir = os.environ.pop(SOCKETS, None)
@@ -79,6 +83,22 @@ def poisoned() -> bool:
     return used_cuda or (torch is not None and torch.cuda._is_in_bad_fork())
 
 
+def _guard() -> None:
+    """Have the server pass over requests from other users' processes. It forks, and the fork runs what it is told.
+
+    The modes of the socket and its folder are the first guard. Python 3.14 has a key besides.
+    """
+    receive = reduction.recvfds
+
+    def recvfds(sock: Any, size: int) -> Any:
+        if not private.trusts(sock):
+            raise ConnectionAbortedError(errno.ECONNABORTED, "another user's process")  # the server's loop goes on
+        return receive(sock, size)
+
+    reduction.recvfds = recvfds
+
+
 if os.environ.get(PARENT) == str(os.getppid()):
     die_with_parent(os.getppid())
+    _guard()
     _import_all()

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from spotrun import private
 from spotrun.cloud.base import Instance, Problem, Shortfall
 from spotrun.cloud.local import procs
 from spotrun.cloud.local.layout import (
@@ -161,6 +162,8 @@ def up(cluster: ClusterSpec, home: Path, role_command: Sequence[str] | None = No
         if pid := _daemon(layout):  # busy, or stopped: what it runs is not to be swept away
             raise CloudError(f"the local cloud (pid {pid}) runs but does not answer; `make down` ends it")
         _sweep(layout)
+        if os.path.lexists(layout.tmpfs):  # what is ours has just been removed
+            private.check(layout.tmpfs)
         ensure_key(layout.key)
         write_json(layout.config, config.to_json())
         _start(layout)
@@ -210,12 +213,12 @@ def _config(cluster: ClusterSpec, layout: Layout, role_command: Sequence[str] | 
         capacity=dict(cluster.local.capacity),
         **({"role": tuple(role_command)} if role_command is not None else {}),
     )
-    layout.bucket.mkdir(parents=True, exist_ok=True)
     return config
 
 
 def _running(layout: Layout) -> LocalCloud | None:
     try:
+        private.check(layout.state)
         record = json.loads(layout.record.read_text())
         cloud = LocalCloud(record["endpoint"], record["token"])
         answer = _request(cloud, "ping", None)
@@ -296,7 +299,7 @@ def _sweep(layout: Layout) -> None:
 @contextlib.contextmanager
 def _lock(layout: Layout) -> Iterator[None]:
     """One `up` or `down` of a cluster at a time."""
-    layout.state.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with (layout.state / "lock").open("w") as file:
+    layout.make()
+    with open(os.open(layout.state / "lock", os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

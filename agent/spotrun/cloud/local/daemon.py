@@ -21,6 +21,7 @@ from pathlib import Path
 
 from aiohttp import web
 
+from spotrun import private
 from spotrun.cloud.local import api, procs
 from spotrun.cloud.local.layout import METADATA_PORT, SSH_PORT, Config, Layout, write_json
 from spotrun.cloud.local.machines import Group
@@ -61,7 +62,7 @@ async def serve(layout: Layout, ready: Callable[[], None]) -> None:
     await web.TCPSite(runner, f"{subnet}.1", 0).start()
     port = runner.addresses[0][1]
     cloud.endpoint = f"http://{subnet}.1:{port}"
-    layout.tmpfs.mkdir(mode=0o700, exist_ok=True)
+    private.folder(layout.tmpfs)
     write_json(
         layout.record,
         {"cluster": config.cluster, "endpoint": cloud.endpoint, "token": token, "pid": os.getpid(), "subnet": subnet},
@@ -106,6 +107,8 @@ def main(argv: list[str]) -> None:
     # nohup and `&` have these ignored, by all that this starts; a machine's processes are not to inherit that.
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
+    # The machines' files are their operator's alone; what a worker writes has the mode that the user's shell asks for.
+    os.environ[private.UMASK] = f"{os.umask(0o077):o}"
     ready = _detach(layout.log)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
     procs.become_subreaper()

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
+from spotrun import private
 from spotrun.cloud.base import Market
 
 SSH_PORT = 2222
@@ -125,6 +126,14 @@ class Layout:
     def bucket(self) -> Path:
         return self.state / "bucket"
 
+    def make(self) -> None:
+        """Make the folders, for this user alone. Raises `NotOursError` if one is somebody else's."""
+        home = self.state.parent.parent
+        if home.is_dir():
+            private.check(home)  # it may be any folder of the user's: its mode stays
+        for path in (self.state.parent, self.state, self.bucket):
+            private.folder(path)
+
     def mark(self, node: str) -> str:
         return f"{self.unique}/{node}"
 
@@ -148,6 +157,7 @@ def ensure_key(path: Path) -> str:
         path.unlink(missing_ok=True)
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
+        public.touch(mode=0o600)
         public.write_bytes(key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + b"\n")
     return public.read_text().strip()
 

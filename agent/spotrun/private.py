@@ -1,0 +1,78 @@
+"""Folders and sockets that belong to this user alone, on a computer that other users share.
+
+Another user can make a folder of a known name before us, where anybody may make folders, such as /dev/shm. So what is
+there already is used only if it is ours and nobody else may write to it.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import socket
+import stat
+import struct
+from pathlib import Path
+from typing import Any
+
+from spotrun.errors import SpotrunError
+
+UMASK = "SPOTRUN_UMASK"  # the variable: what umask a job's script has, in octal digits; default: its agent's
+PEER = struct.Struct("3i")  # SO_PEERCRED's struct ucred: pid, uid, gid
+
+
+class NotOursError(SpotrunError):
+    """A folder or a socket is not this user's alone. The message names it, and what to do about it."""
+
+
+def folder(path: Path) -> Path:
+    """The folder, made with mode 0700 if it is not there; one that others may read becomes 0700.
+
+    Raises `NotOursError` as `check` does.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        check(path)
+        if stat.S_IMODE(path.stat().st_mode) & 0o077:
+            path.chmod(0o700)
+    return path
+
+
+def check(path: Path) -> None:
+    """Raise `NotOursError` if the folder, or the link to it, is somebody else's, or if others may write to it."""
+    _check_owner(path, path.lstat())
+    if not path.is_dir():
+        raise NotOursError(f"{path} is in the way: it is not a folder")
+    found = path.stat()
+    _check_owner(path, found)
+    mode = stat.S_IMODE(found.st_mode)
+    if mode & 0o022:
+        advice = f"see what is in it, then `chmod 700 {path}`"
+        raise NotOursError(f"{path} is not used: others may write to it (mode {mode:04o}); {advice}")
+
+
+def check_socket(path: Path) -> None:
+    """Raise `NotOursError` if the Unix socket is somebody else's."""
+    found = path.lstat()
+    if not stat.S_ISSOCK(found.st_mode):
+        raise NotOursError(f"{path} is in the way: it is not a socket")
+    _check_owner(path, found)
+
+
+def trusts(peer: Any) -> bool:
+    """Whether the other end of a Unix socket is this user, or root (unix(7), SO_PEERCRED)."""
+    _, uid, _ = PEER.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size))
+    return uid in (os.geteuid(), 0)
+
+
+def _check_owner(path: Path, found: os.stat_result) -> None:
+    if found.st_uid != os.geteuid():
+        raise NotOursError(f"{path} belongs to {_name(found.st_uid)}, not to {_name(os.geteuid())}: it is not used")
+
+
+def _name(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"user {uid}"
