@@ -202,7 +202,7 @@ async def test_a_machine_that_the_cloud_has_not_told_of_yet(tmp_path: Path, monk
     monkeypatch.setattr(door, "LOOK_EVERY", 0.05)
     async with street(tmp_path) as s:
         publish(s.world, "p-3", "secret")
-        await await_for(lambda: s.world.head.fleet.listed, what="a look")
+        await await_for(lambda: s.world.head.fleet.last_list, what="a look")
         knocking = asyncio.create_task(s.knock("p-3", "secret"))
         looks: list[Any] = []
         while len(looks) < 3:
@@ -217,7 +217,7 @@ async def test_a_machine_that_the_cloud_has_not_told_of_yet(tmp_path: Path, monk
 async def test_a_cloud_that_never_answered_opens_nothing(tmp_path: Path) -> None:
     async with street(tmp_path) as s:
         s.world.cloud.out["p"] = "zone is out"
-        s.world.head.fleet.listed = None
+        s.world.head.fleet.last_list = None
         publish(s.world, "p-0", "secret")
         status, reason = await s.knock("p-0", "secret")
         assert status in (403, 503)

@@ -54,7 +54,7 @@ class Door:
         """None if the visitor is let in. Looks at the cloud and into the bucket where that may change the answer."""
         deadline, read = time.monotonic() + PATIENCE, False
         while True:
-            refusal = decide(visitor, self._head.fleet.listed, self._digests.get(visitor.node))
+            refusal = decide(visitor, self._head.fleet.last_list, self._digests.get(visitor.node))
             if refusal is None:
                 return None
             if refusal.cure == "look" and await self._look(deadline):

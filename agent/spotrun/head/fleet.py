@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Fleet:
-    """The pools of one cluster. instances is None while the cloud cannot be asked; listed is then what it told last.
+    """The pools of one cluster. instances is None while the cloud cannot be asked; last_list is then what it told last.
 
     away: pools that it cannot be asked about, as their zone is out, and since when. Of those, `instances` and `sizes`
     are the last known ones, nothing is asked for, and others stand in for what is not heard there.
@@ -32,7 +32,7 @@ class Fleet:
         self.sizes: dict[str, int] = {}
         self.away: dict[str, Problem] = {}
         self.prices: dict[str, float] = {}
-        self.listed: list[Instance] | None = None  # None: the cloud has never answered
+        self.last_list: list[Instance] | None = None  # None: the cloud has never answered
         self.looked = asyncio.Condition()  # notified after each look, whatever came of it
         self._cloud = cloud
         self._problems: list[Problem] = []  # as the cloud told them last
@@ -148,8 +148,8 @@ class Fleet:
             raise
         self._note_away(unsized | unlisted)
         self.sizes = {pool: size for pool, size in self.sizes.items() if pool in unsized} | sizes
-        last = [instance for instance in self.listed or () if instance.pool in unlisted]
-        self.instances = self.listed = [each for each in (*last, *found) if self.cluster.pool(each.pool)]
+        last = [instance for instance in self.last_list or () if instance.pool in unlisted]
+        self.instances = self.last_list = [each for each in (*last, *found) if self.cluster.pool(each.pool)]
 
     def _note_away(self, missing: dict[str, str]) -> None:
         now, before = time.time(), self.away  # the first words stay: the next ones are news of nothing
