@@ -67,7 +67,7 @@ preempt: $(READY) ## have the cloud take a node away, with notice, as a test: NO
 kill: $(READY) ## have the cloud take a node away without a word, as a test: NODE=
 	@$(FAB) kill $(cluster) --node " $$NODE"
 
-relaunch: $(READY) ## run an ended job on from its checkpoint, or restart a running one's workers [ID=job]
+relaunch: $(READY) ## run an ended or held job on from its checkpoint, or restart a running one's workers [ID=job]
 	@$(FAB) relaunch $(cluster) $(job_id)
 
 stop: $(READY) ## stop the job; its state goes into the bucket [ID=job]

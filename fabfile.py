@@ -57,7 +57,11 @@ def up(_: Context, cluster: str = LOCAL, json: bool = False) -> None:
     spec = clusters.load(cluster)
     status = clusters.up(spec, cluster)
     text = f"`{make(cluster, 'train')}` runs a job, `{make(cluster, 'down')}` takes it down"
-    _print(status, json, f"cluster {spec.name} is up; {text}")
+    held = [
+        f"\n{job} was not ended when the cluster went down: `{make(cluster, 'relaunch', f'ID={job}')}` runs it on"
+        for job in status.get("held", ())
+    ]
+    _print(status, json, f"cluster {spec.name} is up; {text}{''.join(held)}")
 
 
 @command
@@ -182,7 +186,7 @@ def kill(_: Context, cluster: str = LOCAL, node: str = "", json: bool = False) -
 
 @command
 def relaunch(_: Context, cluster: str = LOCAL, id: str = "", json: bool = False) -> None:
-    """Run an ended job on from its checkpoint, or restart a running one's workers."""
+    """Run an ended or held job on from its checkpoint, or restart a running one's workers."""
     answer = control.ask(_access(cluster), "relaunch", *_of(given.job(id, cluster)))
     _print(answer, json, f"job {answer['job']} relaunched; follow it with: {_hint(cluster, answer['job'])}")
 

@@ -141,6 +141,8 @@ def picture(status: Status) -> RenderableType:
     parts: list[RenderableType] = [_headline(status)]
     if parked := status.get("parked"):  # a head of spotrun 0.1 does not say it
         parts.append(Text(parked["text"], style="red"))
+    for held in status.get("held", ()):
+        parts.append(Text(f"{held}: held since the cluster was brought up; `make relaunch ID={held}` runs it on"))
     if status["job"] is not None:
         parts.append(_job(status["job"]))
         parts += [Text(condition_line(each), style="red") for each in status["job"].get("conditions", ())]

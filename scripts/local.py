@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from scripts import control
+from scripts import control, queue
 from scripts.doors import Direct
 from scripts.hint import make
 from scripts.home import home
@@ -30,6 +30,8 @@ def up(cluster: ClusterSpec, file: str) -> control.Status:
     layout.make()
     store = _store(cluster, layout)
     store.put(cluster_key(cluster.name), cluster.document().encode())
+    if client.daemon(cluster.name, home()) is None:
+        queue.hold(store, cluster.name)
     client.up(cluster, home())
     return control.await_head(access(cluster, file), cluster.digest)
 
@@ -38,11 +40,14 @@ ready = up  # which does nothing where there is nothing to do
 
 
 def unfinished(cluster: ClusterSpec, file: str) -> list[str]:
-    """Jobs that the end of the cluster would interrupt."""
+    """Jobs that the end of the cluster would interrupt. If the head is out of reach, the bucket is asked."""
     try:
         return control.unfinished(access(cluster, file))
     except Unreachable:
-        return []  # no head, no running job that anyone could stop
+        if not client.alive(cluster.name, home()):
+            return []
+        store = _store(cluster, Layout.of(home(), cluster.name))
+        return queue.unfinished(store, cluster.name, make(file, "down", "FORCE=1"))
 
 
 def down(cluster: ClusterSpec, file: str, everything: bool) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from scripts import control, preflight, stacks
+from scripts import control, preflight, queue, stacks
 from scripts.doors import Door, Iap, Ssm
 from scripts.hint import make
 from scripts.home import home
@@ -14,8 +14,7 @@ from spotrun.cloud.local.layout import ensure_key
 from spotrun.errors import CloudError, NotFound, SpecError, SpotrunError
 from spotrun.spec import ClusterSpec, described
 from spotrun.spec.names import bucket_url
-from spotrun.store import Store, cluster_key, head_key, host_key, queue_key, replaced_key
-from spotrun.wire import read_queue
+from spotrun.store import Store, cluster_key, head_key, host_key, replaced_key
 
 BOOT = 900.0  # seconds that a new head may take: its machine, its image's boot, its first look at the bucket
 _LISTED = 10  # names in a message
@@ -51,12 +50,15 @@ def up(cluster: ClusterSpec, file: str) -> control.Status:
     preflight.check_tools(cluster)
     preflight.check_quotas(cluster)
     made = _stacks(cluster, way.store.url, file)
-    if not made.exists("pools") and _machines(cluster):
+    new = not made.exists("pools")
+    if new and _machines(cluster):
         raise SpotrunError(
             f"cluster {cluster.name} is up, but Terraform knows nothing of it here: {_whereabouts(cluster)}; it would"
             " make a second one beside it"
         )
     preflight.check_images(cluster, made.document("pools"), file)
+    if new:
+        queue.hold(way.store, cluster.name)
     made.apply()
     _forget_gone(cluster, way.store)
     return control.await_head(way, cluster.digest, BOOT)
@@ -64,13 +66,7 @@ def up(cluster: ClusterSpec, file: str) -> control.Status:
 
 def unfinished(cluster: ClusterSpec, file: str) -> list[str]:
     """Jobs that the end of the cluster would interrupt. The bucket is asked: the head may be out of reach."""
-    data = _access(cluster, file).store.find(queue_key(cluster.name))
-    try:
-        return list(read_queue(data).jobs)
-    except ValueError:
-        raise SpotrunError(
-            f"cluster {cluster.name}: its queue in the bucket is broken; FORCE=1 passes over it"
-        ) from None
+    return queue.unfinished(_access(cluster, file).store, cluster.name, make(file, "down", "FORCE=1"))
 
 
 def down(cluster: ClusterSpec, file: str, everything: bool) -> str:
@@ -84,6 +80,7 @@ def down(cluster: ClusterSpec, file: str, everything: bool) -> str:
     # Whoever looked at these now would take a cluster for up that is not.
     store.delete([head_key(cluster.name), replaced_key(cluster.name), *_of_machines(cluster, store)])
     if not everything:
+        queue.hold(store, cluster.name)  # `cdktf deploy` brings it up too
         rest = f"its network and its bucket stay, {store.url}; `{make(file, 'down', 'ALL=1')}` removes them too"
         return f"cluster {cluster.name} is down; {rest}"
     _refuse_contents(cluster, store, file)  # a job may have written until its machines ended

@@ -455,9 +455,10 @@ async def test_a_head_that_cannot_answer_is_no_mistake_of_the_users(
         return response
 
     async with new_head(tmp_path, monkeypatch):
-        monkeypatch.setattr(Store, "find", away)
-        with pytest.raises(SpotrunError, match=r"^the head does not answer: the bucket is away"):
-            await ctl_("follow", "--job", "a")
+        with monkeypatch.context() as patch:
+            patch.setattr(Store, "find", away)
+            with pytest.raises(SpotrunError, match=r"^the head does not answer: the bucket is away"):
+                await ctl_("follow", "--job", "a")
     monkeypatch.setattr(server, "_follow", lambda _, request: cut(request))
     async with new_head(tmp_path, monkeypatch):
         with pytest.raises(SpotrunError, match=r"^the head does not answer on "):

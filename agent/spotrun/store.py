@@ -297,6 +297,11 @@ def queue_key(cluster: str) -> str:
     return f"clusters/{cluster}/queue.json"
 
 
+def up_key(cluster: str) -> str:
+    """Written when the cluster is brought up or taken down (`wire.UpRecord`)."""
+    return f"clusters/{cluster}/up.json"
+
+
 def host_key(cluster: str, node: str) -> str:
     return f"clusters/{cluster}/hosts/{node}.json"
 

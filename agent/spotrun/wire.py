@@ -213,9 +213,22 @@ class HeadRecord(Kept):
 
 
 class QueueRecord(Kept):
-    """clusters/<name>/queue.json: ids of the jobs not yet ended, the active one first."""
+    """clusters/<name>/queue.json: ids of the jobs not yet ended, the active one first.
+
+    held: ids of jobs that an earlier bring-up of the cluster left. They wait for the operator.
+    up: the bring-up under which the others were queued, by its document (`UpRecord`).
+    """
 
     jobs: tuple[str, ...]
+    held: tuple[str, ...] = ()
+    up: str = ""
+
+
+class UpRecord(Kept):
+    """clusters/<name>/up.json. What is in the queue when a head first reads a new one is held."""
+
+    id: str
+    at: float
 
 
 class HostRecord(Kept):

@@ -126,7 +126,9 @@ class Head:
         return state.id
 
     async def relaunch(self, job: str) -> None:
-        """Run an ended job again, from its newest checkpoint; restart the workers of an active one."""
+        """Run an ended or a held job on, from its newest checkpoint; restart the workers of an active one."""
+        if job in self.journal.held:
+            return await self._enqueue(job)
         state = await self.load(job)
         if not state.ended_already:
             await self.change(lambda active, now: apply(active, Hold(cause=Cause(kind="relaunch")), now), job)
@@ -173,7 +175,12 @@ class Head:
         view = self._view(time.time()) if self.job else None
         document = status(self.cluster, self.epoch, self.job, view, self.fleet, self.events)
         document["head"]["description"] = self.description
-        return {"format": FORMAT, **document, "parked": self.parked.status() if self.parked else None}
+        return {
+            "format": FORMAT,
+            **document,
+            "parked": self.parked.status() if self.parked else None,
+            "held": self.journal.held,
+        }
 
     def note(self, kind: str, text: str) -> None:
         """Add to the job's events."""

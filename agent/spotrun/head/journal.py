@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import logging
 import re
@@ -16,7 +17,7 @@ from spotrun.errors import SpotrunError, UnreadableError
 from spotrun.head.owned import Owned
 from spotrun.head.state import ENDED, JobState, Progress
 from spotrun.spec import JobSpec
-from spotrun.store import Store, checkpoint_key, job_key, queue_key
+from spotrun.store import Store, checkpoint_key, job_key, queue_key, up_key
 from spotrun.wire import Manifest, QueueRecord, StateRef, problem, read_queue
 
 log = logging.getLogger(__name__)
@@ -30,7 +31,7 @@ class Journal:
 
     def __init__(self, store: Store, cluster: str) -> None:
         self.store = store
-        self.queue: list[str] | None = None  # ids of the jobs not yet ended, the active one first; None: not read yet
+        self._queue: QueueRecord | None = None  # None: not read yet
         self._cluster = cluster
         self._owned = Owned(store)
         self._queueing = asyncio.Lock()  # else an older queue could be the last to reach the bucket
@@ -38,38 +39,60 @@ class Journal:
         self._written_at = 0.0
         self._events: dict[str, Any] | None = None  # the newest one written
 
+    @property
+    def queue(self) -> list[str] | None:
+        """Ids of the jobs not yet ended, the active one first; None: not read yet."""
+        return None if self._queue is None else list(self._queue.jobs)
+
+    @property
+    def held(self) -> list[str]:
+        """Ids of the jobs that wait for the operator."""
+        return [] if self._queue is None else list(self._queue.held)
+
     async def read_queue(self) -> list[str]:
         """The queue; from the bucket the first time."""
         async with self._queueing:
-            return await self._known_queue()
+            return list((await self._known_queue()).jobs)
 
     async def enqueue(self, job: str) -> None:
+        """Add a job; one that is held is so no longer."""
         async with self._queueing:
-            await self._write_queue([*await self._known_queue(), job])
+            queue = await self._known_queue()
+            await self._write_queue(without(queue, job).model_copy(update={"jobs": (*queue.jobs, job)}))
 
     async def dequeue(self, job: str) -> None:
         """Drop a job."""
         async with self._queueing:
-            await self._write_queue([each for each in await self._known_queue() if each != job])
+            await self._write_queue(without(await self._known_queue(), job))
 
-    async def _known_queue(self) -> list[str]:
-        if self.queue is None:
+    async def _known_queue(self) -> QueueRecord:
+        if self._queue is None:
             data = await self._owned.find(queue_key(self._cluster))
-            self.queue = await asyncio.to_thread(self._parse_queue, data)
-        return self.queue
+            found, queue = await asyncio.to_thread(self._parse_queue, data)
+            if found != queue:
+                await self._write_queue(queue)
+            self._queue = queue
+        return self._queue
 
-    async def _write_queue(self, queue: list[str]) -> None:
-        record = QueueRecord(jobs=tuple(queue))
-        await self._owned.put(queue_key(self._cluster), record.model_dump_json().encode())
-        self.queue = queue
+    async def _write_queue(self, queue: QueueRecord) -> None:
+        await self._owned.put(queue_key(self._cluster), queue.model_dump_json().encode())
+        self._queue = queue
 
-    def _parse_queue(self, data: bytes | None) -> list[str]:
+    def _parse_queue(self, data: bytes | None) -> tuple[QueueRecord, QueueRecord]:
+        """The queue as it is kept, and as it is from now on."""
+        document = self.store.find(up_key(self._cluster))
+        up = hashlib.sha256(document).hexdigest()[:16] if document else ""
         try:
-            return list(read_queue(data).jobs)
+            found = read_queue(data)
         except ValueError as error:
             what = f"{queue_key(self._cluster)} is not readable: {problem(error)}"
-        log.warning("%s; the jobs' own states tell what waits", what)
-        return self._unended()
+            log.warning("%s; the jobs' own states tell what waits", what)
+            found = QueueRecord(jobs=tuple(self._unended()), up=up)
+        if up in ("", found.up):
+            return found, found
+        left = [job for job in found.jobs if not _has_ended(self.store.find(job_key(job, "state.json")))]
+        log.info("the cluster was brought up again: held: %s", ", ".join(left) or "no job")
+        return found, QueueRecord(jobs=(), held=(*found.held, *left), up=up)
 
     def _unended(self) -> list[str]:
         """Ids of the cluster's jobs that have not ended; those that had begun come first."""
@@ -194,6 +217,20 @@ def _event(line: bytes) -> dict[str, Any] | None:
         return {"at": float(event["at"]), "kind": str(event["kind"]), "text": str(event["text"])}
     except (ValueError, KeyError, TypeError):
         return None
+
+
+def without(queue: QueueRecord, job: str) -> QueueRecord:
+    """The queue without a job."""
+    kept = {name: tuple(each for each in getattr(queue, name) if each != job) for name in ("jobs", "held")}
+    return queue.model_copy(update=kept)
+
+
+def _has_ended(data: bytes | None) -> bool:
+    """Whether a job's state says so; one that cannot be read does not."""
+    try:
+        return data is not None and _parsed(data).ended_already
+    except ValueError:
+        return False
 
 
 def _unended_here(data: bytes, cluster: str) -> bool:

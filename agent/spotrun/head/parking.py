@@ -49,7 +49,9 @@ def no_job(parked: Parked | None) -> str:
 
 
 async def phase(head: Head, job: str) -> str:
-    """Of a job that is in the queue."""
+    """Of a job that has not ended."""
+    if job in head.journal.held:
+        return "held"
     try:
         return (await head.load(job)).phase
     except UnreadableError:
@@ -62,7 +64,7 @@ async def take_out(head: Head, job: str) -> bool:
     A job that only waits becomes one that was stopped. The state of a parked job is left as it is.
     """
     async with head.taking:
-        if job not in head.jobs or (head.job is not None and head.job.id == job):
+        if job not in (*head.jobs, *head.journal.held) or (head.job is not None and head.job.id == job):
             return False
         await head.journal.dequeue(job)
         try:

@@ -134,7 +134,13 @@ def _certificate() -> tuple[ssl.SSLContext, str]:
 
 def _control_app(head: Head) -> web.Application:
     """What `spotrun ctl` talks to. Two guards: the modes of the socket and its folder, and who the other end is."""
-    app = web.Application(middlewares=[_of_this_user, _explain])
+
+    @web.middleware
+    async def knowing(request: web.Request, handler: Handler) -> web.StreamResponse:
+        await head.journal.read_queue()  # a head that has just begun does not know yet what is queued, and what is held
+        return await handler(request)
+
+    app = web.Application(middlewares=[_of_this_user, _explain, knowing])
 
     async def body(request: web.Request) -> dict[str, Any]:
         found = await request.json()
@@ -150,7 +156,7 @@ def _control_app(head: Head) -> web.Application:
         return web.json_response(await _status(head, request.query.get("job")), dumps=to_json)
 
     async def jobs(request: web.Request) -> web.Response:
-        waiting = head.jobs
+        waiting = [*head.jobs, *head.journal.held]
         found = [{"job": job, "phase": await parking.phase(head, job)} for job in waiting]
         newest = await head.journal.newest(NEWEST)
         found += [{"job": state.id, "phase": state.phase} for state in newest if state.id not in waiting]
@@ -220,6 +226,10 @@ async def _explain(request: web.Request, handler: Handler) -> web.StreamResponse
 async def _active(head: Head) -> str:
     if head.job is not None:
         return head.job.id
+    if head.journal.held:
+        raise SpotrunError(
+            f"no job runs; held since the cluster was brought up: {', '.join(head.journal.held)}; name one"
+        )
     ids = [state.id for state in await head.journal.newest(NEWEST)]
     if not ids:
         raise SpotrunError("no job has run on this cluster yet")
@@ -230,12 +240,16 @@ async def _status(head: Head, job: str | None) -> dict[str, Any]:
     document = head.status()
     if job is not None and (head.job is None or head.job.id != job):
         document["job"] = job_status(await head.load(job))
+        if job in head.journal.held:
+            document["job"] |= {"phase": "held", "members": []}
     return document
 
 
 async def _follow(head: Head, request: web.Request) -> web.StreamResponse:
     """A status document a line whenever something changed, until the job has ended; else empty lines now and then."""
     job = request.query.get("job") or (head.jobs[0] if head.jobs else await _active(head))
+    if job in head.journal.held:
+        raise SpotrunError(f"job {job} is held since the cluster was brought up; `make relaunch ID={job}` runs it on")
     await head.load(job)
     response = web.StreamResponse()
     await response.prepare(request)

@@ -178,6 +178,16 @@ def find(cluster: str, home: Path) -> LocalCloud | None:
     return _running(Layout.of(home, cluster))
 
 
+def daemon(cluster: str, home: Path) -> int | None:
+    """The pid of the cluster's daemon, whether or not it answers; None if there is none."""
+    return _daemon(Layout.of(home, cluster))
+
+
+def alive(cluster: str, home: Path) -> bool:
+    """Whether any process of the cluster runs, be it without its daemon."""
+    return bool(procs.of_cluster(Layout.of(home, cluster).unique))
+
+
 def down(cluster: str, home: Path) -> None:
     """End a cluster, however its daemon fares: no process, no port and nothing in memory stays. The bucket does."""
     layout = Layout.of(home, cluster)

@@ -1,0 +1,43 @@
+"""A cluster's queue as its bucket has it: for when the head is out of reach, or not up yet."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+
+from spotrun.errors import SpotrunError, StoreError
+from spotrun.store import Store, job_key, queue_key, up_key
+from spotrun.wire import UpRecord, read_queue
+
+ENDED = ("succeeded", "failed", "stopped")
+
+
+def unfinished(store: Store, cluster: str, force: str) -> list[str]:
+    """Jobs that the end of the cluster would interrupt: not those that are held, which do not run.
+
+    force: the command that takes the cluster down all the same. Raises `SpotrunError` if the bucket does not tell.
+    """
+    try:
+        queue = read_queue(store.find(queue_key(cluster)))
+        return [job for job in queue.jobs if not _ended(store.find(job_key(job, "state.json")))]
+    except ValueError:
+        raise SpotrunError(f"cluster {cluster}: its queue in the bucket is broken; `{force}` passes over it") from None
+    except StoreError as error:
+        raise SpotrunError(f"cluster {cluster}: what runs is not known: {error}; `{force}` passes over it") from None
+
+
+def hold(store: Store, cluster: str) -> None:
+    """Have the next head hold the jobs that are in the queue now: bringing a cluster up starts none by itself."""
+    if store.exists(queue_key(cluster)):
+        record = UpRecord(id=uuid.uuid4().hex, at=time.time())
+        store.put(up_key(cluster), record.model_dump_json().encode())
+
+
+def _ended(state: bytes | None) -> bool:
+    """Whether a job's state says so. One that cannot be read may still run."""
+    try:
+        found = json.loads(state or b"")
+    except ValueError:
+        return False
+    return isinstance(found, dict) and found.get("phase") in ENDED

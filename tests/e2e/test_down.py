@@ -1,0 +1,38 @@
+"""A cluster that goes down and comes up again with a job on it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scripts import cluster
+from spotrun.errors import SpotrunError
+from spotrun.spec import ClusterSpec
+from tests.e2e.conftest import SPEC
+from tests.e2e.harness import Harness, sample_ids
+
+
+def test_down_and_up_with_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its head dead, the cluster is not taken down by mistake; up again, the job waits for its operator."""
+    monkeypatch.setenv("SPOTRUN_HOME", str(tmp_path / "home"))
+    spec = ClusterSpec.model_validate({**SPEC, "name": "down", "local": {"boot_delay": 0.1, "recreate_delay": 3600}})
+    harness = Harness(tmp_path, spec)
+    try:
+        job = harness.submit(epochs=1, samples=400, batch=4, slow=60, checkpoint_interval=1)
+        harness.until(lambda s: s["job"]["checkpoint"], "a checkpoint")
+        harness.kill_head()
+        with pytest.raises(SpotrunError, match=f"not ended yet: {job.id}; "):
+            cluster.down(spec, force=False)
+        assert "is down" in cluster.down(spec, force=True)
+        status = cluster.up(spec)
+        assert (status["job"], status["held"]) == (None, [job.id])
+        assert harness.ctl("jobs") == [{"job": job.id, "phase": "held"}]
+        assert [pool["target"] for pool in harness.status()["pools"]] == [0]
+        job.go()
+        harness.access = cluster.access(spec)
+        harness.ctl("relaunch", "--job", job.id)
+        assert harness.until_ended()["phase"] == "succeeded"
+        assert sample_ids(job.out, 1) == {0: list(range(400))}
+    finally:
+        harness.close()
