@@ -10,14 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import re
 import time
 from collections.abc import Callable
 from typing import Any
 
 from spotrun.cloud.base import Cloud
 from spotrun.errors import ConflictError, SpotrunError, StoreError, UnreadableError
-from spotrun.head import absent, demand, idle, lease, ledger, parking, repair, silence
+from spotrun.head import absent, demand, idle, intake, lease, ledger, parking, repair, silence
 from spotrun.head.agents import Agents, Send
 from spotrun.head.errands import Errands
 from spotrun.head.fleet import Fleet
@@ -30,7 +29,7 @@ from spotrun.head.planner import plan, wanted
 from spotrun.head.signs import Signs
 from spotrun.head.state import Cause, Finish, Hold, JobState, Recreate, Rest, apply, saved
 from spotrun.head.status import event, status
-from spotrun.spec import ClusterSpec, JobSpec, check_fit
+from spotrun.spec import ClusterSpec, JobSpec
 from spotrun.store import Store
 from spotrun.wire import FORMAT, Report
 
@@ -103,22 +102,7 @@ class Head:
 
     async def submit(self, job: dict[str, object], code: str) -> str:
         """Queue a job; its id. Raises `SpecError`."""
-        spec = JobSpec.kept(job)  # the operator, who read the file, may be of another version
-        check_fit(spec, self.cluster)
-        if spec.budget is not None and (unpriced := self.fleet.unpriced()):
-            raise SpotrunError(f"job {spec.name}: budget: {spec.budget:g}: could not be held: {unpriced}")
-        if not re.fullmatch("[0-9a-f]{64}", code):
-            raise SpotrunError(f"code {code[:80]!r} is not the sha256 of a bundle (64 hex digits)")
-        now = time.time()
-        state = JobState(
-            id=f"{spec.name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now))}",
-            name=spec.name,
-            cluster=self.cluster.name,
-            code=code,
-            spec=spec.model_dump(mode="json"),
-            submitted=now,
-            ordered_at=now,
-        )
+        state = intake.accept(job, code, self.cluster, self.fleet.unpriced(), time.time())
         state = await self.journal.create(state)
         if unknown := sorted(job.keys() - JobSpec.model_fields.keys()):
             self.note("job", f"{state.id}: this head is of another version, it ignores {', '.join(unknown)}")

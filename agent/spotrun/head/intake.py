@@ -1,0 +1,32 @@
+"""A job as the operator submits it becomes a job's state, or is refused. Pure."""
+
+from __future__ import annotations
+
+import re
+import time
+
+from spotrun.errors import SpotrunError
+from spotrun.head.state import JobState
+from spotrun.spec import ClusterSpec, JobSpec, check_fit
+
+
+def accept(job: dict[str, object], code: str, cluster: ClusterSpec, unpriced: str, now: float) -> JobState:
+    """The state of a new job. code: the sha256 of its bundle. unpriced: why a budget could not be held, if so.
+
+    Raises `SpecError`, `SpotrunError`.
+    """
+    spec = JobSpec.kept(job)  # the operator, who read the file, may be of another version
+    check_fit(spec, cluster)
+    if spec.budget is not None and unpriced:
+        raise SpotrunError(f"job {spec.name}: budget: {spec.budget:g}: could not be held: {unpriced}")
+    if not re.fullmatch("[0-9a-f]{64}", code):
+        raise SpotrunError(f"code {code[:80]!r} is not the sha256 of a bundle (64 hex digits)")
+    return JobState(
+        id=f"{spec.name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now))}",
+        name=spec.name,
+        cluster=cluster.name,
+        code=code,
+        spec=spec.model_dump(mode="json"),
+        submitted=now,
+        ordered_at=now,
+    )
