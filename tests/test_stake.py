@@ -195,6 +195,15 @@ def test_the_end_of_a_job_waits_for_an_upload_that_goes_on() -> None:
     assert plan(given) == ()
 
 
+def test_the_end_of_a_job_says_what_is_lost_with_nodes_that_a_new_head_never_heard() -> None:
+    goal = Ending(phase="stopped", reason="so", deadline=NOW + SAVE_PATIENCE)
+    (action,) = plan(view(left(A, B, ending=goal), heard(C), head=30))
+    why = "so; the state after step 120 is lost, a, b are not heard; there is no checkpoint"
+    assert action == Finish("stopped", why)
+    saved = left(A, B, ending=goal, checkpoints=(StateRef(generation=1, step=120),))
+    assert plan(view(saved, heard(C), head=30)) == (Finish("stopped", "so"),)
+
+
 def test_a_silent_node_takes_no_part_in_saving() -> None:
     """Its part would never come, and the others' parts are no checkpoint without it."""
     away = replace(frozen(B, 0, snapshot=HELD), heard=NOW - 60)

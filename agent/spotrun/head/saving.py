@@ -70,7 +70,8 @@ def closing(view: View, spec: JobSpec) -> Finish | Resume:
     ending = job.ending
     last = max([(-1, -1), *map(stake.state, holders), *([(s.generation, s.step)] if (s := ending.state) else [])])
     if last <= job.newest:
-        return Finish(ending.phase, ending.reason)
+        unheard = stake.unheard(view) if ending.phase == "stopped" else ""
+        return Finish(ending.phase, "; ".join(filter(None, [ending.reason, unheard])))
     reachable = [node for node in holders if node.linked and not health.silent(view, node, spec)]
     kept = f"the newest checkpoint is of step {job.newest[1]}" if job.checkpoints else "there is no checkpoint"
     names = ", ".join(sorted(node.name for node in holders)) or "the nodes that held it"

@@ -44,6 +44,16 @@ def out_of_reach(view: View, spec: JobSpec, most: float) -> bool:
     return view.now - since > patience(view.job, most)
 
 
+def unheard(view: View) -> str:
+    """What may be lost with members of the newest generation that this head does not know; "" if nothing."""
+    job, known = view.job, {node.name for node in view.nodes}
+    names = ", ".join(member.node for member in job.last if member.node not in known)
+    if not names or at_stake(job) <= 0:
+        return ""
+    kept = f"the newest checkpoint is of step {job.newest[1]}" if job.checkpoints else "there is no checkpoint"
+    return f"the state after step {job.reached} is lost, {names} are not heard; {kept}"
+
+
 def state(node: Node) -> tuple[int, int]:
     """Generation and step of the newest snapshot that a node holds; (-1, -1) if it holds none."""
     ref = node.report.snapshot
