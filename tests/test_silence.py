@@ -28,6 +28,7 @@ from tests.test_planner import view as view_of
 
 A, B = "a", "b"
 MADE = 1.0
+PATIENCE = 120.0  # seconds that an agent with torch may take on a busy machine
 HANG = 10.0  # seconds; the bound on silence is 30 s then, and signs come every 2 s
 ONE = spec(nodes=1, hang_timeout=HANG)
 TWO = spec(nodes=2, hang_timeout=HANG)
@@ -280,10 +281,12 @@ async def test_a_frozen_job_of_one_node_gets_another_machine(tmp_path: Path) -> 
     assert world.recreated == ["p-0"]
 
 
+@pytest.mark.timeout(400)
 async def test_an_agent_signs_while_it_has_a_job(tmp_path: Path) -> None:
     async with machines(tmp_path, "node-a") as w:
         bundle = w.bundle("--steps", "1000000", hang_timeout=5)
-        await w.ready(bundle, ["node-a"])
+        await w.head.order("node-a", Order(epoch=w.head.epoch, bundle=bundle))
+        await w.head.wait("node-a", lambda r: r.phase == "ready" and r.store, "it is ready", PATIENCE)
         order = await w.begin(bundle, 1, ["node-a"])
         key = alive_key("test", "node-a")
 
@@ -292,19 +295,21 @@ async def test_an_agent_signs_while_it_has_a_job(tmp_path: Path) -> None:
             found = AliveRecord.model_validate_json(data) if data else None
             return found if found and found.step >= step else None
 
-        first = await await_for(lambda: signed(1), 40, "a sign with a step")
+        first = await await_for(lambda: signed(1), PATIENCE, "a sign with a step")
         assert (first.node, first.job, first.generation, first.every) == ("node-a", bundle.id, 1, 1.0)
         assert first.boot == w.head.reports["node-a"].boot
-        await await_for(lambda: signed(first.step + 1), 40, "a later one")
+        await await_for(lambda: signed(first.step + 1), PATIENCE, "a later one")
         await w.head.order("node-a", Order(epoch=order.epoch))
-        await await_for(lambda: not w.store.exists(key), 40, "no sign without a job")
+        await await_for(lambda: not w.store.exists(key), PATIENCE, "no sign without a job")
 
 
+@pytest.mark.timeout(400)
 async def test_an_agent_that_ends_well_leaves_no_sign(tmp_path: Path) -> None:
+    """It has taken a job; whether that is ready yet does not matter."""
     async with machines(tmp_path, "node-a") as w:
-        await w.ready(w.bundle(), ["node-a"])
+        await w.head.order("node-a", Order(epoch=w.head.epoch, bundle=w.bundle()))
         key = alive_key("test", "node-a")
-        await await_for(lambda: w.store.exists(key), 40, "a sign")
+        await await_for(lambda: w.store.exists(key), PATIENCE, "a sign")
         await w.machines[0].end()
         assert not w.store.exists(key)
 

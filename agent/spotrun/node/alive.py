@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from contextlib import suppress
 
@@ -36,6 +37,7 @@ class Alive:
         self._bundle: Bundle | None = None  # that `_every` is of
         self._every = 0.0
         self._warned = ""
+        self._lock, self._ended = threading.Lock(), False
 
     async def run(self) -> None:
         """Write it as often as the job asks for, until cancelled; a bucket that does not answer is logged."""
@@ -51,6 +53,7 @@ class Alive:
 
     async def end(self) -> None:
         """Remove it: the agent ends well."""
+        self._ended = True
         with suppress(TimeoutError):
             async with asyncio.timeout(LAST):
                 await self._try(self._remove)
@@ -65,12 +68,15 @@ class Alive:
             self._warned = str(error)
 
     def _write(self, record: AliveRecord) -> None:
-        self._agent.store.put(self._key, record.model_dump_json().encode())
-        self._job = record.job
+        with self._lock:  # else a sign on its way into the bucket may be there after the last one was removed
+            if not self._ended:
+                self._agent.store.put(self._key, record.model_dump_json().encode())
+                self._job = record.job
 
     def _remove(self) -> None:
-        self._agent.store.delete([self._key])
-        self._job = None
+        with self._lock:
+            self._agent.store.delete([self._key])
+            self._job = None
 
     def _record(self) -> AliveRecord | None:
         report, bundle = self._agent.link.newest, self._agent.bundle
