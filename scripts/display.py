@@ -7,11 +7,12 @@ out, and no console here takes anything for rich's markup.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, TextIO
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, TextIO, TypeVar
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -20,9 +21,11 @@ from rich.table import Table
 from rich.text import Text
 
 from scripts import console
+from spotrun.errors import SpotrunError
 from spotrun.text import clean, tidy
 
 Status = dict[str, Any]
+T = TypeVar("T")
 ENDED = ("succeeded", "failed", "stopped")
 _COLOURS = {
     **{"running": "green", "succeeded": "green", "failed": "red", "waiting": "yellow", "draining": "yellow"},
@@ -31,6 +34,20 @@ _COLOURS = {
 }
 _EVENTS = 8  # shown on a terminal
 _EVERY = 10.0  # seconds between two lines of progress where there is no terminal
+
+
+def understood(show: Callable[..., T]) -> Callable[..., T]:
+    """Turns what a document lacks into a message: it came from a head of another version, or from none."""
+
+    @functools.wraps(show)
+    def wrapped(*args: Any, **options: Any) -> T:
+        try:
+            return show(*args, **options)
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
+            what = f"{type(error).__name__}: {error}"
+            raise SpotrunError(f"the head's status is not one that this version of spotrun reads ({what})") from None
+
+    return wrapped
 
 
 class Display(Protocol):
@@ -79,6 +96,7 @@ class Plain:
         self._state: tuple[object, ...] = ()
         self._at = 0.0
 
+    @understood
     def show(self, status: Status) -> None:
         status = tidy(status)
         for event in status["events"]:
@@ -104,6 +122,7 @@ class Terminal:
     def __init__(self, console: Console) -> None:
         self.live = Live(console=console, refresh_per_second=5, transient=False)
 
+    @understood
     def show(self, status: Status) -> None:
         self.live.update(picture(tidy(status)))
 
@@ -124,6 +143,7 @@ def progress(job: Status) -> str:
     return ", ".join(words)
 
 
+@understood
 def text(status: Status, jobs: Sequence[Status] = ()) -> str:
     """The whole document as plain text. jobs: others that the head knows of, as `ctl jobs` lists them."""
     status, jobs = tidy(status), tidy(jobs)
@@ -168,8 +188,11 @@ def condition_line(condition: Status) -> str:
 
 
 def clock(at: float) -> str:
-    """A time of day, as the operator's clock has it."""
-    return time.strftime("%H:%M:%S", time.localtime(at))
+    """A time of day, as the operator's clock has it; --:--:-- for what is no time."""
+    try:
+        return time.strftime("%H:%M:%S", time.localtime(at))
+    except (ValueError, OverflowError, OSError):
+        return "--:--:--"
 
 
 def number(value: float | None) -> str:

@@ -20,12 +20,20 @@ def typed(options: dict[str, Any]) -> dict[str, Any]:
     found = {name: value.removeprefix(" ") if isinstance(value, str) else value for name, value in options.items()}
     for name, value in found.items():
         if isinstance(value, str) and re.search("[\ud800-\udfff\0]", value):
-            raise SpotrunError(f"{name.upper()}: {value.encode(errors='surrogateescape')!r}: is not text in UTF-8")
+            raise SpotrunError(f"{name.upper()}: {_bytes(value)!r}: is not text in UTF-8")
         if name in _EXAMPLES and not str(value).strip():
             raise SpotrunError(
                 f"{name.upper()}: is empty; name a {name} file, such as {name.upper()}={_EXAMPLES[name]}"
             )
     return found
+
+
+def _bytes(text: str) -> bytes:
+    """What was typed, of which Python made this text."""
+    try:
+        return text.encode(errors="surrogateescape")
+    except UnicodeEncodeError:
+        return text.encode(errors="surrogatepass")
 
 
 def node(text: str, file: str) -> str:

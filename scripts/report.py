@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from scripts.display import number
+from scripts.display import number, understood
 from scripts.ssh import Outcome
 from spotrun.text import tidy
 
 Status = dict[str, Any]
 
 
+@understood
 def report(job: Status) -> str:
     """The report of a job, as its last status has it, without control characters."""
     job = tidy(job)

@@ -122,9 +122,9 @@ class Control:
             return {}
         try:
             found = json.loads(self._map[TEXT + 8 : TEXT + 8 + size])
-        except ValueError:
+        except (ValueError, RecursionError):
             return {}
-        return found if isinstance(found, dict) else {}
+        return {name: value for name, value in found.items() if _is_number(value)} if isinstance(found, dict) else {}
 
     def close(self) -> None:
         self._ints.release()
@@ -134,6 +134,11 @@ class Control:
 
 _INT_AT = {name: index for index, name in enumerate(_INTS)}
 _FLOAT_AT = {name: index for index, name in enumerate(_FLOATS)}
+
+
+def _is_number(value: object) -> bool:
+    """Whether it is one that a report can hold: JSON has whole numbers of any size."""
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) < 1 << 1000)
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ def parse_header(text: bytes | str) -> tuple[Entry, ...]:
             if entry.start != at or entry.stop - at != ITEM[entry.dtype] * prod(entry.shape):
                 raise ValueError(f"tensor {entry.name} is out of place")
             at = entry.stop
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"its header is junk ({type(error).__name__}: {error})") from None
     return tuple(entries)
 

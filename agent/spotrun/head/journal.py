@@ -215,7 +215,7 @@ def _event(line: bytes) -> dict[str, Any] | None:
     try:
         event = json.loads(line)
         return {"at": float(event["at"]), "kind": str(event["kind"]), "text": str(event["text"])}
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
 
 
@@ -237,7 +237,7 @@ def _unended_here(data: bytes, cluster: str) -> bool:
     """Whether a state that cannot be read says all the same that its job is of the cluster and has not ended."""
     try:
         found = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return isinstance(found, dict) and found.get("cluster") == cluster and found.get("phase") not in ENDED
 

@@ -70,7 +70,10 @@ def parse_gce(path: str, text: str, now: float) -> Notice | None:
 
 def parse_ec2(kind: str, text: str, now: float) -> Notice:
     """The notice in an answer of EC2's server. Raises ValueError for junk."""
-    value = json.loads(text)
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("lists too deep") from None
     if not isinstance(value, dict):
         raise ValueError("not an object")
     if kind == "preempt" and value.get("action") not in ("terminate", "stop", "hibernate"):

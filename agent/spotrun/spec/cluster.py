@@ -196,7 +196,7 @@ def described(document: bytes) -> ClusterSpec:
     except ValidationError as error:
         first = error.errors()[0]
         problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         problem = str(error)
     raise SpecError(f"the cluster's description in the bucket is no good: {problem}")
 

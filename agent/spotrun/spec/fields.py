@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
 from typing import Annotated, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict
 
+_LONGEST = 1e11  # seconds, 3,000 years
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -19,10 +19,12 @@ def parse_duration(value: object) -> float:
         if match is None:
             raise ValueError("is not a duration")
         value = float(match[1]) * _UNITS[match[2]]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError("is not a duration")
     if value < 0:
         raise ValueError("is negative")
+    if not value <= _LONGEST:  # also NaN, and whole numbers that are no float
+        raise ValueError("is not a duration")
     return float(value)
 
 

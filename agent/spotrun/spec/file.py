@@ -20,6 +20,7 @@ from spotrun.errors import SpecError
 Place = tuple[str | int, ...]  # where a key is: ("pools", 0, "zone")
 Conflict = tuple[Place, str]  # and what is wrong with it
 M = TypeVar("M", bound=BaseModel)
+LIMIT = 256 << 10  # bytes of a file, and values in it
 
 
 class File:
@@ -28,14 +29,20 @@ class File:
     def __init__(self, path: Path, kind: str) -> None:
         self.path = path
         try:
-            text = path.read_text("utf-8")
+            with path.open("rb") as file:
+                content = file.read(LIMIT + 1)
+            text = content.decode()
         except FileNotFoundError:
             raise SpecError(f"{path}: there is no such {kind}") from None
         except (OSError, ValueError) as error:  # also what is not UTF-8, and a path with a zero byte
             raise SpecError(f"{path}: cannot read this {kind}: {error}") from None
+        if len(content) > LIMIT:
+            raise SpecError(f"{path}: this is no {kind}: it has more than {LIMIT >> 10} kB")
         try:
             loader = yaml.SafeLoader(text)
             self.root = loader.get_single_node()
+            if _weight(self.root, {}) > LIMIT:
+                raise SpecError(f"{path}: this is no {kind}: its aliases stand for more than {LIMIT} values")
             self._refuse_duplicates(self.root, ())
             data = loader.construct_document(self.root) if self.root is not None else None
         except yaml.YAMLError as error:
@@ -132,6 +139,19 @@ class File:
                 raise SpecError(f"{self.path}:{line}: {dotted(here)}: this key is already on line {first}; keep one")
             lines[str(key.value)] = line
             self._refuse_duplicates(value, here)
+
+
+def _weight(node: Any, known: dict[int, int]) -> int:
+    """How many values a node stands for, with those that aliases repeat."""
+    if id(node) not in known:
+        known[id(node)] = LIMIT + 1  # what holds itself has no end
+        inner: Iterable[Any] = ()
+        if isinstance(node, yaml.SequenceNode):
+            inner = node.value
+        elif isinstance(node, yaml.MappingNode):
+            inner = (each for pair in node.value for each in pair)
+        known[id(node)] = 1 + sum(_weight(each, known) for each in inner)
+    return known[id(node)]
 
 
 def refuse(conflicts: Iterable[Conflict]) -> None:
