@@ -165,14 +165,14 @@ def test_news(given: View, kind: str | None) -> None:
     found = silence.news(given, RULES)
     assert (found[0] if found else None) == kind
     if found:
-        assert found[1].startswith("the only node, a, is silent for 15 s or more")
+        assert found[1].startswith("the only node, a, has been silent for 15 s or more")
 
 
 def test_operators_are_told_within_the_first_minute_whatever_the_timeouts() -> None:
     rules = JobSpec.kept(spec(nodes=2, hang_timeout=3600))
     found = silence.news(view(running(A, B), frozen(A, 21), frozen(B, 21)), rules)
     assert found is not None
-    assert found[1].startswith("all 2 nodes are silent for 20 s or more; looking in the bucket")
+    assert found[1].startswith("all 2 nodes have been silent for 20 s or more; looking in the bucket")
 
 
 def test_status_says_silent() -> None:
@@ -266,7 +266,7 @@ async def test_a_frozen_job_of_one_node_gets_another_machine(tmp_path: Path) -> 
     await world.turn()
     assert world.head.status()["job"]["phase"] == "silent"
     assert [e["text"] for e in head.events if e["kind"] == "silence"] == [
-        "the only node, p-0, is silent for 20 s or more; looking in the bucket for their signs of life, nothing is "
+        "the only node, p-0, has been silent for 20 s or more; looking in the bucket for signs of life, nothing is "
         "ended before that"
     ]
     await head.signs.look()

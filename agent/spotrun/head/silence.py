@@ -129,8 +129,8 @@ def news(view: View, spec: JobSpec) -> tuple[str, str] | None:
     if quiet is None or view.now - quiet < told or view.job.current is None:
         return None
     names = [member.node for member in view.job.current.members]
-    who = f"the only node, {names[0]}, is" if len(names) == 1 else f"all {len(names)} nodes are"
-    return _judged(view, spec, f"{who} silent for {told:.0f} s or more")
+    who = f"the only node, {names[0]}, has" if len(names) == 1 else f"all {len(names)} nodes have"
+    return _judged(view, spec, f"{who} been silent for {told:.0f} s or more")
 
 
 def _judged(view: View, spec: JobSpec, who: str) -> tuple[str, str]:
@@ -140,12 +140,12 @@ def _judged(view: View, spec: JobSpec, who: str) -> tuple[str, str]:
     if not view.machines:
         return "cloud", f"{who}; the cloud does not answer either: nothing is ended or replaced"
     if len(signs) < len(view.job.current.members) or any(view.now - sign.looked > RECENT for sign in signs):
-        return "bucket", f"{who}; looking in the bucket for their signs of life, nothing is ended before that"
+        return "bucket", f"{who}; looking in the bucket for signs of life, nothing is ended before that"
     if any(stopped(view, member.node) for member in view.job.current.members):
-        return "dead", f"{who}, and their signs of life in the bucket have stopped: they count as lost {limit}"
+        return "dead", f"{who}, and the signs of life in the bucket have stopped: lost {limit}"
     if any(sign.looked - sign.advanced > MISSED * min(sign.every or LONGEST, LONGEST) + SLOW for sign in signs):
-        return "stuck", f"{who}; they show signs of life in the bucket, but no step: they count as lost {limit}"
-    return "cut", f"{who}, but their signs of life in the bucket go on: only the link is cut, training is left alone"
+        return "stuck", f"{who}; the signs of life in the bucket go on, but no step is completed: lost {limit}"
+    return "cut", f"{who}, but the signs of life in the bucket go on: only the link is cut, training is left alone"
 
 
 def _signs(view: View) -> list[Sign]:
