@@ -8,7 +8,7 @@ FAB     := $(VENV)/bin/fab
 CHECKOV := $(VENV)-checkov
 # Given by the user of a target, and taken as typed. A variable from make's command line is expanded each time it is
 # read, also for `export`: '$HOME' becomes OME, and '$(shell …)' runs here. A copy by `:=` of `$(value X)` is not.
-GIVEN   := CLUSTER JOB NODE RANK CMD TIMEOUT FAULTS NOTICE ID JSON FORCE ALL STRICT RAW TAIL
+GIVEN   := CLUSTER JOB NODE RANK CMD TIMEOUT FAULTS NOTICE ID JSON FORCE ALL STRICT RAW TAIL RUNS SEED
 defined  = $(foreach name,$(1),$(if $(filter-out undefined,$(origin $(name))),$(name)))
 # Make exports all of its command line (TERRAFORM=tofu, say). ARGS is for developers: it goes into a shell's line as is.
 TYPED   := $(foreach name,$(filter-out ARGS,$(.VARIABLES)),$(if $(filter command,$(origin $(name))),$(name)))
@@ -30,7 +30,7 @@ cluster  = --cluster " $$CLUSTER" $(call yes,JSON,json)
 job_id   = $(call flag,ID,id)
 
 .DEFAULT_GOAL := help
-.PHONY: help plan up train status follow logs ssh run preempt kill relaunch stop down image image-versions test test-clouds test-image lint bench-recovery bench-footprint bench-synth bench-startup clean
+.PHONY: help plan up train status follow logs ssh run preempt kill relaunch stop down image image-versions test test-clouds test-image lint bench-recovery bench-footprint bench-synth bench-startup soak clean
 
 help: ## print this
 	@echo "spotrun: torchrun for machines that vanish. Targets:"
@@ -111,6 +111,9 @@ bench-synth: $(VENV)/.installed-dev ## measure what synthesis takes beside a pla
 
 bench-startup: $(VENV)/.installed-dev ## measure how long an agent takes to join; writes bench/RESULTS.md
 	@$(VENV)/bin/python -m bench.startup $(ARGS)
+
+soak: $(VENV)/.installed-dev ## random faults against small jobs on this machine [RUNS=10 SEED=1 ARGS='--out bench/RESULTS.md']
+	@$(VENV)/bin/python -m bench.soak $(call flag,RUNS,runs) $(call flag,SEED,seed) $(ARGS)
 
 clean: ## remove the set-up and all caches; the local clusters' state (.spotrun) stays
 	rm -rf $(VENV) $(CHECKOV) cdktf.out build dist agent/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

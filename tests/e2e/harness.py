@@ -8,12 +8,12 @@ import os
 import subprocess
 import sys
 import threading
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.soak.checks import samples
 from scripts import bundle, cluster, control
 from spotrun.cloud.local import client
 from spotrun.cloud.local.client import LocalCloud
@@ -201,12 +201,5 @@ def digest_of(out: Path) -> str:
 
 def sample_ids(out: Path, epochs: int) -> dict[int, list[int]]:
     """The samples of each epoch, sorted. Of a step done again in a later generation, only that time counts."""
-    steps: dict[tuple[int, int], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for path in out.glob("steps-*.jsonl"):
-        for line in path.read_text().splitlines():
-            entry = json.loads(line)
-            steps[(entry["epoch"], entry["step"])][entry["generation"]] += entry["ids"]
-    found: dict[int, list[int]] = {epoch: [] for epoch in range(epochs)}
-    for (epoch, _), generations in sorted(steps.items()):
-        found[epoch] += generations[max(generations)]
-    return {epoch: sorted(ids) for epoch, ids in found.items()}
+    lines = (line for path in out.glob("steps-*.jsonl") for line in path.read_text().splitlines())
+    return samples(map(json.loads, lines), epochs)

@@ -1,0 +1,85 @@
+"""What must hold after a run. Pure: each check is a function from what was seen to a list of what is wrong."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+WAIT = 120.0  # seconds: to notice a loss, boot machines, fork and import, on a busy computer
+Span = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Beat:
+    """The job at one moment. at: epoch seconds. saved: the newest step that the bucket or another node has; or 0."""
+
+    at: float
+    step: int
+    saved: int = 0
+
+
+def samples(entries: Iterable[dict[str, Any]], epochs: int) -> dict[int, list[int]]:
+    """The samples of each epoch, sorted. Of a step done again in a later generation, only that time counts."""
+    steps: dict[tuple[int, int], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for entry in entries:
+        steps[(entry["epoch"], entry["step"])][entry["generation"]] += entry["ids"]
+    found: dict[int, list[int]] = {epoch: [] for epoch in range(epochs)}
+    for (epoch, _), generations in sorted(steps.items()):
+        found[epoch] += generations[max(generations)]
+    return {epoch: sorted(ids) for epoch, ids in found.items()}
+
+
+def check_samples(entries: Iterable[dict[str, Any]], epochs: int, size: int) -> list[str]:
+    """Each sample once an epoch."""
+    wrong = []
+    for epoch, ids in samples(entries, epochs).items():
+        twice = len(ids) - len(set(ids))
+        missing = size - len(set(ids))
+        if twice or missing:
+            wrong.append(f"epoch {epoch}: {missing} samples of {size} never seen, {twice} seen again")
+    return wrong
+
+
+def check_weights(digest: str, undisturbed: str) -> list[str]:
+    """Bit by bit those of the undisturbed run."""
+    return [] if digest == undisturbed else [f"final state {digest[:12]}, undisturbed {undisturbed[:12]}"]
+
+
+def check_waits(beats: Sequence[Beat], excused: Sequence[Span], constant: float = WAIT) -> list[str]:
+    """No wait is longer than the work that it could save, plus a constant.
+
+    A wait is the time from one new step to the next, less the time in which the scenario itself kept the job from
+    stepping (`excused`). The work that it could save is the time since the newest state that was safe had been reached.
+    """
+    wrong = []
+    reached: dict[int, float] = {}
+    last: Beat | None = None
+    for beat in beats:
+        if last is None or beat.step > last.step:
+            if last is not None:
+                waited = beat.at - last.at - _overlap((last.at, beat.at), excused)
+                allowed = work(last, reached) + constant
+                if waited > allowed:
+                    wrong.append(f"{waited:.0f} s without a step after step {last.step}; allowed {allowed:.0f} s")
+            reached.setdefault(beat.step, beat.at)
+            last = beat
+    return wrong
+
+
+def work(beat: Beat, reached: dict[int, float]) -> float:
+    """Seconds that the steps after the newest safe state have taken."""
+    since = [at for step, at in reached.items() if step >= beat.saved]
+    return beat.at - min(since, default=beat.at)
+
+
+def _overlap(span: Span, others: Sequence[Span]) -> float:
+    """Seconds of a span that any of the others covers."""
+    covered, end = 0.0, span[0]
+    for begin, stop in sorted(others):
+        begin, stop = max(begin, end), min(stop, span[1])
+        if stop > begin:
+            covered += stop - begin
+            end = stop
+    return covered

@@ -1,0 +1,137 @@
+"""One scenario from its cluster's start to its end, and what was wrong with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.soak import checks
+from bench.soak.plan import EPOCHS, LASTING, STEPS, Fault, Scenario
+from bench.soak.site import JOB, Site
+from spotrun.errors import SpotrunError
+
+LONGEST = 600.0  # seconds that a whole job may take; undisturbed it takes about 20
+GONE = 120.0  # seconds after a job's end in which its machines go
+POLL = 0.05
+
+
+@dataclass
+class Outcome:
+    """What came of a scenario.
+
+    problems: what did not hold, a line each. done: the faults that happened. seconds: from the job's submission to its
+    end. interruptions: as the head counts them. lost: steps done again. longest: seconds of the longest wait.
+    """
+
+    scenario: Scenario
+    problems: list[str] = field(default_factory=list)
+    done: list[Fault] = field(default_factory=list)
+    seconds: float = 0.0
+    interruptions: int = 0
+    lost: int = 0
+    longest: float = 0.0
+
+
+def drive(scenario: Scenario, folder: Path, undisturbed: Callable[[Scenario], str]) -> Outcome:
+    """Run a scenario in a folder. Nothing of its cluster but files in the folder is left. Never raises."""
+    outcome = Outcome(scenario)
+    site = Site(folder, scenario)
+    try:
+        site.up()
+        _train(site, scenario, outcome)
+        outcome.problems += _check(site, scenario, folder / "out", undisturbed)
+    except Exception:
+        outcome.problems.append(traceback.format_exc())
+    finally:
+        (folder / "status.json").write_text(json.dumps(site.newest, indent=1))
+        try:
+            outcome.problems += site.close()
+        except Exception:
+            outcome.problems.append(traceback.format_exc())
+    return outcome
+
+
+def baseline(scenario: Scenario, folder: Path) -> str:
+    """The digest of the undisturbed run, under torchrun, with as many ranks as the job has nodes."""
+    folder.mkdir(parents=True)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={scenario.most}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with (folder / "log").open("wb") as log:
+        subprocess.run(
+            [*launch, str(JOB / "train.py"), *scenario.arguments(str(folder), pause=0.0)],
+            check=True, env=environment, stdout=log, stderr=log, timeout=LONGEST,
+        )  # fmt: skip
+    return _digest(folder)
+
+
+def _train(site: Site, scenario: Scenario, outcome: Outcome) -> None:
+    """Submit the job, and have each fault happen when its time has come, until the job has ended."""
+    began = time.time()
+    site.submit(scenario)
+    coming = list(scenario.faults)
+    lasting: list[tuple[float, Fault, str]] = []
+    excused: list[checks.Span] = []
+    while not site.ended and time.time() - began < LONGEST:
+        now = time.time()
+        for each in [each for each in lasting if each[0] <= now]:
+            lasting.remove(each)
+            site.undo(each[1], each[2])
+        if coming and site.newest and _share(site.newest) >= coming[0].at:
+            try:
+                what = site.begin(coming[0])
+            except SpotrunError:
+                time.sleep(POLL)  # no node or no head at the moment: soon
+                continue
+            fault = coming.pop(0)
+            outcome.done.append(fault)
+            if fault.kind in LASTING:
+                lasting.append((now + fault.seconds, fault, what))
+                excused.append((now, now + fault.seconds))
+        time.sleep(POLL)
+    for _, fault, what in lasting:
+        site.undo(fault, what)
+    outcome.seconds = time.time() - began
+    _note(site, outcome, excused)
+
+
+def _note(site: Site, outcome: Outcome, excused: list[checks.Span]) -> None:
+    job: dict[str, Any] = site.newest.get("job") or {}
+    losses = job.get("losses") or []
+    outcome.interruptions = len(losses)
+    outcome.lost = sum(each["steps_lost"] or 0 for each in losses)
+    outcome.longest = max((each["seconds"] or 0.0 for each in losses), default=0.0)
+    if job.get("phase") != "succeeded":
+        outcome.problems.append(f"the job is {job.get('phase')}: {job.get('reason')}")
+    outcome.problems += checks.check_waits(site.beats, excused)
+
+
+def _check(site: Site, scenario: Scenario, out: Path, undisturbed: Callable[[Scenario], str]) -> list[str]:
+    """What the job has left behind; and that its machines go."""
+    if (site.newest.get("job") or {}).get("phase") != "succeeded":
+        return []
+    lines = [line for path in out.glob("steps-*.jsonl") for line in path.read_text().splitlines()]
+    wrong = checks.check_samples([json.loads(line) for line in lines], EPOCHS, scenario.samples)
+    if scenario.fixed:
+        wrong += checks.check_weights(_digest(out), undisturbed(scenario))
+    deadline = time.time() + GONE
+    while left := site.machines():
+        if time.time() > deadline:
+            return [*wrong, f"machines are left {GONE:g} s after the job: {', '.join(left)}"]
+        time.sleep(POLL)
+    return wrong
+
+
+def _share(status: dict[str, Any]) -> float:
+    return float(status["job"]["step"] or 0) / (STEPS * EPOCHS)
+
+
+def _digest(folder: Path) -> str:
+    return str(json.loads((folder / "final.json").read_text())["digest"])

@@ -1,0 +1,99 @@
+"""The jobs of the soak: small models that are hard to bring back exactly. `--shape` names one.
+
+It runs under torchrun and spotrun. Each rank writes the samples of every step, and rank 0 a digest of the final state.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import spotrun
+
+EPOCHS = 2
+parser = argparse.ArgumentParser()
+parser.add_argument("--out", type=Path, required=True)
+parser.add_argument("--shape", required=True)
+parser.add_argument("--samples", type=int, required=True)
+parser.add_argument("--batch", type=int, default=4)
+parser.add_argument("--accumulate", type=int, default=1)
+parser.add_argument("--workers", type=int, default=0)
+parser.add_argument("--pause", type=float, default=0.0, help="seconds added to each step")
+args = parser.parse_args()
+
+
+def norm() -> nn.Module:
+    """Running statistics, which are no parameters."""
+    convolution = (nn.Unflatten(1, (1, 16)), nn.Conv1d(1, 8, 3), nn.BatchNorm1d(8))  # a batch of one will do
+    return nn.Sequential(*convolution, nn.ReLU(), nn.Flatten(), nn.Linear(8 * 14, 4))
+
+
+def dropout() -> nn.Module:
+    """Random numbers in every step."""
+    return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Dropout(0.3), nn.Linear(64, 4), nn.Dropout(0.1))
+
+
+def recurrent() -> nn.Module:
+    """Many small tensors."""
+    return nn.Sequential(nn.Unflatten(1, (4, 4)), nn.LSTM(4, 16, batch_first=True), Last(), nn.Linear(16, 4))
+
+
+class Last(nn.Module):
+    def forward(self, found: tuple[torch.Tensor, object]) -> torch.Tensor:
+        return found[0][:, -1]
+
+
+MODELS = {"norm": norm, "dropout": dropout, "accumulate": norm, "loaders": dropout, "pair": recurrent}
+torch.set_num_threads(1)
+run = spotrun.init(seed=5)
+torch.manual_seed(0)
+generator = torch.Generator().manual_seed(1)
+inputs = torch.randn(args.samples, 16, generator=generator)
+dataset = TensorDataset(torch.arange(args.samples), inputs, inputs[:, :4].argmax(1))
+models = {"model": run.ddp(MODELS[args.shape]())}
+if args.shape == "pair":
+    models["second"] = run.ddp(dropout())
+optimizers = {f"{name}_optimizer": torch.optim.AdamW(each.parameters(), lr=1e-2) for name, each in models.items()}
+schedulers = {f"{name}_schedule": torch.optim.lr_scheduler.StepLR(each, 1, 0.5) for name, each in optimizers.items()}
+sampler = spotrun.ElasticSampler(dataset, seed=3)
+loader = DataLoader(dataset, batch_size=args.batch, sampler=sampler, num_workers=args.workers)
+run.track(**models, **optimizers, **schedulers, sampler=sampler)
+number = json.loads(os.environ.get("SPOTRUN_CONTEXT", "{}")).get("generation", 0)
+record = (args.out / f"steps-{number}-{run.rank}.jsonl").open("a", buffering=1)
+
+for epoch in run.epochs(EPOCHS):
+    for ids, x, y in run.steps(loader, accumulate=args.accumulate):
+        # Before its gradient can reach anybody: a node may be taken at any later point, and the step counts still.
+        seen = [] if run.padding else ids.tolist()
+        line = {"generation": number, "epoch": epoch, "step": run.step + 1, "ids": seen}
+        record.write(json.dumps(line) + "\n")
+        loss = torch.stack([nn.functional.cross_entropy(model(x), y) for model in models.values()]).sum()
+        run.backward(loss)
+        if run.completes_step:
+            for optimizer in optimizers.values():
+                optimizer.step()
+                optimizer.zero_grad()
+        run.log(loss=loss)
+        time.sleep(args.pause / args.accumulate)
+    for scheduler in schedulers.values():
+        scheduler.step()
+
+digest = hashlib.sha256()
+for model in models.values():
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(name.encode() + tensor.numpy().tobytes())
+for optimizer in optimizers.values():
+    for state in optimizer.state_dict()["state"].values():
+        for value in state.values():
+            digest.update(value.numpy().tobytes())
+result = {"world_size": run.world_size, "step": run.step, "digest": digest.hexdigest()}
+if run.rank == 0:
+    (args.out / "final.json").write_text(json.dumps(result))

@@ -1,0 +1,104 @@
+"""What a seed stands for: a job, and a sequence of faults. Pure: the same seed is the same scenario everywhere."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+EPOCHS = 2
+BATCH = 4
+STEPS = 90  # of an epoch, at the job's largest size
+PAUSE = 0.05  # seconds added to each step
+FAULTS = ("preempt", "kill", "freeze", "cut", "head", "relaunch", "dry", "bucket", "slow")
+LASTING = ("freeze", "cut", "dry", "bucket", "slow")  # faults that are undone after a while
+NOTICES = (2.0, 5.0, 15.0, 30.0, 120.0)  # seconds
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A kind of job.
+
+    name: as the job's script knows it. accumulate: batches of a step. workers: processes that load data, for each rank.
+    """
+
+    name: str
+    accumulate: int = 1
+    workers: int = 0
+
+
+SHAPES = (
+    Shape("norm"),
+    Shape("dropout"),
+    Shape("accumulate", accumulate=3),
+    Shape("loaders", workers=2),
+    Shape("pair"),
+)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that goes wrong.
+
+    kind: one of FAULTS. at: the share of the job's steps that is done when it comes.
+    rank: which member it takes, modulo their number. seconds: of the notice; or until it is undone.
+    """
+
+    kind: str
+    at: float
+    rank: int = 0
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        who = f" rank {self.rank}" if self.kind in ("preempt", "kill", "freeze", "cut") else ""
+        time = f" {self.seconds:g} s" if self.seconds else ""
+        return f"{self.kind}{who}{time} at {self.at:.0%}"
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What a seed stands for. least, most: nodes; equal for a job of fixed size."""
+
+    seed: int
+    shape: Shape
+    least: int
+    most: int
+    faults: tuple[Fault, ...]
+
+    @property
+    def fixed(self) -> bool:
+        return self.least == self.most
+
+    @property
+    def samples(self) -> int:
+        """Of an epoch. Not a multiple of what a step takes: the last step of an epoch is a smaller one."""
+        return STEPS * BATCH * self.shape.accumulate * self.most - 3
+
+    @property
+    def size(self) -> str:
+        return f"{self.most}" if self.fixed else f"{self.least}-{self.most}"
+
+    def arguments(self, out: str, pause: float = PAUSE) -> list[str]:
+        """Of the job's script."""
+        shape = self.shape
+        words = {"out": out, "shape": shape.name, "samples": self.samples, "batch": BATCH, "pause": pause}
+        words |= {"accumulate": shape.accumulate, "workers": shape.workers}
+        return [word for name, value in words.items() for word in (f"--{name}", str(value))]
+
+
+def scenario(seed: int) -> Scenario:
+    """The scenario of a seed. One to four faults; two jobs of three have a fixed size."""
+    dice = random.Random(f"soak {seed}")  # a text: neighbouring numbers would begin alike
+    shape = SHAPES[seed % len(SHAPES)]
+    most = dice.randint(1, 4)
+    least = most if most == 1 or dice.random() < 2 / 3 else dice.randint(1, most - 1)
+    times = sorted(dice.uniform(0.05, 0.85) for _ in range(dice.randint(1, 4)))
+    return Scenario(seed, shape, least, most, tuple(_fault(dice, at) for at in times))
+
+
+def _fault(dice: random.Random, at: float) -> Fault:
+    kind = dice.choice(FAULTS)
+    rank = dice.randrange(4)
+    if kind == "preempt":
+        return Fault(kind, at, rank, dice.choice(NOTICES))
+    seconds = round(dice.uniform(1.0, 10.0), 1) if kind in LASTING else 0.0
+    return Fault(kind, at, rank, seconds)

@@ -1,0 +1,232 @@
+"""A local cluster for one scenario: up, a job on it, what the head says of the job, faults, down."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from bench.soak.checks import Beat
+from bench.soak.plan import Fault, Scenario
+from scripts import bundle, cluster, control
+from spotrun.cloud.base import Instance
+from spotrun.cloud.local import client, procs
+from spotrun.cloud.local.client import LocalCloud
+from spotrun.cloud.local.layout import Layout
+from spotrun.errors import SpotrunError
+from spotrun.spec import ClusterSpec, JobSpec
+
+JOB = Path(__file__).parent / "job"
+NAME, ZONE = "soak", "local-a"
+FLAP = 0.3  # seconds for which a slow bucket answers, and does not, in turn
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+
+class Site:
+    """One cluster below a folder. newest: the head's last status document; beats: the job's steps so far."""
+
+    def __init__(self, folder: Path, scenario: Scenario) -> None:
+        os.environ["SPOTRUN_HOME"] = str(folder / "home")
+        self.spec = ClusterSpec.model_validate(
+            {
+                "name": NAME,
+                "cloud": "local",
+                "pools": [{"name": "spot", "zone": ZONE, "max": scenario.most + 1}],
+                "local": {"boot_delay": 0.2, "recreate_delay": 1.0},
+            }
+        )
+        self.layout = Layout.of(cluster.home(), NAME)
+        self.newest: dict[str, Any] = {}
+        self.beats: list[Beat] = []
+        self._out = folder / "out"
+        self._bucket = Bucket(self.layout.bucket)
+        self._runner = asyncio.Runner()
+        self._cloud: LocalCloud | None = None
+        self._closing = threading.Event()
+        self._follower: threading.Thread | None = None
+
+    def up(self) -> None:
+        """Bring the cluster up. Raises `SpotrunError`."""
+        cluster.up(self.spec)
+        self.access = cluster.access(self.spec)
+        self._cloud = client.find(NAME, cluster.home())
+
+    def submit(self, scenario: Scenario) -> None:
+        """Submit the scenario's job, and follow it from now on."""
+        self._out.mkdir()
+        job = JobSpec.model_validate(
+            {
+                "name": NAME,
+                "script": "train.py",
+                "args": scenario.arguments(str(self._out)),
+                "nodes": {"min": scenario.least, "max": scenario.most},
+                "procs_per_node": 1,
+                "checkpoint_interval": "3s",
+                "grow_interval": "2s",
+                "hang_timeout": "30s",
+                "max_restarts": 10,
+                "env": {"OMP_NUM_THREADS": "1"},
+            }
+        )
+        packed = bundle.upload(self.access.store, JOB, job.script)
+        request = {"job": job.model_dump(mode="json"), "code": packed.sha256}
+        self.job = str(control.ask(self.access, "submit", data=request)["job"])
+        self._follower = threading.Thread(target=self._follow, daemon=True)
+        self._follower.start()
+
+    @property
+    def ended(self) -> bool:
+        return bool(self.newest) and bool(self.newest["job"]["ended"])
+
+    def begin(self, fault: Fault) -> str:
+        """Have a fault happen; what it is about: a node, the zone. Raises `SpotrunError` if that cannot be now."""
+        if fault.kind in ("bucket", "slow"):
+            self._bucket.disturb(FLAP if fault.kind == "slow" else None)
+            return "bucket"
+        assert self._cloud is not None
+        if fault.kind == "head":
+            self._do(self._cloud.kill("head"))
+            return "head"
+        if fault.kind == "relaunch":
+            control.ask(self.access, "relaunch", "--job", self.job)
+            return self.job
+        if fault.kind == "dry":
+            self._do(self._cloud.stockout(ZONE, True))
+            return ZONE
+        members = self.newest["job"]["members"]
+        if not members:
+            raise SpotrunError("no node trains at the moment")
+        node = str(members[fault.rank % len(members)])
+        if fault.kind == "preempt":
+            self._do(self._cloud.preempt(node, fault.seconds))
+        else:
+            self._do(getattr(self._cloud, fault.kind)(node))
+        return node
+
+    def undo(self, fault: Fault, what: str) -> None:
+        """End what lasts. A machine that has been replaced meanwhile needs nothing."""
+        assert self._cloud is not None
+        with contextlib.suppress(SpotrunError):
+            match fault.kind:
+                case "freeze":
+                    self._do(self._cloud.thaw(what))
+                case "cut":
+                    self._do(self._cloud.join(what))
+                case "dry":
+                    self._do(self._cloud.stockout(ZONE, False))
+                case _:
+                    self._bucket.restore()
+
+    def machines(self) -> list[str]:
+        """The names of the nodes' machines that there are."""
+        assert self._cloud is not None
+        found: list[Instance] = self._do(self._cloud.nodes())
+        return [each.name for each in found if each.pool != "head" and each.state != "terminated"]
+
+    def close(self) -> list[str]:
+        """Take the cluster down; what is left of it though nothing should be."""
+        self._closing.set()
+        self._bucket.restore()
+        if self._cloud is not None:
+            with contextlib.suppress(SpotrunError):
+                self._do(self._cloud.close())
+        self._runner.close()
+        subnet = self._subnet()
+        client.down(NAME, self.layout.state.parent.parent)
+        if self._follower is not None:
+            self._follower.join(60)
+        return left(self.layout, subnet)
+
+    def _do(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return self._runner.run(work)
+
+    def _subnet(self) -> str:
+        assert self._cloud is not None
+        return self._cloud.endpoint.removeprefix("http://").rpartition(".")[0] + "."
+
+    def _follow(self) -> None:
+        """Keep the newest status. A head that is away for a moment comes back."""
+        while not self._closing.is_set():
+            try:
+                with control.open_head(self.access) as head:
+                    for status in head.follow(self.job):
+                        job = status["job"]
+                        self.beats.append(Beat(time.time(), int(job["step"] or 0), int(job["checkpoint"] or 0)))
+                        self.newest = status
+                        if job["ended"] or self._closing.is_set():
+                            return
+            except SpotrunError:
+                self._closing.wait(0.2)
+
+
+class Bucket:
+    """A folder that can cease to answer: it changes places with a file, in one step."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._file = path, path.with_name("no-bucket")
+        self._away = False
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._flapping: threading.Thread | None = None
+
+    def disturb(self, flap: float | None) -> None:
+        """From now on every request fails; flap: only for so many seconds of each two times as many."""
+        self.restore()
+        self._ended.clear()
+        self._put(away=True)
+        if flap is not None:
+            self._flapping = threading.Thread(target=self._flap, args=(flap,), daemon=True)
+            self._flapping.start()
+
+    def restore(self) -> None:
+        """It answers again, to every request."""
+        self._ended.set()
+        if self._flapping is not None:
+            self._flapping.join()
+            self._flapping = None
+        self._put(away=False)
+
+    def _flap(self, seconds: float) -> None:
+        while not self._ended.wait(seconds):
+            self._put(away=not self._away)
+
+    def _put(self, away: bool) -> None:
+        with self._lock:
+            if away == self._away:
+                return
+            if away:
+                self._file.touch(mode=0o600)
+            _exchange(self._path, self._file)
+            self._away = away
+
+
+def left(layout: Layout, subnet: str) -> list[str]:
+    """Processes, ports, mounts and memory of a cluster that has been taken down."""
+    found = [f"process {pid} is left" for pid in sorted(procs.of_cluster(layout.unique))]
+    if layout.tmpfs.exists():
+        found.append(f"{layout.tmpfs} is left")
+    listening = (each.laddr for each in psutil.net_connections("tcp") if each.status == psutil.CONN_LISTEN)
+    found += [f"port {each.port} of {each.ip} is left" for each in listening if each.ip.startswith(subnet)]
+    return found + [f"{place} is still mounted" for place in _mounts() if str(layout.state) in place]
+
+
+def _mounts() -> Iterator[str]:
+    for line in Path("/proc/self/mounts").read_text().splitlines():
+        yield line.split()[1]
+
+
+def _exchange(one: Path, other: Path) -> None:
+    """Have two paths change places, so that there is no moment without either (renameat2(2))."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    names = os.fsencode(one), os.fsencode(other)
+    if libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), str(one))

@@ -1,0 +1,60 @@
+"""The soak's section of the results. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+
+from bench.soak.checks import WAIT
+from bench.soak.drive import Outcome
+from bench.soak.plan import FAULTS
+
+LEGEND = {
+    "norm": "BatchNorm",
+    "dropout": "dropout",
+    "accumulate": "BatchNorm, gradients of 3 batches added up",
+    "loaders": "dropout, 2 loader workers",
+    "pair": "two models, LSTM and dropout",
+}
+
+
+def render(outcomes: Sequence[Outcome], machine: str, day: str) -> str:
+    """The section: a row for each kind of job, then each kind of fault, then the seeds that failed."""
+    seeds = [outcome.scenario.seed for outcome in outcomes]
+    failed = [outcome for outcome in outcomes if outcome.problems]
+    lines = [
+        "## Soak: random faults",
+        "",
+        f"{len(outcomes)} runs, seeds {min(seeds)} to {max(seeds)}: {len(outcomes) - len(failed)} held,"
+        f" {len(failed)} failed. {day}, {machine}. `make soak RUNS={len(outcomes)} SEED={min(seeds)}`.",
+        "",
+        "Held means: final weights and optimizer state are bit-equal to the undisturbed run (fixed size); every sample"
+        " is seen once in each epoch; no wait is longer than the work that it could save plus"
+        f" {WAIT:g} s; no process, port, folder in memory, mount or machine is left.",
+        "Every job has an AdamW optimizer and a learning rate schedule for each model.",
+        "",
+        "| job | runs | failed | interruptions | steps done again | longest recovery (median, most) |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in dict.fromkeys(outcome.scenario.shape.name for outcome in outcomes):
+        lines.append(_row(LEGEND[name], [each for each in outcomes if each.scenario.shape.name == name]))
+    lines.append(_row("all", list(outcomes)))
+    counted = Counter(fault.kind for outcome in outcomes for fault in outcome.done)
+    lines += ["", "Faults: " + ", ".join(f"{kind} {counted[kind]}" for kind in FAULTS) + "."]
+    for outcome in failed:
+        lines += ["", f"Seed {outcome.scenario.seed}: {outcome.problems[0].strip().splitlines()[-1]}"]
+    return "\n".join(lines)
+
+
+def _row(name: str, outcomes: Sequence[Outcome]) -> str:
+    waits = [outcome.longest for outcome in outcomes]
+    cells = [
+        name,
+        str(len(outcomes)),
+        str(sum(bool(outcome.problems) for outcome in outcomes)),
+        str(sum(outcome.interruptions for outcome in outcomes)),
+        str(sum(outcome.lost for outcome in outcomes)),
+        f"{statistics.median(waits):.1f} s, {max(waits):.1f} s",
+    ]
+    return f"| {' | '.join(cells)} |"
