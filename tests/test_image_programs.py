@@ -192,3 +192,23 @@ def test_the_time_to_drain_runs_while_the_metadata_are_asked(agent: subprocess.P
     assert "3600 s to drain" in said
     agent.communicate(b"\n")
     assert process.wait(30) == 0
+
+
+@pytest.mark.parametrize(("cloud", "users"), [("gcp", "{ 0, 901 }"), ("aws", "{ 0, 901, 902 }")])
+def test_who_reaches_the_heads_credentials(cloud: str, users: str, tmp_path: Path) -> None:
+    """Only who is named; what the kernel makes of the rules, tests/image tells."""
+    accounts = "spotrun-head) echo 901 ;; " + ("ec2-instance-connect) echo 902 ;; " if cloud == "aws" else "")
+    for name, text in (
+        ("id", f'case $2 in {accounts}*) echo "no such user" >&2; exit 1 ;; esac'),
+        ("nft", f"cat >{tmp_path}/rules"),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run([str(TOOLS / "fence")], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    rules = [line.strip() for line in (tmp_path / "rules").read_text().splitlines()]
+    assert f"meta skuid {users} accept" in rules
+    assert rules.index(f"meta skuid {users} accept") < rules.index(
+        "ip daddr 169.254.169.254 tcp dport != 53 tcp flags & rst != rst reject with tcp reset"
+    )

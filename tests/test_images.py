@@ -126,7 +126,7 @@ def test_a_service_is_for_its_role_and_watched(unit: str, role: str) -> None:
         assert "spotrun-role.service" in " ".join(found[key]).split()
     assert "ExecCondition" not in found  # it would be in the sandbox, and a failure of that mean "skip"
     assert found["Type"] == ["notify"]
-    assert found["User"] == ["spotrun"]
+    assert found["User"] == [{"head": "spotrun-head", "node": "spotrun"}[role]]
     assert found["Restart"] == ["always"]
     assert int(found["WatchdogSec"][0]) >= 10
 

@@ -11,6 +11,7 @@ apt-get -q --error-on=any update
 apt-get -q -y purge unattended-upgrades
 # It never takes a package of another name, as a kernel of another version has; 11-kernel.sh brings the pinned one.
 apt-get -q -y -o Dpkg::Options::=--force-confold upgrade
-install_packages ca-certificates curl gnupg sudo openssh-server openssl bsdutils kmod udev pciutils numactl e2fsprogs mdadm
+install_packages ca-certificates curl gnupg sudo openssh-server openssl bsdutils kmod udev pciutils numactl e2fsprogs mdadm \
+    nftables
 # torch.compile and Triton compile C when they run; DKMS compiles the GPU's driver now.
 install_packages gcc g++ make libc6-dev dkms

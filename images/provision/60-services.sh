@@ -3,7 +3,7 @@
 set -euo pipefail
 source "${IMAGE:?}/provision/lib.sh"
 
-for program in role scratch await-end; do
+for program in role scratch await-end fence; do
     put 0755 "/usr/lib/spotrun/$program"
 done
 put 0644 /etc/systemd/system/spotrun-role.service

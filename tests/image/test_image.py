@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -12,6 +13,8 @@ import pytest
 
 from tests.image import baked, registry
 from tests.image.conftest import Image
+from tests.image.netns import Namespace
+from tests.image.root import run
 
 ENABLED = [
     "spotrun-agent.service",
@@ -45,6 +48,7 @@ OWNED = {  # path: (owner, group, mode)
     "/usr/local/bin/spotrun": ("root", "root", "755"),
     "/usr/lib/spotrun/role": ("root", "root", "755"),
     "/usr/lib/spotrun/scratch": ("root", "root", "755"),
+    "/usr/lib/spotrun/fence": ("root", "root", "755"),
     "/etc/systemd/system/spotrun-agent.service": ("root", "root", "644"),
     "/etc/spotrun/image.json": ("root", "root", "644"),
     "/opt/spotrun": ("root", "root", "755"),
@@ -53,7 +57,7 @@ OWNED = {  # path: (owner, group, mode)
 }
 
 
-SUDO = ("sudo", "-n", "-u", "spotrun")
+SUDO = ("sudo", "-n", "-u", "spotrun-head")
 
 
 def said(image: Image, *command: str) -> str:
@@ -269,6 +273,8 @@ ssh -F none -i mine -o UserKnownHostsFile=/run/known -o BatchMode=yes -o Connect
     [
         ("alice", "spotrun ctl status", "no head runs on this machine"),
         ("alice", "sudo -n -u spotrun id", "a password is required"),
+        ("alice", "sudo -n -u spotrun-head id", "a password is required"),
+        ("spotrun", "sudo -n -u spotrun-head id", "a password is required"),
         ("alice", "id -nG", "spotrun-operators"),
         ("alice", "id -nG", "systemd-journal"),
         ("spotrun", "spotrun ctl jobs", "no head runs on this machine"),
@@ -296,7 +302,8 @@ def test_other_accounts_may_not(words: list[str], expected: str, image: Image) -
     assert expected in image.root.run(*become, "spotrun", *words).stdout
 
 
-def test_nobody_else_may_become_spotrun(image: Image) -> None:
+@pytest.mark.parametrize("whom", ["spotrun", "spotrun-head"])
+def test_nobody_else_may_become_spotrun(whom: str, image: Image) -> None:
     image.root.run("useradd", "bob")
     become = [
         "setpriv",
@@ -307,13 +314,47 @@ def test_nobody_else_may_become_spotrun(image: Image) -> None:
         "sudo",
         "-n",
         "-u",
-        "spotrun",
+        whom,
     ]
     try:
         for command in (["id"], ["/opt/spotrun/venv/bin/spotrun", "head"], ["/opt/spotrun/venv/bin/python"]):
             assert "a password is required" in image.root.run(*become, *command).stdout
     finally:
         image.root.run("userdel", "bob")
+
+
+CONNECT = """
+import socket
+try:
+    socket.create_connection(("169.254.169.254", 80), 10).close()
+    print("connected")
+except OSError as error:
+    print(type(error).__name__)
+"""
+
+
+def test_who_logs_in_cannot_ask_for_the_heads_credentials(image: Image) -> None:
+    """In a network of its own, with a metadata server at its address. The machines of test_boot may make no fence."""
+    network = Namespace()
+    network.ip("address", "add", "169.254.169.254/32", "dev", "lo")
+    inside = ["nsenter", f"--net={network.path}"]
+    probe = run([*inside, *image.root.enter("nft", "list", "ruleset")], timeout=120, check=False)
+    if probe.returncode:
+        pytest.skip(f"this kernel has no nftables: {probe.stdout}")
+    asking = ["/opt/spotrun/venv/bin/python", "-c", CONNECT]
+
+    def ask(user: str) -> str:
+        become = ["setpriv", f"--reuid={user}", "--regid=nogroup", "--clear-groups", "--"]
+        return run([*inside, *image.root.enter(*become, *asking)], timeout=120).stdout.strip()
+
+    users = ["root", "spotrun-head", "spotrun", "nobody", *(["ec2-instance-connect"] if image.cloud == "aws" else [])]
+    with contextlib.closing(network.listen("169.254.169.254", 80)):
+        assert {user: ask(user) for user in users} == dict.fromkeys(users, "connected")
+        for _ in range(2):  # a head that starts again
+            run([*inside, *image.root.enter("/usr/lib/spotrun/fence")], timeout=120)
+        refused = {"spotrun": "ConnectionRefusedError", "nobody": "ConnectionRefusedError"}
+        assert {user: ask(user) for user in users} == dict.fromkeys(users, "connected") | refused
+    network.close()
 
 
 def test_a_machine_makes_its_own_key(image: Image) -> None:
