@@ -29,6 +29,11 @@ HOSTILE = {
     "what is no ASCII": "echo ü",
     "bytes": b"echo \xff".decode(errors="surrogateescape"),
 }
+# What a `make test` around these tests has in its environment.
+INHERITED = {
+    *("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "CLUSTER", "JOB", "NODE", "RANK", "CMD", "TIMEOUT", "FAULTS", "NOTICE", "ID"),
+    *("JSON", "FORCE", "ALL", "STRICT", "RAW", "TAIL"),
+}
 # Which targets take which variables, and what the command calls them.
 TARGETS = {
     "run": {"CMD": "cmd", "NODE": "node", "TIMEOUT": "timeout", "CLUSTER": "cluster"},
@@ -54,7 +59,7 @@ def venv(tmp_path: Path) -> Path:
 
 
 def make(venv: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    clean = {key: value for key, value in os.environ.items() if key not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+    clean = {key: value for key, value in os.environ.items() if key not in INHERITED}
     return subprocess.run(
         ["make", "--no-print-directory", f"VENV={venv}", *words],
         cwd=ROOT, env={**clean, **variables}, capture_output=True, text=True, check=False,
@@ -94,12 +99,7 @@ def test_other_variables_are_not_run_either(venv: Path, tmp_path: Path) -> None:
 
 
 def test_variables_that_were_not_given_stay_away(venv: Path) -> None:
-    clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "NODE", "JSON")}
-    words, environment = json.loads(
-        subprocess.run(
-            ["make", f"VENV={venv}", "logs"], cwd=ROOT, env=clean, capture_output=True, text=True, check=True
-        ).stdout
-    )
+    words, environment = called(make(venv, "logs"))
     assert words == ["logs", "--cluster", " clusters/local.yaml"]
     assert not {"RANK", "NODE", "JSON"} & set(environment)
 
