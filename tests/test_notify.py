@@ -147,7 +147,7 @@ async def test_a_head_says_when_it_serves(tmp_path: Path, manager: Manager) -> N
     """One whose cloud does not answer, which must not matter."""
     store = Store(str(tmp_path / "bucket"))
     cluster = {"name": "test", "cloud": "local", "region": "zone", "pools": [{"name": "p", "zone": "zone-a"}]}
-    store.put(cluster_key("test"), ClusterSpec.model_validate(cluster).model_dump_json().encode())
+    store.put(cluster_key("test"), ClusterSpec.model_validate(cluster).document().encode())
     names = {"spotrun-cluster": "test", "spotrun-bucket": store.url}
     metadata = FakeMetadata("gce", names, address="127.0.9.77")
     environment = {

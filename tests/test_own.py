@@ -144,7 +144,7 @@ def test_a_head_does_not_act_under_another_name(machine: tuple[Own, Mapping[str,
     own, environment = machine
     store = Store(own.bucket, own.region)
     described = ClusterSpec.model_validate((GCP if own.provider == "gcp" else AWS) | {"name": "victim"})
-    store.put(cluster_key("mine"), described.model_dump_json().encode())
+    store.put(cluster_key("mine"), described.document().encode())
     done = subprocess.run(
         [sys.executable, "-m", "spotrun.cli", "head"],
         env={**os.environ, **environment, "SPOTRUN_CONTROL": str(tmp_path / "control")},

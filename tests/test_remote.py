@@ -490,7 +490,7 @@ def test_a_cluster_does_not_move(
 def test_a_description_of_elsewhere_is_told_before_terraform_is_asked(aws: Moto, tmp_path: Path) -> None:
     """As on Google, whose buckets' names do not tell the region."""
     elsewhere = spec(tmp_path, AWS.replace("us-east-1", "us-west-2"))
-    bucket(tmp_path).put(cluster_key("c"), elsewhere.model_dump_json().encode())
+    bucket(tmp_path).put(cluster_key("c"), elsewhere.document().encode())
     with pytest.raises(SpotrunError, match="region is us-east-1 and was us-west-2: a cluster does not move"):
         cluster.up(spec(tmp_path), file(tmp_path))
     assert calls(tmp_path) == []
@@ -572,7 +572,7 @@ def test_what_cannot_change_while_it_is_up(change: str, said: list[str], tmp_pat
 
 
 def test_up_refuses_what_cannot_change(aws: Moto, tmp_path: Path) -> None:
-    bucket(tmp_path).put(cluster_key("c"), spec(tmp_path).model_dump_json().encode())
+    bucket(tmp_path).put(cluster_key("c"), spec(tmp_path).document().encode())
     changed = AWS + "network: {nat: false}\n"
     with pytest.raises(SpotrunError, match=r"network\.nat: this cannot change while it is up; `make down CLUSTER="):
         cluster.up(spec(tmp_path, changed), file(tmp_path, changed))

@@ -32,7 +32,7 @@ def access(image: Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     layout = Layout.of(home, SPEC.name)
     same = {place: place for place in (str(home), str(layout.tmpfs))}
     role = image.root.enter("/opt/spotrun/venv/bin/spotrun", "{role}", bind=same)
-    Store(str(layout.bucket)).put(cluster_key(SPEC.name), SPEC.model_dump_json().encode())
+    Store(str(layout.bucket)).put(cluster_key(SPEC.name), SPEC.document().encode())
     client.up(SPEC, home, role)
     try:
         found = cluster.access(SPEC)
