@@ -15,7 +15,8 @@ import pytest
 import yaml
 
 from infra import app, cdk, lint
-from spotrun.spec import ClusterSpec, load_cluster
+from spotrun import spec
+from spotrun.spec import load_cluster
 from tests.synthesized import CLOUD_FILES, ROOT, described, synthesized, walk
 
 pytestmark = pytest.mark.clouds
@@ -118,7 +119,7 @@ def test_the_head_finds_its_clusters_description_in_the_bucket(file: Path) -> No
     kind = {"gcp": ("google_storage_bucket_object", "name"), "aws": ("aws_s3_object", "key")}[cluster.spec.cloud]
     written = cluster.pools.one(kind[0])
     assert written[kind[1]] == f"clusters/{cluster.spec.name}/cluster.json"
-    assert ClusterSpec.model_validate_json(written["content"]) == load_cluster(file)
+    assert spec.described(written["content"].encode()) == load_cluster(file)
 
 
 @CLOUD_FILE
