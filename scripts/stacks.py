@@ -6,12 +6,16 @@ do as well, on the same state, but with nothing to install from npm.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -146,16 +150,20 @@ class Stacks:
 
         Ctrl-C reaches Terraform too, which then stops in good order and saves what it knows: that is waited for.
         """
-        with subprocess.Popen(
-            [terraform(), *words, *([] if sys.stderr.isatty() and not quiet else ["-no-color"])],
-            cwd=self._folder(stack),
-            env={**os.environ, "TF_IN_AUTOMATION": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE if quiet else sys.stderr,
-            stderr=subprocess.PIPE if quiet else None,
-            text=True,
-        ) as process:
+        with _interrupts_held() as interrupted:
+            begun = subprocess.Popen(
+                [terraform(), *words, *([] if sys.stderr.isatty() and not quiet else ["-no-color"])],
+                cwd=self._folder(stack),
+                env={**os.environ, "TF_IN_AUTOMATION": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE if quiet else sys.stderr,
+                stderr=subprocess.PIPE if quiet else None,
+                text=True,
+            )
+        with begun as process:
             try:
+                if interrupted:
+                    raise KeyboardInterrupt
                 said = process.communicate()
             except KeyboardInterrupt:
                 console.warn("spotrun: Terraform stops and saves what it knows; again to kill it")
@@ -168,6 +176,21 @@ class Stacks:
 
     def _folder(self, stack: Stack) -> Path:
         return self.folder / "stacks" / f"{self.cluster}-{stack}"
+
+
+@contextlib.contextmanager
+def _interrupts_held() -> Iterator[list[int]]:
+    """Note a Ctrl-C instead of raising it: one that comes while a program starts would leave the program behind."""
+    noted: list[int] = []
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield noted  # Ctrl-C is the main thread's, or nobody's
+        return
+    signal.signal(signal.SIGINT, lambda number, _: noted.append(number))
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def synthesize(cluster: ClusterSpec, file: str, home: Path) -> Stacks:
