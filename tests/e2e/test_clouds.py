@@ -36,15 +36,15 @@ def test_the_whole_way(site: Site) -> None:
 
     training = operator.started("train", "--job", "examples/digits/job.yaml", "--faults", "preempt@25%")
     try:
-        wait_for(lambda: site.size("spot") >= 3, 60, "the pool's new size")
-        wait_for(lambda: operator.phase() == "running", 120, "the job's first steps")
+        wait_for(lambda: site.size("spot") >= 3, 180, "the pool's new size")
+        wait_for(lambda: operator.phase() == "running", 300, "the job's first steps")
         refused = operator.fab("down")
         assert refused.returncode == 2, refused.stdout
         assert re.search(r"not ended yet: digits-[0-9-]+; `make stop CLUSTER=", refused.stderr)
         first = json.loads(operator.fab("status", "--json").stdout)["job"]["members"][0]  # the last one is preempted
         hello = operator.fab("run", "--cmd", "echo I am $((40 + 2))", "--node", first)
         assert "I am 42" in hello.stdout, hello.stdout + hello.stderr
-        said, _ = training.communicate(timeout=240)
+        said, _ = training.communicate(timeout=480)
     finally:
         training.kill()
         training.wait()
@@ -60,7 +60,7 @@ def test_the_whole_way(site: Site) -> None:
 
     kept = [key for key in site.store().list("jobs") if key.endswith("manifest.json")]
     assert kept, "checkpoints are in the bucket"
-    wait_for(lambda: site.size("spot") == 0, 60, "the pools' scaling down")
+    wait_for(lambda: site.size("spot") == 0, 180, "the pools' scaling down")
 
     down = operator.fab("down")
     assert down.returncode == 0, down.stdout + down.stderr
