@@ -9,10 +9,15 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 T = TypeVar("T")
+SLOW = 4.0  # how much longer than on a quiet machine anything may take: a limit is there for what never comes
 
 
 def wait_for(look: Callable[[], T], timeout: float = 30.0, what: str = "") -> T:
-    """The first truthy result of `look`, polled; an AssertionError that names `what` after `timeout` seconds."""
+    """The first truthy result of `look`, polled; an AssertionError that names `what` after `timeout` seconds.
+
+    timeout: on a quiet machine; a busy one gets `SLOW` times as long.
+    """
+    timeout *= SLOW
     deadline = time.monotonic() + timeout
     while True:
         found = look()
@@ -25,6 +30,7 @@ def wait_for(look: Callable[[], T], timeout: float = 30.0, what: str = "") -> T:
 
 async def await_for(look: Callable[[], T | Awaitable[T]], timeout: float = 30.0, what: str = "") -> T:
     """`wait_for` in an event loop; `look` may be a coroutine function."""
+    timeout *= SLOW
     deadline = time.monotonic() + timeout
     while True:
         found = look()

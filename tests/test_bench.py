@@ -143,7 +143,7 @@ def test_medians_leave_hangs_out_and_the_report_counts_them() -> None:
     assert medians([sample(1.0), sample(2.0), sample(9.0)]) == sample(2.0)
     assert table["spare", "plain"].total == 12.0
     assert dominant(table["spare", "plain"]) == ("rendezvous", 1.0)
-    text = render(runs, "a machine", date(2030, 1, 2), timeout=120, stock_timeout=60)
+    text = render(runs, "a machine", date(2030, 1, 2), timeout=300, stock_timeout=60)
     assert (
         "| plain | 0.00 | 12.00 | 0.00 | 0.00 | 0.00 | 0.00 | **12.00** | 10.00 to 30.00 | 12.00 | 0 | 4 | 1 |" in text
     )
@@ -158,9 +158,9 @@ def test_watch_sees_marks_and_the_end_of_a_process(tmp_path: Path) -> None:
     try:
         with watch.path.open("a") as file:
             file.write(json.dumps({"time": 1.0, "name": "step", "pid": child.pid, "node": "a", "step": 1}) + "\n")
-        assert watch.until(lambda events: len(events) == 1, timeout=30)
+        assert watch.until(lambda events: len(events) == 1, timeout=300)
         child.communicate(b"\n")
-        assert watch.until(lambda events: events[-1].name == "ended", timeout=30)
+        assert watch.until(lambda events: events[-1].name == "ended", timeout=300)
         assert [event.pid for event in watch.events] == [child.pid] * 2
     finally:
         child.kill()
@@ -181,7 +181,7 @@ first = launch(["-c", grandchild], dict(os.environ), folder / "node.log")
 os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT)
 sweep()
 """
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, check=True, timeout=300)
     assert not psutil.pid_exists(int((tmp_path / "node.log").read_text()))
 
 

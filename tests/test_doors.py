@@ -99,7 +99,7 @@ def test_ssh_itself_through_a_tunnel(standin: Machines, door: Relayed) -> None:
     way = access(standin, door)
     for node in ("head", "spot-1"):
         command = [*ssh.shell_command(way, node), "echo $((6 * 7))"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL)
         assert (done.stdout, done.returncode) == ("42\n", 0), done.stderr
 
 

@@ -41,7 +41,7 @@ def ask(fake: FakeGce, method: str, path: str, body: Any = None) -> tuple[int, d
     )
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(request, timeout=10) as response:
+        with opener.open(request, timeout=300) as response:
             return response.status, json.load(response)
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)
@@ -115,7 +115,7 @@ def test_machines_come_and_go_before_a_harness(gce: FakeGce) -> None:
     wait_for(lambda: [m.status for m in gce.machines()] == ["RUNNING"])
     events: queue.Queue[Event] = queue.Queue()
     gce.watch(events.put)
-    assert [events.get(timeout=10).kind for _ in range(2)] == ["created", "running"]
+    assert [events.get(timeout=300).kind for _ in range(2)] == ["created", "running"]
     head = gce.machines()[0]
     assert head.metadata == {
         "spotrun-cluster": "demo",
@@ -124,12 +124,12 @@ def test_machines_come_and_go_before_a_harness(gce: FakeGce) -> None:
         "spotrun-bucket": "gs://bucket",
     }
     gce.vanish(head.name)
-    assert [events.get(timeout=10).kind for _ in range(3)] == ["gone", "created", "running"]
+    assert [events.get(timeout=300).kind for _ in range(3)] == ["gone", "created", "running"]
     new = gce.machines()[0]
     assert (new.name, new.id != head.id) == (head.name, True)
     gce.remove_all()
     assert gce.machines() == []
-    assert events.get(timeout=10).kind == "gone"
+    assert events.get(timeout=300).kind == "gone"
 
 
 def test_a_notice_comes_before_the_end(gce: FakeGce) -> None:
@@ -138,7 +138,7 @@ def test_a_notice_comes_before_the_end(gce: FakeGce) -> None:
     events: queue.Queue[Event] = queue.Queue()
     gce.watch(lambda event: events.put(event) if event.kind in ("notice", "gone") else None)
     gce.preempt(gce.machines()[0].name, notice=0.1)
-    notice, gone = events.get(timeout=10), events.get(timeout=10)
+    notice, gone = events.get(timeout=300), events.get(timeout=10)
     assert (notice.kind, gone.kind) == ("notice", "gone")
     assert notice.machine.due is not None
     assert notice.machine.id == gone.machine.id
@@ -149,7 +149,7 @@ def test_the_stack_that_is_synthesized(gce: FakeGce, tmp_path: Any) -> None:
     file = tmp_path / "demo.yaml"
     file.write_text(CLUSTER.model_dump_json(exclude={"local"}))  # JSON is YAML
     environment = {**os.environ, "CLUSTER": str(file), "CDKTF_OUTDIR": str(tmp_path / "out")}
-    subprocess.run([sys.executable, "-m", "infra"], env=environment, check=True, timeout=100)
+    subprocess.run([sys.executable, "-m", "infra"], env=environment, check=True, timeout=300)
     stack = json.loads((tmp_path / "out/stacks/demo-pools/cdk.tf.json").read_text())
     gce.add_stack(stack)
     gce.add_stack(stack)  # a second `make up` makes nothing twice

@@ -185,7 +185,7 @@ async def test_a_preemption_gives_notice(cloud: GcpCloud, gce: FakeGce) -> None:
     node = (await pool_of(cloud, "spot-a", 1))[0]
     gce.watch(lambda event: events.put(event) if event.kind == "notice" else None)
     await cloud.preempt(node.name)
-    event = await asyncio.to_thread(events.get, timeout=30)
+    event = await asyncio.to_thread(events.get, timeout=300)
     assert event.machine.name == node.name
     assert event.machine.due == pytest.approx(time.time() + 30, abs=5)
     assert [n.state for n in await cloud.nodes() if n.id == node.id] == ["stopping"]

@@ -235,5 +235,5 @@ async def test_a_cancelled_head_ends_though_something_changed(world: World) -> N
         task.cancel()
     world.head._changed.set()
     world.head._look_now.set()
-    done, _ = await asyncio.wait(tasks, timeout=10)
+    done, _ = await asyncio.wait(tasks, timeout=100)
     assert done == set(tasks)

@@ -89,7 +89,7 @@ def test_an_interrupted_build_waits_until_packer_has_cleaned_up(
     assert process.stderr is not None
     assert "packer is cleaning up, wait for it" in process.stderr.readline()
     (tmp_path / "go").touch()
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=300)
     assert (tmp_path / "cleaned").exists()
     assert (process.returncode, out, err) == (130, "", "spotrun: interrupted\n")
 

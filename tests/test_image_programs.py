@@ -47,7 +47,7 @@ def ec2(role: str | None, without: int = 401) -> dict[str, Any]:
 
 def ask(role: str, environment: dict[str, str]) -> int:
     plain = {"PATH": os.environ["PATH"], **environment}
-    return subprocess.run([str(TOOLS / "role"), role], env=plain, timeout=30, check=False).returncode
+    return subprocess.run([str(TOOLS / "role"), role], env=plain, timeout=300, check=False).returncode
 
 
 @pytest.mark.parametrize(

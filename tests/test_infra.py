@@ -51,7 +51,7 @@ def infra(tmp_path: Path, file: str, **environment: str) -> subprocess.Completed
         **environment,
     }
     command = [sys.executable, "-m", "infra"]
-    return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=False)
 
 
 # What every stack is.
@@ -133,7 +133,7 @@ def test_terraform_reads_every_stack(tmp_path: Path, file: Path) -> None:
         document["terraform"].pop("backend")  # it would want to be initialized
         (tmp_path / "cdk.tf.json").write_text(json.dumps(document))
         command = [terraform, "providers", "-no-color"]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         provider = {"gcp": "google", "aws": "aws"}[synthesized(file).spec.cloud]
         assert f"provider[registry.terraform.io/hashicorp/{provider}]" in done.stdout
@@ -286,7 +286,7 @@ def test_keys_stay_as_they_were_written(tmp_path: Path) -> None:
     assert (made["labels"], made["lifecycle_rule"]) == ({"d-e": "f"}, [rule])
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_the_cdktf_command_works_here(tmp_path: Path) -> None:
     if shutil.which("cdktf") is None:
         pytest.skip("cdktf is not installed: npm install -g cdktf-cli@0.21.0")
@@ -301,7 +301,7 @@ def test_the_cdktf_command_works_here(tmp_path: Path) -> None:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=140,
+            timeout=300,
             check=False,
         )
         assert done.returncode == 0, done.stdout + done.stderr

@@ -150,7 +150,7 @@ def test_a_head_does_not_act_under_another_name(machine: tuple[Own, Mapping[str,
         env={**os.environ, **environment, "SPOTRUN_CONTROL": str(tmp_path / "control")},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 2, done.stderr
     assert "name is victim there, and mine in the machine's metadata" in done.stderr.splitlines()[-1]

@@ -376,7 +376,7 @@ def test_control_c_lets_terraform_save(programs: Say, made: stacks.Stacks, tmp_p
     folder = tmp_path / "stacks" / "c-base"
     wait_for((folder / "started").exists, what="terraform's start")
     os.killpg(process.pid, signal.SIGINT)
-    _, said = process.communicate(timeout=30)
+    _, said = process.communicate(timeout=300)
     assert "Terraform stops and saves what it knows" in said
     assert (folder / "saved").exists()
 

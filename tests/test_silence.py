@@ -281,7 +281,7 @@ async def test_a_frozen_job_of_one_node_gets_another_machine(tmp_path: Path) -> 
     assert world.recreated == ["p-0"]
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 async def test_an_agent_signs_while_it_has_a_job(tmp_path: Path) -> None:
     async with machines(tmp_path, "node-a") as w:
         bundle = w.bundle("--steps", "1000000", hang_timeout=5)
@@ -303,7 +303,7 @@ async def test_an_agent_signs_while_it_has_a_job(tmp_path: Path) -> None:
         await await_for(lambda: not w.store.exists(key), PATIENCE, "no sign without a job")
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 async def test_an_agent_that_ends_well_leaves_no_sign(tmp_path: Path) -> None:
     """It has taken a job; whether that is ready yet does not matter."""
     async with machines(tmp_path, "node-a") as w:

@@ -60,7 +60,7 @@ def stacks(cluster: ClusterSpec, tmp_path: Path, tools: Tools, aws: Moto | None 
     ]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("file", AWS_FILES, ids=[path.stem for path in AWS_FILES])
 def test_terraform_takes_every_cluster_file(file: Path, tmp_path: Path, tools: Tools) -> None:
     for stack in stacks(load_cluster(file), tmp_path, tools):

@@ -21,7 +21,7 @@ from spotrun.errors import SpotrunError
 from spotrun.spec import ClusterSpec, JobSpec
 
 TOY = Path(__file__).parent.parent / "jobs" / "toy"
-PATIENCE = 90.0  # seconds that anything may take on a slow machine
+PATIENCE = 240.0  # seconds that anything may take on a slow machine
 OPTIONS = (
     "epochs",
     "samples",
