@@ -6,24 +6,24 @@ JOB     ?= examples/digits/job.yaml
 VENV    ?= .venv
 FAB     := $(VENV)/bin/fab
 CHECKOV := $(VENV)-checkov
-# Given by the user of a target, and taken as typed. A variable from make's command line is expanded each time it is
-# read, also for `export`: '$HOME' becomes OME, and '$(shell …)' runs here. A copy by `:=` of `$(value X)` is not.
+# Variables from the user of a target, taken as typed. Make expands a variable from its command line at each use, also
+# for `export`: '$HOME' becomes OME, and '$(shell …)' runs here. A copy by `:=` of `$(value X)` is not expanded.
 GIVEN   := CLUSTER JOB NODE RANK CMD TIMEOUT FAULTS NOTICE ID JSON FORCE ALL STRICT RAW TAIL RUNS SEED
 defined  = $(foreach name,$(1),$(if $(filter-out undefined,$(origin $(name))),$(name)))
-# Make exports all of its command line (TERRAFORM=tofu, say). ARGS is for developers: it goes into a shell's line as is.
+# Make exports all variables of its command line (such as TERRAFORM=tofu). ARGS is for developers: a shell expands it.
 TYPED   := $(foreach name,$(filter-out ARGS,$(.VARIABLES)),$(if $(filter command,$(origin $(name))),$(name)))
 TYPED   += $(filter-out $(TYPED),$(call defined,$(GIVEN)))
 $(foreach name,$(TYPED),$(eval override $(name) := $$(value $(name))))
 export $(TYPED)
-# They would hand these variables to any make that a target starts.
+# These three would pass the variables on to any make that a target starts.
 unexport MAKEFLAGS MFLAGS MAKEOVERRIDES
-# As a word of a shell's. $(shell) does not see what is exported before GNU Make 4.4.
+# Quote a value as one word for a shell. Before GNU Make 4.4, $(shell) does not see exported variables.
 quoted   = '$(subst ','\'',$(1))'
 # A cluster in a cloud takes more packages: the cloud's own, and what its stacks are written with.
 CLOUD   := $(firstword $(filter gcp aws,$(shell sed -nE 's/^cloud: *[^a-z]?([a-z]+).*/\1/p' -- $(call quoted,$(CLUSTER)) 2>/dev/null)))
 READY   := $(VENV)/.installed$(if $(CLOUD),-$(CLOUD))
 
-# The space keeps Invoke from taking a value such as --json for an option; the tasks remove it.
+# Without the space, Invoke would take a value such as --json for an option. The tasks remove the space.
 flag     = $(if $($(1)),--$(2) " $$$(1)")
 yes      = $(if $(filter-out 0 n no false off,$($(1))),--$(2))
 cluster  = --cluster " $$CLUSTER" $(call yes,JSON,json)

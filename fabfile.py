@@ -40,7 +40,7 @@ def command(function: Callable[..., int | None]) -> Any:
         except BrokenPipeError:  # `make logs | head`
             sys.stderr.close()
             code = 0
-        except OSError as error:  # this machine's own: a folder that may not be written, a full disk
+        except OSError as error:  # an error of this machine: a folder without the right to write, a full disk
             where = f"{error.filename}: " if error.filename else ""
             code = complain(f"{where}{error.strerror or error}", 2)
         except KeyboardInterrupt:
@@ -106,7 +106,7 @@ def logs(
 ) -> None:
     """What the workers of the newest generation printed: rank 0, or those of a node.
 
-    tail: only so many lines at the end. raw: with escape sequences.
+    tail: only this many lines at the end. raw: with escape sequences.
     """
     which = given.job(id, cluster), given.node(node, cluster) if node else None, given.number("RANK", rank)
     lines = given.number("TAIL", tail, least=1)
@@ -186,7 +186,7 @@ def kill(_: Context, cluster: str = LOCAL, node: str = "", json: bool = False) -
 
 @command
 def relaunch(_: Context, cluster: str = LOCAL, id: str = "", json: bool = False) -> None:
-    """Run an ended or held job on from its checkpoint, or restart a running one's workers."""
+    """Continue an ended or held job from its checkpoint, or restart the workers of a running job."""
     answer = control.ask(_access(cluster), "relaunch", *_of(given.job(id, cluster)))
     _print(answer, json, f"job {answer['job']} relaunched; follow it with: {_hint(cluster, answer['job'])}")
 
@@ -254,7 +254,7 @@ def _print(document: object, json: bool, text: str) -> None:
 
 
 def _complain(json: bool, error: str, code: int) -> int:
-    """On stderr, and for programs on stdout too."""
+    """Print an error on stderr, and for programs on stdout too. Returns the exit status."""
     console.warn(f"spotrun: {error}")
     if json:
         console.answer({"error": error})

@@ -1,7 +1,7 @@
-"""Debian's archives as this machine's apt names them, and package lists that are fetched now.
+"""Debian's archives in this machine's apt sources, and package lists that are fetched now.
 
-The lists that the machine has may be old, or lack an archive that did not answer at the last `apt-get update`. Nothing
-here reads them or changes them.
+The machine's own lists may be old, or may lack an archive that did not answer at the last `apt-get update`. This module
+neither reads nor changes them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def archives() -> list[tuple[str, str]]:
 
 @contextlib.contextmanager
 def fresh_lists() -> Iterator[list[str]]:
-    """The options that make apt read lists of Debian 12 which are fetched here; they are removed at the end.
+    """Fetch lists of Debian 12, and remove them at the end. Yields the options that make apt read these lists.
 
     Raises OSError if this machine's apt does not have Debian 12, or if one of its archives does not answer.
     """

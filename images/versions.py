@@ -2,9 +2,10 @@
 
     python -m images.versions [--json]
 
-Debian's packages are looked up with apt, where this machine's apt has Debian 12, in lists that are fetched now;
-Python's with pip. A registry that cannot be reached is said to be so; nothing is guessed. Exit status 1 if something
-pinned is not in its registry any more, as a kernel that Debian has replaced: the row says which line to write instead.
+Debian's packages are looked up with apt in lists that are fetched now, if this machine's apt has Debian 12. Python's
+packages are looked up with pip. A row says so if its registry cannot be reached; nothing is guessed. Exit status 1 if
+a pinned version is no longer in its registry, such as a kernel that Debian has replaced: its row names the line to
+write.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ EIC_RELEASES = "https://api.github.com/repos/aws/aws-ec2-instance-connect-config
 
 @dataclass(frozen=True)
 class Row:
-    """One thing that is pinned.
+    """One pinned version.
 
-    newest: empty if its registry does not tell; `note` says why. there: whether the pinned one can still be had; None:
-    its registry does not tell.
+    newest: empty if the registry does not tell; `note` says why. there: whether the registry still has the pinned
+    version; None: the registry does not tell.
     """
 
     name: str
@@ -54,7 +55,7 @@ class Registries:
 
     run: Callable[[list[str]], str]  # a command's output
     get: Callable[[str], bytes]  # what is at a URL
-    lists: Callable[[], AbstractContextManager[list[str]]] = fresh_lists  # options for apt that name lists to read
+    lists: Callable[[], AbstractContextManager[list[str]]] = fresh_lists  # options for fresh lists of apt
 
 
 def main(argv: list[str]) -> int:
@@ -101,7 +102,7 @@ def compare(pinned: dict[str, str], sources: dict[str, str], ask: Registries) ->
 
 
 def replaced(rows: Iterable[Row]) -> dict[str, str]:
-    """What versions.env has to say instead of the pins that are gone: name and newest version."""
+    """What to write into versions.env for pinned versions that are gone: name → newest version."""
     return {row.name: row.newest for row in rows if row.there is False and row.newest}
 
 
@@ -123,7 +124,7 @@ def order(version: str) -> tuple[tuple[int, str], ...]:
 
 
 def debian(pinned: dict[str, str], ask: Registries) -> list[Row]:
-    """The rows of what Debian has. A kernel's two rows belong together: its package is named after KERNEL_ABI."""
+    """The rows of Debian's packages. The kernel has two rows: KERNEL_ABI is part of its package's name."""
     packages = {
         "PYTHON": f"python{pinned['PYTHON']}",
         "CHRONY": "chrony",
@@ -142,7 +143,7 @@ def debian(pinned: dict[str, str], ask: Registries) -> list[Row]:
     found["PYTHON"] = [".".join(each.split(".")[:2]) for each in found["PYTHON"]]
     newest = max(abis, key=order, default="")
     kept = _listed(listed, f"linux-image-{pinned['KERNEL_ABI']}")
-    # A kernel may have a package although it is not the newest.
+    # A kernel that is not the newest may still have a package.
     rows = [Row("KERNEL_ABI", pinned["KERNEL_ABI"], newest, bool(kept))]
     found = {"KERNEL": kept or _listed(listed, f"linux-image-{newest}")} | found
     for name, versions in found.items():

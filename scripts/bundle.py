@@ -2,8 +2,8 @@
 
 Equal folders give equal bytes (sorted, no times, no owners), so what is in the bucket already is not sent again. What
 `.gitignore` files exclude stays out: those in the folder, below it, and above it up to the repository's root. Files
-`.spotrunignore` in the same places, of the same form, count more than those. What looks like a secret is refused unless
-a line in one of them allows it.
+`.spotrunignore` in the same places have the same syntax, and take precedence. A file that looks like a secret is
+refused unless a line in a `.spotrunignore` allows it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from spotrun.store import Store, code_key
 
 LEVEL = 9  # part of what names a bundle: another level is another archive
 ALWAYS_OUT = {".git", ".venv", "__pycache__", ".spotrun"}
-FRESH = 1800.0  # seconds: an older object is sent again, since a head may be about to remove it (`head.sweep`)
+FRESH = 1800.0  # seconds: an older object is sent again, as a head may be about to remove it (`head.sweep`)
 OWN, GIT = ".spotrunignore", ".gitignore"
 _SHOWN = 3  # files in a message
 
@@ -60,19 +60,19 @@ class Bundle:
 
 @dataclass(frozen=True)
 class _Ignores:
-    """What the ignore files say that hold for a folder. git, own: each file's folder and patterns, innermost last."""
+    """The ignore files that apply to a folder. git, own: each file's folder and patterns, innermost last."""
 
     git: tuple[tuple[Path, GitIgnoreSpec], ...] = ()
     own: tuple[tuple[Path, GitIgnoreSpec], ...] = ()
 
     def plus(self, folder: Path) -> _Ignores:
-        """With the folder's own files."""
+        """These, and the ignore files in the folder itself."""
         return _Ignores(self.git + _read(folder, GIT), self.own + _read(folder, OWN))
 
     def verdict(self, path: Path, is_folder: bool) -> tuple[bool, bool]:
-        """Whether the path stays out, and whether a `.spotrunignore` wants it in.
+        """Whether the path stays out, and whether a `.spotrunignore` explicitly allows it.
 
-        As git decides: the last matching pattern of the innermost file that has one.
+        As in git: the last matching pattern counts, of the innermost file that has one.
         """
         for own, files in ((True, self.own), (False, self.git)):
             for base, spec in reversed(files):
@@ -83,7 +83,7 @@ class _Ignores:
 
 
 def check(folder: Path, script: str, limit: int = limits.BYTES) -> list[Path]:
-    """What goes into the bundle. Raises `SpotrunError` if the script would be missing, or anything cannot be sent."""
+    """The files of the bundle. Raises `SpotrunError` if the script would be missing, or a file cannot be sent."""
     names = files(folder, limit)
     if Path(script) not in names:
         raise SpotrunError(f"{folder / script}: a {GIT} excludes the job's script, or a {OWN}, so no node would get it")
@@ -155,7 +155,7 @@ def files(folder: Path, limit: int = limits.BYTES) -> list[Path]:
 
 
 def _refuse_secrets(folder: Path, root: Path, names: list[Path]) -> None:
-    """Raise `SpotrunError` that names what looks like a secret, with the lines that allow it."""
+    """Raise `SpotrunError` if files look like secrets. It names them, and the lines that allow them."""
     found = {}
     for name in names:
         with _Explained(root / name):
@@ -174,7 +174,7 @@ def _refuse_secrets(folder: Path, root: Path, names: list[Path]) -> None:
 
 
 def _walk(folder: Path, root: Path, ignores: _Ignores) -> Iterator[tuple[Path, bool]]:
-    """Each file, and whether it is wanted by name."""
+    """Each file, and whether a `.spotrunignore` explicitly allows it."""
     ignores = ignores.plus(folder)
     with _Explained(folder):
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)

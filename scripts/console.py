@@ -1,4 +1,4 @@
-"""The one door by which text reaches an operator's terminal: what came from machines has no control characters then."""
+"""All text for an operator's terminal is printed here. Control characters in it are removed."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from spotrun.text import clean, to_json
 
 
 def say(text: str, out: TextIO | None = None, raw: bool = False, end: str = "\n") -> None:
-    """Print text for a person. A terminal that lacks a character shows a `?` for it.
+    """Print text for a person. A character that the terminal cannot show becomes a `?`.
 
-    out: stdout unless it is given. raw: leave control characters in, as the person asked.
+    out: stdout by default. raw: keep control characters, because the person asked for them.
     """
     out = out or sys.stdout
     encoding = getattr(out, "encoding", None) or "utf-8"
@@ -20,7 +20,7 @@ def say(text: str, out: TextIO | None = None, raw: bool = False, end: str = "\n"
 
 
 def warn(text: str) -> None:
-    """Tell a person something beside the answer: on stderr."""
+    """Print text for a person on stderr: it is not part of the answer."""
     say(text, sys.stderr)
 
 

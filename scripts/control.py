@@ -130,7 +130,7 @@ def _check_exit(channel: paramiko.Channel, verb: str, file: str) -> None:
 
 
 def _hint(text: str, file: str) -> str:
-    """What to type next. The head's own words know nothing of an operator's cluster file."""
+    """The next command to type. It is added here, as the head does not know the operator's cluster file."""
     return f"; `{make(file, 'status')}` names the newest jobs" if text.startswith("there is no job") else ""
 
 

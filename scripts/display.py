@@ -1,7 +1,7 @@
 """What a status document looks like to a person: a live picture on a terminal, lines elsewhere.
 
-A document's texts come from machines where a job's code runs: `show`, `say` and `text` take their control characters
-out, and no console here takes anything for rich's markup.
+A document's texts come from machines where a job's code runs: `show`, `say` and `text` remove their control characters,
+and no console here interprets rich's markup.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _EVERY = 10.0  # seconds between two lines of progress where there is no termina
 
 
 def understood(show: Callable[..., T]) -> Callable[..., T]:
-    """Turns what a document lacks into a message: it came from a head of another version, or from none."""
+    """Turn an error about a malformed document into a message: another version of the head may have sent it."""
 
     @functools.wraps(show)
     def wrapped(*args: Any, **options: Any) -> T:
@@ -157,9 +157,9 @@ def text(status: Status, jobs: Sequence[Status] = ()) -> str:
 
 
 def picture(status: Status) -> RenderableType:
-    """The whole document, for a terminal whose console takes no markup."""
+    """The whole document, for a console without markup."""
     parts: list[RenderableType] = [_headline(status)]
-    if parked := status.get("parked"):  # a head of spotrun 0.1 does not say it
+    if parked := status.get("parked"):  # a head of spotrun 0.1 does not send this key
         parts.append(Text(parked["text"], style="red"))
     for held in status.get("held", ()):
         parts.append(Text(f"{held}: held since the cluster was brought up; `make relaunch ID={held}` runs it on"))
@@ -188,7 +188,7 @@ def condition_line(condition: Status) -> str:
 
 
 def clock(at: float) -> str:
-    """A time of day, as the operator's clock has it; --:--:-- for what is no time."""
+    """A time of day, in the operator's time zone; --:--:-- if the value is not a time."""
     try:
         return time.strftime("%H:%M:%S", time.localtime(at))
     except (ValueError, OverflowError, OSError):
@@ -196,7 +196,7 @@ def clock(at: float) -> str:
 
 
 def number(value: float | None) -> str:
-    """Four digits that count; JSON has null for what is not finite."""
+    """Four significant digits. None stands for a number that is not finite: JSON has null for it."""
     return "nan" if value is None else f"{value:.4g}"
 
 

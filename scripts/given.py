@@ -1,4 +1,4 @@
-"""What an operator types beside files: each checked, and refused in words that say what is allowed. Pure."""
+"""Check the values that an operator types. A refusal says what is allowed. Pure."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from spotrun.errors import SpotrunError
 _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _JOB = re.compile(r"[a-z0-9][a-z0-9-]{0,99}")
 _LONGEST = 7 * 86400.0  # seconds
-_EXAMPLES = {"cluster": "clusters/local.yaml", "job": "examples/digits/job.yaml"}  # what must not be empty
+_EXAMPLES = {"cluster": "clusters/local.yaml", "job": "examples/digits/job.yaml"}  # options that must not be empty
 
 
 def typed(options: dict[str, Any]) -> dict[str, Any]:
-    """A task's options as they were typed: the Makefile puts a space before each, so that none looks like an option."""
+    """A task's options as they were typed. The Makefile puts a space before each, so that none looks like an option."""
     found = {name: value.removeprefix(" ") if isinstance(value, str) else value for name, value in options.items()}
     for name, value in found.items():
         if isinstance(value, str) and re.search("[\ud800-\udfff\0]", value):
@@ -29,7 +29,7 @@ def typed(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _bytes(text: str) -> bytes:
-    """What was typed, of which Python made this text."""
+    """The bytes that were typed, from which Python made this text."""
     try:
         return text.encode(errors="surrogateescape")
     except UnicodeEncodeError:
@@ -60,7 +60,7 @@ def number(name: str, text: str, least: int = 0) -> str | None:
 
 
 def seconds(name: str, text: str, default: float | None = None) -> float:
-    """A time of more than zero and at most a week; `default` if none is given. Raises `SpotrunError`."""
+    """Seconds, more than zero and at most a week; `default` if none are given. Raises `SpotrunError`."""
     if not text and default is not None:
         return default
     try:

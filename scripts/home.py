@@ -9,11 +9,11 @@ from spotrun import private
 
 
 def home() -> Path:
-    """The folder. Raises `NotOursError` if it is somebody else's, or if others may write to it."""
+    """The folder. Raises `NotOursError` if it belongs to another user, or if others may write to it."""
     named = os.environ.get("SPOTRUN_HOME")
     found = Path(named or ".spotrun").absolute()
     if found.is_dir():
         private.check(found)
-        if not named:  # ours by its name: a version before this one made it with a wider mode
+        if not named:  # spotrun's own folder: an earlier version made it with a wider mode
             private.folder(found)
     return found

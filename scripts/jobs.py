@@ -19,7 +19,7 @@ _PAUSE = 0.5  # seconds between two attempts to reach the head again
 
 
 def check(cluster: ClusterSpec, path: str) -> JobSpec:
-    """The job at `path`, found fit to run on the cluster and to be sent there. Raises `SpotrunError`."""
+    """The job at `path`, checked: it can run on the cluster, and its folder can be sent. Raises `SpotrunError`."""
     job = load_job(path)
     check_fit(job, cluster)
     bundle.check(Path(path).absolute().parent, job.script)

@@ -40,7 +40,7 @@ ready = up  # which does nothing where there is nothing to do
 
 
 def unfinished(cluster: ClusterSpec, file: str) -> list[str]:
-    """Jobs that the end of the cluster would interrupt. If the head is out of reach, the bucket is asked."""
+    """Jobs that the end of the cluster would interrupt. If the head is out of reach, read the bucket."""
     try:
         return control.unfinished(access(cluster, file))
     except Unreachable:
@@ -60,7 +60,7 @@ def down(cluster: ClusterSpec, file: str, everything: bool) -> str:
 
 
 def _never_up(cluster: ClusterSpec, file: str) -> str:
-    """Words for a `down` where the cluster never was up. Raises `SpotrunError` if it is up with another home."""
+    """The text for a `down` of a cluster that was never up. Raises `SpotrunError` if it is up with another home."""
     for other in client.homes(cluster.name):
         again = f"SPOTRUN_HOME={shlex.quote(str(other))} {make(file, 'down')}"
         raise SpotrunError(

@@ -1,6 +1,6 @@
-"""The workers' logs in the bucket: which there are, and their text, piece by piece.
+"""The workers' logs in the bucket: find them, and read their text piece by piece.
 
-A log may be larger than an operator's memory: it is read in ranges, and nothing here holds more than two of them.
+A log may be larger than the memory of the operator's computer. It is read in ranges, and at most two are in memory.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from spotrun.errors import SpotrunError
 from spotrun.store import Store
 
 RANGE = 4 << 20  # bytes of a log that are read at once
-LAST = 5  # lines of rank 0's log that close a followed job
-_END = 64 << 10  # bytes at a log's end in which those are looked for
+LAST = 5  # lines of rank 0's log that are shown at the end of a followed job
+_END = 64 << 10  # bytes at a log's end that are searched for these lines
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Log:
     """A worker's log in the bucket.
 
     key: jobs/<job>/logs/<generation>/<node>/<rank>.log. generation: the number of the generation that wrote it.
-    node: where its worker ran. rank: its worker's, as text.
+    node: where the worker ran. rank: the worker's rank, as text.
     """
 
     key: str
@@ -36,10 +36,10 @@ class Log:
 
 
 def find(access: Access, job: str | None, node: str | None, rank: str | None) -> list[Log]:
-    """The logs of a job's newest generation that has any; of rank 0 unless a node or a rank is named."""
+    """Logs of a job's newest generation that has logs: those of rank 0, unless a node or a rank is named."""
     if job is None:
         status = control.ask(access, "status")["job"]
-        # A head that began after the last job had ended knows of it from the bucket only.
+        # A head that began after the last job had ended has that job only in the list of jobs.
         newest_first = [status["id"]] if status else [each["job"] for each in control.ask(access, "jobs")]
         if not newest_first:
             raise SpotrunError(f"no job has run on this cluster yet; `{make(access.file, 'train')}` runs one")
@@ -57,9 +57,9 @@ def find(access: Access, job: str | None, node: str | None, rank: str | None) ->
 
 
 def read(store: Store, key: str, lines: int | None = None) -> Iterator[str]:
-    """A log's text in pieces that end with a line where they can. lines: only so many at its end.
+    """A log's text in pieces. A piece ends at a line's end, if possible. lines: only this many lines at the log's end.
 
-    Raises `StoreError`. What is written meanwhile is left out.
+    Raises `StoreError`. Text that is written during the call is left out.
     """
     size = store.size(key)
     start = 0 if lines is None else _begin(store, key, size, lines)
@@ -70,7 +70,7 @@ def read(store: Store, key: str, lines: int | None = None) -> Iterator[str]:
         if at + RANGE >= size:
             rest = text
             break
-        # All of it, if there is a line longer than a range: what is kept back never grows beyond one.
+        # Without a line's end, yield all of it: the rest that is kept is never longer than a range.
         cut = text.rfind("\n", len(rest)) + 1 or len(text)
         yield text[:cut]
         rest = text[cut:]
@@ -78,7 +78,7 @@ def read(store: Store, key: str, lines: int | None = None) -> Iterator[str]:
 
 
 def last_words(access: Access, job: str) -> list[str]:
-    """The last lines of rank 0, as far as they are in the bucket."""
+    """The last lines of rank 0's log that are in the bucket."""
     try:
         key = find(access, job, None, "0")[-1].key
         size = access.store.size(key)
@@ -89,7 +89,7 @@ def last_words(access: Access, job: str) -> list[str]:
 
 
 def _begin(store: Store, key: str, size: int, lines: int) -> int:
-    """Where the last lines of a log begin, looked for from its end."""
+    """Where the last lines of a log begin, found by reading from its end."""
     end, missing = size, lines + 1
     while end > 0:
         start = max(0, end - RANGE)

@@ -1,4 +1,4 @@
-"""Files that are most likely secrets, told by their names and their beginnings. Pure but for that look."""
+"""Recognise files that are probably secrets, by their names and first bytes. Pure, except for reading these bytes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
-# Names as fnmatch has them, lower case; with a slash: the ends of paths.
+# Patterns for fnmatch, in lower case. A pattern with a slash matches the end of a path.
 _SECRET = {
     "a file of environment variables": (".env", ".env.*", ".envrc"),
     "a private key": (
@@ -29,17 +29,17 @@ _HARMLESS = (
 )
 _KEY = re.compile(rb"\s*-----BEGIN [A-Z0-9 ]*PRIVATE KEY-----")
 _KEY_IN_JSON = re.compile(rb'"private_key"\s*:\s*"-----BEGIN')
-_LOOK = 8 << 10  # bytes of a file's beginning; a key is there or nowhere
+_LOOK = 8 << 10  # bytes at a file's beginning; a key is found there or not at all
 
 
 def kind(root: Path, name: Path) -> str | None:
-    """What secret the file `name` below `root` looks like; None: like none."""
+    """The kind of secret that the file `name` below `root` looks like; None: it looks like no secret."""
     for what, patterns in _SECRET.items():
         if _matches(name, patterns):
             return None if _matches(name, _HARMLESS) else what
     path = root / name
     if path.is_symlink():
-        return None  # what it leads to is in the folder, and looked at itself
+        return None  # the file that it points to is in the folder, and is checked itself
     with path.open("rb") as file:
         beginning = file.read(_LOOK)
     if _KEY.match(beginning) or (name.suffix.lower() == ".json" and _KEY_IN_JSON.search(beginning)):

@@ -1,4 +1,4 @@
-"""A cluster's queue as its bucket has it: for when the head is out of reach, or not up yet."""
+"""A cluster's queue in its bucket: for the time when the head is out of reach, or not up yet."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ ENDED = ("succeeded", "failed", "stopped")
 
 
 def unfinished(store: Store, cluster: str, force: str) -> list[str]:
-    """Jobs that the end of the cluster would interrupt: not those that are held, which do not run.
+    """Jobs that the end of the cluster would interrupt. Held jobs do not run, so they are not among them.
 
-    force: the command that takes the cluster down all the same. Raises `SpotrunError` if the bucket does not tell.
+    force: the command that takes the cluster down anyway. Raises `SpotrunError` if the bucket has no usable answer.
     """
     try:
         queue = read_queue(store.find(queue_key(cluster)))
@@ -28,14 +28,14 @@ def unfinished(store: Store, cluster: str, force: str) -> list[str]:
 
 
 def hold(store: Store, cluster: str) -> None:
-    """Have the next head hold the jobs that are in the queue now: bringing a cluster up starts none by itself."""
+    """Make the next head hold the jobs that are in the queue now: bringing a cluster up starts no job by itself."""
     if store.exists(queue_key(cluster)):
         record = UpRecord(id=uuid.uuid4().hex, at=time.time())
         store.put(up_key(cluster), record.model_dump_json().encode())
 
 
 def _ended(state: bytes | None) -> bool:
-    """Whether a job's state says so. One that cannot be read may still run."""
+    """Whether a job's state says that it has ended. A job whose state cannot be read may still run."""
     try:
         found = json.loads(state or b"")
     except ValueError:

@@ -80,7 +80,7 @@ def down(cluster: ClusterSpec, file: str, everything: bool) -> str:
     # Whoever looked at these now would take a cluster for up that is not.
     store.delete([head_key(cluster.name), replaced_key(cluster.name), *_of_machines(cluster, store)])
     if not everything:
-        queue.hold(store, cluster.name)  # `cdktf deploy` brings it up too
+        queue.hold(store, cluster.name)  # `cdktf deploy` can bring the cluster up too
         rest = f"its network and its bucket stay, {store.url}; `{make(file, 'down', 'ALL=1')}` removes them too"
         return f"cluster {cluster.name} is down; {rest}"
     _refuse_contents(cluster, store, file)  # a job may have written until its machines ended

@@ -14,7 +14,7 @@ Status = dict[str, Any]
 
 @understood
 def report(job: Status) -> str:
-    """The report of a job, as its last status has it, without control characters."""
+    """The report of a job from its last status, without control characters."""
     job = tidy(job)
     lines = [_verdict(job)]
     if job["failure"]:
@@ -42,7 +42,7 @@ def duration(seconds: float) -> str:
 
 
 def failures(outcomes: Sequence[Outcome], nodes: int) -> str:
-    """Which of so many nodes failed a command, and how: 2 of 3 nodes failed: a (exit status 3), b (not reached)"""
+    """The nodes that failed a command: 2 of 3 nodes failed: a (exit status 3), b (not reached)"""
     told = [
         f"{each.node} ({f'exit status {each.code}' if each.reached else 'not reached, see above'})" for each in outcomes
     ]

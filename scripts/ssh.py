@@ -61,7 +61,7 @@ class Access:
 class Outcome:
     """What a command did on a node.
 
-    node: its name. code: the command's exit status; `EXIT_TIMEOUT` if it was ended for its time, 255 without one.
+    node: its name. code: the command's exit status; `EXIT_TIMEOUT` after the time limit; 255: no exit status.
     output: what the command printed, or why the node was not reached. reached: whether `code` is the command's own.
     """
 

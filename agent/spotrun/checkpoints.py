@@ -27,9 +27,9 @@ _GENERATION = re.compile(r"g(\d+)-")
 
 
 def complete(store: Store, job: str, strict: bool = False) -> list[StateRef]:
-    """Complete checkpoints of the job, newest first. Those with a junk manifest are passed over, with a warning.
+    """Complete checkpoints of the job, newest first. A checkpoint with a broken manifest is left out, with a warning.
 
-    strict: raise `UnreadableError` if a manifest is of a newer format, as the newest state may be in its checkpoint.
+    strict: raise `UnreadableError` if a manifest has a newer format, as its checkpoint may have the newest state.
     """
     found, newer = _manifests(store, job, _folders(store, job))
     if newer and strict:
@@ -97,7 +97,7 @@ def _folders(store: Store, job: str) -> dict[int, set[str]]:
 
 
 def _manifests(store: Store, job: str, folders: dict[int, set[str]]) -> tuple[dict[int, Manifest], dict[int, str]]:
-    """Manifests of complete checkpoints, and what is wrong with those of a newer format, by step."""
+    """By step: manifests of complete checkpoints, and what is wrong with manifests of a newer format."""
     found: dict[int, Manifest] = {}
     newer: dict[int, str] = {}
     for step, names in folders.items():

@@ -137,7 +137,7 @@ _FLOAT_AT = {name: index for index, name in enumerate(_FLOATS)}
 
 
 def _is_number(value: object) -> bool:
-    """Whether it is one that a report can hold: JSON has whole numbers of any size."""
+    """Whether it is a number that a report can hold. JSON allows whole numbers of any size, a report does not."""
     return isinstance(value, float) or (isinstance(value, int) and abs(value) < 1 << 1000)
 
 

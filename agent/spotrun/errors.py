@@ -23,7 +23,7 @@ class NotFound(StoreError):
 
 
 class ConflictError(SpotrunError):
-    """Another process has written an object of the bucket that this one alone should write."""
+    """Another process has written an object of the bucket that only this process should write."""
 
 
 class UnreadableError(SpotrunError):

@@ -1,7 +1,7 @@
 """Folders and sockets that belong to this user alone, on a computer that other users share.
 
-Another user can make a folder of a known name before us, where anybody may make folders, such as /dev/shm. So what is
-there already is used only if it is ours and nobody else may write to it.
+Where anybody may make folders, such as in /dev/shm, another user can make a folder of a known name before us. So a
+folder that exists is used only if it is ours and nobody else may write to it.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Any
 
 from spotrun.errors import SpotrunError
 
-UMASK = "SPOTRUN_UMASK"  # the variable: what umask a job's script has, in octal digits; default: its agent's
+UMASK = "SPOTRUN_UMASK"  # the variable: the umask of a job's script, in octal digits; default: that of its agent
 PEER = struct.Struct("3i")  # SO_PEERCRED's struct ucred: pid, uid, gid
 
 
 class NotOursError(SpotrunError):
-    """A folder or a socket is not this user's alone. The message names it, and what to do about it."""
+    """A folder or a socket is not private to this user. The message names it, and says what to do."""
 
 
 def folder(path: Path) -> Path:
-    """The folder, made with mode 0700 if it is not there; one that others may read becomes 0700.
+    """Make the folder with mode 0700 if it is not there. A folder that others may read gets mode 0700.
 
     Raises `NotOursError` as `check` does.
     """
@@ -40,7 +40,7 @@ def folder(path: Path) -> Path:
 
 
 def check(path: Path) -> None:
-    """Raise `NotOursError` if the folder, or the link to it, is somebody else's, or if others may write to it."""
+    """Raise `NotOursError` if the folder or the link to it belongs to another user, or if others may write to it."""
     _check_owner(path, path.lstat())
     if not path.is_dir():
         raise NotOursError(f"{path} is in the way: it is not a folder")
@@ -53,7 +53,7 @@ def check(path: Path) -> None:
 
 
 def check_socket(path: Path) -> None:
-    """Raise `NotOursError` if the Unix socket is somebody else's."""
+    """Raise `NotOursError` if the Unix socket belongs to another user."""
     found = path.lstat()
     if not stat.S_ISSOCK(found.st_mode):
         raise NotOursError(f"{path} is in the way: it is not a socket")

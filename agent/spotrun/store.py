@@ -23,13 +23,13 @@ from obstore.store import LocalStore, ObjectStore, from_url
 
 from spotrun.errors import ConflictError, NotFound, SpotrunError, StoreError
 
-Version = tuple[tuple[str, str], ...]  # of an object: what the bucket tells it from older ones by
+Version = tuple[tuple[str, str], ...]  # of an object: how the bucket tells it from its older versions
 Credentials = Any  # one of obstore's credential providers; they share no type
 _SMALL = 1 << 20  # bytes of a document at most
 _PART = 8 << 20  # bytes of an upload's part
 _RANGE, _AT_ONCE = 32 << 20, 4  # bytes of a download's part, and how many parts are fetched at once
 LOG_TAG = {"spotrun-kind": "log"}  # infra.aws.base has a rule for it
-_LOCK = 10.0  # seconds that another process may take to replace an object of a folder
+_LOCK = 10.0  # seconds to wait for another process that replaces an object in the same folder
 # A bucket that does not exist is a FileNotFoundError, a key that no bucket can have (a//b, ../a) a ValueError.
 _ERRORS = (BaseError, OSError, ValueError)
 
@@ -113,9 +113,9 @@ class Store:
             raise StoreError(f"{self.url}: cannot write {key}: {_why(error)}") from error
 
     def keep(self, key: str, path: Path) -> None:
-        """Write an object that is never replaced: where it is there already with these bytes, that will do.
+        """Write an object that is never replaced. If it is there already with the same bytes, that is a success.
 
-        An upload whose answer got lost is tried again, and a node may not have the right to replace a checkpoint.
+        This happens when the answer to an upload got lost. A node may not have the right to replace a checkpoint.
         """
         try:
             self.put(key, path)
@@ -144,10 +144,10 @@ class Store:
             raise StoreError(f"{self.url}: cannot read {key}: {_why(error)}") from error
 
     def replace(self, key: str, data: bytes, version: Version | None) -> Version:
-        """Write an object that has this version, or that is not there if the version is None; its new version.
+        """Replace an object that has this version, or create it if the version is None. Returns the new version.
 
-        Raises `ConflictError` if it has another one. An object with these same bytes is no conflict: the answer to a
-        write may get lost, and obstore then writes again.
+        Raises `ConflictError` if the object has another version. An object with the same bytes is no conflict: the
+        answer to a write may get lost, and obstore then writes again.
         """
         try:
             with self._alone(key, version):
@@ -166,7 +166,7 @@ class Store:
 
     @contextlib.contextmanager
     def _alone(self, key: str, version: Version | None) -> Iterator[None]:
-        """For a folder, which obstore does not replace on conditions: one process at a time compares and writes."""
+        """In a folder, let one process at a time compare and write: obstore cannot do both in one step there."""
         if not isinstance(self._store, LocalStore) or version is None:
             yield
             return
@@ -174,7 +174,7 @@ class Store:
         try:
             deadline = time.monotonic() + _LOCK
             while not _locked(handle):
-                if time.monotonic() > deadline:  # its owner is suspended, it may be
+                if time.monotonic() > deadline:  # perhaps its owner is suspended
                     raise StoreError(f"{self.url}: cannot write {key}: another process has locked the folder")
                 time.sleep(0.01)
             if self.read(key)[1] != version:
@@ -205,7 +205,7 @@ class Store:
             raise StoreError(f"{self.url}: cannot read {key}: {_why(error)}") from error
 
     def size(self, key: str) -> int:
-        """The object's bytes, counted. Raises `NotFound`."""
+        """The number of the object's bytes. Raises `NotFound`."""
         try:
             return int(obstore.head(self._quick, key)["size"])
         except FileNotFoundError:
@@ -223,7 +223,7 @@ class Store:
             raise StoreError(f"{self.url}: cannot look up {key}: {_why(error)}") from error
 
     def part(self, key: str, start: int, end: int) -> bytes:
-        """The object's bytes from `start` to before `end`, of which there is at least one. Raises `NotFound`."""
+        """The object's bytes from `start` up to, but without, `end`; at least one byte. Raises `NotFound`."""
         try:
             return bytes(obstore.get_range(self._store, key, start=start, end=end))
         except FileNotFoundError:
@@ -232,7 +232,7 @@ class Store:
             raise StoreError(f"{self.url}: cannot read {key}: {_why(error)}") from error
 
     def _holds(self, key: str, path: Path) -> bool:
-        """Whether there is such an object with the file's bytes."""
+        """Whether the object is there and has the bytes of the file."""
         try:
             size = path.stat().st_size
             if self.size(key) != size:
@@ -343,7 +343,7 @@ def log_key(job: str, generation: int, node: str, rank: int | str) -> str:
 
 
 def _locked(handle: int) -> bool:
-    """Whether the lock on an open folder is this process's now."""
+    """Try to lock an open folder; whether this process has the lock now."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

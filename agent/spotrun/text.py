@@ -1,7 +1,7 @@
-"""Text from outside made fit for a terminal, and values made fit for JSON. Pure.
+"""Make text from outside safe for a terminal, and make values valid for JSON. Pure.
 
-Names, events, logs and messages come from machines where a job's code runs. An escape sequence in them could rewrite
-what an operator has read already, set a window's title, or type on some terminals.
+Names, events, logs and messages come from machines where a job's code runs. An escape sequence in them could overwrite
+earlier lines on an operator's terminal, set the window's title, or on some terminals type input.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import math
 import re
 from typing import Any
 
-# ECMA-48: control sequences, strings that end with BEL or ST, and other sequences of two characters and more.
+# ECMA-48: control sequences; strings that end with BEL or ST; other sequences of two or more characters.
 _SEQUENCE = re.compile(
     "(?:\x1b\\[|\x9b)[0-?]*[ -/]*[@-~]"
     "|(?:\x1b[\\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x80-\x9f\n]*(?:\x07|\x1b\\\\|\x9c)"
     "|\x1b[ -/]*[0-~]"
 )
-# C0 but line break and tab, DEL, C1; separators that end a line elsewhere; what reverses the direction of writing.
+# C0 except line break and tab, DEL, C1; other line separators; characters that reverse the direction of text.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufff9-\ufffb]+")
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_ANY = re.compile(_CONTROL.pattern[:-2] + "\ud800-\udfff]")  # one class: five times as fast as two
+_ANY = re.compile(_CONTROL.pattern[:-2] + "\ud800-\udfff]")  # one class is five times as fast as two
 
 
 def clean(text: str) -> str:
@@ -35,12 +35,12 @@ def clean(text: str) -> str:
 
 
 def line(text: str) -> str:
-    """The text on one line, clean: what is told beside others must not pass for a line of theirs."""
+    """The clean text on one line, so that a part of it cannot look like another line of the output."""
     return re.sub("[\n\t]+", " ", clean(text))
 
 
 def tidy(value: Any, long: tuple[str, ...] = ("traceback",)) -> Any:
-    """A JSON value with every text in it on one line, clean. long: keys whose text keeps its lines."""
+    """A JSON value in which every text is clean and on one line. long: keys whose text keeps its line breaks."""
     if isinstance(value, str):
         return line(value)
     if isinstance(value, list | tuple):

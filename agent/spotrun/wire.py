@@ -15,12 +15,12 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, 
 
 MAX_MESSAGE = 1 << 20  # bytes; a larger frame is refused and the link closed
 FORMAT = 1  # of the documents in the bucket: see `Kept`
-NODE_HEADER = "Spotrun-Node"  # of an agent's request for a link: the node that it is; `Authorization` has its secret
-REFUSAL_HEADER = "Spotrun-Refusal"  # of the answer, if it is no link: why
+NODE_HEADER = "Spotrun-Node"  # header of an agent's request for a link: the node's name; `Authorization` has its secret
+REFUSAL_HEADER = "Spotrun-Refusal"  # header of the answer to a refused request: the reason
 
 
 class Document(BaseModel):
-    """A frozen message part. A loss may be NaN, which JSON has no number for.
+    """A frozen message part. A loss may be NaN, for which JSON has no number.
 
     Unknown keys are ignored: the other side may be of another version.
     """
@@ -197,7 +197,7 @@ class Report(Document):
     snapshot: StateRef | None = None  # the newest committed one in this node's memory
     parts: tuple[Part, ...] = ()  # uploaded, manifest not yet seen
     late: int | None = None  # stop or save step that came too late for a worker here: choose a later one
-    trouble: Trouble | None = None  # with putting parts into the bucket; None once that has succeeded
+    trouble: Trouble | None = None  # with uploads of parts to the bucket; None after one has succeeded
     notice: Notice | None = None
     stacks: str = ""  # bucket key of the stacks written on `dump`
 
@@ -215,8 +215,8 @@ class HeadRecord(Kept):
 class QueueRecord(Kept):
     """clusters/<name>/queue.json: ids of the jobs not yet ended, the active one first.
 
-    held: ids of jobs that an earlier bring-up of the cluster left. They wait for the operator.
-    up: the bring-up under which the others were queued, by its document (`UpRecord`).
+    held: ids of jobs that had not ended when the cluster went down. They wait for the operator.
+    up: the hash of the `UpRecord` that was in the bucket when the other jobs were queued; "": there was none.
     """
 
     jobs: tuple[str, ...]
@@ -225,14 +225,17 @@ class QueueRecord(Kept):
 
 
 class UpRecord(Kept):
-    """clusters/<name>/up.json. What is in the queue when a head first reads a new one is held."""
+    """clusters/<name>/up.json. When a head first reads a new one, it holds the jobs that are in the queue."""
 
     id: str
     at: float
 
 
 class HostRecord(Kept):
-    """clusters/<name>/hosts/<node>.json: how operators reach and trust a node over SSH, and the head its agent."""
+    """clusters/<name>/hosts/<node>.json: how operators reach and trust a node over SSH.
+
+    The head uses it too: to check the secret of the node's agent.
+    """
 
     node: str
     address: str
@@ -240,7 +243,7 @@ class HostRecord(Kept):
     keys: tuple[str, ...]  # "ssh-ed25519 AAAA…" lines
     machine: str = ""  # what the cloud's own way in knows it by: GCE's name, EC2's instance id
     zone: str = ""
-    token_sha256: str = ""  # `hash_of` the secret that this node's agent shows the head; the head's own has none
+    token_sha256: str = ""  # `hash_of` the secret that this node's agent shows to the head; "" in the head's record
 
 
 class AliveRecord(Kept):
@@ -248,11 +251,11 @@ class AliveRecord(Kept):
 
     node: str
     boot: str
-    at: float  # the node's clock: it only tells one sign from the next
+    at: float  # by the node's clock; only used to see that a sign is new
     every: float  # seconds between two signs
     job: str
     generation: int  # as in Report
-    step: int  # the newest that a worker here has completed; -1: none yet
+    step: int  # the newest step that a worker of this node has completed; -1: none yet
 
 
 class UnfitRecord(Kept):
@@ -272,13 +275,13 @@ def read_queue(data: bytes | None) -> QueueRecord:
     """The queue; an empty one if there is no document. Raises `ValueError`."""
     if data is None:
         return QueueRecord(jobs=())
-    if data.lstrip().startswith(b"["):  # spotrun 0.1 kept the ids alone
+    if data.lstrip().startswith(b"["):  # spotrun 0.1 stored only the ids
         return QueueRecord(jobs=TypeAdapter(tuple[str, ...]).validate_json(data))
     return QueueRecord.model_validate_json(data)
 
 
 def problem(error: ValueError) -> str:
-    """What is wrong with a document, in a line."""
+    """One line about what is wrong with a document."""
     if not isinstance(error, ValidationError):
         return " ".join(str(error).split())[:300]
     first = error.errors()[0]
@@ -287,7 +290,7 @@ def problem(error: ValueError) -> str:
 
 
 def hash_of(secret: str) -> str:
-    """What may be known of an agent's secret, in hex: nobody finds the secret from it."""
+    """The SHA-256 of an agent's secret, in hex. It may be public: nobody can compute the secret from it."""
     return hashlib.sha256(secret.encode(errors="surrogateescape")).hexdigest()
 
 

@@ -2,8 +2,9 @@
 
 python -m bench.soak [--runs 10] [--seed 1] [--out bench/RESULTS.md] [--keep build/soak]
 
-Each run is a seed: a job, and a sequence of faults (`bench.soak.plan`). After it, weights, samples, waits, and what is
-left of the cluster are checked (`bench.soak.checks`). A run that fails keeps its files, and says how to run it alone.
+Each run has a seed, which stands for a job and a sequence of faults (`bench.soak.plan`). After the run, weights,
+samples, waits, and leftovers of the cluster are checked (`bench.soak.checks`). A run that fails keeps its files, and
+the output says how to repeat that run alone.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def main() -> int:
 
 
 class Baselines:
-    """The digests of undisturbed runs. Each is found out once."""
+    """The digests of undisturbed runs. Each is computed once."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

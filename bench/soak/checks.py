@@ -1,4 +1,4 @@
-"""What must hold after a run. Pure: each check is a function from what was seen to a list of what is wrong."""
+"""What must hold after a run. Pure: each check takes what was observed and returns a list of problems."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Span = tuple[float, float]
 
 @dataclass(frozen=True)
 class Beat:
-    """The job at one moment. at: epoch seconds. saved: the newest step that the bucket or another node has; or 0."""
+    """The job at one moment. at: epoch seconds. saved: the newest step in the bucket; 0: none."""
 
     at: float
     step: int
@@ -21,7 +21,7 @@ class Beat:
 
 
 def samples(entries: Iterable[dict[str, Any]], epochs: int) -> dict[int, list[int]]:
-    """The samples of each epoch, sorted. Of a step done again in a later generation, only that time counts."""
+    """The samples of each epoch, sorted. If a step was done again, only its latest generation counts."""
     steps: dict[tuple[int, int], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for entry in entries:
         steps[(entry["epoch"], entry["step"])][entry["generation"]] += entry["ids"]
@@ -32,7 +32,7 @@ def samples(entries: Iterable[dict[str, Any]], epochs: int) -> dict[int, list[in
 
 
 def check_samples(entries: Iterable[dict[str, Any]], epochs: int, size: int) -> list[str]:
-    """Each sample once an epoch."""
+    """Each sample is seen exactly once in an epoch."""
     wrong = []
     for epoch, ids in samples(entries, epochs).items():
         twice = len(ids) - len(set(ids))
@@ -43,15 +43,15 @@ def check_samples(entries: Iterable[dict[str, Any]], epochs: int, size: int) -> 
 
 
 def check_weights(digest: str, undisturbed: str) -> list[str]:
-    """Bit by bit those of the undisturbed run."""
+    """The final state is bit-equal to that of the undisturbed run."""
     return [] if digest == undisturbed else [f"final state {digest[:12]}, undisturbed {undisturbed[:12]}"]
 
 
 def check_waits(beats: Sequence[Beat], excused: Sequence[Span], constant: float = WAIT) -> list[str]:
     """No wait is longer than the work that it could save, plus a constant.
 
-    A wait is the time from one new step to the next, less the time in which the scenario itself kept the job from
-    stepping (`excused`). The work that it could save is the time since the newest state that was safe had been reached.
+    A wait is the time from one new step to the next, without the time in which the scenario itself kept the job from
+    stepping (`excused`). The work that a wait could save is the time since the job reached the newest safe state.
     """
     wrong = []
     reached: dict[int, float] = {}
@@ -69,7 +69,7 @@ def check_waits(beats: Sequence[Beat], excused: Sequence[Span], constant: float 
 
 
 def work(beat: Beat, reached: dict[int, float]) -> float:
-    """Seconds that the steps after the newest safe state have taken."""
+    """Seconds that the steps since the newest safe state have taken."""
     since = [at for step, at in reached.items() if step >= beat.saved]
     return beat.at - min(since, default=beat.at)
 

@@ -1,4 +1,4 @@
-"""One scenario from its cluster's start to its end, and what was wrong with it."""
+"""Run one scenario, from its cluster's start to its end, and collect its problems."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from bench.soak.site import JOB, Site
 from spotrun.errors import SpotrunError
 
 LONGEST = 600.0  # seconds that a whole job may take; undisturbed it takes about 20
-GONE = 120.0  # seconds after a job's end in which its machines go
+GONE = 120.0  # seconds after a job's end in which its machines must be gone
 POLL = 0.05
 
 
 @dataclass
 class Outcome:
-    """What came of a scenario.
+    """The result of a scenario.
 
-    problems: what did not hold, a line each. done: the faults that happened. seconds: from the job's submission to its
+    problems: a text for each failed check. done: the faults that happened. seconds: from the job's submission to its
     end. interruptions: as the head counts them. lost: steps done again. longest: seconds of the longest wait.
     """
 
@@ -41,7 +41,7 @@ class Outcome:
 
 
 def drive(scenario: Scenario, folder: Path, undisturbed: Callable[[Scenario], str]) -> Outcome:
-    """Run a scenario in a folder. Nothing of its cluster but files in the folder is left. Never raises."""
+    """Run a scenario in a folder. Afterwards only files in the folder are left. Raises no `Exception`."""
     outcome = Outcome(scenario)
     site = Site(folder, scenario)
     try:
@@ -73,7 +73,7 @@ def baseline(scenario: Scenario, folder: Path) -> str:
 
 
 def _train(site: Site, scenario: Scenario, outcome: Outcome) -> None:
-    """Submit the job, and have each fault happen when its time has come, until the job has ended."""
+    """Submit the job, and cause each fault at its time, until the job has ended."""
     began = time.time()
     site.submit(scenario)
     coming = list(scenario.faults)
@@ -88,7 +88,7 @@ def _train(site: Site, scenario: Scenario, outcome: Outcome) -> None:
             try:
                 what = site.begin(coming[0])
             except SpotrunError:
-                time.sleep(POLL)  # no node or no head at the moment: soon
+                time.sleep(POLL)  # no node or no head at the moment: try again soon
                 continue
             fault = coming.pop(0)
             outcome.done.append(fault)
@@ -114,7 +114,7 @@ def _note(site: Site, outcome: Outcome, excused: list[checks.Span]) -> None:
 
 
 def _check(site: Site, scenario: Scenario, out: Path, undisturbed: Callable[[Scenario], str]) -> list[str]:
-    """What the job has left behind; and that its machines go."""
+    """Check what the job has written, and that its machines go away."""
     if (site.newest.get("job") or {}).get("phase") != "succeeded":
         return []
     lines = [line for path in out.glob("steps-*.jsonl") for line in path.read_text().splitlines()]

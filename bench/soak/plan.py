@@ -39,8 +39,8 @@ SHAPES = (
 class Fault:
     """One thing that goes wrong.
 
-    kind: one of FAULTS. at: the share of the job's steps that is done when it comes.
-    rank: which member it takes, modulo their number. seconds: of the notice; or until it is undone.
+    kind: one of FAULTS. at: the share of the job's steps that are done when the fault happens.
+    rank: the member that it hits, modulo their number. seconds: of the notice, or until the fault is undone.
     """
 
     kind: str
@@ -70,7 +70,7 @@ class Scenario:
 
     @property
     def samples(self) -> int:
-        """Of an epoch. Not a multiple of what a step takes: the last step of an epoch is a smaller one."""
+        """Samples of an epoch. Not a multiple of a step's samples, so the last step of an epoch is smaller."""
         return STEPS * BATCH * self.shape.accumulate * self.most - 3
 
     @property
@@ -78,7 +78,7 @@ class Scenario:
         return f"{self.most}" if self.fixed else f"{self.least}-{self.most}"
 
     def arguments(self, out: str, pause: float = PAUSE) -> list[str]:
-        """Of the job's script."""
+        """Arguments of the job's script."""
         shape = self.shape
         words = {"out": out, "shape": shape.name, "samples": self.samples, "batch": BATCH, "pause": pause}
         words |= {"accumulate": shape.accumulate, "workers": shape.workers}
@@ -86,7 +86,7 @@ class Scenario:
 
 
 def scenario(seed: int) -> Scenario:
-    """The scenario of a seed. One to four faults; two jobs of three have a fixed size."""
+    """The scenario of a seed. It has one to four faults. Two of three jobs have a fixed size."""
     dice = random.Random(f"soak {seed}")  # a text: neighbouring numbers would begin alike
     shape = SHAPES[seed % len(SHAPES)]
     most = dice.randint(1, 4)

@@ -1,4 +1,4 @@
-"""A local cluster for one scenario: up, a job on it, what the head says of the job, faults, down."""
+"""A local cluster for one scenario: bring it up, run a job, follow the job, cause faults, take it down."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from spotrun.spec import ClusterSpec, JobSpec
 
 JOB = Path(__file__).parent / "job"
 NAME, ZONE = "soak", "local-a"
-FLAP = 0.3  # seconds for which a slow bucket answers, and does not, in turn
+FLAP = 0.3  # a slow bucket answers for this many seconds, then fails for as many, in turn
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -87,7 +87,7 @@ class Site:
         return bool(self.newest) and bool(self.newest["job"]["ended"])
 
     def begin(self, fault: Fault) -> str:
-        """Have a fault happen; what it is about: a node, the zone. Raises `SpotrunError` if that cannot be now."""
+        """Cause a fault; returns what it hits (a node, a zone …). Raises `SpotrunError` if that is not possible now."""
         if fault.kind in ("bucket", "slow"):
             self._bucket.disturb(FLAP if fault.kind == "slow" else None)
             return "bucket"
@@ -112,7 +112,7 @@ class Site:
         return node
 
     def undo(self, fault: Fault, what: str) -> None:
-        """End what lasts. A machine that has been replaced meanwhile needs nothing."""
+        """End a lasting fault. If its machine has been replaced meanwhile, nothing is done."""
         assert self._cloud is not None
         with contextlib.suppress(SpotrunError):
             match fault.kind:
@@ -126,13 +126,13 @@ class Site:
                     self._bucket.restore()
 
     def machines(self) -> list[str]:
-        """The names of the nodes' machines that there are."""
+        """The names of the nodes' machines."""
         assert self._cloud is not None
         found: list[Instance] = self._do(self._cloud.nodes())
         return [each.name for each in found if each.pool != "head" and each.state != "terminated"]
 
     def close(self) -> list[str]:
-        """Take the cluster down; what is left of it though nothing should be."""
+        """Take the cluster down; returns what is left of it. Nothing should be left."""
         self._closing.set()
         self._bucket.restore()
         if self._cloud is not None:
@@ -153,7 +153,7 @@ class Site:
         return self._cloud.endpoint.removeprefix("http://").rpartition(".")[0] + "."
 
     def _follow(self) -> None:
-        """Keep the newest status. A head that is away for a moment comes back."""
+        """Keep the newest status. If the head does not answer, connect again."""
         while not self._closing.is_set():
             try:
                 with control.open_head(self.access) as head:
@@ -168,7 +168,7 @@ class Site:
 
 
 class Bucket:
-    """A folder that can cease to answer: it changes places with a file, in one step."""
+    """A bucket that can stop answering: its folder and a file swap names in one step."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._file = path, path.with_name("no-bucket")
@@ -178,7 +178,7 @@ class Bucket:
         self._flapping: threading.Thread | None = None
 
     def disturb(self, flap: float | None) -> None:
-        """From now on every request fails; flap: only for so many seconds of each two times as many."""
+        """From now on every request fails. flap: fail for this many seconds, work for as many, in turn."""
         self.restore()
         self._ended.clear()
         self._put(away=True)
@@ -187,7 +187,7 @@ class Bucket:
             self._flapping.start()
 
     def restore(self) -> None:
-        """It answers again, to every request."""
+        """From now on every request works again."""
         self._ended.set()
         if self._flapping is not None:
             self._flapping.join()
@@ -209,7 +209,7 @@ class Bucket:
 
 
 def left(layout: Layout, subnet: str) -> list[str]:
-    """Processes, ports, mounts and memory of a cluster that has been taken down."""
+    """Processes, ports, mounts and memory that are left of a cluster that was taken down."""
     found = [f"process {pid} is left" for pid in sorted(procs.of_cluster(layout.unique))]
     if layout.tmpfs.exists():
         found.append(f"{layout.tmpfs} is left")
@@ -224,7 +224,7 @@ def _mounts() -> Iterator[str]:
 
 
 def _exchange(one: Path, other: Path) -> None:
-    """Have two paths change places, so that there is no moment without either (renameat2(2))."""
+    """Swap two paths in one step: both exist at every moment (renameat2(2))."""
     libc = ctypes.CDLL(None, use_errno=True)
     names = os.fsencode(one), os.fsencode(other)
     if libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) != 0:

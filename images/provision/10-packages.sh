@@ -6,7 +6,7 @@ source "${IMAGE:?}/provision/lib.sh"
 
 systemctl mask apt-daily.timer apt-daily-upgrade.timer apt-daily.service apt-daily-upgrade.service
 put 0644 /etc/apt/apt.conf.d/99-spotrun
-# An archive that does not answer ends the build: without it, what is pinned would not be found.
+# If an archive does not answer, the build ends here: pinned packages could be missing from the other archives.
 apt-get -q --error-on=any update
 apt-get -q -y purge unattended-upgrades
 # It never takes a package of another name, as a kernel of another version has; 11-kernel.sh brings the pinned one.

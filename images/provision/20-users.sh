@@ -8,7 +8,7 @@ getent group spotrun >/dev/null || groupadd --system spotrun
 getent passwd spotrun >/dev/null ||
     useradd --system --gid spotrun --home-dir /home/spotrun --create-home --shell /bin/bash spotrun
 chmod 0700 /home/spotrun
-# The head's own, under whom nobody logs in: who does shares nothing with it, not even a process's memory.
+# A user only for the head. Nobody logs in as this user, so no login can read the memory of the head's processes.
 getent group spotrun-head >/dev/null || groupadd --system spotrun-head
 getent passwd spotrun-head >/dev/null ||
     useradd --system --gid spotrun-head --no-create-home --home-dir /var/lib/spotrun-head --shell /usr/sbin/nologin spotrun-head

@@ -10,7 +10,7 @@ from infra.aws.stack import AwsStack
 from spotrun.spec.names import CLUSTER, HEAD, group
 
 NODE = "node"
-MACHINE = "i-"  # how the ids of EC2's machines begin, by which nodes are called
+MACHINE = "i-"  # the ids of EC2's machines begin with this; nodes are named by these ids
 FIS = "fis"  # spotrun.cloud.aws.interruption.ROLE
 NAMESPACE = "spotrun"  # of metrics
 Statement = dict[str, Any]
@@ -80,10 +80,10 @@ def _role(
 
 
 def _files(bucket: str, cluster: objects.Cluster) -> list[Statement]:
-    """What a node may do with the bucket; without the right to list it, S3 does not say that an object is missing.
+    """What a node may do with the bucket. It may list it, because otherwise S3 does not say that an object is missing.
 
-    The files of a checkpoint that nodes write begin with g, for generation; its manifest is the head's. IAM has no
-    variable for the id of the machine that asks which would fit a key, so nodes may write each other's records.
+    The names of the checkpoint files that nodes write begin with g, for generation; only the head writes the manifest.
+    IAM has no variable for the asking machine's id that would fit into a key, so nodes may write each other's records.
     """
     job, own = f"{bucket}/{objects.JOBS}*", {kind: f"{bucket}/{cluster.records(kind)}*" for kind in objects.RECORDS}
     growing = {kind: f"{job}/{kind}/*" for kind in objects.GROWING}

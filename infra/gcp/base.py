@@ -18,7 +18,7 @@ HEAD_PORT = 8470  # spotrun.head.server.PORT
 IAP = "35.235.240.0/20"  # where IAP's tunnels come from: https://cloud.google.com/iap/docs/using-tcp-forwarding
 LOG_DAYS = 90
 
-# The head's, for all objects of the bucket; writing logs and metrics.
+# The head's role for all objects of the bucket, and the roles for writing logs and metrics.
 BUCKET_ROLE = "roles/storage.objectUser"
 PROJECT_ROLES = {"logs": "roles/logging.logWriter", "metrics": "roles/monitoring.metricWriter"}
 # What the head may besides, which is what `spotrun.cloud.gcp` calls. Lists cannot be narrowed. Neither can groups:
@@ -88,7 +88,7 @@ class Base(GcpStack):
         )
         node, head = accounts
         self._grant("head-bucket", made, head, BUCKET_ROLE)
-        # Lists cannot be narrowed: their condition would be on the bucket's name. They tell names alone.
+        # Lists cannot be limited: a condition sees only the bucket's name. A list shows only names of objects.
         self._grant("node-list", made, node, "roles/storage.legacyBucketReader")
         for what, (role, expression) in node_rights(self.bucket, self.cluster.name).items():
             condition = {
@@ -178,9 +178,9 @@ class Base(GcpStack):
 
 
 def node_rights(bucket: str, cluster: str) -> dict[str, tuple[str, str]]:
-    """What a node may do with the bucket's objects: a role, and the condition under which it has that.
+    """What a node may do with the bucket's objects. For each kind: a role, and the condition under which it holds.
 
-    Replacing an object takes the right to delete it, so checkpoints are created and never replaced. The machines of a
+    Replacing an object needs the right to delete it, so checkpoints are created and never replaced. The machines of a
     cluster share a service account: a node may write another node's records, but not the head's.
     https://cloud.google.com/iam/docs/conditions-attribute-reference#extract
     """

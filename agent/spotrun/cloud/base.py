@@ -63,9 +63,9 @@ class Cloud(Protocol):
         """The size that each pool was told to have; without the head's. Raises `PartialError` as `nodes` does."""
 
     async def resize(self, pool: str, size: int) -> None:
-        """Tell a pool how many machines to have. Returns before it has them.
+        """Set the number of machines of a pool. Returns before the pool has them.
 
-        Fewer are for machines that never came: whom to take is `remove`'s to say.
+        A lower size is for machines that never came. To take a machine away, use `remove`, which names it.
         """
 
     async def remove(self, names: Sequence[str]) -> None:

@@ -1,7 +1,7 @@
-"""Machines that served an earlier head and that this head does not hear. Pure.
+"""Machines that an earlier head heard and that this head does not hear. Pure.
 
-They are not booting: their agents had joined. So they get the time that an agent needs to find a new head, and the
-time that the state they may hold is worth (`stake`). After that another machine takes their place.
+They are not booting: their agents had joined. The head waits for such a machine as long as an agent needs to find a new
+head, and as long as the state that the machine may hold is worth (`stake`). Then another machine takes its place.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from spotrun.head.health import Machine, View
 from spotrun.head.state import JobState, Recreate
 from spotrun.spec import JobSpec
 
-HOLDER = 3600.0  # seconds to wait at the most for a machine that alone may hold the newest state
+HOLDER = 3600.0  # seconds: the longest wait for a machine that may be the only one to hold the newest state
 
 
 def remember(job: JobState, view: View) -> JobState:
-    """The job with the machines whose agents have joined, for the next head; as it was if the cloud does not answer."""
+    """The job with the machines whose agents have joined, for the next head. Unchanged if the cloud does not answer."""
     if not view.machines:
         return job
     joined = {
@@ -34,7 +34,7 @@ def served(view: View, machine: Machine) -> bool:
 
 
 def unheard(view: View, spec: JobSpec) -> tuple[Recreate, ...]:
-    """Machines that have been waited for long enough. Members of the generation that runs are `health`'s."""
+    """Machines for which the head has waited long enough. `health` decides about members of the current generation."""
     members = {member.node for member in view.job.current.members} if view.job.current else set()
     waited = view.now - max(view.began, view.awake_since)
     return tuple(

@@ -1,8 +1,8 @@
-"""Whether a connection is the node that it says it is. A pure decision; `head.door` does what it asks for.
+"""Whether a connection comes from the node that it names. Pure: `head.door` does the I/O.
 
-Two things must hold. The connection comes from the address that the cloud lists for that node. It shows the secret
-whose hash is in the node's own record in the bucket. A job's code on another node fails the first, another user of
-the same computer fails the second.
+Two things must hold. The connection comes from the address that the cloud lists for that node. And it shows the secret
+whose hash is in the node's own record in the bucket. A job's code on another node cannot meet the first condition.
+Another user of the same computer cannot meet the second.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 @dataclass(frozen=True)
 class Visitor:
-    """What a connection says of itself, and where it comes from.
+    """What a connection claims, and where it comes from.
 
-    node: the name that it gives. token: the secret that it shows. peer: its address, as the kernel tells.
+    node: the name that it gives. token: the secret that it shows. peer: its address, as the kernel reports it.
     """
 
     node: str
@@ -36,8 +36,8 @@ class Visitor:
 class Refusal:
     """Why a connection is not let in.
 
-    reason: in words. status: of HTTP. 503: the head cannot tell yet, the agent tries again.
-    cure: what may change the answer: a newer look at the cloud, or a newer read of the node's record.
+    reason: a text for people. status: the HTTP status; 503: the head does not know yet, and the agent tries again.
+    cure: what may change the answer: list the machines of the cloud again, or read the node's record again.
     """
 
     reason: str
@@ -48,8 +48,8 @@ class Refusal:
 def decide(visitor: Visitor, listed: Sequence[Instance] | None, digest: str | None) -> Refusal | None:
     """None if the visitor is let in.
 
-    listed: the machines of the cluster, as the cloud told last; None: it has not told yet.
-    digest: `hash_of` the node's secret, from its record; "": the record has none; None: it has not been read yet.
+    listed: the machines of the cluster, as the cloud listed them last; None: the cloud has not answered yet.
+    digest: `hash_of` the node's secret, from its record; "": the record has none; None: the record is not read yet.
     """
     if not visitor.node:
         return Refusal("it does not say which node it is: an agent older than this head does not", 401)

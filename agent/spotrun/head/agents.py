@@ -75,7 +75,7 @@ class Agents:
         return noticed
 
     def _tell_trouble(self, report: Report, last: Report | None) -> None:
-        """An event when a node begins to fail at saving, when it fails otherwise, and when it succeeds again."""
+        """An event when a node begins to fail at saving, when the reason changes, and when it succeeds again."""
         now, before = report.trouble, last.trouble if last else None
         if now is not None and (before is None or _words((before.message,)) != _words((now.message,))):
             self._note("checkpoint", f"{report.node} cannot save its part, and tries again: {now.message}")

@@ -59,7 +59,7 @@ async def _serve(systemd: Systemd) -> None:
     await lease.take()
     keeping = asyncio.ensure_future(_keep(lease))
     try:
-        # First of all: with whatever else is wrong here, an operator can look at it.
+        # First of all: with the host keys in the bucket, an operator can log in whatever else goes wrong here.
         await asyncio.to_thread(hosts.publish, store, name, names.HEAD, identity)
         await _lead(systemd, store, own, identity, lease, keeping)
     finally:
@@ -69,7 +69,7 @@ async def _serve(systemd: Systemd) -> None:
 
 
 async def _keep(lease: Lease) -> None:
-    """Renew the lease for ever. Raises `SystemExit` when another head has it."""
+    """Renew the lease until cancelled. Raises `SystemExit` when another head has it."""
     try:
         await lease.keep()
     except ConflictError as error:
@@ -85,7 +85,7 @@ async def _lead(
     lease: Lease,
     keeping: asyncio.Future[None],
 ) -> None:
-    """Be the head that has the lease."""
+    """Run the head while this process has the lease."""
     document = await asyncio.to_thread(store.get, cluster_key(own.cluster))
     cluster = check(described(document), own)
     epoch = await asyncio.to_thread(claim_epoch, store, cluster.name)
@@ -107,7 +107,7 @@ async def _lead(
 
 
 async def until_changed(store: Store, own: Own, known: str, every: float) -> None:
-    """Return when the bucket has another good description: a new head reads it, and that costs training nothing.
+    """Return when the bucket has another valid description. A new head then reads it; training goes on meanwhile.
 
     known: digest of the description that this head has read.
     """

@@ -1,4 +1,4 @@
-"""What is wrong with a job while it goes on, a line each: for status documents and displays. Pure."""
+"""Problems of a job that has not ended, one line for each, for status documents and displays. Pure."""
 
 from __future__ import annotations
 

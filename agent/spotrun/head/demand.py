@@ -12,7 +12,7 @@ SCALE_DOWN_AFTER = 10.0  # seconds that agents have to upload their last logs be
 
 
 def needed(queue: Sequence[str] | None, job: JobState | None, busy: bool, now: float) -> int | None:
-    """Machines wanted now; None: leave them for the moment (no queue read yet, logs or state to upload).
+    """Machines wanted now; None: change nothing yet (the queue is not read, or logs or state are still uploaded).
 
     queue: ids of the jobs not yet ended; None if it is not read yet. job: the active one, or the one that ended last.
     busy: whether an agent still holds a job.

@@ -1,7 +1,7 @@
-"""The door for agents: a WebSocket over TLS that opens to the cluster's own nodes (`head.admission` decides).
+"""The door for agents: a WebSocket over TLS. `head.admission` decides which connections may enter.
 
-What comes in is untrusted before that, and is validated after: a bad message is refused, logged, and closes at most
-its own link.
+Each message is validated. A bad message is refused and logged; several in a row close the link that they came from, and
+no other link.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ log = logging.getLogger(__name__)
 
 HEARTBEAT = 5.0  # seconds between WebSocket pings; reports themselves come twice a second
 BAD_MESSAGES = 5  # in a row from one link before it is closed
-PATIENCE = 3.0  # seconds that a visitor waits here for a look at the cloud; an agent waits 8 s for its answer
-WAITING = 256  # visitors at most that wait for a look
-LOOK_EVERY = 1.0  # seconds at least between two looks that visitors are the reason for
+PATIENCE = 3.0  # seconds that a visitor waits here for a new list from the cloud; an agent waits 8 s for an answer
+WAITING = 256  # the most visitors that wait for a list at the same time
+LOOK_EVERY = 1.0  # seconds at least between two lists that visitors cause
 READ_EVERY = 0.25  # seconds at least between two reads of one node's record
 SAY_EVERY = 60.0  # seconds at least between two events about the same refusal
 SAY_AT_MOST = 10  # events about refusals in SAY_EVERY
 
 
 class Door:
-    """One head's. It knows the hash of a node's secret once the node has come."""
+    """The door of one head. It reads the hash of a node's secret when the node first connects, and keeps it."""
 
     def __init__(self, head: Head) -> None:
         self._head = head
@@ -45,13 +45,13 @@ class Door:
         self._unsaid = 0
 
     def app(self) -> web.Application:
-        """What listens for agents."""
+        """The web application that agents connect to."""
         app = web.Application(client_max_size=MAX_MESSAGE)
         app.router.add_get("/agent", self._open)
         return app
 
     async def admit(self, visitor: Visitor) -> Refusal | None:
-        """None if the visitor is let in. Looks at the cloud and into the bucket where that may change the answer."""
+        """None if the visitor is let in. Asks the cloud and reads the bucket again if that may change the answer."""
         deadline, read = time.monotonic() + PATIENCE, False
         while True:
             refusal = decide(visitor, self._head.fleet.last_list, self._digests.get(visitor.node))
@@ -74,7 +74,7 @@ class Door:
         return await _link(self._head, visitor.node, request)
 
     async def _look(self, deadline: float) -> bool:
-        """Wait for the end of a look at the cloud; False if there was none in time."""
+        """Wait until the cloud has been asked once more; False if that took too long."""
         now = time.monotonic()
         if now >= deadline or self._waiting >= WAITING:
             return False
@@ -92,7 +92,7 @@ class Door:
         return True
 
     async def _read(self, node: str) -> bool:
-        """Read the node's record, if that was not done just now. Only for nodes that the cloud lists."""
+        """Read the node's record, unless it was read a moment ago. Called only for nodes that the cloud lists."""
         now = time.monotonic()
         if now - self._read_at.get(node, -READ_EVERY) < READ_EVERY:
             return False
@@ -110,7 +110,7 @@ class Door:
         return True
 
     def _say(self, visitor: Visitor, refusal: Refusal) -> None:
-        """Log it, and tell operators, but not for each try of the same, and never without end."""
+        """Make an event of the refusal. Repeats within a minute, and too many in a minute, are left out."""
         now = time.monotonic()
         self._said = {key: at for key, at in self._said.items() if now - at < SAY_EVERY}
         node = visitor.node if NAME.fullmatch(visitor.node) else "an agent"
@@ -165,7 +165,7 @@ async def _send(link: web.WebSocketResponse, orders: asyncio.Queue[Order]) -> No
 
 
 def _report(text: str) -> Report | str:
-    """The report, or what is wrong with it in a line."""
+    """The report, or one line about what is wrong with it."""
     try:
         return Report.model_validate_json(text)
     except ValidationError as error:

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Fleet:
-    """The pools of one cluster. instances is None while the cloud cannot be asked; last_list is then what it told last.
+    """The pools of one cluster. instances: None while the cloud does not answer. last_list: its last answer, even then.
 
     away: pools that it cannot be asked about, as their zone is out, and since when. Of those, `instances` and `sizes`
     are the last known ones, nothing is asked for, and others stand in for what is not heard there.
@@ -33,7 +33,7 @@ class Fleet:
         self.away: dict[str, Problem] = {}
         self.prices: dict[str, float] = {}
         self.last_list: list[Instance] | None = None  # None: the cloud has never answered
-        self.looked = asyncio.Condition()  # notified after each look, whatever came of it
+        self.looked = asyncio.Condition()  # notified each time the cloud was asked, with or without an answer
         self._cloud = cloud
         self._problems: list[Problem] = []  # as the cloud told them last
         self._unpriced = "the cloud has not been asked yet"  # why `prices` is not its word; "" if it is
@@ -107,7 +107,7 @@ class Fleet:
         return {each.name for each in self.instances or () if pool in (None, each.pool)}
 
     def listed(self) -> set[str] | None:
-        """The machines that the cloud lists; None while it cannot be asked."""
+        """The machines that the cloud lists; None while it does not answer."""
         return self.names() if self.instances is not None else None
 
     def made(self, node: str) -> float:
@@ -139,7 +139,7 @@ class Fleet:
 
     async def _list(self) -> None:
         try:
-            # At once: a zone that is out takes each of them a while.
+            # At the same time: with a zone that is out, each of these calls takes long.
             (sizes, unsized), (found, unlisted) = await asyncio.gather(
                 _known(self._cloud.sizes), _known(self._cloud.nodes)
             )

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 TICK = 0.25  # seconds between looks while a job is active; reports wake the loop at once
 IDLE_TICK = 2.0
-GAP = 2.0  # seconds of standing still after which the head does not trust its picture of who is silent
+GAP = 2.0  # seconds: after a pause this long, the head no longer trusts what it knows about silent nodes
 EVENTS = 1000  # newest ones of a job that are kept
 
 Change = Callable[[JobState, float], JobState]
@@ -56,7 +56,7 @@ class Head:
         description: str = "",
         held: Lease | None = None,
     ) -> None:
-        """description: digest of the cluster's description as it is in the bucket. held: what makes this the head."""
+        """description: digest of the cluster's description as it is in the bucket. held: this head's lease."""
         self.cluster = cluster
         self.description = description or cluster.digest
         self.epoch = epoch
@@ -74,7 +74,7 @@ class Head:
         self.events: list[dict[str, Any]] = []
         self.published = asyncio.Condition()  # notified after each turn: what status() says may have changed
         self._poll_seconds = poll_seconds
-        self.taking = asyncio.Lock()  # held while the first job of the queue may become another
+        self.taking = asyncio.Lock()  # held while the first job of the queue may change
         self._requests: list[tuple[Change, asyncio.Future[JobState]]] = []
         self._answers: list[tuple[asyncio.Future[JobState], JobState]] = []  # given once they are in the bucket
         self._changed = asyncio.Event()
@@ -97,7 +97,7 @@ class Head:
             self._look_now.set()
 
     def look(self) -> None:
-        """Have the cloud be asked now: something is not as it told last."""
+        """Ask the cloud now: its last answer may be out of date."""
         self._look_now.set()
 
     async def submit(self, job: dict[str, object], code: str) -> str:
@@ -110,7 +110,7 @@ class Head:
         return state.id
 
     async def relaunch(self, job: str) -> None:
-        """Run an ended or a held job on, from its newest checkpoint; restart the workers of an active one."""
+        """Continue an ended or a held job from its newest checkpoint; restart the workers of an active one."""
         if job in self.journal.held:
             return await self._enqueue(job)
         state = await self.load(job)
@@ -206,7 +206,7 @@ class Head:
                 await asyncio.sleep(1.0)
 
     async def _clock(self) -> None:
-        """Notice when this process has stood still. A long turn is no such thing: reports come in meanwhile."""
+        """Notice when this process was suspended. A long turn does not count: reports arrive during it."""
         while True:
             await asyncio.sleep(TICK)
             self._tick(time.time())
@@ -247,7 +247,7 @@ class Head:
             if not future.done():
                 future.set_result(changed)
         self._answers.clear()
-        if self.parked is None:  # an order says all that an agent is to do: without the state, nobody knows
+        if self.parked is None:  # an order is complete: it cannot be made without the job's state
             self.agents.order(self.job, self.epoch)
         async with self.published:
             self.published.notify_all()

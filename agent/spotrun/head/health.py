@@ -83,9 +83,9 @@ class Machine:
 class Sign:
     """A node's sign of life in the bucket. Times are the head's, never the node's.
 
-    changed: when the head first saw this sign. advanced: when it first saw this step. looked: when it last looked, and
-    the bucket answered. boot: of the agent that wrote it; "" if there is no sign. clock: the node's own, which only
-    tells one sign from the next. The rest is as in `AliveRecord`.
+    changed: when the head first saw this sign. advanced: when it first saw this step. looked: when the bucket last
+    answered a read of the sign. boot: of the agent that wrote it; "" if there is no sign. clock: time by the node's
+    clock, only used to see that the sign is another. The other fields are as in `AliveRecord`.
     """
 
     changed: float
@@ -104,10 +104,10 @@ class View:
     """All that a decision may rest on.
 
     expected: how many nodes the pools have been asked for. waiting_since: when the newest node became ready, or the
-    job came. began: when this head did. awake_since: since when it has been running without a gap. vanished: members
-    of which this head has not heard and whose machines the cloud does not have any more. machines: all that the cloud
-    lists; none if it cannot be asked. listed: whether it could be. replaced: the cluster's, in order. signs: of nodes
-    that are looked for in the bucket (`silence.watched`), by name.
+    job came. began: when this head started. awake_since: since when it has been running without a gap. vanished:
+    members that this head has not heard and whose machines the cloud no longer has. machines: all that the cloud
+    lists; none if the cloud does not answer. listed: whether it answered. replaced: the cluster's replacements, in
+    order. signs: signs of life of the nodes that the head looks for in the bucket (`silence.watched`), by name.
     """
 
     now: float

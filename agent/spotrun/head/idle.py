@@ -1,8 +1,9 @@
-"""A job that waits with some machines, but fewer than it needs: they cost, and do nothing. Pure.
+"""A job that waits with some machines, but fewer than it needs. These machines cost money and do nothing. Pure.
 
-They are held for `hold_idle`, as more may come. Then they are given back, once the state that they hold is in the
-bucket, and the pools are empty. The cloud is asked for all of them again from time to time, ever more rarely, for a
-short time each. When it has enough of them the job goes on. All of it is in the job's state: a new head goes on.
+The job keeps the machines for `hold_idle`, as more may come. Then the head gives them back, once the state that they
+hold is in the bucket, and the pools are empty. The head asks the cloud for all machines again with growing pauses, for
+a short time each. When the cloud has enough machines, the job continues. The job's state holds all of this, so a new
+head continues the same wait.
 """
 
 from __future__ import annotations
@@ -12,21 +13,21 @@ from spotrun.head.health import View
 from spotrun.head.state import Idle, JobState, Rest
 from spotrun.spec import JobSpec
 
-PROBE = 120.0  # seconds for which the cloud is asked for machines each time
-AGAIN = 60.0  # seconds until it is asked again; doubled each time …
+PROBE = 120.0  # seconds that one try lasts
+AGAIN = 60.0  # seconds until the next try; doubled each time …
 AGAIN_MOST = 1800.0  # … up to this
 
 
 def observe(job: JobState, view: View) -> JobState:
-    """The job with since when it has had fewer machines than it needs."""
+    """The job, with the time since when it has had fewer machines than it needs."""
     if job.current is not None or job.ending is not None or job.stopping:
         return job.model_copy(update={"idle": None}) if job.idle else job
     if not view.listed:
-        return job  # what there is nobody knows
+        return job  # the cloud does not answer: the number of machines is not known
     found = usable(view)
     if len(found) >= JobSpec.kept(job.spec).nodes.min:
         return job.model_copy(update={"idle": None}) if job.idle else job
-    if job.idle is None and found:  # a pool that has none goes on asking, at no cost
+    if job.idle is None and found:  # a job without any machine keeps asking: that costs nothing
         return job.model_copy(update={"idle": Idle(since=view.now)})
     return job
 
@@ -53,12 +54,12 @@ def decide(view: View, spec: JobSpec) -> tuple[Rest, ...]:
 
 
 def resting(job: JobState | None) -> bool:
-    """Whether the job's machines are given back, and none is asked for now."""
+    """Whether the job's machines have been given back, and the head asks for none at the moment."""
     return job is not None and job.current is None and job.idle is not None and job.idle.next > 0 and not job.idle.until
 
 
 def condition(view: View) -> dict[str, object] | None:
-    """What operators read: since when, and one line."""
+    """For operators: since when the job waits, and one line of text."""
     idle = view.job.idle
     if idle is None or view.job.current is not None:
         return None
@@ -74,7 +75,7 @@ def condition(view: View) -> dict[str, object] | None:
 
 
 def usable(view: View) -> set[str]:
-    """Machines that are there for the job, or on their way."""
+    """Machines that are there for the job, or are booting."""
     bad = repair.useless(view)
     listed = {each.name for each in view.machines if each.state in ("provisioning", "running")}
     linked = {node.name for node in view.nodes if node.linked and node.cloud not in health.GONE}
@@ -82,7 +83,7 @@ def usable(view: View) -> set[str]:
 
 
 def _saved(view: View, spec: JobSpec, idle: Idle) -> bool:
-    """Whether no machine holds a state that is not in the bucket; silent ones are waited for as long as it is worth."""
+    """Whether every state is in the bucket. For the state of a silent machine, wait as long as that state is worth."""
     holders = stake.unsaved(view)
     if view.blind() or any(node.linked and not health.silent(view, node, spec) for node in holders):
         return False

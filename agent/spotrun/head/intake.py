@@ -1,4 +1,4 @@
-"""A job as the operator submits it becomes a job's state, or is refused. Pure."""
+"""Turn a job that the operator submits into a job's state, or refuse it. Pure."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from spotrun.spec import ClusterSpec, JobSpec, check_fit
 
 
 def accept(job: dict[str, object], code: str, cluster: ClusterSpec, unpriced: str, now: float) -> JobState:
-    """The state of a new job. code: the sha256 of its bundle. unpriced: why a budget could not be held, if so.
+    """The state of a new job. code: the sha256 of its bundle. unpriced: why a budget cannot be kept; empty if it can.
 
     Raises `SpecError`, `SpotrunError`.
     """
-    spec = JobSpec.kept(job)  # the operator, who read the file, may be of another version
+    spec = JobSpec.kept(job)  # the operator's spotrun, which read the file, may be another version
     check_fit(spec, cluster)
     if spec.budget is not None and unpriced:
         raise SpotrunError(f"job {spec.name}: budget: {spec.budget:g}: could not be held: {unpriced}")

@@ -55,13 +55,13 @@ class Journal:
             return list((await self._known_queue()).jobs)
 
     async def enqueue(self, job: str) -> None:
-        """Add a job; one that is held is so no longer."""
+        """Add a job. If it was held, it no longer is."""
         async with self._queueing:
             queue = await self._known_queue()
             await self._write_queue(without(queue, job).model_copy(update={"jobs": (*queue.jobs, job)}))
 
     async def dequeue(self, job: str) -> None:
-        """Drop a job."""
+        """Remove a job from the queue, or from the held jobs."""
         async with self._queueing:
             await self._write_queue(without(await self._known_queue(), job))
 
@@ -79,7 +79,7 @@ class Journal:
         self._queue = queue
 
     def _parse_queue(self, data: bytes | None) -> tuple[QueueRecord, QueueRecord]:
-        """The queue as it is kept, and as it is from now on."""
+        """The queue as the bucket has it, and the queue as this head continues with it."""
         document = self.store.find(up_key(self._cluster))
         up = hashlib.sha256(document).hexdigest()[:16] if document else ""
         try:
@@ -101,7 +101,7 @@ class Journal:
             try:
                 state = _parsed(data)
             except ValueError:
-                # It cannot be read, but may train at this moment: it is kept if it says that it is of this cluster.
+                # The job may be training now: it stays in the queue if its state names this cluster.
                 if _unended_here(data, self._cluster):
                     waiting.append((False, 0.0, job))
                 continue
@@ -114,7 +114,7 @@ class Journal:
         return await asyncio.to_thread(lambda: list(islice(self._states(), count)))
 
     def _states(self) -> Iterator[JobState]:
-        """The cluster's jobs, newest first; those that cannot be read are passed over."""
+        """The cluster's jobs, newest first. Jobs whose state cannot be read are left out."""
         for _, data in self._documents():
             with contextlib.suppress(ValueError):
                 state = _parsed(data)
@@ -122,7 +122,7 @@ class Journal:
                     yield state
 
     def _documents(self) -> Iterator[tuple[str, bytes]]:
-        """Each job of the bucket and its state as it is kept, newest first by the stamp in the job's id."""
+        """Each job of the bucket with the bytes of its state, newest first by the time in the job's id."""
         found = [STATE_KEY.fullmatch(key) for key in self.store.list("jobs")]
         stamped = [(match["stamp"], int(match["number"] or 1), match["id"]) for match in found if match]
         for _, _, job in sorted(stamped, reverse=True):
@@ -146,7 +146,7 @@ class Journal:
     async def read(self, job: str, own: bool = False) -> JobState:
         """A job's state. Raises `SpotrunError` if there is none, `UnreadableError` if it cannot be read.
 
-        own: this head goes on to write it.
+        own: this head is going to write it.
         """
         data, key = None, job_key(job, "state.json")
         if re.fullmatch(r"[a-z0-9][a-z0-9-]*", job):  # anything else could name another object
@@ -161,13 +161,13 @@ class Journal:
             ) from None
 
     async def take_up(self, job: str, epoch: int) -> tuple[JobState, list[dict[str, Any]]]:
-        """A job for head `epoch` to go on with, and its events; its checkpoints are those that are really there."""
+        """A job that head `epoch` takes over, and its events. Its checkpoints are those that the bucket really has."""
         state = await self.read(job, own=True)
         lines = (await self._owned.find(job_key(job, "events.jsonl")) or b"").splitlines()
         events = [event for line in lines if (event := _event(line))]
         complete = await asyncio.to_thread(checkpoints.complete, self.store, job, strict=True)
         self._written, self._events = None, None
-        # With its number the state is another object, which an older head that goes on does not replace.
+        # The new epoch makes this state another object, so an older head that still runs does not replace it.
         return state.model_copy(update={"checkpoints": tuple(complete), "epoch": epoch}), events
 
     async def write(self, job: JobState, events: list[dict[str, Any]], now: float) -> None:
@@ -226,7 +226,7 @@ def without(queue: QueueRecord, job: str) -> QueueRecord:
 
 
 def _has_ended(data: bytes | None) -> bool:
-    """Whether a job's state says so; one that cannot be read does not."""
+    """Whether a job's state says that the job has ended; False if the state cannot be read."""
     try:
         return data is not None and _parsed(data).ended_already
     except ValueError:
@@ -234,7 +234,7 @@ def _has_ended(data: bytes | None) -> bool:
 
 
 def _unended_here(data: bytes, cluster: str) -> bool:
-    """Whether a state that cannot be read says all the same that its job is of the cluster and has not ended."""
+    """Whether an unreadable state still shows that its job belongs to the cluster and has not ended."""
     try:
         found = json.loads(data)
     except (ValueError, RecursionError):

@@ -1,12 +1,13 @@
 """The head's lease: at most one process is the head of a cluster.
 
 `clusters/<name>/lease.json` names the holder. The holder renews the lease by writing the object again, on the condition
-that nobody else has. A head that finds a lease watches the object: if it stays the same for `TERM` seconds, its holder
-is gone, and the head takes the lease over. So no two clocks are compared. A lease whose holder has ended on this same
-machine, or has given the lease back, is taken at once.
+that no other process has written it. A head that finds a lease watches the object. If the object stays the same for
+`TERM` seconds, the holder is gone, and the head takes over the lease. So no clocks of two machines are compared. The
+head takes a lease at once if its holder has ended on the same machine, or has released the lease.
 
-A holder that was suspended for a while may have lost the lease without knowing. So it renews a stale lease before it
-writes or asks for anything, and each object that only the head writes is replaced on a condition of its own (`owned`).
+A holder that was suspended for a while may have lost the lease without knowing. So a head renews an old lease before it
+writes anything or asks the cloud for anything. In addition, each object that only the head writes is replaced only if
+no other head has written it (`owned`).
 """
 
 from __future__ import annotations
@@ -33,9 +34,8 @@ EVERY = 2.0  # seconds between renewals; Google Cloud Storage takes one write of
 class Holder:
     """A process that is or was the head.
 
-    machine: as the cloud names it. host: the kernel's boot and the PID namespace, "" if they cannot be read.
-
-    pid: the process's number. started: when it started, counted from the boot in the kernel's ticks.
+    machine: its name in the cloud. host: the kernel's boot id and the PID namespace; "" if they cannot be read.
+    pid: the process id. started: when the process started, in kernel ticks since the boot.
     """
 
     machine: str
@@ -54,14 +54,14 @@ class Holder:
         return cls(machine, host, os.getpid(), _started(os.getpid()))
 
     def sees_dead(self, other: Holder) -> bool:
-        """Whether this process can tell that the other one has ended. They must run in the same place for that."""
+        """Whether the other process is known to have ended. Only known if both run in the same place."""
         if (self.machine, self.host) != (other.machine, other.host):
             return False
         return other.pid != self.pid and _started(other.pid) != other.started
 
 
 class Record(Kept):
-    """clusters/<name>/lease.json. renewals: how often it was renewed, so that each renewal changes the object."""
+    """clusters/<name>/lease.json. renewals: a count, so that each renewal changes the object."""
 
     machine: str
     host: str
@@ -76,7 +76,7 @@ class Record(Kept):
 
 
 class Lease:
-    """One head's lease on one cluster. renewed: when it was last known to be held, by the monotonic clock."""
+    """One head's lease on one cluster. renewed: when this head last renewed it, by the monotonic clock."""
 
     def __init__(self, store: Store, cluster: str, holder: Holder, term: float = TERM, every: float = EVERY) -> None:
         self.renewed = float("-inf")
@@ -109,7 +109,7 @@ class Lease:
             await asyncio.sleep(self._every / 4)
 
     async def keep(self) -> None:
-        """Renew for ever. Raises `ConflictError` when another head has the lease."""
+        """Renew until cancelled. Raises `ConflictError` when another head has the lease."""
         while True:
             await asyncio.sleep(self._every)
             try:
@@ -118,9 +118,9 @@ class Lease:
                 log.warning("%s", error)
 
     async def check(self) -> None:
-        """Return if the lease is held. One that may have run out is renewed first.
+        """Return if this head has the lease. A lease that may have run out is renewed first.
 
-        Raises `ConflictError` when another head has it, `StoreError` when that cannot be found out.
+        Raises `ConflictError` when another head has the lease, `StoreError` when the bucket does not answer.
         """
         if time.monotonic() - self.renewed > self._term / 2:
             await self.renew()
@@ -130,7 +130,7 @@ class Lease:
         await self._write(self._record.model_copy(update={"renewals": self._record.renewals + 1}))
 
     async def release(self) -> None:
-        """Let the next head have it at once, if this one has it still."""
+        """Release the lease, if this head still has it: the next head can then take it at once."""
         if self._version is None:
             return
         try:
@@ -146,7 +146,7 @@ class Lease:
             self._record, self.renewed = record, began
 
     def _held(self, data: bytes | None, unchanged: float) -> str:
-        """Who has the lease; "" if nobody does. unchanged: seconds for which it has been as it is."""
+        """Who has the lease; "" if nobody has it. unchanged: seconds since the object last changed."""
         if data is None or unchanged > self._term:
             return ""
         try:
@@ -160,7 +160,7 @@ class Lease:
 
 
 async def check(lease: Lease | None, store: Store, cluster: str, epoch: int) -> None:
-    """Raise `SystemExit` if another head has taken over from head `epoch`: it has read what this one would change."""
+    """Raise `SystemExit` if another head has taken over from head `epoch`: that head has already read the state."""
     if lease is not None:
         try:
             await lease.check()
@@ -177,9 +177,9 @@ def give_way(epoch: int, why: str) -> NoReturn:
 
 
 def _started(pid: int) -> str:
-    """When a process of this machine started; "" if there is none that lives."""
+    """When a process of this machine started; "" if the process does not run."""
     try:
-        # The name of the program, in brackets, may have spaces and brackets of its own: see proc(5).
+        # The program's name is in brackets, and may itself contain spaces and brackets: see proc(5).
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return ""

@@ -1,6 +1,6 @@
-"""Whose head this machine is: what its own metadata say, which a description in the bucket must not contradict. Pure.
+"""Which cluster this machine is the head of. The machine's own metadata say it; the bucket must agree. Pure.
 
-Whoever may write `cluster.json` could else have this head act for another cluster, with its own cloud's rights.
+Without this check, anybody who can write `cluster.json` could make this head act on another cluster with its rights.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Own:
     """What the metadata of the head's machine say.
 
     cluster: the cluster's name. bucket: the bucket's URL. provider: the cloud whose metadata server answered, gcp or
-    aws; machines of the local cloud have either. account: the Google Cloud project's id or the AWS account's.
+    aws; the local cloud imitates one of these. account: the Google Cloud project's id or the AWS account's.
     region: the region of the machine's zone.
     """
 
@@ -32,13 +32,13 @@ class Own:
 
     @property
     def cloud(self) -> str:
-        """Only machines of the local cloud have a folder for a bucket."""
+        """The cloud's name. Only in the local cloud is the bucket a folder."""
         scheme, separator, _ = self.bucket.partition("://")
         return self.provider if separator and scheme in _CLOUDS else "local"
 
 
 def check(cluster: ClusterSpec, own: Own) -> ClusterSpec:
-    """The description, if it is of the cluster that the machine belongs to. Raises `SpotrunError` in one line."""
+    """Return the description if it is of the machine's own cluster. Otherwise raise `SpotrunError`, in one line."""
     differ = [
         f"{what} is {told} there, and {mine} in the machine's metadata" for what, told, mine in _told(cluster, own)
     ]
@@ -51,13 +51,13 @@ def check(cluster: ClusterSpec, own: Own) -> ClusterSpec:
 
 
 def _told(cluster: ClusterSpec, own: Own) -> Iterator[tuple[str, str, str]]:
-    """What differs: its name, as it is described, as it is."""
+    """What differs, each as (key, value in the description, value in the metadata)."""
     pairs = [("name", cluster.name, own.cluster), ("cloud", cluster.cloud, own.cloud)]
     pairs.append(("region", cluster.region, own.region))
     if own.cloud == "gcp":
         pairs.append(("project", cluster.project or "", own.account))
     if cluster.cloud == own.cloud != "local":
         pairs.append(("bucket", names.bucket_url(cluster, own.account), own.bucket))
-    elif cluster.bucket:  # by default that of the operator's home, which the machine does not know
+    elif cluster.bucket:  # without the key it is in the operator's home, which the machine does not know
         pairs.append(("bucket", cluster.bucket, own.bucket))
     return ((what, told or "missing", mine) for what, told, mine in pairs if told != mine)

@@ -1,4 +1,4 @@
-"""Objects that only the head writes: each is replaced only if it is still what this head has read or written last.
+"""Objects that only the head writes. Each is replaced only if it is still what this head last read or wrote.
 
 The lease alone is not enough: a head may be suspended between its last look at the lease and its write.
 """
@@ -18,14 +18,14 @@ class Owned:
         self._versions: dict[str, Version | None] = {}
 
     async def find(self, key: str) -> bytes | None:
-        """The object's bytes, or None if there is none. From here on it is this head's."""
+        """The object's bytes; None if there is no such object. From now on this head may replace the object."""
         data, self._versions[key] = await asyncio.to_thread(self._store.read, key)
         return data
 
     async def put(self, key: str, data: bytes) -> None:
         """Write or replace the object. Raises `ConflictError` if another head has written it.
 
-        Of an object that this head has not read before, whatever is there is replaced.
+        An object that this head has not read before is replaced, whatever it contains.
         """
         if key not in self._versions:
             await self.find(key)

@@ -20,18 +20,18 @@ TRY_EVERY = 10.0  # seconds between two tries to read the state of a parked job
 
 @dataclass(frozen=True)
 class Parked:
-    """job: its id. reason: why its state cannot be read. tried: when that was tried last, in epoch seconds."""
+    """job: its id. reason: why its state cannot be read. tried: when the head last tried, in epoch seconds."""
 
     job: str
     reason: str
     tried: float
 
     def waits(self, job: str, now: float) -> bool:
-        """Whether it is too early to try again to read this job."""
+        """Whether it is too early to read this job's state again."""
         return job == self.job and now - self.tried < TRY_EVERY
 
     def status(self) -> dict[str, Any]:
-        """The status document's part about it."""
+        """The part of the status document about the parked job."""
         return {"job": self.job, "reason": self.reason, "text": text(self)}
 
 
@@ -44,12 +44,12 @@ def text(parked: Parked) -> str:
 
 
 def no_job(parked: Parked | None) -> str:
-    """Why nothing can be asked of the active job."""
+    """Why there is no active job to act on."""
     return f"no job is active; {text(parked)}" if parked else "no job is active"
 
 
 async def phase(head: Head, job: str) -> str:
-    """Of a job that has not ended."""
+    """The phase of a job that has not ended."""
     if job in head.journal.held:
         return "held"
     try:
@@ -61,7 +61,7 @@ async def phase(head: Head, job: str) -> str:
 async def take_out(head: Head, job: str) -> bool:
     """Take a job that is not active out of the queue; False if it is active, or not in the queue.
 
-    A job that only waits becomes one that was stopped. The state of a parked job is left as it is.
+    The phase of a waiting job becomes `stopped`. The state of a parked job is not changed.
     """
     async with head.taking:
         if job not in (*head.jobs, *head.journal.held) or (head.job is not None and head.job.id == job):

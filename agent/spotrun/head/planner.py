@@ -44,7 +44,7 @@ def plan(view: View) -> tuple[Action, ...]:
     if spec.budget is not None and job.cost >= spec.budget and not job.stopping and job.ending is None:
         return (Stop(f"the budget of ${spec.budget:g} is spent"),)
     if idle.resting(job):
-        return _assemble(view, spec)  # what is listed still is going
+        return _assemble(view, spec)  # machines that are still listed are on their way out
     lost = (*(each for each in _dead(view, spec) if repair.may_ask(view, each)), *repair.replacements(view))
     if job.current is None:
         return (*_assemble(view, spec), *lost)
@@ -200,7 +200,7 @@ def _hang(view: View, spec: JobSpec, here: list[Node]) -> tuple[Action, ...]:
     if job.dumping or any(n.report.phase not in ("starting", "running", "succeeded") for n in here) or not here:
         return ()
     if any(health.silent(view, node, spec) for node in here):
-        return ()  # what a silent one does is not known
+        return ()  # what a silent node does is not known
     if job.progress.step <= job.progress.base:
         since, patience = job.ordered_at, spec.start_timeout
     else:

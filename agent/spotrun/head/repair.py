@@ -1,7 +1,7 @@
 """Machines that never serve: those that say they are unfit, and those whose agent does not join. Pure.
 
-They are replaced, but not for ever: an image that is no good makes every machine so. What was asked of the cloud is
-the cluster's (`View.replaced`), whichever job it was for, and a new head goes on counting.
+They are replaced, but not without end: with a broken image, every machine is unfit. Replacements are counted for the
+whole cluster (`View.replaced`), not for each job. A new head continues the count.
 """
 
 from __future__ import annotations
@@ -210,11 +210,11 @@ def _useless(view: View, machine: Machine, node: Node | None) -> Useless | None:
             return Useless(machine.pool, why, node.since) if view.now - node.since >= grace else None
         if not linked or node.report.phase != "checking":
             return None  # one that has fallen silent is the planner's
-    # If no agent at all is heard, it may be this head that is cut off.
+    # If no agent at all is heard, this head may be the one that is cut off.
     heard = any(n.linked for n in view.nodes)
     since = max(machine.created, machine.answered, view.began) + boot_timeout(machine.kind)
     since += 0.0 if heard or node is not None else ALONE
-    # After a gap agents get the time that they take to be heard again, not all their patience anew.
+    # After a gap, agents get only the time that they need to be heard again, not the whole timeout a second time.
     gap = REJOIN if heard else ALONE
     if machine.state != "running" or view.now <= max(since, view.awake_since + gap) or absent.served(view, machine):
         return None

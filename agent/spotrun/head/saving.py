@@ -1,7 +1,7 @@
 """When a checkpoint is taken, by which nodes, and when it is given up. Pure.
 
-Nodes try again by themselves when their part cannot get into the bucket, and say what is wrong (`wire.Trouble`). Here
-is decided only whether others can do it instead, and when a newer state is worth another copy.
+A node that cannot put its part into the bucket tries again by itself, and reports what is wrong (`wire.Trouble`). This
+module decides only when other nodes take over the part, and when a newer state is saved instead.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from spotrun.head.state import Action, Finish, Resume, Save, Unsave
 from spotrun.spec import JobSpec
 from spotrun.wire import StateRef, Trouble
 
-DRAIN_AHEAD = 0.3  # seconds between choosing a step and reaching it: several times what the order takes to arrive
+DRAIN_AHEAD = 0.3  # seconds between choosing a step and reaching it: several times as long as an order takes to arrive
 SAVE_PATIENCE = 1800.0  # seconds for a checkpoint to get into the bucket: it may be large
-SAVE_AGAIN = 5.0  # seconds before another checkpoint is tried in place of one whose snapshot is gone
-ELSEWHERE = 30.0  # seconds that a node fails for before others take over its part
-NEWER = 300.0  # seconds at least before one that fails everywhere gives way to a newer one: that is another copy
+SAVE_AGAIN = 5.0  # seconds before a new checkpoint replaces one whose snapshot is gone
+ELSEWHERE = 30.0  # seconds of failing after which other nodes take over a node's part
+NEWER = 300.0  # seconds before a failing checkpoint is given up for a newer one, which costs another copy
 
 
 def secure(view: View, spec: JobSpec) -> tuple[Action, ...] | None:
-    """Put the newest snapshot that any reachable node holds into the bucket; None: there is none that is not there."""
+    """Put the newest snapshot of a reachable node into the bucket; None: the bucket already has the newest state."""
     job = view.job
     newer = stake.unsaved(view)
     holders = [n for n in newer if n.linked]
     if not holders:
-        # Not because the head cannot see it: a holder may be back in a moment.
+        # Do not give up only because no node is seen: a node with the state may be back in a moment.
         if newer or view.blind():
             return ()
         return (Unsave("no node holds a state that is not in the bucket"),) if job.saving else None
@@ -37,7 +37,7 @@ def secure(view: View, spec: JobSpec) -> tuple[Action, ...] | None:
     names = _able(node for node in holders if stake.state(node) == best)
     ref = StateRef(generation=best[0], step=best[1])
     if torn(view, ref):
-        names = names[:1]  # one node's own is whole, whatever the others have
+        names = names[:1]  # the snapshot of a single node is consistent in itself
     if not job.saving or job.saving.ref != ref or not set(job.saving.holders) <= set(names):
         return (Save(ref, names),)
     gone = any(n.report.late == ref.step for n in holders if n.name in job.saving.holders)
@@ -46,7 +46,7 @@ def secure(view: View, spec: JobSpec) -> tuple[Action, ...] | None:
 
 
 def checkpoint(view: View, spec: JobSpec, here: list[Node]) -> tuple[Action, ...]:
-    """A checkpoint by the interval; one that does not succeed is given up."""
+    """Begin a checkpoint when the interval has passed; give up one that does not succeed."""
     job = view.job
     if job.saving:
         return _go_on(view, spec, here)
@@ -60,10 +60,10 @@ def checkpoint(view: View, spec: JobSpec, here: list[Node]) -> tuple[Action, ...
 
 
 def closing(view: View, spec: JobSpec) -> Finish | Resume:
-    """The end of a job that is not waited for any longer: its last state is in the bucket, or will not be.
+    """The end of a job. Its last state is in the bucket, or the head no longer waits for that.
 
-    Work of a finished script whose last state vanished with its nodes is done again. A last state that nodes hold and
-    the bucket does not take fails the job. The reason says what is lost.
+    If the script had finished and its last state vanished with its nodes, the lost work is done again. The job fails if
+    nodes hold the last state and the bucket does not accept it. The reason says what is lost.
     """
     job, holders = view.job, stake.unsaved(view)
     assert job.ending is not None
@@ -84,7 +84,7 @@ def closing(view: View, spec: JobSpec) -> Finish | Resume:
 
 
 def _go_on(view: View, spec: JobSpec, here: list[Node]) -> tuple[Action, ...]:
-    """Whether the checkpoint under way is given up."""
+    """Give up the checkpoint under way, if it must be given up."""
     job = view.job
     assert job.saving is not None
     saving, waited = job.saving, view.now - job.saving.since
@@ -103,20 +103,20 @@ def _go_on(view: View, spec: JobSpec, here: list[Node]) -> tuple[Action, ...]:
 
 
 def _members(view: View, here: list[Node]) -> tuple[str, ...]:
-    """Those that save a part each, in the order of their ranks."""
+    """Names of the members that each save a part, in the order of their ranks."""
     members = [member.node for member in view.job.current.members] if view.job.current else []
     unable = {node.name for node in here} - set(_able(here))
     return tuple(name for name in members if name not in unable)
 
 
 def _able(nodes: Iterable[Node]) -> tuple[str, ...]:
-    """Names of those that have not failed for long; of all if there are none."""
+    """Names of the nodes that have not failed for long; if there are none, the names of all."""
     found = sorted(nodes, key=lambda node: node.name)
     return tuple(node.name for node in [n for n in found if not _steady(n)] or found)
 
 
 def _steady(node: Node) -> bool:
-    """Whether a node has failed for so long that others take over. Both times are by the node's clock."""
+    """Whether a node has failed so long that other nodes take over. Both times are by the node's clock."""
     trouble = node.report.trouble
     return trouble is not None and trouble.at - trouble.since >= ELSEWHERE
 
@@ -126,21 +126,21 @@ def _message(trouble: Trouble | None) -> str:
 
 
 def ahead(view: View, here: list[Node], seconds: float) -> int:
-    """A step that no worker has reached when the order arrives: `seconds` ahead at the present pace, and a bit more.
+    """A step that no worker has reached when the order arrives: `seconds` ahead at the present pace, plus a margin.
 
-    The bit is two steps, but no more than a second's worth: a slow step must not outlast a notice. Should one have
-    been quicker, its agent says that the order was late.
+    The margin is two steps, but at most the steps of one second: with slow steps, two more could outlast a notice. If a
+    worker has passed the step nevertheless, its agent reports that the order was late.
     """
     pace = max(view.job.progress.pace or 1.0, 1e-4)
     newest = max((w.step for n in here for w in n.report.workers), default=view.job.progress.step)
     stepped_at = max((w.stepped_at for n in here for w in n.report.workers), default=view.now)
-    # Steps that are not known of yet were done since the last report: a long step before that is not many short ones.
+    # Only steps since the last report are unknown: one long step before it does not stand for many short steps.
     heard = max((n.heard for n in here), default=view.now)
     since = max(0.0, view.now - max(stepped_at, heard))
     return newest + max(1, math.ceil(round((since + seconds) / pace + min(2.0, 1.0 / pace), 6)))
 
 
 def torn(view: View, ref: StateRef) -> bool:
-    """Whether parts of this checkpoint were cut from different states: together they would be none."""
+    """Whether parts of this checkpoint come from different states: together they would be no valid state."""
     parts = [part for node in view.nodes if node.report.job == view.job.id for part in node.report.parts]
     return len({part.whole for part in parts if (part.generation, part.step) == (ref.generation, ref.step)}) > 1

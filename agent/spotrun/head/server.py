@@ -1,4 +1,4 @@
-"""The head's server: its certificate, its Unix socket for `spotrun ctl`, and the process around those and the door."""
+"""The head's server: its certificate, its Unix socket for `spotrun ctl`, and what runs these and the door."""
 
 from __future__ import annotations
 
@@ -133,11 +133,11 @@ def _certificate() -> tuple[ssl.SSLContext, str]:
 
 
 def _control_app(head: Head) -> web.Application:
-    """What `spotrun ctl` talks to. Two guards: the modes of the socket and its folder, and who the other end is."""
+    """What `spotrun ctl` talks to. Two guards: the modes of the socket and its folder; the user at the other end."""
 
     @web.middleware
     async def knowing(request: web.Request, handler: Handler) -> web.StreamResponse:
-        await head.journal.read_queue()  # a head that has just begun does not know yet what is queued, and what is held
+        await head.journal.read_queue()  # a head that has just begun has not read yet which jobs are queued or held
         return await handler(request)
 
     app = web.Application(middlewares=[_of_this_user, _explain, knowing])

@@ -1,6 +1,6 @@
-"""Looks for nodes' signs of life in the bucket: only while nobody is heard, and beside the head's turns.
+"""Read the nodes' signs of life in the bucket, only while no node is heard.
 
-It has threads of its own: a bucket that is slow holds up nothing else.
+This runs beside the head's turns, in separate threads: a slow bucket delays nothing else.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SWEEP = 600.0  # seconds between two looks for signs of machines that are gone
 
 
 class Signs:
-    """One cluster's. machines: names of those that the cloud lists; None while it cannot be asked."""
+    """The signs of one cluster. machines: names of those that the cloud lists; None while it does not answer."""
 
     def __init__(self, store: Store, cluster: str, machines: Callable[[], set[str] | None]) -> None:
         self._store, self._cluster, self._machines = store, cluster, machines
@@ -39,15 +39,15 @@ class Signs:
         self._wake = asyncio.Event()
         self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="signs")
         self._warned = ""
-        self._said = ""  # what kind of news operators were told last
+        self._said = ""  # the kind of the last event (`silence.news`)
 
     @property
     def found(self) -> Mapping[str, Sign]:
-        """What is known of those that are wanted."""
+        """The signs of the wanted nodes, as last read."""
         return MappingProxyType(dict(self._found))
 
     def listen(self, view: View, note: Callable[[str, str], None]) -> None:
-        """Look for the nodes that are not heard; tell operators what that means, when it changes."""
+        """Choose which signs to look for. Make an event when the news about silent nodes change."""
         spec = JobSpec.kept(view.job.spec)
         self.want(silence.watched(view, spec))
         said = silence.news(view, spec)
@@ -58,7 +58,7 @@ class Signs:
         self._said = said[0] if said else ""
 
     def want(self, nodes: frozenset[str]) -> None:
-        """Look for the signs of these nodes, and no others, from now on."""
+        """From now on, look for the signs of these nodes and no others."""
         if nodes != self._wanted:
             self._wanted = nodes
             self._found = {name: sign for name, sign in self._found.items() if name in nodes}
@@ -86,7 +86,7 @@ class Signs:
             self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def look(self) -> None:
-        """Look once. Raises `SpotrunError`; what was known of a sign that cannot be read stands, and grows old."""
+        """Read each wanted sign once. Raises `SpotrunError`; a sign that cannot be read stays as it was."""
         names = sorted(self._wanted)
         for error in await asyncio.gather(*map(self._look_for, names), return_exceptions=True):
             if isinstance(error, BaseException):
@@ -119,7 +119,7 @@ class Signs:
 
 
 def _record(key: str, data: bytes | None) -> AliveRecord | None:
-    """The sign, if there is one. Raises `SpotrunError` if it says nothing: it may be another version's."""
+    """The sign, if there is one. Raises `SpotrunError` if it cannot be read: another version may have written it."""
     try:
         return AliveRecord.model_validate_json(data) if data is not None else None
     except ValueError as error:

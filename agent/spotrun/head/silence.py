@@ -1,8 +1,8 @@
-"""Every member of a generation is silent at once: the head is cut off, or they are dead. Pure.
+"""Every member of a generation is silent at once: either the head is cut off, or the nodes are dead. Pure.
 
-The link cannot tell which. So the head looks for the nodes' signs of life in the bucket (`Sign`), which no link is
-needed for. A sign that has stopped is the second signal that ending a generation takes; so is one that goes on while
-its step does not. While steps go on, only the link is cut, and nothing ends.
+The links do not tell which. So the head reads the nodes' signs of life in the bucket (`Sign`), which need no link.
+Ending a generation takes a second signal: the signs have stopped, or the signs continue while no step is completed. If
+steps continue, only the link is cut, and nothing ends.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from spotrun.head.state import JobState
 from spotrun.spec import JobSpec
 from spotrun.wire import AliveRecord
 
-TELL = 20.0  # seconds of silence before operators are told, and before a stop waits for nobody any more
-MISSED = 3  # signs in a row that do not come
-SLOW = 5.0  # seconds that writing one may take
-RECENT = 30.0  # seconds for which what the bucket said holds
-LONGEST = 20.0  # seconds between two signs at the most, whatever a node says
+TELL = 20.0  # seconds of silence before an event says so, and before a stop no longer waits for the nodes
+MISSED = 3  # missing signs in a row after which a node's signs count as stopped
+SLOW = 5.0  # seconds that writing a sign may take
+RECENT = 30.0  # seconds for which an answer of the bucket is used
+LONGEST = 20.0  # the most seconds between two signs, even if a node's sign names more
 
 
 def since(view: View, spec: JobSpec) -> float | None:
-    """Since when no member of the generation is heard; None if there is none, or one was heard a moment ago."""
+    """Since when no member of the generation is heard; None: there is no member, or one was heard a moment ago."""
     members = view.members()
     if not members:
         return None
@@ -32,17 +32,17 @@ def since(view: View, spec: JobSpec) -> float | None:
 
 
 def names(view: View) -> frozenset[str]:
-    """Nodes that are linked, as far as this machine's network knows, and not heard."""
+    """Nodes whose connection is still open, and that are not heard."""
     spec = JobSpec.kept(view.job.spec)
     return frozenset(node.name for node in view.nodes if node.linked and silent(view, node, spec))
 
 
 def lost(view: View, spec: JobSpec) -> dict[str, str]:
-    """Members that count as lost, since two signals say so: name → kind. See `health.lost` for the others."""
+    """Members that count as lost because two signals agree: name → kind. `health.lost` has all other losses."""
     quiet, current = since(view, spec), view.job.current
     if quiet is None or current is None or view.now - quiet <= spec.silence_timeout:
         return {}
-    # A machine that the cloud does not list as running is gone, which is known otherwise; or the cloud does not answer.
+    # Machines that are gone are left out: `health.lost` has them. If the cloud does not answer, no node is lost.
     listed = {each.name for each in view.machines if each.state == "running"}
     members = [member for member in current.members if member.node in listed]
     dead = [each for each in members if stopped(view, each.node) or _another(view, each.node, each.boot)]
@@ -53,7 +53,7 @@ def lost(view: View, spec: JobSpec) -> dict[str, str]:
 
 
 def stopped(view: View, node: str) -> bool:
-    """Whether the node's sign of life has stopped, as far as the bucket answers."""
+    """Whether the node's sign of life has stopped; False if the bucket has not answered lately."""
     sign = view.signs.get(node)
     if sign is None or view.now - sign.looked > RECENT:
         return False
@@ -61,7 +61,7 @@ def stopped(view: View, node: str) -> bool:
 
 
 def stuck(view: View, spec: JobSpec) -> bool:
-    """Whether all members show signs of life and none has completed a step for too long."""
+    """Whether the members show signs of life, but none of them has completed a step for too long."""
     signs = _signs(view)
     if not signs or any(view.now - sign.looked > RECENT for sign in signs):
         return False
@@ -71,18 +71,18 @@ def stuck(view: View, spec: JobSpec) -> bool:
 
 
 def given_up(view: View, spec: JobSpec) -> bool:
-    """Whether a stop need not wait for the members: none has been heard for a while."""
+    """Whether a stop need not wait for the members, because none has been heard for some time."""
     quiet = since(view, spec)
     return quiet is not None and view.now - quiet > min(TELL, spec.silence_timeout)
 
 
 def alone(view: View, node: str, spec: JobSpec) -> float:
-    """Seconds to wait for a silent node while no other is heard: it may be the head that is cut off."""
+    """Seconds to wait for a silent node while no other is heard: the head may be the one that is cut off."""
     return min(ALONE, spec.silence_timeout) if stopped(view, node) else ALONE
 
 
 def watched(view: View, spec: JobSpec) -> frozenset[str]:
-    """Nodes whose signs of life the head needs: of a generation of which nobody is heard, or of a waiting job's."""
+    """Nodes whose signs of life the head needs: the members of a silent generation, or the last of a waiting job."""
     if view.job.current is not None:
         if since(view, spec) is None:
             return frozenset()
@@ -93,7 +93,7 @@ def watched(view: View, spec: JobSpec) -> frozenset[str]:
 
 
 def observe(job: JobState, view: View) -> JobState:
-    """The job with the step that signs of life tell: what a lost generation did is work that its state may hold."""
+    """The job with the newest step that signs of life show: the state of a lost generation may hold work up to it."""
     if job.current is None:
         return job
     step = max((_step(view, sign) for sign in _signs(view)), default=-1)
@@ -101,7 +101,7 @@ def observe(job: JobState, view: View) -> JobState:
 
 
 def seen(before: Sign | None, record: AliveRecord | None, now: float) -> Sign:
-    """What is known of a sign after the head looked at `now`."""
+    """The sign after a read at `now`. before: as it was known until then. record: as it was read; None: not there."""
     if record is None:
         return replace(before, looked=now) if before and not before.boot else Sign(now, now, now)
     changed = advanced = now
@@ -123,7 +123,7 @@ def seen(before: Sign | None, record: AliveRecord | None, now: float) -> Sign:
 
 
 def news(view: View, spec: JobSpec) -> tuple[str, str] | None:
-    """(kind, text) for operators, if every member has been silent for a while; the kind changes when the news do."""
+    """(kind, text) for operators, if every member has been silent for some time. New news have another kind."""
     quiet = since(view, spec)
     told = min(TELL, spec.silence_timeout / 2)
     if quiet is None or view.now - quiet < told or view.job.current is None:
@@ -149,14 +149,14 @@ def _judged(view: View, spec: JobSpec, who: str) -> tuple[str, str]:
 
 
 def _signs(view: View) -> list[Sign]:
-    """The signs of all members that this head looks for, of their own agents."""
+    """The signs of the members. A sign that another agent wrote than the member's is left out."""
     current = view.job.current
     found = [(view.signs.get(each.node), each.boot) for each in current.members] if current else []
     return [sign for sign, boot in found if sign is not None and sign.boot in ("", boot)]
 
 
 def _step(view: View, sign: Sign) -> int:
-    """The step of the generation that runs; -1 if the sign is not about it."""
+    """The step of the current generation that the sign names; -1 if the sign is of another generation."""
     return sign.step if (sign.job, sign.generation) == (view.job.id, view.job.generation) else -1
 
 

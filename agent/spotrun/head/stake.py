@@ -1,4 +1,4 @@
-"""How long a state is worth waiting for: never longer than the work it could hold, plus a small constant. Pure."""
+"""How long the head waits for a state: at most as long as the work in it took, plus a small constant. Pure."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from spotrun.head.state import JobState
 from spotrun.spec import JobSpec
 from spotrun.wire import StateRef
 
-MARGIN = 20.0  # seconds: agents find a new head in 10 s, and a cut in a network often heals within seconds
+MARGIN = 20.0  # seconds: agents find a new head in 10 s, and a network failure often ends within seconds
 
 
 def at_stake(job: JobState) -> float:
-    """Seconds of work that the newest generation has done and that the newest checkpoint does not hold.
+    """Seconds of work of the newest generation that the newest checkpoint does not hold: steps times seconds a step.
 
-    That is steps times seconds a step. Both are in the job's state, so that a new head knows them too.
+    Both numbers are in the job's state, so that a new head knows them too.
     """
     reached = max(job.reached, job.progress.step)
     return max(0, reached - max(0, job.newest[1])) * (job.progress.pace or job.pace)
 
 
 def patience(job: JobState, most: float) -> float:
-    """Seconds to wait for the state of the newest generation, `most` at the most."""
+    """Seconds to wait for the state of the newest generation. most: an upper limit."""
     return min(most, at_stake(job) + MARGIN)
 
 
 def unsaved(view: View) -> list[Node]:
-    """Nodes that hold a newer state than the bucket does, whether or not they are heard."""
+    """Nodes, heard or not, that hold a newer state than the bucket."""
     mine = (node for node in view.nodes if node.report.job == view.job.id and not node.gone)
     return [node for node in mine if state(node) > view.job.newest]
 
@@ -45,7 +45,7 @@ def out_of_reach(view: View, spec: JobSpec, most: float) -> bool:
 
 
 def unheard(view: View) -> str:
-    """What may be lost with members of the newest generation that this head does not know; "" if nothing."""
+    """What may be lost with members of the newest generation that this head has never heard; "" if nothing."""
     job, known = view.job, {node.name for node in view.nodes}
     names = ", ".join(member.node for member in job.last if member.node not in known)
     if not names or at_stake(job) <= 0:

@@ -60,14 +60,14 @@ class Ending(Document):
     phase: Literal["succeeded", "stopped", "failed"]
     reason: str = ""
     deadline: float = 0.0  # finish without the checkpoint then; 0: not yet counting
-    state: StateRef | None = None  # the newest one that nodes held when the job came to its end
+    state: StateRef | None = None  # the newest that nodes held when the job ended
 
 
 class Idle(Document):
     """A job that has had fewer machines than it needs for some time; see `head.idle`.
 
     since: when that began. tries: how often the cloud was asked again. next: when it is asked again; 0: the machines
-    are held still. until: when the try under way ends; 0: none is.
+    are still kept. until: when the current try ends; 0: no try is under way.
     """
 
     since: float
@@ -112,7 +112,7 @@ class JobState(Kept):
     id: str
     name: str
     cluster: str
-    epoch: int = 0  # of the head that has it
+    epoch: int = 0  # of the head that last took up the job
     code: str
     spec: dict[str, object]
     phase: Phase = "queued"
@@ -138,7 +138,7 @@ class JobState(Kept):
     stacks: str = ""
     progress: Progress = Progress()
     reached: int = 0  # newest step, of whichever generation
-    pace: float = 0.0  # seconds a step, of the newest generation that did any
+    pace: float = 0.0  # seconds a step, of the newest generation that completed steps
     joined: dict[str, float] = Field(default={})  # machines whose agents have joined: when each was made
     losses: tuple[Loss, ...] = ()
     good_seconds: float = 0.0  # node-seconds in steps that counted, of ended generations
@@ -228,7 +228,7 @@ class Conclude:
 
 @dataclass(frozen=True)
 class Resume:
-    """Take up the work again although the script had finished: its last state is lost."""
+    """Run the job again from its checkpoint although the script had finished: its last state is lost."""
 
     reason: str
 

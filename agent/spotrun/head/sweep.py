@@ -1,7 +1,7 @@
-"""Code in the bucket that no job refers to: sent and never submitted, or of a job whose folder was deleted.
+"""Remove code from the bucket that no job refers to: never submitted, or of a job whose folder was deleted.
 
-Any job counts, of any cluster in this bucket, ended or not: an ended one may be relaunched. Operators send code again
-that is older than half of `AGE` before they submit a job with it, so none is removed from under a job that comes.
+All jobs of all clusters in this bucket count, also ended ones, which may be relaunched. Operators send code again if it
+is older than half of `AGE` when they submit a job, so no code is removed while a job with it is being submitted.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from spotrun.store import Store
 log = logging.getLogger(__name__)
 
 FIRST, EVERY = 600.0, 6 * 3600.0  # seconds from a head's start to the first look, and between two looks
-AGE = 3600.0  # seconds for which any code stays
+AGE = 3600.0  # seconds for which all code stays
 _STATE = re.compile(r"jobs/[^/]+/state\.json")
 
 
 class Sweeper:
-    """One bucket's. What a job refers to never changes, so each state is read once."""
+    """The sweeper of one bucket. A job's code never changes, so each job's state is read only once."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._known: dict[str, str] = {}  # key of a job's state: the sha256 of its code
 
     async def run(self) -> None:
-        """Sweep now and then, for ever. A bucket that does not answer is asked again the next time."""
+        """Sweep from time to time, until cancelled. If the bucket does not answer, wait for the next time."""
         await asyncio.sleep(FIRST)
         while True:
             try:
@@ -40,11 +40,11 @@ class Sweeper:
             await asyncio.sleep(EVERY)
 
     def sweep(self) -> list[str]:
-        """Remove what is not used; the keys. Raises `StoreError`, also if a job's state is not readable."""
+        """Remove unused code, and return its keys. Raises `StoreError`, also if a job's state cannot be read."""
         old = [key for key in self._store.list("code") if self._is_old(key)]
         if not old:
             return []
-        used = self._references()  # after the codes were listed: each is there before its job is
+        used = self._references()  # read after the code was listed: a job's code is in the bucket before its state
         gone = [key for key in old if not any(sha256 in key for sha256 in used) and self._is_old(key)]
         self._store.delete(gone)
         return gone

@@ -90,7 +90,7 @@ class Agent:
 
     @property
     def bundle(self) -> Bundle | None:
-        """The job that is held here."""
+        """The job of this node, as ordered; None if it has no job."""
         return self._job.bundle if self._job else None
 
     def obey(self, order: Order) -> None:

@@ -1,7 +1,7 @@
-"""A sign of life in the bucket, apart from the link: when no node is heard, it tells the head which ones live.
+"""A node's sign of life in the bucket. When the head hears no node, the signs show which nodes are alive.
 
-It is written by a task of its own, for as long as the agent has a job. It says the newest step too: a job whose link
-to the head is cut goes on, and the head sees that.
+A separate task writes the sign as long as the agent has a job. The sign also has the newest step, so the head sees that
+a job goes on although its links to the head are cut.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from spotrun.wire import AliveRecord, Bundle
 
 log = logging.getLogger(__name__)
 
-LOOK = 0.5  # seconds between looks whether a sign is due
+LOOK = 0.5  # seconds between checks whether a sign is due
 LAST = 3.0  # seconds that the bucket gets to remove the sign when the agent ends
 
 
@@ -32,15 +32,15 @@ class Alive:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._key = alive_key(agent.cluster, agent.identity.name)
-        self._job: str | None = None  # that the sign in the bucket is about
+        self._job: str | None = None  # the job that the sign in the bucket names
         self._at = 0.0  # when it was written, by the event loop's clock
-        self._bundle: Bundle | None = None  # that `_every` is of
+        self._bundle: Bundle | None = None  # the job that `_every` was computed for
         self._every = 0.0
         self._warned = ""
         self._lock, self._ended = threading.Lock(), False
 
     async def run(self) -> None:
-        """Write it as often as the job asks for, until cancelled; a bucket that does not answer is logged."""
+        """Write the sign at the job's interval, until cancelled. If the bucket does not answer, log that."""
         now = asyncio.get_running_loop().time
         while True:
             record = self._record()
@@ -52,7 +52,7 @@ class Alive:
             await asyncio.sleep(LOOK)
 
     async def end(self) -> None:
-        """Remove it: the agent ends well."""
+        """Remove the sign: the agent ends in good order."""
         self._ended = True
         with suppress(TimeoutError):
             async with asyncio.timeout(LAST):
@@ -68,7 +68,7 @@ class Alive:
             self._warned = str(error)
 
     def _write(self, record: AliveRecord) -> None:
-        with self._lock:  # else a sign on its way into the bucket may be there after the last one was removed
+        with self._lock:  # without the lock, a write that is under way could end after the last removal
             if not self._ended:
                 self._agent.store.put(self._key, record.model_dump_json().encode())
                 self._job = record.job

@@ -1,4 +1,4 @@
-"""How this machine is known: its SSH host keys and its agent's token, put into the bucket by the machine itself."""
+"""The machine puts its identity into the bucket: its SSH host keys and the hash of its agent's secret."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spotrun.wire import HostRecord, hash_of
 def publish(store: Store, cluster: str, name: str, identity: Identity, secret: str = "") -> None:
     """Write clusters/<cluster>/hosts/<name>.json. Raises `StoreError`.
 
-    secret: what this node's agent shows the head; its hash goes into the record.
+    secret: what this node's agent shows to the head; the record has only its hash.
     SPOTRUN_SSH_KEYS and SPOTRUN_SSH_PORT say where this machine's SSH server has its keys and listens.
     """
     folder = Path(os.environ.get("SPOTRUN_SSH_KEYS", "/etc/ssh"))

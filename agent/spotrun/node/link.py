@@ -52,7 +52,7 @@ class Link:
         self.joined = ""
         self._store, self._cluster, self._identity = store, cluster, identity
         self._key = head_key(cluster)
-        self._secret = secrets.token_urlsafe(32)  # of this agent, for as long as it lives
+        self._secret = secrets.token_urlsafe(32)  # the same until this agent ends
         self._introduced = False  # whether the bucket has this node's record, with the secret's hash
         self._on_order, self._on_joined = on_order, on_joined
         self._report: Report | None = None
@@ -77,7 +77,7 @@ class Link:
         while True:
             began = time.monotonic()
             try:
-                # At once: each is a round trip to the bucket.
+                # At the same time: each is a round trip to the bucket.
                 record, _ = await asyncio.gather(self._find_head(), self._introduce())
                 await self._talk(record)
                 problem, said = "the link to the head was lost", ""
@@ -85,7 +85,7 @@ class Link:
                 found = error.got.hex()
                 problem = f"{error.host}:{error.port} shows certificate {found}, not the one in {self._key}: refused"
             except aiohttp.WSServerHandshakeError as error:
-                # The record may have been removed, as by a `make down` that was broken off.
+                # The record may have been removed, for example by a `make down` that was interrupted.
                 self._introduced = self._introduced and error.status != 401
                 reason = error.headers.get(REFUSAL_HEADER) if error.headers else None
                 reason = reason or "it does not say why"
@@ -101,7 +101,7 @@ class Link:
             pause = min(2 * pause, BACKOFF[1])
 
     async def _introduce(self) -> None:
-        """Publish by what operators and the head will know this machine: its host keys, the hash of its secret."""
+        """Publish this machine's host keys, for operators, and the hash of its secret, for the head."""
         if not self._introduced:
             identity = self._identity
             await asyncio.to_thread(hosts.publish, self._store, self._cluster, identity.name, identity, self._secret)
@@ -126,7 +126,7 @@ class Link:
         identity = self._identity
         headers = {"Authorization": f"Bearer {record.token or self._secret}", NODE_HEADER: identity.name}
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT)
-        # From the address that the cloud lists for this machine, of all that it may have.
+        # Connect from the address that the cloud lists for this machine: the machine may have others too.
         connector = aiohttp.TCPConnector(local_addr=(identity.address, 0) if identity.address else None)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=False) as session:
             async with asyncio.timeout(2 * CONNECT_TIMEOUT):

@@ -42,10 +42,11 @@ def serve() -> tuple[int, int]:
     os.close(null)
     os.dup2(2, 1)
     os.environ[PARENT] = str(os.getpid())
-    # torch.cuda.is_available() then asks NVML and leaves the driver alone: else no fork could use CUDA after it
+    # torch.cuda.is_available() then asks NVML and not the driver: no fork can use CUDA once the driver is initialised
     # (https://docs.pytorch.org/docs/stable/cuda_environment_variables.html).
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    util.abstract_sockets_supported = False  # type: ignore[misc]  # they have no owner and no mode; Python 3.11.0's
+    # Python 3.11.0 would use an abstract socket, which has no owner and no mode.
+    util.abstract_sockets_supported = False  # type: ignore[misc]
     forkserver.set_forkserver_preload([__name__])
     # Not by TMPDIR, which is for the workers to inherit. Nobody removes the socket if the launcher is killed.
     tempfile.tempdir = os.environ.pop(SOCKETS, None)
@@ -66,7 +67,7 @@ def _import_all() -> None:
 
 
 def driver_in_use(descriptors: Path = Path("/proc/self/fd")) -> bool:
-    """Whether something in this process has initialised CUDA's driver, be it torch or not.
+    """Whether anything in this process, torch or not, has initialised CUDA's driver.
 
     `cuInit` opens the device of unified memory and keeps it open; NVML, which forks survive, opens other devices.
     """
@@ -78,15 +79,15 @@ def driver_in_use(descriptors: Path = Path("/proc/self/fd")) -> bool:
 
 
 def poisoned() -> bool:
-    """In a fork: whether CUDA cannot be used here, as the server has initialised it or has counted its devices."""
+    """In a fork: whether CUDA cannot be used, because the server has initialised CUDA or counted the devices."""
     torch = sys.modules.get("torch")
     return used_cuda or (torch is not None and torch.cuda._is_in_bad_fork())
 
 
 def _guard() -> None:
-    """Have the server pass over requests from other users' processes. It forks, and the fork runs what it is told.
+    """Make the server ignore requests from processes of other users: a fork runs any code that a request names.
 
-    The modes of the socket and its folder are the first guard. Python 3.14 has a key besides.
+    The modes of the socket and its folder are the first guard. Python 3.14 also has a key.
     """
     receive = reduction.recvfds
 

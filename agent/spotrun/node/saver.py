@@ -1,7 +1,7 @@
-"""This node's part of a checkpoint, on its way into the bucket.
+"""Put this node's part of a checkpoint into the bucket.
 
-The part is copied out of the snapshot once. What fails after that (a bucket that refuses, a quota) is tried again from
-the copy, with growing pauses, for as long as the head orders that part. A failure is reported as `Trouble`.
+The part is copied from the snapshot once. If the upload fails (a bucket that refuses, a quota), it is tried again from
+the copy, with growing pauses, as long as the head orders that part. A failure is reported as `Trouble`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from spotrun.wire import FileRef, Part, StateRef, Trouble
 log = logging.getLogger(__name__)
 
 PAUSE = (1.0, 60.0)  # seconds between tries: the first pause, the longest
-FORGOTTEN = 600.0  # seconds after the last failure when a node that was not asked to save since may be asked again
+FORGOTTEN = 600.0  # seconds after the last failure until the trouble is forgotten, if no part is wanted
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Wanted:
 
 @dataclass
 class _Attempt:
-    """The work on one wanted part. It ends itself, at the next moment when no thread is at work, once it is stopped."""
+    """The work on one wanted part. After `stopped` is set, it ends as soon as its thread has finished."""
 
     wanted: Wanted
     stopped: asyncio.Event = field(default_factory=asyncio.Event)
@@ -49,7 +49,7 @@ class _Attempt:
 
 
 class Saver:
-    """At most one part at a time; the owner calls `hold` at each turn. scratch: a folder on disk for the copy.
+    """Saves at most one part at a time; its owner calls `hold` in each turn. scratch: a folder on disk for the copy.
 
     changed: called when `part`, `late` or `trouble` may differ.
     """
@@ -59,7 +59,7 @@ class Saver:
         self._store, self._scratch, self._changed = store, scratch, changed
         self._now: _Attempt | None = None
         self._failed_at = 0.0  # monotonic seconds
-        self._threads: set[asyncio.Task[Part | None]] = set()  # of attempts that may be at work still
+        self._threads: set[asyncio.Task[Part | None]] = set()  # tasks of attempts that may still work
 
     @property
     def part(self) -> Part | None:
@@ -69,14 +69,14 @@ class Saver:
 
     @property
     def late(self) -> int | None:
-        """The wanted step, if no slot holds that snapshot (any more): the head chooses a later one."""
+        """The wanted step, if no slot holds its snapshot: the head then chooses a later step."""
         task = self._now.task if self._now else None
         return self._now.wanted.ref.step if self._now and task and task.done() and task.result() is None else None
 
     def hold(self, wanted: Wanted | None, awaited: bool = False) -> None:
-        """Have this part saved and no other. awaited: workers have yet to commit its snapshot.
+        """Save this part and no other. awaited: workers have yet to commit its snapshot.
 
-        Raises what was not expected of an attempt: that is a fault of the program.
+        Raises an unexpected error of an attempt: that is a bug.
         """
         if self._now is not None and self._now.wanted != wanted:
             self.drop()
@@ -94,13 +94,13 @@ class Saver:
             self._now.task.result()
 
     def drop(self) -> None:
-        """Want nothing."""
+        """Stop the current attempt; no part is wanted."""
         if self._now is not None:
             self._now.stopped.set()
         self._now = None
 
     def forget(self) -> None:
-        """Want nothing, and know of no trouble: the job is another."""
+        """Stop the current attempt and forget the trouble: the node has another job."""
         self.drop()
         self.trouble = None
 
@@ -132,7 +132,7 @@ class Saver:
         return None
 
     def _fail(self, attempt: _Attempt, message: str) -> None:
-        """Keep since when it has been failing, whatever the step."""
+        """Record the failure. `since` is the first failure in a row, also if the steps differ."""
         if attempt.stopped.is_set():
             return
         step, now = attempt.wanted.ref.step, time.time()
@@ -145,7 +145,7 @@ class Saver:
 
 @dataclass
 class _Copy:
-    """A part's files in `folder`, once they are there, and those that have been uploaded."""
+    """The copy of a part. files: in `folder`; None: not copied yet. uploaded: names of files in the bucket."""
 
     wanted: Wanted
     folder: Path
@@ -155,9 +155,9 @@ class _Copy:
 
 
 def _advance(store: Store, copy: _Copy) -> Part | None:
-    """Do what is left to do: copy, upload; None if no slot holds the snapshot.
+    """Copy the part and upload its files, as far as that is not done; None if no slot holds the snapshot.
 
-    The slot is held still while the part is copied, not while it is uploaded. Raises `StoreError`, `CorruptError`,
+    The slot is locked while the part is copied, not while it is uploaded. Raises `StoreError`, `CorruptError`,
     OSError.
     """
     wanted = copy.wanted
@@ -197,7 +197,7 @@ def _copied(copy: _Copy) -> bool:
 
 
 def _check_room(folder: Path, size: int) -> None:
-    """Raise OSError if the disk cannot take `size` bytes: else each try would copy until the disk is full."""
+    """Raise OSError if the disk has no room for `size` bytes: without this, each try would fill the disk."""
     free = shutil.disk_usage(folder).free
     if free < size:
         raise OSError(f"no room for a part of {size >> 20} MiB in {folder.parent}: {free >> 20} MiB are free")

@@ -1,4 +1,4 @@
-"""What this node has for the bucket: the newest snapshot, and its workers' logs, which follow into it."""
+"""This node's newest snapshot, and the upload of its workers' logs while they grow."""
 
 from __future__ import annotations
 

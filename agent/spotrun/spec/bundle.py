@@ -1,8 +1,8 @@
-"""What a code bundle may be at most. Operators pack within these limits, and nodes refuse what is beyond them."""
+"""The limits of a code bundle. Operators pack only within these limits, and nodes refuse a larger bundle."""
 
 from __future__ import annotations
 
 FILES = 50_000
-BYTES = 256 << 20  # of all files together; code is smaller, data belongs into the bucket
-# Of the archive: what files take that cannot be compressed, and a header for each.
+BYTES = 256 << 20  # of all files together; code is smaller, and data belongs in the bucket
+# Of the archive: files that cannot be compressed keep their size, and each file has a header.
 PACKED = BYTES + FILES * 2048

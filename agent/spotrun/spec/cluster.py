@@ -125,7 +125,7 @@ class ClusterSpec(Spec):
     """What a cluster file describes. Keys whose default depends on others are filled in.
 
     state: where Terraform keeps what it knows; by default in the operator's checkout. labels: on all that is made.
-    permissions_boundary: a policy of AWS beyond which no role of the cluster's machines has rights.
+    permissions_boundary: an AWS policy; no role of the cluster's machines has rights beyond it.
     """
 
     name: Annotated[str, Strict(), AfterValidator(label(20))] = Field(description=LABEL.format(20))
@@ -202,7 +202,7 @@ def described(document: bytes) -> ClusterSpec:
 
 
 def digest(document: bytes) -> str:
-    """Tells a description in the bucket from others, also from one with keys that this version does not know."""
+    """A hash of a description in the bucket. It covers also the keys that this version does not know."""
     return hashlib.sha256(document).hexdigest()[:16]
 
 

@@ -23,7 +23,7 @@ def parse_duration(value: object) -> float:
         raise ValueError("is not a duration")
     if value < 0:
         raise ValueError("is negative")
-    if not value <= _LONGEST:  # also NaN, and whole numbers that are no float
+    if not value <= _LONGEST:  # also NaN, and whole numbers too large for a float
         raise ValueError("is not a duration")
     return float(value)
 

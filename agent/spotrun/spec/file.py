@@ -20,7 +20,7 @@ from spotrun.errors import SpecError
 Place = tuple[str | int, ...]  # where a key is: ("pools", 0, "zone")
 Conflict = tuple[Place, str]  # and what is wrong with it
 M = TypeVar("M", bound=BaseModel)
-LIMIT = 256 << 10  # bytes of a file, and values in it
+LIMIT = 256 << 10  # the most bytes of a file, and the most values in it
 
 
 class File:
@@ -34,7 +34,7 @@ class File:
             text = content.decode()
         except FileNotFoundError:
             raise SpecError(f"{path}: there is no such {kind}") from None
-        except (OSError, ValueError) as error:  # also what is not UTF-8, and a path with a zero byte
+        except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path with a zero byte
             raise SpecError(f"{path}: cannot read this {kind}: {error}") from None
         if len(content) > LIMIT:
             raise SpecError(f"{path}: this is no {kind}: it has more than {LIMIT >> 10} kB")
@@ -144,7 +144,7 @@ class File:
 def _weight(node: Any, known: dict[int, int]) -> int:
     """How many values a node stands for, with those that aliases repeat."""
     if id(node) not in known:
-        known[id(node)] = LIMIT + 1  # what holds itself has no end
+        known[id(node)] = LIMIT + 1  # a node that contains itself has no end
         inner: Iterable[Any] = ()
         if isinstance(node, yaml.SequenceNode):
             inner = node.value

@@ -1,4 +1,4 @@
-"""The jobs of the soak: small models that are hard to bring back exactly. `--shape` names one.
+"""The jobs of the soak: small models whose state is hard to restore exactly. `--shape` names one.
 
 It runs under torchrun and spotrun. Each rank writes the samples of every step, and rank 0 a digest of the final state.
 """
@@ -31,18 +31,18 @@ args = parser.parse_args()
 
 
 def norm() -> nn.Module:
-    """Running statistics, which are no parameters."""
-    convolution = (nn.Unflatten(1, (1, 16)), nn.Conv1d(1, 8, 3), nn.BatchNorm1d(8))  # a batch of one will do
+    """A model with running statistics, which are not parameters."""
+    convolution = (nn.Unflatten(1, (1, 16)), nn.Conv1d(1, 8, 3), nn.BatchNorm1d(8))  # works with a batch of one
     return nn.Sequential(*convolution, nn.ReLU(), nn.Flatten(), nn.Linear(8 * 14, 4))
 
 
 def dropout() -> nn.Module:
-    """Random numbers in every step."""
+    """A model that draws random numbers in every step."""
     return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Dropout(0.3), nn.Linear(64, 4), nn.Dropout(0.1))
 
 
 def recurrent() -> nn.Module:
-    """Many small tensors."""
+    """A model with many small tensors."""
     return nn.Sequential(nn.Unflatten(1, (4, 4)), nn.LSTM(4, 16, batch_first=True), Last(), nn.Linear(16, 4))
 
 
@@ -71,7 +71,7 @@ record = (args.out / f"steps-{number}-{run.rank}.jsonl").open("a", buffering=1)
 
 for epoch in run.epochs(EPOCHS):
     for ids, x, y in run.steps(loader, accumulate=args.accumulate):
-        # Before its gradient can reach anybody: a node may be taken at any later point, and the step counts still.
+        # Written before the gradient can reach another rank: after that, the step may count even if this node is taken.
         seen = [] if run.padding else ids.tolist()
         line = {"generation": number, "epoch": epoch, "step": run.step + 1, "ids": seen}
         record.write(json.dumps(line) + "\n")

@@ -60,7 +60,7 @@ class AwsCloud:
         return {pool: group.size for pool, group in (await ask(self._groups)).items() if pool != names.HEAD}
 
     async def resize(self, pool: str, size: int) -> None:
-        """As in the protocol. A lower size, unless it is 0, ends no live machine: it may stay higher for these."""
+        """As in the protocol. Lowering the size ends no live machine, except to 0: the size may stay higher."""
         spec = self._cluster.pool(pool)
         if spec is None:
             known = ", ".join(sorted(each.name for each in self._cluster.pools))

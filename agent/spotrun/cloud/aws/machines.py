@@ -63,7 +63,7 @@ class Departures:
 
 @dataclass(frozen=True)
 class Lowering:
-    """take: dead members that the group is to give up, counting down. size: the one to set then; None: none."""
+    """take: dead members to remove, each with a size lower by one. size: the size to set after that; None: set none."""
 
     take: tuple[str, ...] = ()
     size: int | None = None
@@ -155,12 +155,13 @@ def replacement(
 
 
 def lowering(size: int, group: Group, known: Sequence[Instance], taken: AbstractSet[str]) -> Lowering:
-    """How a group comes down to `size` without ending a live machine; to 0, every machine is to end.
+    """How to lower a group to `size` without ending a live machine. With size 0, every machine ends.
 
-    A group whose size is lowered below the number of its members chooses by itself whom to end, and a member that died
-    a moment ago counts like any other. So the dead go by name, and the size itself is never set below the number of
-    members that stay. Members that are leaving count too: AWS's guide does not say that they do not. taken: as in
-    `removal`.
+    If a group's size is set below the number of its members, the group itself chooses which member to end. A
+    member that died a moment ago still counts. So dead members are removed by name, and the size is never set below the
+    number of the members that stay. Members that are leaving count as members, as AWS's guide does not say otherwise.
+
+    taken: as in `removal`.
     """
     if size >= group.size or size == 0:
         return Lowering((), size)

@@ -162,7 +162,7 @@ def up(cluster: ClusterSpec, home: Path, role_command: Sequence[str] | None = No
         if pid := _daemon(layout):  # busy, or stopped: what it runs is not to be swept away
             raise CloudError(f"the local cloud (pid {pid}) runs but does not answer; `make down` ends it")
         _sweep(layout)
-        if os.path.lexists(layout.tmpfs):  # what is ours has just been removed
+        if os.path.lexists(layout.tmpfs):  # our own folder has just been removed
             private.check(layout.tmpfs)
         ensure_key(layout.key)
         write_json(layout.config, config.to_json())
@@ -184,7 +184,7 @@ def daemon(cluster: str, home: Path) -> int | None:
 
 
 def alive(cluster: str, home: Path) -> bool:
-    """Whether any process of the cluster runs, be it without its daemon."""
+    """Whether any process of the cluster runs, with or without the daemon."""
     return bool(procs.of_cluster(Layout.of(home, cluster).unique))
 
 
@@ -199,7 +199,7 @@ def down(cluster: str, home: Path) -> None:
 
 
 def homes(cluster: str) -> list[Path]:
-    """Homes of which a cluster of that name is up on this machine, as far as this user may see."""
+    """The homes whose cluster of that name is up on this machine. Only those that this user can see."""
     found = set()
     for pid in procs.pids():
         if procs.mark_of(pid).endswith(f"/{DAEMON}"):

@@ -107,7 +107,7 @@ def main(argv: list[str]) -> None:
     # nohup and `&` have these ignored, by all that this starts; a machine's processes are not to inherit that.
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
-    # The machines' files are their operator's alone; what a worker writes has the mode that the user's shell asks for.
+    # The machines' files are private to the operator. Files that a worker writes get the umask of the user's shell.
     os.environ[private.UMASK] = f"{os.umask(0o077):o}"
     ready = _detach(layout.log)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")

@@ -62,7 +62,7 @@ class Config:
 
     @property
     def fixed(self) -> tuple[str, ...]:
-        """What a machine was told when it was made, and goes on being told."""
+        """What a machine is told when it is made. It cannot change later."""
         return self.cluster, self.region, self.bucket, self.metadata
 
     def to_json(self) -> dict[str, Any]:
@@ -127,10 +127,10 @@ class Layout:
         return self.state / "bucket"
 
     def make(self) -> None:
-        """Make the folders, for this user alone. Raises `NotOursError` if one is somebody else's."""
+        """Make the folders, private to this user. Raises `NotOursError` if one belongs to another user."""
         home = self.state.parent.parent
         if home.is_dir():
-            private.check(home)  # it may be any folder of the user's: its mode stays
+            private.check(home)  # it may be any folder of the user, so its mode is not changed
         for path in (self.state.parent, self.state, self.bucket):
             private.folder(path)
 

@@ -33,7 +33,7 @@ _LONGEST_TTL = 21600
 class Facts:
     """A machine, as its metadata show it. terminate_at, rebalance_at: epoch seconds, once there is a notice.
 
-    account: the project's id, or the account's; default: what no real one is called.
+    account: the id of the project or the account; the default is an id that no real one has.
     """
 
     name: str
