@@ -49,7 +49,7 @@ class Spotrun:
             spec = cluster.load(str(write_cluster(folder)))
             cluster.up(spec)
             self._access = cluster.access(spec)
-            self._cloud = _find(folder)
+            self._cloud = find_cloud(folder)
             self._submitted = jobs.submit(self._access, spec, str(_write_job(folder, scenario, watch.path)), _ignore)
         except SpotrunError as error:
             raise BenchError(f"spotrun: {error}\n{tail(folder)}") from error
@@ -122,7 +122,7 @@ def remove(folder: Path) -> None:
         client.down(CLUSTER, home(folder))
 
 
-def _find(folder: Path) -> LocalCloud:
+def find_cloud(folder: Path) -> LocalCloud:
     from spotrun.cloud.local import client
 
     cloud = client.find(CLUSTER, home(folder))

@@ -10,6 +10,8 @@ timed part by part; and for comparison `import torch`, for which an agent does n
 from __future__ import annotations
 
 import argparse
+import asyncio
+import json
 import os
 import socket
 import statistics
@@ -19,16 +21,17 @@ import tempfile
 import time
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from bench.processes import adopt_orphans, sweep
 from bench.report import describe_machine, write_section
-from bench.spot import home, remove, write_cluster
+from bench.spot import CLUSTER, find_cloud, home, remove
 from bench.systems import BenchError
 
 GOAL = 1.0  # seconds
-PATIENCE = 60.0
+PATIENCE = 120.0
 AGENT = ("-m", "spotrun.cli", "agent")
 JOINED = "from process start to joined"
 INTERPRETER = "the interpreter"
@@ -91,7 +94,7 @@ def main() -> int:
 
 
 def measure(runs: int) -> dict[str, list[float]]:
-    """Seconds of each thing timed, by name, `runs` of each. The cluster is up and has no job and no nodes."""
+    """Seconds of each thing timed, by name, `runs` of each. The cluster is up, and its only job waits for machines."""
     from scripts import cluster
     from spotrun.errors import SpotrunError
 
@@ -100,8 +103,9 @@ def measure(runs: int) -> dict[str, list[float]]:
         folder = Path(name)
         os.environ["SPOTRUN_HOME"] = str(home(folder))
         try:
-            cluster.up(cluster.load(str(write_cluster(folder))))
-            environment = _environment(folder)
+            spec = cluster.load(str(_write_cluster(folder)))
+            cluster.up(spec)
+            environment = _machine(folder, cluster.access(spec), spec)
             for _ in range(runs):
                 found[JOINED].append(_time_joining(environment, folder))
                 found[INTERPRETER].append(_time(["-c", "pass"], environment))
@@ -142,17 +146,49 @@ def render(rows: dict[str, list[float]], machine: str, day: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _environment(folder: Path) -> dict[str, str]:
-    """That of a process on the head's machine, which has metadata server, bucket and head within reach."""
-    for process in psutil.process_iter():
-        try:
-            command, environment = process.cmdline(), process.environ()
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
-        if command[1:4] == ["-m", "spotrun.cli", "head"] and str(home(folder)) in " ".join(environment.values()):
-            own = {name: str(folder / name) for name in ("SPOTRUN_TMPFS", "SPOTRUN_SCRATCH")}
-            return {**environment, **own, "SPOTRUN_NODE": "bench", "SPOTRUN_LOG": "WARNING"}
-    raise BenchError("the cluster that was brought up has no head")
+def _write_cluster(folder: Path) -> Path:
+    """A cluster file with room for two machines, each in a zone of its own."""
+    pools = [{"name": zone, "zone": f"local-{zone}", "max": 1} for zone in ("a", "b")]
+    path = folder / "cluster.yaml"
+    path.write_text(json.dumps({"name": CLUSTER, "cloud": "local", "pools": pools, "local": {"boot_delay": 0}}))
+    return path
+
+
+def _machine(folder: Path, access: Any, spec: Any) -> dict[str, str]:
+    """The environment of an agent on a machine that the cloud lists; the machine's own agent is suspended.
+
+    A job brings the machine. It needs another one too, whose zone is dry, so it never begins.
+    """
+    from scripts import jobs
+
+    asyncio.run(_dry(folder))
+    job = folder / "job"
+    job.mkdir()
+    (job / "train.py").write_text("")
+    (job / "job.yaml").write_text(json.dumps({"script": "train.py", "nodes": 2}))
+    jobs.submit(access, spec, str(job / "job.yaml"), lambda _: None)
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        for process in psutil.process_iter():
+            try:
+                command, environment = process.cmdline(), process.environ()
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+            if command[1:4] == list(AGENT) and str(home(folder)) in " ".join(environment.values()):
+                process.suspend()
+                own = {name: str(folder / name) for name in ("SPOTRUN_TMPFS", "SPOTRUN_SCRATCH")}
+                return {**environment, **own, "SPOTRUN_LOG": "WARNING"}
+        time.sleep(0.1)
+    raise BenchError(f"no machine has started an agent within {PATIENCE:g} s")
+
+
+async def _dry(folder: Path) -> None:
+    """Have the second zone give no machines."""
+    cloud = find_cloud(folder)
+    try:
+        await cloud.stockout("local-b", True)
+    finally:
+        await cloud.close()
 
 
 def _time_joining(environment: dict[str, str], folder: Path) -> float:

@@ -18,7 +18,7 @@ from google.api_core.client_options import ClientOptions
 from google.auth.credentials import AnonymousCredentials
 from google.cloud import compute_v1
 
-from spotrun.spec import ClusterSpec
+from spotrun.spec import described
 from tests import fakegce
 from tests.fakegce import Event, FakeGce
 from tests.helpers import wait_for
@@ -162,7 +162,4 @@ def test_the_stack_that_is_synthesized(gce: FakeGce, tmp_path: Any) -> None:
         "spot-b": 0,
         "steady": 0,
     }
-    assert (
-        ClusterSpec.model_validate_json(stack["resource"]["google_storage_bucket_object"]["cluster"]["content"])
-        == CLUSTER
-    )
+    assert described(stack["resource"]["google_storage_bucket_object"]["cluster"]["content"].encode()) == CLUSTER
