@@ -112,7 +112,7 @@ class StrictConnection(Connection):
 def read_host(access: Access, node: str) -> HostRecord:
     """Address and host keys of a node, or of the head, as it put them into the bucket itself.
 
-    Raises `Unreachable` if the record is no good, or is the head's and not there yet.
+    Raises `Unreachable` if the record is not valid, or is the head's and not there yet.
     """
     key = host_key(access.cluster, node)
     data = access.store.find(key)

@@ -50,7 +50,7 @@ async def test_what_is_no_change_is_passed_over(tmp_path: Path, caplog: pytest.L
     assert store.looks == len(answers)
     said = [record.getMessage() for record in caplog.records]
     assert said.count("the bucket is away") == 2, "said when it begins, not at each look"
-    assert sum("description in the bucket is no good" in line for line in said) == 2
+    assert sum("description in the bucket is not valid" in line for line in said) == 2
 
 
 async def test_the_same_description_ends_no_head(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
     "a new head has never heard it": (view(running(A), signs={A: GONE}, began=NOW - 31, awake_since=NOW - 31), (LOST,)),
     "a new head waits": (view(running(A), signs={A: GONE}, began=NOW - 29, awake_since=NOW - 29), ()),
     "its agent is another one now": (view(running(A), silent(), signs={A: sign(boot="b2")}), (LOST,)),
-    "one of two is dead: only that one is lost": (
+    "one of two is dead: the other is not lost": (
         view(running(A, B), silent(), frozen(B, 31), signs={A: GONE, B: FRESH}),
         (LOST,),
     ),

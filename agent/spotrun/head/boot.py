@@ -117,7 +117,7 @@ async def until_changed(store: Store, own: Own, known: str, every: float) -> Non
         try:
             document = await asyncio.to_thread(store.find, cluster_key(own.cluster))
             changed = document is not None and digest(document) != known and bool(check(described(document), own))
-        except SpotrunError as error:  # a bucket that does not answer, a description that is no good: as it was
+        except SpotrunError as error:  # the bucket does not answer, or the description is not valid: nothing changes
             if str(error) != warned:
                 log.warning("%s", error)
             warned = str(error)

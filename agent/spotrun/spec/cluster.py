@@ -198,7 +198,7 @@ def described(document: bytes) -> ClusterSpec:
         problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
     except (ValueError, RecursionError) as error:
         problem = str(error)
-    raise SpecError(f"the cluster's description in the bucket is no good: {problem}")
+    raise SpecError(f"the cluster's description in the bucket is not valid: {problem}")
 
 
 def digest(document: bytes) -> str:
