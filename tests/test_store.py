@@ -27,6 +27,15 @@ def test_what_is_put_is_got(store: Store, tmp_path: Path) -> None:
     assert (tmp_path / "again").read_bytes() == large.read_bytes()
 
 
+def test_an_object_that_is_too_large_is_not_read(store: Store) -> None:
+    """A job's code may write a node's record; the head reads it."""
+    store.put("record", b"x" * 100)
+    assert store.find("record", 100) == store.get("record", 100) == b"x" * 100
+    with pytest.raises(StoreError, match="record has 100 bytes; at most 99 are read"):
+        store.find("record", 99)
+    assert store.find("none", 99) is None
+
+
 def test_what_is_not_there(store: Store, tmp_path: Path) -> None:
     assert store.find("a") is None
     assert not store.exists("a")

@@ -26,6 +26,7 @@ from spotrun.errors import ConflictError, NotFound, SpotrunError, StoreError
 Version = tuple[tuple[str, str], ...]  # of an object: how the bucket tells it from its older versions
 Credentials = Any  # one of obstore's credential providers; they share no type
 _SMALL = 1 << 20  # bytes of a document at most
+RECORD = 64 << 10  # bytes of a node's record at most: a job's code could write a larger one
 _PART = 8 << 20  # bytes of an upload's part
 _RANGE, _AT_ONCE = 32 << 20, 4  # bytes of a download's part, and how many parts are fetched at once
 LOG_TAG = {"spotrun-kind": "log"}  # infra.aws.base has a rule for it
@@ -82,19 +83,22 @@ class Store:
         store._quick = store._store  # a person's line may be slow, and a person waits
         return store
 
-    def get(self, key: str) -> bytes:
-        """The object's bytes. Raises `NotFound`."""
+    def get(self, key: str, most: int | None = None) -> bytes:
+        """The object's bytes. Raises `NotFound`, and `StoreError` if there are more than `most`."""
         try:
-            return bytes(obstore.get(self._quick, key).bytes())
+            found = obstore.get(self._quick, key)
+            if most is not None and found.meta["size"] > most:
+                raise StoreError(f"{self.url}: {key} has {found.meta['size']} bytes; at most {most} are read")
+            return bytes(found.bytes())
         except FileNotFoundError:
             raise NotFound(f"{self.url}: no object {key}") from None
         except _ERRORS as error:
             raise StoreError(f"{self.url}: cannot read {key}: {_why(error)}") from error
 
-    def find(self, key: str) -> bytes | None:
-        """The object's bytes, or None if there is none."""
+    def find(self, key: str, most: int | None = None) -> bytes | None:
+        """The object's bytes, or None if there is none. most: as for `get`."""
         try:
-            return self.get(key)
+            return self.get(key, most)
         except NotFound:
             return None
 

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from spotrun.errors import StoreError
 from spotrun.head.admission import NAME, Refusal, Visitor, decide
 from spotrun.head.head import Head
-from spotrun.store import host_key
+from spotrun.store import RECORD, host_key
 from spotrun.wire import MAX_MESSAGE, NODE_HEADER, REFUSAL_HEADER, HostRecord, Order, Report, problem
 
 log = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class Door:
         self._read_at[node] = now
         key = host_key(self._head.cluster.name, node)
         try:
-            data = await asyncio.to_thread(self._head.store.find, key)
+            data = await asyncio.to_thread(self._head.store.find, key, RECORD)
             self._digests[node] = HostRecord.model_validate_json(data).token_sha256 if data else ""
         except StoreError as error:
             log.warning("%s", error)

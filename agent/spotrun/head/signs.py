@@ -17,7 +17,7 @@ from spotrun.errors import SpotrunError
 from spotrun.head import silence
 from spotrun.head.health import Sign, View
 from spotrun.spec import JobSpec
-from spotrun.store import Store, alive_key
+from spotrun.store import RECORD, Store, alive_key
 from spotrun.wire import AliveRecord
 
 A = TypeVar("A")
@@ -103,9 +103,12 @@ class Signs:
 
     async def _look_for(self, name: str) -> None:
         key = alive_key(self._cluster, name)
-        record = _record(key, await self._in_thread(self._store.find, key))
+        record = _record(key, await self._in_thread(self._read, key))
         if name in self._wanted:
             self._found[name] = silence.seen(self._found.get(name), record, time.time())
+
+    def _read(self, key: str) -> bytes | None:
+        return self._store.find(key, RECORD)
 
     async def _in_thread(self, work: Callable[[A], T], argument: A) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, argument)
