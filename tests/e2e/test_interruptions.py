@@ -85,7 +85,7 @@ def test_a_node_that_comes_back_does_not_disturb(cluster: Harness, fault: str) -
 
 def test_all_nodes_killed_at_once(cluster: Harness) -> None:
     """Resumes from the newest complete checkpoint."""
-    job = cluster.submit(nodes={"min": 2, "max": 2}, epochs=2, samples=2000, batch=4, checkpoint_interval=4, slow=60)
+    job = cluster.submit(nodes={"min": 2, "max": 2}, epochs=2, samples=2000, batch=4, checkpoint_interval=20, slow=100)
     cluster.until(lambda s: s["job"]["checkpoint"] and s["job"]["step"] > s["job"]["checkpoint"], what="a step more")
     for member in cluster.members():
         cluster.fault("kill", member)
