@@ -30,7 +30,7 @@ cluster  = --cluster " $$CLUSTER" $(call yes,JSON,json)
 job_id   = $(call flag,ID,id)
 
 .DEFAULT_GOAL := help
-.PHONY: help plan up train status follow logs ssh run preempt kill relaunch stop down image image-versions test test-clouds test-image lint bench-recovery bench-footprint bench-synth bench-startup soak clean
+.PHONY: help plan up train status follow logs ssh run preempt kill relaunch stop down image image-versions test test-clouds test-gpu test-image lint bench-recovery bench-footprint bench-synth bench-startup soak clean
 
 help: ## print this
 	@echo "spotrun: torchrun for machines that vanish. Targets:"
@@ -81,6 +81,9 @@ test: $(VENV)/.installed-dev ## run the tests [ARGS='-k planner -x']
 
 test-clouds: $(VENV)/.installed-dev ## run the tests about clouds: stacks, real Terraform, clusters on AWS and Google as played here
 	@$(VENV)/bin/python -m pytest -m clouds $(ARGS)
+
+test-gpu: $(VENV)/.installed-dev ## run the tests that need CUDA; fails on a machine without a GPU
+	@$(VENV)/bin/python -m pytest --gpu $(ARGS)
 
 image: $(READY) ## bake the image for a cluster's cloud, with Packer [ARGS=packer's options]
 	@$(VENV)/bin/python -m images.build "$$CLUSTER" $(ARGS)

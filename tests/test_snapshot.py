@@ -321,7 +321,7 @@ def test_the_interval_keeps_the_stall_under_one_percent(stall: float, step: floa
     assert not math.isnan(interval)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: pinned memory and a side stream")
+@pytest.mark.gpu
 def test_cuda_snapshot_is_of_the_step_it_was_taken_at(tmp_path: Path) -> None:
     writer = Writer(tmp_path, "job", 1, cuda=True)
     optimized, other = torch.ones(50_000_000, device="cuda"), torch.ones(1000, device="cuda")
