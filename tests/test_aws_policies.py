@@ -91,20 +91,11 @@ def test_a_cluster_whose_name_goes_on_is_another(policy: str) -> None:
                 assert not like(pattern, re.sub(r"\*|\?", "x", pattern.replace("g5", "g50"))), pattern
 
 
-def test_a_clusters_own_logs_are_reached() -> None:
-    group = f"arn:aws:logs:{REGION}:{ACCOUNT}:log-group:/spotrun/g5"
-    for resource in (group, f"{group}:*"):
-        assert allows("up", "logs:CreateLogGroup", resource)
-        assert allows("up", "logs:DeleteLogGroup", resource)
-    assert not allows("up", "logs:DeleteLogGroup", f"{group}0")
-
-
 def rights() -> Iterator[tuple[str, str, dict[str, str]]]:
     """Each action that a role of cluster g5 may do, on what, in which context."""
     cluster = synthesized.of(load_cluster(ROOT / "clusters/aws-g5.yaml").model_copy(update={"name": "g5"}))
     known = {
         "${aws_s3_bucket.bucket.arn}": f"arn:aws:s3:::spotrun-g5-{ACCOUNT}-{REGION}",
-        "${aws_cloudwatch_log_group.logs.arn}": f"arn:aws:logs:{REGION}:{ACCOUNT}:log-group:/spotrun/g5",
         "${data.aws_caller_identity.account.account_id}": ACCOUNT,
     }
     for role in cluster.base.all("aws_iam_role_policy").values():

@@ -204,7 +204,7 @@ def test_without_nat_nothing_leads_out_and_every_service_in_use_is_inside(closed
     made = closed.pools.all("aws_vpc_endpoint")
     services = {each["service_name"].removeprefix("com.amazonaws.us-east-1.") for each in made.values()}
     called = {action.partition(":")[0] for action in granted(closed, "head")} - {"s3", "iam"}
-    assert services == {"monitoring" if service == "cloudwatch" else service for service in called}
+    assert services == called
     for each in made.values():
         assert each["vpc_endpoint_type"] == "Interface"
         assert each["private_dns_enabled"] is True
@@ -220,6 +220,16 @@ def test_the_bucket_is_reached_without_the_internet(cluster: Cluster, closed: Cl
         endpoint = each.base.all("aws_vpc_endpoint")["endpoint-s3"]
         assert (endpoint["vpc_endpoint_type"], endpoint["service_name"]) == ("Gateway", "com.amazonaws.us-east-1.s3")
         assert endpoint["route_table_ids"] == ["${aws_route_table.private-routes.id}"]
+
+
+def test_nothing_is_made_for_logs_and_metrics_that_nothing_writes(cluster: Cluster, closed: Cluster) -> None:
+    for each in (cluster, closed):
+        kinds = {kind for stack in (each.base, each.pools) for kind in stack.document["resource"]}
+        assert not {kind for kind in kinds if "cloudwatch" in kind}
+        for role in ("node", "head"):
+            assert not {action for action in granted(each, role) if action.split(":")[0] in ("logs", "cloudwatch")}
+    made = closed.pools.all("aws_vpc_endpoint").values()
+    assert not {each["service_name"] for each in made if each["service_name"].endswith((".logs", ".monitoring"))}
 
 
 # Who may do what.
@@ -238,10 +248,6 @@ def granted(cluster: Cluster, role: str) -> set[str]:
 
 BUCKET = "${aws_s3_bucket.bucket.arn}"
 OWN = [f"{BUCKET}/clusters/demo/{kind}/i-*" for kind in ("hosts", "unfit", "alive")]
-TELEMETRY: list[Any] = [
-    (["logs:CreateLogStream", "logs:PutLogEvents"], "${aws_cloudwatch_log_group.logs.arn}:*", None),
-    (["cloudwatch:PutMetricData"], "*", {"StringEquals": {"cloudwatch:namespace": "spotrun"}}),
-]
 NODE_RIGHTS = [
     (["s3:ListBucket"], BUCKET, None),
     (
@@ -259,7 +265,6 @@ NODE_RIGHTS = [
     ),
     (["s3:PutObjectTagging"], f"{BUCKET}/jobs/*/logs/*", None),
     (["s3:DeleteObject"], OWN[1:], None),
-    *TELEMETRY,
 ]
 
 
@@ -285,7 +290,6 @@ def test_the_head_may_that_and_size_its_own_groups(cluster: Cluster) -> None:
             f"{BUCKET}/*",
             None,
         ),
-        *TELEMETRY,
         (list(identity.SESSIONS), "*", None),
         (list(identity.LOOKS), "*", None),
         (

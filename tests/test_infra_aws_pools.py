@@ -211,7 +211,6 @@ def test_the_longest_names_are_taken_by_aws(tmp_path: Path) -> None:
         "aws_iam_role_policy": (r"[\w+=,.@-]+", 128),
         "aws_iam_instance_profile": (r"[\w+=,.@-]+", 128),
         "aws_security_group": (r"(?!sg-)[\w .:/()#,@\[\]+=&;{}!$*-]+", 255),
-        "aws_cloudwatch_log_group": (r"[\w./#-]+", 512),
         "aws_launch_template": (r"[a-zA-Z0-9().\-/_]{3,}", 128),
         "aws_autoscaling_group": (r"[ -9;-~]+", 255),  # no colon
         "aws_placement_group": (r"[ -~]+", 255),

@@ -120,11 +120,10 @@ def test_rights_are_exactly_these(cluster: Cluster) -> None:
         for right in cluster.base.all(kind).values()
     }
     custom = "${google_project_iam_custom_role.head-%s-role.name}"
-    both = {"roles/logging.logWriter", "roles/monitoring.metricWriter", "roles/storage.objectUser"}
-    narrow = {f"roles/storage.{role}" for role in ("legacyBucketReader", "objectViewer", "objectCreator")}
+    stored = {f"roles/storage.{role}" for role in ("legacyBucketReader", "objectViewer", "objectCreator", "objectUser")}
     assert granted == {
-        *(("node", role) for role in both | narrow),
-        *(("head", role) for role in (*both, custom % "groups", custom % "machines")),
+        *(("node", role) for role in stored),
+        *(("head", role) for role in ("roles/storage.objectUser", custom % "groups", custom % "machines")),
     }
     kinds = {kind for stack in (cluster.base, cluster.pools) for kind in stack.document["resource"] if "iam" in kind}
     assert kinds == {

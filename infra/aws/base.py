@@ -23,10 +23,7 @@ class Base(AwsStack):
     def __init__(self, app: cdk.App, id: str, cluster: ClusterSpec) -> None:
         super().__init__(app, id, cluster)
         Network(self)
-        logs = cdk.aws("cloudwatch_log_group")(
-            self, "logs", name=f"/spotrun/{cluster.name}", retention_in_days=LOG_DAYS
-        )
-        identity.make(self, self._bucket().arn, logs.arn)
+        identity.make(self, self._bucket().arn)
 
     def _bucket(self) -> Any:
         # Not force_destroy, so that AWS refuses to delete it with anything in it.

@@ -12,7 +12,6 @@ from spotrun.spec.names import CLUSTER, HEAD, group
 NODE = "node"
 MACHINE = "i-"  # the ids of EC2's machines begin with this; nodes are named by these ids
 FIS = "fis"  # spotrun.cloud.aws.interruption.ROLE
-NAMESPACE = "spotrun"  # of metrics
 Statement = dict[str, Any]
 
 # The agent of Systems Manager, so that sessions work, and no more: AmazonSSMManagedInstanceCore lets it read every
@@ -45,11 +44,11 @@ def profile(cluster: str, role: str) -> str:
     return group(cluster, role)
 
 
-def make(stack: AwsStack, bucket_arn: str, logs_arn: str) -> None:
+def make(stack: AwsStack, bucket_arn: str) -> None:
     """The three roles."""
-    name, telemetry = stack.cluster.name, _telemetry(logs_arn)
-    node = [*_files(bucket_arn, objects.Cluster(name, MACHINE)), *telemetry]
-    head = [*_storage(bucket_arn), *telemetry, *_head(stack)]
+    name = stack.cluster.name
+    node = _files(bucket_arn, objects.Cluster(name, MACHINE))
+    head = [*_storage(bucket_arn), *_head(stack)]
     for role, statements in ((NODE, node), (HEAD, head)):
         made = _role(stack, role, "ec2.amazonaws.com", statements)
         cdk.aws("iam_instance_profile")(stack, f"{role}-profile", name=profile(name, role), role=made.name)
@@ -106,14 +105,6 @@ def _files(bucket: str, cluster: objects.Cluster) -> list[Statement]:
 def _storage(bucket: str) -> list[Statement]:
     every = ["s3:AbortMultipartUpload", "s3:DeleteObject", "s3:GetObject", "s3:PutObject", "s3:PutObjectTagging"]
     return [_allow("List", ["s3:ListBucket"], bucket), _allow("Objects", every, f"{bucket}/*")]
-
-
-def _telemetry(logs: str) -> list[Statement]:
-    only = {"StringEquals": {"cloudwatch:namespace": NAMESPACE}}
-    return [
-        _allow("Logs", ["logs:CreateLogStream", "logs:PutLogEvents"], f"{logs}:*"),
-        _allow("Metrics", ["cloudwatch:PutMetricData"], "*", only),
-    ]
 
 
 def _head(stack: AwsStack) -> list[Statement]:

@@ -18,9 +18,7 @@ HEAD_PORT = 8470  # spotrun.head.server.PORT
 IAP = "35.235.240.0/20"  # where IAP's tunnels come from: https://cloud.google.com/iap/docs/using-tcp-forwarding
 LOG_DAYS = 90
 
-# The head's role for all objects of the bucket, and the roles for writing logs and metrics.
-BUCKET_ROLE = "roles/storage.objectUser"
-PROJECT_ROLES = {"logs": "roles/logging.logWriter", "metrics": "roles/monitoring.metricWriter"}
+BUCKET_ROLE = "roles/storage.objectUser"  # the head's, for all objects of the bucket
 # What the head may besides, which is what `spotrun.cloud.gcp` calls. Lists cannot be narrowed. Neither can groups:
 # IAM's conditions do not know an instance group manager's name, and Compute's v1 API does not let it carry a tag
 # (https://cloud.google.com/iam/docs/conditions-resource-attributes). So the head could resize any group of the project,
@@ -56,14 +54,9 @@ class Base(GcpStack):
 
     def _identity(self, role: str) -> Any:
         name = f"{self.cluster.name}-{role}"
-        account = cdk.google("service_account")(
+        return cdk.google("service_account")(
             self, role, account_id=name, display_name=f"spotrun cluster {self.cluster.name}: {role}"
         )
-        for what, granted in PROJECT_ROLES.items():
-            cdk.google("project_iam_member")(
-                self, f"{role}-{what}", project=self.project, role=granted, member=account.member
-            )
-        return account
 
     def _bucket(self, accounts: tuple[Any, ...]) -> None:
         made = cdk.google("storage_bucket")(
