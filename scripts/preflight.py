@@ -58,8 +58,9 @@ def _google(cluster: ClusterSpec, pools: dict[str, Any]) -> Iterator[tuple[str, 
     """Images that are not there; whether they are for ARM."""
     from spotrun.cloud.gcp import images
 
-    templates = pools["resource"]["google_compute_region_instance_template"].values()
-    for path in sorted({disk["source_image"] for template in templates for disk in template["disk"]}):
+    for asked in pools["data"]["google_compute_image"].values():
+        name = f"family/{asked['family']}" if "family" in asked else asked["name"]
+        path = f"projects/{asked['project']}/global/images/{name}"
         if not images.exists(cluster.project or "", path):
             yield path, False
 

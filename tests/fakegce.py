@@ -13,6 +13,7 @@ here gets 501, and is noted too. Leaving `running` raises if there is any such.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import inspect
 import json
@@ -114,8 +115,12 @@ class FakeGce:
             self._add(group(cluster.name, pool.name), pool.zone, template, 1 if pool is head else 0)
 
     def add_stack(self, stack: Mapping[str, Any]) -> None:
-        """The groups of a synthesized `pools` stack (its cdk.tf.json, parsed); those that are there already stay."""
+        """The groups of a synthesized `pools` stack (its cdk.tf.json, parsed); those that are there already stay.
+
+        Images that it looks up are looked up now, as Terraform does.
+        """
         resources = stack["resource"]
+        images = self._look_up(stack.get("data", {}).get("google_compute_image", {}))
         templates = resources["google_compute_region_instance_template"]
         for found in resources["google_compute_instance_group_manager"].values():
             reference = found["version"][0]["instance_template"]  # ${google_compute_….spot-template.self_link}
@@ -123,11 +128,14 @@ class FakeGce:
             schedule = dict(wanted["scheduling"])
             if isinstance(schedule.get("max_run_duration"), list):  # Terraform's way to write a block
                 schedule["max_run_duration"] = schedule["max_run_duration"][0]
+            image = wanted["disk"][0]["source_image"]
+            image = images.get(image, image)
             template = compute_v1.InstanceProperties(
                 machine_type=wanted["machine_type"],
                 labels=wanted["labels"],
                 metadata=_items(wanted["metadata"]),
                 scheduling=schedule,
+                disks=[{"boot": True, "initialize_params": {"source_image": image}}],
             )
             self._add(found["name"], found["zone"], template, found["target_size"])
 
@@ -239,6 +247,15 @@ class FakeGce:
                 self._methods.add_group(zone, name, name, template, size)
 
         self._the_loop.do(add)
+
+    def _look_up(self, data: Mapping[str, Any]) -> dict[str, str]:
+        """The images that a stack looks up, by what stands for them in it."""
+        found = {}
+        for key, wanted in data.items():
+            path = f"family/{wanted['family']}" if "family" in wanted else wanted["name"]
+            name = self._the_loop.do(functools.partial(self._methods.boot, path))
+            found[f"${{data.google_compute_image.{key}.self_link}}"] = f"projects/{self.project}/global/images/{name}"
+        return found
 
     def _group(self, name: str) -> Group:
         return next(each for (_, key), each in self._methods.groups.items() if key == name)

@@ -64,8 +64,16 @@ class Methods:
             base_instance_name=base,
             creation_timestamp=stamp(time.time()),
         )
-        made = self.groups[zone, name] = Group(resource, template, self.times, self.tell)
+        made = self.groups[zone, name] = Group(resource, template, self.times, self.tell, self.boot)
         made.resize(size)
+
+    def boot(self, path: str) -> str:
+        """The image at [projects/…/global/images/][family/]<name> now: of a family its newest."""
+        kind, _, name = path.rpartition("/")
+        family = kind.endswith("family")
+        asked = path.rpartition("images/")[2]
+        found = self._image(asked, lambda image: name == (image.family if family else image.name))
+        return str(found.name)
 
     async def remove_all(self) -> None:
         groups = list(self.groups.values())

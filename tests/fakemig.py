@@ -39,7 +39,8 @@ class Times:
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine as it is at this moment. metadata: its attributes. due: epoch seconds of its end, once under notice."""
+    """A machine as it is at this moment. metadata: its attributes. due: epoch seconds of its end, once under notice.
+    image: what it booted from; empty: a template without disks."""
 
     name: str
     id: str
@@ -51,6 +52,7 @@ class Machine:
     address: str
     status: str
     due: float | None
+    image: str
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class Vm:
     """An instance. taken: set when it is to end; notice: seconds until then, if that is announced."""
 
     resource: compute_v1.Instance
+    image: str = ""
     notice: float | None = None
     due: float | None = None
     taken: asyncio.Event = field(default_factory=asyncio.Event)
@@ -93,6 +96,7 @@ class Vm:
             address=found.network_interfaces[0].network_i_p,
             status=found.status,
             due=self.due,
+            image=self.image,
         )
 
 
@@ -119,7 +123,7 @@ class Limit:
 
 
 class Group:
-    """One managed instance group. To be used on the event loop only."""
+    """One managed instance group. To be used on the event loop only. boot: the image that is at a path now."""
 
     def __init__(
         self,
@@ -127,12 +131,13 @@ class Group:
         template: compute_v1.InstanceTemplate,
         times: Times,
         tell: Callable[[Event], None],
+        boot: Callable[[str], str],
     ) -> None:
         self.resource, self.template, self.times = resource, template, times
         self.members: dict[str, Member] = {}
         self.errors: list[compute_v1.InstanceManagedByIgmError] = []
         self.limit: Limit | None = None
-        self._tell = tell
+        self._tell, self._boot = tell, boot
         self._hosts = count(2)
 
     @property
@@ -258,6 +263,7 @@ class Group:
 
     def _make(self, name: str) -> Vm:
         wanted, host = self.template.properties, next(self._hosts)
+        image = next((self._boot(disk.initialize_params.source_image) for disk in wanted.disks if disk.boot), "")
         address = f"10.{sum(self.resource.name.encode()) % 256}.{host // 250}.{host % 250}"
         return Vm(
             compute_v1.Instance(
@@ -271,7 +277,8 @@ class Group:
                 metadata=wanted.metadata,
                 scheduling=wanted.scheduling,
                 network_interfaces=[{"name": "nic0", "network_i_p": address}],
-            )
+            ),
+            image,
         )
 
 

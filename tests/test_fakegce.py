@@ -144,13 +144,20 @@ def test_a_notice_comes_before_the_end(gce: FakeGce) -> None:
     assert notice.machine.id == gone.machine.id
 
 
-def test_the_stack_that_is_synthesized(gce: FakeGce, tmp_path: Any) -> None:
-    """What Terraform would be given is what the fake is given."""
-    file = tmp_path / "demo.yaml"
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Stack pools, as Terraform reads it."""
+    folder = tmp_path_factory.mktemp("stack")
+    file = folder / "demo.yaml"
     file.write_text(CLUSTER.model_dump_json(exclude={"local"}))  # JSON is YAML
-    environment = {**os.environ, "CLUSTER": str(file), "CDKTF_OUTDIR": str(tmp_path / "out")}
+    environment = {**os.environ, "CLUSTER": str(file), "CDKTF_OUTDIR": str(folder / "out")}
     subprocess.run([sys.executable, "-m", "infra"], env=environment, check=True, timeout=300)
-    stack = json.loads((tmp_path / "out/stacks/demo-pools/cdk.tf.json").read_text())
+    found: dict[str, Any] = json.loads((folder / "out/stacks/demo-pools/cdk.tf.json").read_text())
+    return found
+
+
+def test_the_stack_that_is_synthesized(gce: FakeGce, stack: dict[str, Any]) -> None:
+    """What Terraform would be given is what the fake is given."""
     gce.add_stack(stack)
     gce.add_stack(stack)  # a second `make up` makes nothing twice
     head = wait_for(lambda: [m for m in gce.machines() if m.status == "RUNNING"])[0]
@@ -163,3 +170,16 @@ def test_the_stack_that_is_synthesized(gce: FakeGce, tmp_path: Any) -> None:
         "steady": 0,
     }
     assert described(stack["resource"]["google_storage_bucket_object"]["cluster"]["content"].encode()) == CLUSTER
+
+
+def test_a_replaced_machine_starts_from_the_image_of_its_peers(gce: FakeGce, stack: dict[str, Any]) -> None:
+    """Though `make image` has baked a newer one since; the next `make up` takes that one."""
+    gce.add_stack(stack)
+    head = wait_for(lambda: [m for m in gce.machines() if m.status == "RUNNING"])[0]
+    gce.set_images(**{"spotrun-1": "spotrun", "spotrun-2": "spotrun"})
+    gce.vanish(head.name)
+    successor = wait_for(lambda: [m for m in gce.machines() if m.id != head.id])[0]
+    assert (head.image, successor.image) == ("spotrun-1", "spotrun-1")
+    gce.remove_all()
+    gce.add_stack(stack)
+    assert wait_for(gce.machines)[0].image == "spotrun-2"

@@ -275,7 +275,7 @@ def test_every_machine_is_shielded_private_and_known(cluster: Cluster, pool: str
         "enable_integrity_monitoring": True,
         "enable_secure_boot": pool in ("head", "cpu"),  # NVIDIA's driver is not signed
     }
-    assert made["disk"][0]["source_image"] == "projects/my-project/global/images/family/spotrun"
+    assert made["disk"][0]["source_image"] == "${data.google_compute_image.image.self_link}"
     assert (made["disk"][0]["boot"], made["disk"][0]["auto_delete"]) == (True, True)
 
 
@@ -329,9 +329,15 @@ def test_machines_disks_and_gpus_are_the_pools(cluster: Cluster) -> None:
     assert "guest_accelerator" not in template(cluster, "spot")
 
 
-def test_an_image_of_another_name_is_used_throughout(near: Cluster) -> None:
-    images = {made["disk"][0]["source_image"] for made in near.pools.all(TEMPLATE).values()}
-    assert images == {"projects/images/global/images/family/mine"}
+def test_the_image_is_looked_up_once_and_used_throughout(cluster: Cluster, near: Cluster) -> None:
+    """Google itself would take the family's newest image at each machine's start."""
+    for made, expected in (
+        (cluster, {"project": "my-project", "family": "spotrun"}),
+        (near, {"project": "images", "family": "mine"}),
+    ):
+        assert made.pools.document["data"] == {"google_compute_image": {"image": expected}}
+        images = {each["disk"][0]["source_image"] for each in made.pools.all(TEMPLATE).values()}
+        assert images == {"${data.google_compute_image.image.self_link}"}
 
 
 # Groups.
@@ -392,8 +398,9 @@ def test_placement_is_on_machines_or_on_large_ones_group(cluster: Cluster, near:
 
 
 def test_pools_can_be_planned_before_base_exists(cluster: Cluster) -> None:
-    """Nothing in stack `pools` reads the other's state, or asks Google for what is there."""
-    assert set(cluster.pools.document) == {"provider", "resource", "terraform"}
+    """Nothing in stack `pools` reads the other's state, or asks Google for what is there but the image."""
+    assert set(cluster.pools.document) == {"data", "provider", "resource", "terraform"}
+    assert set(cluster.pools.document["data"]) == {"google_compute_image"}
     assert set(cluster.pools.document["resource"]) == {TEMPLATE, GROUP, "google_storage_bucket_object"}
 
 

@@ -52,13 +52,13 @@ def test_runs_that_google_does_not_take_are_refused(length: str) -> None:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        (None, "projects/p/global/images/family/spotrun"),
-        ("spotrun-20261121", "projects/p/global/images/spotrun-20261121"),
-        ("projects/other/global/images/family/mine", "projects/other/global/images/family/mine"),
-        ("projects/example.com:other/global/images/mine", "projects/example.com:other/global/images/mine"),
+        (None, {"project": "p", "family": "spotrun"}),
+        ("spotrun-20261121", {"project": "p", "name": "spotrun-20261121"}),
+        ("projects/other/global/images/family/mine", {"project": "other", "family": "mine"}),
+        ("projects/example.com:other/global/images/mine", {"project": "example.com:other", "name": "mine"}),
     ],
 )
-def test_images(name: str | None, expected: str) -> None:
+def test_images(name: str | None, expected: dict[str, str]) -> None:
     assert machines.image(name, "p") == expected
 
 

@@ -532,9 +532,9 @@ def test_images_on_aws(aws: Moto, tmp_path: Path) -> None:
 
 def test_images_on_google(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def taking(image: str) -> dict[str, Any]:
-        path = f"projects/my-project/global/images/{image}"
-        template = {"disk": [{"source_image": path}]}
-        return {"resource": {"google_compute_region_instance_template": {"a": template, "b": template}}}
+        family, _, name = image.rpartition("/")
+        asked = {"project": "my-project", family or "name": name}
+        return {"data": {"google_compute_image": {"image": asked}}}
 
     described, path = spec(tmp_path, GCP), file(tmp_path, GCP)
     with fakegce.running() as gce:

@@ -61,17 +61,19 @@ def run_seconds(pool: PoolSpec) -> int | None:
     return seconds
 
 
-def image(name: str | None, project: str) -> str:
-    """The path of the image to boot from; by default the newest of family `spotrun` in the cluster's project.
+def image(name: str | None, project: str) -> dict[str, str]:
+    """What Terraform's `google_compute_image` is asked for: a project, and a name or a family, whose newest it finds.
 
-    name: a path as Google writes it, or an image's name in the project. Raises `SpotrunError`.
+    name: the cluster file's: a path as Google writes it, or an image's name in the project; None: family `spotrun`.
+    Raises `SpotrunError`.
     """
     if name is None:
-        return f"projects/{project}/global/images/family/spotrun"
+        return {"project": project, "family": "spotrun"}
     if re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name):
-        return f"projects/{project}/global/images/{name}"
-    if re.fullmatch(r"projects/[a-z0-9.:-]+/global/images/(family/)?[a-z]([-a-z0-9]*[a-z0-9])?", name):
-        return name
+        return {"project": project, "name": name}
+    path = r"projects/([a-z0-9.:-]+)/global/images/(family/)?([a-z](?:[-a-z0-9]*[a-z0-9])?)"
+    if match := re.fullmatch(path, name):
+        return {"project": match[1], "family" if match[2] else "name": match[3]}
     raise SpotrunError(
         f"image is {name!r}; allowed: an image's name, or projects/<project>/global/images/ and a name or family/<name>"
     )

@@ -19,7 +19,10 @@ class Pools(GcpStack):
     def __init__(self, app: cdk.App, id: str, cluster: ClusterSpec, base: Base) -> None:
         super().__init__(app, id, cluster)
         self._base = base
-        self._image = machines.image(cluster.image, self.project)
+        # Looked up by Terraform, not by Google at each machine's start: a machine that replaces another starts from the
+        # image of its peers, whatever `make image` has baked since. The next `make up` takes the newer one.
+        wanted = machines.image(cluster.image, self.project)
+        self._image: str = cdk.google("data_google_compute_image")(self, "image", **wanted).self_link
         cdk.google("storage_bucket_object")(
             self,
             "cluster",
