@@ -12,7 +12,7 @@ from botocore.exceptions import ClientError
 from spotrun.cloud import Instance, Problem, Shortfall
 from spotrun.cloud.aws import activities, interruption, machines, quotas
 from spotrun.cloud.aws.client import newest_prices
-from spotrun.cloud.aws.machines import Departures, Group, Lowering
+from spotrun.cloud.aws.machines import Departures, Group, Lowering, group_of
 from spotrun.cloud.aws.refusals import cause, refusal
 from spotrun.errors import CloudError, CredentialsError, QuotaError, StockoutError
 from spotrun.spec import ClusterSpec, PoolSpec
@@ -196,6 +196,18 @@ def test_a_problem_keeps_its_time_while_its_kind_is_the_same() -> None:
     assert broken is not None
     assert broken.message == "no spot g5.2xlarge could be launched: 2 missing (The AMI ID 'ami-0' does not exist.)"
     assert activities.problem(POOL, group(1, {"i-1": "Pending"}), [launch(95, "Failed", DRY)], 0.0, now, broken) is None
+
+
+def test_a_placed_pool_that_stays_empty_names_placement_and_the_key_that_turns_it_off() -> None:
+    said = {"AutoScalingGroupName": "x--spot", "AvailabilityZones": ["us-east-1a"], "DesiredCapacity": 3, "MinSize": 0}
+    near: Any = {**said, "SuspendedProcesses": [], "PlacementGroup": "x--spot"}
+    found = activities.problem(POOL, group_of("spot", near), [launch(10, "Failed", DRY)], 0.0, at(100).timestamp())
+    assert found is not None
+    assert "network.placement may be the reason" in found.message
+    assert "`placement: false`" in found.message
+    quota = activities.problem(POOL, group_of("spot", near), [launch(10, "Failed", FULL)], 0.0, at(100).timestamp())
+    assert quota is not None
+    assert "placement" not in quota.message
 
 
 def test_a_group_whose_launches_are_suspended_says_so() -> None:

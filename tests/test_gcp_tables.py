@@ -129,6 +129,13 @@ def test_problems(
     assert machines.diagnose(SPOT, members, failures, before, now=1000.0) == expected
 
 
+def test_a_placed_pool_that_stays_empty_names_placement_and_the_key_that_turns_it_off() -> None:
+    dry, quota = machines.diagnose(SPOT, [TWICE], [], [], now=1000.0, placed=True)
+    assert dry.message.startswith(DRY_TEXT.format(1))
+    assert "`placement: false`" in dry.message
+    assert "placement" not in quota.message
+
+
 @pytest.mark.parametrize(
     ("machine", "accelerator", "expected"),
     [

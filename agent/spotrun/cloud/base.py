@@ -6,6 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+# Ends the message of a stockout in a pool whose machines are close to each other by network.placement.
+NEAR = (
+    "; network.placement may be the reason, since machines close to each other are scarcer: set `placement: false`"
+    " in the cluster file and run `make up` between jobs"
+)
 Market = Literal["spot", "on-demand"]
 State = Literal["provisioning", "running", "stopping", "terminated"]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from spotrun.cloud.aws.machines import Group
 from spotrun.cloud.aws.refusals import cause, tidy
-from spotrun.cloud.base import Problem
+from spotrun.cloud.base import NEAR, Problem
 from spotrun.spec import PoolSpec
 
 if TYPE_CHECKING:
@@ -46,7 +46,8 @@ def problem(
     kind = cause(words)
     what = f"{pool.market} {pool.machine}"
     message = {
-        "stockout": f"zone {pool.zone} has no more {what} at present: {missing} missing ({words})",
+        "stockout": f"zone {pool.zone} has no more {what} at present: {missing} missing ({words})"
+        + (NEAR if group.placed else ""),
         "quota": f"the account may not have more {what}: {missing} missing ({words}); ask for more in Service Quotas",
         "other": f"no {what} could be launched: {missing} missing ({words})",
     }[kind]

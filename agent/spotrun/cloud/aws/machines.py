@@ -36,7 +36,10 @@ _LEAVING = ("Terminat", "Detach")
 
 @dataclass(frozen=True)
 class Group:
-    """A pool's Auto Scaling group. members: lifecycle states by instance id. suspended: why it launches nothing."""
+    """A pool's Auto Scaling group. members: lifecycle states by instance id. suspended: why it launches nothing.
+
+    placed: whether its machines are in a placement group.
+    """
 
     pool: str
     name: str
@@ -46,6 +49,7 @@ class Group:
     min: int
     members: Mapping[str, str]
     suspended: str | None = None
+    placed: bool = False
 
     @property
     def counted(self) -> list[str]:
@@ -84,6 +88,7 @@ def group_of(pool: str, said: AutoScalingGroupTypeDef) -> Group:
         min=said["MinSize"],
         members={member["InstanceId"]: member["LifecycleState"] for member in said.get("Instances", [])},
         suspended=suspended.get("Launch"),
+        placed=bool(said.get("PlacementGroup")),
     )
 
 

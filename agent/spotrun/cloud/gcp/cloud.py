@@ -191,7 +191,9 @@ class GcpCloud:
         short = any(each.unborn for each in members)
         failures = await self._failures(pool.name) if short else []
         before = self._problems.get(pool.name, ())
-        self._problems[pool.name] = diagnose(pool, members, failures, before, time.time())
+        self._problems[pool.name] = diagnose(
+            pool, members, failures, before, time.time(), bool(self.cluster.network.placement)
+        )
         return self._problems[pool.name]
 
     async def _drop_unborn(self, pool: str, size: int) -> None:

@@ -8,7 +8,7 @@ from datetime import datetime
 
 from google.cloud import compute_v1
 
-from spotrun.cloud.base import Instance, Problem, State
+from spotrun.cloud.base import NEAR, Instance, Problem, State
 from spotrun.cloud.gcp.errors import Kind, kind_of, one_line
 from spotrun.spec import PoolSpec
 from spotrun.spec.names import POOL
@@ -95,12 +95,17 @@ def failure(found: compute_v1.InstanceManagedByIgmError) -> Failure:
 
 
 def diagnose(
-    pool: PoolSpec, members: Sequence[Member], failures: Sequence[Failure], before: Sequence[Problem], now: float
+    pool: PoolSpec,
+    members: Sequence[Member],
+    failures: Sequence[Failure],
+    before: Sequence[Problem],
+    now: float,
+    placed: bool = False,
 ) -> list[Problem]:
     """What keeps a pool from its size; nothing once it has it.
 
     failures: the group's record. before: the pool's problems at the last look. One of those stays while machines are
-    missing: between two attempts Google says nothing of the last one's error.
+    missing: between two attempts Google says nothing of the last one's error. placed: network.placement is true.
     """
     missing = {each.name: each for each in members if each.unborn}
     if not missing:
@@ -112,14 +117,15 @@ def diagnose(
         kind = kind_of(code)
         if kind not in found:
             first = [each.at for each in before if each.kind == kind] or [f.at for f in past if kind_of(f.code) == kind]
-            text = _describe(pool, kind, code, message, len(missing))
+            text = _describe(pool, kind, code, message, len(missing), placed)
             found[kind] = Problem(pool.name, kind, text, min(first, default=now))
     return [*found.values(), *(problem for problem in before if problem.kind not in found)]
 
 
-def _describe(pool: PoolSpec, kind: Kind, code: str, message: str, missing: int) -> str:
+def _describe(pool: PoolSpec, kind: Kind, code: str, message: str, missing: int, placed: bool) -> str:
     if kind == "stockout":
-        return f"zone {pool.zone} has no more {pool.market} {pool.machine} at present: {missing} missing ({code})"
+        what = f"{pool.market} {pool.machine}"
+        return f"zone {pool.zone} has no more {what} at present: {missing} missing ({code})" + (NEAR if placed else "")
     # Google names one machine first, and the problem is not its own.
     told = one_line(message).rpartition("creation failed: ")[2]
     return f"{missing} missing: {code}: {told}"
