@@ -25,6 +25,7 @@ from spotrun.control import SIZE, Control
 from spotrun.errors import CorruptError, SpotrunError
 from spotrun.train.metrics import Metrics
 from spotrun.train.snapshot import Reader, Writer, next_interval
+from spotrun.train.staging import Staging
 from spotrun.train.state import DTYPES, Encoder, decode
 from tests.helpers import wait_for
 
@@ -323,7 +324,7 @@ def test_the_interval_keeps_the_stall_under_one_percent(stall: float, step: floa
 
 @pytest.mark.gpu
 def test_cuda_snapshot_is_of_the_step_it_was_taken_at(tmp_path: Path) -> None:
-    writer = Writer(tmp_path, "job", 1, cuda=True)
+    writer = Writer(tmp_path, "job", 1, stage=Staging())
     optimized, other = torch.ones(50_000_000, device="cuda"), torch.ones(1000, device="cuda")
     state = {"optimized": optimized, "other": other, "half": torch.ones(4, 3, device="cuda", dtype=torch.bfloat16).t()}
     for step in range(1, 5):

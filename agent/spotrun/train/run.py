@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,12 +24,14 @@ from spotrun.control import EXIT_DRAINED, EXIT_PEER, NONE, Context, Control
 from spotrun.errors import SpotrunError
 from spotrun.train import feed, metrics
 from spotrun.train.failures import before_leaving, is_peer_failure, leave
+from spotrun.train.guard import Guard
 from spotrun.train.parallel import Parallel
 from spotrun.train.place import choose_device, cpu_group, join, place
 from spotrun.train.restore import restore
 from spotrun.train.rng import reseed
 from spotrun.train.sampler import ElasticSampler
 from spotrun.train.snapshot import PATIENCE, Reader, Writer, next_interval
+from spotrun.train.staging import stage_for
 from spotrun.train.state import Encoder, decode
 
 log = logging.getLogger(__name__)
@@ -95,6 +97,7 @@ class Run:
         self._tracked: dict[str, Stateful] = {}
         self._optimized: list[torch.optim.Optimizer] = []
         self._writer: Writer | None = None
+        self._guard: Guard | None = None  # on a GPU
         self._consumed = 0  # batches of this epoch, of a loader without an ElasticSampler
         self._epochs = 1
         self._stepped: int | None = None  # epoch in which steps() was called
@@ -179,18 +182,19 @@ class Run:
         """
         self._check_steps(loader)
         self._clock.resume()
-        for current in self._feed(loader, accumulate):
-            self._batch = current
-            reseed(self._seed, self.step, self._batch.number, self.rank)
-            batch = self._next()
-            if batch is _END:
-                break
-            for model in self._models:
-                model.exchange(self._batch.last)
-            yield batch if self.device.type == "cpu" else feed.to_device(batch, self.device)
-            self._clock.samples += current.samples
-            if current.last:
-                self._boundary()
+        with self._guard or nullcontext():  # what follows the loop may change the state in any way
+            for current in self._feed(loader, accumulate):
+                self._batch = current
+                reseed(self._seed, self.step, self._batch.number, self.rank)
+                batch = self._next()
+                if batch is _END:
+                    break
+                for model in self._models:
+                    model.exchange(self._batch.last)
+                yield batch if self.device.type == "cpu" else feed.to_device(batch, self.device)
+                self._clock.samples += current.samples
+                if current.last:
+                    self._boundary()
         self._next()  # lets the loader end its workers
         self._iterator = iter(())
         reseed(self._seed, self.step, 0, self.rank)  # what follows draws the same after a restart
@@ -204,6 +208,8 @@ class Run:
         weight = self._batch.weight
         with self._guarded():
             (loss if weight == 1 else loss * weight).backward()  # type: ignore[no-untyped-call]
+        if self._guard is not None and self._batch.last:
+            self._guard()
 
     def log(self, **values: Any) -> None:
         """Show numbers (0-dim tensors too) in the job's display. Cheap: they are read a few times a second only."""
@@ -217,15 +223,14 @@ class Run:
         if found is not None:
             self._load(Path(context.slots), *found)
         if self.local_rank == 0:
-            cuda = self.device.type == "cuda"
-            self._writer = Writer(Path(context.slots), context.job, context.generation, control, cuda)
+            stage = stage_for(self.device)
+            self._writer = Writer(Path(context.slots), context.job, context.generation, control, stage)
             # Not for ever: on a GPU the copy may be queued behind a collective whose peer is gone.
             before_leaving(partial(self._writer.settle, PATIENCE))
             encoder = Encoder()
             self._encode(encoder)
             self._writer.prepare(encoder.tensors)
-            for optimizer in self._optimized if cuda else ():
-                optimizer.register_step_pre_hook(lambda *_: self._writer.guard() if self._writer else None)
+            self._guard = Guard(self._writer, stage, self._optimized) if stage is not None else None
         if found is not None:
             control.copied = control.committed = self.step
         self._snapped = self.step
@@ -359,26 +364,19 @@ class Run:
     def _snapshot(self, forced: bool) -> None:
         if self._writer is None or self._context is None:
             return
+        if self._guard is not None:
+            self._guard.end_step()
         fixed = self._context.snapshot_interval
         interval = fixed or next_interval(min(self._writer.stalls), self._clock.step_seconds)
         due = self.step % fixed == 0 if fixed else self.step - self._snapped >= interval
-        if not (due or forced):
+        if not (due or forced or self._writer.dropped):
             return
-        if self._writer.take(self.step, self._encode, self._changed_by_optimizers(), wait=forced or fixed > 0):
+        # One that is asked for must not be dropped: all of it is copied before training goes on.
+        beside = set() if forced or self._guard is None else self._guard.beside()
+        if self._writer.take(self.step, self._encode, beside, wait=forced or fixed > 0):
             self._snapped = self.step
         elif forced or fixed:
             log.warning("no snapshot of step %d: its slot is still being read", self.step)
-
-    def _changed_by_optimizers(self) -> set[int]:
-        """Data pointers of CUDA tensors that nothing but a tracked optimizer's step changes."""
-        if self.device.type == "cpu":
-            return set()
-        pointers = set()
-        for optimizer in self._optimized:
-            pointers |= {p.data_ptr() for group in optimizer.param_groups for p in group["params"]}
-            for values in optimizer.state.values():
-                pointers |= {value.data_ptr() for value in values.values() if isinstance(value, torch.Tensor)}
-        return pointers
 
     def _publish(self, now: bool = False) -> None:
         if self._control is not None:

@@ -25,7 +25,7 @@ import xxhash
 from spotrun import shards, slots
 from spotrun.control import NONE, Control
 from spotrun.errors import CorruptError, SpotrunError
-from spotrun.train.staging import Staging
+from spotrun.train.staging import Copying, Stage
 from spotrun.train.state import DTYPES, TORCH, Encoder
 
 log = logging.getLogger(__name__)
@@ -57,11 +57,11 @@ class Writer:
     """Writes this node's snapshots; one per node (the state is the same on all its ranks).
 
     control: gets `copied`, `committed` and `stall`; its `snapshot_at` pins the slot of that step until the agent has
-    had time to lock it.
+    had time to lock it. stage: copies tensors of a GPU.
     """
 
     def __init__(
-        self, folder: Path, job: str, generation: int, control: Control | None = None, cuda: bool = False
+        self, folder: Path, job: str, generation: int, control: Control | None = None, stage: Stage | None = None
     ) -> None:
         self._folder, self._job, self._generation, self._control = folder, job, generation, control
         folder.mkdir(parents=True, exist_ok=True)
@@ -72,15 +72,25 @@ class Writer:
         self._newest = found[0][0] if found else 1
         self._steps = {slot: record.step for slot, record in found}
         self._committed = dict.fromkeys(slots.SLOTS, (-math.inf, 0))  # when, and the slot's last reading then
-        self._staging = Staging() if cuda else None
+        self._stage = stage
+        self._copying: Copying | None = None  # until its guard
+        self._torn: frozenset[str] = frozenset()  # tensors that were seen to change too early: never again beside
+        self.dropped = False  # the last snapshot was torn, and no other was taken since
         # Seconds the last snapshots held up training, without layouts. Several: a process may have been stopped in one.
         self.stalls: deque[float] = deque([0.0], maxlen=3)
         self.newest_step = NONE
 
     def guard(self) -> None:
-        """Call before an optimizer changes tensors: the device waits for a copy still under way."""
-        if self._staging is not None:
-            self._staging.guard()
+        """Call before anything changes tensors copied beside training: the device waits for a copy still under way."""
+        copying, self._copying = self._copying, None
+        if copying is not None:
+            copying.guard()
+
+    def doubt(self) -> None:
+        """Call instead of `guard` while a CUDA graph is recorded: a replay changes tensors, and nothing shows that."""
+        copying, self._copying = self._copying, None
+        if copying is not None:
+            copying.doubt()
 
     def prepare(self, tensors: dict[str, torch.Tensor]) -> None:
         """Lay out the slot to be written next, so that the first snapshot costs no more than the others."""
@@ -89,10 +99,11 @@ class Writer:
             if free:
                 self._lay_out(target, tensors)
 
-    def take(self, step: int, state: Callable[[Encoder], Any], optimized: set[int], wait: bool) -> bool:
+    def take(self, step: int, state: Callable[[Encoder], Any], beside: set[int], wait: bool) -> bool:
         """Snapshot what `state(encoder)` encodes. False: not now, since the last one is not committed or is being read.
 
-        wait: rather wait for the commit, and up to `PATIENCE` for the reader.
+        beside: data pointers of tensors that nothing changes before the next `guard`. wait: rather wait for the commit,
+        and up to `PATIENCE` for the reader.
         """
         if wait:
             self.settle()
@@ -110,16 +121,17 @@ class Writer:
             tree = state(encoder)
             laying = time.monotonic()
             self._lay_out(target, encoder.tensors)
-            copying = time.monotonic()
+            laid_out = time.monotonic()
             slots.revoke(self._folder, target)
-            finish = self._copy(encoder.tensors, self._slots[target].views, optimized)
-            if finish is None and self._control is not None:
+            self._copying = copying = self._copy(encoder.tensors, self._slots[target].views, beside)
+            self.dropped = False
+            if copying is None and self._control is not None:
                 self._control.copied = step
             ended = time.monotonic()
-            self.stalls.append((ended - copying) + (laying - started))
+            self.stalls.append((ended - laid_out) + (laying - started))
             if self._control is not None:
                 self._control.stall += ended - started
-            self._running = self._pool.submit(self._commit, held, target, step, tree, encoder.tensors, finish)
+            self._running = self._pool.submit(self._commit, held, target, step, tree, encoder.tensors, copying)
             on_error.pop_all()
         return True
 
@@ -161,15 +173,24 @@ class Writer:
         return time.monotonic() - since < PINNED and slots.last_read(self._folder, slot) == last_read
 
     def _copy(
-        self, tensors: dict[str, torch.Tensor], views: dict[str, torch.Tensor], optimized: set[int]
-    ) -> Callable[[], None] | None:
-        on_device = []
+        self, tensors: dict[str, torch.Tensor], views: dict[str, torch.Tensor], beside: set[int]
+    ) -> Copying | None:
+        staged = {}
         for name, tensor in tensors.items():
-            if tensor.device.type == "cpu":
-                views[name].copy_(tensor.resolve_conj().resolve_neg())
+            if self._stage is not None and self._stage.takes(tensor):
+                staged[name] = tensor
             else:
-                on_device.append((tensor, views[name]))
-        return self._staging.start(on_device, optimized) if self._staging is not None and on_device else None
+                views[name].copy_(tensor.resolve_conj().resolve_neg())
+        if self._stage is None or not staged:
+            return None
+        # An inference tensor has no version, so nobody could tell whether it changed.
+        aside = {
+            name: tensor
+            for name, tensor in staged.items()
+            if tensor.data_ptr() in beside and name not in self._torn and not tensor.is_inference()
+        }
+        pairs = [(tensor, views[name]) for name, tensor in staged.items()]
+        return Copying(self._stage.start(pairs, [name in aside for name in staged]), aside)
 
     def _commit(
         self,
@@ -178,11 +199,13 @@ class Writer:
         step: int,
         tree: Any,
         tensors: dict[str, torch.Tensor],
-        finish: Callable[[], None] | None,
+        copying: Copying | None,
     ) -> None:
         with held:
-            if finish is not None:
-                finish()
+            if copying is not None:
+                if changed := copying.land():
+                    self._drop(target, step, changed)
+                    return
                 if self._control is not None:
                     self._control.copied = step
             mapped = self._slots[target].mapped
@@ -204,6 +227,18 @@ class Writer:
         with ExitStack() as lock:
             if not self._pinned(other) and lock.enter_context(slots.writing(self._folder, other)):
                 self._lay_out(other, tensors)
+
+    def _drop(self, target: int, step: int, changed: list[str]) -> None:
+        """Leave the slot without a record: some tensors in it may be half of this step and half of what came after."""
+        log.warning(
+            "the snapshot of step %d is dropped: %s changed while it was copied. Something changed it before "
+            "run.backward had ended. From now on it is copied first, and the GPU waits for that",
+            step,
+            changed[0] if len(changed) == 1 else f"{changed[0]} and {len(changed) - 1} other tensors",
+        )
+        self._torn |= frozenset(changed)
+        self._steps.pop(target, None)
+        self.dropped = True
 
     def _revoke_twin(self, slot: int) -> None:
         """The same step was in the other slot, from before the script's last words: only one may count."""
