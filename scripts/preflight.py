@@ -41,6 +41,16 @@ def check_quotas(cluster: ClusterSpec) -> None:
         raise QuotaError("\n".join(none))
 
 
+def check_offers(cluster: ClusterSpec, file: str) -> None:
+    """Raise `SpotrunError` if a zone does not offer what the cluster file asks of it: no machine would ever come."""
+    if cluster.cloud == "gcp":
+        from spotrun.cloud.gcp.offers import missing
+    else:
+        from spotrun.cloud.aws.offers import missing
+    if lacks := missing(cluster):
+        raise SpotrunError("\n".join(f"{file}: {lack.text()}" for lack in lacks))
+
+
 def check_images(cluster: ClusterSpec, pools: dict[str, Any], file: str) -> None:
     """Raise `SpotrunError` unless the images that stack pools takes are there. pools: what Terraform reads of it."""
     for name, arm in _google(cluster, pools) if cluster.cloud == "gcp" else _amazon(cluster, pools):

@@ -48,6 +48,7 @@ def up(cluster: ClusterSpec, file: str) -> control.Status:
     way = _access(cluster, file)
     _refuse_rebuild(cluster, way.store, file)
     preflight.check_tools(cluster)
+    preflight.check_offers(cluster, file)
     preflight.check_quotas(cluster)
     made = _stacks(cluster, way.store.url, file)
     new = not made.exists("pools")

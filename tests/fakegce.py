@@ -45,6 +45,8 @@ _SERVICES = (
     "regions",
     "projects",
     "images",
+    "machine_types",
+    "accelerator_types",
 )
 _SYSTEM = {"$alt", "alt", "prettyPrint"}  # https://cloud.google.com/apis/docs/system-parameters
 _STOCKOUT_TEXT = (
@@ -143,6 +145,11 @@ class FakeGce:
         """The project's images and their families, the newest last. At first there is one, of family `spotrun`."""
         found = [compute_v1.Image(name=name, family=family) for name, family in families.items()]
         self._the_loop.do(lambda: setattr(self._methods, "images", found))
+
+    def set_offers(self, **zones: set[str]) -> None:
+        """The machine and accelerator types of each zone (`us_central1_a`). At first every zone has all there are."""
+        found = {zone.replace("_", "-"): types for zone, types in zones.items()}
+        self._the_loop.do(lambda: setattr(self._methods, "offers", found))
 
     def remove_all(self) -> None:
         """What `terraform destroy` does: groups and machines go, without notice."""

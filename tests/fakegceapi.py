@@ -34,6 +34,7 @@ class Methods:
         self.templates: dict[str, compute_v1.InstanceTemplate] = {}
         self.quotas: dict[str, list[compute_v1.Quota]] = {}
         self.images = [compute_v1.Image(name="spotrun-1", family="spotrun")]  # as `make image` leaves one
+        self.offers: dict[str, set[str]] | None = None  # types by zone; None: all, everywhere
         self.failing: dict[str, tuple[str, str]] = {}
         self._operations: dict[str, compute_v1.Operation] = {}
         self._ends: dict[str, asyncio.Task[None]] = {}
@@ -217,7 +218,42 @@ class Methods:
     def _images_get_from_family(self, request: Any) -> compute_v1.Image:
         return self._image(f"family/{request.family}", lambda image: image.family == request.family)
 
+    def _machine_types_get(self, request: Any) -> compute_v1.MachineType:
+        self._offer(request.zone, request.machine_type)
+        return compute_v1.MachineType(name=request.machine_type)
+
+    def _machine_types_aggregated_list(self, request: Any) -> compute_v1.MachineTypeAggregatedList:
+        def scoped(name: str) -> compute_v1.MachineTypesScopedList:
+            return compute_v1.MachineTypesScopedList(machine_types=[{"name": name}])
+
+        return compute_v1.MachineTypeAggregatedList(items=self._offering(request, scoped))
+
+    def _accelerator_types_get(self, request: Any) -> compute_v1.AcceleratorType:
+        self._offer(request.zone, request.accelerator_type)
+        return compute_v1.AcceleratorType(name=request.accelerator_type)
+
+    def _accelerator_types_aggregated_list(self, request: Any) -> compute_v1.AcceleratorTypeAggregatedList:
+        def scoped(name: str) -> compute_v1.AcceleratorTypesScopedList:
+            return compute_v1.AcceleratorTypesScopedList(accelerator_types=[{"name": name}])
+
+        return compute_v1.AcceleratorTypeAggregatedList(items=self._offering(request, scoped))
+
     # What they share.
+
+    def _offer(self, zone: str, name: str) -> None:
+        if self.offers is not None and name not in self.offers.get(zone, ()):
+            path = f"projects/{self.project}/zones/{zone}/machineTypes/{name}"
+            raise Refused(404, "notFound", f"The resource '{path}' was not found")
+
+    def _offering(self, request: Any, scoped: Callable[[str], Any]) -> dict[str, Any]:
+        """As Google answers: all zones, with what is left of each by the filter."""
+        wanted = re.fullmatch(r"name = ([a-z0-9-]+)", request.filter)
+        if wanted is None:
+            raise Refused(501, "notImplemented", f"the filter {request.filter!r}", strange=True)
+        found = (self.offers or {}).items()
+        return {
+            f"zones/{zone}": scoped(wanted[1]) if wanted[1] in types else type(scoped(""))() for zone, types in found
+        }
 
     def _image(self, name: str, fits: Callable[[compute_v1.Image], bool]) -> compute_v1.Image:
         found = next(filter(fits, reversed(self.images)), None)

@@ -181,6 +181,49 @@ def test_no_credentials(aws: Moto, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert calls(tmp_path) == []
 
 
+def test_a_zone_that_does_not_offer_a_machine_type_on_aws(aws: Moto, tmp_path: Path) -> None:
+    """Zone e of us-east-1 has no G5. It is told before quotas are looked at, and before anything is made."""
+    preflight.check_offers(spec(tmp_path), file(tmp_path))
+    text = AWS.replace("us-east-1b", "us-east-1e").replace("machine: g5.2xlarge, max", "machine: p9.big, max")
+    with pytest.raises(SpotrunError) as caught:
+        cluster.up(spec(tmp_path, text), file(tmp_path, text))
+    one, other = str(caught.value).splitlines()
+    assert "pool spot: zone us-east-1a does not offer machine type p9.big; no zone of the region does" in one
+    assert "pool steady: zone us-east-1e does not offer machine type g5.2xlarge; zones of the region that do: " in other
+    assert other.endswith("us-east-1a, us-east-1b, us-east-1c, us-east-1d, us-east-1f")
+    assert calls(tmp_path) == []
+
+
+def test_a_zone_that_does_not_offer_a_type_on_google(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    t4 = "- {name: t4, zone: us-central1-b, machine: n1-standard-4, accelerator: {type: nvidia-tesla-t4}}\n"
+    described, path = spec(tmp_path, GCP + t4), file(tmp_path, GCP + t4)
+    small = {"e2-small", "g2-standard-8", "n1-standard-4"}
+    with fakegce.running() as gce:
+        for name, value in gce.environment.items():
+            monkeypatch.setenv(name, value)
+        preflight.check_offers(described, path)
+        gce.set_offers(us_central1_a=small, us_central1_b=small | {"nvidia-tesla-t4"})
+        preflight.check_offers(described, path)
+        gce.set_offers(
+            us_central1_a=small - {"g2-standard-8"},
+            us_central1_b=small,
+            us_central1_f=small | {"nvidia-tesla-t4"},
+            us_east1_b=small,
+        )
+        with pytest.raises(SpotrunError) as caught:
+            preflight.check_offers(described, path)
+        one, other = str(caught.value).splitlines()
+        g2 = "zone us-central1-a does not offer machine type g2-standard-8"
+        assert one.endswith(f"pool spot: {g2}; zones of the region that do: us-central1-b, us-central1-f")
+        gpu = "zone us-central1-b does not offer accelerator type nvidia-tesla-t4"
+        assert other.endswith(f"pool t4: {gpu}; zones of the region that do: us-central1-f")
+        gce.fail(403, reason="forbidden", message="Required 'compute.machineTypes.get' permission for 'x'")
+        with pytest.raises(
+            CredentialsError, match=r"type .* in us-central1-.: .*a role with compute\.machineTypes\.get"
+        ):
+            preflight.check_offers(described, path)
+
+
 def test_a_quota_that_is_too_small(aws: Moto, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """For a single machine: an error. For all of them: a word, since fewer may do."""
     aws.quota("L-3819A6DF", 20)

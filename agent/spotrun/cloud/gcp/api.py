@@ -50,6 +50,8 @@ class Clients:
     regions: compute_v1.RegionsClient
     projects: compute_v1.ProjectsClient
     images: compute_v1.ImagesClient
+    machines: compute_v1.MachineTypesClient
+    accelerators: compute_v1.AcceleratorTypesClient
 
 
 class Api:
@@ -141,4 +143,6 @@ def _connect() -> Clients:
         regions=compute_v1.RegionsClient(**how),
         projects=compute_v1.ProjectsClient(**how),
         images=compute_v1.ImagesClient(**how),
+        machines=compute_v1.MachineTypesClient(**how),
+        accelerators=compute_v1.AcceleratorTypesClient(**how),
     )

@@ -1,0 +1,33 @@
+"""Which zones offer the machine types of a cluster; asked by the operator before `make up`, never by a head.
+
+The letters of zones differ between accounts, so no list that is shipped could tell.
+https://docs.aws.amazon.com/AWSEC2/latest/APIReference/API_DescribeInstanceTypeOfferings.html
+"""
+
+from __future__ import annotations
+
+from spotrun.cloud import offers
+from spotrun.cloud.aws.sdk import Clients, call
+from spotrun.cloud.offers import Kind, Lack
+from spotrun.spec import ClusterSpec
+
+
+def missing(cluster: ClusterSpec) -> list[Lack]:
+    """What the cluster's zones do not offer. Blocking. Raises `CloudError`."""
+    clients, asked = Clients(cluster.region), offers.needs(cluster)
+    types = sorted({need.type for need in asked})
+
+    def look() -> dict[tuple[Kind, str], set[str]]:
+        pages = clients.ec2.get_paginator("describe_instance_type_offerings").paginate(
+            LocationType="availability-zone", Filters=[{"Name": "instance-type", "Values": types}]
+        )
+        found: dict[tuple[Kind, str], set[str]] = {}
+        for page in pages:
+            for each in page["InstanceTypeOfferings"]:
+                found.setdefault(("machine", each["InstanceType"]), set()).add(each["Location"])
+        return found
+
+    try:
+        return offers.lacks(asked, call(look))
+    finally:
+        clients.close()
