@@ -9,25 +9,33 @@ CHECKOV := $(VENV)-checkov
 # Variables from the user of a target, taken as typed. Make expands a variable from its command line at each use, also
 # for `export`: '$HOME' becomes OME, and '$(shell …)' runs here. A copy by `:=` of `$(value X)` is not expanded.
 GIVEN   := CLUSTER JOB NODE RANK CMD TIMEOUT FAULTS NOTICE ID JSON FORCE ALL STRICT RAW TAIL RUNS SEED
-defined  = $(foreach name,$(1),$(if $(filter-out undefined,$(origin $(name))),$(name)))
+override defined = $(foreach name,$(1),$(if $(filter-out undefined,$(origin $(name))),$(name)))
 # Make exports all variables of its command line (such as TERRAFORM=tofu). ARGS is for developers: a shell expands it.
 TYPED   := $(foreach name,$(filter-out ARGS,$(.VARIABLES)),$(if $(filter command,$(origin $(name))),$(name)))
+# For the tasks: they refuse a variable of the command line that no target takes, and one that is nearly right.
+SPOTRUN_TYPED   := $(TYPED)
+SPOTRUN_TARGETS := $(MAKECMDGOALS)
+export SPOTRUN_TYPED SPOTRUN_TARGETS
 TYPED   += $(filter-out $(TYPED),$(call defined,$(GIVEN)))
 $(foreach name,$(TYPED),$(eval override $(name) := $$(value $(name))))
 export $(TYPED)
 # These three would pass the variables on to any make that a target starts.
 unexport MAKEFLAGS MFLAGS MAKEOVERRIDES
 # Quote a value as one word for a shell. Before GNU Make 4.4, $(shell) does not see exported variables.
-quoted   = '$(subst ','\'',$(1))'
+override quoted = '$(subst ','\'',$(1))'
 # A cluster in a cloud takes more packages: the cloud's own, and what its stacks are written with.
 CLOUD   := $(firstword $(filter gcp aws,$(shell sed -nE 's/^cloud: *[^a-z]?([a-z]+).*/\1/p' -- $(call quoted,$(CLUSTER)) 2>/dev/null)))
 READY   := $(VENV)/.installed$(if $(CLOUD),-$(CLOUD))
 
 # Without the space, Invoke would take a value such as --json for an option. The tasks remove the space.
-flag     = $(if $($(1)),--$(2) " $$$(1)")
-yes      = $(if $(filter-out 0 n no false off,$($(1))),--$(2))
-cluster  = --cluster " $$CLUSTER" $(call yes,JSON,json)
-job_id   = $(call flag,ID,id)
+# Override: a lower-case variable of the command line, such as cluster=…, must not replace one of these.
+override flag     = $(if $($(1)),--$(2) " $$$(1)")
+override yes      = $(if $(filter-out $(NO),$($(1))),$(if $(filter-out $(YES),$($(1))),$(call unclear,$(1)),--$(2)))
+override unclear  = $(error $(1): '$($(1))': allowed: 1 or 0)
+override cluster  = --cluster " $$CLUSTER" $(call yes,JSON,json)
+override job_id   = $(call flag,ID,id)
+override NO      := 0 n no false off N No NO False FALSE Off OFF
+override YES     := 1 y yes true on Y Yes YES True TRUE On ON
 
 .DEFAULT_GOAL := help
 .PHONY: help plan up train status follow logs ssh run preempt kill relaunch stop down image image-versions test test-clouds test-gpu test-image lint bench-recovery bench-footprint bench-synth bench-startup soak clean

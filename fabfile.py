@@ -6,6 +6,7 @@ Exit status: 0 well, 1 the job or the command failed, 2 a mistake of the user's,
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -32,6 +33,8 @@ def command(function: Callable[..., int | None]) -> Any:
     def wrapped(*args: Any, **options: Any) -> None:
         complain = functools.partial(_complain, bool(options.get("json")))
         try:
+            if function.__name__ in os.environ.get("SPOTRUN_TARGETS", "").split():
+                given.variables(os.environ)
             code = function(*args, **given.typed(options)) or 0
         except (remote.Unreachable, CloudError, StoreError) as error:
             code = complain(str(error), 3)

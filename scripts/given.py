@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from scripts.hint import make
@@ -12,7 +14,44 @@ from spotrun.errors import SpotrunError
 _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _JOB = re.compile(r"[a-z0-9][a-z0-9-]{0,99}")
 _LONGEST = 7 * 86400.0  # seconds
+# What each target takes besides CLUSTER and JSON.
+TAKES = {
+    "plan": (),
+    "up": (),
+    "train": ("JOB", "FAULTS"),
+    "status": ("ID",),
+    "follow": ("ID",),
+    "logs": ("NODE", "RANK", "ID", "TAIL", "RAW"),
+    "ssh": ("NODE",),
+    "run": ("CMD", "NODE", "TIMEOUT"),
+    "preempt": ("NODE", "NOTICE"),
+    "kill": ("NODE",),
+    "relaunch": ("ID",),
+    "stop": ("ID",),
+    "down": ("FORCE", "ALL"),
+}
+_COMMON = ("CLUSTER", "JSON")
+_KNOWN = tuple(dict.fromkeys(name for names in (*TAKES.values(), _COMMON) for name in names))
 _EXAMPLES = {"cluster": "clusters/local.yaml", "job": "examples/digits/job.yaml"}  # options that must not be empty
+
+
+def variables(environment: Mapping[str, str]) -> None:
+    """Raise `SpotrunError` for a variable on make's command line that none of its targets takes.
+
+    Make itself ignores such a variable: `make train JBO=mine.yaml` would train the default job. Other names may be
+    meant for the tools that a target starts, and are left alone. environment: SPOTRUN_TARGETS and SPOTRUN_TYPED are
+    words from the Makefile; without them, a task was started by `fab`, which checks its options.
+    """
+    targets = environment.get("SPOTRUN_TARGETS", "").split()
+    taken = [name for target in targets for name in TAKES.get(target, ())]
+    for name in environment.get("SPOTRUN_TYPED", "").split():
+        if name in taken or name in _COMMON:
+            continue
+        allowed = list(dict.fromkeys([*taken, *_COMMON]))
+        if name in _KNOWN or difflib.get_close_matches(name.upper(), _KNOWN, n=1):
+            near = difflib.get_close_matches(name.upper(), allowed, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise SpotrunError(f"{name}: `make {' '.join(targets)}` has no such variable: {', '.join(allowed)}{hint}")
 
 
 def typed(options: dict[str, Any]) -> dict[str, Any]:

@@ -95,6 +95,39 @@ def test_a_mistake_is_one_line_and_status_2(
     assert standin.calls() == []
 
 
+@pytest.mark.parametrize(
+    ("targets", "typed", "said"),
+    [
+        ("train", "JBO", "JBO: `make train` has no such variable: JOB, FAULTS, CLUSTER, JSON; did you mean JOB?"),
+        ("train", "job", "job: `make train` has no such variable: JOB, FAULTS, CLUSTER, JSON; did you mean JOB?"),
+        ("train", "NODES", "NODES: `make train` has no such variable: JOB, FAULTS, CLUSTER, JSON"),
+        ("stop", "JOB", "JOB: `make stop` has no such variable: ID, CLUSTER, JSON"),
+        ("down", "JSON NODE", "NODE: `make down` has no such variable: FORCE, ALL, CLUSTER, JSON"),
+        ("up train", "JOB", ""),
+        ("down", "VENV PYTHON TERRAFORM AWS_PROFILE SPOTRUN_HOME HOME TMPDIR SHELL CLUSTER", ""),
+    ],
+)
+def test_a_variable_that_no_target_takes_is_refused(targets: str, typed: str, said: str) -> None:
+    """`make train JBO=mine.yaml` trained the default job, `make stop JOB=one` stopped another."""
+    environment = {"SPOTRUN_TARGETS": targets, "SPOTRUN_TYPED": typed}
+    if not said:
+        given.variables(environment)
+        return
+    with pytest.raises(SpotrunError) as error:
+        given.variables(environment)
+    assert str(error.value) == said
+
+
+def test_a_task_refuses_such_a_variable(standin: Machines, fab: Fab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPOTRUN_TYPED", "JOB")
+    assert fab("stop")[0] == 0, "what a `make` of other targets left in the environment does not matter"
+    monkeypatch.setenv("SPOTRUN_TARGETS", "stop")
+    code, _, err = fab("stop")
+    assert code == 2
+    assert "JOB: `make stop` has no such variable" in err
+    assert len(standin.calls()) == 1
+
+
 def test_a_job_that_is_not_there_names_a_make_target(standin: Machines, fab: Fab) -> None:
     standin.write(refuse="spotrun: there is no job nope in /bucket")
     code, _, err = fab("stop", id="nope")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts import given
 from tests.standin import Machines, machines
 
 ROOT = Path(__file__).parent.parent
@@ -105,9 +107,31 @@ def test_variables_that_were_not_given_stay_away(venv: Path) -> None:
 
 
 def test_a_no_is_no(venv: Path) -> None:
-    for no in ("0", "no", "false", ""):
+    for no in ("0", "no", "No", "FALSE", ""):
         assert "--force" not in called(make(venv, "down", f"FORCE={no}"))[0]
+    done = make(venv, "down", "FORCE=maybe")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "FORCE: 'maybe': allowed: 1 or 0" in done.stderr
     assert called(make(venv, "down", "FORCE=1", "ALL=yes"))[0][-2:] == ["--force", "--all"]
+
+
+def test_tasks_learn_what_was_typed(venv: Path) -> None:
+    words, environment = called(make(venv, "stop", "JOB=digits-1", "cluster=x", "VENV2=y"))
+    assert words == ["stop", "--cluster", " clusters/local.yaml"]
+    assert environment["SPOTRUN_TARGETS"] == "stop"
+    assert {"JOB", "cluster", "VENV2"} <= set(environment["SPOTRUN_TYPED"].split())
+    assert "JOB" not in called(make(venv, "stop", JOB="digits-1"))[1]["SPOTRUN_TYPED"].split(), "not typed here"
+
+
+def test_every_variable_of_a_target_is_allowed() -> None:
+    recipes = dict(
+        re.findall(r"^([a-z-]+): \$\(READY\).*\n\t@\$\(FAB\) (.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    )
+    for target, recipe in recipes.items():
+        names = set(re.findall(r"call (?:flag|yes),([A-Z]+)|\$\$([A-Z]+)|(job_id)", recipe))
+        used = {"ID" if found[2] else found[0] or found[1] for found in names}
+        assert used == set(given.TAKES[target]), target
+    assert recipes.keys() == given.TAKES.keys()
 
 
 @pytest.fixture
