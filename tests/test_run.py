@@ -481,6 +481,32 @@ def test_mistakes_are_said_clearly(alone: Path) -> None:
         spotrun.init().track(sampler=sampler, model=model)
 
 
+def test_sharded_training_is_refused_by_name(alone: Path) -> None:
+    """Its state is one rank's share; a snapshot of it would look whole. Said before anything is restored."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        model = nn.Linear(2, 2)
+        model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Replicate()]))
+        assert isinstance(model.weight, DTensor)
+        run = spotrun.init()
+        with pytest.raises(SpotrunError, match=r"model\.weight is a DTensor: sharded training .* not supported yet"):
+            run.track(model=model)
+        with pytest.raises(SpotrunError, match=r"model is or has a FSDPLinear: sharded training"):
+            spotrun.init().track(model=fully_shard(nn.Linear(2, 2), mesh=mesh))
+        sharing = ZeroRedundancyOptimizer(nn.Linear(2, 2).parameters(), torch.optim.SGD, lr=0.1)
+        with pytest.raises(SpotrunError, match=r"optimizer is or has a ZeroRedundancyOptimizer: sharded training"):
+            spotrun.init().track(optimizer=sharing)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert slots.newest(alone, "job") == []
+
+
 # The same scripts under plain python and torchrun.
 
 

@@ -92,9 +92,19 @@ def test_special_values_survive() -> None:
     assert again._metadata == module._metadata
 
 
+class Scaled(torch.Tensor):
+    """A tensor that is more than its values."""
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [
+        (
+            {"x": torch.ones(2).as_subclass(Scaled)},
+            r"optimizer\.x is a tests\.test_snapshot\.Scaled; a snapshot can hold",
+        ),
+        (torch.nn.LazyLinear(3).state_dict(), r"optimizer\.weight has no values yet: call the module once"),
+        ({"x": torch.nested.nested_tensor([torch.ones(2)])}, r"optimizer\.x is a tensor that a snapshot cannot hold"),
         ({"param_groups": [{"foo": {1, 2}}]}, r"optimizer\.param_groups\[0\]\.foo is a set; a snapshot can hold"),
         ({"state": {0: {"x": torch.zeros(2, dtype=torch.complex128)}}}, r"optimizer\.state\[0\]\.x is a tensor that"),
         ({"x": torch.eye(2).to_sparse()}, r"optimizer\.x is a tensor that a snapshot cannot hold"),

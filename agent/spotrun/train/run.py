@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,17 +32,9 @@ from spotrun.train.rng import reseed
 from spotrun.train.sampler import ElasticSampler
 from spotrun.train.snapshot import PATIENCE, Reader, Writer, next_interval
 from spotrun.train.staging import stage_for
-from spotrun.train.state import Encoder, decode
+from spotrun.train.state import Encoder, Stateful, decode, refuse_sharded
 
 log = logging.getLogger(__name__)
-
-
-class Stateful(Protocol):
-    """What `run.track` takes: modules, optimizers, schedulers, scalers, samplers, anything with these two methods."""
-
-    def state_dict(self) -> Any: ...
-
-    def load_state_dict(self, state_dict: Any, /) -> Any: ...
 
 
 def init(seed: int = 0, backend: str | None = None) -> Run:
@@ -219,6 +211,8 @@ class Run:
     # From here on: what happens at a step boundary, and before the first.
 
     def _begin(self, context: Context, control: Control) -> None:
+        refuse_sharded(self._tracked)
+        self._encode(Encoder())  # says on every rank what cannot be kept, before a state is fetched
         found = restore(context, self.local_rank, self._group)
         if found is not None:
             self._load(Path(context.slots), *found)

@@ -9,11 +9,13 @@ from __future__ import annotations
 import base64
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import numpy
 import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
 
 from spotrun.errors import SpotrunError
 
@@ -38,7 +40,28 @@ DTYPES = {
     torch.complex64: "C64",
 }
 TORCH = {name: dtype for dtype, name in DTYPES.items()}
+# By name: importing them takes seconds.
+_SHARDED = ("DTensor", "ShardedTensor")
+_SHARDING = ("FullyShardedDataParallel", "FSDPModule", "ZeroRedundancyOptimizer")
+_NOT_SHARDED = ": sharded training (FSDP, tensor parallelism, ZeRO) is not supported yet"
+_INSTEAD = "Use run.ddp(…) and an optimizer that keeps its whole state"
 _KINDS = "tensors, numbers, strings, bytes, None, and lists, tuples and dicts of them"
+
+
+class Stateful(Protocol):
+    """What `run.track` takes: modules, optimizers, schedulers, scalers, samplers, anything with these two methods."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state_dict: Any, /) -> Any: ...
+
+
+def refuse_sharded(tracked: Mapping[str, Stateful]) -> None:
+    """Raise `SpotrunError` for a module or optimizer whose state_dict needs all ranks, or holds one rank's share."""
+    for name, item in tracked.items():
+        for part in item.modules() if isinstance(item, nn.Module) else (item,):
+            if any(base.__name__ in _SHARDING for base in type(part).__mro__):
+                raise SpotrunError(f"{name} is or has a {type(part).__name__}{_NOT_SHARDED}. {_INSTEAD}")
 
 
 class Encoder:
@@ -56,7 +79,7 @@ class Encoder:
         if isinstance(value, float):  # numpy.float64 is one
             return float(value) if math.isfinite(value) else {"$": "float", "v": repr(float(value))}
         if isinstance(value, torch.Tensor):
-            return {"$": "tensor", "v": self._keep(value.detach(), path)}
+            return {"$": "tensor", "v": self._keep(_plain(value, path), path)}
         if kind is dict and "$" not in value and all(type(key) is str for key in value):
             return {key: self.encode(item, f"{path}.{key}") for key, item in value.items()}
         if kind in (dict, OrderedDict, Counter):
@@ -93,7 +116,8 @@ class Encoder:
         return {"$": kind, "v": self._keep(tensor, path)}
 
     def _keep(self, tensor: torch.Tensor, path: str) -> str:
-        if tensor.layout != torch.strided or tensor.is_quantized or tensor.dtype not in DTYPES or tensor.is_meta:
+        dense = tensor.layout == torch.strided and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)
+        if not dense or tensor.dtype not in DTYPES:
             what = f"{tensor.dtype}, {tensor.layout}, on {tensor.device}"
             raise SpotrunError(
                 f"{path} is a tensor that a snapshot cannot hold ({what}); use a dense one of a usual dtype"
@@ -107,6 +131,23 @@ class Encoder:
         self.tensors[name] = tensor
         self._seen[key] = name
         return name
+
+
+def _plain(tensor: torch.Tensor, path: str) -> torch.Tensor:
+    """The tensor's own values. Raises `SpotrunError` for a subclass: its values may be only a part, or elsewhere."""
+    if is_lazy(tensor):
+        raise SpotrunError(f"{path} has no values yet: call the module once, before run.track, to give it its shape")
+    plain = tensor.detach()  # of a Parameter: a Tensor
+    if type(plain) is torch.Tensor:
+        return plain
+    kind = type(plain)
+    sharded = any(base.__name__ in _SHARDED for base in kind.__mro__)
+    if sharded:
+        raise SpotrunError(f"{path} is a {kind.__name__}{_NOT_SHARDED}. {_INSTEAD}")
+    raise SpotrunError(
+        f"{path} is a {kind.__module__}.{kind.__name__}; a snapshot can hold plain tensors, but no subclass of them. "
+        "Give a plain tensor in state_dict(), or leave it out of it"
+    )
 
 
 def decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
