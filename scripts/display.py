@@ -211,7 +211,9 @@ def _job(job: Status) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     phase = Text(job["phase"], style=_COLOURS.get(job["phase"], "cyan")).append(f"  {job['reason']}", style="dim")
     table.add_row("job", Text(job["id"], style="bold"), phase)
-    table.add_row("generation", str(job["generation"]), f"restarts {job['restarts']} of {job['max_restarts']}")
+    table.add_row(
+        "generation", str(job["generation"]), f"failures {job['restarts']}, restarts at most {job['max_restarts']}"
+    )
     bar: RenderableType = ""
     if job["total_steps"]:
         bar = ProgressBar(total=job["total_steps"], completed=min(job["step"], job["total_steps"]), width=40)

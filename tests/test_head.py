@@ -13,6 +13,7 @@ from spotrun.head.state import Cause, Hold, Stop, apply
 from spotrun.store import epoch_key, job_key, queue_key
 from spotrun.wire import Failure
 from tests.headworld import CODE, JOB, World, stepping
+from tests.test_skew import asked
 
 
 @pytest.fixture
@@ -213,6 +214,58 @@ async def test_the_next_job_does_not_begin_with_the_last_ones_events(world: Worl
     assert world.head.job is not None
     assert world.head.job.id == second
     assert "generation" not in [event["kind"] for event in world.head.events]
+
+
+async def test_a_waiting_job_says_for_what(world: World) -> None:
+    job = await world.with_machines(min=2, max=3)
+    assert reason(world) == "0 of 2 to 3 nodes ready; waiting for p-0 (running), p-1 (running), p-2 (running)"
+    world.hear("p-0", job=job, phase="preparing", store="")
+    world.hear("p-1", job=job)
+    assert reason(world) == "1 of 2 to 3 nodes ready; waiting for p-0 (preparing), p-2 (running)"
+    for name in ("p-0", "p-2"):
+        world.hear(name, job=job)
+    await world.turn()
+    assert reason(world) == ""
+    world.new_head().fleet.instances = []
+    await world.turn()
+    world.head.job = apply(world.written(job), Hold(cause=Cause(kind="kill", node="p-0")), 1.0)
+    assert reason(world) == "0 of 2 to 3 nodes ready; waiting for machines"
+
+
+def reason(world: World) -> str:
+    return str(world.head.status()["job"]["reason"])
+
+
+async def test_a_queued_job_is_not_shown_with_the_active_ones_events(world: World) -> None:
+    """Whoever followed it read the failures of a job of somebody else."""
+    first = await world.started()
+    world.head.note("failure", "p-0 rank 0: ValueError: the first one's")
+    second = await world.head.submit(JOB, CODE)
+    third = await world.head.submit(JOB, CODE)
+    await world.turn()
+    for name, before in ((second, first.id), (third, f"{first.id}, {second}")):
+        shown = await asked(world, world.head, f"status?job={name}")
+        assert (shown["events"], shown["job"]["reason"]) == ([], f"after {before}")
+    asking = asyncio.create_task(world.head.change(lambda job, now: apply(job, Stop("enough"), now)))
+    await asyncio.sleep(0)
+    await world.turn(8)
+    await asking
+    assert world.head.job is not None
+    assert world.head.job.id == second
+    shown = await asked(world, world.head, f"status?job={first.id}")
+    assert "failure" in [event["kind"] for event in shown["events"]], "its own, from the bucket"
+
+
+async def test_a_failed_job_is_not_told_to_wait_for_nodes(world: World) -> None:
+    job = await world.head.submit({**JOB, "nodes": 1, "max_restarts": 0}, CODE)
+    await world.turn()
+    world.hear("a", job=job)
+    await world.turn()
+    failure = Failure(kind="user", rank=0, at=time.time(), message="ValueError: no", traceback="")
+    world.hear("a", job=job, generation=1, phase="failed", failure=failure)
+    await world.turn()
+    texts = [event["text"] for event in world.head.events]
+    assert texts == ["a joined", "1: 1 node (a)", "a rank 0: ValueError: no", "failed: ValueError: no"]
 
 
 async def test_a_pool_that_refuses_does_not_hold_up_the_others(world: World) -> None:

@@ -304,6 +304,7 @@ def test_a_status_as_text() -> None:
     for piece in ("cluster c", "spot 1/2", "preempt: spot-0", "10/100", "spot-1", "no such machine in local-a now"):
         assert piece in text
     assert "no job" in display.text(status())
+    assert "failures 4, restarts at most 3" in display.text(status(phase="failed", restarts=4)), "it said 4 of 3"
 
 
 def test_machines_that_take_no_job_are_shown_with_the_reason() -> None:

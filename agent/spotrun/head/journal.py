@@ -163,12 +163,15 @@ class Journal:
     async def take_up(self, job: str, epoch: int) -> tuple[JobState, list[dict[str, Any]]]:
         """A job that head `epoch` takes over, and its events. Its checkpoints are those that the bucket really has."""
         state = await self.read(job, own=True)
-        lines = (await self._owned.find(job_key(job, "events.jsonl")) or b"").splitlines()
-        events = [event for line in lines if (event := _event(line))]
+        events = _events(await self._owned.find(job_key(job, "events.jsonl")))
         complete = await asyncio.to_thread(checkpoints.complete, self.store, job, strict=True)
         self._written, self._events = None, None
         # The new epoch makes this state another object, so an older head that still runs does not replace it.
         return state.model_copy(update={"checkpoints": tuple(complete), "epoch": epoch}), events
+
+    async def events(self, job: str) -> list[dict[str, Any]]:
+        """The events of a job that is not the active one."""
+        return _events(await asyncio.to_thread(self.store.find, job_key(job, "events.jsonl")))
 
     async def write(self, job: JobState, events: list[dict[str, Any]], now: float) -> None:
         """The job's state, if there is something new; mere progress only every few seconds."""
@@ -208,6 +211,10 @@ def _essence(job: JobState) -> JobState:
     """The job without what changes all the time and may be a little old after a head's death."""
     books = {"node_seconds": 0.0, "cost": 0.0, "unpriced": {}, "counted_at": 0.0}
     return job.model_copy(update={"progress": Progress(), "reached": 0, "pace": 0.0, "joined": {}, **books})
+
+
+def _events(lines: bytes | None) -> list[dict[str, Any]]:
+    return [event for line in (lines or b"").splitlines() if (event := _event(line))]
 
 
 def _event(line: bytes) -> dict[str, Any] | None:

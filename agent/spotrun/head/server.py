@@ -239,9 +239,14 @@ async def _active(head: Head) -> str:
 async def _status(head: Head, job: str | None) -> dict[str, Any]:
     document = head.status()
     if job is not None and (head.job is None or head.job.id != job):
-        document["job"] = job_status(await head.load(job))
+        state = await head.load(job)
+        document["job"] = job_status(state)
+        # The document has the events of the active job; a job that has not begun has none.
+        document["events"] = await head.journal.events(job) if state.generation or state.ended else []
         if job in head.journal.held:
             document["job"] |= {"phase": "held", "members": []}
+        elif job in head.jobs[1:]:
+            document["job"]["reason"] = f"after {', '.join(head.jobs[: head.jobs.index(job)])}"
     return document
 
 

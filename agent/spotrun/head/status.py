@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from spotrun.cloud.base import Instance
-from spotrun.head import ledger, repair, silence
+from spotrun.head import idle, ledger, repair, silence
 from spotrun.head.conditions import conditions
 from spotrun.head.fleet import Fleet
 from spotrun.head.health import View
@@ -14,6 +14,7 @@ from spotrun.head.state import ENDED, Action, Drain, Fail, Finish, Hold, JobStat
 from spotrun.spec import ClusterSpec, JobSpec
 
 EVENTS = 50  # newest ones in a status document
+NAMED = 4  # nodes that a reason names
 
 
 def status(
@@ -29,11 +30,15 @@ def status(
     problems = {problem.pool: problem.message for problem in fleet.problems}
     for pool, problem in (repair.problems(view) if view and view.job.phase not in ENDED else {}).items():
         problems[pool] = "; ".join(filter(None, [problem, problems.get(pool)]))
+    nodes = _nodes(view, instances)
+    found = job_status(job, view) if job else None
+    if found and view:
+        found["reason"] = found["reason"] or _awaited(view, nodes)
     return {
         "cluster": cluster.name,
         "head": {"epoch": epoch, "description": cluster.digest},
-        "job": job_status(job, view) if job else None,
-        "nodes": _nodes(view, instances),
+        "job": found,
+        "nodes": nodes,
         "pools": [
             {
                 "name": pool.name,
@@ -116,14 +121,33 @@ def _nodes(view: View | None, instances: Sequence[Instance]) -> list[dict[str, A
     return found
 
 
+def _awaited(view: View, nodes: Sequence[dict[str, Any]]) -> str:
+    """Why a job does not train yet: 1 of 2 nodes ready; waiting for spot-1 (preparing). Empty if it waits for none."""
+    job = view.job
+    if job.phase not in ("queued", "waiting") or job.stopping or idle.resting(job):
+        return ""
+    spec = JobSpec.kept(job.spec)
+    ready = {node.name for node in view.eligible(spec)}
+    missing = [f"{node['name']} ({node['phase'] or node['state']})" for node in nodes if node["name"] not in ready]
+    if not missing and len(ready) >= spec.nodes.min:
+        return ""
+    wanted = f"{spec.nodes.min}" if spec.nodes.max == spec.nodes.min else f"{spec.nodes.min} to {spec.nodes.max}"
+    more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
+    awaited = ", ".join(missing[:NAMED]) + more if missing else "machines"
+    return f"{len(ready)} of {wanted} nodes ready; waiting for {awaited}"
+
+
 def event(job: JobState, action: Action) -> tuple[str, str] | None:
     """(kind, text) by which operators hear of an action; None for those that say nothing."""
     match action:
         case Start():
             names = ", ".join(member.node for member in action.members)
-            return "generation", f"{job.generation + 1}: {len(action.members)} nodes ({names}){_why(action)}"
-        case Hold():
-            return "generation", "the job is done" if action.ending else f"none; waiting for nodes{_why(action)}"
+            nodes = "1 node" if len(action.members) == 1 else f"{len(action.members)} nodes"
+            return "generation", f"{job.generation + 1}: {nodes} ({names}){_why(action)}"
+        case Hold() if action.ending:
+            return "generation", "the job is done"
+        case Hold() if action.cause:  # without one the job has failed, which its own event says
+            return "generation", f"none; waiting for nodes{_why(action)}"
         case Drain():
             return "drain", f"all stop after step {action.step}{_why(action)}"
         case Fail():
