@@ -67,7 +67,7 @@ def test_every_key_of_a_cluster_file_is_explained(cloud: str, page: Path) -> Non
     """And none that is not: the table of keys has exactly those that this cloud takes."""
     elsewhere = {
         "gcp": {"network.efa", "permissions_boundary"},
-        "aws": {"project", "pools[].accelerator", "pools[].max_run_duration"},
+        "aws": {"project", "pools[].accelerator", "pools[].max_run_duration", "pools[].notice"},
     }[cloud]
     wanted = {key for key in keys(ClusterSpec) if not key.startswith(("local.", *elsewhere))}
     section = page.read_text().partition("## 6. The cluster file")[2].partition("\n## ")[0]

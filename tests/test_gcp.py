@@ -196,6 +196,17 @@ async def test_a_preemption_gives_notice(cloud: GcpCloud, gce: FakeGce) -> None:
     assert gce.size("demo--spot-a") == 1
 
 
+async def test_the_notice_is_the_pools_own(cloud: GcpCloud, gce: FakeGce) -> None:
+    pools = [pool.model_copy(update={"notice": 120.0}) if pool.name == "spot-a" else pool for pool in CLUSTER.pools]
+    early = GcpCloud(CLUSTER.model_copy(update={"pools": tuple(pools)}))
+    node = (await pool_of(early, "spot-a", 1))[0]
+    with pytest.raises(CloudError, match="notice 30: Google gives 120 s of notice, or none"):
+        await early.preempt(node.name, 30)
+    await early.preempt(node.name, 120)
+    assert gce.calls.count("instances.simulate_maintenance_event") == 1
+    await early.close()
+
+
 async def test_a_kill_gives_none(cloud: GcpCloud, gce: FakeGce) -> None:
     events: queue.Queue[Event] = queue.Queue()
     node = (await pool_of(cloud, "steady", 1))[0]

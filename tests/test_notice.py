@@ -11,11 +11,12 @@ from datetime import UTC, datetime
 
 import pytest
 
+from spotrun.head.agents import Agents
 from spotrun.node import metadata as metadata_module
 from spotrun.node import notice as notice_module
 from spotrun.node.metadata import Ec2Metadata, GceMetadata, Metadata, detect
-from spotrun.node.notice import parse_ec2, parse_gce, watch
-from spotrun.wire import Notice
+from spotrun.node.notice import LEAD, Terms, parse_ec2, parse_gce, watch
+from spotrun.wire import Notice, Order, Report
 from tests.fakehead import FakeMetadata
 from tests.helpers import await_for
 
@@ -109,6 +110,97 @@ async def test_gce_preemption_and_maintenance(monkeypatch: pytest.MonkeyPatch) -
         asked = server.asked
         await await_for(lambda: server.asked > asked, what="another poll")
         assert len(heard) == count  # less grave than what is known
+
+
+async def test_an_hour_of_notice_counts_shortly_before_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Google's maintenance of on-demand machines with GPUs: nobody is to drain an hour before it."""
+    monkeypatch.setattr(metadata_module, "TIMEOUT", 60.0)  # a first look that is tried again is none
+    terms, said = Terms(maintenance=3600.0, lead=3599.5), list[tuple[str, Notice | None]]()
+
+    async with served("gce", monkeypatch) as (server, client):
+
+        def now(notice: Notice | None) -> None:
+            said.append(("now", notice))
+
+        task = asyncio.create_task(watch(client, now, terms, lambda notice: said.append(("coming", notice))))
+        asked = server.asked
+        await await_for(lambda: server.asked >= asked + 4, what="the first looks and the long polls")
+        before = time.time()
+        server.change(maintenance_event="TERMINATE_ON_HOST_MAINTENANCE")
+        await await_for(lambda: len(said) == 3, what="the notice, when it counts")
+        assert time.time() >= before + 0.5
+        notice = said[0][1]
+        assert notice is not None
+        assert notice.deadline >= before + 3600
+        assert said == [("coming", notice), ("coming", None), ("now", notice)]
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def test_a_notice_that_is_withdrawn_before_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata_module, "TIMEOUT", 60.0)
+    coming: list[Notice | None] = []
+    async with served("gce", monkeypatch) as (server, client):
+        heard: list[Notice | None] = []
+        task = asyncio.create_task(watch(client, heard.append, Terms(maintenance=3600.0), coming.append))
+        asked = server.asked
+        await await_for(lambda: server.asked >= asked + 4, what="the first looks and the long polls")
+        server.change(maintenance_event="TERMINATE_ON_HOST_MAINTENANCE")
+        await await_for(lambda: coming, what="the announcement")
+        server.change(maintenance_event="NONE")
+        await await_for(lambda: coming[-1] is None, what="its end")
+        server.change(preempted="TRUE")
+        await await_for(lambda: heard, what="a preemption, which counts at once")
+        assert [notice and notice.kind for notice in heard] == ["preempt"]
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def test_maintenance_that_was_announced_before_the_agent_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody says how much of the hour is left."""
+    async with served("gce", monkeypatch) as (server, client):
+        server.change(maintenance_event="TERMINATE_ON_HOST_MAINTENANCE")
+        heard: list[Notice | None] = []
+        task = asyncio.create_task(watch(client, heard.append, Terms(maintenance=3600.0, preempt=120.0)))
+        await await_for(lambda: heard, what="the notice")
+        assert heard[0] is not None
+        assert heard[0].deadline <= time.time() + 60
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+def test_the_terms_of_a_machine_are_in_its_metadata() -> None:
+    assert Terms.of({}) == Terms(30.0, 60.0, LEAD)
+    found = Terms.of({"spotrun-preempt-notice": "120", "spotrun-maintenance-notice": "3600"})
+    assert found == Terms(120.0, 3600.0, LEAD)
+    assert Terms.of({"spotrun-preempt-notice": "-5", "spotrun-maintenance-notice": "1e9"}) == Terms()
+    assert parse_gce("preempted", "TRUE", 100.0, found) == Notice(kind="preempt", deadline=220.0)
+    assert parse_gce("maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE", 100.0, found) == Notice(
+        kind="maintenance", deadline=3700.0
+    )
+
+
+def test_operators_hear_at_once_of_a_notice_that_counts_later() -> None:
+    said: list[tuple[str, str]] = []
+
+    def send(order: Order) -> None:
+        """A link."""
+
+    agents = Agents(lambda kind, text: said.append((kind, text)))
+    report = Report(node="a", boot="1", pool="p", zone="z", address="10.0.0.1")
+    later = Notice(kind="maintenance", deadline=datetime(2026, 11, 22, 14, 5, tzinfo=UTC).timestamp())
+    agents.hear(report, send, 0.0)
+    for _ in range(2):
+        assert not agents.hear(report.model_copy(update={"coming": later}), send, 1.0)
+        assert agents.leaving() == []
+    assert [text for kind, text in said if kind == "notice"] == [
+        "a will be taken at 14:05 UTC: maintenance; it trains on until shortly before"
+    ]
+    assert agents.hear(report.model_copy(update={"notice": later}), send, 2.0)
+    assert agents.leaving() == ["a"]
 
 
 async def test_gce_preempted_before_the_agent_began(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,7 @@ CLUSTER_MISTAKES = {
         CLUSTER.replace("max:", "mx:"),
         [
             ":4: pools[0].mx: 2: unknown key; allowed: name, zone, machine, market, max, disk, accelerator,"
-            " max_run_duration; did you mean max?"
+            " max_run_duration, notice; did you mean max?"
         ],
     ),
     "key is a number": (CLUSTER + "1: x\n", [": top level: the key 1 is not text; put it in quotes"]),
@@ -185,6 +185,18 @@ CLUSTER_MISTAKES = {
     "longest run on another cloud": (
         AWS.replace("g5.2xlarge}", "g5.2xlarge, max_run_duration: 1h}"),
         [":5: pools[0].max_run_duration: '1h': is only for cloud gcp, this is aws"],
+    ),
+    "a notice on another cloud": (
+        AWS.replace("g5.2xlarge}", "g5.2xlarge, notice: 120s}"),
+        [":5: pools[0].notice: '120s': is only for cloud gcp, this is aws"],
+    ),
+    "a notice that Google does not give": (
+        GCP.replace("g2-standard-8}", "g2-standard-8, notice: 60s}"),
+        [":6: pools[0].notice: '60s': is not a notice that Google gives; allowed: 120s, or no key for the usual 30s"],
+    ),
+    "a notice of machines that nobody preempts": (
+        GCP.replace("g2-standard-8}", "g2-standard-8, market: on-demand, notice: 120s}"),
+        [":6: pools[0].notice: '120s': is only for spot machines, this pool is on-demand"],
     ),
     "public range": (
         AWS + "network: {cidr: 8.8.0.0/16}\n",

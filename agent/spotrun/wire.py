@@ -199,6 +199,7 @@ class Report(Document):
     late: int | None = None  # stop or save step that came too late for a worker here: choose a later one
     trouble: Trouble | None = None  # with uploads of parts to the bucket; None after one has succeeded
     notice: Notice | None = None
+    coming: Notice | None = None  # a notice whose end is far: the node trains on, and says it as `notice` in time
     stacks: str = ""  # bucket key of the stacks written on `dump`
 
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 from spotrun.errors import SpotrunError
 from spotrun.spec import ClusterSpec, PoolSpec
+from spotrun.spec.names import MAINTENANCE_NOTICE, PREEMPT_NOTICE
 
 Placement = Literal["compact", "workload"]
 
@@ -17,6 +18,7 @@ _HYPERDISK = re.compile(r"(a3-ultragpu|a4|a4x|c4|c4a|c4d|g4|h4d|m4|n4|n4a|n4d|x4
 _WORKLOAD = re.compile(r"(a3-(high|mega|ultra)gpu-8g|a4-.*|h4d-.*)")
 # https://cloud.google.com/compute/docs/instances/placement-policies-overview: these are in none of its lists
 _ANYWHERE = re.compile(r"(e2|f1|g1|n1|t2a|t2d)-")
+_GPU_MAINTENANCE = 3600  # seconds of notice. https://cloud.google.com/compute/docs/gpus/gpu-host-maintenance
 _RUN = (30, 120 * 86400)  # seconds. https://cloud.google.com/compute/docs/instances/limit-vm-runtime
 
 
@@ -49,6 +51,16 @@ def placement(pool: PoolSpec) -> Placement:
             " network.placement out of the cluster file"
         )
     return "workload" if _WORKLOAD.fullmatch(pool.machine) else "compact"
+
+
+def terms(pool: PoolSpec) -> dict[str, str]:
+    """What a machine is told of the notice that Google gives it: whole seconds, where they are not the usual ones."""
+    found: dict[str, str] = {}
+    if pool.notice is not None:
+        found[PREEMPT_NOTICE] = f"{pool.notice:.0f}"
+    if has_gpus(pool) and pool.market != "spot":  # a spot machine is preempted instead
+        found[MAINTENANCE_NOTICE] = str(_GPU_MAINTENANCE)
+    return found
 
 
 def run_seconds(pool: PoolSpec) -> int | None:

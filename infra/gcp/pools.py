@@ -12,6 +12,9 @@ from infra.parts import parts
 from spotrun.spec import ClusterSpec, PoolSpec
 from spotrun.spec.names import BUCKET, CLUSTER, HEAD, POOL, ROLE, bucket_url, group
 
+# The provider's version is one that is known to have `preemption_notice_duration`.
+BETA = {"source": "hashicorp/google-beta", "version": "7.36.0"}
+
 
 class Pools(GcpStack):
     """The cluster's description for its head, the head, and the pools at size 0."""
@@ -63,12 +66,14 @@ class Pools(GcpStack):
             pool.machine,
             scheduling(pool, placed=kind is not None),
             disk={"disk_type": machines.boot_disk(pool.machine), "disk_size_gb": pool.disk},
-            has=parts(pool),
+            has=parts(pool) | machines.terms(pool),
             # NVIDIA's driver is not signed by anyone whom Secure Boot trusts when it is built for the running kernel.
             shielded_instance_config=_shielded(secure_boot=not machines.has_gpus(pool)),
             guest_accelerator=[pool.accelerator.model_dump()] if pool.accelerator else None,
             resource_policies=[policy.id] if policy and kind == "compact" else None,
         )
+        if pool.notice is not None:
+            self._give_notice(template, round(pool.notice))
         self._group(
             pool.name,
             pool.zone,
@@ -82,6 +87,17 @@ class Pools(GcpStack):
             instance_lifecycle_policy={"default_action_on_failure": "REPAIR", "force_update_on_repair": "YES"},
             resource_policies={"workload_policy": policy.id} if policy and kind == "workload" else None,
         )
+
+    def _give_notice(self, template: Any, seconds: int) -> None:
+        """Have Google wait between the word that a machine is preempted and the power button.
+
+        A preview: of Google's providers only google-beta has the argument, and CDKTF's classes do not.
+        """
+        provider = {"project": self.project, "region": self.cluster.region, "default_labels": self.labels}
+        self.add_override("terraform.required_providers.google-beta", BETA)
+        self.add_override("provider.google-beta", [provider])
+        template.add_override("provider", "google-beta")
+        template.add_override("scheduling.preemption_notice_duration", {"seconds": seconds})
 
     def _place(self, pool: PoolSpec, kind: machines.Placement) -> Any:
         """Google's machines for large clusters take their own kind of policy, which is the group's."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
@@ -61,6 +62,12 @@ class Agents:
             self._note("unfit", f"{report.node} takes no job: {'; '.join(report.unfit)}")
         if report.notice and noticed:
             self._note("notice", f"{report.node} will be taken: {report.notice.kind}")
+        if report.coming and (last is None or last.coming is None):
+            at = time.strftime("%H:%M", time.gmtime(report.coming.deadline))
+            self._note(
+                "notice",
+                f"{report.node} will be taken at {at} UTC: {report.coming.kind}; it trains on until shortly before",
+            )
         self._tell_trouble(report, last)
         sent = before.sent if before and before.send is send else None
         since = before.since if before and last and last.phase == report.phase and before.since >= made else now

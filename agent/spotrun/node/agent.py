@@ -78,6 +78,7 @@ class Agent:
         self._environment: dict[str, str] = {}
         self._order: Order | None = None
         self._notice: Notice | None = None
+        self._coming: Notice | None = None
         self._wake = asyncio.Event()
         self._job: Job | None = None
         self._missed: Failure | None = None  # a generation ordered that cannot be taken part in any more
@@ -130,6 +131,12 @@ class Agent:
         """Take the cloud's word."""
         log.warning("notice: %s", notice)
         self._notice = notice
+        self._wake.set()
+
+    def expect(self, notice: Notice | None) -> None:
+        """Take a word of the cloud that does not count yet."""
+        log.warning("a notice that counts later: %s", notice)
+        self._coming = notice
         self._wake.set()
 
     async def run(self) -> None:
@@ -321,6 +328,7 @@ class Agent:
             late=late,
             trouble=self._saver.trouble,
             notice=self._notice,
+            coming=self._coming,
             stacks=group.stacks if group else "",
         )
         self.link.publish(report)

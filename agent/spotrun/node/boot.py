@@ -17,7 +17,7 @@ from spotrun.node.agent import Agent, Settings
 from spotrun.node.alive import Alive
 from spotrun.node.gate import Gate
 from spotrun.node.metadata import Identity, Metadata, detect
-from spotrun.node.notice import watch
+from spotrun.node.notice import Terms, watch
 from spotrun.notify import Systemd
 from spotrun.spec import names
 from spotrun.store import Store
@@ -64,7 +64,7 @@ async def _live(settings: Settings, systemd: Systemd) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(gate.run())
-                tasks.create_task(watch(metadata, agent.notify))
+                tasks.create_task(watch(metadata, agent.notify, Terms.of(attributes), agent.expect))
                 tasks.create_task(agent.link.run())
                 tasks.create_task(agent.logs.run())
                 tasks.create_task(alive.run())
@@ -76,10 +76,11 @@ async def _live(settings: Settings, systemd: Systemd) -> None:
 
 async def _who_am_i(metadata: Metadata) -> tuple[Identity, dict[str, str]]:
     needed = (names.CLUSTER, names.BUCKET, names.POOL)
+    optional = (names.GPUS, names.EFAS, names.PREEMPT_NOTICE, names.MAINTENANCE_NOTICE)
     while True:
         try:
             identity = await metadata.identity()
-            found = {key: await metadata.attribute(key) or "" for key in (*needed, names.GPUS, names.EFAS)}
+            found = {key: await metadata.attribute(key) or "" for key in (*needed, *optional)}
             missing = [key for key in needed if not found[key]]
             if not missing:
                 return identity, found

@@ -1,8 +1,8 @@
 """Watching for the cloud's word that this machine will be taken.
 
-GCE: a long poll on `instance/preempted` and `instance/maintenance-event`; 30 s are left from then on
-(https://cloud.google.com/compute/docs/instances/preemptible, "Preemption process"; the minute of a maintenance event:
-https://cloud.google.com/compute/docs/metadata/getting-live-migration-notice).
+GCE: a long poll on `instance/preempted` and `instance/maintenance-event`. How much time is left from then on is in the
+machine's `Terms`: 30 s or 120 s to a preemption (https://cloud.google.com/compute/docs/instances/spot#preemption-process),
+a minute to maintenance, an hour on a machine with GPUs (https://cloud.google.com/compute/docs/gpus/gpu-host-maintenance).
 EC2: `spot/instance-action` is polled, as AWS advises, and says when
 (https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html).
 """
@@ -13,19 +13,25 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from urllib.parse import quote
 
 import aiohttp
 
 from spotrun.node.metadata import Ec2Metadata, GceMetadata, Metadata
+from spotrun.spec import names
 from spotrun.wire import Notice
 
 log = logging.getLogger(__name__)
 
 GCE_PREEMPT_SECONDS = 30.0
 GCE_MAINTENANCE_SECONDS = 60.0
+# A notice counts at most this many seconds before the end: enough to drain, to put a state of some gigabytes into the
+# bucket, and for a successor to begin to boot. Until then the node trains on.
+LEAD = 150.0
+LOOK = 30.0  # seconds; the longest wait until a notice is held against the clock again, which may be set meanwhile
 EC2_REBALANCE_SECONDS = 120.0  # a recommendation names no end; the notice, when it comes, leaves two minutes
 LONG_POLL_SECONDS = 10  # a server that has gone silent is noticed that soon
 EC2_POLL_SECONDS = 1.0
@@ -36,36 +42,112 @@ RANK = {"preempt": 2, "maintenance": 1, "rebalance": 0}
 Callback = Callable[[Notice | None], None]
 
 
-async def watch(metadata: Metadata, callback: Callback) -> None:
-    """Call back with the gravest notice whenever it changes, and with None when none is left. Never returns."""
-    found: dict[str, Notice] = {}
+@dataclass(frozen=True)
+class Terms:
+    """How long before the end this machine's cloud gives notice, and from when on a notice counts."""
 
-    def put(kind: str, notice: Notice | None) -> None:
-        before = _gravest(found)
+    preempt: float = GCE_PREEMPT_SECONDS
+    """Seconds from GCE's word that it preempts the machine until it presses the power button, or ends the machine."""
+    maintenance: float = GCE_MAINTENANCE_SECONDS
+    """Seconds from GCE's word of maintenance until the machine stops."""
+    lead: float = LEAD
+    """Seconds before the end from which on a notice counts. A longer notice is only announced until then."""
+
+    @classmethod
+    def of(cls, attributes: Mapping[str, str]) -> Terms:
+        """What the machine's metadata say; the defaults where they say nothing, or junk."""
+
+        def seconds(key: str, default: float) -> float:
+            text = attributes.get(key, "")
+            return float(text) if text.isascii() and text.isdecimal() and len(text) < 7 else default
+
+        return cls(
+            seconds(names.PREEMPT_NOTICE, GCE_PREEMPT_SECONDS),
+            seconds(names.MAINTENANCE_NOTICE, GCE_MAINTENANCE_SECONDS),
+        )
+
+    @property
+    def least(self) -> Terms:
+        """The terms for a word that may be older than this agent: the shortest that Google gives."""
+        preempt = min(self.preempt, GCE_PREEMPT_SECONDS)
+        return replace(self, preempt=preempt, maintenance=min(self.maintenance, GCE_MAINTENANCE_SECONDS))
+
+    def begins(self, notice: Notice) -> float:
+        """When a notice begins to count, epoch seconds."""
+        return notice.deadline - self.lead
+
+
+USUAL = Terms()
+
+
+class _Heard:
+    """The notices that hold, told as they begin to count. now: the one that counts. coming: the next that will."""
+
+    def __init__(self, terms: Terms, now: Callback, coming: Callback) -> None:
+        self._terms, self._tell_now, self._tell_coming = terms, now, coming
+        self._found: dict[str, Notice] = {}
+        self._now: Notice | None = None
+        self._coming: Notice | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def put(self, kind: str, notice: Notice | None) -> None:
+        """Take the newest word of one kind; None: there is none."""
         if notice is None:
-            found.pop(kind, None)
+            self._found.pop(kind, None)
         else:
-            found.setdefault(kind, notice)  # the deadline counts from the first time it was seen
-        if _gravest(found) != before:
-            callback(_gravest(found))
+            self._found.setdefault(kind, notice)  # the deadline counts from the first time it was seen
+        self._tell()
 
-    if isinstance(metadata, GceMetadata):
-        await asyncio.gather(_watch_gce(metadata, "preempted", put), _watch_gce(metadata, "maintenance-event", put))
-    else:
-        await _watch_ec2(metadata, put)
+    def close(self) -> None:
+        """Tell nothing more."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _tell(self) -> None:
+        self.close()
+        at = time.time()
+        due = {kind: notice for kind, notice in self._found.items() if self._terms.begins(notice) <= at}
+        later = [notice for kind, notice in self._found.items() if kind not in due]
+        now, coming = _gravest(due), min(later, key=lambda notice: notice.deadline, default=None)
+        if coming is not None:
+            wait = min(LOOK, self._terms.begins(coming) - at)
+            self._timer = asyncio.get_running_loop().call_later(wait, self._tell)
+        before, self._now, self._coming = (self._now, self._coming), now, coming
+        if coming != before[1]:
+            self._tell_coming(coming)
+        if now != before[0]:
+            self._tell_now(now)
 
 
-def parse_gce(path: str, text: str, now: float) -> Notice | None:
+async def watch(
+    metadata: Metadata, callback: Callback, terms: Terms = USUAL, coming: Callback = lambda notice: None
+) -> None:
+    """Call back with the gravest notice whenever it changes, and with None when none is left. Never returns.
+
+    A notice counts only from `terms.lead` seconds before its end. Until then `coming` is called with it.
+    """
+    heard = _Heard(terms, callback, coming)
+    try:
+        if isinstance(metadata, GceMetadata):
+            paths = ("preempted", "maintenance-event")
+            await asyncio.gather(*(_watch_gce(metadata, path, terms, heard.put) for path in paths))
+        else:
+            await _watch_ec2(metadata, heard.put)
+    finally:
+        heard.close()
+
+
+def parse_gce(path: str, text: str, now: float, terms: Terms = USUAL) -> Notice | None:
     """The notice in an answer of GCE's server. Raises ValueError for junk."""
     if path == "preempted":
         if text not in ("TRUE", "FALSE"):
             raise ValueError("neither TRUE nor FALSE")
-        return Notice(kind="preempt", deadline=now + GCE_PREEMPT_SECONDS) if text == "TRUE" else None
+        return Notice(kind="preempt", deadline=now + terms.preempt) if text == "TRUE" else None
     if text in ("NONE", "MIGRATE_ON_HOST_MAINTENANCE"):  # a migration pauses the machine, it does not end it
         return None
     if text != "TERMINATE_ON_HOST_MAINTENANCE":
         raise ValueError("not a maintenance event")
-    return Notice(kind="maintenance", deadline=now + GCE_MAINTENANCE_SECONDS)
+    return Notice(kind="maintenance", deadline=now + terms.maintenance)
 
 
 def parse_ec2(kind: str, text: str, now: float) -> Notice:
@@ -86,7 +168,7 @@ def parse_ec2(kind: str, text: str, now: float) -> Notice:
     return Notice(kind="rebalance", deadline=at + EC2_REBALANCE_SECONDS)
 
 
-async def _watch_gce(metadata: GceMetadata, path: str, put: Callable[[str, Notice | None], None]) -> None:
+async def _watch_gce(metadata: GceMetadata, path: str, terms: Terms, put: Callable[[str, Notice | None], None]) -> None:
     kind = "preempt" if path == "preempted" else "maintenance"
     etag = ""
     pause = _Pause()
@@ -97,7 +179,8 @@ async def _watch_gce(metadata: GceMetadata, path: str, put: Callable[[str, Notic
             answer = await metadata.get(f"/instance/{path}", query, LONG_POLL_SECONDS if etag else 0.0)
             if answer.status != 200:
                 raise aiohttp.ClientPayloadError(f"status {answer.status}")
-            notice = parse_gce(path, answer.text, time.time())
+            # Nobody says how long ago a word came that is there at the first look.
+            notice = parse_gce(path, answer.text, time.time(), terms if etag else terms.least)
         except (TimeoutError, OSError, aiohttp.ClientError, ValueError) as error:
             log.warning("metadata instance/%s: no usable answer, trying again: %r", path, error)
             etag = ""

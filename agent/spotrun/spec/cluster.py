@@ -47,6 +47,7 @@ _PRIVATE = tuple(ipaddress.IPv4Network(each) for each in ("10.0.0.0/8", "172.16.
 _Label = Annotated[str, Strict(), AfterValidator(label(40))]
 # GB, of spotrun's own image (disk_gb in images/variables.pkr.hcl): a cloud starts no machine with a smaller disk.
 IMAGE_GB = 30
+NOTICE = 120.0  # seconds, the one notice besides the usual that Google gives (a preview since April 2026)
 # GPUs before Turing, which NVIDIA's open kernel modules do not know, nor torch's packages for CUDA 13:
 # https://docs.nvidia.com/datacenter/tesla/driver-installation-guide/kernel-modules.html. Families of machine types on
 # AWS, accelerator types in Google Cloud (each also as a virtual workstation, -vws).
@@ -80,6 +81,8 @@ class PoolSpec(Spec):
     """A group of equal machines. The head sets how many there are, from 0 to `max`.
 
     max_run_duration: seconds after which Google ends a machine (https://cloud.google.com/compute/docs/instances/limit-vm-runtime).
+    notice: seconds between Google's word that a spot machine is preempted and its power button; by default they come
+    together, 30 s before the end (https://cloud.google.com/compute/docs/instances/spot#preemption-process).
     """
 
     name: Annotated[str, Strict(), AfterValidator(label(20))] = Field(description=LABEL.format(20))
@@ -90,6 +93,7 @@ class PoolSpec(Spec):
     disk: Int = Field(default=100, ge=20, description="the boot disk in GB, a whole number, at least 20")
     accelerator: AcceleratorSpec | None = Field(default=None, description="keys type and count")
     max_run_duration: Interval | None = Field(default=None, description=INTERVAL)
+    notice: Interval | None = Field(default=None, description="120s")
 
 
 class NetworkSpec(Spec):
@@ -291,9 +295,11 @@ def _pool_conflicts(spec: ClusterSpec, pool: PoolSpec, place: Place) -> Iterator
         yield from _machine_conflict(cloud, pool.machine, (*place, "machine"))
     if pool.name == "head":
         yield (*place, "name"), "is the head's own name; choose another"
-    for key in ("accelerator", "max_run_duration"):
+    for key in ("accelerator", "max_run_duration", "notice"):
         if getattr(pool, key) is not None and cloud != "gcp":
             yield (*place, key), f"is only for cloud gcp, this is {cloud}"
+    if cloud == "gcp" and pool.notice is not None:
+        yield from _notice_conflict(pool, place)
     if cloud == "gcp" and pool.accelerator and not pool.machine.startswith("n1-"):
         yield (*place, "accelerator"), f"is only for n1 machines; {pool.machine} has its own GPUs or none"
     if cloud != "local" and spec.image is None:
@@ -302,6 +308,16 @@ def _pool_conflicts(spec: ClusterSpec, pool: PoolSpec, place: Place) -> Iterator
         family = pool.machine.partition(".")[0] + "."
         near = sorted(efa.TABLE, key=lambda each: not each.startswith(family))
         yield (*place, "machine"), f"has no EFA, and network.efa is true; those that have one: {', '.join(near)}"
+
+
+def _notice_conflict(pool: PoolSpec, place: Place) -> Iterator[Conflict]:
+    if pool.market != "spot":
+        yield (*place, "notice"), f"is only for spot machines, this pool is {pool.market}"
+    elif pool.notice != NOTICE:
+        yield (
+            (*place, "notice"),
+            f"is not a notice that Google gives; allowed: {NOTICE:.0f}s, or no key for the usual 30s",
+        )
 
 
 def _unfit_for_the_image(pool: PoolSpec, place: Place) -> Iterator[Conflict]:

@@ -13,6 +13,9 @@ CLUSTER, POOL, ROLE, BUCKET = "spotrun-cluster", "spotrun-pool", "spotrun-role",
 # In a pool's metadata (tags on AWS): how many GPUs and EFAs each machine has, whole numbers. Without them the machine
 # goes by what its type has.
 GPUS, EFAS = "spotrun-gpus", "spotrun-efas"
+# In a pool's metadata on Google Cloud: seconds between the word that a machine is preempted, or stops for maintenance,
+# and that end. Without them 30 and 60.
+PREEMPT_NOTICE, MAINTENANCE_NOTICE = "spotrun-preempt-notice", "spotrun-maintenance-notice"
 
 
 def group(cluster: str, pool: str) -> str:

@@ -2,8 +2,8 @@
 
 A preemption with notice is `simulateMaintenanceEvent`, which is how Google has one tested on a spot machine
 (https://cloud.google.com/compute/docs/instances/simulating-host-maintenance): the metadata server says so, and the
-machine ends within 30 s. Google offers no other notice. Without notice, `instances.delete`: nothing is announced
-either, and the machine's system gets its power button pressed.
+machine ends within 30 s, or the pool's `notice` later. Google offers no other notice. Without notice,
+`instances.delete`: nothing is announced either, and the machine's system gets its power button pressed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from spotrun.spec.names import CLUSTER, HEAD, group
 
 T = TypeVar("T")
 
-NOTICE = 30.0  # seconds, the only notice that there is
+NOTICE = 30.0  # seconds, where the pool has no key `notice`
 _AT_ONCE = 1000  # machines that one request may name
 
 
@@ -83,12 +83,14 @@ class GcpCloud:
         await asyncio.gather(*(self._recreate(pool, each) for pool, each in wanted.items() if each))
 
     async def preempt(self, name: str, notice: float | None = None) -> None:
-        """As in the protocol. `notice` 0 is a `kill`, of any machine; any other than the usual 30 s is refused."""
+        """As in the protocol. `notice` 0 is a `kill`, of any machine; any other than the pool's own is refused."""
         if notice is not None and notice <= 0:
             return await self.kill(name)
-        if notice not in (None, NOTICE):
-            raise CloudError(f"notice {notice:g}: Google gives {NOTICE:g} s of notice, or none (0)")
         node = await self._find(name)
+        pool = self.cluster.pool(node.pool)
+        usual = (pool.notice if pool else None) or NOTICE
+        if notice not in (None, usual):
+            raise CloudError(f"notice {notice:g}: Google gives {usual:g} s of notice, or none (0)")
         if node.market != "spot":
             raise CloudError(f"machine {node.name} is on-demand, the cloud does not preempt those; kill it instead")
         if node.state == "stopping":
