@@ -8,7 +8,7 @@ FAB     := $(VENV)/bin/fab
 CHECKOV := $(VENV)-checkov
 # Variables from the user of a target, taken as typed. Make expands a variable from its command line at each use, also
 # for `export`: '$HOME' becomes OME, and '$(shell …)' runs here. A copy by `:=` of `$(value X)` is not expanded.
-GIVEN   := CLUSTER JOB NODE RANK CMD TIMEOUT FAULTS NOTICE ID JSON FORCE ALL STRICT RAW TAIL RUNS SEED
+GIVEN   := CLUSTER JOB NODE RANK CMD TIMEOUT FAULTS NOTICE ID JSON FORCE ALL STRICT RAW TAIL RUNS SEED PUBLIC
 override defined = $(foreach name,$(1),$(if $(filter-out undefined,$(origin $(name))),$(name)))
 # Make exports all variables of its command line (such as TERRAFORM=tofu). ARGS is for developers: a shell expands it.
 TYPED   := $(foreach name,$(filter-out ARGS,$(.VARIABLES)),$(if $(filter command,$(origin $(name))),$(name)))
@@ -93,8 +93,8 @@ test-clouds: $(VENV)/.installed-dev ## run the tests about clouds: stacks, real 
 test-gpu: $(VENV)/.installed-dev ## run the tests that need CUDA; fails on a machine without a GPU
 	@$(VENV)/bin/python -m pytest --gpu $(ARGS)
 
-image: $(READY) ## bake the image for a cluster's cloud, with Packer [ARGS=packer's options]
-	@$(VENV)/bin/python -m images.build "$$CLUSTER" $(ARGS)
+image: $(READY) ## bake the image for a cluster's cloud, with Packer [PUBLIC=1: on AWS without a NAT gateway; ARGS=packer's options]
+	@$(VENV)/bin/python -m images.build "$$CLUSTER" $(call yes,PUBLIC,public) $(ARGS)
 
 image-versions: $(VENV)/.installed-dev ## what images are pinned to, and what is newest in the registries in reach
 	@$(VENV)/bin/python -m images.versions $(ARGS)

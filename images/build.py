@@ -1,6 +1,8 @@
 """`make image`: bake the image for a cluster's cloud.
 
-    python -m images.build CLUSTER [PACKER'S OPTIONS…]
+    python -m images.build CLUSTER [--public] [PACKER'S OPTIONS…]
+
+--public: on AWS, build in the region's default network with a public address, into which nothing is let.
 
 Builds spotrun's wheel of this checkout, then runs Packer. What the image holds is in build/image/image-<cloud>.json
 afterwards, and the image's name on standard output.
@@ -8,6 +10,7 @@ afterwards, and the image's name on standard output.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
@@ -20,6 +23,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from images.lint import SOURCES, packer_version
+from scripts.hint import make
 from spotrun.errors import SpotrunError
 from spotrun.spec import ClusterSpec, load_cluster
 
@@ -27,15 +31,17 @@ ROOT = Path(__file__).parent.parent
 OUT = ROOT / "build/image"
 PACKER = (1, 9)  # images/plugins.pkr.hcl
 INTERRUPTED = 130  # as a shell has it: 128 and SIGINT
+PUBLIC = "--public"
 NO_SUBNET = (
-    "AWS's builder has no public address, so it needs a subnet with a way out (NAT). Name one in"
-    ' images/mine.auto.pkrvars.hcl (aws_subnet = "subnet-…"), or with ARGS="-var aws_subnet=subnet-…"'
+    "AWS's builder needs a way out. `{public}` builds in the default network with a public address, and opens no port."
+    ' Or name a private subnet behind a NAT gateway in images/mine.auto.pkrvars.hcl (aws_subnet = "subnet-…"), or with'
+    ' ARGS="-var aws_subnet=subnet-…"'
 )
 
 
 def main(argv: list[str]) -> int:
     if not argv:
-        print("usage: python -m images.build CLUSTER [PACKER'S OPTIONS…]", file=sys.stderr)
+        print(f"usage: python -m images.build CLUSTER [{PUBLIC}] [PACKER'S OPTIONS…]", file=sys.stderr)
         return 2
     try:
         print(build(load_cluster(argv[0]), argv[0], argv[1:]))
@@ -52,10 +58,13 @@ def build(cluster: ClusterSpec, file: str, options: list[str]) -> str:
     """The new image's name. Raises `SpotrunError`; and `KeyboardInterrupt`, once nothing is left running."""
     if cluster.cloud not in SOURCES:
         raise SpotrunError(f"{file}: cloud {cluster.cloud} starts from no image; name a cluster file of gcp or aws")
-    if cluster.cloud == "aws" and not names_subnet(options, os.environ, _settings(options)):
-        raise SpotrunError(NO_SUBNET)
+    public, options = PUBLIC in options[:1], options[1:] if PUBLIC in options[:1] else options
+    if public and cluster.cloud != "aws":
+        raise SpotrunError(f"{file}: PUBLIC=1 is for AWS; on Google Cloud the builder goes out through Cloud NAT")
+    if cluster.cloud == "aws":
+        _check_way_out(cluster, file, public, options)
     packer = _packer()
-    values = variables(cluster, _commit(), datetime.now(UTC))
+    values = variables(cluster, _commit(), datetime.now(UTC), public)
     wheel(OUT / "wheel")
     words = [word for name, value in values.items() for word in ("-var", f"{name}={value}")]
     _run([packer, "init", "images"])
@@ -63,28 +72,52 @@ def build(cluster: ClusterSpec, file: str, options: list[str]) -> str:
     return f"spotrun-{values['built']}"
 
 
-def variables(cluster: ClusterSpec, commit: str, now: datetime) -> dict[str, str]:
+def variables(cluster: ClusterSpec, commit: str, now: datetime, public: bool = False) -> dict[str, str]:
     """What the template is told."""
     found = {"commit": commit, "built": now.strftime("%Y%m%d-%H%M%S"), "wheel": "build/image/wheel"}
     if cluster.cloud == "gcp":
         return {**found, "gcp_project": cluster.project or "", "gcp_zone": cluster.head.zone}
-    return {**found, "aws_region": cluster.region}
+    return {**found, "aws_region": cluster.region, **({"aws_public": "true"} if public else {})}
+
+
+def _check_way_out(cluster: ClusterSpec, file: str, public: bool, options: list[str]) -> None:
+    """Raise `SpotrunError` unless the builder on AWS is told how to reach the internet, and can."""
+    from spotrun.cloud.aws import images
+
+    settings = _settings(options)
+    public = public or told("aws_public", "true", options, os.environ, settings)
+    if names_subnet(options, os.environ, settings):
+        return
+    if not public:
+        raise SpotrunError(NO_SUBNET.format(public=make(file, "image", "PUBLIC=1")))
+    if not images.has_default_network(cluster.region):
+        raise SpotrunError(
+            f"{cluster.region} of this account has no default VPC with subnets: `aws ec2 create-default-vpc --region"
+            f" {cluster.region}` makes one, at no cost; or name a subnet of another VPC that leads out by public"
+            ' addresses, with ARGS="-var aws_subnet=subnet-…"'
+        )
 
 
 def names_subnet(options: list[str], environment: Mapping[str, str], settings: list[str]) -> bool:
-    """Whether Packer is told a subnet to build in, in one of the ways that it knows. settings: what its files say.
+    """Whether Packer is told a subnet to build in. settings: what its files say."""
+    return told("aws_subnet", '"?subnet-', options, environment, settings)
+
+
+def told(variable: str, form: str, options: list[str], environment: Mapping[str, str], settings: list[str]) -> bool:
+    """Whether Packer is told a value that begins as the regular expression says, in one of the ways that it knows.
 
     https://developer.hashicorp.com/packer/docs/templates/hcl_templates/variables
     """
-    told = any(re.match(r"(-{1,2}var=)?aws_subnet=subnet-", option) for option in options)
-    written = any(re.search(r'(^|[{,])\s*"?aws_subnet"?\s*[=:]\s*"subnet-', text, re.MULTILINE) for text in settings)
-    return told or written or environment.get("PKR_VAR_aws_subnet", "").startswith("subnet-")
+    option = any(re.match(rf"(-{{1,2}}var=)?{variable}={form}", each) for each in options)
+    line = rf'(^|[{{,])\s*"?{variable}"?\s*[=:]\s*{form}'
+    written = any(re.search(line, text, re.MULTILINE) for text in settings)
+    return option or written or re.match(form, environment.get(f"PKR_VAR_{variable}", "")) is not None
 
 
 def _settings(options: list[str]) -> list[str]:
     """What the files say that Packer takes values from. Raises `SpotrunError`."""
     files = [*(ROOT / "images").glob("*.auto.pkrvars.hcl"), *(ROOT / "images").glob("*.auto.pkrvars.json")]
-    for option, following in zip(options, [*options[1:], ""], strict=True):
+    for option, following in itertools.pairwise([*options, ""]):
         name, _, value = option.partition("=")
         if name in ("-var-file", "--var-file"):
             files.append(ROOT / (value or following))

@@ -85,12 +85,18 @@ source "amazon-ebs" "aws" {
   run_volume_tags = merge(local.labels, { Name = "${local.name}-builder" })
   ena_support     = true
 
-  # No public address, and so no subnet but one that is named. The session is SSM's, and the key a temporary one that is
-  # removed with everything else.
+  # The session is SSM's, whose agent calls out: Packer's security group lets nothing in, with a public address or
+  # without. The key is a temporary one that is removed with everything else. A build with a public address needs no
+  # subnet's name: Packer takes one of the default VPC, in a zone that has the machine type.
   ssh_username                = "admin"
   ssh_interface               = "session_manager"
-  associate_public_ip_address = false
+  associate_public_ip_address = var.aws_public
   user_data                   = local.first_boot
+  # The first boot installs the agent. A session does not outlive a reboot, and its plugin may keep Packer's connection
+  # open without an answer: a server that is there answers Packer's sign of life, each 5 s.
+  # https://github.com/hashicorp/packer-plugin-amazon/pull/311
+  ssh_timeout            = "15m"
+  ssh_read_write_timeout = "3m"
   # { Packer 1.6.6 does not know the next block, so images/lint.py leaves it out for that one.
   metadata_options {
     http_endpoint               = "enabled"
@@ -141,9 +147,12 @@ build {
   provisioner "shell" {
     inline            = ["sudo mv /tmp/image /var/lib/spotrun-image", "sudo systemctl reboot"] # /tmp is emptied at a boot
     expect_disconnect = true
+    skip_clean        = true
   }
+  # The plugin of the old session gives up after a minute and a half, and Packer then starts another session.
   provisioner "shell" {
-    pause_before = "20s"
+    pause_before        = "2m"
+    start_retry_timeout = "15m"
     inline = [
       "test \"$(uname -r)\" = '${local.versions.KERNEL_ABI}' || { echo \"booted $(uname -r), not what is pinned\" >&2; exit 1; }",
       "sudo mv /var/lib/spotrun-image /tmp/image",

@@ -85,10 +85,16 @@ variable "aws_machine" {
 
 variable "aws_subnet" {
   type        = string
-  description = "Subnet to build in on AWS, with a way out (NAT); images/build.py wants one."
+  description = "Subnet to build in on AWS, with a way out (NAT); images/build.py wants one, or aws_public."
   default     = ""
   validation {
     condition     = regex_replace(var.aws_subnet, "^(subnet-[0-9a-f]+)?$", "") == ""
     error_message = "The subnet must be written as subnet-0123456789abcdef0."
   }
+}
+
+variable "aws_public" {
+  type        = bool
+  description = "Build on AWS with a public address, in the default VPC unless aws_subnet is named. No port is opened."
+  default     = false
 }

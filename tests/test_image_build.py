@@ -11,11 +11,15 @@ import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from images import build, lint
+from spotrun.cloud.aws import images
+from spotrun.spec import load_cluster
+from tests import motoserver
 from tests.helpers import wait_for
 
 ROOT = Path(__file__).parent.parent
@@ -45,7 +49,8 @@ def bake(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     packer.write_text(PACKER)
     packer.chmod(packer.stat().st_mode | stat.S_IXUSR)
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(tmp_path)}
-    environment.pop("PKR_VAR_aws_subnet", None)
+    for name in ("aws_subnet", "aws_public"):
+        environment.pop(f"PKR_VAR_{name}", None)
     started: list[subprocess.Popen[str]] = []
 
     def start(*words: str, **more: str) -> subprocess.Popen[str]:
@@ -115,14 +120,18 @@ def test_a_module_that_is_gone_is_in_no_wheel(tmp_path: Path) -> None:
         ((), "usage: python -m images.build CLUSTER"),
         (("clusters/local.yaml",), "cloud local starts from no image"),
         (("clusters/none.yaml",), "there is no such cluster file"),
-        (("clusters/aws-g5.yaml", "-debug"), "it needs a subnet with a way out (NAT)"),
+        (
+            ("clusters/aws-g5.yaml", "-debug"),
+            "`make image CLUSTER=clusters/aws-g5.yaml PUBLIC=1` builds in the default",
+        ),
+        (("clusters/gcp-l4.yaml", "--public"), "PUBLIC=1 is for AWS"),
         (("clusters/aws-g5.yaml", "-var-file=images/none.pkrvars.hcl"), "none.pkrvars.hcl: No such file"),
     ],
 )
 def test_what_cannot_be_built(
     words: tuple[str, ...], said: str, bake: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
-    if "-debug" in words and list(IMAGES.glob("*.auto.pkrvars.*")):
+    if words == ("clusters/aws-g5.yaml",) and list(IMAGES.glob("*.auto.pkrvars.*")):
         pytest.skip("a subnet may be named in images/*.auto.pkrvars.hcl here")
     process = bake(*words)
     _, err = process.communicate()
@@ -151,3 +160,41 @@ def test_where_a_subnet_may_be_named(
     options: list[str], environment: dict[str, str], settings: list[str], expected: bool
 ) -> None:
     assert build.names_subnet(options, environment, settings) is expected
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "settings", "expected"),
+    [
+        ([], {}, [], False),
+        (["-var", "aws_public=true"], {}, [], True),
+        (["-var", "aws_public=false"], {}, [], False),
+        ([], {"PKR_VAR_aws_public": "true"}, [], True),
+        ([], {}, ["aws_public = true\n"], True),
+        ([], {}, ['{"aws_public": true}'], True),
+        ([], {}, ["# aws_public = true\n"], False),
+    ],
+)
+def test_where_a_public_build_may_be_asked_for(
+    options: list[str], environment: dict[str, str], settings: list[str], expected: bool
+) -> None:
+    assert build.told("aws_public", "true", options, environment, settings) is expected
+
+
+def test_a_public_build_needs_the_accounts_default_network(
+    bake: Callable[..., subprocess.Popen[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = load_cluster(ROOT / "clusters/aws-g5.yaml")
+    assert build.variables(cluster, "0" * 40, datetime.now(UTC), public=True)["aws_public"] == "true"
+    assert "aws_public" not in build.variables(cluster, "0" * 40, datetime.now(UTC))
+    with motoserver.running() as aws:
+        for name, value in aws.environment.items():
+            monkeypatch.setenv(name, value)
+        assert images.has_default_network(cluster.region)
+        ec2 = aws.client("ec2")
+        for subnet in ec2.describe_subnets()["Subnets"]:
+            ec2.delete_subnet(SubnetId=subnet["SubnetId"])
+        process = bake("clusters/aws-g5.yaml", "--public", **aws.environment)
+        out, err = process.communicate()
+    assert (process.returncode, out) == (2, "")
+    assert "`aws ec2 create-default-vpc --region us-east-1` makes one" in err
+    assert not (tmp_path / "calls").exists()

@@ -67,6 +67,38 @@ def test_wrong_variables_are_refused(name: str, value: str, said: str, tmp_path:
     assert said in " ".join(answer.split())
 
 
+def test_a_public_build_on_aws_is_asked_for(tmp_path: Path) -> None:
+    """Nothing is public by default, and no rule of the template opens a port: Packer makes none for SSM's sessions."""
+    packer = tool("packer")
+    copy = lint.template_for(lint.packer_version(packer), tmp_path)
+    values = {**lint.EXAMPLE, "aws_public": "true"}
+    del values["aws_subnet"]
+    assert lint.validate(packer, copy, lint.SOURCES["aws"], values) == ""
+    template = (copy / "spotrun.pkr.hcl").read_text()
+    assert "associate_public_ip_address = var.aws_public\n" in template
+    assert not re.search("security_group|source_cidrs", template)
+    variable = (copy / "variables.pkr.hcl").read_text().partition('variable "aws_public"')[2].partition("}")[0]
+    assert re.search(r"default += false\n", variable)
+
+
+def test_packer_outlives_the_reboot_over_ssm() -> None:
+    """A tunnel's plugin may hold a dead connection open for a minute and a half, and refuse others until it ends."""
+    template = (IMAGES / "spotrun.pkr.hcl").read_text()
+    reboot, after = re.findall(r'^  provisioner "shell" \{\n(.*?)^  \}', template, re.MULTILINE | re.DOTALL)[2:4]
+    assert "systemctl reboot" in reboot
+    assert re.search(r"expect_disconnect += true\n", reboot)
+    assert re.search(r"skip_clean += true\n", reboot)  # nothing is asked of a machine that goes down
+    assert seconds(after, "pause_before") >= 90
+    assert seconds(after, "start_retry_timeout") >= 600
+    source = template[template.index('source "amazon-ebs"') : template.index("build {")]
+    assert 60 <= seconds(source, "ssh_read_write_timeout") <= 300
+
+
+def seconds(text: str, option: str) -> int:
+    (found,) = re.findall(rf'^ +{option} += "(\d+)([sm])"$', text, re.MULTILINE)
+    return int(found[0]) * {"s": 1, "m": 60}[found[1]]
+
+
 def test_every_variable_is_described() -> None:
     text = (IMAGES / "variables.pkr.hcl").read_text()
     blocks = re.findall(r'^variable "(\w+)" \{\n(.*?)^\}', text, re.MULTILINE | re.DOTALL)

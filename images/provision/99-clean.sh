@@ -21,7 +21,15 @@ for home in /home/*/; do
 done
 truncate --size=0 /etc/machine-id # empty, not missing: systemd then makes one at the next boot
 rm -f /var/lib/dbus/machine-id /var/lib/systemd/random-seed /var/lib/systemd/credential.secret
-rm -rf /var/lib/cloud/* /run/cloud-init /var/lib/google/* /var/lib/amazon/ssm/* /var/lib/dhcp/* /var/lib/chrony/*
+rm -rf /var/lib/cloud/* /run/cloud-init /var/lib/google/* /var/lib/dhcp/* /var/lib/chrony/*
+# Packer's own session lives in the SSM agent's folder, and Packer must hear how this script ends.
+if [[ -d /run/systemd/system ]]; then
+    put 0644 /run/systemd/system/spotrun-forget.service
+    systemctl daemon-reload
+    systemctl start spotrun-forget.service
+else
+    rm -rf /var/lib/amazon/ssm/*
+fi
 apt-get -q clean
 rm -rf /var/lib/apt/lists/* /var/cache/debconf/*-old /root/.cache /home/*/.cache
 find /var/log -xdev -type f -delete

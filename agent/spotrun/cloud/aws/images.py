@@ -19,3 +19,13 @@ def exist(region: str, owners: Sequence[str], filters: Mapping[str, Sequence[str
         return bool(call(lambda: clients.ec2.describe_images(Owners=owners, Filters=asked))["Images"])
     finally:
         clients.close()
+
+
+def has_default_network(region: str) -> bool:
+    """Whether the account has a default VPC with a subnet in it. Blocking. Raises `CloudError`."""
+    clients = Clients(region)
+    asked: list[FilterTypeDef] = [{"Name": "default-for-az", "Values": ["true"]}]
+    try:
+        return bool(call(lambda: clients.ec2.describe_subnets(Filters=asked))["Subnets"])
+    finally:
+        clients.close()
