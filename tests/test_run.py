@@ -6,6 +6,7 @@ The test is head and agent: it writes stop steps, kills, and starts the next gen
 
 from __future__ import annotations
 
+import functools
 import json
 import multiprocessing
 import os
@@ -22,6 +23,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -29,7 +31,10 @@ import spotrun
 from spotrun import slots
 from spotrun.control import EXIT_DRAINED, EXIT_PEER, Context, Control
 from spotrun.errors import SpotrunError
+from spotrun.train import place
+from spotrun.train import run as training
 from spotrun.train.failures import is_peer_failure
+from tests.helpers import wait_for
 
 ROOT = Path(__file__).parent.parent
 SAMPLES, BATCH, EPOCHS = 104, 8, 3  # with 3 workers: 5 steps an epoch, the last of 8 samples (3, 3, 2)
@@ -57,7 +62,8 @@ class Plan:
     die_at: int = -1  # step in which it kills itself, before the gradients are exchanged
     fail_at: int = -1  # step in which its script raises
     accumulate: int = 1
-    elastic: bool = True
+    gate: str = ""  # a FIFO from which it reads before it says that it is done
+    patience: float = 600.0  # seconds that it waits for the others when it leaves a drain
 
 
 def train(environment: dict[str, str], plan: Plan) -> None:
@@ -69,6 +75,7 @@ def train(environment: dict[str, str], plan: Plan) -> None:
     log = (out / "log.txt").open("a")
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
+    training.part = functools.partial(part, plan)  # type: ignore[attr-defined]
     run = spotrun.init(seed=5)
     hidden = 700  # more than one DDP bucket of 1 MB
     model = run.ddp(
@@ -105,6 +112,12 @@ def train(environment: dict[str, str], plan: Plan) -> None:
             scheduler.step()
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "random": torch.rand(1)}
     torch.save(state, out / f"final-{run.rank}.pt")
+
+
+def part(plan: Plan, device: torch.device, group: Any) -> None:
+    if plan.gate:
+        Path(plan.gate).read_text()
+    place.part(device, group, plan.patience)
 
 
 @dataclass
@@ -260,6 +273,38 @@ def test_a_drain_stops_at_its_step_and_changes_no_bit(cluster: Cluster, undistur
     assert flatten(cluster.final()) == flatten(undisturbed)
 
 
+@pytest.fixture
+def gate(tmp_path: Path) -> Path:
+    path = tmp_path / "gate"
+    os.mkfifo(path)
+    return path
+
+
+def test_who_leaves_a_drain_waits_until_the_others_have_what_it_sent(cluster: Cluster, gate: Path) -> None:
+    with cluster.launch(["a", "b", "c"], {1: {"gate": str(gate)}}, stop_at=3) as processes:
+        wait_for(lambda: all(each.committed == 3 for each in cluster.controls), what="the snapshots")
+        for rank in (0, 2):
+            processes[rank].join(0.5)
+            assert processes[rank].exitcode is None, f"{rank} did not wait: {cluster.log()}"
+        gate.write_text("")
+        for process in processes:
+            process.join(120)
+        assert [process.exitcode for process in processes] == [EXIT_DRAINED] * 3, cluster.log()
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
+def test_who_leaves_a_drain_waits_for_no_dead_worker(cluster: Cluster, gate: Path, end: int) -> None:
+    patience = 0.2 if end == signal.SIGSTOP else 600.0
+    plans = {0: {"patience": patience}, 1: {"gate": str(gate)}}
+    with cluster.launch(["a", "b"], plans, stop_at=3) as processes:
+        wait_for(lambda: cluster.controls[1].committed == 3, what="a snapshot")
+        os.kill(processes[1].pid, end)
+        processes[0].join(120)
+        assert processes[0].exitcode == EXIT_DRAINED, cluster.log()
+    assert "leaving before every other worker is done" in cluster.log()
+    assert cluster.newest("a").step == 3
+
+
 def test_each_sample_once_while_the_world_changes(cluster: Cluster) -> None:
     assert cluster.run(["a", "b"], stop_at=3) == [EXIT_DRAINED] * 2, cluster.log()
     assert cluster.run(["a", "b", "c"], {1: {"die_at": 8}}) == [EXIT_PEER, -signal.SIGKILL, EXIT_PEER], cluster.log()
@@ -391,6 +436,43 @@ def values(loader: Any, epochs: int, stop: int | None = None, accumulate: int = 
                 optimizer.zero_grad()
     settle(run)
     return seen, torch.cat([p.detach().flatten().clone() for p in model.parameters()])
+
+
+def test_nothing_is_committed_after_an_abort(alone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the aborted collective returned may be garbage, though no error shows."""
+    left = []
+
+    def leave(code: int) -> None:
+        left.append(code)
+        raise SystemExit
+
+    monkeypatch.setattr(training, "leave", leave)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        run = spotrun.init()
+        model = run.ddp(nn.Linear(1, 1))
+        run.track(model=model)
+        for x in spoil(run, 4):
+            run.backward(model(x).mean())
+        pytest.fail("a snapshot was committed")
+    except SystemExit:
+        pass
+    finally:
+        dist.destroy_process_group()
+    assert left == [EXIT_PEER]
+    assert slots.newest(alone, "job")[0][1].step == 4
+    control = Control(alone.parent / "control")
+    assert control.copied == control.committed == 4
+    control.close()
+
+
+def spoil(run: spotrun.Run, at: int) -> Iterator[Any]:
+    """Batches of some steps; the process group is aborted in the step after step `at`."""
+    for x in run.steps(DataLoader(torch.ones(9, 1))):  # type: ignore[arg-type]
+        yield x
+        if run.step == at:
+            settle(run)
+            dist.group.WORLD.abort()
 
 
 @pytest.mark.parametrize("kind", ["elastic", "elastic, workers", "plain", "plain, shuffled"])

@@ -11,6 +11,7 @@ import random
 import signal
 from collections import Counter, OrderedDict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -26,6 +27,7 @@ from spotrun.errors import CorruptError, SpotrunError
 from spotrun.train.metrics import Metrics
 from spotrun.train.snapshot import Reader, Writer, next_interval
 from spotrun.train.staging import Staging
+from spotrun.train.standing import Standing
 from spotrun.train.state import DTYPES, Encoder, decode
 from tests.helpers import wait_for
 
@@ -266,6 +268,42 @@ def test_a_control_block_has_its_room_from_the_start(tmp_path: Path) -> None:
     assert os.stat(tmp_path / "control").st_blocks * 512 >= SIZE
     with pytest.raises(OSError, match="nowhere/control"):
         Control(tmp_path / "nowhere/control", create=True)
+
+
+def test_a_snapshot_of_an_aborted_step_is_not_committed(tmp_path: Path) -> None:
+    write(tmp_path, 4, {"x": torch.ones(3)})
+    control = Control(tmp_path / "control", create=True)
+    said: list[str] = []
+    writer = Writer(tmp_path, "job", 1, control, trouble=lambda: "".join(said))
+    # As on a GPU, the error shows once the device has done its work.
+    copying = SimpleNamespace(land=lambda: said.append("COMM_ERROR"))
+    writer._copy = lambda *_: copying  # type: ignore[assignment,method-assign,return-value]
+    assert writer.take(5, lambda encoder: encoder.encode({"x": torch.ones(3)}, "state"), set(), wait=True)
+    with pytest.raises(torch.distributed.DistBackendError, match="no snapshot of step 5: COMM_ERROR"):
+        writer.settle()
+    assert [record.step for _, record in slots.newest(tmp_path, "job")] == [4]
+    assert control.copied == control.committed  # nobody waits for it
+    control.close()
+
+
+class Backend:
+    """A backend that says what NCCL's says."""
+
+    def __init__(self, error: str) -> None:
+        self.error = error
+
+    def get_error(self) -> Any:
+        return getattr(torch._C._distributed_c10d.ErrorType, self.error)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("error", ["SUCCESS", "TIMEOUT", "COMM_ERROR", "REMOTE_ERROR"])
+def test_a_group_is_believed_until_its_backend_reports_an_error(error: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = {torch.device("cpu"): object(), torch.device("cuda"): Backend(error)}
+    group = SimpleNamespace(_device_types=list(devices), _get_backend=devices.get)
+    world = SimpleNamespace(pg_map=[group])
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_world", world)
+    expected = "" if error == "SUCCESS" else f"a process group reports an error: {error}"
+    assert Standing().trouble() == expected
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "gone"])

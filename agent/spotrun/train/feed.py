@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,19 @@ class Batch:
     @property
     def padding(self) -> bool:
         return self.samples == 0
+
+
+def check(loader: Any, tracked: Iterable[object]) -> None:
+    """Raises `SpotrunError` unless the loader's ElasticSampler, if there is one, is what is tracked."""
+    sampler = sampler_of(loader)
+    samplers = [item for item in tracked if isinstance(item, ElasticSampler)]
+    if sampler is not None and all(item is not sampler for item in samplers):
+        raise SpotrunError("the loader's ElasticSampler is not tracked: add sampler=… to run.track(…)")
+    if sampler is None and samplers:
+        raise SpotrunError(
+            "an ElasticSampler is tracked, but the loader given to run.steps does not use it: "
+            "give it to DataLoader(sampler=…), and that DataLoader to run.steps"
+        )
 
 
 def elastic(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +14,8 @@ from spotrun.errors import SpotrunError
 
 # Of collectives. Long, for rank 0 may be downloading a checkpoint; that a peer is gone is found out by other means.
 TIMEOUT = timedelta(minutes=30)
+PARTING = 5.0  # seconds that one who leaves waits for the others: a late one may not come
+log = logging.getLogger(__name__)
 
 
 def place() -> tuple[int, int]:
@@ -45,3 +49,21 @@ def cpu_group(device: torch.device) -> dist.ProcessGroup | None:
     if not dist.is_initialized() or device.type == "cpu" or "gloo" in str(dist.get_backend_config()):
         return None
     return dist.new_group(backend="gloo", timeout=TIMEOUT)  # type: ignore[no-any-return]
+
+
+def part(device: torch.device, group: dist.ProcessGroup | None, patience: float = PARTING) -> None:
+    """Before this process leaves: wait until every rank has what this one sends, for at most `patience` seconds.
+
+    That a collective's kernel has finished here does not mean that its data has arrived. It has once every rank says
+    that its own device has finished. group: as `cpu_group` returned it.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    whole: Any = group or dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if whole is None or whole.size() == 1:
+        return
+    try:
+        # By messages of its own kind: one that waits in another collective is not disturbed.
+        whole.monitored_barrier(timedelta(seconds=patience), False)
+    except Exception as error:
+        log.warning("leaving before every other worker is done: %s", str(error).partition("\n")[0])

@@ -26,12 +26,12 @@ from spotrun.train import feed, metrics
 from spotrun.train.failures import before_leaving, is_peer_failure, leave
 from spotrun.train.guard import Guard
 from spotrun.train.parallel import Parallel
-from spotrun.train.place import choose_device, cpu_group, join, place
+from spotrun.train.place import choose_device, cpu_group, join, part, place
 from spotrun.train.restore import restore
 from spotrun.train.rng import reseed
-from spotrun.train.sampler import ElasticSampler
 from spotrun.train.snapshot import PATIENCE, Reader, Writer, next_interval
 from spotrun.train.staging import stage_for
+from spotrun.train.standing import Standing
 from spotrun.train.state import Encoder, Stateful, decode, refuse_sharded
 
 log = logging.getLogger(__name__)
@@ -163,8 +163,9 @@ class Run:
         # The finished state, which the head puts into the bucket: after a restart, no epoch is left to go through.
         self.epoch, self._consumed = n, 0
         if self._writer is not None:
-            self._snapshot(forced=True)
-            self._writer.settle()
+            with self._guarded():
+                self._snapshot(forced=True)
+                self._writer.settle()
 
     def steps(self, loader: Any, accumulate: int = 1) -> Iterator[Any]:
         """The loader's batches, on `run.device`, from the restored position on. The body's end is the step boundary.
@@ -217,8 +218,8 @@ class Run:
         if found is not None:
             self._load(Path(context.slots), *found)
         if self.local_rank == 0:
-            stage = stage_for(self.device)
-            self._writer = Writer(Path(context.slots), context.job, context.generation, control, stage)
+            stage, trouble = stage_for(self.device), Standing().trouble
+            self._writer = Writer(Path(context.slots), context.job, context.generation, control, stage, trouble)
             # Not for ever: on a GPU the copy may be queued behind a collective whose peer is gone.
             before_leaving(partial(self._writer.settle, PATIENCE))
             encoder = Encoder()
@@ -265,20 +266,13 @@ class Run:
             return
         if not self._tracked:
             raise SpotrunError("run.steps before run.track(…): nothing is tracked, so no state can be saved")
-        sampler = feed.sampler_of(loader)
-        tracked = [item for item in self._tracked.values() if isinstance(item, ElasticSampler)]
-        if sampler is not None and all(item is not sampler for item in tracked):
-            raise SpotrunError("the loader's ElasticSampler is not tracked: add sampler=… to run.track(…)")
-        if sampler is None and tracked:
-            raise SpotrunError(
-                "an ElasticSampler is tracked, but the loader given to run.steps does not use it: "
-                "give it to DataLoader(sampler=…), and that DataLoader to run.steps"
-            )
+        feed.check(loader, self._tracked.values())
 
     def _feed(self, loader: Any, accumulate: int) -> Iterator[feed.Batch]:
         """Begin to iterate the loader where the state says; what its batches mean for the steps."""
         if self._writer is not None:
-            self._writer.settle()  # a loader's worker, forked now, would inherit the slot's lock
+            with self._guarded():
+                self._writer.settle()  # a loader's worker, forked now, would inherit the slot's lock
         self._loader = loader
         sampler = feed.sampler_of(loader)
         batch = getattr(loader, "batch_size", None) or 1
@@ -341,16 +335,17 @@ class Run:
             control.step = self.step
         stop_at, snapshot_at = control.stop_at, control.snapshot_at
         draining = stop_at != NONE and self.step == stop_at
-        self._snapshot(draining or self.step == snapshot_at)
+        with self._guarded():
+            self._snapshot(draining or self.step == snapshot_at)
         self._publish(now=draining)
         if draining:
             code = EXIT_DRAINED
+            part(self.device, self._group)
             if self._writer is not None:
-                self._writer.settle()
+                with self._guarded():
+                    self._writer.settle()
                 # Without its snapshot this is no drain: what is lost must show.
                 code = EXIT_DRAINED if self._writer.newest_step == self.step else EXIT_PEER
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)  # the others' collectives still need this rank's share
             control.exit = code
             leave(code)
         self._clock.resume()

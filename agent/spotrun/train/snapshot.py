@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import xxhash
 
 from spotrun import shards, slots
@@ -57,12 +58,20 @@ class Writer:
     """Writes this node's snapshots; one per node (the state is the same on all its ranks).
 
     control: gets `copied`, `committed` and `stall`; its `snapshot_at` pins the slot of that step until the agent has
-    had time to lock it. stage: copies tensors of a GPU.
+    had time to lock it. stage: copies tensors of a GPU. trouble: asked once a snapshot is copied; with an answer but ""
+    the snapshot is not committed.
     """
 
     def __init__(
-        self, folder: Path, job: str, generation: int, control: Control | None = None, stage: Stage | None = None
+        self,
+        folder: Path,
+        job: str,
+        generation: int,
+        control: Control | None = None,
+        stage: Stage | None = None,
+        trouble: Callable[[], str] = lambda: "",
     ) -> None:
+        self._trouble = trouble
         self._folder, self._job, self._generation, self._control = folder, job, generation, control
         folder.mkdir(parents=True, exist_ok=True)
         self._slots: dict[int, _Slot] = {}
@@ -213,6 +222,7 @@ class Writer:
                 self._job, self._generation, step, len(mapped), xxhash.xxh3_128_hexdigest(mapped), tree
             )
             self._committed[target] = (time.monotonic(), slots.last_read(self._folder, target))
+            self._check_trouble(step)
             slots.commit(self._folder, target, record)
             if self._steps.get(1 - target) == step:
                 self._revoke_twin(1 - target)
@@ -239,6 +249,13 @@ class Writer:
         self._torn |= frozenset(changed)
         self._steps.pop(target, None)
         self.dropped = True
+
+    def _check_trouble(self, step: int) -> None:
+        """Raises `DistBackendError` if what was copied cannot be believed. The slot stays without a record."""
+        if trouble := self._trouble():
+            if self._control is not None:
+                self._control.copied = self._control.committed  # nobody has to wait for it
+            raise dist.DistBackendError(f"no snapshot of step {step}: {trouble}")
 
     def _revoke_twin(self, slot: int) -> None:
         """The same step was in the other slot, from before the script's last words: only one may count."""

@@ -1,0 +1,66 @@
+"""Whether what the process groups of this process have computed can be believed.
+
+The kernel of an aborted NCCL collective returns as if it had succeeded, and what follows computes with half a sum. A
+script may abort, and so does torch after an error if it is told to (TORCH_NCCL_ASYNC_ERROR_HANDLING 1 or 2). A snapshot
+is therefore committed only if, once it is copied, no group was aborted and no group reports an error. torch's watchdog
+of NCCL records an error before it aborts anything (ProcessGroupNCCL.cpp, `Watchdog::runLoop`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+_aborts = 0  # of all groups in this process
+_watched = False
+
+
+class Standing:
+    """What has happened to the process groups since this object was made."""
+
+    def __init__(self) -> None:
+        _watch()
+        self._before = _aborts
+
+    def trouble(self) -> str:
+        """Why results cannot be believed; "" if they can. Ask once the device has computed them."""
+        if _aborts != self._before:
+            return "a process group was aborted"
+        for group in list(dist.distributed_c10d._world.pg_map):
+            if error := _error(group):
+                return f"a process group reports an error: {error}"
+        return ""
+
+
+def _error(group: Any) -> str:
+    """The error that a backend of the group reports; "" if there is none. Only NCCL's backend reports errors."""
+    for device in group._device_types:
+        get_error = getattr(group._get_backend(device), "get_error", None)
+        if get_error is not None and (name := get_error().name) != "SUCCESS":
+            return str(name)
+    return ""
+
+
+def _watch() -> None:
+    """Count aborts from now on. torch has no way to ask a group whether it was aborted.
+
+    An abort counts before it begins: once the kernels return, it is known.
+    """
+    global _watched
+    if not _watched:
+        for name in ("ProcessGroup", "Backend", "ProcessGroupNCCL"):
+            kind = getattr(c10d, name, None)  # a torch without CUDA has no ProcessGroupNCCL
+            if kind is not None and "abort" in vars(kind):
+                kind.abort = _counted(kind.abort)
+    _watched = True
+
+
+def _counted(abort: Any) -> Any:
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        global _aborts
+        _aborts += 1
+        return abort(self, *args, **kwargs)
+
+    return counted
