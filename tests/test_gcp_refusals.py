@@ -9,7 +9,6 @@ import re
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -160,11 +159,9 @@ async def test_a_cloud_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     with serve(build) as (_, url):
         monkeypatch.setenv(api.ENDPOINT, url)
         cloud = GcpCloud(CLUSTER)
-        began = time.monotonic()
-        for _ in range(8):  # more often than there are threads
+        for _ in range(8):  # more often than there are threads: the next ask would not be answered for 600 s
             with pytest.raises(CloudError, match="Google does not answer"):
                 await cloud.sizes()
-        assert time.monotonic() - began < 8
         await cloud.close()
 
 

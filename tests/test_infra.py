@@ -231,23 +231,21 @@ def test_missing_node_is_said_in_a_line(tmp_path: Path) -> None:
 
 @CLOUD_FILE
 def test_synthesis_loads_little(tmp_path: Path, file: Path) -> None:
-    """Under 150 MB and 10 s of Python's own: leaf modules, not the providers' thousands. bench/synth.py has more."""
+    """Under 150 MB of Python's own: leaf modules, not the providers' thousands. bench/synth.py has more."""
     code = (
-        "import json, resource, sys; from infra.__main__ import main; assert main() == 0;"
-        "used = resource.getrusage(resource.RUSAGE_SELF);"
+        "import json, sys; from infra.__main__ import main; assert main() == 0;"
         "loaded = [name for name in sys.modules if name.startswith('cdktf_cdktf_provider_')];"
         # Not ru_maxrss, which a process takes over from the one that started it.
         "peak = next(line for line in open('/proc/self/status') if line.startswith('VmHWM:'));"
-        "print(json.dumps([int(peak.split()[1]) / 1024, used.ru_utime + used.ru_stime, len(loaded)]))"
+        "print(json.dumps([int(peak.split()[1]) / 1024, len(loaded)]))"
     )
     env = {**os.environ, "PYTHONPATH": str(ROOT), "CLUSTER": str(file), "CDKTF_OUTDIR": str(tmp_path / "out")}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    memory, seconds, modules = json.loads(done.stdout)
+    memory, modules = json.loads(done.stdout)
     assert memory < 150
-    assert seconds < 10
     assert modules < 150
 
 

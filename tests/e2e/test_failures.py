@@ -32,7 +32,7 @@ def test_a_script_that_hangs(cluster: Harness) -> None:
 
 def test_stop_and_relaunch(cluster: Harness) -> None:
     """Stopped at a step whose state is in the bucket; relaunched, it goes on from exactly there."""
-    job = cluster.submit(nodes={"min": 2, "max": 2}, epochs=2, samples=2000, batch=4)
+    job = cluster.submit(nodes={"min": 2, "max": 2}, epochs=2, samples=2000, batch=4, slow=40)
     cluster.until_step(30)
     cluster.ctl("stop")
     stopped = cluster.until_ended()
@@ -41,6 +41,7 @@ def test_stop_and_relaunch(cluster: Harness) -> None:
     cluster.ctl("relaunch", "--job", job.id)
     resumed = cluster.until(lambda s: s["job"]["id"] == job.id and s["job"]["phase"] == "running", what="it runs on")
     assert resumed["job"]["step"] >= stopped["step"]
+    job.go()
     final = cluster.until_ended()
     assert final["phase"] == "succeeded"
     assert final["step"] == 2 * 250

@@ -32,7 +32,7 @@ def libraries(process: psutil.Process) -> set[str]:
 
 def test_head_and_agents_are_small(cluster: Harness) -> None:
     """Under 80 MB resident with 3 nodes, and no torch: it would be mapped."""
-    cluster.submit(nodes={"min": 3, "max": 3}, epochs=1, samples=600, batch=4)
+    job = cluster.submit(nodes={"min": 3, "max": 3}, epochs=1, samples=600, batch=4, slow=20)
     cluster.until_step(20)
     (head,) = processes(cluster, "head")
     agents = processes(cluster, "agent")
@@ -40,4 +40,5 @@ def test_head_and_agents_are_small(cluster: Harness) -> None:
     for process in (head, *agents):
         assert process.memory_info().rss < 80 * MEGABYTE
         assert not {name for name in libraries(process) if "torch" in name}
+    job.go()
     cluster.until_ended()

@@ -29,7 +29,7 @@ def test_during_training(cluster: Harness) -> None:
 def test_during_a_drain(cluster: Harness) -> None:
     """With a long step, the head dies between choosing the stop step and reaching it."""
     job = cluster.submit(nodes={"min": 2, "max": 3}, epochs=2, samples=SAMPLES, batch=8, pause=0.1)
-    cluster.until_step(20)
+    cluster.until(lambda s: s["job"]["step"] >= 20 and len(s["job"]["members"]) == 3, what="steps on three nodes")
     cluster.fault("preempt", cluster.members()[2])
     cluster.until(lambda s: s["job"]["phase"] == "draining", what="a drain")
     cluster.kill_head()
@@ -49,14 +49,13 @@ def test_during_a_start(cluster: Harness) -> None:
 
 def test_during_a_checkpoint(cluster: Harness) -> None:
     """Several times; no checkpoint that is not complete counts, and later ones come about."""
-    job = cluster.submit(
-        nodes={"min": 2, "max": 2}, epochs=2, samples=SAMPLES, batch=8, checkpoint_interval=1, pause=0.08
-    )
+    job = cluster.submit(nodes={"min": 2, "max": 2}, epochs=2, samples=SAMPLES, batch=8, checkpoint_interval=1, slow=20)
     for _ in range(2):
         status = cluster.until(lambda s: s["job"]["saving"] is not None, what="a checkpoint under way")
         cluster.kill_head()
         taken = status["job"]["checkpoint"] or 0
         cluster.until(lambda s, t=taken: (s["job"]["checkpoint"] or 0) > t, what="a later checkpoint")
+    job.go()
     final = cluster.until_ended()
     assert final["losses"] == []
     check(cluster, final, job.out)
