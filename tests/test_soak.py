@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+import bench.soak.__main__ as soak
 from bench.soak.checks import Beat, check_samples, check_waits, check_weights
 from bench.soak.drive import Outcome
-from bench.soak.plan import FAULTS, LASTING, NOTICES, SHAPES, scenario
+from bench.soak.plan import FAULTS, LASTING, NOTICES, SHAPES, Scenario, scenario
 from bench.soak.site import Bucket
 from bench.soak.table import LEGEND, render
 from spotrun.errors import NotFound, StoreError
@@ -134,7 +135,35 @@ def test_the_table() -> None:
     outcomes = [Outcome(each, done=list(each.faults), interruptions=1, longest=2.0) for each in HUNDRED[:10]]
     outcomes[3].problems.append("Traceback\n  ...\nValueError: no")
     text = render(outcomes, "a computer", "2026-01-01")
-    assert "10 runs, seeds 1 to 10: 9 held, 1 failed. 2026-01-01, a computer." in text
+    assert "10 runs, seeds 1 to 10: 9 held, 1 failed. Commit unknown, 2026-01-01, a computer." in text
     assert "Seed 4: ValueError: no" in text
     assert "| all | 10 | 1 | 10 | 0 | 2.0 s, 2.0 s |" in text
     assert set(LEGEND) == {shape.name for shape in SHAPES}
+
+
+def test_a_soak_that_was_broken_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C in its third run: the table has two runs. Resumed, it begins with the third."""
+    played: list[int] = []
+
+    def drive(wanted: Scenario, folder: Path, known: object) -> Outcome:
+        if wanted.seed == 3 and 3 not in played:
+            played.append(3)
+            raise KeyboardInterrupt
+        played.append(wanted.seed)
+        return Outcome(wanted, done=list(wanted.faults), longest=1.0)
+
+    monkeypatch.setattr(soak, "drive", drive)
+    monkeypatch.setattr(soak, "adopt_orphans", lambda: None)
+    monkeypatch.setattr(soak, "sweep", lambda: None)
+    words = ["bench.soak", "--runs", "4", "--keep", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", words)
+    assert soak.main() == 130
+    said = capsys.readouterr().out
+    assert "broken off after 2 of 4 runs; to go on: make soak RUNS=4 SEED=1 ARGS=--resume" in said
+    assert "2 runs, seeds 1 to 2: 2 held, 0 failed." in said
+    monkeypatch.setattr("sys.argv", [*words, "--resume"])
+    assert soak.main() == 0
+    assert played == [1, 2, 3, 3, 4]
+    assert "4 runs, seeds 1 to 4: 4 held, 0 failed." in capsys.readouterr().out

@@ -1,20 +1,24 @@
 """Random faults against small jobs on the local cloud.
 
-python -m bench.soak [--runs 10] [--seed 1] [--out bench/RESULTS.md] [--keep build/soak]
+python -m bench.soak [--runs 10] [--seed 1] [--resume] [--out bench/RESULTS.md] [--keep build/soak]
 
 Each run has a seed, which stands for a job and a sequence of faults (`bench.soak.plan`). After the run, weights,
 samples, waits, and leftovers of the cluster are checked (`bench.soak.checks`). A run that fails keeps its files, and
-the output says how to repeat that run alone.
+the output says how to repeat that run alone. Ctrl-C ends the soak with the table of the runs so far; with `--resume`,
+a soak goes on after the runs that ended.
 """
 
 from __future__ import annotations
 
 import argparse
 import shutil
+import subprocess
 import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
+
+from pydantic import TypeAdapter
 
 from bench.processes import adopt_orphans, sweep
 from bench.report import describe_machine, write_section
@@ -22,21 +26,35 @@ from bench.soak.drive import Outcome, baseline, drive
 from bench.soak.plan import Scenario, scenario
 from bench.soak.table import render
 
+ROOT = Path(__file__).parents[2]
+_OUTCOME = TypeAdapter(Outcome)
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="bench.soak", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--runs", type=_count, default=10, help="how many seeds, one after the other")
     parser.add_argument("--seed", type=int, default=1, help="the first")
+    parser.add_argument("--resume", action="store_true", help="count the runs of a soak that was broken off")
     parser.add_argument("--out", type=Path, help="the file that the table goes into, too")
     parser.add_argument("--keep", type=Path, default=Path("build/soak"), help="folder for files of runs that failed")
     args = parser.parse_args()
     keep = args.keep.absolute()
     adopt_orphans()
     known = Baselines(keep / "undisturbed")
-    outcomes = []
+    journal = Journal(keep / "outcomes.jsonl", args.resume)
+    seeds = range(args.seed, args.seed + args.runs)
+    outcomes = [each for each in journal.read() if each.scenario.seed in seeds]
+    commit = _commit()
     try:
-        for seed in range(args.seed, args.seed + args.runs):
+        for seed in sorted(set(seeds) - {each.scenario.seed for each in outcomes}):
             outcomes.append(_run(scenario(seed), keep, known))
+            outcomes[-1].commit = commit
+            journal.add(outcomes[-1])
+    except KeyboardInterrupt:
+        again = f"make soak RUNS={args.runs} SEED={args.seed} ARGS=--resume"
+        print(f"\nbroken off after {len(outcomes)} of {args.runs} runs; to go on: {again}")
+        if not outcomes:
+            return 130
     finally:
         sweep()
         shutil.rmtree(keep / "undisturbed", ignore_errors=True)
@@ -45,7 +63,28 @@ def main() -> int:
     if args.out is not None:
         write_section(args.out, "soak", text)
         print(f"written to {args.out}")
+    if len(outcomes) < args.runs:
+        return 130
     return 1 if any(outcome.problems for outcome in outcomes) else 0
+
+
+class Journal:
+    """The outcomes of a soak in a file, one on each line. resume: keep those of the soak before."""
+
+    def __init__(self, path: Path, resume: bool) -> None:
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not resume:
+            path.write_bytes(b"")
+
+    def read(self) -> list[Outcome]:
+        """Raises pydantic's ValidationError."""
+        lines = self._path.read_bytes().splitlines() if self._path.exists() else []
+        return [_OUTCOME.validate_json(line) for line in lines]
+
+    def add(self, outcome: Outcome) -> None:
+        with self._path.open("ab") as file:
+            file.write(_OUTCOME.dump_json(outcome) + b"\n")
 
 
 class Baselines:
@@ -80,6 +119,13 @@ def _run(found: Scenario, keep: Path, known: Baselines) -> Outcome:
         print(f"{time.strftime('%H:%M:%S')}    FAILED: {problem}", flush=True)
     print(f"          alone: make soak RUNS=1 SEED={found.seed}; its files: {folder}", flush=True)
     return outcome
+
+
+def _commit() -> str:
+    """The short name of the commit that is checked out; empty if there is none."""
+    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def _count(text: str) -> int:

@@ -29,6 +29,7 @@ class Outcome:
 
     problems: a text for each failed check. done: the faults that happened. seconds: from the job's submission to its
     end. interruptions: as the head counts them. lost: steps done again. longest: seconds of the longest wait.
+    commit: of spotrun's code; empty if it is unknown.
     """
 
     scenario: Scenario
@@ -38,6 +39,7 @@ class Outcome:
     interruptions: int = 0
     lost: int = 0
     longest: float = 0.0
+    commit: str = ""
 
 
 def drive(scenario: Scenario, folder: Path, undisturbed: Callable[[Scenario], str]) -> Outcome:

@@ -27,7 +27,8 @@ def render(outcomes: Sequence[Outcome], machine: str, day: str) -> str:
         "## Soak: random faults",
         "",
         f"{len(outcomes)} runs, seeds {min(seeds)} to {max(seeds)}: {len(outcomes) - len(failed)} held,"
-        f" {len(failed)} failed. {day}, {machine}. `make soak RUNS={len(outcomes)} SEED={min(seeds)}`.",
+        f" {len(failed)} failed. Commit {_commits(outcomes)}, {day}, {machine}."
+        f" `make soak RUNS={len(outcomes)} SEED={min(seeds)}`.",
         "",
         "Held means: final weights and optimizer state are bit-equal to the undisturbed run (fixed size); every sample"
         " is seen once in each epoch; no wait is longer than the work that it could save plus"
@@ -45,6 +46,12 @@ def render(outcomes: Sequence[Outcome], machine: str, day: str) -> str:
     for outcome in failed:
         lines += ["", f"Seed {outcome.scenario.seed}: {outcome.problems[0].strip().splitlines()[-1]}"]
     return "\n".join(lines)
+
+
+def _commits(outcomes: Sequence[Outcome]) -> str:
+    """The commits of the runs; a soak that was resumed may have several."""
+    found = list(dict.fromkeys(outcome.commit or "unknown" for outcome in outcomes))
+    return found[0] if len(found) == 1 else f"{found[0]} to {found[-1]}"
 
 
 def _row(name: str, outcomes: Sequence[Outcome]) -> str:
