@@ -25,6 +25,7 @@ from spotrun.errors import SpotrunError
 from spotrun.train import feed, metrics
 from spotrun.train.failures import before_leaving, is_peer_failure, leave
 from spotrun.train.guard import Guard
+from spotrun.train.loading import load
 from spotrun.train.parallel import Parallel
 from spotrun.train.place import choose_device, cpu_group, join, part, place
 from spotrun.train.restore import restore
@@ -32,7 +33,7 @@ from spotrun.train.rng import reseed
 from spotrun.train.snapshot import PATIENCE, Reader, Writer, next_interval
 from spotrun.train.staging import stage_for
 from spotrun.train.standing import Standing
-from spotrun.train.state import Encoder, Stateful, decode, refuse_sharded
+from spotrun.train.state import Encoder, Stateful, refuse_sharded
 
 log = logging.getLogger(__name__)
 
@@ -243,7 +244,7 @@ class Run:
             log.warning("saved state of %s is not tracked any more, left out", ", ".join(dropped))
         reader = Reader(folder, slot)
         for name, item in self._tracked.items():
-            item.load_state_dict(decode(objects[name], reader.tensor))
+            load(item, objects[name], reader)
         self._seed, self.step, self.epoch, self._consumed = own["seed"], own["step"], own["epoch"], own["consumed"]
         for optimizer in self._optimized:
             # A scheduler that steps first thing in this process would warn that the optimizer has not.

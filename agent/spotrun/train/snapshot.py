@@ -35,6 +35,7 @@ STALL_SHARE = 0.01  # of training time that adaptive snapshots may cost
 PATIENCE = 10.0  # seconds an urgent snapshot waits for a slot that is being uploaded
 FALL_BACK = 1.0  # seconds after which it takes the slot of the newest snapshot instead
 PINNED = 5.0  # seconds in which the agent must begin to read a slot it asked for
+SMALL = 4096  # bytes of a tensor that is not worth sharing
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14; not in the mmap module
 
 
@@ -278,7 +279,7 @@ class Writer:
 
 
 class Reader:
-    """A committed slot, read. Tensors are copies: the map may be written again soon."""
+    """A committed slot, read. The map may be written again soon: what is to be kept must be copied."""
 
     def __init__(self, folder: Path, slot: int) -> None:
         path = slots.data_path(folder, slot)
@@ -288,11 +289,26 @@ class Reader:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         self._path = path
         self._views = _views(mapped, entries, begin)
+        self._size = len(mapped)
+        self._begin = torch.frombuffer(mapped, dtype=torch.uint8).data_ptr()
 
     def tensor(self, name: str) -> torch.Tensor:
+        """A copy of the tensor."""
+        return self._find(name).clone()
+
+    def view(self, name: str) -> torch.Tensor:
+        """The tensor in the map, to be copied from at once. A small one is a copy: optimizers keep their counters."""
+        found = self._find(name)
+        return found.clone() if found.nbytes <= SMALL else found
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor is in the map."""
+        return tensor.device.type == "cpu" and 0 <= tensor.data_ptr() - self._begin < self._size
+
+    def _find(self, name: str) -> torch.Tensor:
         if name not in self._views:
             raise CorruptError(f"snapshot {self._path} has no tensor {name}, though its record does")
-        return self._views[name].clone()
+        return self._views[name]
 
 
 def _views(mapped: mmap.mmap, entries: tuple[shards.Entry, ...], begin: int) -> dict[str, torch.Tensor]:
