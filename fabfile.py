@@ -163,8 +163,12 @@ def run(_: Context, cluster: str = LOCAL, cmd: str = "", node: str = "", timeout
             for line in clean(outcome.output).splitlines() or [f"(exit status {outcome.code})"]:
                 console.say(f"{outcome.node}: {line}")
 
-    if remote.run(access, nodes, cmd, patience, show):
-        return 0
+    try:
+        if remote.run(access, nodes, cmd, patience, show):
+            return 0
+    except KeyboardInterrupt:
+        console.warn(f"\nspotrun: run: interrupted; the command may go on over there, for at most {patience:g} s")
+        return 130
     failed = [each for each in outcomes if each.code]
     console.warn(f"spotrun: run: {report.failures(failed, len(nodes))}")
     return 1 if any(each.reached for each in failed) else 3

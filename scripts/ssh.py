@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from typing import Any
 
 import paramiko
 from fabric import Config, Connection
+from invoke.exceptions import CommandTimedOut
 from pydantic import ValidationError
 
 from scripts.doors import Door
@@ -144,23 +146,38 @@ def connect(access: Access, node: str = HEAD) -> Iterator[StrictConnection]:
 
 
 def run(access: Access, nodes: list[str], command: str, timeout: float, report: Callable[[Outcome], None]) -> bool:
-    """Run a shell command on nodes at once; `report` gets each outcome as it comes. True if all exited with 0."""
+    """Run a shell command on nodes at once; `report` gets each outcome as it comes. True if all exited with 0.
+
+    If this is interrupted, or `report` raises, the connections are closed, and no command is waited for.
+    """
     through = [node for node in nodes if node != HEAD]
+    opened: set[StrictConnection] = set()
+    over = threading.Event()
     with contextlib.ExitStack() as stack:
         head = stack.enter_context(connect(access)) if through else None
 
         def one(node: str) -> Outcome:
             try:
                 with _opened(access, read_host(access, node), head if node != HEAD else None) as connection:
+                    opened.add(connection)
+                    if over.is_set():
+                        return Outcome(node, 255, "interrupted", reached=False)
                     return _run(connection, node, command, timeout)
             except SpotrunError as error:
                 return Outcome(node, 255, str(error), reached=False)
 
         good = True
         with ThreadPoolExecutor(POOL) as pool:
-            for outcome in pool.map(one, nodes):
-                report(outcome)
-                good = good and outcome.code == 0
+            try:
+                for outcome in pool.map(one, nodes):
+                    report(outcome)
+                    good = good and outcome.code == 0
+            except BaseException:
+                over.set()
+                pool.shutdown(wait=False, cancel_futures=True)
+                for connection in opened.copy():
+                    connection.close()
+                raise
         return good
 
 
@@ -261,6 +278,9 @@ def _run(connection: StrictConnection, node: str, command: str, timeout: float) 
     wrapped = f"timeout -k 5 {timeout:g} bash -c -- {shlex.quote(command)}"
     try:
         result = connection.run(wrapped, hide=True, warn=True, in_stream=False, timeout=int(timeout + 2 * TIMEOUT))
+    except CommandTimedOut:
+        late = f"no end of its output {2 * TIMEOUT} s after TIMEOUT={timeout:g}; write a large output to a file\n"
+        return Outcome(node, 255, late, reached=False)
     except Exception as error:  # Fabric wraps what its threads met in several classes of its own
         return Outcome(node, 255, f"{node}: connection lost: {error or type(error).__name__}\n", False)
     text = result.stdout + result.stderr

@@ -19,6 +19,8 @@ from typing import Any, cast
 import asyncssh
 import pytest
 from aiohttp import web
+from invoke.exceptions import CommandTimedOut
+from invoke.runners import Result
 from rich.console import Console
 
 from scripts import cluster, control, display, faults, hint, jobs, logs, report, ssh
@@ -564,23 +566,65 @@ def test_hints_name_the_cluster() -> None:
 
 def test_control_c_detaches(standin: Machines) -> None:
     standin.write(follow_1=[status(step=10)], hang="")
-    command = [sys.executable, "-m", "fabric", "follow", "--cluster", str(standin.cluster)]
-    env = {**os.environ, "SPOTRUN_HOME": str(standin.home)}
+    with interruptible(standin, "follow") as process:
+        assert process.stdout is not None
+        assert "spot-1 joined" in process.stdout.readline()
+        said = interrupted(process)
+        assert "detached; the job goes on. Follow it again with: make follow CLUSTER=" in said
+
+
+def test_control_c_ends_a_run(standin: Machines) -> None:
+    """It waited until the commands ended, an hour if TIMEOUT said so."""
+    for node in ("spot-1", "head"):
+        file = standin.folder / node
+        command = f"touch {file}; while [ -e {file} ]; do sleep 0.1; done"
+        words = ("--node", node, "--timeout", "3600", "--cmd", command)
+        with interruptible(standin, "run", *words) as process:
+            wait_for(file.exists, what="the command's begin")
+            said = interrupted(process)
+            assert "run: interrupted; the command may go on over there, for at most 3600 s" in said
+        file.unlink()  # it does: here it ends
+
+
+def test_an_output_that_does_not_end_in_time_is_told_in_a_line(
+    standin: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ssh.StrictConnection, "run", late)
+    outcomes: list[ssh.Outcome] = []
+    assert not ssh.run(standin.access, ["head"], "yes", 5, outcomes.append)
+    text = "no end of its output 20 s after TIMEOUT=5; write a large output to a file\n"
+    assert outcomes == [ssh.Outcome("head", 255, text, reached=False)]
+
+
+def late(*_: object, **__: object) -> None:
+    raise CommandTimedOut(Result(stdout="y\n" * 9, command="yes"), 25)
+
+
+@contextlib.contextmanager
+def interruptible(standin: Machines, task: str, *words: str) -> Iterator[subprocess.Popen[str]]:
+    """A task as it runs at a terminal, wherever the tests run: Ctrl-C reaches it."""
+    command = [sys.executable, "-m", "fabric", task, "--cluster", str(standin.cluster), *words]
     with subprocess.Popen(
         command,
         cwd=ROOT,
-        env=env,
+        env={**os.environ, "SPOTRUN_HOME": str(standin.home)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # as at a terminal, wherever the tests run
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        assert "spot-1 joined" in process.stdout.readline()
-        process.send_signal(signal.SIGINT)
-        wait_for(lambda: process.poll() is not None, what="the detached command's end")
-        assert process.returncode == 130
-        said = process.stderr.read()
-        assert "detached; the job goes on. Follow it again with: make follow CLUSTER=" in said
-        assert "Traceback" not in said
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def interrupted(process: subprocess.Popen[str]) -> str:
+    """What the task says when it is interrupted."""
+    assert process.stderr is not None
+    process.send_signal(signal.SIGINT)
+    wait_for(lambda: process.poll() is not None, what="the interrupted command's end")
+    assert process.returncode == 130
+    said = process.stderr.read()
+    assert "Traceback" not in said
+    return said
