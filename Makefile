@@ -8,7 +8,7 @@ FAB     := $(VENV)/bin/fab
 CHECKOV := $(VENV)-checkov
 # Variables from the user of a target, taken as typed. Make expands a variable from its command line at each use, also
 # for `export`: '$HOME' becomes OME, and '$(shell …)' runs here. A copy by `:=` of `$(value X)` is not expanded.
-GIVEN   := CLUSTER JOB NODE RANK CMD TIMEOUT FAULTS NOTICE ID JSON FORCE ALL STRICT RAW TAIL RUNS SEED PUBLIC
+GIVEN   := CLUSTER JOB NODE RANK CMD TIMEOUT FAULTS NOTICE ID JSON FORCE ALL STRICT RAW TAIL RUNS SEED PUBLIC PRUNE
 override defined = $(foreach name,$(1),$(if $(filter-out undefined,$(origin $(name))),$(name)))
 # Make exports all variables of its command line (such as TERRAFORM=tofu). ARGS is for developers: a shell expands it.
 TYPED   := $(foreach name,$(filter-out ARGS,$(.VARIABLES)),$(if $(filter command,$(origin $(name))),$(name)))
@@ -38,7 +38,7 @@ override NO      := 0 n no false off N No NO False FALSE Off OFF
 override YES     := 1 y yes true on Y Yes YES True TRUE On ON
 
 .DEFAULT_GOAL := help
-.PHONY: help plan up train status follow logs ssh run preempt kill relaunch stop down image image-versions test test-clouds test-gpu test-image lint bench-recovery bench-footprint bench-synth bench-startup soak clean
+.PHONY: help plan up train status follow logs ssh run preempt kill relaunch stop down image images image-versions test test-clouds test-gpu test-image lint bench-recovery bench-footprint bench-synth bench-startup soak clean
 
 help: ## print this
 	@echo "spotrun: torchrun for machines that vanish. Targets:"
@@ -93,8 +93,11 @@ test-clouds: $(VENV)/.installed-dev ## run the tests about clouds: stacks, real 
 test-gpu: $(VENV)/.installed-dev ## run the tests that need CUDA; fails on a machine without a GPU
 	@$(VENV)/bin/python -m pytest --gpu $(ARGS)
 
-image: $(READY) ## bake the image for a cluster's cloud, with Packer [PUBLIC=1: on AWS without a NAT gateway; ARGS=packer's options]
-	@$(VENV)/bin/python -m images.build "$$CLUSTER" $(call yes,PUBLIC,public) $(ARGS)
+image: $(READY) ## bake the image for a cluster's cloud, with Packer [PUBLIC=1: on AWS without NAT; PRUNE=n: keep the newest n]
+	@$(VENV)/bin/python -m images.build "$$CLUSTER" $(call yes,PUBLIC,public) $(call flag,PRUNE,prune) $(ARGS)
+
+images: $(READY) ## the images of a cluster's cloud, with age and price [PRUNE=n: keep the newest n, and those in use]
+	@$(VENV)/bin/python -m images.kept "$$CLUSTER" $(call yes,JSON,json) $(call flag,PRUNE,prune)
 
 image-versions: $(VENV)/.installed-dev ## what images are pinned to, and what is newest in the registries in reach
 	@$(VENV)/bin/python -m images.versions $(ARGS)

@@ -1,8 +1,9 @@
 """`make image`: bake the image for a cluster's cloud.
 
-    python -m images.build CLUSTER [--public] [PACKER'S OPTIONS…]
+    python -m images.build CLUSTER [--public] [--prune N] [PACKER'S OPTIONS…]
 
 --public: on AWS, build in the region's default network with a public address, into which nothing is let.
+--prune: afterwards remove all images but the newest N and those that a cluster uses (`images.kept`).
 
 Builds spotrun's wheel of this checkout, then runs Packer. What the image holds is in build/image/image-<cloud>.json
 afterwards, and the image's name on standard output.
@@ -22,6 +23,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
+from images import kept
 from images.lint import SOURCES, packer_version
 from scripts.hint import make
 from spotrun.errors import SpotrunError
@@ -31,7 +33,7 @@ ROOT = Path(__file__).parent.parent
 OUT = ROOT / "build/image"
 PACKER = (1, 9)  # images/plugins.pkr.hcl
 INTERRUPTED = 130  # as a shell has it: 128 and SIGINT
-PUBLIC = "--public"
+PUBLIC, PRUNE = "--public", "--prune"
 NO_SUBNET = (
     "AWS's builder needs a way out. `{public}` builds in the default network with a public address, and opens no port."
     ' Or name a private subnet behind a NAT gateway in images/mine.auto.pkrvars.hcl (aws_subnet = "subnet-…"), or with'
@@ -41,10 +43,14 @@ NO_SUBNET = (
 
 def main(argv: list[str]) -> int:
     if not argv:
-        print(f"usage: python -m images.build CLUSTER [{PUBLIC}] [PACKER'S OPTIONS…]", file=sys.stderr)
+        print(f"usage: python -m images.build CLUSTER [{PUBLIC}] [{PRUNE} N] [PACKER'S OPTIONS…]", file=sys.stderr)
         return 2
     try:
-        print(build(load_cluster(argv[0]), argv[0], argv[1:]))
+        cluster, own, options = load_cluster(argv[0]), *_own(argv[1:])
+        keep = kept.number(own[PRUNE]) if PRUNE in own else None
+        print(build(cluster, argv[0], PUBLIC in own, options), flush=True)
+        if keep is not None:
+            kept.prune(cluster, argv[0], keep, kept.baked(cluster, argv[0]))
     except SpotrunError as error:
         print(f"spotrun: {error}", file=sys.stderr)
         return 2
@@ -54,11 +60,20 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def build(cluster: ClusterSpec, file: str, options: list[str]) -> str:
+def _own(words: list[str]) -> tuple[dict[str, str], list[str]]:
+    """This program's own options, which come first, with their values; and Packer's."""
+    own: dict[str, str] = {}
+    rest = list(words)
+    while rest and rest[0] in (PUBLIC, PRUNE):
+        name = rest.pop(0)
+        own[name] = rest.pop(0) if name == PRUNE and rest else ""
+    return own, rest
+
+
+def build(cluster: ClusterSpec, file: str, public: bool, options: list[str]) -> str:
     """The new image's name. Raises `SpotrunError`; and `KeyboardInterrupt`, once nothing is left running."""
     if cluster.cloud not in SOURCES:
         raise SpotrunError(f"{file}: cloud {cluster.cloud} starts from no image; name a cluster file of gcp or aws")
-    public, options = PUBLIC in options[:1], options[1:] if PUBLIC in options[:1] else options
     if public and cluster.cloud != "aws":
         raise SpotrunError(f"{file}: PUBLIC=1 is for AWS; on Google Cloud the builder goes out through Cloud NAT")
     if cluster.cloud == "aws":

@@ -19,6 +19,7 @@ import inspect
 import json
 import re
 import secrets
+import time
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from google.protobuf.json_format import ParseError
 from spotrun.spec import ClusterSpec, PoolSpec
 from spotrun.spec.names import BUCKET, CLUSTER, HEAD, POOL, ROLE, group
 from tests.fakegceapi import Methods, Refused
-from tests.fakemig import STOCKOUT, Event, Group, Limit, Machine, Times, Vm
+from tests.fakemig import STOCKOUT, Event, Group, Limit, Machine, Times, Vm, stamp
 from tests.serving import DIRECT, Loop, serve
 
 __all__ = ["STOCKOUT", "Event", "FakeGce", "Machine", "Times", "running"]
@@ -42,6 +43,7 @@ _SERVICES = (
     "instance_templates",
     "region_instance_templates",
     "zone_operations",
+    "global_operations",
     "regions",
     "projects",
     "images",
@@ -142,8 +144,18 @@ class FakeGce:
             self._add(found["name"], found["zone"], template, found["target_size"])
 
     def set_images(self, **families: str) -> None:
-        """The project's images and their families, the newest last. At first there is one, of family `spotrun`."""
-        found = [compute_v1.Image(name=name, family=family) for name, family in families.items()]
+        """The project's images and their families, the newest last, a day apart. At first there is one, of family
+        `spotrun`."""
+        first = time.time() - 86400 * len(families)
+        found = [
+            compute_v1.Image(
+                name=name,
+                family=family,
+                creation_timestamp=stamp(first + 86400 * index),
+                archive_size_bytes=6 << 30,
+            )
+            for index, (name, family) in enumerate(families.items())
+        ]
         self._the_loop.do(lambda: setattr(self._methods, "images", found))
 
     def set_offers(self, **zones: set[str]) -> None:
@@ -251,6 +263,7 @@ class FakeGce:
 
         def add() -> None:
             if (zone, name) not in self._methods.groups:
+                self._methods.templates[template.name] = template
                 self._methods.add_group(zone, name, name, template, size)
 
         self._the_loop.do(add)

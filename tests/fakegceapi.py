@@ -195,11 +195,19 @@ class Methods:
 
     _region_instance_templates_get = _instance_templates_get
 
+    def _instance_templates_aggregated_list(self, request: Any) -> compute_v1.InstanceTemplateAggregatedList:
+        items, token = self._page(sorted(self.templates.values(), key=lambda each: str(each.name)), request)
+        scoped = compute_v1.InstanceTemplatesScopedList(instance_templates=items)
+        return compute_v1.InstanceTemplateAggregatedList(items={"regions/us-central1": scoped}, next_page_token=token)
+
     def _zone_operations_get(self, request: Any) -> compute_v1.Operation:
         found = next((each for each in self._operations.values() if each.name == request.operation), None)
         if found is None:
             raise Refused(404, "notFound", f"The resource '{request.operation}' was not found")
         return found
+
+    async def _global_operations_wait(self, request: Any) -> compute_v1.Operation:
+        return await self._zone_operations_wait(request)
 
     async def _zone_operations_wait(self, request: Any) -> compute_v1.Operation:
         found = self._zone_operations_get(request)
@@ -214,6 +222,16 @@ class Methods:
 
     def _images_get(self, request: Any) -> compute_v1.Image:
         return self._image(request.image, lambda image: image.name == request.image)
+
+    def _images_list(self, request: Any) -> compute_v1.ImageList:
+        if request.filter:
+            raise Refused(501, "notImplemented", "a filter of images", strange=True)
+        items, token = self._page(self.images, request)
+        return compute_v1.ImageList(items=items, next_page_token=token)
+
+    def _images_delete(self, request: Any) -> compute_v1.Operation:
+        self.images.remove(self._image(request.image, lambda image: image.name == request.image))
+        return self._operation("")
 
     def _images_get_from_family(self, request: Any) -> compute_v1.Image:
         return self._image(f"family/{request.family}", lambda image: image.family == request.family)

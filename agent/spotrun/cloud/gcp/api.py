@@ -50,6 +50,8 @@ class Clients:
     regions: compute_v1.RegionsClient
     projects: compute_v1.ProjectsClient
     images: compute_v1.ImagesClient
+    image_operations: compute_v1.GlobalOperationsClient
+    templates: compute_v1.InstanceTemplatesClient
     machines: compute_v1.MachineTypesClient
     accelerators: compute_v1.AcceleratorTypesClient
 
@@ -143,6 +145,8 @@ def _connect() -> Clients:
         regions=compute_v1.RegionsClient(**how),
         projects=compute_v1.ProjectsClient(**how),
         images=compute_v1.ImagesClient(**how),
+        image_operations=compute_v1.GlobalOperationsClient(**how),
+        templates=compute_v1.InstanceTemplatesClient(**how),
         machines=compute_v1.MachineTypesClient(**how),
         accelerators=compute_v1.AcceleratorTypesClient(**how),
     )

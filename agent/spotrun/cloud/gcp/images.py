@@ -1,14 +1,24 @@
-"""Whether there is a machine image; asked by the operator before `make up` makes anything, never by a head."""
+"""Machine images: whether one is there, which were baked, what uses them. Asked by the operator, never by a head."""
 
 from __future__ import annotations
 
 import asyncio
 import re
+from collections import defaultdict
+from collections.abc import Callable
+from datetime import datetime
+from typing import TypeVar
 
 from google.cloud import compute_v1
 
+from spotrun.cloud.gcp import errors
 from spotrun.cloud.gcp.api import OPTIONS, Api, Clients
+from spotrun.cloud.image import Image
 from spotrun.errors import GoneError
+
+T = TypeVar("T")
+
+FAMILY = "spotrun"  # images/spotrun.pkr.hcl
 
 _PATH = re.compile(r"projects/([^/]+)/global/images/(family/)?([^/]+)")
 
@@ -18,10 +28,6 @@ def exists(project: str, path: str) -> bool:
 
     project: who asks. Blocking. Raises `CloudError`.
     """
-    return asyncio.run(_exists(project, path))
-
-
-async def _exists(project: str, path: str) -> bool:
     match = _PATH.fullmatch(path)
     assert match is not None, path  # the stacks' own checks
     owner, family, name = match.groups()
@@ -32,11 +38,61 @@ async def _exists(project: str, path: str) -> bool:
             return clients.images.get_from_family(request, **OPTIONS)
         return clients.images.get(compute_v1.GetImageRequest(project=owner, image=name), **OPTIONS)
 
-    api = Api(project)
     try:
-        await api.ask(f"image {path}", call)
+        _ask(project, f"image {path}", call)
     except GoneError:
         return False
-    finally:
-        await api.close()
     return True
+
+
+def baked(project: str) -> list[Image]:
+    """The images of the project that `make image` has made, the newest first. Blocking. Raises `CloudError`."""
+    return _ask(project, "images", lambda clients: _baked(clients, project))
+
+
+def remove(project: str, image: Image) -> None:
+    """Delete an image. Blocking. Raises `CloudError`."""
+
+    def call(clients: Clients) -> compute_v1.Operation:
+        request = compute_v1.DeleteImageRequest(project=project, image=image.id)
+        begun = clients.images.delete_unary(request, **OPTIONS)
+        rest = compute_v1.WaitGlobalOperationRequest(project=project, operation=begun.name)
+        return clients.image_operations.wait(rest, **OPTIONS)  # at the most two minutes, and Google goes on
+
+    what = f"image {image.name}"
+    for error in _ask(project, what, call).error.errors:
+        raise errors.refusal(what, error.code, error.message)
+
+
+def _baked(clients: Clients, project: str) -> list[Image]:
+    users: defaultdict[str, set[str]] = defaultdict(set)
+    scopes = clients.templates.aggregated_list(
+        compute_v1.AggregatedListInstanceTemplatesRequest(project=project), **OPTIONS
+    )
+    for template in (each for _, scope in scopes for each in scope.instance_templates):
+        for disk in template.properties.disks:
+            users[disk.initialize_params.source_image.rpartition("/")[2]].add(template.name)
+    listed = clients.images.list(compute_v1.ListImagesRequest(project=project), **OPTIONS)
+    found = [
+        Image(
+            name=each.name,
+            id=each.name,
+            made=datetime.fromisoformat(each.creation_timestamp).timestamp(),
+            gigabytes=each.archive_size_bytes / 2**30,
+            users=tuple(sorted(users[each.name])),
+        )
+        for each in listed
+        if each.family == FAMILY
+    ]
+    return sorted(found, key=lambda image: image.made, reverse=True)
+
+
+def _ask(project: str, what: str, call: Callable[[Clients], T]) -> T:
+    async def ask() -> T:
+        api = Api(project)
+        try:
+            return await api.ask(what, call)
+        finally:
+            await api.close()
+
+    return asyncio.run(ask())
