@@ -37,6 +37,10 @@ class Late:
     def capturing(self) -> bool:
         return self.graph
 
+    def pin(self, memory: torch.Tensor) -> None: ...
+
+    def unpin(self, memory: torch.Tensor) -> None: ...
+
     def start(self, pairs: Sequence[Pair], beside: Sequence[bool]) -> Copy:
         for (source, target), aside in zip(pairs, beside, strict=True):
             if not aside:
@@ -272,7 +276,7 @@ def test_steps_without_a_guard_are_not_trusted(folder: Path, stage: Late) -> Non
 
 @pytest.mark.gpu
 def test_cuda_a_change_before_the_guard_drops_the_snapshot(tmp_path: Path) -> None:
-    writer = Writer(tmp_path, "job", 1, stage=Staging())
+    writer = Writer(tmp_path, "job", 1, stage=Staging(torch.device("cuda", 0)))
     x = torch.ones(50_000_000, device="cuda")
     take(writer, 1, x, wait=True)
     writer.guard()

@@ -372,7 +372,7 @@ def test_the_interval_keeps_the_stall_under_one_percent(stall: float, step: floa
 
 @pytest.mark.gpu
 def test_cuda_snapshot_is_of_the_step_it_was_taken_at(tmp_path: Path) -> None:
-    writer = Writer(tmp_path, "job", 1, stage=Staging())
+    writer = Writer(tmp_path, "job", 1, stage=Staging(torch.device("cuda", 0)))
     optimized, other = torch.ones(50_000_000, device="cuda"), torch.ones(1000, device="cuda")
     state = {"optimized": optimized, "other": other, "half": torch.ones(4, 3, device="cuda", dtype=torch.bfloat16).t()}
     for step in range(1, 5):

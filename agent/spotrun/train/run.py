@@ -360,6 +360,8 @@ class Run:
         interval = fixed or next_interval(min(self._writer.stalls), self._clock.step_seconds)
         due = self.step % fixed == 0 if fixed else self.step - self._snapped >= interval
         if not (due or forced or self._writer.dropped):
+            if self._control is not None and self._control.base == self.step - 1:
+                self._writer.make_room(self._encode)  # the first step has made the optimizer's state
             return
         # One that is asked for must not be dropped: all of it is copied before training goes on.
         beside = set() if forced or self._guard is None else self._guard.beside()

@@ -36,6 +36,8 @@ PATIENCE = 10.0  # seconds an urgent snapshot waits for a slot that is being upl
 FALL_BACK = 1.0  # seconds after which it takes the slot of the newest snapshot instead
 PINNED = 5.0  # seconds in which the agent must begin to read a slot it asked for
 SMALL = 4096  # bytes of a tensor that is not worth sharing
+EAGER = 64 << 20  # bytes of a slot that is laid out at once; a larger one is laid out beside training if it can be
+_POPULATE = 32 << 20  # bytes in one call that fills a map with pages: Python does nothing else meanwhile
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14; not in the mmap module
 
 
@@ -46,12 +48,16 @@ def next_interval(stall: float, step_seconds: float) -> int:
     return max(1, math.ceil(stall / (STALL_SHARE * max(step_seconds, 1e-6))))
 
 
+Entries = tuple[shards.Entry, ...]
+
+
 @dataclass
 class _Slot:
-    """A mapped slot file; `views` are tensors in the map."""
+    """A mapped slot file; `flat` is the whole map, `views` are tensors in it, laid out as `entries`."""
 
-    head: bytes
+    entries: Entries
     mapped: mmap.mmap
+    flat: torch.Tensor
     views: dict[str, torch.Tensor]
 
 
@@ -107,10 +113,19 @@ class Writer:
         target = 1 - self._newest
         with slots.writing(self._folder, target) as free:
             if free:
-                self._lay_out(target, tensors)
+                self._lay_out(target, _layout(tensors))
+
+    def make_room(self, state: Callable[[Encoder], Any]) -> None:
+        """Do as `prepare`, beside training: the first step has made the optimizer's state."""
+        if self._running is None or self._running.done():
+            self._collect()
+            encoder = Encoder()
+            state(encoder)
+            self._running = self._pool.submit(self.prepare, encoder.tensors)
 
     def take(self, step: int, state: Callable[[Encoder], Any], beside: set[int], wait: bool) -> bool:
-        """Snapshot what `state(encoder)` encodes. False: not now, since the last one is not committed or is being read.
+        """Snapshot what `state(encoder)` encodes. False: not now, since the last one is not committed or is being read,
+        or since the tensors have changed their shapes and a large slot is being laid out for them.
 
         beside: data pointers of tensors that nothing changes before the next `guard`. wait: rather wait for the commit,
         and up to `PATIENCE` for the reader.
@@ -130,7 +145,12 @@ class Writer:
             encoder = Encoder()
             tree = state(encoder)
             laying = time.monotonic()
-            self._lay_out(target, encoder.tensors)
+            entries = _layout(encoder.tensors)
+            if entries and entries[-1].stop > EAGER and not wait and not self._fits(target, entries):
+                self._running = self._pool.submit(self._make_room, held, target, entries)
+                on_error.pop_all()
+                return False
+            self._lay_out(target, entries)
             laid_out = time.monotonic()
             slots.revoke(self._folder, target)
             self._copying = copying = self._copy(encoder.tensors, self._slots[target].views, beside)
@@ -141,7 +161,7 @@ class Writer:
             self.stalls.append((ended - laid_out) + (laying - started))
             if self._control is not None:
                 self._control.stall += ended - started
-            self._running = self._pool.submit(self._commit, held, target, step, tree, encoder.tensors, copying)
+            self._running = self._pool.submit(self._commit, held, target, step, tree, entries, copying)
             on_error.pop_all()
         return True
 
@@ -208,7 +228,7 @@ class Writer:
         target: int,
         step: int,
         tree: Any,
-        tensors: dict[str, torch.Tensor],
+        entries: Entries,
         copying: Copying | None,
     ) -> None:
         with held:
@@ -232,12 +252,12 @@ class Writer:
             if self._control is not None:
                 self._control.committed = step
         other = 1 - target
-        if other in self._slots and self._slots[other].head == self._slots[target].head:
+        if self._fits(other, entries):
             return
         # The other slot gets the same layout now, while training goes on.
         with ExitStack() as lock:
             if not self._pinned(other) and lock.enter_context(slots.writing(self._folder, other)):
-                self._lay_out(other, tensors)
+                self._lay_out(other, entries)
 
     def _drop(self, target: int, step: int, changed: list[str]) -> None:
         """Leave the slot without a record: some tensors in it may be half of this step and half of what came after."""
@@ -264,18 +284,34 @@ class Writer:
             if free:
                 slots.revoke(self._folder, slot)
 
-    def _lay_out(self, slot: int, tensors: dict[str, torch.Tensor]) -> None:
+    def _fits(self, slot: int, entries: Entries) -> bool:
+        """Whether the slot is laid out so."""
+        return slot in self._slots and self._slots[slot].entries == entries
+
+    def _make_room(self, held: ExitStack, target: int, entries: Entries) -> None:
+        with held:
+            self._lay_out(target, entries)
+
+    def _lay_out(self, slot: int, entries: Entries) -> None:
         """Map the slot's file with room for these tensors, unless it is so already. Needs the slot's lock."""
-        entries = shards.layout([(name, DTYPES[t.dtype], tuple(t.shape)) for name, t in tensors.items()])
-        head = shards.header(entries)
-        if slot in self._slots and self._slots[slot].head == head:
+        if self._fits(slot, entries):
             return
+        head = shards.header(entries)
         slots.revoke(self._folder, slot)
-        self._slots.pop(slot, None)
+        old = self._slots.pop(slot, None)
+        if self._stage is not None and old is not None:
+            self._stage.unpin(old.flat)
         path = slots.data_path(self._folder, slot)
         mapped = map_file(path, len(head) + (entries[-1].stop if entries else 0))
         mapped[: len(head)] = head
-        self._slots[slot] = _Slot(head, mapped, _views(mapped, entries, len(head)))
+        flat = torch.frombuffer(mapped, dtype=torch.uint8)
+        if self._stage is not None:
+            self._stage.pin(flat)
+        self._slots[slot] = _Slot(entries, mapped, flat, _views(flat, entries, len(head)))
+
+
+def _layout(tensors: dict[str, torch.Tensor]) -> Entries:
+    return shards.layout([(name, DTYPES[t.dtype], tuple(t.shape)) for name, t in tensors.items()])
 
 
 class Reader:
@@ -288,9 +324,8 @@ class Reader:
             # Private and writable only because torch warns of read-only memory.
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         self._path = path
-        self._views = _views(mapped, entries, begin)
-        self._size = len(mapped)
-        self._begin = torch.frombuffer(mapped, dtype=torch.uint8).data_ptr()
+        self._flat = torch.frombuffer(mapped, dtype=torch.uint8)
+        self._views = _views(self._flat, entries, begin)
 
     def tensor(self, name: str) -> torch.Tensor:
         """A copy of the tensor."""
@@ -303,7 +338,7 @@ class Reader:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor is in the map."""
-        return tensor.device.type == "cpu" and 0 <= tensor.data_ptr() - self._begin < self._size
+        return tensor.device.type == "cpu" and 0 <= tensor.data_ptr() - self._flat.data_ptr() < self._flat.numel()
 
     def _find(self, name: str) -> torch.Tensor:
         if name not in self._views:
@@ -311,8 +346,7 @@ class Reader:
         return self._views[name]
 
 
-def _views(mapped: mmap.mmap, entries: tuple[shards.Entry, ...], begin: int) -> dict[str, torch.Tensor]:
-    flat = torch.frombuffer(mapped, dtype=torch.uint8)
+def _views(flat: torch.Tensor, entries: Entries, begin: int) -> dict[str, torch.Tensor]:
     return {
         entry.name: flat[begin + entry.start : begin + entry.stop].view(TORCH[entry.dtype]).view(entry.shape)
         for entry in entries
@@ -335,5 +369,6 @@ def map_file(path: Path, size: int) -> mmap.mmap:
     finally:
         os.close(handle)
     with suppress(OSError, ValueError):
-        mapped.madvise(_POPULATE_WRITE)
+        for start in range(0, size, _POPULATE):
+            mapped.madvise(_POPULATE_WRITE, start, min(_POPULATE, size - start))
     return mapped

@@ -1,14 +1,17 @@
-"""Copying a CUDA state to the host without holding up training: pinned memory and a side stream."""
+"""Copying a CUDA state into a slot without holding up training: locked memory and a side stream."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 import torch
 
-_ALIGN = 64
+from spotrun.train.pins import Pins
+
+_PORTABLE = 1  # cudaHostRegisterPortable: for all devices of the process
 
 
 class Copy(Protocol):
@@ -29,6 +32,12 @@ class Stage(Protocol):
 
     def capturing(self) -> bool:
         """Whether the current stream is being recorded into a CUDA graph: nothing runs, and nothing may be awaited."""
+
+    def pin(self, memory: torch.Tensor) -> None:
+        """Have the device copy into this mapping by itself; `unpin` before it goes. From any thread."""
+
+    def unpin(self, memory: torch.Tensor) -> None:
+        """Take `pin` back."""
 
     def start(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], beside: Sequence[bool]) -> Copy:
         """Begin to copy (source, target) pairs. beside: not in the current stream's order, but beside what follows."""
@@ -73,19 +82,20 @@ class Copying:
 
 def stage_for(device: torch.device) -> Stage | None:
     """What copies from this device; None for the CPU, whose tensors are copied at once."""
-    return Staging() if device.type == "cuda" else None
+    return Staging(device) if device.type == "cuda" else None
 
 
 class Staging:
-    """Copies tensors device → pinned memory → target: the `Stage` of a CUDA device.
+    """The `Stage` of a CUDA device.
 
     What is copied beside training goes through a side stream; `guard` lets the device (not the host) wait for that.
     All other tensors are copied on the current stream, hence before anything may change them.
     """
 
-    def __init__(self) -> None:
-        self._side: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        self._pinned: torch.Tensor | None = None
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._side: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pins = Pins(self._register, self._unregister)
 
     def takes(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == "cuda"
@@ -93,34 +103,51 @@ class Staging:
     def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
+    def pin(self, memory: torch.Tensor) -> None:
+        with torch.cuda.device(self._device):  # a new thread is on the first device, and would take memory there
+            self._pins.add(memory.data_ptr(), memory.numel())
+
+    def unpin(self, memory: torch.Tensor) -> None:
+        with torch.cuda.device(self._device):
+            self._pins.remove(memory.data_ptr())
+
     def start(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], beside: Sequence[bool]) -> Copy:
         """See `Stage`. One copy at a time."""
-        need = sum(-(-source.nbytes // _ALIGN) * _ALIGN for source, _ in pairs)
-        if self._pinned is None or self._pinned.numel() < need:
-            self._pinned = torch.empty(need, dtype=torch.uint8, pin_memory=True)
         current = torch.cuda.current_stream()
         self._side.wait_stream(current)
-        staged = []
-        at = 0
+        held = []
         for (source, target), aside in zip(pairs, beside, strict=True):
-            view = self._pinned[at : at + source.nbytes].view(source.dtype).view(source.shape)
             with torch.cuda.stream(self._side if aside else current):
-                view.copy_(source, non_blocking=True)
-            staged.append((source, view, target))  # the source is held until it is copied
-            at += -(-source.nbytes // _ALIGN) * _ALIGN
-        return _Staged(staged, self._side.record_event(), current.record_event())
+                held.append(self._copy(source, target))
+        return _Staged(held, self._side.record_event(), current.record_event())
+
+    def _copy(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """Begin to copy; the result must be held until the copy is over."""
+        pieces = self._pins.pieces(target.data_ptr(), target.nbytes)
+        if len(pieces) == 1:
+            target.copy_(source, non_blocking=True)
+            return source
+        plain = source.resolve_conj().resolve_neg().contiguous()
+        data, into = plain.reshape(-1).view(torch.uint8), target.reshape(-1).view(torch.uint8)
+        for piece in pieces:
+            into[piece.start : piece.stop].copy_(data[piece.start : piece.stop], non_blocking=True)
+        return plain
+
+    def _register(self, address: int, size: int) -> int:
+        if code := int(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE)):  # type: ignore[no-untyped-call]
+            with suppress(RuntimeError):
+                torch.zeros(1, device=self._device)  # or the next kernel's launch would raise this error as its own
+        return code
+
+    def _unregister(self, address: int) -> int:
+        return int(torch.cuda.cudart().cudaHostUnregister(address))  # type: ignore[no-untyped-call]
 
 
 class _Staged:
-    """Copies of `Staging` under way."""
+    """Copies of `Staging` under way. held: what is copied from."""
 
-    def __init__(
-        self,
-        staged: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
-        beside: torch.cuda.Event,
-        in_order: torch.cuda.Event,
-    ) -> None:
-        self._staged, self._beside, self._in_order = staged, beside, in_order
+    def __init__(self, held: list[torch.Tensor], beside: torch.cuda.Event, in_order: torch.cuda.Event) -> None:
+        self._held, self._beside, self._in_order = held, beside, in_order
 
     def guard(self) -> None:
         torch.cuda.current_stream().wait_event(self._beside)
@@ -128,5 +155,4 @@ class _Staged:
     def wait(self) -> None:
         self._beside.synchronize()
         self._in_order.synchronize()
-        for _, view, target in self._staged:
-            target.copy_(view)
+        self._held.clear()
