@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from spotrun.train import run as run_module
 from spotrun.train.snapshot import Reader, Writer
 from spotrun.train.staging import Copy, Staging
 from spotrun.train.state import decode
+from tests.helpers import SLOW
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -29,6 +31,7 @@ class Late:
     def __init__(self) -> None:
         self.graph = False  # a CUDA graph is being recorded
         self.beside: list[int] = []  # bytes that each snapshot had copied beside training
+        self.seconds: float | None = 0.0  # for which each copy holds up the device
         self.arrive: Callable[[], None] = lambda: None
 
     def takes(self, tensor: torch.Tensor) -> bool:
@@ -47,14 +50,14 @@ class Late:
                 target.copy_(source)
         late = [pair for pair, aside in zip(pairs, beside, strict=True) if aside]
         self.beside.append(sum(source.nbytes for source, _ in late))
-        copy = LateCopy(late)
+        copy = LateCopy(late, self)
         self.arrive = copy.guard
         return copy
 
 
 class LateCopy:
-    def __init__(self, pairs: Sequence[Pair]) -> None:
-        self._pairs = pairs
+    def __init__(self, pairs: Sequence[Pair], stage: Late) -> None:
+        self._pairs, self._stage = pairs, stage
         self._done = threading.Event()
         if not pairs:
             self._done.set()
@@ -66,7 +69,10 @@ class LateCopy:
             self._done.set()
 
     def wait(self) -> None:
-        assert self._done.wait(60)
+        assert self._done.wait(60 * SLOW)
+
+    def seconds(self) -> float | None:
+        return self._stage.seconds
 
 
 def read(folder: Path) -> tuple[int, Any]:
@@ -131,6 +137,31 @@ def test_a_tensor_without_versions_is_copied_first(tmp_path: Path) -> None:
     assert stage.beside == [0]
 
 
+def test_what_the_device_waits_counts_as_stall(tmp_path: Path) -> None:
+    stage = Late()
+    stage.seconds = None
+    control = Control(tmp_path / "control", create=True)
+    x, writer = torch.ones(4), Writer(tmp_path / "slots", "job", 1, control, stage)
+    assert writer.stall() == 0
+    take(writer, 1, x)
+    writer.guard()
+    on_host = control.stall
+    assert writer.stall() is None  # the device has not come to the guard
+    stage.seconds = 100.0
+    for _ in range(2):
+        assert (writer.stall() or 0) > 100
+        assert control.stall == pytest.approx(on_host + 100)
+    take(writer, 2, x, wait=True)
+    writer.guard()
+    stage.seconds = 50.0
+    writer.settle()
+    take(writer, 3, x)
+    writer.guard()
+    found = writer.stall()
+    assert found is not None
+    assert 50 < found < 100  # the least of the last ones
+
+
 # One worker, in this process.
 
 
@@ -153,7 +184,7 @@ class Job:
 
     def keep(self) -> None:
         """Call at the end of a step's body."""
-        self.truth[self.run.step + 1] = self.model.module.weight.detach().clone()
+        self.truth[self.run.step + 1] = self.model.module.weight.detach().cpu().clone()
 
     def look(self, folder: Path) -> int:
         """The newest snapshot's step; its weight is that step's."""
@@ -177,6 +208,22 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     context = Context("job", 1, "n", str(tmp_path / "control"), str(tmp_path / "slots"), "", 1)
     monkeypatch.setenv(Context.VARIABLE, context.to_env())
     return tmp_path / "slots"
+
+
+def test_what_the_device_waits_makes_snapshots_rarer(
+    folder: Path, stage: Late, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copies hold up the device for as long as a thousand steps take, and the host does not notice."""
+    context = Context.from_env()
+    assert context is not None
+    monkeypatch.setenv(Context.VARIABLE, dataclasses.replace(context, snapshot_interval=0).to_env())
+    stage.seconds = 1000.0
+    job = Job()
+    for x in job.run.steps(job.loader):
+        job.step(x)
+        job.keep()
+    assert job.look(folder) == 1
+    assert 1000 < Control(Path(context.control)).stall < 2000  # what the agent reports
 
 
 def swap(job: Job) -> None:
@@ -291,6 +338,21 @@ def test_cuda_a_change_before_the_guard_drops_the_snapshot(tmp_path: Path) -> No
     step, state = read(tmp_path)
     assert step == 3
     assert (state["x"] == -1).all()
+
+
+@pytest.mark.gpu
+def test_cuda_the_wait_at_the_guard_is_measured(tmp_path: Path) -> None:
+    writer = Writer(tmp_path, "job", 1, stage=Staging(torch.device("cuda", 0)))
+    x = torch.ones(250_000_000, device="cuda")
+    for step in (1, 2):  # the first one pays for the layout
+        take(writer, step, x, wait=True)
+        writer.guard()  # at once: the current stream waits for all of the copy
+        x.add_(1)
+        writer.settle()
+    torch.cuda.synchronize()
+    found = writer.stall()
+    assert found is not None
+    assert found > x.nbytes / 500e9  # no link to a host is that fast
 
 
 @pytest.mark.gpu

@@ -356,10 +356,12 @@ class Run:
             return
         if self._guard is not None:
             self._guard.end_step()
-        fixed = self._context.snapshot_interval
-        interval = fixed or next_interval(min(self._writer.stalls), self._clock.step_seconds)
-        due = self.step % fixed == 0 if fixed else self.step - self._snapped >= interval
-        if not (due or forced or self._writer.dropped):
+        fixed, stall = self._context.snapshot_interval, self._writer.stall()
+        if fixed:
+            due = self.step % fixed == 0
+        else:  # what the last one costs may not be known yet: the host can be steps ahead of a GPU
+            due = stall is not None and self.step - self._snapped >= next_interval(stall, self._clock.step_seconds)
+        if not (due or forced or (self._writer.dropped and stall is not None)):
             if self._control is not None and self._control.base == self.step - 1:
                 self._writer.make_room(self._encode)  # the first step has made the optimizer's state
             return

@@ -61,6 +61,14 @@ class _Slot:
     views: dict[str, torch.Tensor]
 
 
+@dataclass
+class _Stall:
+    """What a snapshot cost training. copying: what may hold up the device; None once that is in `seconds`."""
+
+    seconds: float
+    copying: Copying | None
+
+
 class Writer:
     """Writes this node's snapshots; one per node (the state is the same on all its ranks).
 
@@ -92,9 +100,23 @@ class Writer:
         self._copying: Copying | None = None  # until its guard
         self._torn: frozenset[str] = frozenset()  # tensors that were seen to change too early: never again beside
         self.dropped = False  # the last snapshot was torn, and no other was taken since
-        # Seconds the last snapshots held up training, without layouts. Several: a process may have been stopped in one.
-        self.stalls: deque[float] = deque([0.0], maxlen=3)
+        self._stalls: deque[_Stall] = deque(maxlen=3)
         self.newest_step = NONE
+
+    def stall(self) -> float | None:
+        """Seconds for which a snapshot holds up training, without layouts. None: those of the last are not known yet.
+
+        The least of the last few: the process may have been stopped in one.
+        """
+        for each in self._stalls:
+            if each.copying is not None and (seconds := each.copying.seconds()) is not None:
+                each.seconds += seconds
+                each.copying = None
+                if self._control is not None:
+                    self._control.stall += seconds
+        if self._stalls and self._stalls[-1].copying is not None:
+            return None
+        return min((each.seconds for each in self._stalls if each.copying is None), default=0.0)
 
     def guard(self) -> None:
         """Call before anything changes tensors copied beside training: the device waits for a copy still under way."""
@@ -158,7 +180,7 @@ class Writer:
             if copying is None and self._control is not None:
                 self._control.copied = step
             ended = time.monotonic()
-            self.stalls.append((ended - laid_out) + (laying - started))
+            self._stalls.append(_Stall((ended - laid_out) + (laying - started), copying))
             if self._control is not None:
                 self._control.stall += ended - started
             self._running = self._pool.submit(self._commit, held, target, step, tree, entries, copying)

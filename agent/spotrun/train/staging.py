@@ -23,6 +23,9 @@ class Copy(Protocol):
     def wait(self) -> None:
         """Wait on the host, in any thread, until the targets are filled."""
 
+    def seconds(self) -> float | None:
+        """How long they hold up what the current stream is given, measured by the device. None: not known yet."""
+
 
 class Stage(Protocol):
     """Copies tensors of a device to the host."""
@@ -66,6 +69,11 @@ class Copying:
         with self._lock:
             if self._changed is None:
                 self._changed = [name for name, _, _ in self._versions]
+                self._versions.clear()
+
+    def seconds(self) -> float | None:
+        """See `Copy`."""
+        return self._copy.seconds()
 
     def land(self) -> list[str]:
         """Wait for the copies: names of the tensors that changed before they were safe. None of them: all is whole."""
@@ -115,11 +123,13 @@ class Staging:
         """See `Stage`. One copy at a time."""
         current = torch.cuda.current_stream()
         self._side.wait_stream(current)
+        began = _now()
         held = []
         for (source, target), aside in zip(pairs, beside, strict=True):
             with torch.cuda.stream(self._side if aside else current):
                 held.append(self._copy(source, target))
-        return _Staged(held, self._side.record_event(), current.record_event())
+        last = self._side.record_event(_event()) if any(beside) else None
+        return _Staged(held, last, (began, _now()))
 
     def _copy(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """Begin to copy; the result must be held until the copy is over."""
@@ -144,15 +154,47 @@ class Staging:
 
 
 class _Staged:
-    """Copies of `Staging` under way. held: what is copied from."""
+    """Copies of `Staging` under way.
 
-    def __init__(self, held: list[torch.Tensor], beside: torch.cuda.Event, in_order: torch.cuda.Event) -> None:
-        self._held, self._beside, self._in_order = held, beside, in_order
+    held: what is copied from. beside: when the copies beside training are over; None if there are none. in_order:
+    begin and end of the copies on the current stream.
+    """
+
+    def __init__(
+        self, held: list[torch.Tensor], beside: torch.cuda.Event | None, in_order: tuple[torch.cuda.Event, ...]
+    ) -> None:
+        self._held, self._beside = held, beside
+        self._spans = [in_order]  # in which the current stream did nothing else
 
     def guard(self) -> None:
-        torch.cuda.current_stream().wait_event(self._beside)
+        if self._beside is not None:
+            began = _now()
+            torch.cuda.current_stream().wait_event(self._beside)
+            self._spans.append((began, _now()))
 
     def wait(self) -> None:
-        self._beside.synchronize()
-        self._in_order.synchronize()
+        for event in (self._beside, self._spans[0][1]):
+            if event is not None:
+                event.synchronize()
         self._held.clear()
+
+    def seconds(self) -> float | None:
+        ends = [end for _, end in self._spans]
+        if self._beside is not None and len(ends) == 1:
+            ends.append(self._beside)  # over before a guard: nothing waits for them any more
+        if not all(end.query() for end in ends):  # type: ignore[no-untyped-call]
+            return None
+        return sum(float(begin.elapsed_time(end)) for begin, end in self._spans) / 1e3
+
+
+def _event() -> torch.cuda.Event:
+    """One that measures time, and for which the host waits asleep."""
+    event: torch.cuda.Event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+    return event
+
+
+def _now() -> torch.cuda.Event:
+    """The moment when the current stream comes to here."""
+    event = _event()
+    event.record(torch.cuda.current_stream())
+    return event
