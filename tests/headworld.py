@@ -26,13 +26,14 @@ JOB = {"name": "toy", "script": "train.py", "nodes": {"min": 2, "max": 2}}
 
 class MemoryCloud:
     """Two pools; a resize is carried out at once, a recreate never is. refuse: pools that cannot be resized. out:
-    pools whose zone does not answer: why. made: when machines were, of those that were made anew."""
+    pools whose zone does not answer: why. made, ends: when machines were made anew, and when they end."""
 
     def __init__(self) -> None:
         self.size = {"p": 0, "q": 0}
         self.refuse: set[str] = set()
         self.out: dict[str, str] = {}
         self.made: dict[str, float] = {}
+        self.ends: dict[str, float] = {}
         self.room: dict[str, int] = {}  # machines that a pool can have at the most, whatever its size
         self.silent: set[str] = set()  # what cannot be asked: prices, problems
         self.price: dict[str, float] = {"p": 1.0, "q": 2.0}
@@ -44,7 +45,10 @@ class MemoryCloud:
     async def nodes(self) -> list[Instance]:
         there = {pool: min(size, self.room.get(pool, size)) for pool, size in self.size.items()}
         names = [(pool, f"{pool}-{i}") for pool, size in there.items() for i in range(size)]
-        found = [Instance(n, pool, "z", "127.0.0.1", "running", "spot", self.made.get(n, 1.0), n) for pool, n in names]
+        found = [
+            Instance(n, p, "z", "127.0.0.1", "running", "spot", self.made.get(n, 1.0), n, self.ends.get(n, 0.0))
+            for p, n in names
+        ]
         return self.told([each for each in found if each.pool not in self.out])
 
     async def sizes(self) -> dict[str, int]:

@@ -44,6 +44,26 @@ def test_a_machine_as_google_writes_it() -> None:
 
 
 @pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, 0.0),
+        ({"scheduling": {"max_run_duration": {"seconds": 86400}}}, 1795248001.5 + 86400),
+        (
+            {
+                "scheduling": {"max_run_duration": {"seconds": 86400}},
+                "resource_status": {"scheduling": {"termination_timestamp": "2026-11-22T00:01:01.500-08:00"}},
+            },
+            1795248001.5 + 86460,
+        ),
+    ],
+    ids=["never", "before it runs", "as Google says once it runs"],
+)
+def test_when_google_ends_a_machine(values: dict[str, Any], expected: float) -> None:
+    found = compute_v1.Instance(creation_timestamp="2026-11-21T00:00:01.500-08:00", **values)
+    assert machines.instance(found).ends == expected
+
+
+@pytest.mark.parametrize(
     ("found", "there", "unborn", "replaceable"),
     [
         ({"instance_status": "RUNNING", "current_action": "NONE"}, True, False, True),

@@ -123,6 +123,25 @@ async def test_group_grows_shrinks_and_recreates(cluster: Cluster) -> None:
     await cluster.running("a-0", "a-1", "b-0")
 
 
+async def test_a_pool_ends_its_machines_after_a_while(cluster: Cluster) -> None:
+    """As Google does with max_run_duration: it says when, ends them then, and makes others."""
+    cloud = await cluster.up(pools=[{"name": "a", "zone": "local-a", "max": 4, "max_run_duration": 2}])
+    await cloud.resize("a", 1)
+    seen: dict[str, Instance] = {}
+
+    async def another() -> bool:
+        seen.update({node.id: node for node in await cloud.nodes() if node.pool == "a"})
+        return len(seen) >= 2
+
+    await await_for(another, what="the successor of a machine whose time is up")
+    first, second = sorted(seen.values(), key=lambda node: node.created)[:2]
+    assert first.name == second.name == "a-0"
+    assert first.ends == pytest.approx(first.created + 2)
+    assert second.created >= first.ends
+    head = next(node for node in await cloud.nodes() if node.pool == "head")
+    assert head.ends == 0.0
+
+
 async def test_a_machine_that_dies_by_itself_is_replaced(cluster: Cluster) -> None:
     cloud = await cluster.up()
     await cloud.resize("a", 1)

@@ -184,7 +184,7 @@ CLUSTER_MISTAKES = {
     ),
     "longest run on another cloud": (
         AWS.replace("g5.2xlarge}", "g5.2xlarge, max_run_duration: 1h}"),
-        [":5: pools[0].max_run_duration: '1h': is only for cloud gcp, this is aws"],
+        [":5: pools[0].max_run_duration: '1h': is only for clouds gcp and local, this is aws"],
     ),
     "a notice on another cloud": (
         AWS.replace("g5.2xlarge}", "g5.2xlarge, notice: 120s}"),

@@ -20,7 +20,7 @@ class Instance:
     """One machine as the cloud lists it.
 
     name: stable within its pool; a machine that was recreated has it again. id: unique to each incarnation.
-    created: epoch seconds.
+    created: epoch seconds. ends: when the cloud will end it by itself, as it was told to; 0: never.
     """
 
     name: str
@@ -31,6 +31,7 @@ class Instance:
     market: Market
     created: float
     id: str
+    ends: float = 0.0
 
 
 @dataclass(frozen=True)

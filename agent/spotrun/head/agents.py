@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from spotrun.head import ends
 from spotrun.head.fleet import Fleet
 from spotrun.head.health import Machine, Node
 from spotrun.head.orders import order_for
@@ -135,13 +136,15 @@ class Agents:
 
     def machines(self, fleet: Fleet) -> tuple[Machine, ...]:
         """All that the cloud lists, with what was heard of them."""
-        kinds = {pool.name: pool.machine for pool in fleet.cluster.pools}
+        pools = {pool.name: pool for pool in fleet.cluster.pools}
+        retires = ends.planned(fleet.instances or (), pools)
         found = []
         for each in fleet.instances or ():
             seen = self.seen.get(each.name)
             answered = seen.answered if seen else 0.0
             state = "unknown" if each.pool in fleet.away else each.state
-            found.append(Machine(each.name, each.pool, state, each.created, answered, kinds[each.pool] or ""))
+            kind, retirement = pools[each.pool].machine or "", retires.get(each.name, 0.0)
+            found.append(Machine(each.name, each.pool, state, each.created, answered, kind, each.ends, retirement))
         return tuple(found)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from spotrun.cloud.base import Cloud
 from spotrun.errors import ConflictError, SpotrunError, StoreError, UnreadableError
-from spotrun.head import absent, demand, idle, intake, lease, ledger, parking, repair, silence
+from spotrun.head import absent, demand, ends, idle, intake, lease, ledger, parking, repair, silence
 from spotrun.head.agents import Agents, Send
 from spotrun.head.errands import Errands
 from spotrun.head.fleet import Fleet
@@ -289,7 +289,7 @@ class Head:
         assert self.job is not None
         members = self.job.current.members if self.job.current else ()
         unseen = {member.node: self.job.ordered_at for member in members if member.node not in self.agents.seen}
-        return View(
+        view = View(
             now=now,
             job=self.job,
             nodes=self.agents.nodes(self.fleet),
@@ -303,6 +303,7 @@ class Head:
             replaced=self.errands.replaced,
             signs=self.signs.found,
         )
+        return ends.mark(view)
 
     def _wanted(self, action: Recreate) -> bool:
         return self.job is not None and wanted(self._view(time.time()), action)

@@ -26,6 +26,7 @@ class Node:
 
     heard: time of its newest report. cloud: its machine's state there, if known. since: since when this head has heard
     it say the phase that it is in; of an unfit one, also by its agents before, if they were only checking in between.
+    due: when its machine ends, epoch seconds, if it retires now (`ends.mark`); 0: it does not.
     """
 
     report: Report
@@ -33,6 +34,7 @@ class Node:
     heard: float
     cloud: str | None = None
     since: float = 0.0
+    due: float = 0.0
 
     @property
     def name(self) -> str:
@@ -40,8 +42,8 @@ class Node:
 
     @property
     def noticed(self) -> bool:
-        """Whether it will be taken. A rebalance recommendation alone is not that word."""
-        return self.report.notice is not None and self.report.notice.kind != "rebalance"
+        """Whether it will be taken, or retires. A rebalance recommendation alone is not that word."""
+        return self.due > 0 or (self.report.notice is not None and self.report.notice.kind != "rebalance")
 
     @property
     def gone(self) -> bool:
@@ -63,7 +65,8 @@ class Machine:
 
     state: as in `Instance`; `unknown` of one that was listed until its zone ceased to answer.
     answered: when its agent, or a predecessor's of the same name, was last heard to say more than that it is checking.
-    kind: the machine type.
+    kind: the machine type. ends: as in `Instance`. retires: when it is drained and replaced because of that
+    (`ends.planned`); 0: never.
     """
 
     name: str
@@ -72,6 +75,8 @@ class Machine:
     created: float
     answered: float = 0.0
     kind: str = ""
+    ends: float = 0.0
+    retires: float = 0.0
 
     @property
     def joined(self) -> bool:

@@ -7,7 +7,7 @@ comes to the same decisions as the one before it.
 
 from __future__ import annotations
 
-from spotrun.head import absent, health, idle, repair, saving, silence, stake
+from spotrun.head import absent, ends, health, idle, repair, saving, silence, stake
 from spotrun.head.health import Node, View
 from spotrun.head.saving import DRAIN_AHEAD, SAVE_PATIENCE
 from spotrun.head.state import (
@@ -161,13 +161,15 @@ def _drain_on(view: View, spec: JobSpec, here: list[Node], size: int) -> tuple[A
 
 
 def _change(view: View, spec: JobSpec, here: list[Node]) -> tuple[Action, ...]:
-    """Reasons to end a healthy generation: a notice, the operator's stop, more nodes."""
+    """Reasons to end a healthy generation: a notice, a known end, the operator's stop, more nodes."""
     job = view.job
     noticed = [node for node in here if node.noticed]
     stepping = job.progress.step >= 0 and job.progress.step > job.progress.base
     if noticed:
-        cause = Cause(kind="preempt", node=", ".join(n.name for n in noticed))
-        deadline = min(n.report.notice.deadline for n in noticed if n.report.notice) - MARGIN_BEFORE_DEADLINE
+        told = [n.report.notice.deadline for n in noticed if n.report.notice and not n.due]
+        known = [min(n.due, view.now + DRAIN_PATIENCE) for n in noticed if n.due]
+        cause = Cause(kind="preempt" if told else "end", node=", ".join(n.name for n in noticed))
+        deadline = min(told + known) - MARGIN_BEFORE_DEADLINE
     elif job.stopping:
         cause, deadline = Cause(kind="stop"), view.now + DRAIN_PATIENCE
     elif _worth_growing(view, spec):
@@ -282,7 +284,7 @@ def _dead(view: View, spec: JobSpec) -> tuple[Recreate, ...]:
 
     waited = [n for n in dead if view.now - max(n.heard, view.awake_since) > patience(n)]
     found = tuple(Recreate(n.name, n.report.pool, created=created.get(n.name, 0.0)) for n in waited)
-    return (*found, *absent.unheard(view, spec))
+    return (*found, *absent.unheard(view, spec), *ends.spent(view))
 
 
 def _reason(job: JobState) -> str:

@@ -102,6 +102,7 @@ def asked(replaced: Sequence[Replacement], action: Recreate, now: float) -> tupl
         why=action.why,
         created=action.created,
         tries=before.tries + 1 if before else 1,
+        planned=action.planned,
     )
     return (*kept, made)
 
@@ -234,7 +235,7 @@ def _alone_holds_the_state(view: View, node: Node) -> bool:
 
 def _counted(replaced: Sequence[Replacement], now: float) -> list[Replacement]:
     """Those that count against the limit, the oldest first."""
-    return [each for each in replaced if each.why and not each.refused and now - each.at < WINDOW]
+    return [each for each in replaced if each.why and not (each.refused or each.planned) and now - each.at < WINDOW]
 
 
 def _same(record: Replacement, action: Recreate) -> bool:

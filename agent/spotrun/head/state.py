@@ -18,7 +18,10 @@ ENDED = ("succeeded", "failed", "stopped")
 
 
 class Cause(Document):
-    """Why a generation ended. kind: preempt (with notice), kill, silent (frozen or cut off), crash, hang, grow…"""
+    """Why a generation ended. kind: preempt (with notice), kill, silent (frozen or cut off), crash, hang, grow, end…
+
+    end: the end of a machine was known, and the machine retired before it.
+    """
 
     kind: str
     node: str = ""
@@ -81,7 +84,7 @@ class Replacement(Document):
 
     created: the machine's own time, which tells it from its successor of the same name. why: what was wrong with one
     that never served; "": it had served, and was lost. at: when the cloud was last asked. refused: what it said instead
-    of doing so.
+    of doing so. planned: the machine was well and its end was known; that does not count against the limit.
     """
 
     node: str
@@ -91,6 +94,7 @@ class Replacement(Document):
     created: float = 0.0
     tries: int = 1
     refused: str = ""
+    planned: bool = False
 
 
 class Progress(Document):
@@ -257,6 +261,7 @@ class Recreate:
     pool: str = ""
     why: str = ""
     created: float = 0.0
+    planned: bool = False
 
 
 Action = Start | Hold | Drain | Save | Unsave | Fail | Dump | Stop | Conclude | Resume | Finish | Rest | Recreate

@@ -114,7 +114,7 @@ def _nodes(view: View | None, instances: Sequence[Instance]) -> list[dict[str, A
                 "address": instance.address,
                 "state": instance.state,
                 "phase": "silent" if report and instance.name in silent else report.phase if report else None,
-                "notice": report.notice.deadline if report and report.notice else None,
+                "notice": report.notice.deadline if report and report.notice else (node and node.due) or None,
                 "step": max((w.step for w in report.workers), default=None) if report else None,
             }
         )

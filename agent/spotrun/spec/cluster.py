@@ -80,7 +80,8 @@ class AcceleratorSpec(Spec):
 class PoolSpec(Spec):
     """A group of equal machines. The head sets how many there are, from 0 to `max`.
 
-    max_run_duration: seconds after which Google ends a machine (https://cloud.google.com/compute/docs/instances/limit-vm-runtime).
+    max_run_duration: seconds after which the cloud ends a machine; machines are drained and replaced before that, one
+    after the other (https://cloud.google.com/compute/docs/instances/limit-vm-runtime).
     notice: seconds between Google's word that a spot machine is preempted and its power button; by default they come
     together, 30 s before the end (https://cloud.google.com/compute/docs/instances/spot#preemption-process).
     """
@@ -295,9 +296,11 @@ def _pool_conflicts(spec: ClusterSpec, pool: PoolSpec, place: Place) -> Iterator
         yield from _machine_conflict(cloud, pool.machine, (*place, "machine"))
     if pool.name == "head":
         yield (*place, "name"), "is the head's own name; choose another"
-    for key in ("accelerator", "max_run_duration", "notice"):
+    for key in ("accelerator", "notice"):
         if getattr(pool, key) is not None and cloud != "gcp":
             yield (*place, key), f"is only for cloud gcp, this is {cloud}"
+    if pool.max_run_duration is not None and cloud == "aws":
+        yield (*place, "max_run_duration"), "is only for clouds gcp and local, this is aws"
     if cloud == "gcp" and pool.notice is not None:
         yield from _notice_conflict(pool, place)
     if cloud == "gcp" and pool.accelerator and not pool.machine.startswith("n1-"):

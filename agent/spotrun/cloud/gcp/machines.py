@@ -76,6 +76,7 @@ def instance(found: compute_v1.Instance) -> Instance:
         market="spot" if spot else "on-demand",
         created=_epoch(found.creation_timestamp),
         id=str(found.id),
+        ends=_end(found),
     )
 
 
@@ -129,6 +130,13 @@ def _describe(pool: PoolSpec, kind: Kind, code: str, message: str, missing: int,
     # Google names one machine first, and the problem is not its own.
     told = one_line(message).rpartition("creation failed: ")[2]
     return f"{missing} missing: {code}: {told}"
+
+
+def _end(found: compute_v1.Instance) -> float:
+    """When Google ends the machine because of `max_run_duration`; 0: never. It knows once the machine runs."""
+    known = _epoch(found.resource_status.scheduling.termination_timestamp)
+    seconds = found.scheduling.max_run_duration.seconds
+    return known or (_epoch(found.creation_timestamp) + seconds if seconds else 0.0)
 
 
 def _epoch(text: str) -> float:

@@ -216,7 +216,7 @@ def _config(cluster: ClusterSpec, layout: Layout, role_command: Sequence[str] | 
         region=cluster.region,
         bucket=cluster.bucket or layout.bucket.as_uri(),
         head=head,
-        pools=tuple(Pool(p.name, p.zone, p.machine, p.market, p.max) for p in cluster.pools),
+        pools=tuple(Pool(p.name, p.zone, p.machine, p.market, p.max, p.max_run_duration or 0.0) for p in cluster.pools),
         metadata=cluster.local.metadata,
         boot_delay=cluster.local.boot_delay,
         recreate_delay=cluster.local.recreate_delay,

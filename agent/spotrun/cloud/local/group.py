@@ -15,13 +15,14 @@ class Machine:
     """A machine that is there, or was.
 
     due: epoch seconds. Of a stopping one: when it is taken (infinity: that is under way). Of a terminated one: when
-    it may be created again.
+    it may be created again. ends: epoch seconds when its pool's `max_run_duration` ends it.
     """
 
     pool: str
     index: int
     state: State
     due: float = math.inf
+    ends: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -61,10 +62,10 @@ def plan(view: View) -> Plan:
                 forget.append(name)
         elif machine.state == "stopping" and machine.due == math.inf:
             continue
-        elif not wanted or (machine.state == "stopping" and machine.due <= view.now):
+        elif not wanted or (machine.state == "stopping" and machine.due <= view.now) or machine.ends <= view.now:
             destroy.append(name)
-        elif machine.state == "stopping":
-            dues.append(machine.due)
+        else:
+            dues.append(min(machine.ends, machine.due if machine.state == "stopping" else math.inf))
     used: dict[str, int] = {}
     for machine in view.machines.values():
         if machine.state != "terminated" and machine.pool != HEAD and machine.pool in view.pools:

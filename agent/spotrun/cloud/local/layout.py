@@ -33,13 +33,14 @@ _PROXIES = ("http_proxy", "https_proxy", "no_proxy", "all_proxy")
 
 @dataclass(frozen=True)
 class Pool:
-    """A pool as the daemon needs it."""
+    """A pool as the daemon needs it. max_run_duration: seconds after which a machine is ended; 0: never."""
 
     name: str
     zone: str
     machine: str
     market: Market
     max: int
+    max_run_duration: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,12 @@ class Config:
         return self.cluster, self.region, self.bucket, self.metadata
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """A key that is not used is left out: the daemon that reads this may be of an older version."""
+        values = asdict(self)
+        for pool in (values["head"], *values["pools"]):
+            if not pool["max_run_duration"]:
+                del pool["max_run_duration"]
+        return values
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Config:

@@ -61,8 +61,9 @@ class Node:
     cut: asyncio.Task[None] | None = None
 
     def instance(self) -> Instance:
-        pool = self.pool
-        return Instance(self.name, pool.name, pool.zone, self.address, self.state, pool.market, self.created, self.id)
+        pool, ends = self.pool, self.created + self.pool.max_run_duration if self.pool.max_run_duration else 0.0
+        where = (pool.name, pool.zone, self.address)
+        return Instance(self.name, *where, self.state, pool.market, self.created, self.id, ends)
 
 
 class Group:
@@ -217,7 +218,10 @@ class Group:
 
     def _reconcile(self) -> float:
         pools = {pool.name: pool for pool in (self.config.head, *self.config.pools)}
-        machines = {n.name: group.Machine(n.pool.name, n.index, n.state, n.due) for n in self.nodes.values()}
+        machines = {
+            n.name: group.Machine(n.pool.name, n.index, n.state, n.due, n.instance().ends or math.inf)
+            for n in self.nodes.values()
+        }
         view = group.View(time.time(), pools, self._wanted, machines, self.config.capacity, frozenset(self.dry))
         plan = group.plan(view)
         for name in plan.forget:
@@ -252,6 +256,7 @@ class Group:
         node = Node(name, index, pool, address, identity, now, metadata.Subject(facts))
         self.nodes[name] = node
         node.life = asyncio.create_task(self._live(node))
+        self._wake.set()  # to look again when its time is up
 
     def _end(self, node: Node) -> None:
         """Take a machine at once; returns before it is gone."""
