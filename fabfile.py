@@ -230,7 +230,7 @@ def _train(cluster: str, job: str, wanted: str, json: bool) -> int:
 def _follow(access: remote.Access, cluster: str, job: str | None, plan: list[faults.Fault], json: bool) -> int:
     try:
         with display.opened(json) as view:
-            last = jobs.follow(access, job, view, plan)
+            last = jobs.follow(access, job, view, plan, functools.partial(_access, cluster))
     except KeyboardInterrupt:
         console.warn(f"\ndetached; the job goes on. Follow it again with: {_hint(cluster, job)}")
         return 130

@@ -121,7 +121,8 @@ def _check_exit(channel: paramiko.Channel, verb: str, file: str) -> None:
     if code == 0:
         return
     said = b"".join(iter(lambda: channel.recv_stderr(65536), b"")).decode(errors="replace").strip()
-    text = said.removeprefix("spotrun: ") or f"spotrun ctl {verb} ended with status {code}"
+    ended = f"spotrun ctl {verb} ended with status {code}" if code >= 0 else "the connection to the head broke"
+    text = said.removeprefix("spotrun: ") or ended
     if code == 127:
         raise Unreachable(f"the head has no `spotrun` command: {text}")
     if code == 2 and not text.startswith(("no head runs", NO_ANSWER)):

@@ -36,11 +36,18 @@ def submit(access: Access, cluster: ClusterSpec, path: str, say: Callable[[str],
     return str(answer["job"])
 
 
-def follow(access: Access, job: str | None, display: Display, plan: list[Fault] | None = None) -> Status:
+def follow(
+    access: Access,
+    job: str | None,
+    display: Display,
+    plan: list[Fault] | None = None,
+    look: Callable[[], object] = lambda: None,
+) -> Status:
     """Show a job until it ends, taking machines away as planned; its last state.
 
     The head may be gone for a while meanwhile: it is recreated, and training goes on without it.
-    Raises `Unreachable` if it stays away, or the bucket, which says where it is.
+    Raises `Unreachable` if it stays away, or the bucket, which says where it is. look: raises `Unreachable` if the
+    cluster has been taken down: then there is nothing to wait for.
     """
     todo, hit = list(plan or []), 0
     last: Status | None = None
@@ -59,6 +66,7 @@ def follow(access: Access, job: str | None, display: Display, plan: list[Fault] 
                         todo, hit = todo[1:], last["generation"]
                         _take(head, fault, status, display)
         except (Unreachable, StoreError) as error:
+            _refuse_down(look)
             if gone_since is None:
                 display.say(f"the head is away ({error}); training goes on, trying again")
             gone_since = gone_since or time.monotonic()
@@ -67,6 +75,15 @@ def follow(access: Access, job: str | None, display: Display, plan: list[Fault] 
         if last is not None and last["phase"] in ENDED:
             return last
         time.sleep(_PAUSE)
+
+
+def _refuse_down(look: Callable[[], object]) -> None:
+    try:
+        look()
+    except Unreachable:
+        raise
+    except SpotrunError:  # it is not known
+        return
 
 
 def _take(head: control.Head, fault: Fault, status: Status, display: Display) -> None:

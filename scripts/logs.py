@@ -14,7 +14,7 @@ from scripts import control
 from scripts.hint import make
 from scripts.ssh import Access
 from spotrun.errors import SpotrunError
-from spotrun.store import Store
+from spotrun.store import Store, job_key
 
 RANGE = 4 << 20  # bytes of a log that are read at once
 LAST = 5  # lines of rank 0's log that are shown at the end of a followed job
@@ -45,6 +45,8 @@ def find(access: Access, job: str | None, node: str | None, rank: str | None) ->
             raise SpotrunError(f"no job has run on this cluster yet; `{make(access.file, 'train')}` runs one")
         job = str(newest_first[0])
     found = [log for key in access.store.list(f"jobs/{job}/logs") if (log := _log(key))]
+    if not found and not access.store.exists(job_key(job, "state.json")):
+        raise SpotrunError(f"there is no job {job}; `{make(access.file, 'status')}` names the newest jobs")
     ranks = rank if rank is not None or node is not None else "0"
     chosen = [log for log in found if node in (None, log.node) and ranks in (None, log.rank)]
     newest = max((log.generation for log in chosen), default=0)

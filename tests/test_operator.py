@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import io
 import json
 import os
@@ -25,11 +26,12 @@ from rich.console import Console
 
 from scripts import cluster, control, display, faults, hint, jobs, logs, report, ssh
 from scripts.doors import Direct
+from spotrun.cloud.local.layout import Layout
 from spotrun.errors import SpotrunError, StoreError
 from spotrun.head import ctl, server
 from spotrun.head.head import Head
 from spotrun.head.state import JobState
-from spotrun.spec import ClusterSpec
+from spotrun.spec import ClusterSpec, load_cluster
 from spotrun.store import Store, host_key, job_key, log_key
 from tests.helpers import await_for, wait_for
 from tests.standin import Machines, machines
@@ -203,6 +205,25 @@ def test_follow_outlives_the_head(standin: Machines) -> None:
     assert seen.said[0].startswith("the head is away (")
 
 
+def test_follow_ends_when_the_cluster_is_taken_down(standin: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It tried for three minutes, and said that training goes on."""
+    monkeypatch.setenv("SPOTRUN_HOME", str(standin.home))
+    standin.write(follow_1=[status(step=10)], follow_2=[status(step=60)])
+    layout = Layout.of(standin.home, "c")
+
+    class Down(Recorder):
+        def show(self, status: Any) -> None:
+            super().show(status)
+            layout.record.unlink()
+
+    look = functools.partial(cluster.access, load_cluster(standin.cluster), str(standin.cluster))
+    look()
+    seen = Down()
+    with pytest.raises(ssh.Unreachable, match="cluster c is not up; `make up"):
+        jobs.follow(standin.access, None, seen, look=look)
+    assert seen.said == []
+
+
 def test_follow_outlives_a_bucket_that_is_away(standin: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
     standin.write(follow_1=[status(step=10)], follow_2=[status(**SUCCEEDED)])
     find, asked = Store.find, 0
@@ -368,6 +389,8 @@ def test_logs_of_a_job_that_the_head_does_not_know(standin: Machines) -> None:
     standin.write(status_json=status(), jobs_json=[{"job": "digits-2", "phase": "succeeded"}])
     standin.store.put(log_key("digits-2", 1, "spot-0", 0), b"")
     assert [log.key for log in logs.find(standin.access, None, None, None)] == [log_key("digits-2", 1, "spot-0", 0)]
+    with pytest.raises(SpotrunError, match="there is no job digits-3; `make status` names the newest jobs"):
+        logs.find(standin.access, "digits-3", None, None)
     standin.write(jobs_json=[])
     with pytest.raises(SpotrunError, match="no job has run on this cluster yet; `make train` runs one"):
         logs.find(standin.access, None, None, None)
