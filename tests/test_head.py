@@ -11,7 +11,7 @@ import pytest
 from spotrun.errors import SpotrunError
 from spotrun.head.state import Cause, Hold, Stop, apply
 from spotrun.store import epoch_key, job_key, queue_key
-from spotrun.wire import Failure
+from spotrun.wire import Failure, Notice
 from tests.headworld import CODE, JOB, World, stepping
 from tests.test_skew import asked
 
@@ -226,6 +226,11 @@ async def test_a_waiting_job_says_for_what(world: World) -> None:
         world.hear(name, job=job)
     await world.turn()
     assert reason(world) == ""
+    for name in ("p-1", "p-2"):
+        world.hear(name, job=job, phase="preparing", store="")
+    world.hear("p-0", job=job, notice=Notice(kind="preempt", deadline=time.time() + 30))
+    world.head.job = apply(world.written(job), Hold(cause=Cause(kind="preempt", node="p-0")), 1.0)
+    assert reason(world) == "0 of 2 to 3 nodes ready; waiting for p-1 (preparing), p-2 (preparing)"
     world.new_head().fleet.instances = []
     await world.turn()
     world.head.job = apply(world.written(job), Hold(cause=Cause(kind="kill", node="p-0")), 1.0)

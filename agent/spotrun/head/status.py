@@ -128,7 +128,9 @@ def _awaited(view: View, nodes: Sequence[dict[str, Any]]) -> str:
         return ""
     spec = JobSpec.kept(job.spec)
     ready = {node.name for node in view.eligible(spec)}
-    missing = [f"{node['name']} ({node['phase'] or node['state']})" for node in nodes if node["name"] not in ready]
+    # Machines that leave are not waited for.
+    coming = [node for node in nodes if node["state"] in ("provisioning", "running") and not node["notice"]]
+    missing = [f"{node['name']} ({node['phase'] or node['state']})" for node in coming if node["name"] not in ready]
     if not missing and len(ready) >= spec.nodes.min:
         return ""
     wanted = f"{spec.nodes.min}" if spec.nodes.max == spec.nodes.min else f"{spec.nodes.min} to {spec.nodes.max}"
