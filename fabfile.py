@@ -87,7 +87,7 @@ def status(_: Context, cluster: str = LOCAL, id: str = "", json: bool = False) -
     with control.open_head(_access(cluster)) as head:
         document = head.ask("status", *_of(job))
         others = [] if json else head.ask("jobs")
-    _print(document, json, display.text(document, others))
+    _print(document, json, display.text(document, others, cluster))
 
 
 @command
@@ -229,7 +229,7 @@ def _train(cluster: str, job: str, wanted: str, json: bool) -> int:
 
 def _follow(access: remote.Access, cluster: str, job: str | None, plan: list[faults.Fault], json: bool) -> int:
     try:
-        with display.opened(json) as view:
+        with display.opened(json, file=cluster) as view:
             last = jobs.follow(access, job, view, plan, functools.partial(_access, cluster))
     except KeyboardInterrupt:
         console.warn(f"\ndetached; the job goes on. Follow it again with: {_hint(cluster, job)}")

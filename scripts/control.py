@@ -13,7 +13,7 @@ from typing import Any
 import paramiko
 
 from scripts import console
-from scripts.hint import LOCAL, make
+from scripts.hint import LOCAL, here, make
 from scripts.ssh import TIMEOUT, Access, StrictConnection, Unreachable, connect
 from spotrun.errors import CredentialsError, SpotrunError
 from spotrun.head.ctl import NO_ANSWER, SILENCE
@@ -126,7 +126,7 @@ def _check_exit(channel: paramiko.Channel, verb: str, file: str) -> None:
     if code == 127:
         raise Unreachable(f"the head has no `spotrun` command: {text}")
     if code == 2 and not text.startswith(("no head runs", NO_ANSWER)):
-        raise SpotrunError(text + _hint(text, file))
+        raise SpotrunError(here(text, file) + _hint(text, file))
     raise Unreachable(text)
 
 

@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from scripts import console
+from scripts.hint import LOCAL, here, make
 from spotrun.errors import SpotrunError
 from spotrun.text import clean, tidy
 
@@ -61,15 +62,18 @@ class Display(Protocol):
 
 
 @contextlib.contextmanager
-def opened(as_json: bool, out: TextIO | None = None) -> Iterator[Display]:
-    """The display that fits: JSON lines for programs, live on a terminal, plain lines otherwise."""
+def opened(as_json: bool, out: TextIO | None = None, file: str = LOCAL) -> Iterator[Display]:
+    """The display that fits: JSON lines for programs, live on a terminal, plain lines otherwise.
+
+    file: the cluster file, for the commands that are shown.
+    """
     out = out or sys.stdout
     if as_json:
         yield Lines(out)
     elif not Console(file=out).is_terminal:
         yield Plain(out)
     else:
-        live = Terminal(Console(file=out, highlight=False, markup=False, emoji=False))
+        live = Terminal(Console(file=out, highlight=False, markup=False, emoji=False), file)
         with live.live:
             yield live
 
@@ -119,12 +123,13 @@ class Plain:
 class Terminal:
     """A picture that is drawn anew in place; what is said scrolls by above it."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, file: str = LOCAL) -> None:
+        self._file = file
         self.live = Live(console=console, refresh_per_second=5, transient=False)
 
     @understood
     def show(self, status: Status) -> None:
-        self.live.update(picture(tidy(status)))
+        self.live.update(picture(tidy(status), self._file))
 
     def say(self, text: str) -> None:
         self.live.console.print(Text(clean(text)))
@@ -144,25 +149,29 @@ def progress(job: Status) -> str:
 
 
 @understood
-def text(status: Status, jobs: Sequence[Status] = ()) -> str:
-    """The whole document as plain text. jobs: others that the head knows of, as `ctl jobs` lists them."""
+def text(status: Status, jobs: Sequence[Status] = (), file: str = LOCAL) -> str:
+    """The whole document as plain text. jobs: others that the head knows of, as `ctl jobs` lists them.
+
+    file: the cluster file, for the commands that are shown.
+    """
     status, jobs = tidy(status), tidy(jobs)
     blank = io.StringIO()
     paper = Console(width=120, highlight=False, markup=False, emoji=False, record=True, file=blank, color_system=None)
-    paper.print(picture(status))
+    paper.print(picture(status, file))
     shown = paper.export_text().rstrip()
     known = status["job"]["id"] if status["job"] else None
     others = [f"{each['job']} {each['phase']}" for each in jobs if each["job"] != known]
     return f"{shown}\nother jobs: {', '.join(others)}" if others else shown
 
 
-def picture(status: Status) -> RenderableType:
+def picture(status: Status, file: str = LOCAL) -> RenderableType:
     """The whole document, for a console without markup."""
     parts: list[RenderableType] = [_headline(status)]
     if parked := status.get("parked"):  # a head of spotrun 0.1 does not send this key
-        parts.append(Text(parked["text"], style="red"))
+        parts.append(Text(here(parked["text"], file), style="red"))
     for held in status.get("held", ()):
-        parts.append(Text(f"{held}: held since the cluster was brought up; `make relaunch ID={held}` runs it on"))
+        again = make(file, "relaunch", f"ID={held}")
+        parts.append(Text(f"{held}: held since the cluster was brought up; `{again}` runs it on"))
     if status["job"] is not None:
         parts.append(_job(status["job"]))
         parts += [Text(condition_line(each), style="red") for each in status["job"].get("conditions", ())]

@@ -585,6 +585,24 @@ def test_down_refuses_while_a_job_runs(standin: Machines, monkeypatch: pytest.Mo
 def test_hints_name_the_cluster() -> None:
     assert hint.make(hint.LOCAL, "stop") == "make stop"
     assert hint.make("a b.yaml", "down", "FORCE=1") == "make down CLUSTER='a b.yaml' FORCE=1"
+    said = "job x is held; `make relaunch ID=x` runs it on, `make stop` does not"
+    assert hint.here(said, hint.LOCAL) == said
+    again = "`make relaunch CLUSTER=gcp.yaml ID=x`"
+    assert hint.here(said, "gcp.yaml") == f"job x is held; {again} runs it on, `make stop CLUSTER=gcp.yaml` does not"
+    assert hint.here(hint.here(said, "gcp.yaml"), "gcp.yaml") == hint.here(said, "gcp.yaml")
+    parked = {"job": "y", "text": "y is not readable; `make stop ID=y`"}
+    shown = display.text({**status(), "held": ["x"], "parked": parked}, file="gcp.yaml")
+    assert again in shown
+    assert "`make stop CLUSTER=gcp.yaml ID=y`" in shown
+
+
+def test_a_heads_refusal_names_the_cluster(standin: Machines) -> None:
+    standin.write(refuse="spotrun: job x is held; `make relaunch ID=x` runs it on")
+    done = fab(standin, "stop")
+    assert done.returncode == 2
+    assert (
+        done.stderr == f"spotrun: job x is held; `{hint.make(str(standin.cluster), 'relaunch', 'ID=x')}` runs it on\n"
+    )
 
 
 def test_control_c_detaches(standin: Machines) -> None:
