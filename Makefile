@@ -38,7 +38,7 @@ override NO      := 0 n no false off N No NO False FALSE Off OFF
 override YES     := 1 y yes true on Y Yes YES True TRUE On ON
 
 .DEFAULT_GOAL := help
-.PHONY: help plan up train status follow logs ssh run preempt kill relaunch stop down image images image-versions test test-clouds test-gpu test-image lint bench-recovery bench-footprint bench-synth bench-startup soak clean
+.PHONY: help plan up train status follow logs ssh run preempt kill relaunch stop down image images image-versions image-trial test test-clouds test-gpu test-image lint bench-recovery bench-footprint bench-synth bench-startup soak clean
 
 help: ## print this
 	@echo "spotrun: torchrun for machines that vanish. Targets:"
@@ -101,6 +101,9 @@ images: $(READY) ## the images of a cluster's cloud, with age and price [PRUNE=n
 
 image-versions: $(VENV)/.installed-dev ## what images are pinned to, and what is newest in the registries in reach
 	@$(VENV)/bin/python -m images.versions $(ARGS)
+
+image-trial: $(READY) ## try what a bake would install in a container of plain Debian, for nothing; needs docker or podman
+	@$(VENV)/bin/python -m images.trial "$$CLUSTER"
 
 test-image: $(VENV)/.installed-dev ## bake both images into folders and start what is in them; needs root and debootstrap
 	@$(VENV)/bin/python -m pytest tests/image $(ARGS)

@@ -2,10 +2,10 @@
 
     python -m images.versions [--json]
 
-Debian's packages are looked up with apt in lists that are fetched now, if this machine's apt has Debian 12. Python's
-packages are looked up with pip. A row says so if its registry cannot be reached; nothing is guessed. Exit status 1 if
-a pinned version is no longer in its registry, such as a kernel that Debian has replaced: its row names the line to
-write.
+Each package that an image pins has a row. Debian's packages are looked up with apt in lists that are fetched now, if
+this machine's apt has Debian 12. Python's packages are looked up with pip, NVIDIA's in its own index, and Amazon's
+files by their URLs. A row says so if its registry cannot be reached; nothing is guessed. Exit status 1 if a pinned
+version is no longer in its registry, such as a kernel that Debian has replaced: its row names the line to write.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import gzip
 import http.client
 import json
 import re
+import string
 import subprocess
 import sys
 import urllib.error
@@ -55,11 +56,12 @@ class Registries:
 
     run: Callable[[list[str]], str]  # a command's output
     get: Callable[[str], bytes]  # what is at a URL
+    there: Callable[[str], bool]  # whether anything is at a URL
     lists: Callable[[], AbstractContextManager[list[str]]] = fresh_lists  # options for fresh lists of apt
 
 
 def main(argv: list[str]) -> int:
-    rows = compare(read(HERE / "versions.env"), read(HERE / "sources.env"), Registries(run, fetch))
+    rows = compare(read(HERE / "versions.env"), read(HERE / "sources.env"), Registries(run, fetch, exists))
     print(json.dumps([asdict(row) for row in rows], indent=1) if "--json" in argv else table(rows))
     return 1 if any(row.there is False for row in rows) else 0
 
@@ -88,22 +90,37 @@ def fetch(url: str) -> bytes:
         raise OSError(f"no usable answer: {error!r}") from error
 
 
+def exists(url: str) -> bool:
+    """Whether anything is at a URL; nothing is downloaded. Raises OSError."""
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=TIMEOUT):
+            return True
+    except urllib.error.HTTPError as error:
+        if error.code in (404, 410):
+            return False
+        raise
+    except http.client.HTTPException as error:
+        raise OSError(f"no usable answer: {error!r}") from error
+
+
 def compare(pinned: dict[str, str], sources: dict[str, str], ask: Registries) -> list[Row]:
     """A row for each thing pinned."""
+    efa, agent = (string.Template(sources[f"{name}_URL"]).substitute(pinned) for name in ("EFA_INSTALLER", "SSM_AGENT"))
+    scripts = string.Template(sources["EC2_INSTANCE_CONNECT_URL"]).substitute(pinned) + "/eic_run_authorized_keys"
     return [
         *debian(pinned, ask),
         _torch(pinned["TORCH"], ask),
         *_nvidia(pinned, f"{sources['NVIDIA_REPOSITORY']}/Packages.gz", ask),
-        _page("EFA_INSTALLER", pinned["EFA_INSTALLER"], EFA_RELEASES, r"\| (\d+\.\d+\.\d+) \|", ask),
-        _page("AWS_OFI_NCCL", pinned["AWS_OFI_NCCL"], EFA_RELEASES, r"OFI NCCL [Pp]lugin (\d+\.\d+\.\d+)", ask),
-        _page("EC2_INSTANCE_CONNECT", pinned["EC2_INSTANCE_CONNECT"], EIC_RELEASES, r'"sha":\s*"([0-9a-f]{40})"', ask),
-        _page("SSM_AGENT", pinned["SSM_AGENT"], SSM_RELEASES, r"(\d+(?:\.\d+){3})", ask),
+        _page("EFA_INSTALLER", pinned, EFA_RELEASES, r"\| (\d+\.\d+\.\d+) \|", efa, ask),
+        _page("AWS_OFI_NCCL", pinned, EFA_RELEASES, r"OFI NCCL [Pp]lugin (\d+\.\d+\.\d+)", "", ask),
+        _page("EC2_INSTANCE_CONNECT", pinned, EIC_RELEASES, r'"sha":\s*"([0-9a-f]{40})"', scripts, ask),
+        _page("SSM_AGENT", pinned, SSM_RELEASES, r"(\d+(?:\.\d+){3})", agent, ask),
     ]
 
 
 def replaced(rows: Iterable[Row]) -> dict[str, str]:
     """What to write into versions.env for pinned versions that are gone: name → newest version."""
-    return {row.name: row.newest for row in rows if row.there is False and row.newest}
+    return {row.name: row.newest for row in rows if row.there is False and row.newest and row.name.isupper()}
 
 
 def table(rows: list[Row]) -> str:
@@ -113,7 +130,7 @@ def table(rows: list[Row]) -> str:
         gone = "not in its registry any more" if row.there is False else ""
         if row.name in replaced([row]):
             gone += f"; in images/versions.env write {row.name}={row.newest}"
-        note = row.note or gone
+        note = "; ".join(filter(None, [gone, row.note]))
         lines.append(f"{row.name:22}{row.pinned[:22]:24}{row.newest[:22] or '?':24}{note}".rstrip())
     return "\n".join(lines)
 
@@ -166,10 +183,21 @@ def _torch(pinned: str, ask: Registries) -> Row:
 
 
 def _nvidia(pinned: dict[str, str], url: str, ask: Registries) -> list[Row]:
+    """A row for each package that 30-nvidia.sh to 32-dcgm.sh install from NVIDIA's registry."""
+    driver = f"{pinned['NVIDIA_DRIVER']}-1"
     wanted = {
-        "NVIDIA_DRIVER": ("nvidia-driver-cuda", f"{pinned['NVIDIA_DRIVER']}-1"),
-        "fabric manager": ("nvidia-fabricmanager", f"{pinned['NVIDIA_DRIVER']}-1"),
+        "NVIDIA_DRIVER": ("nvidia-driver-cuda", driver),
+        "driver pinning": (f"nvidia-driver-pinning-{pinned['NVIDIA_DRIVER']}", driver),
+        "kernel modules": ("nvidia-kernel-open-dkms", driver),
+        "firmware": ("firmware-nvidia-gsp", driver),
+        "persistenced": ("nvidia-persistenced", driver),
+        "modprobe": ("nvidia-modprobe", driver),
+        "libnvidia-cfg1": ("libnvidia-cfg1", driver),
+        "fabric manager": ("nvidia-fabricmanager", driver),
+        "libnvidia-nscq": ("libnvidia-nscq", driver),
         "DCGM": ("datacenter-gpu-manager-4-core", pinned["DCGM"]),
+        "DCGM, proprietary": ("datacenter-gpu-manager-4-proprietary", pinned["DCGM"]),
+        "DCGM, CUDA 13": ("datacenter-gpu-manager-4-cuda13", pinned["DCGM"]),
         "DCGM_EXPORTER": ("datacenter-gpu-manager-exporter", pinned["DCGM_EXPORTER"]),
     }
     try:
@@ -177,24 +205,44 @@ def _nvidia(pinned: dict[str, str], url: str, ask: Registries) -> list[Row]:
     except (OSError, EOFError, ValueError, zlib.error) as error:
         note = f"NVIDIA's registry was not reached: {_reason(error)}"
         return [Row(name, version, "", note=note) for name, (_, version) in wanted.items()]
+    found = _packages(index)
     rows = []
     for name, (package, version) in wanted.items():
-        form = rf"^Package: {re.escape(package)}\n(?:[^\n]+\n)*?Version: ([^\n]+)$"
-        found = re.findall(form, index, re.MULTILINE)
-        rows.append(Row(name, version, max(found, key=order, default=""), version in found))
+        versions = found.get(package, [])
+        # The pinning package is named by the version: any version of it will do.
+        there = bool(versions) if name == "driver pinning" else version in versions
+        newest, note = max(versions, key=order, default=""), "" if versions else f"no {package}"
+        if name == "NVIDIA_DRIVER":  # versions.env has it without Debian's revision
+            version, newest = version.removesuffix("-1"), newest.removesuffix("-1")
+        rows.append(Row(name, version, newest, there, note))
     return rows
 
 
-def _page(name: str, pinned: str, url: str, form: str, ask: Registries) -> Row:
-    """The newest is what a page names first."""
+def _packages(index: str) -> dict[str, list[str]]:
+    """Versions by package, of an apt repository's index."""
+    found: dict[str, list[str]] = {}
+    for entry in index.split("\n\n"):
+        fields = dict(re.findall(r"^(Package|Version): (.+)$", entry, re.MULTILINE))
+        if len(fields) == 2:
+            found.setdefault(fields["Package"], []).append(fields["Version"])
+    return found
+
+
+def _page(name: str, pinned: dict[str, str], url: str, form: str, file: str, ask: Registries) -> Row:
+    """The newest is what a page names first. file: the URL of the pinned version itself; empty: it has none."""
+    there, newest, notes = None, "", []
+    try:
+        there = ask.there(file) if file else None
+    except OSError as error:
+        notes.append(f"{file.split('/')[2]} was not reached: {_reason(error)}")
     host = url.split("/")[2]
     try:
         found = re.search(form, ask.get(url).decode(errors="replace"))
+        newest = found[1] if found else ""
+        notes += [] if found else [f"{host} names no version where it used to"]
     except OSError as error:
-        return Row(name, pinned, "", note=f"{host} was not reached: {_reason(error)}")
-    if not found:
-        return Row(name, pinned, "", note=f"{host} names no version where it used to")
-    return Row(name, pinned, found[1])
+        notes.append(f"{host} was not reached: {_reason(error)}")
+    return Row(name, pinned[name], newest, there, "; ".join(dict.fromkeys(notes)))
 
 
 def _reason(error: Exception) -> str:

@@ -15,6 +15,9 @@ class _Server(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._answer()
 
+    def do_HEAD(self) -> None:
+        self._answer()
+
     def do_PUT(self) -> None:
         self._answer()
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import socket
 import subprocess
 import sys
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -212,3 +214,99 @@ def test_who_reaches_the_heads_credentials(cloud: str, users: str, tmp_path: Pat
     assert rules.index(f"meta skuid {users} accept") < rules.index(
         "ip daddr 169.254.169.254 tcp dport != 53 tcp flags & rst != rst reject with tcp reset"
     )
+
+
+INSTALLER = """#!/bin/sh
+: --skip-mpi --skip-limit-conf --no-verify
+echo "$*" >"$CALLS"
+"""
+
+
+def efa(folder: Path, installer: str, files: str, version: str = "") -> tuple[int, str, str]:
+    """Run 42-efa.sh with an installer that installs nothing. files: those of its package. Status, errors, options."""
+    pinned = (IMAGES / "versions.env").read_text()
+    wanted = dict(line.split("=", 1) for line in pinned.splitlines() if "=" in line and not line.startswith("#"))
+    tree = folder / "aws-efa-installer"
+    tree.mkdir()
+    (tree / "efa_installer.sh").write_text(installer)
+    (tree / "efa_installer.sh").chmod(0o755)
+    archive, image = folder / "efa.tar.gz", folder / "image"
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.add(tree, arcname=tree.name)
+    shutil.copytree(IMAGES / "provision", image / "provision")
+    sha256 = hashlib.sha256(archive.read_bytes()).hexdigest()
+    (image / "versions.env").write_text(f"{pinned}\nEFA_INSTALLER=0-test\nEFA_INSTALLER_SHA256={sha256}\n")
+    (image / "sources.env").write_text(f"EFA_INSTALLER_URL=file://{archive}\n")
+    package = f"ii libnccl-ofi-ngc-v3 {version or wanted['AWS_OFI_NCCL']}-1"
+    dpkg = f"case $* in *--show*) echo '{package}' ;; *) printf '{files}' ;; esac"
+    for name, text in (("dpkg-query", dpkg), ("modinfo", "exit 0"), ("mkdir", "exit 9")):
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
+    environment = {
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "IMAGE": str(image),
+        "CLOUD": "aws",
+        "CALLS": str(folder / "calls"),
+    }
+    script = image / "provision/42-efa.sh"
+    done = subprocess.run([str(script)], env=environment, capture_output=True, text=True, check=False)
+    calls = folder / "calls"
+    return done.returncode, done.stderr, calls.read_text() if calls.exists() else ""
+
+
+def test_an_efa_installer_without_an_option_is_told_before_it_runs(tmp_path: Path) -> None:
+    code, said, calls = efa(tmp_path, INSTALLER.replace("--skip-mpi", ""), "")
+    assert (code, calls) == (1, "")
+    assert "the EFA installer 0-test has no option --skip-mpi" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "version", "wrong"),
+    [
+        ("OFI", "", "does not know the name 'AWS Libfabric'"),
+        (None, "", "has no libnccl-net.so: NCCL would not find the plugin"),
+        ("AWS Libfabric", "0.1", "brought aws-ofi-nccl libnccl-ofi-ngc-v3 0.1-1, but versions.env has"),
+    ],
+    ids=["another name", "another file", "another version"],
+)
+def test_an_efa_plugin_that_workers_could_not_use_ends_the_build(
+    text: str | None, version: str, wrong: str, tmp_path: Path
+) -> None:
+    plugin = tmp_path / "libnccl-net.so"
+    plugin.write_text(text or "")
+    code, said, calls = efa(tmp_path, INSTALLER, f"{plugin if text else '/usr/share/doc/x'}\\n", version)
+    assert code == 1, said
+    assert calls == "-y --skip-mpi --skip-limit-conf --no-verify\n"
+    assert wrong in said
+
+
+def test_the_efa_plugin_for_containers_gets_the_name_that_nccl_looks_for(tmp_path: Path) -> None:
+    plugin = tmp_path / "libnccl-net-ofi.so"
+    plugin.write_text("AWS Libfabric")
+    code, said, _ = efa(tmp_path, INSTALLER, f"{plugin}\\n")
+    assert code == 9, said  # the stand-in's, at the script's last step
+    assert (tmp_path / "libnccl-net.so").readlink() == Path("libnccl-net-ofi.so")
+
+
+ENGINE = """#!/bin/sh
+printf '%s\\n' "$@" >"$CALLS"
+exit "$STATUS"
+"""
+
+
+@pytest.mark.parametrize(("status", "code"), [(0, 0), (7, 2)])
+def test_a_trial_runs_the_steps_in_a_container(status: int, code: int, tmp_path: Path) -> None:
+    (tmp_path / "docker").write_text(ENGINE)
+    (tmp_path / "docker").chmod(0o755)
+    where = {"PATH": f"{tmp_path}:/usr/bin:/bin", "CALLS": str(tmp_path / "calls"), "STATUS": str(status)}
+    environment = {"HOME": os.environ.get("HOME", "/"), **where}
+    command = [sys.executable, "-m", "images.trial", "clusters/aws-g5.yaml"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    words = (tmp_path / "calls").read_text().splitlines()
+    assert words[:2] == ["run", "--rm"]
+    assert f"type=bind,source={IMAGES},target=/srv/images,readonly" in words
+    steps = ["bash", "/srv/images/trial.sh", "/srv/images", "aws", "10", "42"]
+    assert words[-7:] == ["docker.io/library/debian:12", *steps]
+    assert ("end well in plain Debian 12" in done.stdout) == (status == 0)
+    assert ("a build for aws would fail: exit status 7" in done.stderr) == (status == 7)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,21 @@ PINNED = {
 }
 
 
-NVIDIA = {"NVIDIA_REPOSITORY": "https://example.com"}
+SOURCES = versions.read(IMAGES / "sources.env")
+INDEX = """\
+Package: nvidia-driver-cuda
+Architecture: amd64
+Version: 580.1-1
+
+Package: nvidia-driver-cuda
+Version: 590.2-1
+
+Package: nvidia-driver-pinning-580.1
+Version: 580.1-3
+
+Package: libnvidia-nscq
+Version: 590.2-1
+"""
 
 
 def _lists() -> contextlib.AbstractContextManager[list[str]]:
@@ -81,8 +96,55 @@ def _get(url: str) -> bytes:
     raise OSError("no way there")
 
 
+def _there(url: str) -> bool:
+    if "aws-efa-installer-1.50.0.tar.gz" in url:
+        return True
+    if "SSMAgent/3.3.1.0/" in url:
+        return False
+    raise OSError("no way there")
+
+
+def test_every_package_that_a_script_installs_at_a_pin_is_asked_for() -> None:
+    asked: list[str] = []
+
+    def get(url: str) -> bytes:
+        asked.append(url)
+        return gzip.compress(INDEX.encode())
+
+    rows = {row.name: row for row in versions._nvidia(PINNED, "https://example.com/Packages.gz", _registries(get))}
+    assert asked == ["https://example.com/Packages.gz"]
+    assert (rows["NVIDIA_DRIVER"].there, rows["NVIDIA_DRIVER"].newest) == (True, "590.2")
+    assert (rows["driver pinning"].there, rows["driver pinning"].newest) == (True, "580.1-3")
+    assert (rows["libnvidia-nscq"].there, rows["libnvidia-nscq"].note) == (False, "")
+    assert (rows["firmware"].there, rows["firmware"].note) == (False, "no firmware-nvidia-gsp")
+    assert "not in its registry any more; no firmware-nvidia-gsp" in versions.table(list(rows.values()))
+    assert "write libnvidia" not in versions.table(list(rows.values()))
+    scripts = "\n".join(path.read_text() for path in sorted((IMAGES / "provision").glob("3[0-2]-*.sh")))
+    names = {
+        word.partition("=")[0].strip('"')
+        for line in re.findall(r"(?:packages\+?=\(|install_packages )(.*)", scripts)
+        for word in re.findall(r"[\w\".$-]+", line.partition("#")[0].replace("$NVIDIA_DRIVER", "580.1"))
+        if re.match(r'"?(nvidia|libnvidia|firmware|datacenter)-', word)
+    }
+    assert len(names) == 13
+    known = Path(versions.__file__).read_text().replace("{pinned['NVIDIA_DRIVER']}", "580.1")
+    assert [name for name in sorted(names) if f'"{name}"' not in known] == []
+
+
+def _registries(get: Callable[[str], bytes]) -> versions.Registries:
+    return versions.Registries(_ask, get, _there, _lists)
+
+
+def test_what_is_at_a_url_is_asked_without_a_download() -> None:
+    with answering({"HEAD /there": (None, 200, ""), "HEAD /broken": (None, 503, "")}) as host:
+        assert versions.exists(f"http://{host}/there")
+        assert not versions.exists(f"http://{host}/gone")
+        with pytest.raises(OSError, match="503"):
+            versions.exists(f"http://{host}/broken")
+
+
 def test_what_is_newest() -> None:
-    rows = versions.compare(PINNED, NVIDIA, versions.Registries(_ask, _get, _lists))
+    rows = versions.compare(PINNED, SOURCES, versions.Registries(_ask, _get, _there, _lists))
     found = {row.name: (row.newest, row.there) for row in rows}
     assert found["KERNEL"] == ("6.1.192-2", True)
     assert found["KERNEL_ABI"] == ("6.1.0-60-cloud-amd64", True)
@@ -90,7 +152,8 @@ def test_what_is_newest() -> None:
     assert found["NODE_EXPORTER"] == ("", False)  # gone
     assert found["TORCH"] == ("2.15.0", True)
     assert found["NVIDIA_DRIVER"] == ("", None)
-    assert found["EFA_INSTALLER"] == ("1.51.0", None)
+    assert found["EFA_INSTALLER"] == ("1.51.0", True)
+    assert found["SSM_AGENT"] == ("", False)
     assert found["AWS_OFI_NCCL"] == ("1.22.0", None)
     assert {row.name for row in rows} >= set(PINNED)
     shown = versions.table(rows)
@@ -100,7 +163,7 @@ def test_what_is_newest() -> None:
 
 def test_a_replaced_kernel_is_told_with_the_lines_to_write() -> None:
     pinned = PINNED | {"KERNEL_ABI": "6.1.0-50-cloud-amd64", "KERNEL": "6.1.180-1", "CHRONY": "4.3-2"}
-    rows = versions.debian(pinned, versions.Registries(_ask, _get, _lists))
+    rows = versions.debian(pinned, versions.Registries(_ask, _get, _there, _lists))
     assert versions.replaced(rows) == {
         "KERNEL_ABI": "6.1.0-60-cloud-amd64",
         "KERNEL": "6.1.200-1",
@@ -110,7 +173,7 @@ def test_a_replaced_kernel_is_told_with_the_lines_to_write() -> None:
 
 
 def test_a_kernel_whose_version_alone_was_replaced_keeps_its_abi() -> None:
-    rows = versions.debian(PINNED | {"KERNEL": "6.1.192-1"}, versions.Registries(_ask, _get, _lists))
+    rows = versions.debian(PINNED | {"KERNEL": "6.1.192-1"}, versions.Registries(_ask, _get, _there, _lists))
     assert versions.replaced(rows) == {"KERNEL": "6.1.192-2"}
 
 
@@ -118,7 +181,7 @@ def test_lists_that_cannot_be_fetched_are_told() -> None:
     def lists() -> contextlib.AbstractContextManager[list[str]]:
         raise OSError("`apt-get update` failed: E: bookworm-security")
 
-    rows = versions.debian(PINNED, versions.Registries(_ask, _get, lists))
+    rows = versions.debian(PINNED, versions.Registries(_ask, _get, _there, lists))
     assert {row.there for row in rows} == {None}
     assert {row.note for row in rows} == {"apt was not asked: `apt-get update` failed: E: bookworm-security"}
 
@@ -165,8 +228,8 @@ def test_a_machine_without_debian_is_told_so(tmp_path: Path, monkeypatch: pytest
     ids=["broken", "cut off", "a page"],
 )
 def test_a_registry_that_answers_nonsense_is_said_to_be_out_of_reach(garbage: bytes) -> None:
-    ask = versions.Registries(_ask, lambda _: garbage, _lists)
-    rows = versions.compare(PINNED, NVIDIA, ask)
+    ask = versions.Registries(_ask, lambda _: garbage, _there, _lists)
+    rows = versions.compare(PINNED, SOURCES, ask)
     (row,) = [row for row in rows if row.name == "NVIDIA_DRIVER"]
     assert row.note.startswith("NVIDIA's registry was not reached")
 

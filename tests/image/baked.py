@@ -70,7 +70,7 @@ def prepare(folder: Path) -> Supplies:
     A pin that Debian has replaced since gives way to what Debian has now. Raises OSError if Debian does not answer.
     """
     pinned = versions.read(CODE / "images/versions.env")
-    rows = versions.debian(pinned, versions.Registries(versions.run, versions.fetch))
+    rows = versions.debian(pinned, versions.Registries(versions.run, versions.fetch, versions.exists))
     unknown = [row.note for row in rows if row.there is None]
     if unknown:
         raise OSError(unknown[0])

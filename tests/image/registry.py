@@ -175,7 +175,7 @@ def _efa(folder: Path, pinned: dict[str, str]) -> Path:
     build(Package("efa", "3.3.0-1", postinst=MODULE.format(name="efa")), tree)
     build(Package("libfabric1-aws", "2.6.0amzn1.0", files={"/opt/amazon/efa/bin/fi_info": "#!/bin/sh\n"}), tree)
     # Where the real one has them: https://github.com/aws/aws-ofi-nccl/tree/master/contrib/debian-template
-    plugin = {f"{PLUGIN}/libnccl-net.so": "", "/etc/ld.so.conf.d/100_ofinccl.conf": f"{PLUGIN}\n"}
+    plugin = {f"{PLUGIN}/libnccl-net.so": "AWS Libfabric", "/etc/ld.so.conf.d/100_ofinccl.conf": f"{PLUGIN}\n"}
     build(Package("libnccl-ofi", f"{pinned['AWS_OFI_NCCL']}-1", files=plugin), tree)
     installer = tree / "efa_installer.sh"
     installer.write_text(

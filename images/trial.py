@@ -1,0 +1,67 @@
+"""`make image-trial`: try provisioning steps 10 to 42 in a container of plain Debian 12, before a builder is paid for.
+
+    python -m images.trial CLUSTER
+
+It takes Docker or Podman, and the internet. It downloads what a build downloads (2 GB), compiles the GPU's and EFA's
+modules, and keeps nothing. What a container cannot show: a boot of the pinned kernel, and anything of a device.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from images.lint import SOURCES
+from spotrun.errors import SpotrunError
+from spotrun.spec import load_cluster
+
+HERE = Path(__file__).parent
+ENGINES = ("docker", "podman")
+DEBIAN = "docker.io/library/debian:12"
+FIRST, LAST = 10, 42
+SEEN = "/srv/images"  # where the container sees this folder, and only for reading
+
+
+def main(argv: list[str]) -> int:
+    if len(argv) != 1:
+        print("usage: python -m images.trial CLUSTER", file=sys.stderr)
+        return 2
+    try:
+        cluster = load_cluster(argv[0])
+        if cluster.cloud not in SOURCES:
+            raise SpotrunError(
+                f"{argv[0]}: cloud {cluster.cloud} starts from no image; name a cluster file of gcp or aws"
+            )
+        done = subprocess.run(command(engine(), cluster.cloud), stdout=sys.stderr, check=False)
+        if done.returncode:
+            raise SpotrunError(f"a build for {cluster.cloud} would fail: exit status {done.returncode}; see above")
+    except SpotrunError as error:
+        print(f"spotrun: {error}", file=sys.stderr)
+        return 2
+    print(f"steps {FIRST} to {LAST} for {cluster.cloud} end well in plain Debian 12")
+    return 0
+
+
+def engine() -> str:
+    """The program that runs containers. Raises `SpotrunError`."""
+    found = next(filter(None, map(shutil.which, ENGINES)), None)
+    if found is None:
+        raise SpotrunError("there is no `docker` or `podman` on this machine: install one")
+    return found
+
+
+def command(program: str, cloud: str) -> list[str]:
+    """What runs the steps in a container that is removed afterwards."""
+    mount = f"type=bind,source={HERE},target={SEEN},readonly"
+    proxies = [
+        word for name in ("http_proxy", "https_proxy", "no_proxy") if name in os.environ for word in ("--env", name)
+    ]
+    steps = ["bash", f"{SEEN}/trial.sh", SEEN, cloud, str(FIRST), str(LAST)]
+    return [program, "run", "--rm", "--platform", "linux/amd64", "--mount", mount, *proxies, DEBIAN, *steps]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
