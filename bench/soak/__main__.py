@@ -4,14 +4,15 @@ python -m bench.soak [--runs 10] [--seed 1] [--resume] [--out bench/RESULTS.md] 
 
 Each run has a seed, which stands for a job and a sequence of faults (`bench.soak.plan`). After the run, weights,
 samples, waits, and leftovers of the cluster are checked (`bench.soak.checks`). A run that fails keeps its files, and
-the output says how to repeat that run alone. Ctrl-C ends the soak with the table of the runs so far; with `--resume`,
-a soak goes on after the runs that ended.
+the output says how to repeat that run alone. Ctrl-C or SIGTERM ends the soak with the table of the runs so far; with
+`--resume`, a soak goes on after the runs that ended.
 """
 
 from __future__ import annotations
 
 import argparse
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -39,6 +40,11 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, default=Path("build/soak"), help="folder for files of runs that failed")
     args = parser.parse_args()
     keep = args.keep.absolute()
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # a shell starts what it puts into the background with SIGINT ignored
+        signal.signal(number, signal.default_int_handler)
     adopt_orphans()
     known = Baselines(keep / "undisturbed")
     journal = Journal(keep / "outcomes.jsonl", args.resume)
