@@ -38,6 +38,6 @@ def _ended(state: bytes | None) -> bool:
     """Whether a job's state says that it has ended. A job whose state cannot be read may still run."""
     try:
         found = json.loads(state or b"")
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return isinstance(found, dict) and found.get("phase") in ENDED

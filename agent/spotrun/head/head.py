@@ -75,6 +75,7 @@ class Head:
         self.published = asyncio.Condition()  # notified after each turn: what status() says may have changed
         self._poll_seconds = poll_seconds
         self.taking = asyncio.Lock()  # held while the first job of the queue may change
+        self._relaunching = asyncio.Lock()  # two at once would write the same job's state
         self._requests: list[tuple[Change, asyncio.Future[JobState]]] = []
         self._answers: list[tuple[asyncio.Future[JobState], JobState]] = []  # given once they are in the bucket
         self._changed = asyncio.Event()
@@ -110,11 +111,18 @@ class Head:
         return state.id
 
     async def relaunch(self, job: str) -> None:
-        """Continue an ended or a held job from its newest checkpoint; restart the workers of an active one."""
+        """Continue an ended or a held job from its newest checkpoint; restart the workers of an active one.
+
+        A job that has not ended and is not in the queue is put back into it.
+        """
+        async with self._relaunching:
+            await self._relaunch(job)
+
+    async def _relaunch(self, job: str) -> None:
         if job in self.journal.held:
             return await self._enqueue(job)
         state = await self.load(job)
-        if not state.ended_already:
+        if not state.ended_already and not parking.astray(self, state):
             await self.change(lambda active, now: apply(active, Hold(cause=Cause(kind="relaunch")), now), job)
             return
         while job in await self.journal.read_queue():  # its end is not in the bucket yet

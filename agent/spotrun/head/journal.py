@@ -58,7 +58,8 @@ class Journal:
         """Add a job. If it was held, it no longer is."""
         async with self._queueing:
             queue = await self._known_queue()
-            await self._write_queue(without(queue, job).model_copy(update={"jobs": (*queue.jobs, job)}))
+            kept = without(queue, job)
+            await self._write_queue(kept.model_copy(update={"jobs": (*kept.jobs, job)}))
 
     async def dequeue(self, job: str) -> None:
         """Remove a job from the queue, or from the held jobs."""

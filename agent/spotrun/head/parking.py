@@ -10,10 +10,11 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from spotrun.errors import UnreadableError
+from spotrun.errors import SpotrunError, StoreError, UnreadableError
 
 if TYPE_CHECKING:
     from spotrun.head.head import Head
+    from spotrun.head.state import JobState
 
 TRY_EVERY = 10.0  # seconds between two tries to read the state of a parked job
 
@@ -56,15 +57,31 @@ async def phase(head: Head, job: str) -> str:
         return (await head.load(job)).phase
     except UnreadableError:
         return "parked"
+    except StoreError:
+        raise
+    except SpotrunError:  # somebody has deleted its state
+        return "gone"
+
+
+def astray(head: Head, state: JobState) -> bool:
+    """Whether a job of this cluster has not ended, and is not in the queue.
+
+    Its state and the queue are two objects: a head may be killed, or the bucket may refuse, after the first write.
+    """
+    known = [*head.jobs, *head.journal.held, *([head.job.id] if head.job else [])]
+    return state.cluster == head.cluster.name and not state.ended_already and state.id not in known
 
 
 async def take_out(head: Head, job: str) -> bool:
     """Take a job that is not active out of the queue; False if it is active, or not in the queue.
 
-    The phase of a waiting job becomes `stopped`. The state of a parked job is not changed.
+    The phase of a waiting job becomes `stopped`, also of one that is `astray`. The state of a parked job is not
+    changed.
     """
     async with head.taking:
-        if job not in (*head.jobs, *head.journal.held) or (head.job is not None and head.job.id == job):
+        if head.job is not None and head.job.id == job:
+            return False
+        if job not in (*head.jobs, *head.journal.held) and not await _is_astray(head, job):
             return False
         await head.journal.dequeue(job)
         try:
@@ -72,6 +89,20 @@ async def take_out(head: Head, job: str) -> bool:
         except UnreadableError:
             head.note("job", f"{job}: the operator has taken it out of the queue; its state is left as it is")
             return True
+        except StoreError:
+            raise
+        except SpotrunError:
+            head.note("job", f"{job}: the operator has taken it out of the queue; its state is gone")
+            return True
         found = {"phase": "stopped", "reason": "stopped by the operator before it ran", "ended": time.time()}
         await head.journal.replace(state.model_copy(update=found))
     return True
+
+
+async def _is_astray(head: Head, job: str) -> bool:
+    try:
+        return astray(head, await head.journal.read(job))
+    except StoreError:
+        raise
+    except SpotrunError:  # there is no such job, or it cannot be read
+        return False
