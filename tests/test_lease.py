@@ -21,7 +21,7 @@ from spotrun.head.lease import Holder, Lease, Record
 from spotrun.head.owned import Owned
 from spotrun.head.state import Stop, apply
 from spotrun.spec import ClusterSpec
-from spotrun.store import Store, cluster_key, epoch_key, job_key, lease_key, queue_key
+from spotrun.store import Store, Version, cluster_key, epoch_key, job_key, lease_key, queue_key
 from tests import fakegcs, motoserver
 from tests.fakehead import FakeMetadata
 from tests.headworld import CODE, JOB, World
@@ -108,6 +108,40 @@ async def test_owned_objects_are_not_overwritten(store: Store) -> None:
         await old.put("a", b"3")
     await new.put("a", b"4")
     assert store.get("a") == b"4"
+
+
+async def test_an_answer_that_was_lost_is_no_conflict(tmp_path: Path) -> None:
+    """The write arrived, its answer did not. The next write has other bytes."""
+    store = LosesAnswers(str(tmp_path))
+    owned = Owned(store)
+    await owned.put("a/b", b"1")
+    for data in (b"2", b"3"):
+        store.losing = True
+        with pytest.raises(StoreError):
+            await owned.put("a/b", data)
+        store.losing = False
+    await owned.put("a/b", b"4")
+    await owned.put("a/b", b"5")
+    store.losing = True
+    with pytest.raises(StoreError):
+        await owned.put("a/b", b"6")
+    store.losing = False
+    await Owned(store).put("a/b", b"another head")
+    with pytest.raises(ConflictError):
+        await owned.put("a/b", b"7")
+    assert store.get("a/b") == b"another head"
+
+
+class LosesAnswers(Store):
+    """A bucket whose answers to writes get lost while `losing`."""
+
+    losing = False
+
+    def replace(self, key: str, data: bytes, version: Version | None) -> Version:
+        written = super().replace(key, data, version)
+        if self.losing:
+            raise StoreError(f"cannot write {key}: operation timed out")
+        return written
 
 
 async def test_a_lease_that_is_renewed_is_not_taken(store: Store) -> None:

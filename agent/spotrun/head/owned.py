@@ -6,7 +6,9 @@ The lease alone is not enough: a head may be suspended between its last look at 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 
+from spotrun.errors import StoreError
 from spotrun.store import Store, Version
 
 
@@ -16,9 +18,11 @@ class Owned:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._versions: dict[str, Version | None] = {}
+        self._unsure: dict[str, set[bytes]] = {}  # digests of what was written without an answer
 
     async def find(self, key: str) -> bytes | None:
         """The object's bytes; None if there is no such object. From now on this head may replace the object."""
+        self._unsure.pop(key, None)
         data, self._versions[key] = await asyncio.to_thread(self._store.read, key)
         return data
 
@@ -29,4 +33,17 @@ class Owned:
         """
         if key not in self._versions:
             await self.find(key)
-        self._versions[key] = await asyncio.to_thread(self._store.replace, key, data, self._versions[key])
+        if unsure := self._unsure.get(key):
+            found, version = await asyncio.to_thread(self._store.read, key)
+            if found is not None and _digest(found) in unsure:  # only the answer was lost
+                self._versions[key] = version
+        try:
+            self._versions[key] = await asyncio.to_thread(self._store.replace, key, data, self._versions[key])
+        except (StoreError, asyncio.CancelledError):
+            self._unsure.setdefault(key, set()).add(_digest(data))
+            raise
+        self._unsure.pop(key, None)
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
