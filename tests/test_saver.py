@@ -114,6 +114,18 @@ async def test_a_full_disk_is_told_without_copying(tmp_path: Path, monkeypatch: 
     await s.until(lambda: s.saver.part, "the part")
 
 
+async def test_a_disk_without_room_for_a_folder_is_trouble(tmp_path: Path) -> None:
+    """Also this must not end the agent, and the training with it."""
+    s = Saving(tmp_path)
+    s.scratch.write_text("a file where a folder has to be")
+    await s.until(lambda: s.tries() >= 2, "two failures")
+    assert s.saver.trouble is not None
+    assert str(s.scratch) in s.saver.trouble.message
+    s.scratch.unlink()
+    await s.until(lambda: s.saver.part, "the part")
+    await await_for(lambda: not s.copies(), 20, "the copy is removed")
+
+
 async def test_a_snapshot_that_is_not_there_is_late_and_no_trouble(tmp_path: Path) -> None:
     s = Saving(tmp_path)
     snapshot(s.slots, step=9)

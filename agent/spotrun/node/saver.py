@@ -110,12 +110,12 @@ class Saver:
 
     async def _save(self, attempt: _Attempt) -> Part | None:
         """The part once it is in the bucket; None if the snapshot is not there, or the attempt was stopped."""
-        self._scratch.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="part-", dir=self._scratch, ignore_cleanup_errors=True) as name:
-            copy = _Copy(attempt.wanted, Path(name))
+        with contextlib.ExitStack() as stack:
+            copy: _Copy | None = None
             pause = PAUSE[0]
             while not attempt.stopped.is_set():
                 try:
+                    copy = copy or _Copy(attempt.wanted, self._folder(stack))
                     part = await asyncio.to_thread(_advance, self._store, copy)
                 except CorruptError as error:
                     log.warning("step %s is not saved, its snapshot is not whole: %s", attempt.wanted.ref.step, error)
@@ -130,6 +130,12 @@ class Saver:
                         await attempt.stopped.wait()
                 pause = min(2 * pause, PAUSE[1])
         return None
+
+    def _folder(self, stack: contextlib.ExitStack) -> Path:
+        """A new folder for a copy, until the stack is closed. Raises OSError: a full disk has no room for a folder."""
+        self._scratch.mkdir(parents=True, exist_ok=True)
+        folder = tempfile.TemporaryDirectory(prefix="part-", dir=self._scratch, ignore_cleanup_errors=True)
+        return Path(stack.enter_context(folder))
 
     def _fail(self, attempt: _Attempt, message: str) -> None:
         """Record the failure. `since` is the first failure in a row, also if the steps differ."""
