@@ -21,7 +21,8 @@ import pytest
 from spotrun.cloud import Instance, connect
 from spotrun.cloud.local import client, procs
 from spotrun.cloud.local.client import LocalCloud, down, find, up
-from spotrun.cloud.local.layout import METADATA_PORT, SSH_PORT, Layout
+from spotrun.cloud.local.layout import METADATA_PORT, SSH_PORT, Config, Layout, Pool
+from spotrun.cloud.local.machines import Group
 from spotrun.errors import CloudError
 from spotrun.spec import ClusterSpec
 from tests.helpers import await_for, wait_for
@@ -633,6 +634,32 @@ async def test_connect_finds_the_cloud_from_the_heads_environment(
     found = connect(spec())
     assert [node.pool for node in await found.nodes()] == ["head"]
     await found.close()
+
+
+def group(tmp_path: Path) -> Group:
+    """One of which no machine ever boots."""
+    head = Pool("head", "z", "m", "on-demand", 1)
+    pools = (Pool("p", "z", "m", "spot", 300),)
+    return Group(Config("c", "r", "b", head, pools, boot_delay=1e6), Layout(tmp_path / "local" / "c"), "127.9.9", "t")
+
+
+async def test_a_machine_that_is_taken_before_it_has_begun_is_gone(tmp_path: Path) -> None:
+    """A request may come between the two; the machine would be stopping for ever, and never be recreated."""
+    cloud = group(tmp_path)
+    cloud._begin(cloud.config.pools[0], 0)
+    await asyncio.wait_for(cloud.kill("p-0"), 60)
+    assert [each.state for each in cloud.instances()] == ["terminated"]
+
+
+async def test_more_machines_than_addresses_end_no_other(tmp_path: Path) -> None:
+    cloud = group(tmp_path)
+    cloud.resize("p", 300)
+    cloud._reconcile()
+    assert len(cloud.instances()) == 246, "245 and the head"
+    assert ["245 addresses, and all are in use" in each.message for each in cloud.problems()] == [True]
+    for node in cloud.nodes.values():
+        cloud._end(node)
+    await asyncio.gather(*(node.gone.wait() for node in cloud.nodes.values()))
 
 
 def test_daemon_that_cannot_start_says_why(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import sys
 import tempfile
@@ -195,3 +196,8 @@ def prepare(folder: Path, memory: Path, keep_keys: bool) -> None:
     (memory / "tmp").mkdir(mode=0o700)
     (folder / "ssh").mkdir(exist_ok=True, mode=0o700)
     ensure_key(folder / "ssh" / "ssh_host_ed25519_key")
+
+
+def new_id(flavour: str) -> str:
+    """The id of a new machine, as that cloud makes them. flavour: gce or ec2."""
+    return str(secrets.randbelow(9 * 10**18) + 10**18) if flavour == "gce" else f"i-{secrets.token_hex(9)[:17]}"

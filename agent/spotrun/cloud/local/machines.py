@@ -6,7 +6,6 @@ import asyncio
 import logging
 import math
 import os
-import secrets
 import subprocess
 import sys
 import time
@@ -29,6 +28,7 @@ from spotrun.cloud.local.layout import (
     Config,
     Layout,
     Pool,
+    new_id,
     prepare,
     remove_tree,
 )
@@ -229,9 +229,13 @@ class Group:
             self._broken.pop(name, None)
         for name in plan.destroy:
             self._end(self.nodes[name])
-        for pool, index in plan.create:
-            self._begin(pools[pool], index)
+        before = self._short
         self._short = {name: self._shortage(pools[name], missing) for name, missing in plan.short.items()}
+        for pool, index in plan.create:
+            try:
+                self._begin(pools[pool], index)
+            except CloudError as error:  # no address is free; the machines that are there stay
+                self._short[pool] = before.get(pool) or Problem(pool, "quota", str(error), time.time())
         return plan.wake
 
     def _shortage(self, pool: Pool, missing: int) -> Problem:
@@ -243,7 +247,7 @@ class Group:
 
     def _begin(self, pool: Pool, index: int) -> None:
         name, now = group.node_name(pool.name, index), time.time()
-        address, identity = self._address(name), _new_id(self.config.metadata)
+        address, identity = self._address(name), new_id(self.config.metadata)
         attributes = {
             "spotrun-cluster": self.config.cluster,
             "spotrun-bucket": self.config.bucket,
@@ -257,6 +261,7 @@ class Group:
         self.nodes[name] = node
         node.life = asyncio.create_task(self._live(node))
         self._wake.set()  # to look again when its time is up
+        node.life.add_done_callback(lambda _: self._ended(node))  # also of a task that was cancelled before it ran
 
     def _end(self, node: Node) -> None:
         """Take a machine at once; returns before it is gone."""
@@ -283,12 +288,12 @@ class Group:
             log.exception("%s", node.name)
             self._blame(node, f"it could not be started: {error}")
         node.dying, node.state, node.due = True, "stopping", math.inf
-        try:
-            await self._clear(node, site)
-        finally:
-            node.state, node.due = "terminated", time.time() + self.config.recreate_delay
-            node.gone.set()
-            self._wake.set()
+        await self._clear(node, site)
+
+    def _ended(self, node: Node) -> None:
+        node.state, node.due = "terminated", time.time() + self.config.recreate_delay
+        node.gone.set()
+        self._wake.set()
 
     def _blame(self, node: Node, message: str) -> None:
         log.warning("%s: %s", node.name, message)
@@ -393,7 +398,3 @@ class Group:
                 raise CloudError(f"the local cloud has {len(free)} addresses, and all are in use")
             self._addresses = {owner: a for owner, a in self._addresses.items() if a != choice} | {name: choice}
         return self._addresses[name]
-
-
-def _new_id(flavour: str) -> str:
-    return str(secrets.randbelow(9 * 10**18) + 10**18) if flavour == "gce" else f"i-{secrets.token_hex(9)[:17]}"
