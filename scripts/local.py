@@ -30,9 +30,8 @@ def up(cluster: ClusterSpec, file: str) -> control.Status:
     layout.make()
     store = _store(cluster, layout)
     store.put(cluster_key(cluster.name), cluster.document().encode())
-    if client.daemon(cluster.name, home()) is None:
-        queue.hold(store, cluster.name)
-    client.up(cluster, home())
+    # Only the one that starts it: a second record would have the next head hold the jobs that run now.
+    client.up(cluster, home(), starting=lambda: queue.hold(store, cluster.name))
     return control.await_head(access(cluster, file), cluster.digest)
 
 

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -660,6 +661,31 @@ async def test_more_machines_than_addresses_end_no_other(tmp_path: Path) -> None
     for node in cloud.nodes.values():
         cloud._end(node)
     await asyncio.gather(*(node.gone.wait() for node in cloud.nodes.values()))
+
+
+def test_of_two_ups_at_once_one_starts_the_cloud(tmp_path: Path) -> None:
+    starts: list[int] = []
+    pools = [{"name": "p", "zone": "local-a"}]
+    spec = ClusterSpec.model_validate({"name": "twice", "cloud": "local", "pools": pools})
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            ups = [
+                pool.submit(up, spec, tmp_path, ("sleep", "600"), starting=lambda: starts.append(1)) for _ in range(2)
+            ]
+            assert len({each.result(120).endpoint for each in ups}) == 1
+        assert starts == [1]
+    finally:
+        down("twice", tmp_path)
+
+
+def test_an_up_that_does_not_end_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A suspended one, say: the next one must not wait for ever without a word."""
+    layout = Layout.of(tmp_path, "c")
+    with client._lock(layout):
+        monkeypatch.setattr(client, "_LOCKED", 0.2)
+        with pytest.raises(CloudError, match=rf"is under way \(pid {os.getpid()}\)"):
+            down("c", tmp_path)
+    down("c", tmp_path)
 
 
 def test_daemon_that_cannot_start_says_why(tmp_path: Path) -> None:

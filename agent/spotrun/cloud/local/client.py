@@ -10,9 +10,10 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 _TIMEOUT = 60.0  # seconds for one request; the longest is the end of a machine of many processes
 _START = 60.0
 _END = 20.0
+_LOCKED = 180.0  # seconds to wait for another `up` or `down`: more than one takes that is well
 _ANSWER = 10.0  # seconds for what a daemon that is well answers at once
 
 
@@ -141,12 +143,17 @@ class LocalCloud:
         return answer
 
 
-def up(cluster: ClusterSpec, home: Path, role_command: Sequence[str] | None = None) -> LocalCloud:
+def up(
+    cluster: ClusterSpec,
+    home: Path,
+    role_command: Sequence[str] | None = None,
+    starting: Callable[[], None] = lambda: None,
+) -> LocalCloud:
     """Start the local cloud of a cluster, with its head; or find it running, and make it follow a changed cluster file.
 
     home: the folder that holds the state of local clusters (`<home>/local/<cluster>`). What a killed daemon left is
     removed first. role_command: what machines run instead of `spotrun agent` and `spotrun head`; `{role}` in it
-    becomes `agent` or `head`.
+    becomes `agent` or `head`. starting: called before the local cloud is started, but not if it runs.
     """
     if not sys.platform.startswith("linux"):
         raise CloudError(f"the local cloud needs Linux, this is {sys.platform}; use a cluster file of another cloud")
@@ -166,6 +173,7 @@ def up(cluster: ClusterSpec, home: Path, role_command: Sequence[str] | None = No
             private.check(layout.tmpfs)
         ensure_key(layout.key)
         write_json(layout.config, config.to_json())
+        starting()
         _start(layout)
         cloud = _running(layout)
     if cloud is None:
@@ -308,8 +316,27 @@ def _sweep(layout: Layout) -> None:
 
 @contextlib.contextmanager
 def _lock(layout: Layout) -> Iterator[None]:
-    """One `up` or `down` of a cluster at a time."""
+    """One `up` or `down` of a cluster at a time. Raises `CloudError` if another one does not end."""
     layout.make()
-    with open(os.open(layout.state / "lock", os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    deadline = time.monotonic() + _LOCKED
+    with open(os.open(layout.state / "lock", os.O_RDWR | os.O_CREAT, 0o600), "r+") as file:
+        while not _locked(file.fileno()):
+            if time.monotonic() > deadline:
+                raise CloudError(
+                    f"another `make up` or `make down` of this cluster is under way (pid {file.read(20).strip()}), and"
+                    f" has not ended within {_LOCKED:g} s; end it first"
+                )
+            time.sleep(0.05)
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
         yield
+
+
+def _locked(handle: int) -> bool:
+    """Try to lock an open file; whether this process has the lock now."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
