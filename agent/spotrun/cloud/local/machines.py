@@ -257,8 +257,7 @@ class Group:
         facts = metadata.Facts(
             name, identity, pool.zone, self.config.region, pool.machine, address, pool.market, attributes
         )
-        node = Node(name, index, pool, address, identity, now, metadata.Subject(facts))
-        self.nodes[name] = node
+        node = self.nodes[name] = Node(name, index, pool, address, identity, now, metadata.Subject(facts))
         node.life = asyncio.create_task(self._live(node))
         self._wake.set()  # to look again when its time is up
         node.life.add_done_callback(lambda _: self._ended(node))  # also of a task that was cancelled before it ran
