@@ -47,6 +47,8 @@ _SERVICES = (
     "regions",
     "projects",
     "images",
+    "disks",
+    "addresses",
     "machine_types",
     "accelerator_types",
 )

@@ -34,6 +34,8 @@ class Methods:
         self.templates: dict[str, compute_v1.InstanceTemplate] = {}
         self.quotas: dict[str, list[compute_v1.Quota]] = {}
         self.images = [compute_v1.Image(name="spotrun-1", family="spotrun")]  # as `make image` leaves one
+        self.disks: list[compute_v1.Disk] = []  # apart from the machines' own
+        self.addresses: list[compute_v1.Address] = []
         self.offers: dict[str, set[str]] | None = None  # types by zone; None: all, everywhere
         self.failing: dict[str, tuple[str, str]] = {}
         self._operations: dict[str, compute_v1.Operation] = {}
@@ -167,6 +169,16 @@ class Methods:
             scoped = answer.items.get(zone, compute_v1.InstancesScopedList())
             answer.items[zone] = compute_v1.InstancesScopedList(instances=[*scoped.instances, item])
         return answer
+
+    def _disks_list(self, request: Any) -> compute_v1.DiskList:
+        found = [each for each in self.disks if each.zone == request.zone and _fits(each, request.filter)]
+        items, token = self._page(found, request)
+        return compute_v1.DiskList(items=items, next_page_token=token)
+
+    def _addresses_list(self, request: Any) -> compute_v1.AddressList:
+        found = [each for each in self.addresses if each.region == request.region and _fits(each, request.filter)]
+        items, token = self._page(found, request)
+        return compute_v1.AddressList(items=items, next_page_token=token)
 
     def _instances_delete(self, request: Any) -> compute_v1.Operation:
         self._vm(request).take()
@@ -336,7 +348,7 @@ def _members(found: Group, names: Iterable[str]) -> None:
             raise Refused(400, "invalid", f"Instance '{name}' is not a member of {found.resource.name}, or is leaving")
 
 
-def _fits(resource: compute_v1.Instance, text: str) -> bool:
+def _fits(resource: Any, text: str) -> bool:
     """A filter on labels, which is all that is asked here."""
     if not text:
         return True

@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from spotrun.cloud.base import Cloud, Instance, Market, Problem, Shortfall, State
+from spotrun.cloud.base import Cloud, Instance, Left, Market, Problem, Shortfall, State
 from spotrun.errors import CloudError
 
 if TYPE_CHECKING:
     from spotrun.spec import ClusterSpec
 
-__all__ = ["Cloud", "Instance", "Market", "Problem", "Shortfall", "State", "account", "ask", "connect"]
+__all__ = ["Cloud", "Instance", "Left", "Market", "Problem", "Shortfall", "State", "account", "ask", "connect"]
 
 
 T = TypeVar("T")

@@ -59,6 +59,20 @@ class Shortfall:
     used: float = 0.0
 
 
+@dataclass(frozen=True)
+class Left:
+    """Something in the account that carries the cluster's label.
+
+    kind: what the cloud calls it. name: its id or name. hourly: dollars for an hour; None: not known. stays: whether
+    `down` leaves it for the next `up`.
+    """
+
+    kind: str
+    name: str
+    hourly: float | None = 0.0
+    stays: bool = False
+
+
 class Cloud(Protocol):
     """Pools and their nodes. Every method raises `CloudError` when the cloud refuses or does not answer."""
 

@@ -54,6 +54,8 @@ class Clients:
     templates: compute_v1.InstanceTemplatesClient
     machines: compute_v1.MachineTypesClient
     accelerators: compute_v1.AcceleratorTypesClient
+    disks: compute_v1.DisksClient
+    addresses: compute_v1.AddressesClient
 
 
 class Api:
@@ -113,7 +115,7 @@ class Api:
 def check_credentials(project: str) -> None:
     """Raise `CloudError` if there are none here."""
     try:
-        _credentials()
+        credentials()
     except google.auth.exceptions.GoogleAuthError as error:
         raise errors.explain(error, "signing in", project) from error
 
@@ -122,22 +124,23 @@ def _endpoint() -> str:
     return os.environ.get(ENDPOINT, "").rstrip("/").removesuffix("/compute/v1")
 
 
-def _credentials() -> Credentials:
+def credentials() -> Credentials:
+    """What is signed in here. Raises `google.auth.exceptions.GoogleAuthError`."""
     if _endpoint():
         return AnonymousCredentials()  # type: ignore[no-untyped-call]
     for name in ("google.auth", "urllib3.connectionpool"):
         logging.getLogger(name).setLevel(logging.ERROR)  # what they warn of, we say if it comes to that
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # a person's own credentials are what an operator has
-        credentials, _ = google.auth.default(scopes=[_SCOPE])
-    found: Credentials = credentials
+        default, _ = google.auth.default(scopes=[_SCOPE])
+    found: Credentials = default
     return found
 
 
 def _connect() -> Clients:
-    credentials, endpoint = _credentials(), _endpoint()
+    found, endpoint = credentials(), _endpoint()
     options = ClientOptions(api_endpoint=endpoint) if endpoint else ClientOptions()
-    how: dict[str, Any] = {"credentials": credentials, "client_options": options, "transport": "rest"}
+    how: dict[str, Any] = {"credentials": found, "client_options": options, "transport": "rest"}
     return Clients(
         instances=compute_v1.InstancesClient(**how),
         groups=compute_v1.InstanceGroupManagersClient(**how),
@@ -149,4 +152,6 @@ def _connect() -> Clients:
         templates=compute_v1.InstanceTemplatesClient(**how),
         machines=compute_v1.MachineTypesClient(**how),
         accelerators=compute_v1.AcceleratorTypesClient(**how),
+        disks=compute_v1.DisksClient(**how),
+        addresses=compute_v1.AddressesClient(**how),
     )
