@@ -8,7 +8,7 @@ FAB     := $(VENV)/bin/fab
 CHECKOV := $(VENV)-checkov
 # Variables from the user of a target, taken as typed. Make expands a variable from its command line at each use, also
 # for `export`: '$HOME' becomes OME, and '$(shell …)' runs here. A copy by `:=` of `$(value X)` is not expanded.
-GIVEN   := CLUSTER JOB NODE RANK CMD TIMEOUT FAULTS NOTICE ID JSON FORCE ALL STRICT RAW TAIL RUNS SEED PUBLIC PRUNE
+GIVEN   := CLUSTER JOB NODE RANK CMD TIMEOUT FAULTS NOTICE ID JSON FORCE ALL STRICT RAW TAIL RUNS SEED PUBLIC PRUNE DRY
 override defined = $(foreach name,$(1),$(if $(filter-out undefined,$(origin $(name))),$(name)))
 # Make exports all variables of its command line (such as TERRAFORM=tofu). ARGS is for developers: a shell expands it.
 TYPED   := $(foreach name,$(filter-out ARGS,$(.VARIABLES)),$(if $(filter command,$(origin $(name))),$(name)))
@@ -38,7 +38,7 @@ override NO      := 0 n no false off N No NO False FALSE Off OFF
 override YES     := 1 y yes true on Y Yes YES True TRUE On ON
 
 .DEFAULT_GOAL := help
-.PHONY: help plan up train status follow logs ssh run preempt kill relaunch stop down image images image-versions image-trial test test-clouds test-gpu test-image lint bench-recovery bench-footprint bench-synth bench-startup soak clean
+.PHONY: help plan up train status follow logs ssh run preempt kill relaunch stop down acceptance image images image-versions image-trial test test-clouds test-gpu test-image lint bench-recovery bench-footprint bench-synth bench-startup soak clean
 
 help: ## print this
 	@echo "spotrun: torchrun for machines that vanish. Targets:"
@@ -83,6 +83,9 @@ stop: $(READY) ## stop the job; its state goes into the bucket [ID=job]
 
 down: $(READY) ## take the cluster down; refuses while a job runs [FORCE=1; ALL=1: a cloud's network and bucket too]
 	@$(FAB) down $(cluster) $(call yes,FORCE,force) $(call yes,ALL,all)
+
+acceptance: $(READY) ## the first day: try everything on real machines, cheapest first, then take it down [DRY=1: only list; ALL=1: also what has passed]
+	@$(FAB) acceptance $(cluster) $(call yes,ALL,all) $(call yes,DRY,dry)
 
 test: $(VENV)/.installed-dev ## run the tests [ARGS='-k planner -x']
 	@$(VENV)/bin/python -m pytest $(ARGS)

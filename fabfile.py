@@ -214,6 +214,20 @@ def down(_: Context, cluster: str = LOCAL, force: bool = False, all: bool = Fals
     _print({"cluster": spec.name, "up": False}, json, text)
 
 
+@command
+def acceptance(_: Context, cluster: str = LOCAL, all: bool = False, dry: bool = False, json: bool = False) -> int:
+    """Try everything that only real machines can show, cheapest first; takes the cluster down again.
+
+    all: also what has passed in an earlier run. dry: list what would be tried, and what it would cost.
+    """
+    from scripts.acceptance.start import accept
+
+    code, document = accept(cluster, all, dry, console.warn if json else console.say)
+    if json:
+        console.answer(document)
+    return code
+
+
 def _train(cluster: str, job: str, wanted: str, json: bool) -> int:
     if wanted == "auto":
         wanted = faults.DEMO if (cluster, job) == (LOCAL, DIGITS) else "none"

@@ -12,8 +12,9 @@ from scripts.home import home
 from scripts.ssh import Access
 from spotrun.errors import SpotrunError
 from spotrun.spec import ClusterSpec, load_cluster
+from spotrun.store import Store
 
-__all__ = ["access", "down", "home", "load", "plan", "ready", "up"]
+__all__ = ["access", "bucket", "down", "home", "load", "plan", "ready", "up"]
 
 
 def load(path: str) -> ClusterSpec:
@@ -27,6 +28,12 @@ def load(path: str) -> ClusterSpec:
 def access(cluster: ClusterSpec, file: str = LOCAL) -> Access:
     """The way into a cluster that is up. file: its cluster file. Raises `Unreachable` if it is not up."""
     found: Access = _site(cluster).access(cluster, file)
+    return found
+
+
+def bucket(cluster: ClusterSpec, file: str = LOCAL) -> Store:
+    """The cluster's bucket, whether or not the cluster is up. Raises `CloudError` without credentials."""
+    found: Store = _site(cluster).bucket(cluster, file)
     return found
 
 

@@ -29,6 +29,7 @@ TAKES = {
     "relaunch": ("ID",),
     "stop": ("ID",),
     "down": ("FORCE", "ALL"),
+    "acceptance": ("ALL", "DRY"),
 }
 _COMMON = ("CLUSTER", "JSON")
 _KNOWN = tuple(dict.fromkeys(name for names in (*TAKES.values(), _COMMON) for name in names))

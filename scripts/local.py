@@ -24,6 +24,13 @@ def access(cluster: ClusterSpec, file: str) -> Access:
     return Access(cluster.name, _store(cluster, layout), Direct("spotrun", layout.key), layout.state, file)
 
 
+def bucket(cluster: ClusterSpec, file: str) -> Store:
+    """The bucket, which is there without the cluster too."""
+    layout = Layout.of(home(), cluster.name)
+    layout.make()
+    return _store(cluster, layout)
+
+
 def up(cluster: ClusterSpec, file: str) -> control.Status:
     """Start what does not run, and wait for the head."""
     layout = Layout.of(home(), cluster.name)

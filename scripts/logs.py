@@ -44,7 +44,7 @@ def find(access: Access, job: str | None, node: str | None, rank: str | None) ->
         if not newest_first:
             raise SpotrunError(f"no job has run on this cluster yet; `{make(access.file, 'train')}` runs one")
         job = str(newest_first[0])
-    found = [log for key in access.store.list(f"jobs/{job}/logs") if (log := _log(key))]
+    found = every(access.store, job)
     if not found and not access.store.exists(job_key(job, "state.json")):
         raise SpotrunError(f"there is no job {job}; `{make(access.file, 'status')}` names the newest jobs")
     ranks = rank if rank is not None or node is not None else "0"
@@ -56,6 +56,11 @@ def find(access: Access, job: str | None, node: str | None, rank: str | None) ->
         asked = " ".join([f"node {node}" if node else "", f"rank {ranks}" if ranks is not None else ""]).strip()
         raise SpotrunError(f"job {job}: no log of {asked}; there are: {has}")
     return sorted(chosen, key=lambda log: (log.node, int(log.rank)))
+
+
+def every(store: Store, job: str) -> list[Log]:
+    """All logs of a job's workers that are in the bucket."""
+    return [log for key in store.list(f"jobs/{job}/logs") if (log := _log(key))]
 
 
 def read(store: Store, key: str, lines: int | None = None) -> Iterator[str]:

@@ -28,6 +28,11 @@ def access(cluster: ClusterSpec, file: str) -> Access:
     return found
 
 
+def bucket(cluster: ClusterSpec, file: str) -> Store:
+    """The bucket, which may not be made yet. Raises `CloudError` without credentials."""
+    return _access(cluster, file).store
+
+
 def plan(cluster: ClusterSpec, file: str) -> bool:
     """Print what `up` would change; whether anything would."""
     preflight.check_tools(cluster)

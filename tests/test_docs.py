@@ -11,6 +11,7 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel
 
+from scripts.acceptance.steps import STEPS
 from spotrun.spec import ClusterSpec, load_cluster
 
 ROOT = Path(__file__).parent.parent
@@ -102,3 +103,16 @@ def test_policies_name_actions_and_where(policy: Path) -> None:
         assert all(re.fullmatch(r"[a-z0-9-]+:[A-Za-z*]+", action) for action in actions)
         if places == ["*"] and "Condition" not in statement:
             assert all(re.match(r"[a-z0-9-]+:(Describe|Get|List)", action) for action in actions), statement["Sid"]
+
+
+def test_the_steps_of_the_acceptance_are_those_that_there_are() -> None:
+    text = (ROOT / "docs/acceptance.md").read_text()
+    rows = re.findall(r"^\| ([^|]+) \| (local|account|gpu|two gpus)[^|]* \| ([^|]+) \|$", text, re.MULTILINE)
+    assert rows == [(step.name, step.needs, step.proves) for step in STEPS]
+
+
+@clouds
+def test_a_page_begins_with_the_acceptance(cloud: str, page: Path) -> None:
+    first = re.findall(r"^## (.+)$", page.read_text(), re.MULTILINE)[0]
+    assert first == "The first day: `make acceptance`"
+    assert f"make acceptance CLUSTER=clusters/{cloud}-" in page.read_text()

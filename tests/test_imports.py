@@ -40,6 +40,7 @@ SDKS = {
         "agent/spotrun/node/workers.py",
         "agent/spotrun/node/entry.py",
         "agent/spotrun/node/product.py",
+        "scripts/acceptance/probes/",
     ),
     "obstore": ("agent/spotrun/store.py",),
     "asyncssh": ("agent/spotrun/cloud/local/",),
@@ -55,7 +56,7 @@ SDKS = {
     "cdktf_cdktf_provider_aws": ("infra/cdk.py",),
     "cdktf_cdktf_provider_google": ("infra/cdk.py",),
 }
-SOURCES = sorted([*ROOT.glob("agent/spotrun/**/*.py"), *ROOT.glob("infra/**/*.py"), *ROOT.glob("scripts/*.py")])
+SOURCES = sorted([*ROOT.glob("agent/spotrun/**/*.py"), *ROOT.glob("infra/**/*.py"), *ROOT.glob("scripts/**/*.py")])
 
 
 def imports(path: Path) -> Iterator[str]:

@@ -325,6 +325,11 @@ def replaced_key(cluster: str) -> str:
     return f"clusters/{cluster}/replaced.json"
 
 
+def acceptance_key(cluster: str, name: str) -> str:
+    """Of `make acceptance`: state.json, report.md, report.json."""
+    return f"clusters/{cluster}/acceptance/{name}"
+
+
 def code_key(sha256: str) -> str:
     return f"code/{sha256}.tar.zst"
 

@@ -1,0 +1,117 @@
+"""Steps about an account: what you may do in it, what its machines were refused, what is left in it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from types import ModuleType
+
+from scripts import cluster as clusters
+from scripts.acceptance import ways
+from scripts.acceptance.record import Facts, Failed, NotRun
+from scripts.acceptance.trace import Trace
+from scripts.home import home
+from scripts.ssh import HEAD, Access, read_host
+from spotrun import cloud
+from spotrun.cloud import Left
+from spotrun.errors import SpotrunError
+from spotrun.spec import ClusterSpec
+
+# Dollars for a GB and a month of the bucket: docs/gcp.md and docs/aws.md.
+_BUCKET = {"gcp": 0.020, "aws": 0.023}
+_REFUSED = r"\b403\b|Forbidden|AccessDenied|UnauthorizedOperation|PERMISSION_DENIED|may not do"
+
+
+def permissions(cluster: ClusterSpec) -> Facts:
+    """Dry runs and questions, of all that stacks and tasks call."""
+    allowed, refused = _tried(cluster).permissions(cluster)
+    facts: Facts = {"allowed": len(allowed), "refused": ", ".join(refused) or "none"}
+    if refused:
+        raise Failed(f"you may not: {', '.join(refused)}", facts)
+    return facts
+
+
+def grants(access: Access) -> Facts:
+    """What the head was refused since it started. It came up all the same, as it tries again."""
+    said = ways.say(access, HEAD, "journalctl --unit spotrun-head --no-pager --output cat")
+    refused = [line for line in said.splitlines() if re.search(_REFUSED, line)]
+    return {"refused at first": len(refused), "the last one": refused[-1][:200] if refused else "none"}
+
+
+def guest_agent(access: Access) -> Facts:
+    """Whether the head has the one host key that it has published, and no other."""
+    command = "ls /etc/ssh/ssh_host_*_key.pub; cat /etc/ssh/ssh_host_ed25519_key.pub"
+    *files, key = [line for line in ways.say(access, HEAD, command).splitlines() if line.strip()]
+    facts: Facts = {"host keys": len(files)}
+    published = {tuple(line.split()[:2]) for line in read_host(access, HEAD).keys}
+    if tuple(key.split()[:2]) not in published:
+        raise Failed("the head's host key is not the one that it has published", facts)
+    if len(files) > 1:
+        raise Failed(f"the head has {len(files)} host keys; its image makes one: {', '.join(files)}", facts)
+    return facts
+
+
+def instance_connect(access: Access) -> Facts:
+    """Whether sshd complained of the program that asks for pushed keys. That we are in says that it works."""
+    said = ways.say(
+        access, HEAD, "journalctl --unit ssh --no-pager --output cat | grep -c AuthorizedKeysCommand || true"
+    )
+    return {"complaints of sshd": int(said.strip() or 0)}
+
+
+def notice_order(found: Trace) -> Facts:
+    """Which of Google's words a preempted machine saw, in order, with the seconds from the first one."""
+    seen = found.all("notice")
+    if not seen:
+        raise SpotrunError("neither preempted nor maintenance-event changed before the machine ended")
+    first = float(seen[0]["at"])
+    order = ", ".join(f"{line['key']}={line['value']} after {float(line['at']) - first:.1f} s" for line in seen)
+    if not any(line["key"] == "preempted" and line["value"] == "TRUE" for line in seen):
+        raise Failed("simulateMaintenanceEvent did not set `preempted`", {"order": order})
+    return {"order": order}
+
+
+def disk_encryption(cluster: ClusterSpec) -> Facts:
+    """With what keys the machines' disks are encrypted. That machines have joined says that they may be used."""
+    keys: list[str] = _tried(cluster).disk_keys(cluster)
+    if not keys:
+        raise NotRun("this account's disks are not encrypted with a KMS key: none is the default for EBS")
+    return {"keys": ", ".join(keys)}
+
+
+def left(cluster: ClusterSpec, file: str) -> Facts:
+    """What carries the cluster's label after `down`. Anything that costs by the hour is unexpected."""
+    if cluster.cloud == "local":
+        from spotrun.cloud.local import client
+
+        if client.alive(cluster.name, home()):
+            raise SpotrunError(f"processes of cluster {cluster.name} still run")
+        return {"processes": 0}
+    bucket = f"${_BUCKET[cluster.cloud]} a GB and month"
+    return judge(_tried(cluster).left(cluster), {clusters.bucket(cluster, file).url: bucket})
+
+
+def judge(found: Sequence[Left], facts: Facts) -> Facts:
+    """The list with prices. Raises `Failed` if anything is in it that `down` should have removed. Pure."""
+    facts = facts | {f"{each.kind} {each.name}": _price(each) for each in found}
+    if wrong := [f"{each.kind} {each.name} ({_price(each)})" for each in found if not each.stays]:
+        raise Failed(f"still there: {', '.join(wrong)}", facts)
+    return facts
+
+
+def _price(each: Left) -> str:
+    if each.hourly is None:
+        return "price not known"
+    return f"${each.hourly:.4f} an hour" if each.hourly else "free"
+
+
+def _tried(cluster: ClusterSpec) -> ModuleType:
+    """The module of the cluster's cloud. Raises `CloudError` without its SDK or credentials."""
+    cloud.account(cluster)
+    if cluster.cloud == "gcp":
+        from spotrun.cloud.gcp import tried as google
+
+        return google
+    from spotrun.cloud.aws import tried as amazon
+
+    return amazon

@@ -1,0 +1,153 @@
+"""What GPU machines are measured by: a probe's numbers against the type's known figures. Pure but for the logs."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from scripts import logs
+from scripts.acceptance.record import Facts, Failed, NotRun
+from scripts.acceptance.trace import Trace
+from scripts.ssh import Access
+from spotrun.errors import SpotrunError
+from spotrun.spec import ClusterSpec
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What NVIDIA says of a GPU. tflops: bf16 products without sparsity. memory: GB/s. bus: GB/s to the host."""
+
+    tflops: float
+    memory: float
+    bus: float
+
+
+# From NVIDIA's data sheets of each; bus: PCIe, 16 lanes of generation 3 (15.75 GB/s), 4 (31.5), 5 (63).
+FIGURES: dict[str, Figures] = {
+    "T4": Figures(65, 320, 15.75),  # fp16: it has no bf16
+    "A10G": Figures(70, 600, 31.5),
+    "L4": Figures(121, 300, 31.5),
+    "L40S": Figures(362, 864, 31.5),
+    "A100": Figures(312, 1555, 31.5),
+    "H100": Figures(989, 3350, 63),
+    "H200": Figures(989, 4800, 63),
+    "B200": Figures(2250, 8000, 63),
+}
+# A GPU that is well reaches more than this share of its data sheet. Its clock falls with the power that products take.
+PRODUCT, MEMORY, BUS = 0.35, 0.6, 0.3
+
+
+def figures(name: str) -> Figures | None:
+    """The known figures of a GPU by the name that the driver gives it, such as NVIDIA H100 80GB HBM3."""
+    words = re.split(r"[\s-]+", name)
+    return next((found for short, found in FIGURES.items() if short in words), None)
+
+
+def matrix(found: Trace) -> Facts:
+    """The slowest GPU's matrix product and memory, and what of the data sheet that is."""
+    lines = found.all("matrix")
+    slowest = min(lines, key=lambda line: line["tflops"], default=None)
+    if slowest is None:
+        raise SpotrunError("the probe of the matrix product printed nothing")
+    memory = min(float(line["memory"]) for line in lines)
+    facts: Facts = {"GPU": slowest["name"], "TFLOP/s": slowest["tflops"], "memory GB/s": memory, "GPUs": len(lines)}
+    known = figures(slowest["name"])
+    if known is None:
+        return facts | {"of the data sheet": "not in the table of figures"}
+    product, bandwidth = slowest["tflops"] / known.tflops, memory / known.memory
+    facts |= {"share of TFLOP/s": round(product, 2), "share of memory": round(bandwidth, 2)}
+    for what, share, least in (("TFLOP/s", product, PRODUCT), ("memory bandwidth", bandwidth, MEMORY)):
+        if share < least:
+            raise Failed(f"{what}: {share:.0%} of the data sheet's; at least {least:.0%} is usual", facts)
+    return facts
+
+
+def copy(found: Trace) -> Facts:
+    """What a snapshot's copy to the host reaches, alone and on all GPUs at once."""
+    lines = found.all("copy")
+    if not lines:
+        raise SpotrunError("the probe of the copy printed nothing")
+    alone = min(float(line["pinned"]) for line in lines)
+    facts: Facts = {
+        "pinned GB/s": alone,
+        "pageable GB/s": min(float(line["pageable"]) for line in lines),
+        "stall of a snapshot s": max(float(line["stall"]) for line in lines),
+        "state GB": round(float(lines[0]["bytes"]) / 1e9, 2),
+    }
+    known = figures(str(lines[0]["name"]))
+    if known is not None and alone < BUS * known.bus:
+        raise Failed(f"{alone:.1f} GB/s to pinned memory; the bus has {known.bus:g}, {BUS:.0%} of it is usual", facts)
+    return facts
+
+
+def fork(found: Trace) -> Facts:
+    """Whether each worker was forked with torch loaded, and could use CUDA."""
+    lines = found.all("fork")
+    if not lines:
+        raise SpotrunError("the probe of the fork server printed nothing")
+    facts: Facts = {"workers": len(lines), "forked": sum(bool(line["forked"]) for line in lines)}
+    if slow := [line for line in lines if not line["forked"]]:
+        raise Failed(
+            f"{len(slow)} workers were not forked from a server that has torch: each start takes seconds", facts
+        )
+    return facts | {"first use of CUDA s": max(float(line["first"]) for line in lines)}
+
+
+def tests(found: Trace) -> Facts:
+    """What pytest said of the tests for CUDA."""
+    line = found.said("tests")
+    facts: Facts = {"pytest": line["summary"]}
+    if line["status"] != 0:
+        raise Failed(f"pytest ended with status {line['status']}: {line['summary']}; failed: {line['failed']}", facts)
+    return facts
+
+
+def efa(found: Trace) -> Facts:
+    """Whether a machine has all the EFAs that its type has, as libfabric lists them."""
+    line = found.said("fitness")
+    facts: Facts = {"EFAs": line["efas"], "wanted": line["efas_wanted"]}
+    if not line["efas_wanted"] or line["efas"] < line["efas_wanted"]:
+        raise Failed(f"the machine has {line['efas']} EFAs of {line['efas_wanted']}", facts)
+    return facts
+
+
+def all_reduce(found: Trace, cluster: ClusterSpec) -> Facts:
+    """Bus bandwidth between two machines, and the transport. With EFA, plain TCP is a failure."""
+    line = found.said("all-reduce")
+    said = str(line["transport"]) or "not named"
+    facts: Facts = {"bus GB/s": line["bus"], "transport": said, "workers": line["world"], "GB": line["bytes"] / 1e9}
+    facts["placement"] = str(bool(cluster.network.placement)).lower()
+    if not line["right"]:
+        raise Failed("the sum of the all-reduce is wrong", facts)
+    if cluster.network.efa and "Libfabric" not in said:
+        raise Failed(f"NCCL goes over {said}, although the cluster has EFA", facts)
+    return facts
+
+
+def placement(usual: Facts, moved: Trace, cluster: ClusterSpec) -> Facts:
+    """Bus bandwidth between two machines that are close to each other, and between two that need not be."""
+    if "bus GB/s" not in usual:
+        raise NotRun("step 'all-reduce' has measured nothing to compare with")
+    before, after = float(usual["bus GB/s"]), float(moved.said("all-reduce")["bus"])
+    near, far = (before, after) if cluster.network.placement else (after, before)
+    return {"near GB/s": near, "anywhere GB/s": far, "near is faster by": round(near / far, 2) if far else 0.0}
+
+
+def vit(access: Access, found: Trace) -> Facts:
+    """The samples a second that examples/vit printed last."""
+    first = [log.key for log in logs.every(access.store, found.job) if log.rank == "0"]
+    text = "".join(piece for key in first for piece in logs.read(access.store, key))
+    rates = re.findall(r"([0-9.]+) samples/s", text)
+    if not rates:
+        raise SpotrunError("examples/vit printed no samples/s")
+    return {"samples/s": float(rates[-1]), "goodput": round(float(found.last["goodput"] or 0.0), 3)}
+
+
+def transfer(found: Trace) -> Facts:
+    """The rate at which a machine that came later got the state, from the pause's own part."""
+    size = float(found.said("train")["mib"]) * (1 << 20)
+    phases = found.loss("kill")["phases"]
+    if len(phases) < 5 or not phases[3] or not phases[4] > phases[3]:
+        raise SpotrunError("the books do not say how long the state took")
+    seconds = phases[4] - phases[3]
+    return {"state GB": round(size / 1e9, 2), "restored s": round(seconds, 2), "GB/s": round(size / 1e9 / seconds, 2)}

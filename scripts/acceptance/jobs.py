@@ -1,0 +1,96 @@
+"""The jobs of an acceptance: what they run, and what is done to their machines on the way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+PROBES = Path(__file__).parent / "probes"
+VIT = Path(__file__).parents[2] / "examples" / "vit"
+LOCAL_NOTICE = 15.0  # seconds; the local cloud can give any notice, and the usual 30 are for nothing there
+# This computer runs all machines of the local cloud: where it is busy, a node may be silent for longer than elsewhere.
+_LOCAL = {"heartbeat_timeout": "15s"}
+# NCCL names the transport between machines in its debug output alone:
+# https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-debug
+_NCCL = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A machine that is taken: how (`preempt`, `kill`), and from which step of the job on."""
+
+    kind: str
+    step: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A job of an acceptance.
+
+    folder, script, args, nodes, settings: as in a job file; settings: its other keys. take: machines that are taken,
+    one after the other. ways: whether the ways into a node are tried while it runs. expects: the probes whose lines its
+    log must have.
+    """
+
+    script: str = "train.py"
+    args: tuple[str, ...] = ()
+    nodes: int = 1
+    folder: Path = PROBES
+    settings: dict[str, Any] | None = None
+    take: tuple[Taken, ...] = ()
+    ways: bool = False
+    expects: tuple[str, ...] = ("train",)
+
+    def job_file(self, name: str) -> dict[str, Any]:
+        """What its job file says."""
+        return {
+            "name": name.replace(" ", "-"),
+            "script": self.script,
+            "args": list(self.args),
+            "nodes": self.nodes,
+            **(self.settings or {}),
+        }
+
+
+def plans(cloud: str) -> dict[str, Plan]:
+    """All of them, by name. On the local cloud the steps are as short as they can be."""
+    pause = "0.005" if cloud == "local" else "0.05"
+    train = ("--steps=300", f"--pause={pause}")
+    watch = ("--watch",) if cloud == "gcp" else ()
+    here = _LOCAL if cloud == "local" else {}
+    single = Plan(
+        settings=here, args=(*train, "--fitness", "--hold=60", *watch), take=(Taken("preempt", 60),), ways=True
+    )
+    faults = Plan(
+        settings=here, args=(*train, "--hold=60,150"), nodes=2, take=(Taken("preempt", 60), Taken("kill", 150))
+    )
+    # Four GB of state, so that its way to a newcomer takes a time that can be measured.
+    heavy = ("--mib=3815",)
+    large = Plan(args=(*train, "--mib=2048", "--hold=60"), take=(Taken("preempt", 60),))
+    pair = Plan("pair.py", nodes=2, settings={"env": _NCCL}, expects=("all-reduce",))
+    return {
+        "single": replace(single, expects=("train", "fitness")),
+        "large": large,
+        "reference": replace(faults, args=train, take=()),
+        "faults": faults,
+        "gpu": Plan(
+            "device.py",
+            expects=("fitness", "matrix", "copy", "fork"),
+            settings={"max_restarts": 0, "snapshot_interval": 10},
+        ),
+        "gpu tests": Plan("tests.py", settings=_ALONE, expects=("tests",)),
+        "gpu pair": pair,
+        "moved pair": pair,
+        "gpu vit": Plan(args=("--batch-size=256", "--steps=300"), nodes=2, folder=VIT, expects=()),
+        "gpu reference": Plan(args=(*train, *heavy), nodes=2),
+        "gpu faults": replace(faults, args=(*faults.args, *heavy)),
+    }
+
+
+# The tests' own requirements are not in the machines' image; two of them start two processes on one device.
+_ALONE = {
+    "procs_per_node": 1,
+    "max_restarts": 0,
+    "requirements": ["pytest>=8.3", "pytest-asyncio>=0.25", "pytest-timeout>=2.3", "hypothesis>=6.120"],
+}

@@ -1,0 +1,136 @@
+"""Which steps are run, in what order, on which cluster, and what they cost at most. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from scripts.acceptance.record import Result
+from scripts.acceptance.steps import MACHINES, STAGES, Stage, Step
+from spotrun.cloud import prices
+from spotrun.spec import ClusterSpec, PoolSpec, gpus
+
+# A machine without GPUs for the first steps on machines: the smallest on which torch and a checkpoint have room.
+SMALL = {"gcp": "e2-standard-4", "aws": "m5.xlarge"}
+# Dollars for an hour on demand, for types that the table of GPU machines lacks: list prices of us-central1 and
+# us-east-1, as docs/gcp.md and docs/aws.md have them for the head. Spot is never dearer.
+LISTED = {"e2-standard-4": 0.134, "m5.xlarge": 0.192, "e2-small": 0.017, "e2-medium": 0.034, "t3.small": 0.0208,
+          "t3.medium": 0.0416}  # fmt: skip
+
+
+def has_gpus(pool: PoolSpec) -> bool:
+    return pool.accelerator is not None or pool.machine in gpus.TABLE
+
+
+def small(cluster: ClusterSpec) -> ClusterSpec:
+    """The cluster with machines without GPUs instead of its own, one pool a zone; itself where none has GPUs.
+
+    Each zone keeps a pool: a network on AWS cannot lose one while it is up. No placement: small machines have none.
+    """
+    if cluster.cloud == "local" or not any(map(has_gpus, cluster.pools)):
+        return cluster
+    zones = list(dict.fromkeys(pool.zone for pool in cluster.pools))
+    pools = tuple(
+        PoolSpec(name=f"small-{number}", zone=zone, machine=SMALL[cluster.cloud], max=2)
+        for number, zone in enumerate(zones, 1)
+    )
+    network = cluster.network.model_copy(update={"efa": False, "placement": False})
+    return cluster.model_copy(update={"pools": pools, "network": network})
+
+
+def cluster_of(cluster: ClusterSpec, stage: Stage) -> ClusterSpec:
+    """The cluster as a stage has it."""
+    if stage == "moved":
+        network = cluster.network.model_copy(update={"placement": not cluster.network.placement})
+        return cluster.model_copy(update={"network": network})
+    return cluster if stage in ("gpu", "gpus", "desk") else small(cluster)
+
+
+def missing(step: Step, cluster: ClusterSpec) -> str:
+    """Why a step cannot be tried on this cluster, whatever happens; empty if it can."""
+    if step.needs == "account" and cluster.cloud == "local":
+        return "it needs an account of a cloud, and this is the local cloud"
+    if step.clouds and cluster.cloud not in step.clouds:
+        return f"it is about {' and '.join(step.clouds)}, and this is {cluster.cloud}"
+    if step.needs in ("gpu", "two gpus"):
+        if cluster.cloud == "local":
+            return "it needs machines with GPUs, and the local cloud has none"
+        most = sum(pool.max for pool in cluster.pools if has_gpus(pool))
+        if most < (2 if step.needs == "two gpus" else 1):
+            wanted = "two machines with GPUs" if step.needs == "two gpus" else "a machine with GPUs"
+            return f"it needs {wanted}, and the cluster's pools have at most {most}"
+    if step.name == "efa layout" and not cluster.network.efa:
+        return "network.efa is false in the cluster file"
+    return ""
+
+
+def blocked(step: Step, steps: Sequence[Step], results: Mapping[str, Result]) -> str:
+    """Why a step would waste money now; empty if it would not.
+
+    A failure in a stage stops the later stages, which cost more. A failed gate stops its own stage as well. What is
+    always done at the end, nothing stops.
+    """
+    if step.stage == "end":
+        return ""
+    for other in steps:
+        result = results.get(other.name)
+        if other.stage == "end" or result is None or result.state != "failed" or other.name == step.name:
+            continue
+        if STAGES.index(other.stage) < STAGES.index(step.stage):
+            return f"step {other.name!r} failed, and this one costs more"
+        if other.gate and other.stage == step.stage and steps.index(other) < steps.index(step):
+            return f"step {other.name!r} failed, on which this one builds"
+    return ""
+
+
+def todo(
+    steps: Sequence[Step], results: Mapping[str, Result], again: bool, standing: bool, cluster: ClusterSpec
+) -> list[Step]:
+    """The steps to go through, in order.
+
+    These are the steps that have not passed, and what brings up their cluster. If a cluster comes up or stands, also
+    the steps of the end, whether or not they have passed.
+    """
+
+    def due(step: Step) -> bool:
+        return again or step.name not in results or results[step.name].state != "passed"
+
+    work = [step for step in steps if due(step) and not step.sets_up and step.stage != "end"]
+    stages = {step.stage for step in work if not missing(step, cluster)}
+    setups = [step for step in steps if step.sets_up and (due(step) or stages.intersection(step.sets_up))]
+    up = standing or any(not missing(step, cluster) for step in setups)
+    end = [step for step in steps if step.stage == "end" and (up or due(step))]
+    chosen = {step.name for step in (*work, *setups, *end)}
+    return [step for step in steps if step.name in chosen]
+
+
+def dollars(step: Step, cluster: ClusterSpec) -> float | None:
+    """What a step costs at most: its limit, at on-demand prices, of the head and its machines; None: not known.
+
+    Without disks, traffic and requests, which are cents.
+    """
+    if step.stage == "desk" or cluster.cloud == "local":
+        return 0.0
+    staged = cluster_of(cluster, step.stage)
+    head = _hourly(cluster.cloud, staged.head.zone, staged.head.machine)
+    pools = [_of_pool(cluster.cloud, pool) for pool in staged.pools]
+    count = MACHINES.get(step.stage, 0)
+    known = [price for price in pools if price is not None]
+    if head is None or (count and not known):
+        return None
+    return (head + count * max(known, default=0.0)) * step.limit / 3600
+
+
+def total(steps: Iterable[Step], cluster: ClusterSpec) -> tuple[float, bool]:
+    """Dollars at most of those that can be tried, and whether all of their prices are known."""
+    found = [dollars(step, cluster) for step in steps if not missing(step, cluster)]
+    return sum(filter(None, found)), None not in found
+
+
+def _of_pool(cloud: str, pool: PoolSpec) -> float | None:
+    attached = (pool.accelerator.type, pool.accelerator.count) if pool.accelerator else ("", 0)
+    return _hourly(cloud, pool.zone, pool.machine, *attached)
+
+
+def _hourly(cloud: str, zone: str, machine: str, accelerator: str = "", count: int = 0) -> float | None:
+    listed = prices.on_demand(cloud, zone, machine, accelerator, count)
+    return listed if listed is not None else LISTED.get(machine, prices.spot(cloud, zone, machine, accelerator, count))

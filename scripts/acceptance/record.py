@@ -1,0 +1,127 @@
+"""What has been tried and what came of it: the state of an acceptance, which a later run goes on from."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from spotrun.errors import SpotrunError
+from spotrun.store import Store, acceptance_key
+
+State = Literal["passed", "failed", "not run"]
+Fact = float | int | str
+Facts = dict[str, Fact]
+
+
+class NotRun(SpotrunError):
+    """A step cannot be tried here; the message says why. That is neither a success nor a failure."""
+
+
+class Failed(SpotrunError):
+    """A step failed, and this was measured all the same."""
+
+    def __init__(self, reason: str, facts: Facts) -> None:
+        super().__init__(reason)
+        self.facts = facts
+
+
+class Result(BaseModel):
+    """What came of a step.
+
+    state: passed, failed, or not run. reason: why it did not pass. facts: what was measured or seen. seconds: how long
+    it took. at: when it ended, epoch seconds.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="strings")
+    state: State
+    reason: str = ""
+    facts: Facts = {}
+    seconds: float = 0.0
+    at: float = 0.0
+
+
+class Record(BaseModel):
+    """An acceptance as far as it has come.
+
+    cluster: its name. digest: of its description; another description is another acceptance. results: by step.
+    standing: it has begun to bring the cluster up, and has not seen it down since. at: when this was written, epoch
+    seconds.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="strings")
+    cluster: str
+    digest: str
+    results: dict[str, Result] = {}
+    standing: bool = False
+    at: float = 0.0
+
+    def with_result(self, step: str, result: Result) -> Record:
+        return self.model_copy(update={"results": {**self.results, step: result}, "at": time.time()})
+
+    def but_standing(self, standing: bool) -> Record:
+        return self.model_copy(update={"standing": standing, "at": time.time()})
+
+    @property
+    def failed(self) -> list[str]:
+        return [name for name, result in self.results.items() if result.state == "failed"]
+
+
+def parse(data: bytes | None) -> Record | None:
+    """A record; None if there is none that this version can read."""
+    try:
+        return Record.model_validate_json(data) if data else None
+    except ValidationError:
+        return None
+
+
+def choose(found: list[Record | None], cluster: str, digest: str) -> Record:
+    """The newest of those of this cluster; an empty one if there is none, or if the description has changed since.
+
+    That a cluster stands is not forgotten: an older description of it may still have to be taken down.
+    """
+    known = [each for each in found if each is not None and each.cluster == cluster]
+    newest = max(known, key=lambda each: each.at, default=Record(cluster=cluster, digest=digest))
+    return newest if newest.digest == digest else Record(cluster=cluster, digest=digest, standing=newest.standing)
+
+
+class Keeper:
+    """Keeps a record and its reports in a folder of this computer and, once there is one, in the bucket."""
+
+    def __init__(self, folder: Path, bucket: Callable[[], Store], cluster: str) -> None:
+        self._folder, self._bucket, self._cluster = folder, bucket, cluster
+
+    def load(self, digest: str) -> Record:
+        """The newest record in either place."""
+        file = self._folder / "state.json"
+        found = [parse(file.read_bytes() if file.exists() else None)]
+        with contextlib.suppress(SpotrunError):  # no login yet, no bucket yet: steps say so
+            found.append(parse(self._bucket().find(acceptance_key(self._cluster, "state.json"))))
+        return choose(found, self._cluster, digest)
+
+    def save(self, record: Record) -> None:
+        """Write it here, and into the bucket once the cluster has come up."""
+        self._write("state.json", record.model_dump_json(indent=1), bool(record.standing))
+
+    def publish(self, **reports: str) -> list[str]:
+        """Write report.md and the like; where they are now."""
+        return [place for name, text in reports.items() for place in self._write(f"report.{name}", text, True)]
+
+    def _write(self, name: str, text: str, bucket: bool) -> list[str]:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        part = self._folder / f".{name}"
+        part.write_text(text)
+        os.replace(part, self._folder / name)
+        places = [str(self._folder / name)]
+        if bucket:
+            key = acceptance_key(self._cluster, name)
+            with contextlib.suppress(SpotrunError):
+                store = self._bucket()
+                store.put(key, text.encode())
+                places.append(f"{store.url}/{key}")
+        return places

@@ -1,0 +1,155 @@
+"""The cluster that an acceptance is about, as it stands at the moment, and the jobs that run on it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from scripts import cluster as clusters
+from scripts import control, jobs
+from scripts.acceptance import plan, trace
+from scripts.acceptance.jobs import LOCAL_NOTICE, Plan, plans
+from scripts.acceptance.record import Facts
+from scripts.acceptance.steps import STEPS, Stage, Step
+from scripts.acceptance.trace import How, Trace
+from scripts.ssh import HEAD, Access, Unreachable
+from spotrun.errors import SpotrunError
+from spotrun.spec import ClusterSpec
+
+Look = Callable[[Access, str], Facts]
+_GONE, _AGAIN = 600.0, 5.0  # seconds for machines to be given up, and between two looks
+_IGNORED = shutil.ignore_patterns("__pycache__", "*.yaml")
+
+
+class Site:
+    """One acceptance's cluster.
+
+    cluster, file: as the operator named it. folder: for what is written for it on this computer. wanted: the steps of
+    this run, by which jobs are queued early. look: tries the ways into a node. facts_of: what a step has measured, in
+    this run or an earlier one.
+    """
+
+    def __init__(self, cluster: ClusterSpec, file: str, folder: Path, wanted: Sequence[Step], look: Look) -> None:
+        self.cluster, self.file, self.folder = cluster, file, folder
+        self._wanted, self._look = wanted, look
+        self.facts_of: Callable[[str], Facts] = lambda step: {}
+        self._plans = plans(cluster.cloud)
+        self._submitted: dict[str, str] = {}
+        self._seen: dict[str, Trace | SpotrunError] = {}
+        self._standing: tuple[ClusterSpec, str] | None = None
+
+    def spec(self, stage: Stage) -> tuple[ClusterSpec, str]:
+        """The cluster as a stage has it, and its cluster file; this is written if it is not the operator's own."""
+        found = plan.cluster_of(self.cluster, stage)
+        if found is self.cluster:
+            return found, self.file
+        file = self.folder / ("moved.yaml" if stage == "moved" else "small.yaml")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        file.write_text(cluster_file(found))
+        return found, str(file)
+
+    def up(self, stage: Stage) -> Facts:
+        """Bring it up as a stage has it, as `make up` does."""
+        spec, file = self.spec(stage)
+        if self._standing is not None and self._standing[0] != spec:
+            self._await_no_machines()
+        status = clusters.up(spec, file)
+        self._standing = spec, file
+        return {"head's epoch": int(status["head"]["epoch"]), "pools": len(status["pools"])}
+
+    def _await_no_machines(self) -> None:
+        """Wait until the last job's machines are given up: what they stand in cannot change under them."""
+        deadline = time.monotonic() + _GONE
+        while left := [node["name"] for node in control.ask(self.access, "status")["nodes"] if node["pool"] != HEAD]:
+            if time.monotonic() > deadline:
+                raise SpotrunError(f"still there {_GONE / 60:.0f} min after the last job: {', '.join(left)}")
+            time.sleep(_AGAIN)
+
+    def down(self) -> Facts:
+        """Take it down, as `make down FORCE=1` does."""
+        return {"said": clusters.down(self.cluster, True, self.file)}
+
+    def is_up(self) -> bool:
+        """Whether a head has come up, by whatever hand."""
+        try:
+            clusters.access(self.cluster, self.file)
+        except Unreachable:
+            return False
+        except SpotrunError:
+            return False  # no credentials, no bucket: a step says so
+        return True
+
+    @property
+    def access(self) -> Access:
+        """The way into the cluster as it stands."""
+        return clusters.access(*(self._standing or self.spec("head")))
+
+    def trace(self, name: str) -> Trace:
+        """What came of a job, which is run once. Raises what it failed with, to each step that reads it."""
+        if name not in self._seen:
+            try:
+                self._seen[name] = self._run(name)
+            except SpotrunError as error:
+                self._seen[name] = error
+        found = self._seen[name]
+        if isinstance(found, SpotrunError):
+            raise found
+        return found
+
+    def _run(self, name: str) -> Trace:
+        access, planned = self.access, self._plans[name]
+        job = self._submitted.get(name) or self._submit(name, access)
+        # Machines stay while another job waits: without it they are given up, and have to boot again.
+        if following := self._next(name):
+            self._submit(following, access)
+        notice = LOCAL_NOTICE if self.cluster.cloud == "local" else None
+        limit = sum(step.limit for step in STEPS if step.job == name)
+        return trace.follow(access, planned, job, How(limit, lambda node: self._look(access, node), notice))
+
+    def _next(self, name: str) -> str:
+        """The job after this one on the same machines; empty if there is none."""
+        able = [step for step in self._wanted if step.job and not plan.missing(step, self.cluster)]
+        # Two small machines are cheap to ask for early; two with GPUs must wait until one of them has proved well.
+        groups = {step.job: step.stage.replace("machines", "machine") for step in able}
+        names = [each for each in groups if groups[each] == groups.get(name)]
+        later = names[names.index(name) + 1 :] if name in names else []
+        return next((each for each in later if each not in self._submitted), "")
+
+    def _submit(self, name: str, access: Access) -> str:
+        spec, _ = self._standing or self.spec("head")
+        file = stage_job(self.folder / "jobs" / name.replace(" ", "-"), name, self._plans[name])
+        self._submitted[name] = jobs.submit(access, spec, str(file), lambda _: None)
+        return self._submitted[name]
+
+
+def cluster_file(cluster: ClusterSpec) -> str:
+    """A cluster file that describes this cluster. JSON is YAML too."""
+    return json.dumps(_given(cluster.model_dump(mode="json")), indent=1) + "\n"
+
+
+def _given(value: object) -> object:
+    """Without keys that have no value."""
+    if isinstance(value, dict):
+        return {key: _given(each) for key, each in value.items() if each is not None}
+    return [_given(each) for each in value] if isinstance(value, list) else value
+
+
+def stage_job(folder: Path, name: str, planned: Plan) -> Path:
+    """Copy a job's folder to `folder` with a job file of its own; that file's path."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(planned.folder, folder, ignore=_IGNORED)
+    if planned.script == "tests.py":
+        _add_tests(folder)
+    file = folder / "job.yaml"
+    file.write_text(json.dumps(planned.job_file(name)) + "\n")
+    return file
+
+
+def _add_tests(folder: Path) -> None:
+    """The tests for CUDA, and what they import."""
+    root = Path(__file__).parents[2]
+    shutil.copy(root / "pyproject.toml", folder)
+    shutil.copytree(root / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__", "image", "e2e"))

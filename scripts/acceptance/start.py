@@ -1,0 +1,44 @@
+"""`make acceptance`, from what the operator asks for to the exit status."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from scripts import cluster as clusters
+from scripts.acceptance import plan, report, ways
+from scripts.acceptance.checks import checks
+from scripts.acceptance.record import Keeper
+from scripts.acceptance.runner import Runner
+from scripts.acceptance.site import Site
+from scripts.acceptance.steps import STEPS
+from scripts.hint import make
+from scripts.home import home
+from spotrun.errors import SpotrunError
+
+
+def accept(file: str, again: bool, only_list: bool, say: Callable[[str], None]) -> tuple[int, dict[str, Any]]:
+    """Try everything on the cluster of this file, or list what would be tried; the exit status, and the report.
+
+    again: also what has passed already. Raises `SpotrunError` if the cluster is up, and not by an acceptance: this one
+    takes it down at the end.
+    """
+    cluster = clusters.load(file)
+    folder = home() / "acceptance" / cluster.name
+    keeper = Keeper(folder, functools.partial(clusters.bucket, cluster, file), cluster.name)
+    record = keeper.load(cluster.digest)
+    chosen = plan.todo(STEPS, record.results, again, record.standing, cluster)
+    say(report.overview(chosen, cluster))
+    if only_list:
+        return 0, report.document(STEPS, record, cluster)
+    site = Site(cluster, file, folder, chosen, ways.into_node)
+    if not record.standing and site.is_up():
+        raise SpotrunError(
+            f"cluster {cluster.name} is up, and an acceptance takes its cluster down at the end:"
+            f" `{make(file, 'down')}` first, or name a cluster file with another name"
+        )
+    runner = Runner(cluster, STEPS, checks(site), keeper, say, record)
+    site.facts_of = lambda step: runner.record.results[step].facts if step in runner.record.results else {}
+    code = runner.run(again)
+    return code, report.document(STEPS, runner.record, cluster)

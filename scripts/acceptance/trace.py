@@ -1,0 +1,208 @@
+"""Following one job of an acceptance: when what was seen, and the machines that are taken on the way."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from scripts import control, faults, jobs, logs, report
+from scripts.acceptance.jobs import Plan
+from scripts.acceptance.record import Facts
+from scripts.ssh import HEAD, Access
+from spotrun.errors import SpotrunError
+
+Status = dict[str, Any]
+# Of `wire.Worker.phases`, behind the time at which the head ordered the generation.
+PARTS = ("noticed and ordered", "forked", "imported", "grouped", "restored", "first step")
+_LOGS = 60.0  # seconds for an ended job's last log to reach the bucket
+_AGAIN = 0.5
+_TRIES = 3  # of the ways into a node: its SSH server may be busy
+
+
+@dataclass(frozen=True)
+class How:
+    """How a job is followed.
+
+    limit: seconds that it may take, with the boot of its machines. look: tries the ways into a node. notice: seconds
+    that a machine gets before it is taken; None: as long as is usual.
+    """
+
+    limit: float
+    look: Callable[[str], Facts]
+    notice: float | None = None
+
+
+@dataclass
+class Trace:
+    """What came of a job.
+
+    job: its id. last: the last status of it. marks: when something was seen first, epoch seconds. lines: what its
+    probes printed. taken: (kind, node) of the machines that were taken. nodes: every machine that was seen with it.
+    ways: what the ways into a node said; `ways_error`: why one failed.
+    """
+
+    job: str
+    last: Status = field(default_factory=dict)
+    marks: dict[str, float] = field(default_factory=dict)
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    taken: list[tuple[str, str]] = field(default_factory=list)
+    nodes: dict[str, float] = field(default_factory=dict)
+    ways: Facts | None = None
+    ways_error: str = ""
+
+    def said(self, probe: str) -> dict[str, Any]:
+        """The newest line of a probe. Raises `SpotrunError` if there is none."""
+        found = [line for line in self.lines if line["probe"] == probe]
+        if not found:
+            raise SpotrunError(f"job {self.job}: its log has no line of probe {probe!r}")
+        return found[-1]
+
+    def all(self, probe: str) -> list[dict[str, Any]]:
+        return [line for line in self.lines if line["probe"] == probe]
+
+    def loss(self, kind: str) -> Status:
+        """The interruption of that kind. Raises `SpotrunError` if there was none."""
+        found: Status | None = next((loss for loss in self.last["losses"] if loss["kind"] == kind), None)
+        if found is None:
+            seen = ", ".join(loss["kind"] for loss in self.last["losses"]) or "none"
+            raise SpotrunError(f"job {self.job}: no interruption of kind {kind} is in its books; interruptions: {seen}")
+        return found
+
+
+class Watch:
+    """A display (`display.Display`) that sees a job through: it notes times, takes machines, and ends what is late."""
+
+    def __init__(self, access: Access, plan: Plan, trace: Trace, how: How):
+        self._access, self._plan, self._trace, self._how = access, plan, trace, how
+        self._deadline = time.monotonic() + how.limit
+        self._todo = list(plan.take)
+        self._tries = 0
+
+    def show(self, status: Status) -> None:
+        job, nodes = status["job"], [node for node in status["nodes"] if node["pool"] != HEAD]
+        if job is None:
+            return
+        note(self._trace, job, nodes, time.time())
+        if time.monotonic() > self._deadline:
+            with contextlib.suppress(SpotrunError):
+                control.ask(self._access, "stop", "--job", self._trace.job)
+            why = job["reason"] or "; ".join(each["text"] for each in job["conditions"] if "text" in each)
+            late = f"job {self._trace.job} is {job['phase']} after {self._how.limit / 60:.0f} min"
+            raise SpotrunError(f"{late}: {why or _problems(status)}")
+        if job["phase"] != "running" or not job["members"]:
+            return
+        if self._plan.ways and self._trace.ways is None and self._tries < _TRIES:
+            self._try_ways(str(job["members"][0]))
+        # The generation that the last one hit must have been left.
+        if self._todo and job["step"] >= self._todo[0].step and job["generation"] > len(self._trace.taken):
+            self._take(self._todo[0].kind, status)
+            del self._todo[0]
+
+    def say(self, text: str) -> None:
+        """What is said about the following itself is for a terminal."""
+
+    def _try_ways(self, node: str) -> None:
+        self._tries += 1
+        try:
+            self._trace.ways = self._how.look(node)
+            self._trace.ways_error = ""
+        except SpotrunError as error:
+            self._trace.ways_error = str(error)
+
+    def _take(self, kind: str, status: Status) -> None:
+        node = faults.victim(status)
+        assert node is not None, status
+        notice = ["--notice", f"{self._how.notice:g}"] if kind == "preempt" and self._how.notice else []
+        self._trace.marks[f"{kind} asked for"] = time.time()
+        control.ask(self._access, kind, node, *notice)
+        self._trace.taken.append((kind, node))
+
+
+def note(trace: Trace, job: Status, nodes: Iterable[Status], now: float) -> None:
+    """Note what is seen for the first time."""
+    trace.last = job
+    for node in nodes:
+        trace.nodes.setdefault(node["name"], now)
+        for mark, seen in (
+            ("listed", True),
+            ("running", node["state"] == "running"),
+            ("joined", node["phase"] is not None),
+            ("fit", node["phase"] not in (None, "checking", "unfit")),
+            ("notice seen", node["notice"] is not None),
+        ):
+            if seen:
+                trace.marks.setdefault(mark, now)
+    if job["members"]:
+        trace.marks.setdefault("chosen", now)
+    if job["step"] > 0:
+        trace.marks.setdefault("first step", now)
+
+
+def follow(access: Access, plan: Plan, job: str, how: How) -> Trace:
+    """See a job through to its end, and read what its probes printed. Raises `SpotrunError` unless it succeeded."""
+    trace = Trace(job)
+    last = jobs.follow(access, job, Watch(access, plan, trace, how))
+    trace.last = last
+    deadline = time.monotonic() + _LOGS
+    while True:
+        trace.lines = read(access, job)
+        if set(plan.expects) <= {line["probe"] for line in trace.lines} or time.monotonic() > deadline:
+            break
+        if last["phase"] != "succeeded":
+            break
+        time.sleep(_AGAIN)
+    if last["phase"] != "succeeded":
+        raise SpotrunError(report.report(last))
+    if len(trace.taken) < len(plan.take):
+        raise SpotrunError(f"job {job} ended before {plan.take[len(trace.taken)].kind} could be tried")
+    return trace
+
+
+def read(access: Access, job: str) -> list[dict[str, Any]]:
+    """The lines of probes in a job's logs, in the order of generations, with node and rank."""
+    found = []
+    for log in sorted(logs.every(access.store, job), key=lambda each: (each.generation, each.node, int(each.rank))):
+        text = "".join(logs.read(access.store, log.key))
+        found += [line | {"node": log.node, "rank": int(log.rank)} for line in map(_parsed, text.splitlines()) if line]
+    return found
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    """A line of a probe; empty for any other line."""
+    if not text.startswith('{"probe": '):
+        return {}
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return line if isinstance(line, dict) and isinstance(line.get("probe"), str) else {}
+
+
+def boot(trace: Trace) -> Facts:
+    """Seconds from the job's submission to what came after it."""
+    began = float(trace.last["submitted"])
+    order = ("listed", "running", "joined", "fit", "chosen", "first step")
+    return {f"{mark} after s": round(trace.marks[mark] - began, 2) for mark in order if mark in trace.marks}
+
+
+def pause(loss: Status) -> Facts:
+    """An interruption's pause by part, in seconds, from the last step before it to the first one after it."""
+    facts: Facts = {"steps lost": int(loss["steps_lost"] or 0)}
+    if loss["seconds"] is not None:
+        facts["pause s"] = round(float(loss["seconds"]), 3)
+    times = [float(loss["at"]), *map(float, loss["phases"])]
+    last = times[0]
+    for part, at in zip(PARTS, times[1:], strict=False):
+        if at > 0:
+            facts[f"{part} s"] = round(max(0.0, at - last), 3)
+            last = max(last, at)
+    return facts
+
+
+def _problems(status: Status) -> str:
+    found = [f"pool {pool['name']}: {pool['problem']}" for pool in status["pools"] if pool["problem"]]
+    return "; ".join(found) or "`make status` may say more"
