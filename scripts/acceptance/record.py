@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Callable
@@ -94,7 +95,8 @@ class Keeper:
     """Keeps a record and its reports in a folder of this computer and, once there is one, in the bucket."""
 
     def __init__(self, folder: Path, bucket: Callable[[], Store], cluster: str) -> None:
-        self._folder, self._bucket, self._cluster = folder, bucket, cluster
+        self._folder, self._cluster = folder, cluster
+        self._bucket = functools.cache(bucket)  # an error is not kept: it is asked again
 
     def load(self, digest: str) -> Record:
         """The newest record in either place."""
