@@ -12,15 +12,17 @@ from spotrun.node.network import Facts, environment, find_interface, gather
 from spotrun.wire import Order
 from tests.fakenode import world
 
+SOON = {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250"}
+
 
 @pytest.mark.parametrize(
     ("facts", "expected"),
     [
         (Facts(), {}),
         (Facts("lo"), {"GLOO_SOCKET_IFNAME": "lo"}),
-        (Facts("lo", gpus=1), {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}),
+        (Facts("lo", gpus=1), {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo", **SOON}),
         (Facts("ens4"), {"GLOO_SOCKET_IFNAME": "ens4"}),
-        (Facts("ens5", gpus=8), {"GLOO_SOCKET_IFNAME": "ens5", "NCCL_SOCKET_IFNAME": "=ens5"}),
+        (Facts("ens5", gpus=8), {"GLOO_SOCKET_IFNAME": "ens5", "NCCL_SOCKET_IFNAME": "=ens5", **SOON}),
         (
             Facts("ens5", gpus=8, adapters=32),
             {
@@ -28,9 +30,10 @@ from tests.fakenode import world
                 "NCCL_SOCKET_IFNAME": "=ens5",
                 "NCCL_NET": "AWS Libfabric",
                 "FI_EFA_USE_HUGE_PAGE": "0",
+                **SOON,
             },
         ),
-        (Facts("", gpus=8, adapters=1), {"NCCL_NET": "AWS Libfabric", "FI_EFA_USE_HUGE_PAGE": "0"}),
+        (Facts("", gpus=8, adapters=1), {"NCCL_NET": "AWS Libfabric", "FI_EFA_USE_HUGE_PAGE": "0", **SOON}),
         (Facts("ens5", adapters=1), {"GLOO_SOCKET_IFNAME": "ens5", "FI_EFA_USE_HUGE_PAGE": "0"}),
     ],
 )

@@ -125,6 +125,15 @@ def frozen(name: str, seconds: float, **changes: Any) -> Node:
 
 
 STUCK = {"stepped_at": NOW - 4.0}
+REGROUP_SLOW = start(A, C, cause=SILENT)
+
+
+def slow(silent: float, stepped: float) -> View:
+    """One member is silent, and nobody has completed a step, of 20 s each, for so many seconds."""
+    progress = Progress(base=0, step=50, stepped_at=NOW - stepped, pace=20.0)
+    others = (node(name, stepped_at=NOW - stepped) for name in (A, C))
+    return view(job(A, B, C, progress=progress), frozen(B, silent), *others)
+
 
 CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
     "all is well": (view(job(A, B, C), node(A), node(B), node(C)), ()),
@@ -490,6 +499,9 @@ CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
         ),
         (Drain(51, PREEMPT, NOW + 27),),
     ),
+    "slow steps: a frozen member is lost before three of them have passed": (slow(31, stepped=31), (REGROUP_SLOW,)),
+    "slow steps: not while it may be on its way back": (slow(29, stepped=31), ()),
+    "slow steps: not while the others may be in a step": (slow(31, stepped=29), ()),
     "a long pause is not many steps": (
         view(
             job(A, B, C, progress=Progress(base=0, step=50, stepped_at=NOW - 45, pace=0.1)),

@@ -22,10 +22,10 @@ from spotrun.control import EXIT_DRAINED, EXIT_PEER, Control
 from spotrun.errors import CorruptError
 from spotrun.node import code, job, preload
 from spotrun.node.entry import Task, failure_path
-from spotrun.node.group import phase
+from spotrun.node.group import create, phase
 from spotrun.node.launcher import Launcher
 from spotrun.node.process import descendants, gpu_count
-from spotrun.wire import Failure
+from spotrun.wire import Failure, Generation
 from tests.helpers import await_for
 
 
@@ -310,6 +310,20 @@ PEER = Failure(kind="peer", rank=0, at=1.0, message="")
 )
 def test_phase(codes: list[int | None], failure: Failure | None, lost: bool, restored: bool, wanted: str) -> None:
     assert phase(codes, failure, lost, restored) == wanted
+
+
+def test_a_worker_that_nccl_aborts_has_lost_a_peer(tmp_path: Path) -> None:
+    """During a drain too: the snapshot of a worker that has drained is what counts."""
+    generation = Generation(number=1, members=(), store="h:1")
+    group = create(generation, 0, 2, tmp_path / "control", tmp_path / "logs")
+    group.exited(0, -signal.SIGABRT)
+    assert group.failure is not None
+    assert (group.failure.kind, group.failure.message) == ("peer", "ended by SIGABRT")
+    assert group.phase == "failed"
+    group.locals[1].control.exit = EXIT_DRAINED
+    group.exited(1, EXIT_DRAINED)
+    assert group.phase == "drained"
+    group.close()
 
 
 def archive(path: Path, *members: tarfile.TarInfo) -> Path:

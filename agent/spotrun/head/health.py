@@ -17,6 +17,7 @@ from spotrun.wire import Report
 HEARTBEAT = 0.5  # seconds between an agent's reports
 REJOIN = 10.0  # seconds that agents take to find a new head at the most
 ALONE = 300.0  # seconds of more patience while no node at all is heard: it may be the head that is cut off
+LONGEST = 30.0  # seconds without a step that tell as much as three slow steps, if the member is silent for as long
 GONE = ("stopping", "terminated", "gone")
 
 
@@ -186,7 +187,7 @@ def _lost(view: View, spec: JobSpec, node: Node | None, newer: Node | None, othe
         if newer is not None:
             return "kill"
         quiet = view.now - view.awake_since > 2 * spec.heartbeat_timeout
-        return "kill" if quiet and (_stalled(view, others) or _peers_failed(view, others)) else None
+        return "kill" if quiet and (_stalled(view, others, view.awake_since) or _peers_failed(view, others)) else None
     away = not node.linked or silent(view, node, spec)
     if not away:
         return None
@@ -195,7 +196,7 @@ def _lost(view: View, spec: JobSpec, node: Node | None, newer: Node | None, othe
         return kind
     if not others:
         return None  # the head's word against nobody's: only the cloud can decide
-    if _peers_failed(view, others) or (silent(view, node, spec) and _stalled(view, others)):
+    if _peers_failed(view, others) or (silent(view, node, spec) and _stalled(view, others, node.heard)):
         return kind
     return None
 
@@ -208,11 +209,15 @@ def _peers_failed(view: View, others: list[Node]) -> bool:
     )
 
 
-def _stalled(view: View, others: list[Node]) -> bool:
-    """Whether the others, who can be heard, do not get on: a step takes the whole generation."""
+def _stalled(view: View, others: list[Node], last: float) -> bool:
+    """Whether the others, who can be heard, do not get on: a step takes the whole generation.
+
+    last: when the member in question was last heard.
+    """
     heard = [n for n in others if n.linked and view.now - n.heard < 3 * HEARTBEAT]
     if not heard:
         return False
-    progress = view.job.progress
     newest = max((w.stepped_at for n in heard for w in n.report.workers), default=0.0)
-    return view.now - max(newest, view.job.ordered_at) > max(1.0, 3 * progress.pace)
+    waited = view.now - max(newest, view.job.ordered_at)
+    quiet = view.now - max(last, view.awake_since)
+    return waited > max(1.0, 3 * view.job.progress.pace) or min(waited, quiet) > LONGEST

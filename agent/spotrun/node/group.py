@@ -243,6 +243,9 @@ def _read_failure(each: Local) -> Failure:
     code = each.code or 0
     with contextlib.suppress(OSError, ValueError, TypeError, ValidationError):
         return Failure(**json.loads(failure_path(each.path).read_text()))
+    if code == -signal.SIGABRT:
+        # So torch ends a worker whose collective has failed in NCCL: somebody else is gone.
+        return Failure(kind="peer", rank=each.rank, at=time.time(), message="ended by SIGABRT")
     if code < 0:
         with contextlib.suppress(ValueError):
             name = signal.Signals(-code).name

@@ -18,6 +18,7 @@ from pathlib import Path
 from spotrun.node.process import gpu_count, loopback
 
 _SIOCGIFADDR = 0x8915  # netdevice(7)
+DUMP = 250  # milliseconds
 VERBS, NETWORK = Path("/sys/class/infiniband"), Path("/sys/class/net")
 
 
@@ -42,6 +43,8 @@ def environment(facts: Facts) -> dict[str, str]:
     NCCL_NET: NCCL else sends over TCP, without a word, when its plugin for EFA does not come up. It fails instead (the
     same page, #nccl-net); a job that wants TCP says `NCCL_NET: Socket`. Every version of the plugin knows this name of
     itself, those up to 1.11 no other (aws-ofi-nccl, nccl_ofi_interface_nvidia.cpp).
+    TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC: torch ends a worker whose collective has failed (a peer is gone, say) after
+    four times as long, so that a dump can be written: by default after a minute (ProcessGroupNCCL.cpp, `Watchdog`).
     FI_EFA_USE_HUGE_PAGE: a process that holds huge pages may not be able to fork, as each DataLoader with workers does
     (https://github.com/aws-samples/awsome-distributed-training, efa-cheatsheet.md).
     """
@@ -50,6 +53,8 @@ def environment(facts: Facts) -> dict[str, str]:
         found["GLOO_SOCKET_IFNAME"] = facts.interface
         if facts.gpus:
             found["NCCL_SOCKET_IFNAME"] = f"={facts.interface}"
+    if facts.gpus:
+        found["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = str(DUMP)
     if facts.adapters:
         found["FI_EFA_USE_HUGE_PAGE"] = "0"
         if facts.gpus:
