@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,10 @@ import spotrun
 from spotrun import slots
 from spotrun.control import EXIT_DRAINED, EXIT_PEER, Context, Control
 from spotrun.errors import SpotrunError
-from spotrun.train import place
+from spotrun.train import place, restore
 from spotrun.train import run as training
 from spotrun.train.failures import is_peer_failure
+from spotrun.train.snapshot import Writer
 from tests.helpers import wait_for
 
 ROOT = Path(__file__).parent.parent
@@ -320,6 +321,66 @@ def test_two_workers_on_a_node_share_its_snapshot(cluster: Cluster) -> None:
     assert cluster.newest("a").step == 4
     assert cluster.controls[1].committed == 3  # what it restored; it writes none itself
     assert cluster.seen()[0] != []
+
+
+def bring(environment: dict[str, str], out: str) -> None:
+    """Restore the state; say so, and how many bytes were sent for that."""
+    os.environ.update(environment)
+    sent = []
+    real = dist.isend
+    dist.isend = lambda tensor, *args, **kwargs: sent.append(tensor.nbytes) or real(tensor, *args, **kwargs)  # type: ignore[func-returns-value,misc]
+    dist.init_process_group("gloo")
+    context = Context.from_env()
+    assert context is not None
+    found = restore.restore(context, 0, None)
+    assert found is not None
+    slots.verify(Path(context.slots), *found)
+    Path(out).write_text(str(sum(sent)))
+    os._exit(0)
+
+
+def test_who_needs_no_state_takes_no_part_in_a_transfer(cluster: Cluster) -> None:
+    """Two nodes lack the state. They cannot take it yet: who has it goes on, and the donor sends it once."""
+    state = {"x": torch.arange(100_000)}
+    for node in "bc":
+        writer = Writer(cluster.slots(node), "job", 1)
+        assert writer.take(7, lambda encoder: encoder.encode(state, "state"), set(), wait=True)
+        writer.settle()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1]), "WORLD_SIZE": "4"}
+    processes, done = [], [cluster.path / f"done-{rank}" for rank in range(4)]
+    with ExitStack() as held:
+        for rank, node in enumerate("abcd"):
+            if node in "ad":
+                cluster.slots(node).mkdir()
+                held.enter_context(slots.reading(cluster.slots(node), 0))
+            environment = {**group, "RANK": str(rank), Context.VARIABLE: cluster.context(node, rank, 0).to_env()}
+            processes.append(forked.Process(target=bring, args=(environment, str(done[rank])), daemon=True))
+            processes[-1].start()
+        wait_for(done[2].exists, what="the end of the one that has the state")
+        assert not done[0].exists()
+        assert not done[3].exists()
+    for process in processes:
+        process.join(120)
+    assert [process.exitcode for process in processes] == [0, 0, 0, 0]
+    size = cluster.newest("b").size
+    sent = [int(path.read_text()) for path in done]
+    assert size < sent[1] < 2 * size
+    assert sent[2] == 0
+    assert cluster.newest("a") == cluster.newest("b") == cluster.newest("d")
+
+
+@pytest.mark.parametrize(
+    ("offers", "chain", "waiting"),
+    [
+        ([(1, 5, 0), (1, 5, 0)], (0,), {}),
+        ([(-1, -1, 0), (1, 5, 0), (1, 4, 0)], (1, 0, 2), {}),
+        ([(1, 5, 0), (-1, -1, 1), (-1, -1, 0), (-1, -1, 1)], (0, 2), {3: 2}),
+        ([(-1, -1, 0), (-1, -1, 1), (1, 5, 0), (-1, -1, 1)], (2, 0), {1: 0}),
+    ],
+)
+def test_the_way_of_a_state(offers: list[tuple[int, ...]], chain: tuple[int, ...], waiting: dict[int, int]) -> None:
+    assert restore.route(offers) == restore.Route(chain, waiting)
 
 
 def test_a_fixed_interval_bounds_what_is_lost(cluster: Cluster) -> None:

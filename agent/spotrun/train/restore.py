@@ -1,7 +1,8 @@
 """Agreeing on the state to go on from, and bringing it to every node.
 
 Each node offers its newest whole snapshot; rank 0 looks for a newer checkpoint. The best by (generation, step) is
-taken; nodes without it get it over the process group, record and file as they are, into a slot of their own.
+taken; nodes without it get it, record and file as they are, into a slot of their own. It goes from the donor to the
+first of them and on from each to the next: no node sends it twice. Ranks that need nothing take no part.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ import json
 import logging
 import mmap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +30,7 @@ log = logging.getLogger(__name__)
 
 Order = tuple[int, int]  # (generation, step)
 NOTHING: Order = (-1, -1)
-CHUNK = 64 << 20  # bytes in one broadcast
+CHUNK = 64 << 20  # bytes in one message
 READER_PATIENCE = 300.0  # seconds that the agent may take to copy its part of a large snapshot to disk
 
 
@@ -37,6 +38,32 @@ def best_of(offers: Sequence[Order]) -> tuple[Order, int]:
     """(the best offer, the first rank that has it). `NOTHING` if nobody has anything."""
     best = max(offers)
     return best, offers.index(best)
+
+
+@dataclass(frozen=True)
+class Route:
+    """The way of a state to the nodes that lack it.
+
+    chain: ranks that pass it on, one to the next; the donor is the first, the others lead the nodes that lack it.
+    waiting: other ranks of these nodes, each with the one that leads its node.
+    """
+
+    chain: tuple[int, ...]
+    waiting: Mapping[int, int]
+
+
+def route(offers: Sequence[Sequence[int]]) -> Route:
+    """The way of the best state. offers: of every rank, in order: generation, step, and its number on its node."""
+    best, donor = best_of([(offer[0], offer[1]) for offer in offers])
+    chain, waiting, leader = [donor], {}, 0
+    for rank, (*offer, local_rank) in enumerate(offers):
+        if local_rank == 0:
+            leader = rank
+            if tuple(offer) != best:
+                chain.append(rank)
+        elif leader in chain[1:]:
+            waiting[rank] = leader
+    return Route(tuple(chain), waiting)
 
 
 def restore(context: Context, local_rank: int, group: dist.ProcessGroup | None) -> tuple[int, slots.Record] | None:
@@ -48,18 +75,14 @@ def restore(context: Context, local_rank: int, group: dist.ProcessGroup | None) 
     folder.mkdir(parents=True, exist_ok=True)
     # One process per node looks; the others of the node find the result in the same folder.
     own = _offer(folder, context.job) if local_rank == 0 else NOTHING
-    best, _ = best_of(_gather(own, group))
+    best, _ = best_of([(found[0], found[1]) for found in _gather(own, group)])
     if place()[1] == 0 and (fetched := _newer_checkpoint(context, folder, best)):
         own = fetched
-    offers = _gather(own, group)
-    best, donor = best_of(offers)
+    offers = _gather((*own, local_rank), group)
+    best, _ = best_of([(offer[0], offer[1]) for offer in offers])
     if best == NOTHING:
         return None
-    lacking = [offer != best for offer in _gather_leaders(offers, local_rank, group)]
-    if any(lacking):
-        _transfer(folder, context.job, donor, own == best, local_rank == 0, group)
-        if place()[0] > 1:
-            dist.barrier(group)
+    _bring(folder, context.job, route(offers), group)
     for slot, record in slots.newest(folder, context.job):
         if record.order == best:
             return slot, record
@@ -129,52 +152,67 @@ def _free_slot(folder: Path, job: str) -> int:
     return 1 - found[0][0] if found else 0
 
 
-def _gather(own: Order, group: dist.ProcessGroup | None) -> list[Order]:
+def _gather(own: Sequence[int], group: dist.ProcessGroup | None) -> list[list[int]]:
+    """What every rank says."""
     world, _ = place()
     if world == 1:
-        return [own]
-    found = [torch.zeros(2, dtype=torch.int64) for _ in range(world)]
+        return [list(own)]
+    found = [torch.zeros(len(own), dtype=torch.int64) for _ in range(world)]
     dist.all_gather(found, torch.tensor(own, dtype=torch.int64), group=group)
-    return [(int(pair[0]), int(pair[1])) for pair in found]
+    return [each.tolist() for each in found]
 
 
-def _gather_leaders(offers: list[Order], local_rank: int, group: dist.ProcessGroup | None) -> list[Order]:
-    """Offers of those ranks that look for their node."""
-    flags = _gather((local_rank, 0), group)
-    return [offer for offer, flag in zip(offers, flags, strict=True) if flag[0] == 0]
-
-
-def _transfer(folder: Path, job: str, donor: int, has_it: bool, leads: bool, group: dist.ProcessGroup | None) -> None:
-    """Broadcast the donor's slot; every leading rank without it keeps it in a slot."""
-    giving = place()[1] == donor
-    text = b""
-    if giving:
+def _bring(folder: Path, job: str, way: Route, group: dist.ProcessGroup | None) -> None:
+    """Play this rank's part, if it has one."""
+    _, rank = place()
+    if rank in way.waiting:
+        dist.recv(torch.empty(1), way.waiting[rank], group=group)
+    if rank not in way.chain or len(way.chain) == 1:
+        return
+    at = way.chain.index(rank)
+    before = way.chain[at - 1] if at > 0 else None
+    after = way.chain[at + 1] if at + 1 < len(way.chain) else None
+    if before is None:
         slot, record = slots.newest(folder, job)[0]
-        text = json.dumps(asdict(record)).encode()
+        _pass_on_record(record, before, after, group)
+        _pass_on(_buffer(slots.data_path(folder, slot), record.size, False), before, after, group)
+        return
+    slot, record = _free_slot(folder, job), _pass_on_record(None, before, after, group)
+    with _held(folder, slot):
+        slots.revoke(folder, slot)
+        _pass_on(_buffer(slots.data_path(folder, slot), record.size, True), before, after, group)
+        slots.verify(folder, slot, record)
+        slots.commit(folder, slot, record)
+    for other in (other for other, leader in way.waiting.items() if leader == rank):
+        dist.send(torch.ones(1), other, group=group)
+
+
+def _pass_on_record(
+    record: slots.Record | None, before: int | None, after: int | None, group: dist.ProcessGroup | None
+) -> slots.Record:
+    """Send the record, or receive it and send it on."""
+    text = b"" if record is None else json.dumps(asdict(record)).encode()
     size = torch.tensor([len(text)])
-    dist.broadcast(size, donor, group=group)
-    note = torch.frombuffer(bytearray(text), dtype=torch.uint8) if giving else torch.empty(int(size), dtype=torch.uint8)
-    dist.broadcast(note, donor, group=group)
-    record = slots.Record(**json.loads(note.numpy().tobytes()))
-    if giving:
-        _broadcast(_buffer(slots.data_path(folder, slot), record.size, False), record.size, donor, group)
-    elif has_it or not leads:
-        _broadcast(None, record.size, donor, group)
-    else:
-        slot = _free_slot(folder, job)
-        with _held(folder, slot):
-            slots.revoke(folder, slot)
-            _broadcast(_buffer(slots.data_path(folder, slot), record.size, True), record.size, donor, group)
-            slots.verify(folder, slot, record)
-            slots.commit(folder, slot, record)
+    _pass_on(size, before, after, group)
+    note = (
+        torch.empty(int(size), dtype=torch.uint8)
+        if record is None
+        else torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    )
+    _pass_on(note, before, after, group)
+    return slots.Record(**json.loads(note.numpy().tobytes())) if record is None else record
 
 
-def _broadcast(data: torch.Tensor | None, size: int, donor: int, group: dist.ProcessGroup | None) -> None:
-    """Send or receive `size` bytes in chunks; without `data` they are thrown away."""
-    for start in range(0, size, CHUNK):
-        stop = min(size, start + CHUNK)
-        chunk = torch.empty(stop - start, dtype=torch.uint8) if data is None else data[start:stop]
-        dist.broadcast(chunk, donor, group=group)
+def _pass_on(data: torch.Tensor, before: int | None, after: int | None, group: dist.ProcessGroup | None) -> None:
+    """Receive into `data` from rank `before`, and send it to rank `after`, in chunks; None: there is no such rank."""
+    sent = []
+    for chunk in data.split(CHUNK):
+        if before is not None:
+            dist.recv(chunk, before, group=group)
+        if after is not None:
+            sent.append(dist.isend(chunk, after, group=group))
+    for work in filter(None, sent):
+        work.wait()
 
 
 @contextmanager
