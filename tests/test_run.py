@@ -536,6 +536,31 @@ def spoil(run: spotrun.Run, at: int) -> Iterator[Any]:
             dist.group.WORLD.abort()
 
 
+@pytest.mark.parametrize(
+    ("cuda", "reason"),
+    [(None, "it is built without CUDA"), ("13.0", "Found no NVIDIA driver"), ("13.0", "it finds no device")],
+)
+def test_gpus_that_torch_cannot_use_are_an_error(
+    cuda: str | None, reason: str, alone: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def initialize() -> None:
+        if "driver" in reason:
+            raise RuntimeError(f"{reason}\nmore")
+
+    monkeypatch.setattr(place, "gpu_count", lambda: 8)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "init", initialize)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SpotrunError, match=rf"this machine has 8 GPUs, but torch .* cannot use them: {reason}\."):
+        spotrun.init()
+    with monkeypatch.context() as without:  # as under plain python
+        without.delenv(Context.VARIABLE)
+        assert spotrun.init().device.type == "cpu"
+    assert reason in caplog.text
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert spotrun.init().device.type == "cpu"
+
+
 @pytest.mark.parametrize("kind", ["elastic", "elastic, workers", "plain", "plain, shuffled"])
 def test_resuming_equals_going_on(alone: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
     data = torch.arange(23.0).reshape(23, 1)

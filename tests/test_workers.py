@@ -20,11 +20,12 @@ import zstandard
 
 from spotrun.control import EXIT_DRAINED, EXIT_PEER, Control
 from spotrun.errors import CorruptError
+from spotrun.gpus import gpu_count
 from spotrun.node import code, job, preload
 from spotrun.node.entry import Task, failure_path
 from spotrun.node.group import create, phase
 from spotrun.node.launcher import Launcher
-from spotrun.node.process import descendants, gpu_count
+from spotrun.node.process import descendants
 from spotrun.wire import Failure, Generation
 from tests.helpers import await_for
 

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Literal
 
 from spotrun.errors import SpotrunError
+from spotrun.gpus import gpu_count
 from spotrun.node import code, network
 from spotrun.node import group as groups
 from spotrun.node.job import Job
 from spotrun.node.link import Link
 from spotrun.node.metadata import Identity
-from spotrun.node.process import gpu_count
 from spotrun.node.saver import Saver, Wanted
 from spotrun.node.uploader import Logs, kept, newest
 from spotrun.notify import Systemd

@@ -14,8 +14,9 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from spotrun.gpus import gpu_count
 from spotrun.node.fitness import Facts, count_fabric, parse_smi, wanted_gpus
-from spotrun.node.process import gpu_count, loopback
+from spotrun.node.process import loopback
 
 ANSWER = 30.0  # seconds for nvidia-smi and fi_info: a driver that is in trouble may never answer
 PRODUCT = 180.0  # seconds for the matrix products: the first import of torch from a disk that fills from an image

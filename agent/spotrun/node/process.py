@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import re
 import signal
 from collections.abc import Iterable
 from pathlib import Path
@@ -52,11 +51,6 @@ def kill_descendants() -> None:
     with contextlib.suppress(ValueError):  # it is not the main thread, where handlers run
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a DataLoader's handler raises when its workers are killed
     kill(descendants(os.getpid()))
-
-
-def gpu_count(dev: Path = Path("/dev")) -> int:
-    """How many NVIDIA GPUs this machine has, by their device files."""
-    return sum(1 for path in _list(dev) if re.fullmatch(r"nvidia[0-9]+", path.name))
 
 
 def _list(folder: Path) -> list[Path]:

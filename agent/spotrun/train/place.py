@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from spotrun.errors import SpotrunError
+from spotrun.gpus import gpu_count
 
 # Of collectives. Long, for rank 0 may be downloading a checkpoint; that a peer is gone is found out by other means.
 TIMEOUT = timedelta(minutes=30)
@@ -25,9 +26,21 @@ def place() -> tuple[int, int]:
     return 1, 0
 
 
-def choose_device(local_rank: int) -> torch.device:
-    """This worker's GPU where the machine has GPUs, else the CPU."""
+def choose_device(local_rank: int, insist: bool = False) -> torch.device:
+    """This worker's GPU where the machine has GPUs, else the CPU.
+
+    insist: raise `SpotrunError` where torch cannot use the GPUs of this machine; without it, that is a warning. With
+    CUDA_VISIBLE_DEVICES set to nothing, the CPU is meant.
+    """
     if not torch.cuda.is_available():
+        if (there := gpu_count()) and os.environ.get("CUDA_VISIBLE_DEVICES", "0") not in ("", "-1"):
+            message = (
+                f"this machine has {there} GPUs, but torch {torch.__version__} cannot use them: {_why_no_cuda()}. "
+                "To train on the CPU all the same, set CUDA_VISIBLE_DEVICES to nothing"
+            )
+            if insist:
+                raise SpotrunError(message)
+            log.warning("%s", message)
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if local_rank >= count:
@@ -35,6 +48,16 @@ def choose_device(local_rank: int) -> torch.device:
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+def _why_no_cuda() -> str:
+    if torch.version.cuda is None:
+        return "it is built without CUDA"
+    try:
+        torch.cuda.init()
+    except Exception as error:
+        return str(error).partition("\n")[0] or repr(error)
+    return "it finds no device"
 
 
 def join(device: torch.device, backend: str | None) -> None:

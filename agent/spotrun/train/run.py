@@ -50,7 +50,7 @@ def init(seed: int = 0, backend: str | None = None) -> Run:
         control = Control(Path(context.control))
         control.entered = entered
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    device = choose_device(local_rank)
+    device = choose_device(local_rank, insist=context is not None)
     try:
         join(device, backend)
     except Exception as error:

@@ -1,0 +1,14 @@
+"""Which GPUs this machine has. Standard library only: agents and training scripts ask."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+
+def gpu_count(dev: Path = Path("/dev")) -> int:
+    """How many NVIDIA GPUs this machine has, by their device files."""
+    try:
+        return sum(1 for path in dev.iterdir() if re.fullmatch(r"nvidia[0-9]+", path.name))
+    except OSError:
+        return 0
