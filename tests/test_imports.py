@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 BASE = {"errors", "spec", "store", "wire", "control", "slots", "shards", "checkpoints", "notify", "private", "text"}
+BASE |= {"gpus", "lastwords"}
 
 # A part of the package, and the parts that it may import (besides itself). Modules of BASE are parts of their own.
 ARROWS: dict[str, set[str]] = {
@@ -21,6 +22,8 @@ ARROWS: dict[str, set[str]] = {
     "store": {"errors"},
     "wire": set(),
     "notify": set(),
+    "gpus": set(),
+    "lastwords": set(),
     "text": set(),
     "private": {"errors"},
     "control": set(),

@@ -28,13 +28,14 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import spotrun
-from spotrun import slots
+from spotrun import lastwords, slots
 from spotrun.control import EXIT_DRAINED, EXIT_PEER, Context, Control
 from spotrun.errors import SpotrunError
-from spotrun.train import place, restore
+from spotrun.train import failures, place, restore
 from spotrun.train import run as training
 from spotrun.train.failures import is_peer_failure
 from spotrun.train.snapshot import Writer
+from spotrun.wire import Failure
 from tests.helpers import wait_for
 
 ROOT = Path(__file__).parent.parent
@@ -444,6 +445,10 @@ def test_a_bug_in_the_script_is_no_peer_failure(cluster: Cluster) -> None:
     codes = cluster.run(["a", "b"], {0: {"fail_at": 4}})
     assert codes == [1, EXIT_PEER], cluster.log()
     assert "ValueError: a bug in the script" in cluster.log()
+    said = Failure(**json.loads(lastwords.path_for(cluster.path / "control-1-1").read_text()))
+    assert (said.kind, said.rank) == ("peer", 1)
+    assert said.message.startswith("step 4: another worker is gone: ")
+    assert "RuntimeError" in said.traceback
 
 
 def test_what_a_peers_death_looks_like() -> None:
@@ -507,7 +512,7 @@ def test_nothing_is_committed_after_an_abort(alone: Path, monkeypatch: pytest.Mo
         left.append(code)
         raise SystemExit
 
-    monkeypatch.setattr(training, "leave", leave)
+    monkeypatch.setattr(failures, "leave", leave)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         run = spotrun.init()

@@ -18,11 +18,12 @@ from typing import Any
 import pytest
 import zstandard
 
+from spotrun import lastwords
 from spotrun.control import EXIT_DRAINED, EXIT_PEER, Control
 from spotrun.errors import CorruptError
 from spotrun.gpus import gpu_count
 from spotrun.node import code, job, preload
-from spotrun.node.entry import Task, failure_path
+from spotrun.node.entry import Task
 from spotrun.node.group import create, phase
 from spotrun.node.launcher import Launcher
 from spotrun.node.process import descendants
@@ -75,7 +76,7 @@ class Bench:
         return (self.root / f"{number}.{index}.log").read_text()
 
     def failure(self, number: int) -> Failure:
-        return Failure(**json.loads(failure_path(self.root / f"{number}.0").read_text()))
+        return Failure(**json.loads(lastwords.path_for(self.root / f"{number}.0").read_text()))
 
 
 @contextlib.asynccontextmanager
@@ -87,6 +88,23 @@ async def bench(root: Path) -> AsyncIterator[Bench]:
         await found.launcher.end()
         assert not found.launcher.alive
 
+
+# As NCCLUtils.hpp and ProcessGroupNCCL.cpp write it.
+NCCL = """NCCL error in: ProcessGroupNCCL.cpp:3356, unhandled system error, NCCL version 2.27.7
+ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error.
+Last error:
+socketPollConnect: connect to 10.0.0.7<41231> returned Connection refused"""
+NCCL_SHORT = (
+    "NCCL error in: ProcessGroupNCCL.cpp:3356, unhandled system error, NCCL version 2.27.7; "
+    "socketPollConnect: connect to 10.0.0.7<41231> returned Connection refused"
+)
+WATCHDOG = f"""step 7
+[rank1]:[E1122 10:00:00.000 ProcessGroupNCCL.cpp:2068] [PG ID 0 Rank 1] Process group watchdog thread terminated with \
+exception: {NCCL}
+Exception raised from checkForNCCLErrorsInternal at ProcessGroupNCCL.cpp:2363 (most recent call first):
+frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x80 (0x7f in libc10.so)
+terminate called after throwing an instance of 'c10::DistBackendError'
+"""
 
 PLAIN = """
 import atexit, os, signal, sys, threading, time, __main__
@@ -136,6 +154,7 @@ async def test_a_worker_is_like_python_running_the_script(tmp_path: Path) -> Non
             8: ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
             9: (f"import os; os._exit({EXIT_DRAINED})", EXIT_DRAINED),
             10: ("import no_such_module_here", 1),
+            14: (f"import torch.distributed as d\nraise d.DistBackendError({NCCL!r})", EXIT_PEER),
         }
         for number, (text, wanted) in scripts.items():
             b.start(number, text)
@@ -147,6 +166,7 @@ async def test_a_worker_is_like_python_running_the_script(tmp_path: Path) -> Non
         assert b.failure(5).traceback == b.log(5)
         assert "SyntaxError" in b.failure(6).message
         assert b.failure(7).kind == "peer"
+        assert b.failure(14).message == f"torch.distributed.DistBackendError: {NCCL_SHORT}"
         assert b.failure(10).message == "ModuleNotFoundError: No module named 'no_such_module_here'"
 
         # A generation that still runs is ended by the next; a store that is not held is refused.
@@ -313,13 +333,23 @@ def test_phase(codes: list[int | None], failure: Failure | None, lost: bool, res
     assert phase(codes, failure, lost, restored) == wanted
 
 
-def test_a_worker_that_nccl_aborts_has_lost_a_peer(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("log", "message"),
+    [
+        ("", "ended by SIGABRT"),
+        ("a script's own assertion\n", "ended by SIGABRT"),
+        (WATCHDOG, f"ended by SIGABRT: {NCCL_SHORT}"),
+        ("much text\n" * 20_000 + WATCHDOG, f"ended by SIGABRT: {NCCL_SHORT}"),
+    ],
+)
+def test_a_worker_that_nccl_aborts_has_lost_a_peer(log: str, message: str, tmp_path: Path) -> None:
     """During a drain too: the snapshot of a worker that has drained is what counts."""
     generation = Generation(number=1, members=(), store="h:1")
     group = create(generation, 0, 2, tmp_path / "control", tmp_path / "logs")
+    group.locals[0].log.write_text(log)
     group.exited(0, -signal.SIGABRT)
     assert group.failure is not None
-    assert (group.failure.kind, group.failure.message) == ("peer", "ended by SIGABRT")
+    assert (group.failure.kind, group.failure.message) == ("peer", message)
     assert group.phase == "failed"
     group.locals[1].control.exit = EXIT_DRAINED
     group.exited(1, EXIT_DRAINED)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
-import json
 import multiprocessing
 import os
 import signal
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from spotrun import private
+from spotrun import lastwords, private
 from spotrun.control import EXIT_PEER, Control
 from spotrun.node import preload
 from spotrun.node.process import die_with_parent, kill_descendants, offer_to_oom_killer
@@ -37,11 +36,6 @@ class Task:
     control: str
     generation: int
     env: dict[str, str]
-
-
-def failure_path(control: str | Path) -> Path:
-    """Where a worker says why it ended early: a JSON object (kind, rank, at, message, traceback)."""
-    return Path(f"{control}.failure")  # not with_suffix: what follows the dot in its name is the local rank
 
 
 def run(task: Task) -> None:
@@ -82,7 +76,8 @@ def run(task: Task) -> None:
     except BaseException as error:
         text = "".join(traceback.format_exception(error.with_traceback(_script_part(error.__traceback__))))
         print(text, file=sys.stderr, end="")
-        message = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+        said = "".join(traceback.format_exception_only(error)).strip()
+        message = lastwords.sum_up(said) if "Last error:" in said else said.splitlines()[-1]
         if _is_peer_failure(error):
             _fail(task, "peer", message, text, EXIT_PEER)
         _fail(task, "user", message, text, 1)
@@ -139,11 +134,7 @@ def _is_peer_failure(error: BaseException) -> bool:
 
 def _fail(task: Task, kind: str, message: str, trace: str, code: int) -> NoReturn:
     """Say why, and leave at once: other threads may be stuck in a collective."""
-    path = failure_path(task.control)
-    values = {"kind": kind, "rank": int(task.env["RANK"]), "at": time.time(), "message": message[:1000]}
-    partial = path.with_suffix(".part")
-    partial.write_text(json.dumps(values | {"traceback": trace[-20000:]}))
-    os.replace(partial, path)
+    lastwords.leave(task.control, kind, int(task.env["RANK"]), message, trace)
     sys.stdout.flush()
     sys.stderr.flush()
     kill_descendants()

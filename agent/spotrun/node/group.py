@@ -18,8 +18,8 @@ from typing import Literal
 
 from pydantic import ValidationError
 
+from spotrun import lastwords
 from spotrun.control import EXIT_DRAINED, EXIT_PEER, NONE, Control
-from spotrun.node.entry import failure_path
 from spotrun.node.process import descendants, kill
 from spotrun.wire import Failure, Generation, Worker
 
@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 SETTLE = 2.0  # seconds that a snapshot on its way into memory gets before its worker is ended
 REAP = 10.0  # seconds for killed workers to be gone
+TAIL = 1 << 16  # bytes at the end of a log in which NCCL's last words are looked for
 STACKS = 2.0  # seconds for the stacks to be in the log
 
 _FENCE = threading.Lock()  # taking it orders memory: a processor may else read ahead of its own writes
@@ -99,7 +100,7 @@ class Group:
         if code == EXIT_DRAINED and each.control.exit != EXIT_DRAINED:
             code = 1  # the script's own choice of a code
         each.code = code
-        killed = each.killed and code == -signal.SIGKILL and not failure_path(each.path).exists()
+        killed = each.killed and code == -signal.SIGKILL and not lastwords.path_for(each.path).exists()
         if code not in (0, EXIT_DRAINED) and not killed:
             self._failures.append(_read_failure(each))
         self._check_gone()
@@ -174,7 +175,7 @@ class Group:
             if each.pidfd >= 0:
                 os.close(each.pidfd)
             each.path.unlink(missing_ok=True)
-            failure_path(each.path).unlink(missing_ok=True)
+            lastwords.path_for(each.path).unlink(missing_ok=True)
 
     def _settled(self, draining: bool) -> bool:
         """Whether no worker has anything under way that ending it would spoil."""
@@ -242,10 +243,10 @@ def _read_failure(each: Local) -> Failure:
     """What the worker said before it ended; else what its exit code tells."""
     code = each.code or 0
     with contextlib.suppress(OSError, ValueError, TypeError, ValidationError):
-        return Failure(**json.loads(failure_path(each.path).read_text()))
+        return Failure(**json.loads(lastwords.path_for(each.path).read_text()))
     if code == -signal.SIGABRT:
         # So torch ends a worker whose collective has failed in NCCL: somebody else is gone.
-        return Failure(kind="peer", rank=each.rank, at=time.time(), message="ended by SIGABRT")
+        return Failure(kind="peer", rank=each.rank, at=time.time(), message=_aborted(each.log))
     if code < 0:
         with contextlib.suppress(ValueError):
             name = signal.Signals(-code).name
@@ -254,6 +255,11 @@ def _read_failure(each: Local) -> Failure:
     if code == EXIT_PEER:
         return Failure(kind="peer", rank=each.rank, at=time.time(), message="a collective failed")
     return Failure(kind="user", rank=each.rank, at=time.time(), message=f"the script exited with code {code}")
+
+
+def _aborted(log: Path) -> str:
+    why = lastwords.in_log(_read_from(log, max(0, _size(log) - TAIL)).decode(errors="replace"))
+    return f"ended by SIGABRT: {why}"[: lastwords.LONGEST] if why else "ended by SIGABRT"
 
 
 def _kill(each: Local) -> None:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
 import torch.distributed as dist
+
+from spotrun import lastwords
+from spotrun.control import EXIT_PEER, Context, Control
+
+log = logging.getLogger(__name__)
 
 # What gloo, NCCL and the TCPStore write into a plain RuntimeError when another process is gone.
 _PEER = re.compile(
@@ -37,6 +44,16 @@ def is_peer_failure(error: BaseException | None) -> bool:
 def before_leaving(settle: Callable[[], object]) -> None:
     """Have `settle` called before this process leaves by `leave`."""
     _settlers.append(settle)
+
+
+def end(context: Context, control: Control, rank: int, what: str, error: BaseException) -> NoReturn:
+    """Leave because of a peer, and say so in the log and to the agent. what: what this means, in a few words."""
+    message = f"{what}: {lastwords.sum_up(str(error))}"
+    log.warning("%s", message)
+    with contextlib.suppress(OSError):
+        lastwords.leave(context.control, "peer", rank, message, "".join(traceback.format_exception(error)))
+    control.exit = EXIT_PEER
+    leave(EXIT_PEER)
 
 
 def leave(code: int) -> NoReturn:

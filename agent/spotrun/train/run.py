@@ -23,7 +23,7 @@ from spotrun import slots
 from spotrun.control import EXIT_DRAINED, EXIT_PEER, NONE, Context, Control
 from spotrun.errors import SpotrunError
 from spotrun.train import feed, metrics
-from spotrun.train.failures import before_leaving, is_peer_failure, leave
+from spotrun.train.failures import before_leaving, end, is_peer_failure, leave
 from spotrun.train.guard import Guard
 from spotrun.train.loading import load
 from spotrun.train.parallel import Parallel
@@ -54,10 +54,8 @@ def init(seed: int = 0, backend: str | None = None) -> Run:
     try:
         join(device, backend)
     except Exception as error:
-        if control is not None and is_peer_failure(error):
-            log.warning("cannot join the other workers: %s", str(error).partition("\n")[0])
-            control.exit = EXIT_PEER
-            leave(EXIT_PEER)
+        if context is not None and control is not None and is_peer_failure(error):
+            end(context, control, int(os.environ.get("RANK", "0")), "cannot join the other workers", error)
         raise
     run = Run(seed, device, local_rank, context, control)
     if control is not None and context is not None:
@@ -382,11 +380,9 @@ class Run:
         try:
             yield
         except Exception as error:
-            if self._control is None or not is_peer_failure(error):
+            if self._context is None or self._control is None or not is_peer_failure(error):
                 raise
-            log.warning("step %d: another worker is gone: %s", self.step, str(error).partition("\n")[0])
-            self._control.exit = EXIT_PEER
-            leave(EXIT_PEER)
+            end(self._context, self._control, self.rank, f"step {self.step}: another worker is gone", error)
 
 
 _END = object()
