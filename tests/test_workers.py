@@ -9,6 +9,7 @@ import io
 import json
 import os
 import signal
+import sys
 import tarfile
 import tempfile
 from collections.abc import AsyncIterator, Callable
@@ -22,7 +23,7 @@ from spotrun import lastwords
 from spotrun.control import EXIT_DRAINED, EXIT_PEER, Control
 from spotrun.errors import CorruptError
 from spotrun.gpus import gpu_count
-from spotrun.node import code, job, preload
+from spotrun.node import code, job, leftovers, preload
 from spotrun.node.entry import Task
 from spotrun.node.group import create, phase
 from spotrun.node.launcher import Launcher
@@ -354,6 +355,43 @@ def test_a_worker_that_nccl_aborts_has_lost_a_peer(log: str, message: str, tmp_p
     group.locals[1].control.exit = EXIT_DRAINED
     group.exited(1, EXIT_DRAINED)
     assert group.phase == "drained"
+    group.close()
+
+
+HOLDER = """
+import mmap, sys
+opened, mapped = (open(path, "r+b") for path in sys.argv[1:])
+kept = mmap.mmap(mapped.fileno(), 4)
+mapped.close()
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+async def test_what_dead_workers_leave_in_shared_memory_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not what a living one has open or mapped, nor files of others."""
+    shared = tmp_path / "shm"
+    shared.mkdir()
+    for name in ("nccl-opened", "nccl-mapped", "nccl-left", "nccl-late", "other"):
+        (shared / name).write_bytes(b"1234")
+    paths = [str(shared / name) for name in ("nccl-opened", "nccl-mapped")]
+    holder = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", HOLDER, *paths, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+    )
+    assert holder.stdout is not None
+    assert await holder.stdout.readline() == b"\n"
+    monkeypatch.setattr(leftovers, "SHARED", shared)
+    group = create(Generation(number=1, members=(), store="h:1"), 0, 1, tmp_path / "control", tmp_path / "logs")
+    group.exited(0, -signal.SIGKILL)
+    await group.free()
+    assert sorted(path.name for path in shared.iterdir()) == ["nccl-mapped", "nccl-opened", "other"]
+    (shared / "nccl-late").write_bytes(b"1234")
+    await group.free()  # once is enough: what comes later is of another generation
+    assert (shared / "nccl-late").exists()
+    await holder.communicate(b"")
+    assert sorted(leftovers.remove()) == [str(shared / name) for name in ("nccl-late", "nccl-mapped", "nccl-opened")]
     group.close()
 
 

@@ -20,6 +20,7 @@ from pydantic import ValidationError
 
 from spotrun import lastwords
 from spotrun.control import EXIT_DRAINED, EXIT_PEER, NONE, Control
+from spotrun.node import leftovers
 from spotrun.node.process import descendants, kill
 from spotrun.wire import Failure, Generation, Worker
 
@@ -62,6 +63,7 @@ class Group:
     _failures: list[Failure] = field(default_factory=list)
     _armed: tuple[int, int] = (NONE, NONE)
     _freed: bool = False
+    _tidy: bool = False  # what its workers left in shared memory is removed
     _gone: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -136,8 +138,13 @@ class Group:
 
     async def free(self) -> None:
         """End the workers, once a snapshot that is under way is safe. Gives up after a while: see `alive`."""
-        if not self.alive:
-            return
+        if self.alive:
+            await self._end()
+        if not self.alive and not self._tidy:
+            self._tidy = True
+            await asyncio.to_thread(leftovers.remove)
+
+    async def _end(self) -> None:
         draining = self._armed[0] != NONE and self.failure is not None
         await _until(lambda: self._settled(draining), SETTLE)
         self._freed = True
