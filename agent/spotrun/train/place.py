@@ -54,7 +54,7 @@ def _why_no_cuda() -> str:
     if torch.version.cuda is None:
         return "it is built without CUDA"
     try:
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
     except Exception as error:
         return str(error).partition("\n")[0] or repr(error)
     return "it finds no device"

@@ -206,7 +206,7 @@ def _pass_on_record(
 def _pass_on(data: torch.Tensor, before: int | None, after: int | None, group: dist.ProcessGroup | None) -> None:
     """Receive into `data` from rank `before`, and send it to rank `after`, in chunks; None: there is no such rank."""
     sent = []
-    for chunk in data.split(CHUNK):
+    for chunk in data.split(CHUNK):  # type: ignore[no-untyped-call]
         if before is not None:
             dist.recv(chunk, before, group=group)
         if after is not None:
