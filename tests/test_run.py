@@ -441,6 +441,67 @@ def weigh(environment: dict[str, str], out: str, batch: int) -> tuple[list[bool]
     return padding, weights
 
 
+class Partly(nn.Module):
+    """Uses one of its parameters, or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        found: torch.Tensor = self.always(x) + (self.sometimes(x) if both else 0)
+        return found
+
+
+def ddp_options(environment: dict[str, str], out: str) -> None:
+    os.environ.update(environment)
+    run = spotrun.init()
+    said: dict[str, Any] = {}
+    x = torch.tensor([[run.rank + 1.0]])
+    for options in ({}, {"find_unused_parameters": True}, {"find_unused_parameters": False}):
+        model = run.ddp(Partly(), **options)
+        said[str(options)] = ""
+        try:
+            for both in (True, False, True):
+                model(x, both).sum().backward()
+        except RuntimeError as error:
+            said[str(options)] = f"torch: {error}"
+        except SpotrunError as error:
+            said[str(options)] = str(error)
+    model = run.ddp(Partly())
+    model(x, True)  # a forward pass without a backward pass is none of DDP's business
+    model(x, True).sum().backward()
+    plain = run.ddp(nn.Linear(1, 1, bias=False))
+    with plain.no_sync():
+        plain(x).sum().backward()
+    said["alone"] = plain.weight.grad.item()
+    plain(x).sum().backward()
+    said["together"] = plain.weight.grad.item()
+    Path(out).write_text(json.dumps(said))
+
+
+def test_unused_parameters_and_no_sync_are_as_in_ddp_on_gpus(cluster: Cluster) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1]), "WORLD_SIZE": "2"}
+    paths = [cluster.path / str(rank) for rank in range(2)]
+    processes = [
+        forked.Process(target=ddp_options, args=({**group, "RANK": str(rank)}, str(paths[rank])), daemon=True)
+        for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    assert [process.exitcode for process in processes] == [0, 0]
+    for rank, path in enumerate(paths):
+        said = json.loads(path.read_text())
+        assert said["{}"].startswith("parameter sometimes.weight got no gradient in the last step."), said
+        assert said["{'find_unused_parameters': True}"] == ""
+        assert said["{'find_unused_parameters': False}"].startswith("torch: Expected to have finished reduction")
+        assert said["alone"] == rank + 1
+        assert said["together"] == 3.0
+
+
 def test_a_bug_in_the_script_is_no_peer_failure(cluster: Cluster) -> None:
     codes = cluster.run(["a", "b"], {0: {"fail_at": 4}})
     assert codes == [1, EXIT_PEER], cluster.log()
@@ -618,6 +679,8 @@ def test_the_wrapper_is_like_the_module() -> None:
     model.double()
     assert inner[0].weight.dtype == torch.float64
     assert len(list(model.children())) == 2
+    with model.no_sync():  # there is nobody to exchange gradients with
+        assert model(torch.ones(2, 2).double()).shape == (2, 3)
     with pytest.raises(AttributeError, match="nonsense"):
         _ = model.nonsense
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import _get_default_group
 from torch.nn.parallel import DistributedDataParallel
+
+from spotrun.errors import SpotrunError
 
 _BUCKET = 250 << 20  # bytes a broadcast of buffers takes at once, as DDP does
 
@@ -30,6 +34,7 @@ class Parallel(nn.Module):
         # Both names that DDP has for it.
         shares = (self._options.pop(name, True) for name in ("broadcast_buffers", "forward_sync_buffers"))
         self.__dict__["_share_buffers"] = all(list(shares))
+        self.__dict__["_used"] = None
         self.training = module.training
         self.rebuild()
 
@@ -42,16 +47,27 @@ class Parallel(nn.Module):
                 options.setdefault("device_ids", [self._device.index])
             elif "find_unused_parameters" not in options:
                 # DDP rearranges its buckets after the first iteration, unless it looks for unused parameters. That
-                # changes the order in which gloo adds three or more ranks: a restarted run would differ by a bit
+                # changes the order in which gloo adds three or more ranks: a restarted run would differ by a bit.
                 options["find_unused_parameters"] = True
+                if self._used is None:
+                    self.__dict__["_used"] = _Used(module)
                 module = _Spare(module)
             ddp = DistributedDataParallel(module, **options)
         self.__dict__["_ddp"] = ddp
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         # Without gradients there is nothing to exchange, and ranks may evaluate different numbers of batches.
-        inner = self.module if self._ddp is None or not torch.is_grad_enabled() else self._ddp
-        return inner(*args, **kwargs)
+        if self._ddp is None or not torch.is_grad_enabled():
+            return self.module(*args, **kwargs)
+        if self._used is not None:
+            self._used.begin(self._ddp.require_backward_grad_sync)
+        return self._ddp(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """As DDP's: gradients of what is computed in here are only summed up, and averaged over the ranks later."""
+        with nullcontext() if self._ddp is None else self._ddp.no_sync():
+            yield
 
     def exchange(self, on: bool) -> None:
         """Whether the next backward averages gradients over the ranks (not within an accumulation)."""
@@ -97,6 +113,38 @@ class Parallel(nn.Module):
 
     def __repr__(self) -> str:
         return f"Parallel({self.module!r})"
+
+
+class _Used:
+    """Which parameters got a gradient. DDP refuses unused ones unless it looks for them; on the CPU, this class does.
+
+    So a script that would fail on GPUs fails on the CPU too, with the same remedy, and where DDP would raise: in the
+    next forward pass.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._names = [name for name, each in module.named_parameters() if each.requires_grad]
+        self._seen: set[str] = set()
+        self._counts = False
+        for name, each in module.named_parameters():
+            if each.requires_grad:
+                each.register_post_accumulate_grad_hook(partial(self._see, name))
+
+    def begin(self, counts: bool) -> None:
+        """A forward pass begins. counts: its backward pass averages gradients over the ranks."""
+        missing = [name for name in self._names if name not in self._seen]
+        if self._seen and missing:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise SpotrunError(
+                f"parameter {missing[0]}{more} got no gradient in the last step. If not every step uses every "
+                "parameter, say so: run.ddp(module, find_unused_parameters=True)"
+            )
+        self._seen.clear()
+        self._counts = counts
+
+    def _see(self, name: str, _: torch.Tensor) -> None:
+        if self._counts:
+            self._seen.add(name)
 
 
 class _Spare(nn.Module):
