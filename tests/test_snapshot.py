@@ -286,6 +286,24 @@ def test_a_snapshot_of_an_aborted_step_is_not_committed(tmp_path: Path) -> None:
     control.close()
 
 
+def test_the_agent_is_told_how_long_a_snapshot_may_take(tmp_path: Path) -> None:
+    control = Control(tmp_path / "control", create=True)
+    writer = Writer(tmp_path, "job", 1, control)
+    seen = []
+    writer._trouble = lambda: seen.append((control.begun, control.committed)) or ""  # type: ignore[func-returns-value]
+    state = {"x": torch.zeros(50_000_000, dtype=torch.uint8)}
+    assert control.begun == control.committed
+    assert control.took == 0
+    for step in (3, 4):
+        assert writer.take(step, lambda encoder: encoder.encode(state, "state"), set(), wait=True)
+        assert control.expected == pytest.approx(0.1 if step == 3 else control.took, rel=0.01)
+        writer.settle()
+    assert seen == [(3, -1), (4, 3)]
+    assert control.begun == control.committed == 4
+    assert control.took > 0
+    control.close()
+
+
 class Backend:
     """A backend that says what NCCL's says."""
 

@@ -23,7 +23,7 @@ from spotrun import lastwords
 from spotrun.control import EXIT_DRAINED, EXIT_PEER, Control
 from spotrun.errors import CorruptError
 from spotrun.gpus import gpu_count
-from spotrun.node import code, job, leftovers, preload
+from spotrun.node import code, group, job, leftovers, preload
 from spotrun.node.entry import Task
 from spotrun.node.group import create, phase
 from spotrun.node.launcher import Launcher
@@ -346,16 +346,58 @@ def test_phase(codes: list[int | None], failure: Failure | None, lost: bool, res
 def test_a_worker_that_nccl_aborts_has_lost_a_peer(log: str, message: str, tmp_path: Path) -> None:
     """During a drain too: the snapshot of a worker that has drained is what counts."""
     generation = Generation(number=1, members=(), store="h:1")
-    group = create(generation, 0, 2, tmp_path / "control", tmp_path / "logs")
-    group.locals[0].log.write_text(log)
-    group.exited(0, -signal.SIGABRT)
-    assert group.failure is not None
-    assert (group.failure.kind, group.failure.message) == ("peer", message)
-    assert group.phase == "failed"
-    group.locals[1].control.exit = EXIT_DRAINED
-    group.exited(1, EXIT_DRAINED)
-    assert group.phase == "drained"
-    group.close()
+    found = create(generation, 0, 2, tmp_path / "control", tmp_path / "logs")
+    found.locals[0].log.write_text(log)
+    found.exited(0, -signal.SIGABRT)
+    assert found.failure is not None
+    assert (found.failure.kind, found.failure.message) == ("peer", message)
+    assert found.phase == "failed"
+    found.locals[1].control.exit = EXIT_DRAINED
+    found.exited(1, EXIT_DRAINED)
+    assert found.phase == "drained"
+    found.close()
+
+
+@pytest.mark.parametrize(
+    ("expected", "committed", "draining", "seconds"),
+    [
+        pytest.param(0.0, 8, False, group.SETTLE, id="none is under way"),
+        pytest.param(0.5, 6, False, group.SETTLE, id="a small one"),
+        pytest.param(7.0, 6, False, 14.0, id="a large one: twice what it takes"),
+        pytest.param(70.0, 6, False, 20.0, id="not longer than the two steps that it is worth"),
+        pytest.param(70.0, group.NONE, False, 80.0, id="the first one is worth all steps of this process"),
+        pytest.param(0.5, 6, True, group.LEAVE, id="a worker that leaves a drain"),
+        pytest.param(70.0, 6, True, 140.0, id="a drain with a large one"),
+    ],
+)
+def test_a_snapshot_gets_the_time_that_its_size_takes(
+    expected: float, committed: int, draining: bool, seconds: float, tmp_path: Path
+) -> None:
+    """A process that took up the work at step 0, ten seconds a step, and has begun the snapshot of step 8."""
+    control = Control(tmp_path / "control", create=True)
+    control.base, control.step, control.begun, control.stepping = 0, 8, 8, 80.0
+    control.expected, control.committed = expected, committed
+    assert group.patience(control, draining) == seconds
+    control.close()
+
+
+async def test_a_worker_is_not_ended_in_the_middle_of_a_large_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group, "SETTLE", 0.0)
+    found = create(Generation(number=1, members=(), store="h:1"), 0, 1, tmp_path / "control", tmp_path / "logs")
+    worker = await asyncio.create_subprocess_exec("sleep", "600")
+    found.started([worker.pid])
+    control = found.locals[0].control
+    control.base, control.step, control.begun, control.stepping, control.expected = 0, 8, 8, 8000.0, 4000.0
+    ending = asyncio.create_task(found.free())
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(worker.wait(), 0.5)
+    control.committed = 8
+    assert await worker.wait() == -signal.SIGKILL
+    found.exited(0, -signal.SIGKILL)
+    await ending
+    found.close()
 
 
 HOLDER = """
@@ -383,16 +425,16 @@ async def test_what_dead_workers_leave_in_shared_memory_is_removed(
     assert holder.stdout is not None
     assert await holder.stdout.readline() == b"\n"
     monkeypatch.setattr(leftovers, "SHARED", shared)
-    group = create(Generation(number=1, members=(), store="h:1"), 0, 1, tmp_path / "control", tmp_path / "logs")
-    group.exited(0, -signal.SIGKILL)
-    await group.free()
+    found = create(Generation(number=1, members=(), store="h:1"), 0, 1, tmp_path / "control", tmp_path / "logs")
+    found.exited(0, -signal.SIGKILL)
+    await found.free()
     assert sorted(path.name for path in shared.iterdir()) == ["nccl-mapped", "nccl-opened", "other"]
     (shared / "nccl-late").write_bytes(b"1234")
-    await group.free()  # once is enough: what comes later is of another generation
+    await found.free()  # once is enough: what comes later is of another generation
     assert (shared / "nccl-late").exists()
     await holder.communicate(b"")
     assert sorted(leftovers.remove()) == [str(shared / name) for name in ("nccl-late", "nccl-mapped", "nccl-opened")]
-    group.close()
+    found.close()
 
 
 def archive(path: Path, *members: tarfile.TarInfo) -> Path:

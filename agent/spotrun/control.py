@@ -34,8 +34,21 @@ _INTS = (
     "total_steps",
     "exit",
     "base",
+    "begun",
 )
-_FLOATS = ("stepped_at", "forked", "entered", "grouped", "restored", "stepped_first", "stall", "stepping", "samples")
+_FLOATS = (
+    "stepped_at",
+    "forked",
+    "entered",
+    "grouped",
+    "restored",
+    "stepped_first",
+    "stall",
+    "stepping",
+    "samples",
+    "expected",
+    "took",
+)
 
 
 class Control:
@@ -43,7 +56,8 @@ class Control:
 
     step: steps completed since the job began; `NONE` until the state is restored.
     stop_at, snapshot_at: written by the agent; `NONE` for nothing. The worker obeys when step == that number.
-    copied, committed: step of the newest snapshot copied to memory, and of the newest one whose record is written.
+    begun, copied, committed: step of the newest snapshot that was begun, that is copied to memory, and whose record is
+    written. expected: seconds that it may take to be committed. took: those that the last one took; 0: none yet.
     base: the step at which this process took up the work (what it restored); `NONE` until then.
     exit: exit code that the worker is about to use; `NONE` while it runs.
     """
@@ -59,6 +73,7 @@ class Control:
     total_steps: int
     exit: int
     base: int
+    begun: int
     stepped_at: float
     forked: float
     entered: float
@@ -68,6 +83,8 @@ class Control:
     stall: float
     stepping: float
     samples: float
+    expected: float
+    took: float
 
     def __init__(self, path: Path, create: bool = False) -> None:
         flags = os.O_RDWR | (os.O_CREAT | os.O_TRUNC if create else 0)
@@ -86,7 +103,7 @@ class Control:
         start = len(_INTS) * 8
         self.__dict__["_floats"] = view[start : start + len(_FLOATS) * 8].cast("d")
         if create:
-            for name in ("step", "stop_at", "snapshot_at", "copied", "committed", "exit", "base"):
+            for name in ("step", "stop_at", "snapshot_at", "copied", "committed", "exit", "base", "begun"):
                 setattr(self, name, NONE)
 
     _map: mmap.mmap

@@ -26,7 +26,8 @@ from spotrun.wire import Failure, Generation, Worker
 
 log = logging.getLogger(__name__)
 
-SETTLE = 2.0  # seconds that a snapshot on its way into memory gets before its worker is ended
+SETTLE = 2.0  # seconds that a snapshot on its way into memory gets at least before its worker is ended
+LEAVE = 6.0  # seconds that a worker gets at least to leave a drain: it waits for the others, and for its snapshot
 REAP = 10.0  # seconds for killed workers to be gone
 TAIL = 1 << 16  # bytes at the end of a log in which NCCL's last words are looked for
 STACKS = 2.0  # seconds for the stacks to be in the log
@@ -146,7 +147,8 @@ class Group:
 
     async def _end(self) -> None:
         draining = self._armed[0] != NONE and self.failure is not None
-        await _until(lambda: self._settled(draining), SETTLE)
+        limits = [patience(each.control, draining) for each in self.locals if each.code is None]
+        await _until(lambda: self._settled(draining), max(limits, default=0.0))
         self._freed = True
         deadline = time.monotonic() + REAP
         killed: set[int] = set()
@@ -189,7 +191,7 @@ class Group:
         alive = [each for each in self.locals if each.code is None]
         if draining and alive:
             return False
-        return all(each.control.copied == each.control.committed for each in alive)
+        return all(_under_way(each.control) == 0 for each in alive)
 
     def _check_gone(self) -> None:
         if all(each.code is not None for each in self.locals):
@@ -227,6 +229,24 @@ def phase(codes: Sequence[int | None], failure: Failure | None, lost: bool, rest
     if drained:
         return "drained"
     return "succeeded" if failure is None and not any(codes) else "failed"
+
+
+def patience(control: Control, draining: bool) -> float:
+    """Seconds for a snapshot under way: twice what it may take, but no more than the work that it holds took.
+
+    draining: the worker leaves by itself once its snapshot is committed.
+    """
+    if draining:
+        return max(LEAVE, 2 * control.expected)
+    done = control.step - max(control.base, 0)
+    pace = control.stepping / done if done > 0 else 0.0
+    return max(SETTLE, min(2 * control.expected, _under_way(control) * pace))
+
+
+def _under_way(control: Control) -> int:
+    """How many steps a snapshot under way is ahead of the one that counts; 0: none is under way."""
+    newest = max(control.begun, control.copied)
+    return newest - max(control.committed, control.base, 0) if newest > control.committed else 0
 
 
 def _show(each: Local) -> Worker:

@@ -26,6 +26,7 @@ import xxhash
 from spotrun import shards, slots
 from spotrun.control import NONE, Control
 from spotrun.errors import CorruptError, SpotrunError
+from spotrun.train.announce import Announcer
 from spotrun.train.staging import Copying, Stage
 from spotrun.train.state import DTYPES, TORCH, Encoder
 
@@ -102,6 +103,12 @@ class Writer:
         self.dropped = False  # the last snapshot was torn, and no other was taken since
         self._stalls: deque[_Stall] = deque(maxlen=3)
         self.newest_step = NONE
+        self._announcer = Announcer(control)
+
+    @property
+    def patience(self) -> float:
+        """Seconds that a process which is about to leave gives the snapshot under way."""
+        return max(PATIENCE, 2 * self._announcer.expected)
 
     def stall(self) -> float | None:
         """Seconds for which a snapshot holds up training, without layouts. None: those of the last are not known yet.
@@ -174,11 +181,12 @@ class Writer:
                 return False
             self._lay_out(target, entries)
             laid_out = time.monotonic()
+            self._announcer.begin(step, len(self._slots[target].mapped))
             slots.revoke(self._folder, target)
             self._copying = copying = self._copy(encoder.tensors, self._slots[target].views, beside)
             self.dropped = False
-            if copying is None and self._control is not None:
-                self._control.copied = step
+            if copying is None:
+                self._announcer.copied(step)
             ended = time.monotonic()
             self._stalls.append(_Stall((ended - laid_out) + (laying - started), copying))
             if self._control is not None:
@@ -258,8 +266,7 @@ class Writer:
                 if changed := copying.land():
                     self._drop(target, step, changed)
                     return
-                if self._control is not None:
-                    self._control.copied = step
+                self._announcer.copied(step)
             mapped = self._slots[target].mapped
             record = slots.Record(
                 self._job, self._generation, step, len(mapped), xxhash.xxh3_128_hexdigest(mapped), tree
@@ -271,8 +278,7 @@ class Writer:
                 self._revoke_twin(1 - target)
             self._newest, self._steps[target] = target, step
             self.newest_step = step
-            if self._control is not None:
-                self._control.committed = step
+            self._announcer.committed(step)
         other = 1 - target
         if self._fits(other, entries):
             return
@@ -291,13 +297,13 @@ class Writer:
         )
         self._torn |= frozenset(changed)
         self._steps.pop(target, None)
+        self._announcer.dropped()
         self.dropped = True
 
     def _check_trouble(self, step: int) -> None:
         """Raises `DistBackendError` if what was copied cannot be believed. The slot stays without a record."""
         if trouble := self._trouble():
-            if self._control is not None:
-                self._control.copied = self._control.committed  # nobody has to wait for it
+            self._announcer.dropped()
             raise dist.DistBackendError(f"no snapshot of step {step}: {trouble}")
 
     def _revoke_twin(self, slot: int) -> None:
