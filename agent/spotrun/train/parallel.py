@@ -128,7 +128,7 @@ class _Used:
         self._counts = False
         for name, each in module.named_parameters():
             if each.requires_grad:
-                each.register_post_accumulate_grad_hook(partial(self._see, name))
+                each.register_post_accumulate_grad_hook(partial(self._see, name))  # type: ignore[no-untyped-call]
 
     def begin(self, counts: bool) -> None:
         """A forward pass begins. counts: its backward pass averages gradients over the ranks."""
