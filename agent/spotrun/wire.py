@@ -122,6 +122,7 @@ class Worker(Document):
     phases: tuple[float, float, float, float, float] = (0.0, 0.0, 0.0, 0.0, 0.0)
     stall: float = 0.0  # seconds spent copying snapshots, this generation
     stepping: float = 0.0  # seconds spent in steps, this generation
+    took: float = 0.0  # seconds from the beginning of the last snapshot until it counted; 0: none yet
 
 
 class Part(Document):

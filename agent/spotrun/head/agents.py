@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from spotrun.head import ends
+from spotrun.head import ends, fit
 from spotrun.head.fleet import Fleet
 from spotrun.head.health import Machine, Node
 from spotrun.head.orders import order_for
@@ -35,9 +35,14 @@ class Seen:
 
 
 class Agents:
-    """Every agent that this head has heard of. note: where events go that operators should read."""
+    """Every agent that this head has heard of.
 
-    def __init__(self, note: Note) -> None:
+    note: where events go that operators should read. notice: seconds of notice that a pool's machines get.
+    """
+
+    def __init__(self, note: Note, notice: Callable[[str], float] = lambda _: 0.0) -> None:
+        self._notice = notice
+        self._told: set[str] = set()  # jobs whose drains do not fit into a notice: said already
         self.seen: dict[str, Seen] = {}
         self.ready_at = 0.0  # when the newest one became ready
         self._note = note
@@ -70,6 +75,7 @@ class Agents:
                 f"{report.node} will be taken at {at} UTC: {report.coming.kind}; it trains on until shortly before",
             )
         self._tell_trouble(report, last)
+        self._tell_drain(report)
         sent = before.sent if before and before.send is send else None
         since = before.since if before and last and last.phase == report.phase and before.since >= made else now
         unfit_since = before.unfit_since if before and before.unfit_since >= made else 0.0  # not a predecessor's
@@ -89,6 +95,12 @@ class Agents:
             self._note("checkpoint", f"{report.node} cannot save its part, and tries again: {now.message}")
         elif now is None and before is not None and report.parts:
             self._note("checkpoint", f"{report.node} saves again, after {before.tries} tries that failed")
+
+    def _tell_drain(self, report: Report) -> None:
+        """An event at a job's first measured snapshot, if no drain will fit into a notice."""
+        if report.job and report.job not in self._told and (why := fit.too_long(report, self._notice(report.pool))):
+            self._told.add(report.job)
+            self._note("snapshot", why)
 
     def lose(self, node: str, send: Send) -> bool:
         """A link closed; whether it was the node's newest."""

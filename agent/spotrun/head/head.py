@@ -12,11 +12,12 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from spotrun.cloud.base import Cloud
 from spotrun.errors import ConflictError, SpotrunError, StoreError, UnreadableError
-from spotrun.head import absent, demand, ends, idle, intake, lease, ledger, parking, repair, silence
+from spotrun.head import absent, demand, ends, fit, idle, intake, lease, ledger, parking, repair, silence
 from spotrun.head.agents import Agents, Send
 from spotrun.head.errands import Errands
 from spotrun.head.fleet import Fleet
@@ -64,7 +65,7 @@ class Head:
         self.lease = held
         self.journal = Journal(store, cluster.name)
         self.fleet = Fleet(cluster, cloud)
-        self.agents = Agents(self.note)
+        self.agents = Agents(self.note, partial(fit.notice_of, cluster))
         self.signs = Signs(store, cluster.name, self.fleet.listed)
         self.errands = Errands(
             cluster.name, self.description, store, self.fleet.recreate, self._wanted, lambda: self._changed.set()

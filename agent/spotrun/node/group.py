@@ -263,6 +263,7 @@ def _show(each: Local) -> Worker:
         phases=(c.forked, c.entered, c.grouped, c.restored, c.stepped_first),
         stall=c.stall,
         stepping=c.stepping,
+        took=c.took,
     )
 
 
