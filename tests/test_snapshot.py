@@ -17,6 +17,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -312,6 +313,21 @@ class Backend:
 
     def get_error(self) -> Any:
         return getattr(torch._C._distributed_c10d.ErrorType, self.error)  # type: ignore[attr-defined]
+
+
+@pytest.mark.gpu
+def test_nccl_says_of_itself_whether_it_failed() -> None:
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    standing, tensor = Standing(), torch.ones(4, device="cuda")
+    try:
+        dist.all_reduce(tensor)
+        torch.cuda.synchronize()
+        backend = dist.group.WORLD._get_backend(tensor.device)
+        assert backend.get_error().name == "SUCCESS"
+        assert standing.trouble() == ""
+    finally:
+        dist.distributed_c10d._abort_process_group()
+    assert standing.trouble() == "a process group was aborted"
 
 
 @pytest.mark.parametrize("error", ["SUCCESS", "TIMEOUT", "COMM_ERROR", "REMOTE_ERROR"])
