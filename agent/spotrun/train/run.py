@@ -29,7 +29,7 @@ from spotrun.train.parallel import Parallel
 from spotrun.train.place import choose_device, cpu_group, join, part, place
 from spotrun.train.restore import restore
 from spotrun.train.rng import reseed
-from spotrun.train.snapshot import Reader, Writer, next_interval
+from spotrun.train.snapshot import PATIENCE, Reader, Writer, next_interval
 from spotrun.train.staging import stage_for
 from spotrun.train.standing import Standing
 from spotrun.train.state import Encoder, Stateful, refuse_sharded
@@ -220,7 +220,7 @@ class Run:
             self._writer = Writer(Path(context.slots), context.job, context.generation, control, stage, trouble)
             # Not for ever: on a GPU the copy may be queued behind a collective whose peer is gone.
             writer = self._writer
-            before_leaving(lambda: writer.settle(writer.patience))
+            before_leaving(lambda: writer.settle(max(PATIENCE, 2 * writer.announcer.expected)))
             encoder = Encoder()
             self._encode(encoder)
             self._writer.prepare(encoder.tensors)

@@ -103,12 +103,7 @@ class Writer:
         self.dropped = False  # the last snapshot was torn, and no other was taken since
         self._stalls: deque[_Stall] = deque(maxlen=3)
         self.newest_step = NONE
-        self._announcer = Announcer(control)
-
-    @property
-    def patience(self) -> float:
-        """Seconds that a process which is about to leave gives the snapshot under way."""
-        return max(PATIENCE, 2 * self._announcer.expected)
+        self.announcer = Announcer(control)
 
     def stall(self) -> float | None:
         """Seconds for which a snapshot holds up training, without layouts. None: those of the last are not known yet.
@@ -181,12 +176,12 @@ class Writer:
                 return False
             self._lay_out(target, entries)
             laid_out = time.monotonic()
-            self._announcer.begin(step, len(self._slots[target].mapped))
+            self.announcer.begin(step, len(self._slots[target].mapped))
             slots.revoke(self._folder, target)
             self._copying = copying = self._copy(encoder.tensors, self._slots[target].views, beside)
             self.dropped = False
             if copying is None:
-                self._announcer.copied(step)
+                self.announcer.copied(step)
             ended = time.monotonic()
             self._stalls.append(_Stall((ended - laid_out) + (laying - started), copying))
             if self._control is not None:
@@ -266,7 +261,7 @@ class Writer:
                 if changed := copying.land():
                     self._drop(target, step, changed)
                     return
-                self._announcer.copied(step)
+                self.announcer.copied(step)
             mapped = self._slots[target].mapped
             record = slots.Record(
                 self._job, self._generation, step, len(mapped), xxhash.xxh3_128_hexdigest(mapped), tree
@@ -278,7 +273,7 @@ class Writer:
                 self._revoke_twin(1 - target)
             self._newest, self._steps[target] = target, step
             self.newest_step = step
-            self._announcer.committed(step)
+            self.announcer.committed(step)
         other = 1 - target
         if self._fits(other, entries):
             return
@@ -297,13 +292,13 @@ class Writer:
         )
         self._torn |= frozenset(changed)
         self._steps.pop(target, None)
-        self._announcer.dropped()
+        self.announcer.dropped()
         self.dropped = True
 
     def _check_trouble(self, step: int) -> None:
         """Raises `DistBackendError` if what was copied cannot be believed. The slot stays without a record."""
         if trouble := self._trouble():
-            self._announcer.dropped()
+            self.announcer.dropped()
             raise dist.DistBackendError(f"no snapshot of step {step}: {trouble}")
 
     def _revoke_twin(self, slot: int) -> None:
