@@ -101,7 +101,7 @@ class Writer:
         self._copying: Copying | None = None  # until its guard
         self._torn: frozenset[str] = frozenset()  # tensors that were seen to change too early: never again beside
         self.dropped = False  # the last snapshot was torn, and no other was taken since
-        self._stalls: deque[_Stall] = deque(maxlen=3)
+        self._stalls = deque([_Stall(0.0, None)], maxlen=3)  # so that the first few are taken whatever they cost
         self.newest_step = NONE
         self.announcer = Announcer(control)
 
@@ -116,9 +116,9 @@ class Writer:
                 each.copying = None
                 if self._control is not None:
                     self._control.stall += seconds
-        if self._stalls and self._stalls[-1].copying is not None:
+        if self._stalls[-1].copying is not None:
             return None
-        return min((each.seconds for each in self._stalls if each.copying is None), default=0.0)
+        return min(each.seconds for each in self._stalls if each.copying is None)
 
     def guard(self) -> None:
         """Call before anything changes tensors copied beside training: the device waits for a copy still under way."""
