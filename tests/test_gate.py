@@ -303,7 +303,8 @@ async def test_the_metadata_say_what_there_must_be(
     async with await detect() as server:
         _, attributes = await _who_am_i(server)
     await metadata.stop()
-    assert attributes == {**ATTRIBUTES, "spotrun-gpus": "4", "spotrun-efas": ""}
+    unset = dict.fromkeys(("spotrun-efas", "spotrun-preempt-notice", "spotrun-maintenance-notice"), "")
+    assert attributes == {**ATTRIBUTES, "spotrun-gpus": "4", **unset}
 
 
 @pytest.mark.parametrize(
