@@ -155,12 +155,13 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt
 $(CHECKOV)/.installed: .ci/checkov.txt
 	@echo "Installing checkov into $(CHECKOV); this happens once" >&2
 	@$(VENV)/bin/python -m venv $(CHECKOV)
-	@$(CHECKOV)/bin/python -m pip install --quiet --disable-pip-version-check -r .ci/checkov.txt
+	@$(CHECKOV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -r .ci/checkov.txt
 	@touch $@
 
 comma := ,
 # Make the virtual environment unless it is there, and install the project with these extras. All it says goes to
-# stderr: stdout is for what the target itself answers.
+# stderr: stdout is for what the target itself answers. pip would compile one module after the other, and spend most of
+# its time on those of Terraform's providers, of which few are ever loaded.
 define install
 if [ ! -x $(VENV)/bin/python ]; then \
 	for python in $(PYTHON) python3.11 python3.12 python3.13 python3.14 python3 python; do \
@@ -174,5 +175,6 @@ if [ ! -x $(VENV)/bin/python ]; then \
 	$$python -m venv $(VENV) >&2 || { rm -rf $(VENV); echo "Could not create $(VENV); on Debian and Ubuntu: apt install python3-venv" >&2; exit 2; }; \
 fi; \
 echo "Installing what is needed into $(VENV); this happens once" >&2; \
-$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(1)]' >&2
+$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[$(1)]' >&2 && \
+{ $(VENV)/bin/python -m compileall -qq -j 0 -x cdktf_cdktf_provider_ $(VENV)/lib >&2 || true; }
 endef
