@@ -63,7 +63,7 @@ def up(cluster: ClusterSpec, file: str) -> control.Status:
             " make a second one beside it"
         )
     preflight.check_images(cluster, made.document("pools"), file)
-    if new:
+    if not made.has_head():  # also after a `down` that was broken off
         queue.hold(way.store, cluster.name)
     made.apply()
     _forget_gone(cluster, way.store)

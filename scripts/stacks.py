@@ -23,6 +23,7 @@ from typing import Any, Literal
 from scripts import console
 from spotrun.errors import CloudError, SpotrunError
 from spotrun.spec import ClusterSpec
+from spotrun.spec.names import HEAD, group
 
 Stack = Literal["base", "pools"]
 TERRAFORM = (1, 10)  # the oldest that locks state in S3 without a table (use_lockfile)
@@ -35,6 +36,7 @@ _BUCKETS = {
     "aws_s3_bucket": ("aws", "s3", "region", "bucket"),
     "google_storage_bucket": ("gcp", "gs", "location", "name"),
 }
+_GROUPS = ("aws_autoscaling_group", "google_compute_instance_group_manager")
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,12 @@ class Stacks:
     def exists(self, stack: Stack) -> bool:
         """Whether Terraform's state has anything of a stack."""
         return any(resource["mode"] == "managed" for resource in self._state(stack))
+
+    def has_head(self) -> bool:
+        """Whether Terraform's state has the head's group. Without a head, no job of the cluster runs."""
+        groups = [each for each in self._state("pools") if each["mode"] == "managed" and each["type"] in _GROUPS]
+        names = [instance["attributes"].get("name") for each in groups for instance in each["instances"]]
+        return group(self.cluster, HEAD) in names
 
     def place(self) -> Place | None:
         """Where the bucket is that Terraform knows of; None: of none."""

@@ -29,6 +29,7 @@ from spotrun.store import (
     queue_key,
     replaced_key,
     unfit_key,
+    up_key,
 )
 from tests import fakegce, motoserver
 from tests.helpers import wait_for
@@ -352,6 +353,25 @@ def test_up_deletes_what_gone_machines_have_left(
         ["c-pools", "apply"],
     ]
     assert store.list("") == sorted(stay)
+
+
+@pytest.mark.parametrize(("name", "held"), [("c--spot", True), ("c--head", False)])
+def test_up_without_a_head_holds_the_queue(
+    name: str, held: bool, aws: Moto, made: stacks.Stacks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a `down` that was broken off: Terraform still has some of the cluster, but nothing runs a job."""
+    monkeypatch.setattr(stacks, "synthesize", lambda *_: made)
+    monkeypatch.setattr(remote, "BOOT", 0.0)  # no head comes up here
+    monkeypatch.setenv("STATE", known("aws_autoscaling_group", name=name))
+    aws.image("spotrun-up")
+    (made.folder / "stacks/c-pools/cdk.tf.json").write_text(json.dumps(images(owners=["self"])))
+    for code in ("L-3819A6DF", "L-DB2E81BA"):
+        aws.quota(code, 64)
+    store = bucket(tmp_path)
+    store.put(queue_key("c"), b'{"jobs": ["job-1"]}')
+    with pytest.raises(Unreachable, match="the head of cluster c does not come up"):
+        cluster.up(spec(tmp_path), file(tmp_path))
+    assert store.exists(up_key("c")) == held
 
 
 def test_down_that_finds_machines_left(
