@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 
 import pytest
+from pydantic import ValidationError
 
 from spotrun.head.agents import Agents
 from spotrun.node import metadata as metadata_module
@@ -279,3 +280,10 @@ async def test_ec2_junk_does_not_hide_the_notice(monkeypatch: pytest.MonkeyPatch
         server.files["events/recommendations/rebalance"] = "junk"
         server.files["spot/instance-action"] = json.dumps({"action": "terminate", "time": utc(time.time() + 60)})
         await await_for(lambda: heard, what="the notice")
+
+
+@pytest.mark.parametrize("deadline", [float("nan"), float("inf"), -1.0, 1e300])
+def test_an_end_that_no_clock_shows_is_refused(deadline: float) -> None:
+    """The head says in an event when a node will be taken."""
+    with pytest.raises(ValidationError, match="deadline"):
+        Notice(kind="maintenance", deadline=deadline)

@@ -158,7 +158,8 @@ class Notice(Document):
     """The cloud's word that this node will be taken."""
 
     kind: Literal["preempt", "rebalance", "maintenance"]
-    deadline: float  # epoch seconds when the node may be gone
+    # Epoch seconds when the node may be gone. At most the end of year 9999, the last one that Python can print.
+    deadline: float = Field(ge=0, le=253402300799)
 
 
 class Trouble(Document):
