@@ -73,7 +73,7 @@ def _never_up(cluster: ClusterSpec, file: str) -> str:
             f"cluster {cluster.name} was never up with its state in {home()}; one of that name is up with its state in"
             f" {other}: `{again}` takes that one down"
         )
-    return f"cluster {cluster.name} was never up with its state in {home()} (SPOTRUN_HOME names another folder)"
+    return f"cluster {cluster.name} was never up with its state in {home()} (another folder: set SPOTRUN_HOME)"
 
 
 def _store(cluster: ClusterSpec, layout: Layout) -> Store:

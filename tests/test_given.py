@@ -70,7 +70,7 @@ WRONG = [
     ("preempt", {"node": "spot-1", "notice": "inf"}, "NOTICE: 'inf': allowed: seconds"),
     ("run", {"cmd": " "}, "run: no command; for example: make run CLUSTER=… CMD='nvidia-smi -L'"),
     ("train", {"job": ""}, "JOB: is empty; name a job file, such as JOB=examples/digits/job.yaml"),
-    ("train", {"job": "."}, ".: cannot read this job file: "),
+    ("train", {"job": "."}, ".: this is a folder, not a job file"),
     ("train", {"faults": "kill"}, "FAULTS: 'kill': allowed: kind@step"),
     ("status", {"cluster": " "}, "CLUSTER: is empty; name a cluster file, such as CLUSTER=clusters/local.yaml"),
     ("down", {"cluster": "a\0b"}, "is not text in UTF-8"),
@@ -194,7 +194,7 @@ def test_down_with_another_home_says_so(tmp_path: Path, monkeypatch: pytest.Monk
     code, out, _ = fab("down", cluster=str(file))
     assert (code, out) == (
         0,
-        f"cluster {name} was never up with its state in {wrong} (SPOTRUN_HOME names another folder)\n",
+        f"cluster {name} was never up with its state in {wrong} (another folder: set SPOTRUN_HOME)\n",
     )
     client.up(load_cluster(file), right, ["sleep", "600"])
     try:

@@ -406,7 +406,8 @@ def test_job_mistakes(text: str, expected: list[str], tmp_path: Path) -> None:
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     missing = tmp_path / "none.yaml"
     assert refusal(load_job, missing) == [f"{missing}: there is no such job file"]
-    assert refusal(load_cluster, tmp_path)[0].startswith(f"{tmp_path}: cannot read this cluster file: ")
+    assert refusal(load_job, tmp_path) == [f"{tmp_path}: this is a folder, not a job file"]
+    assert refusal(load_cluster, tmp_path) == [f"{tmp_path}: this is a folder, not a cluster file"]
     binary = tmp_path / "binary.yaml"
     binary.write_bytes(b"\xff\xfe\x00")
     assert refusal(load_cluster, binary)[0].startswith(f"{binary}: cannot read this cluster file: ")
@@ -441,6 +442,16 @@ def test_a_job_file_with_a_script_alone(tmp_path: Path) -> None:
     job = load_job(folder / "job.yaml")
     assert (job.name, job.nodes.min, job.nodes.max, job.checkpoint_interval) == ("my-nets", 1, 1, 300.0)
     assert JobSpec.model_validate(job.model_dump(mode="json")) == job
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"), [("exp1", "exp1"), ("2024-run_07-", "run-07"), ("42", "job"), ("Über", "ber")]
+)
+def test_a_job_is_named_after_its_folder(folder: str, name: str, tmp_path: Path) -> None:
+    (tmp_path / folder).mkdir()
+    (tmp_path / folder / "train.py").touch()
+    (tmp_path / folder / "job.yaml").write_text("script: train.py\n")
+    assert load_job(tmp_path / folder / "job.yaml").name == name
 
 
 def test_values_as_people_write_them() -> None:

@@ -34,6 +34,8 @@ class File:
             text = content.decode()
         except FileNotFoundError:
             raise SpecError(f"{path}: there is no such {kind}") from None
+        except IsADirectoryError:
+            raise SpecError(f"{path}: this is a folder, not a {kind}") from None
         except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path with a zero byte
             raise SpecError(f"{path}: cannot read this {kind}: {error}") from None
         if len(content) > LIMIT:

@@ -119,7 +119,7 @@ def load_job(path: Path | str) -> JobSpec:
     """The job file at `path`; its script must exist. Raises `SpecError` that lists every problem."""
     file, folder = File(Path(path), "job file"), Path(path).absolute().parent
     if "name" not in file.data:
-        word = re.sub(r"[^a-z0-9]+", "-", folder.name.lower()).strip("-0123456789")
+        word = re.sub(r"[^a-z0-9]+", "-", folder.name.lower()).lstrip("-0123456789")
         file.data["name"] = word[:40].rstrip("-") or "job"
     job = file.parse(JobSpec)
     script = folder / job.script
