@@ -159,9 +159,7 @@ class Group(machines.Group):
         )
         facts = replace(facts, account=account)
         pool = Pool(each.pool, each.zone, each.machine, each.market, 1)
-        node = machines.Node(each.name, 0, pool, address, each.id, time.time(), metadata.Subject(facts))
-        self.nodes[each.name] = node
-        node.life = asyncio.create_task(self._live(node))
+        self._start(machines.Node(each.name, 0, pool, address, each.id, time.time(), metadata.Subject(facts)))
 
     def _environment(self, node: machines.Node, memory: Path, scratch: Path, keys: Path) -> dict[str, str]:
         values = super()._environment(node, memory, scratch, keys) | self._extra

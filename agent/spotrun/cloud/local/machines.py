@@ -82,12 +82,8 @@ class Group:
         self._wake = asyncio.Event()
         self._cutter, self._cutting = Cutter(layout), asyncio.Lock()
         self._spawning = asyncio.Lock()
-        self._metadata = web.AppRunner(
-            metadata.build(config.metadata, self._subject_at),
-            access_log=None,
-            handler_cancellation=True,
-            shutdown_timeout=1.0,
-        )
+        app = metadata.build(config.metadata, self._subject_at)
+        self._metadata = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
 
     # What the interface asks for.
 
@@ -248,19 +244,21 @@ class Group:
     def _begin(self, pool: Pool, index: int) -> None:
         name, now = group.node_name(pool.name, index), time.time()
         address, identity = self._address(name), new_id(self.config.metadata)
-        attributes = {
+        tags = {
             "spotrun-cluster": self.config.cluster,
             "spotrun-bucket": self.config.bucket,
             "spotrun-role": "head" if pool.name == HEAD else "node",
             "spotrun-pool": pool.name,
         }
-        facts = metadata.Facts(
-            name, identity, pool.zone, self.config.region, pool.machine, address, pool.market, attributes
-        )
-        node = self.nodes[name] = Node(name, index, pool, address, identity, now, metadata.Subject(facts))
+        facts = metadata.Facts(name, identity, pool.zone, self.config.region, pool.machine, address, pool.market, tags)
+        self._start(Node(name, index, pool, address, identity, now, metadata.Subject(facts)))
+
+    def _start(self, node: Node) -> None:
+        """Begin a machine's life."""
+        self.nodes[node.name] = node
         node.life = asyncio.create_task(self._live(node))
-        self._wake.set()  # to look again when its time is up
         node.life.add_done_callback(lambda _: self._ended(node))  # also of a task that was cancelled before it ran
+        self._wake.set()  # to look again when its time is up
 
     def _end(self, node: Node) -> None:
         """Take a machine at once; returns before it is gone."""
@@ -309,14 +307,13 @@ class Group:
         keys, scratch = folder / "ssh", folder / "scratch"
         await asyncio.to_thread(prepare, folder, memory, keep_keys=node.pool.name == HEAD)
         role = "head" if node.pool.name == HEAD else "agent"
-        command = [part.replace("{role}", role) for part in self.config.role]
+        command = ["--", *(part.replace("{role}", role) for part in self.config.role)]
         init = [sys.executable, "-m", "spotrun.cloud.local.node", node.address, str(keys), f"{self.layout.key}.pub"]
         environment = self._environment(node, memory, scratch, keys)
         async with self._spawning:
             with (folder / "init.log").open("ab") as output:
                 process = await asyncio.create_subprocess_exec(
                     *init,
-                    "--",
                     *command,
                     env=environment,
                     cwd=scratch,
