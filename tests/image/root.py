@@ -78,7 +78,8 @@ class Root:
         """Fill the folder with Debian's smallest system and what a cloud's image has besides."""
         command = ["debootstrap", "--variant=minbase", f"--include={','.join(BASE)}", SUITE]
         found = archives()
-        run([*GENTLE, *command, str(self.folder), found[0][0]], timeout=900)
+        alone = ("unshare", "--mount")  # debootstrap mounts /proc in the folder, and does not unmount it if it is ended
+        run([*GENTLE, *alone, *command, str(self.folder), found[0][0]], timeout=900)
         lines = [f"deb {url} {suite} main\n" for url, suite in found]
         self.path("/etc/apt/sources.list").write_text("".join(lines))
 
