@@ -91,8 +91,9 @@ def test_all_nodes_killed_at_once(cluster: Harness) -> None:
     """Resumes from the newest complete checkpoint."""
     job = cluster.submit(nodes={"min": 2, "max": 2}, epochs=2, samples=2000, batch=4, checkpoint_interval=20, slow=60)
     cluster.until(lambda s: s["job"]["checkpoint"] and s["job"]["step"] > s["job"]["checkpoint"], what="a step more")
-    for member in cluster.members():
-        cluster.fault("kill", member)
+    for fault in ("freeze", "kill"):  # frozen first: one that outlives another for a moment saves its state
+        for member in cluster.members():
+            cluster.fault(fault, member)
     status = cluster.until(lambda s: closed(s), what="recovery")
     job.go()
     (loss,) = closed(status)
