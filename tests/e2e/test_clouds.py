@@ -28,12 +28,20 @@ def site(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Site]:
         yield amazon
 
 
-def longer(folder: Path) -> Path:
-    """The sample job, three times as long: on a busy machine it ended before an operator had looked at it."""
+def slower(folder: Path) -> Path:
+    """The sample job with fewer steps of 0.1 s: it must not end before an operator has looked at it."""
     shutil.copytree(sites.ROOT / "examples/digits", folder)
-    file = folder / "job.yaml"
-    file.write_text(file.read_text().replace("--epochs=45", "--epochs=135"))
+    file, script = folder / "job.yaml", folder / "train.py"
+    file.write_text(replaced(file.read_text(), "--epochs=45", "--epochs=20"))
+    text = replaced(script.read_text(), "import argparse\n", "import argparse\nimport time\n")
+    step = "        optimizer.zero_grad()\n"
+    script.write_text(replaced(text, step, f"{step}        time.sleep(0.1)\n"))
     return file
+
+
+def replaced(text: str, old: str, new: str) -> str:
+    assert text.count(old) == 1
+    return text.replace(old, new)
 
 
 def test_the_whole_way(site: Site, tmp_path: Path) -> None:
@@ -43,7 +51,7 @@ def test_the_whole_way(site: Site, tmp_path: Path) -> None:
     assert up.returncode == 0, up.stdout + up.stderr
     assert site.size("spot") == 0, "machines come with a job"
 
-    job = longer(tmp_path / "digits")
+    job = slower(tmp_path / "digits")
     training = operator.started("train", "--job", str(job), "--faults", "preempt@25%")
     try:
         wait_for(lambda: site.size("spot") >= 3, 180, "the pool's new size")
