@@ -637,23 +637,25 @@ async def test_connect_finds_the_cloud_from_the_heads_environment(
     await found.close()
 
 
-def group(tmp_path: Path) -> Group:
-    """One of which no machine ever boots."""
+@pytest.fixture
+def unbooted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Group:
+    """One of which no machine ever boots. It runs in this process, whose other children must not count as orphans."""
+    monkeypatch.setattr(procs, "strays", lambda known: set())
     head = Pool("head", "z", "m", "on-demand", 1)
     pools = (Pool("p", "z", "m", "spot", 300),)
     return Group(Config("c", "r", "b", head, pools, boot_delay=1e6), Layout(tmp_path / "local" / "c"), "127.9.9", "t")
 
 
-async def test_a_machine_that_is_taken_before_it_has_begun_is_gone(tmp_path: Path) -> None:
+async def test_a_machine_that_is_taken_before_it_has_begun_is_gone(unbooted: Group) -> None:
     """A request may come between the two; the machine would be stopping for ever, and never be recreated."""
-    cloud = group(tmp_path)
+    cloud = unbooted
     cloud._begin(cloud.config.pools[0], 0)
     await asyncio.wait_for(cloud.kill("p-0"), 60)
     assert [each.state for each in cloud.instances()] == ["terminated"]
 
 
-async def test_more_machines_than_addresses_end_no_other(tmp_path: Path) -> None:
-    cloud = group(tmp_path)
+async def test_more_machines_than_addresses_end_no_other(unbooted: Group) -> None:
+    cloud = unbooted
     cloud.resize("p", 300)
     cloud._reconcile()
     assert len(cloud.instances()) == 246, "245 and the head"
