@@ -26,7 +26,7 @@ JOB = {"name": "toy", "script": "train.py", "nodes": {"min": 2, "max": 2}}
 
 class MemoryCloud:
     """Two pools; a resize is carried out at once, a recreate never is. refuse: pools that cannot be resized. out:
-    pools whose zone does not answer: why. made, ends: when machines were made anew, and when they end."""
+    pools whose zone does not answer: why. made, ends: when machines were made again, and when they end."""
 
     def __init__(self) -> None:
         self.size = {"p": 0, "q": 0}

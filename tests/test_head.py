@@ -242,7 +242,7 @@ def reason(world: World) -> str:
 
 
 async def test_a_queued_job_is_not_shown_with_the_active_ones_events(world: World) -> None:
-    """Whoever followed it read the failures of a job of somebody else."""
+    """A person who followed it saw the failures of another person's job."""
     first = await world.started()
     world.head.note("failure", "p-0 rank 0: ValueError: the first one's")
     second = await world.head.submit(JOB, CODE)
