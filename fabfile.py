@@ -16,10 +16,10 @@ from invoke.exceptions import Exit
 from invoke.tasks import task
 
 from scripts import cluster as clusters
-from scripts import console, control, display, faults, given, jobs, report
+from scripts import console, control, display, faults, inputs, jobs, report
 from scripts import logs as joblogs
 from scripts import ssh as remote
-from scripts.hint import LOCAL, make
+from scripts.make_command import LOCAL, make
 from spotrun.errors import CloudError, SpotrunError, StoreError
 from spotrun.text import clean
 
@@ -34,8 +34,8 @@ def command(function: Callable[..., int | None]) -> Any:
         complain = functools.partial(_complain, bool(options.get("json")))
         try:
             if function.__name__ in os.environ.get("SPOTRUN_TARGETS", "").split():
-                given.variables(os.environ)
-            code = function(*args, **given.typed(options)) or 0
+                inputs.variables(os.environ)
+            code = function(*args, **inputs.typed(options)) or 0
         except (remote.Unreachable, CloudError, StoreError) as error:
             code = complain(str(error), 3)
         except SpotrunError as error:
@@ -83,7 +83,7 @@ def train(_: Context, cluster: str = LOCAL, job: str = DIGITS, faults: str = "au
 @command
 def status(_: Context, cluster: str = LOCAL, id: str = "", json: bool = False) -> None:
     """What the cluster does now."""
-    job = given.job(id, cluster)
+    job = inputs.job(id, cluster)
     with control.open_head(_access(cluster)) as head:
         document = head.ask("status", *_of(job))
         others = [] if json else head.ask("jobs")
@@ -93,7 +93,7 @@ def status(_: Context, cluster: str = LOCAL, id: str = "", json: bool = False) -
 @command
 def follow(_: Context, cluster: str = LOCAL, id: str = "", json: bool = False) -> int:
     """Follow a job to its end; Ctrl-C ends only the following."""
-    return _follow(_access(cluster), cluster, given.job(id, cluster), [], json)
+    return _follow(_access(cluster), cluster, inputs.job(id, cluster), [], json)
 
 
 @command
@@ -111,8 +111,8 @@ def logs(
 
     tail: only this many lines at the end. raw: with escape sequences.
     """
-    which = given.job(id, cluster), given.node(node, cluster) if node else None, given.number("RANK", rank)
-    lines = given.number("TAIL", tail, least=1)
+    which = inputs.job(id, cluster), inputs.node(node, cluster) if node else None, inputs.number("RANK", rank)
+    lines = inputs.number("TAIL", tail, least=1)
     access = _access(cluster)
     for log in joblogs.find(access, *which):
         if not json:
@@ -131,7 +131,7 @@ def logs(
 @command
 def ssh(_: Context, cluster: str = LOCAL, node: str = remote.HEAD, json: bool = False) -> None:
     """A shell on a node, or on the head."""
-    given.node(node, cluster)
+    inputs.node(node, cluster)
     access = _access(cluster)
     if json:
         console.answer(remote.shell_command(access, node))
@@ -145,9 +145,9 @@ def run(_: Context, cluster: str = LOCAL, cmd: str = "", node: str = "", timeout
     if not cmd.strip():
         example = make(cluster, "run", "CMD='nvidia-smi -L'")
         raise SpotrunError(f"run: no command; for example: {example}")
-    patience = given.seconds("TIMEOUT", timeout, default=60.0)
+    patience = inputs.seconds("TIMEOUT", timeout, default=60.0)
     if node:
-        given.node(node, cluster)
+        inputs.node(node, cluster)
     access = _access(cluster)
     nodes = [node] if node else [each["name"] for each in control.ask(access, "status")["nodes"] if _reachable(each)]
     if not nodes:
@@ -177,8 +177,8 @@ def run(_: Context, cluster: str = LOCAL, cmd: str = "", node: str = "", timeout
 @command
 def preempt(_: Context, cluster: str = LOCAL, node: str = "", notice: str = "", json: bool = False) -> None:
     """Have the cloud take a node away, with notice, as a test."""
-    given.node(node, cluster)
-    extra = ["--notice", f"{given.seconds('NOTICE', notice):g}"] if notice else []
+    inputs.node(node, cluster)
+    extra = ["--notice", f"{inputs.seconds('NOTICE', notice):g}"] if notice else []
     answer = control.ask(_access(cluster), "preempt", node, *extra)
     _print(answer, json, f"the cloud takes {node} away, with notice")
 
@@ -186,7 +186,7 @@ def preempt(_: Context, cluster: str = LOCAL, node: str = "", notice: str = "", 
 @command
 def kill(_: Context, cluster: str = LOCAL, node: str = "", json: bool = False) -> None:
     """Have the cloud take a node away without a word, as a test."""
-    given.node(node, cluster)
+    inputs.node(node, cluster)
     answer = control.ask(_access(cluster), "kill", node)
     _print(answer, json, f"the cloud has taken {node} away")
 
@@ -194,14 +194,14 @@ def kill(_: Context, cluster: str = LOCAL, node: str = "", json: bool = False) -
 @command
 def relaunch(_: Context, cluster: str = LOCAL, id: str = "", json: bool = False) -> None:
     """Continue an ended or held job from its checkpoint, or restart the workers of a running job."""
-    answer = control.ask(_access(cluster), "relaunch", *_of(given.job(id, cluster)))
+    answer = control.ask(_access(cluster), "relaunch", *_of(inputs.job(id, cluster)))
     _print(answer, json, f"job {answer['job']} relaunched; follow it with: {_hint(cluster, answer['job'])}")
 
 
 @command
 def stop(_: Context, cluster: str = LOCAL, id: str = "", json: bool = False) -> None:
     """Stop a job; its state goes into the bucket."""
-    answer = control.ask(_access(cluster), "stop", *_of(given.job(id, cluster)))
+    answer = control.ask(_access(cluster), "stop", *_of(inputs.job(id, cluster)))
     again = make(cluster, "relaunch", f"ID={answer['job']}")
     _print(answer, json, f"job {answer['job']} stops; `{again}` runs it on")
 

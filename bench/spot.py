@@ -21,7 +21,7 @@ from bench.watch import Watch
 
 if TYPE_CHECKING:
     from scripts.ssh import Access
-    from spotrun.cloud.local.client import LocalCloud
+    from spotrun.cloud.local.cloud import LocalCloud
 
 HERE = Path(__file__).parent
 CLUSTER, ZONE = "bench", "local-a"
@@ -117,13 +117,13 @@ def home(folder: Path) -> Path:
 def remove(folder: Path) -> None:
     """Take down the cluster that a run with this folder brought up, if it did."""
     if home(folder).exists():
-        from spotrun.cloud.local import client
+        from spotrun.cloud.local import cloud as client
 
         client.down(CLUSTER, home(folder))
 
 
 def find_cloud(folder: Path) -> LocalCloud:
-    from spotrun.cloud.local import client
+    from spotrun.cloud.local import cloud as client
 
     cloud = client.find(CLUSTER, home(folder))
     if cloud is None:

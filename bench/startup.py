@@ -2,9 +2,9 @@
 
 python -m bench.startup [--runs 5] [--out bench/RESULTS.md]
 
-The agent tells its service manager when it has joined (sd_notify): that is the moment that counts. It has linked then;
-the health gate goes on beside, and a job is taken when that has passed, too. A second process, with the same to do, is
-timed part by part; and for comparison `import torch`, for which an agent does not wait.
+The agent tells its service manager when it has joined (sd_notify): that is the moment that counts. It has connected
+then; the health gate goes on beside, and a job is taken when that has passed, too. A second process, with the same to
+do, is timed part by part; and for comparison `import torch`, for which an agent does not wait.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def say(name):
 say("imports")
 from spotrun.node import boot
 from spotrun.node.agent import Agent, Settings
-from spotrun.node.gate import Gate
-from spotrun.node.metadata import detect
-from spotrun.notify import Systemd
+from spotrun.node.health.gate import Gate
+from spotrun.machine.metadata import detect
+from spotrun.machine.systemd import Systemd
 from spotrun.store import Store
 async def main():
     async with await detect() as metadata:
@@ -130,8 +130,8 @@ def render(rows: dict[str, list[float]], machine: str, day: str) -> str:
         f"seconds, medians of {len(rows[JOINED])} runs. Goal: under {GOAL:g} s: {goal}. The parts are those of another "
         "process that does the same, one after the other.",
         "",
-        "Joined means linked: the head knows the node, and hears of notices. A job is taken when the health gate has "
-        "passed, too. The gate that was measured had nothing to ask, as there were no GPUs. On a machine with GPUs "
+        "Joined means connected: the head knows the node, and learns of notices. A job is taken when the health gate "
+        "has passed, too. The gate that was measured had nothing to ask, as there were no GPUs. On a machine with GPUs "
         "**every** start of the agent has besides: nvidia-smi, twice, and a matrix product on each GPU, for which a "
         "process imports torch (below, from a warm disk); with EFA also fi_info and the loading of NCCL's plugin. How "
         "long that takes has not been measured. A first boot has besides: the machine's own boot, and all of this from "

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from images import kept
 from images.lint import SOURCES, packer_version
-from scripts.hint import make
+from scripts.make_command import make
 from spotrun.errors import SpotrunError
 from spotrun.spec import ClusterSpec, load_cluster
 

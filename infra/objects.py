@@ -1,7 +1,7 @@
 """What a node may do with the objects of its cluster's bucket, in a form that both clouds' stacks translate. Pure.
 
 A job's code runs on nodes, so a node has no more rights than a job needs. The keys are those of `spotrun.store`;
-tests/test_rights.py runs real agents under these rights.
+tests/infra/test_rights.py runs real agents under these rights.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from typing import BinaryIO
 import zstandard
 from pathspec import GitIgnoreSpec
 
-from scripts import private
+from scripts import secret_files
 from spotrun.errors import SpotrunError
 from spotrun.spec import bundle as limits
 from spotrun.store import Store, code_key
@@ -159,7 +159,7 @@ def _refuse_secrets(folder: Path, root: Path, names: list[Path]) -> None:
     found = {}
     for name in names:
         with _Explained(root / name):
-            if what := private.kind(root, name):
+            if what := secret_files.kind(root, name):
                 found[name] = what
     if not found:
         return

@@ -7,8 +7,8 @@ from types import ModuleType
 from typing import Any
 
 from scripts import control
-from scripts.hint import LOCAL, make
 from scripts.home import home
+from scripts.make_command import LOCAL, make
 from scripts.ssh import Access
 from spotrun.errors import SpotrunError
 from spotrun.spec import ClusterSpec, load_cluster

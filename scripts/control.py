@@ -13,10 +13,10 @@ from typing import Any
 import paramiko
 
 from scripts import console
-from scripts.hint import LOCAL, here, make
+from scripts.make_command import LOCAL, here, make
 from scripts.ssh import TIMEOUT, Access, StrictConnection, Unreachable, connect
 from spotrun.errors import CredentialsError, SpotrunError
-from spotrun.head.ctl import NO_ANSWER, SILENCE
+from spotrun.head.server.ctl import NO_ANSWER, SILENCE
 
 Status = dict[str, Any]  # the status document
 PATIENCE = 180.0  # seconds that a head may be away while following; it is recreated in less

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from scripts import console
-from scripts.hint import LOCAL, here, make
+from scripts.make_command import LOCAL, here, make
 from spotrun.errors import SpotrunError
 from spotrun.text import clean, tidy
 

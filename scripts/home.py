@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from spotrun import private
+from spotrun.machine import private
 
 
 def home() -> Path:

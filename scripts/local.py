@@ -5,11 +5,11 @@ from __future__ import annotations
 import shlex
 
 from scripts import control, queue
-from scripts.doors import Direct
-from scripts.hint import make
 from scripts.home import home
+from scripts.make_command import make
 from scripts.ssh import Access, Unreachable
-from spotrun.cloud.local import client
+from scripts.transports import Direct
+from spotrun.cloud.local import cloud
 from spotrun.cloud.local.layout import Layout
 from spotrun.errors import SpotrunError
 from spotrun.spec import ClusterSpec
@@ -38,7 +38,7 @@ def up(cluster: ClusterSpec, file: str) -> control.Status:
     store = _store(cluster, layout)
     store.put(cluster_key(cluster.name), cluster.document().encode())
     # Only the one that starts it: a second record would have the next head hold the jobs that run now.
-    client.up(cluster, home(), starting=lambda: queue.hold(store, cluster.name))
+    cloud.up(cluster, home(), starting=lambda: queue.hold(store, cluster.name))
     return control.await_head(access(cluster, file), cluster.digest)
 
 
@@ -50,7 +50,7 @@ def unfinished(cluster: ClusterSpec, file: str) -> list[str]:
     try:
         return control.unfinished(access(cluster, file))
     except Unreachable:
-        if not client.alive(cluster.name, home()):
+        if not cloud.alive(cluster.name, home()):
             return []
         store = _store(cluster, Layout.of(home(), cluster.name))
         return queue.unfinished(store, cluster.name, make(file, "down", "FORCE=1"))
@@ -60,14 +60,14 @@ def down(cluster: ClusterSpec, file: str, everything: bool) -> str:
     """End every process of it; what happened, in a line. The bucket stays."""
     if not Layout.of(home(), cluster.name).state.is_dir():
         return _never_up(cluster, file)
-    client.down(cluster.name, home())
+    cloud.down(cluster.name, home())
     bucket = cluster.bucket or Layout.of(home(), cluster.name).bucket
     return f"cluster {cluster.name} is down; its bucket stays: {bucket}"
 
 
 def _never_up(cluster: ClusterSpec, file: str) -> str:
     """The text for a `down` of a cluster that was never up. Raises `SpotrunError` if it is up with another home."""
-    for other in client.homes(cluster.name):
+    for other in cloud.homes(cluster.name):
         again = f"SPOTRUN_HOME={shlex.quote(str(other))} {make(file, 'down')}"
         raise SpotrunError(
             f"cluster {cluster.name} was never up with its state in {home()}; one of that name is up with its state in"

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from scripts import control
-from scripts.hint import make
+from scripts.make_command import make
 from scripts.ssh import Access
 from spotrun.errors import SpotrunError
 from spotrun.store import Store, job_key

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from scripts import console, stacks
-from scripts.doors import require
-from scripts.hint import make
+from scripts.make_command import make
+from scripts.transports import require
 from spotrun import cloud
 from spotrun.cloud import Shortfall
 from spotrun.errors import QuotaError, SpotrunError

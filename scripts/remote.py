@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from scripts import control, preflight, queue, stacks
-from scripts.doors import Door, Iap, Ssm
-from scripts.hint import make
 from scripts.home import home
+from scripts.make_command import make
 from scripts.ssh import HEAD, Access, Unreachable
-from spotrun import cloud, private
+from scripts.transports import Door, Iap, Ssm
+from spotrun import cloud
 from spotrun.cloud.local.layout import ensure_key
 from spotrun.errors import CloudError, NotFound, SpecError, SpotrunError
+from spotrun.machine import private
 from spotrun.spec import ClusterSpec, described
 from spotrun.spec.names import bucket_url
 from spotrun.store import Store, cluster_key, head_key, host_key, replaced_key

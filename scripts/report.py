@@ -1,4 +1,4 @@
-"""The closing report: what a job cost and what its losses cost. Pure."""
+"""The closing report: what a job cost and what its interruptions cost. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def report(job: Status) -> str:
         lines += _failure(job["failure"])
     if job["metrics"]:
         lines.append("  last values: " + ", ".join(f"{name} {number(value)}" for name, value in job["metrics"].items()))
-    lines += _losses(job["losses"])
+    lines += _losses(job["interruptions"])
     if job["goodput"] is not None:
         lines.append(f"  goodput {job['goodput']:.1%} (share of node time that went into steps that counted)")
     machines = f"  node time {duration(job['node_seconds'])}"
@@ -65,11 +65,11 @@ def _failure(failure: Status) -> list[str]:
     return lines
 
 
-def _losses(losses: list[Status]) -> list[str]:
-    if not losses:
+def _losses(interruptions: list[Status]) -> list[str]:
+    if not interruptions:
         return ["  no machine was lost"]
     rows = [("interruption", "node", "seconds to the next step", "steps lost")]
-    for loss in losses:
+    for loss in interruptions:
         seconds = "" if loss["seconds"] is None else f"{loss['seconds']:.1f}"
         lost = "" if loss["steps_lost"] is None else str(loss["steps_lost"])
         rows.append((loss["kind"], loss["node"] or "", seconds, lost))

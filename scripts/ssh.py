@@ -23,8 +23,8 @@ from fabric import Config, Connection
 from invoke.exceptions import CommandTimedOut
 from pydantic import ValidationError
 
-from scripts.doors import Door
-from scripts.hint import LOCAL, make
+from scripts.make_command import LOCAL, make
+from scripts.transports import Door
 from scripts.tunnel import Tunnel
 from spotrun.errors import SpotrunError
 from spotrun.store import Store, host_key

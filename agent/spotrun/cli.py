@@ -9,7 +9,7 @@ import os
 import sys
 
 from spotrun.errors import SpotrunError
-from spotrun.head import ctl
+from spotrun.head.server import ctl
 from spotrun.text import clean
 
 

@@ -106,10 +106,10 @@ def _train(site: Site, scenario: Scenario, outcome: Outcome) -> None:
 
 def _note(site: Site, outcome: Outcome, excused: list[checks.Span]) -> None:
     job: dict[str, Any] = site.newest.get("job") or {}
-    losses = job.get("losses") or []
-    outcome.interruptions = len(losses)
-    outcome.lost = sum(each["steps_lost"] or 0 for each in losses)
-    outcome.longest = max((each["seconds"] or 0.0 for each in losses), default=0.0)
+    interruptions = job.get("interruptions") or []
+    outcome.interruptions = len(interruptions)
+    outcome.lost = sum(each["steps_lost"] or 0 for each in interruptions)
+    outcome.longest = max((each["seconds"] or 0.0 for each in interruptions), default=0.0)
     if job.get("phase") != "succeeded":
         outcome.problems.append(f"the job is {job.get('phase')}: {job.get('reason')}")
     outcome.problems += checks.check_waits(site.beats, excused)

@@ -18,8 +18,8 @@ from bench.soak.checks import Beat
 from bench.soak.plan import Fault, Scenario
 from scripts import bundle, cluster, control
 from spotrun.cloud.base import Instance
-from spotrun.cloud.local import client, procs
-from spotrun.cloud.local.client import LocalCloud
+from spotrun.cloud.local import cloud, procs
+from spotrun.cloud.local.cloud import LocalCloud
 from spotrun.cloud.local.layout import Layout
 from spotrun.errors import SpotrunError
 from spotrun.spec import ClusterSpec, JobSpec
@@ -57,7 +57,7 @@ class Site:
         """Bring the cluster up. Raises `SpotrunError`."""
         cluster.up(self.spec)
         self.access = cluster.access(self.spec)
-        self._cloud = client.find(NAME, cluster.home())
+        self._cloud = cloud.find(NAME, cluster.home())
 
     def submit(self, scenario: Scenario) -> None:
         """Submit the scenario's job, and follow it from now on."""
@@ -140,7 +140,7 @@ class Site:
                 self._do(self._cloud.close())
         self._runner.close()
         subnet = self._subnet()
-        client.down(NAME, self.layout.state.parent.parent)
+        cloud.down(NAME, self.layout.state.parent.parent)
         if self._follower is not None:
             self._follower.join(60)
         return left(self.layout, subnet)

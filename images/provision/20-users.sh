@@ -4,7 +4,7 @@ set -euo pipefail
 source "${IMAGE:?}/provision/lib.sh"
 
 getent group spotrun >/dev/null || groupadd --system spotrun
-# A shell and a home of its own: on AWS operators log in as this user (EC2 Instance Connect, scripts/doors.py).
+# A shell and a home of its own: on AWS operators log in as this user (EC2 Instance Connect, scripts/transports.py).
 getent passwd spotrun >/dev/null ||
     useradd --system --gid spotrun --home-dir /home/spotrun --create-home --shell /bin/bash spotrun
 chmod 0700 /home/spotrun

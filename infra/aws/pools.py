@@ -36,7 +36,7 @@ class Pools(AwsStack):
             self,
             "cluster",
             bucket=self.bucket,
-            key=f"clusters/{cluster.name}/cluster.json",  # spotrun.store.cluster_key
+            key=f"clusters/{cluster.name}/cluster.json",  # spotrun.store.keys.cluster_key
             content=cluster.document(),
             content_type="application/json",
             # An object takes ten tags at the most, and a cluster may have more labels.

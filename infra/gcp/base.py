@@ -14,7 +14,7 @@ from spotrun.spec import ClusterSpec
 from spotrun.spec.names import HEAD, bucket, group
 
 NODE = "node"
-HEAD_PORT = 8470  # spotrun.head.server.PORT
+HEAD_PORT = 8470  # spotrun.head.server.server.PORT
 IAP = "35.235.240.0/20"  # where IAP's tunnels come from: https://cloud.google.com/iap/docs/using-tcp-forwarding
 LOG_DAYS = 90
 

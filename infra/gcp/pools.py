@@ -30,7 +30,7 @@ class Pools(GcpStack):
             self,
             "cluster",
             bucket=base.bucket,
-            name=f"clusters/{cluster.name}/cluster.json",  # spotrun.store.cluster_key
+            name=f"clusters/{cluster.name}/cluster.json",  # spotrun.store.keys.cluster_key
             content=cluster.document(),
             content_type="application/json",
         )

@@ -82,9 +82,9 @@ def disk_encryption(cluster: ClusterSpec) -> Facts:
 def left(cluster: ClusterSpec, file: str) -> Facts:
     """What carries the cluster's label after `down`. Anything that costs by the hour is unexpected."""
     if cluster.cloud == "local":
-        from spotrun.cloud.local import client
+        from spotrun.cloud.local import cloud
 
-        if client.alive(cluster.name, home()):
+        if cloud.alive(cluster.name, home()):
             raise SpotrunError(f"processes of cluster {cluster.name} still run")
         return {"processes": 0}
     bucket = f"${_BUCKET[cluster.cloud]} a GB and month"
@@ -109,9 +109,9 @@ def _tried(cluster: ClusterSpec) -> ModuleType:
     """The module of the cluster's cloud. Raises `CloudError` without its SDK or credentials."""
     cloud.account(cluster)
     if cluster.cloud == "gcp":
-        from spotrun.cloud.gcp import tried as google
+        from spotrun.cloud.gcp import audit as gcp_audit
 
-        return google
-    from spotrun.cloud.aws import tried as amazon
+        return gcp_audit
+    from spotrun.cloud.aws import audit as aws_audit
 
-    return amazon
+    return aws_audit

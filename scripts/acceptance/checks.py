@@ -118,8 +118,8 @@ def _replacement(site: Site, step: Step) -> Facts:
 
 def _reference(site: Site, step: Step) -> Facts:
     found = site.trace(step.job)
-    if losses := [loss["kind"] for loss in found.last["losses"]]:
-        raise NotRun(f"the run was disturbed ({', '.join(losses)}): a reference needs one without interruptions")
+    if interruptions := [loss["kind"] for loss in found.last["interruptions"]]:
+        raise NotRun(f"the run was disturbed ({', '.join(interruptions)}): a reference needs one without interruptions")
     return {"digest": found.said("train")["digest"], **_rate(found)}
 
 

@@ -13,8 +13,8 @@ from scripts.acceptance.record import Keeper
 from scripts.acceptance.runner import Runner
 from scripts.acceptance.site import Site
 from scripts.acceptance.steps import STEPS
-from scripts.hint import make
 from scripts.home import home
+from scripts.make_command import make
 from spotrun.errors import SpotrunError
 
 

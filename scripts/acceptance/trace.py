@@ -66,9 +66,9 @@ class Trace:
 
     def loss(self, kind: str) -> Status:
         """The interruption of that kind. Raises `SpotrunError` if there was none."""
-        found: Status | None = next((loss for loss in self.last["losses"] if loss["kind"] == kind), None)
+        found: Status | None = next((loss for loss in self.last["interruptions"] if loss["kind"] == kind), None)
         if found is None:
-            seen = ", ".join(loss["kind"] for loss in self.last["losses"]) or "none"
+            seen = ", ".join(loss["kind"] for loss in self.last["interruptions"]) or "none"
             raise SpotrunError(f"job {self.job}: no interruption of kind {kind} is in its books; interruptions: {seen}")
         return found
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from bench.soak.checks import samples
 from scripts import bundle, cluster, control
-from spotrun.cloud.local import client
-from spotrun.cloud.local.client import LocalCloud
+from spotrun.cloud.local import cloud as client
+from spotrun.cloud.local.cloud import LocalCloud
 from spotrun.errors import SpotrunError
 from spotrun.spec import ClusterSpec, JobSpec
 

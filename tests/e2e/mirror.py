@@ -23,7 +23,7 @@ from spotrun.cloud.base import Market
 from spotrun.cloud.local import machines, metadata, procs
 from spotrun.cloud.local.daemon import claim_subnet
 from spotrun.cloud.local.layout import HEAD, Config, Layout, Pool, base_environment, remove_tree, write_json
-from tests.motoserver import ACCOUNT
+from tests.fakes.moto_server import ACCOUNT
 
 LOOK = 0.1  # seconds between two looks at the cloud's list
 PROCESSES = ("tests.e2e.mirror",)

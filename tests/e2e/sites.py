@@ -23,10 +23,12 @@ from spotrun.cloud.local.layout import ensure_key
 from spotrun.spec import load_cluster
 from spotrun.spec.names import BUCKET, CLUSTER, POOL, bucket, group
 from spotrun.store import Store
-from tests import fakegce, fakegcs, motoserver, serving
 from tests.e2e import tools
 from tests.e2e.mirror import PROCESSES, Listed, Mirror
-from tests.terraform import Tools
+from tests.fakes import gce as fakegce
+from tests.fakes import gcs as fakegcs
+from tests.fakes import moto_server, serving
+from tests.infra.terraform import Tools
 
 ROOT = Path(__file__).parents[2]
 Listing = Callable[[], list[Listed]]
@@ -91,7 +93,7 @@ class Operator:
 
 
 class Aws:
-    def __init__(self, aws: motoserver.Moto, folder: Path, variables: Mapping[str, str]) -> None:
+    def __init__(self, aws: moto_server.Moto, folder: Path, variables: Mapping[str, str]) -> None:
         self._aws = aws
         self.file = folder / "cluster.yaml"
         self.file.write_text(
@@ -123,7 +125,7 @@ class Aws:
 
     def store(self) -> Store:
         with _set(self._aws.environment):
-            return Store(f"s3://{bucket(load_cluster(self.file), motoserver.ACCOUNT)}", self._aws.region)
+            return Store(f"s3://{bucket(load_cluster(self.file), moto_server.ACCOUNT)}", self._aws.region)
 
     def left(self) -> list[str]:
         groups = self._aws.client("autoscaling").describe_auto_scaling_groups()["AutoScalingGroups"]
@@ -183,7 +185,7 @@ class Gcp:
 @contextlib.contextmanager
 def aws(folder: Path, terraform: Tools, notice: float = NOTICE, machines: Sequence[str] = PROCESSES) -> Iterator[Aws]:
     """notice: seconds from it to a machine's end. machines: the program that plays them, as for `Mirror`."""
-    with motoserver.running(notice=notice) as account:
+    with moto_server.running(notice=notice) as account:
         site = Aws(account, folder, tools.install_real_terraform(folder / "bin", terraform))
         with _machines(
             folder, "ec2", account.region, account.environment, site.listing, account.assign_address, machines

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests import terraform
 from tests.e2e import sites
 from tests.e2e.sites import Operator, Site
 from tests.helpers import wait_for
+from tests.infra import terraform
 
 pytestmark = pytest.mark.clouds
 

@@ -10,7 +10,7 @@ def test_user_code_that_raises(cluster: Harness) -> None:
     cluster.submit(nodes={"min": 3, "max": 3}, epochs=1, samples=600, fail="1@20", max_restarts=2)
     final = cluster.until_ended()
     assert (final["phase"], final["restarts"]) == ("failed", 3)
-    assert {loss["kind"] for loss in final["losses"]} == {"crash"}
+    assert {loss["kind"] for loss in final["interruptions"]} == {"crash"}
     failure = final["failure"]
     assert (failure["kind"], failure["rank"]) == ("user", 1)
     assert "ValueError: bad luck at step 20" in failure["traceback"]
@@ -20,8 +20,8 @@ def test_user_code_that_raises(cluster: Harness) -> None:
 def test_a_script_that_hangs(cluster: Harness) -> None:
     """Noticed by its step counter; the stacks of all ranks are kept; restarted, and then it ends well."""
     job = cluster.submit(nodes={"min": 2, "max": 2}, epochs=1, samples=600, batch=4, hang="1@30", hang_timeout=4)
-    status = cluster.until(lambda s: s["job"]["losses"], what="the hang is noticed")
-    assert status["job"]["losses"][0]["kind"] == "hang"
+    status = cluster.until(lambda s: s["job"]["interruptions"], what="the hang is noticed")
+    assert status["job"]["interruptions"][0]["kind"] == "hang"
     final = cluster.until_ended()
     assert (final["phase"], final["restarts"]) == ("succeeded", 1)
     logs = cluster.logs(job.id, generation=1)

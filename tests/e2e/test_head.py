@@ -21,7 +21,7 @@ def test_during_training(cluster: Harness) -> None:
     job.go()
     assert after["job"]["generation"] == before["job"]["generation"]
     final = cluster.until_ended()
-    assert final["losses"] == []
+    assert final["interruptions"] == []
     assert final["generation"] == before["job"]["generation"]
     check(cluster, final, job.out)
 
@@ -34,7 +34,7 @@ def test_during_a_drain(cluster: Harness) -> None:
     cluster.until(lambda s: s["job"]["phase"] == "draining", what="a drain")
     cluster.kill_head()
     final = cluster.until_ended()
-    preempted = [loss for loss in final["losses"] if "preempt" in loss["kind"]]
+    preempted = [loss for loss in final["interruptions"] if "preempt" in loss["kind"]]
     assert [loss["steps_lost"] for loss in preempted] == [0]
     check(cluster, final, job.out)
 
@@ -57,5 +57,5 @@ def test_during_a_checkpoint(cluster: Harness) -> None:
         cluster.until(lambda s, t=taken: (s["job"]["checkpoint"] or 0) > t, what="a later checkpoint")
     job.go()
     final = cluster.until_ended()
-    assert final["losses"] == []
+    assert final["interruptions"] == []
     check(cluster, final, job.out)

@@ -77,7 +77,11 @@ def test_junk_at_the_head_while_a_job_trains(cluster: Harness) -> None:
     assert "refused" in {event["kind"] for event in cluster.status()["events"]}
     assert "refused a message" in log
     final = cluster.until_ended()
-    assert (final["phase"], final["generation"], final["losses"]) == ("succeeded", before["job"]["generation"], [])
+    assert (final["phase"], final["generation"], final["interruptions"]) == (
+        "succeeded",
+        before["job"]["generation"],
+        [],
+    )
     assert sample_ids(job.out, 1) == {0: list(range(2000))}
 
 
@@ -176,7 +180,7 @@ def test_a_damaged_checkpoint_is_passed_over(cluster: Harness, damage: str) -> N
     cluster.fault("restock", "local-a")
     final = cluster.until_ended()
     assert final["phase"] == "succeeded"
-    assert final["losses"][0]["steps_lost"] > final["losses"][0]["step"] - newest
+    assert final["interruptions"][0]["steps_lost"] > final["interruptions"][0]["step"] - newest
     assert sample_ids(job.out, 2) == {epoch: list(range(2000)) for epoch in range(2)}
     logs = "".join(cluster.logs(job.id, final["generation"]).values())
     assert shard in logs, "the warning names the file"

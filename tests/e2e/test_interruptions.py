@@ -37,7 +37,7 @@ def test_final_weights_are_those_of_an_undisturbed_run(
     assert final["phase"] == "succeeded", final
     assert digest_of(job.out) == expected
     assert sample_ids(job.out, EPOCHS) == {epoch: list(range(SAMPLES)) for epoch in range(EPOCHS)}
-    for fault, loss in zip(sequence, final["losses"], strict=True):
+    for fault, loss in zip(sequence, final["interruptions"], strict=True):
         kind = {"cut": "silent", "freeze": "silent"}.get(fault, fault)
         assert loss["kind"] == kind
         assert loss["steps_lost"] <= (0 if fault == "preempt" else 5)
@@ -45,7 +45,7 @@ def test_final_weights_are_those_of_an_undisturbed_run(
 
 
 def closed(status: dict) -> list[dict]:
-    return [loss for loss in status["job"]["losses"] if loss["seconds"] is not None]
+    return [loss for loss in status["job"]["interruptions"] if loss["seconds"] is not None]
 
 
 def test_every_sample_once_though_the_number_of_nodes_changes(cluster: Harness) -> None:
@@ -62,8 +62,8 @@ def test_every_sample_once_though_the_number_of_nodes_changes(cluster: Harness) 
     final = cluster.until_ended()
     assert final["phase"] == "succeeded"
     assert sample_ids(job.out, 2) == {epoch: list(range(2401)) for epoch in range(2)}
-    assert [loss["kind"] for loss in final["losses"]][:2] == ["kill", "grow"]
-    assert all(loss["steps_lost"] == 0 for loss in final["losses"] if loss["kind"] in ("grow", "preempt"))
+    assert [loss["kind"] for loss in final["interruptions"]][:2] == ["kill", "grow"]
+    assert all(loss["steps_lost"] == 0 for loss in final["interruptions"] if loss["kind"] in ("grow", "preempt"))
 
 
 @pytest.mark.parametrize("fault", ["freeze", "cut"])
@@ -83,7 +83,7 @@ def test_a_node_that_comes_back_does_not_disturb(cluster: Harness, fault: str) -
     final = cluster.until_ended()
     assert final["phase"] == "succeeded"
     assert final["generation"] > before
-    assert all(loss["kind"] in ("silent", "grow") for loss in final["losses"])
+    assert all(loss["kind"] in ("silent", "grow") for loss in final["interruptions"])
     assert sample_ids(job.out, 2) == {epoch: list(range(3000)) for epoch in range(2)}
 
 
@@ -115,10 +115,10 @@ def test_fewer_than_min_nodes(cluster: Harness) -> None:
     status = cluster.until(lambda s: s["job"]["phase"] == "waiting" and s["job"]["checkpoint"], what="state is safe")
     assert any(node["name"] == victim and node["notice"] for node in status["nodes"]), "after the notice ended"
     step = status["job"]["step"] or status["job"]["checkpoint"]
-    assert status["job"]["checkpoint"] == status["job"]["losses"][-1]["step"] == step
+    assert status["job"]["checkpoint"] == status["job"]["interruptions"][-1]["step"] == step
     job.go()
     for zone in zones:
         cluster.fault("restock", zone)
     final = cluster.until_ended()
     assert final["phase"] == "succeeded"
-    assert final["losses"][-1]["steps_lost"] == 0
+    assert final["interruptions"][-1]["steps_lost"] == 0

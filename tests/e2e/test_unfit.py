@@ -9,9 +9,9 @@ import pytest
 
 from scripts.cluster import home
 from spotrun.cloud.local.layout import Layout
-from spotrun.head.errands import Record
-from spotrun.head.repair import LIMIT
-from spotrun.head.state import Replacement
+from spotrun.head.fleet.repair import LIMIT
+from spotrun.head.fleet.replacements import Record
+from spotrun.head.job_state import Replacement
 from spotrun.spec import ClusterSpec
 from spotrun.store import Store, replaced_key, unfit_key
 from spotrun.wire import UnfitRecord

@@ -18,7 +18,7 @@ import threading
 import urllib.request
 from pathlib import Path
 
-from tests.terraform import Tools, adapt, configure
+from tests.infra.terraform import Tools, adapt, configure
 
 ROOT = Path(__file__).parent.parent.parent
 TOOLS = {"aws": ("aws", "session-manager-plugin"), "gcp": ("gcloud",)}

@@ -16,13 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from spotrun.node.process import OOM_SCORE
-from tests import terraform
+from spotrun.machine.process import OOM_SCORE
 from tests.e2e import sites
 from tests.e2e.sites import Operator, Site
 from tests.helpers import wait_for
 from tests.image import containers
 from tests.image.conftest import Image
+from tests.infra import terraform
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "digits"
 NOTICE = 30.0  # seconds, as Google's
@@ -96,7 +96,7 @@ def check(operator: Operator, role: str, machine: str) -> None:
     other = ROLES["node" if role == "head" else "head"]
     where = ("--node", "head" if role == "head" else machine)
     ask = f"systemctl --failed --plain --no-legend; systemctl is-active {ROLES[role]} {other}; id -nG; hostname;"
-    ask += f"journalctl --quiet --unit {ROLES[role]} --grep 'listens on|linked to the head'"
+    ask += f"journalctl --quiet --unit {ROLES[role]} --grep 'listens on|connected to the head'"
     done = operator.fab("run", "--cmd", ask, *where)
     words = done.stdout.split()
     assert "failed" not in words, done.stdout
@@ -104,7 +104,9 @@ def check(operator: Operator, role: str, machine: str) -> None:
     assert "inactive" in words, done.stdout
     assert machine in done.stdout
     assert "spotrun-operators" in words
-    assert "listens on" in done.stdout or "linked to the head" in done.stdout, f"the journal can be read\n{done.stdout}"
+    assert "listens on" in done.stdout or "connected to the head" in done.stdout, (
+        f"the journal can be read\n{done.stdout}"
+    )
     refused = operator.fab("run", "--cmd", "sudo -n true", *where)
     assert re.search("a password is required|not allowed", refused.stdout + refused.stderr)
 

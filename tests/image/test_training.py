@@ -11,7 +11,7 @@ import pytest
 
 from scripts import bundle, cluster, control
 from scripts.ssh import Access
-from spotrun.cloud.local import client
+from spotrun.cloud.local import cloud
 from spotrun.cloud.local.layout import Layout
 from spotrun.spec import ClusterSpec, JobSpec
 from spotrun.store import Store, cluster_key
@@ -33,13 +33,13 @@ def access(image: Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     same = {place: place for place in (str(home), str(layout.tmpfs))}
     role = image.root.enter("/opt/spotrun/venv/bin/spotrun", "{role}", bind=same)
     Store(str(layout.bucket)).put(cluster_key(SPEC.name), SPEC.document().encode())
-    client.up(SPEC, home, role)
+    cloud.up(SPEC, home, role)
     try:
         found = cluster.access(SPEC)
         control.await_head(found, SPEC.digest)
         yield found
     finally:
-        client.down(SPEC.name, home)
+        cloud.down(SPEC.name, home)
 
 
 def test_the_image_trains(access: Access, image: Image, tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def ask(cluster: ClusterSpec, question: Callable[[Cloud], Awaitable[T]]) -> T:
 def connect(cluster: ClusterSpec) -> Cloud:
     """The cloud of a cluster, seen from its head. Raises `CloudError` if it cannot be reached from here."""
     if cluster.cloud == "local":
-        from spotrun.cloud.local.client import LocalCloud
+        from spotrun.cloud.local.cloud import LocalCloud
 
         return LocalCloud()
     try:

@@ -1,4 +1,4 @@
-"""The agents: what each has said last, and the way to it while it is linked."""
+"""The agents: what each has said last, and the way to it while it is connected."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from spotrun.head import ends, fit
-from spotrun.head.fleet import Fleet
-from spotrun.head.health import Machine, Node
+from spotrun.head.fleet import retirement as ends
+from spotrun.head.fleet.pools import Fleet
+from spotrun.head.job_state import JobState
 from spotrun.head.orders import order_for
-from spotrun.head.state import JobState
+from spotrun.head.planner import notice_fit
+from spotrun.head.view import Machine, Node
 from spotrun.wire import Order, Report
 
 Send = Callable[[Order], None]
@@ -20,13 +21,13 @@ Note = Callable[[str, str], None]
 
 @dataclass
 class Seen:
-    """An agent: its newest report, and the way to it while it is linked. since, answered: as in `Node`, `Machine`.
+    """An agent: its newest report, and the way to it while it is connected. since, answered: as in `Node`, `Machine`.
 
     unfit_since: since when it has been unfit or checking again; 0: it is not known to be unfit.
     """
 
     report: Report
-    heard: float
+    reported_at: float
     send: Send | None = None
     sent: Order | None = None
     since: float = 0.0
@@ -48,7 +49,7 @@ class Agents:
         self._note = note
         self._retired: set[Send] = set()  # links that a newer one of the same node has replaced
 
-    def hear(self, report: Report, send: Send, now: float, made: float = 0.0) -> bool:
+    def receive(self, report: Report, send: Send, now: float, made: float = 0.0) -> bool:
         """Take a report in; whether the cloud is worth a look. One of a link that has been replaced is passed over.
 
         made: when the node's machine was, as far as the cloud has told.
@@ -98,11 +99,15 @@ class Agents:
 
     def _tell_drain(self, report: Report) -> None:
         """An event at a job's first measured snapshot, if no drain will fit into a notice."""
-        if report.job and report.job not in self._told and (why := fit.too_long(report, self._notice(report.pool))):
+        if (
+            report.job
+            and report.job not in self._told
+            and (why := notice_fit.too_long(report, self._notice(report.pool)))
+        ):
             self._told.add(report.job)
             self._note("snapshot", why)
 
-    def lose(self, node: str, send: Send) -> bool:
+    def disconnect(self, node: str, send: Send) -> bool:
         """A link closed; whether it was the node's newest."""
         self._retired.discard(send)
         seen = self.seen.get(node)
@@ -113,7 +118,7 @@ class Agents:
         return True
 
     def order(self, job: JobState | None, epoch: int) -> None:
-        """Send each linked agent what it should be doing, if that is not what it was sent last."""
+        """Send each connected agent what it should be doing, if that is not what it was sent last."""
         for node, seen in self.seen.items():
             order = order_for(job, node, seen.report.boot, epoch)
             if seen.send is not None and order != seen.sent:
@@ -121,7 +126,7 @@ class Agents:
                 seen.send(order)
 
     def forget(self, kept: Collection[str]) -> None:
-        """Drop those that are not linked, but for `kept`."""
+        """Drop those that are not connected, but for `kept`."""
         for name in [name for name, seen in self.seen.items() if seen.send is None and name not in kept]:
             del self.seen[name]
 
@@ -130,19 +135,19 @@ class Agents:
         return [seen.report for seen in self.seen.values() if job in (None, seen.report.job)]
 
     def busy(self) -> bool:
-        """Whether any that is linked holds a job still."""
+        """Whether any that is connected holds a job still."""
         return any(seen.send is not None and seen.report.job for seen in self.seen.values())
 
     def leaving(self) -> list[str]:
         """Nodes under notice: they count in their pools still, but not for long."""
-        linked = [(name, seen.report.notice) for name, seen in self.seen.items() if seen.send is not None]
-        return [name for name, notice in linked if notice is not None and notice.kind != "rebalance"]
+        connected = [(name, seen.report.notice) for name, seen in self.seen.items() if seen.send is not None]
+        return [name for name, notice in connected if notice is not None and notice.kind != "rebalance"]
 
     def nodes(self, fleet: Fleet) -> tuple[Node, ...]:
         """Each as decisions see it."""
-        states = {name: fleet.state_of(name, seen.heard, seen.report.pool) for name, seen in self.seen.items()}
+        states = {name: fleet.state_of(name, seen.reported_at, seen.report.pool) for name, seen in self.seen.items()}
         return tuple(
-            Node(seen.report, seen.send is not None, seen.heard, states[name], seen.since)
+            Node(seen.report, seen.send is not None, seen.reported_at, states[name], seen.since)
             for name, seen in self.seen.items()
         )
 

@@ -6,17 +6,16 @@ import asyncio
 import logging
 import os
 
-from spotrun import private
 from spotrun.cloud import connect
 from spotrun.errors import ConflictError, SpotrunError
-from spotrun.head.ctl import control_path
+from spotrun.head.code_sweep import Sweeper
 from spotrun.head.head import Head
+from spotrun.head.identity import Own, check
 from spotrun.head.lease import Holder, Lease
-from spotrun.head.own import Own, check
-from spotrun.head.server import claim_epoch, serve
-from spotrun.head.sweep import Sweeper
-from spotrun.node import hosts, metadata
-from spotrun.notify import Systemd
+from spotrun.head.server.ctl import control_path
+from spotrun.head.server.server import claim_epoch, serve
+from spotrun.machine import host_keys, metadata, private
+from spotrun.machine.systemd import Systemd
 from spotrun.spec import described, digest, names
 from spotrun.store import Store, cluster_key
 
@@ -60,7 +59,7 @@ async def _serve(systemd: Systemd) -> None:
     keeping = asyncio.ensure_future(_keep(lease))
     try:
         # First of all: with the host keys in the bucket, an operator can log in whatever else goes wrong here.
-        await asyncio.to_thread(hosts.publish, store, name, names.HEAD, identity)
+        await asyncio.to_thread(host_keys.publish, store, name, names.HEAD, identity)
         await _lead(systemd, store, own, identity, lease, keeping)
     finally:
         keeping.cancel()

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-EXTRA = 3  # machines in the place of useless ones that stay, in a pool: they are paid for as well
+EXTRA = 3  # machines in the place of unusable ones that stay, in a pool: they are paid for as well
 
 
 @dataclass(frozen=True)
 class Pool:
     """One pool as it is.
 
-    short: something keeps it from the machines that it was asked for. useless, coming, unproven: of `running`, those
+    short: something keeps it from the machines that it was asked for. unusable, coming, unproven: of `running`, those
     that no job can count on, those of them in whose place others are on their way, and those that have not shown yet
     whether they are fit. closed: it is to have no machines, as none would serve. leaving: machines under notice: their
     successors are asked for now, of the same pool and as far as it has room. A full one gets them from its group a
@@ -29,7 +29,7 @@ class Pool:
     size: int
     running: tuple[str, ...] = ()
     short: bool = False
-    useless: frozenset[str] = frozenset()
+    unusable: frozenset[str] = frozenset()
     closed: bool = False
     leaving: int = 0
     coming: frozenset[str] = frozenset()
@@ -37,19 +37,19 @@ class Pool:
     away: bool = False
 
     @property
-    def given_up(self) -> frozenset[str]:
+    def not_replacing(self) -> frozenset[str]:
         """Those in whose place nobody comes."""
-        return self.useless - self.coming
+        return self.unusable - self.coming
 
     @property
     def serving(self) -> int:
         """Machines to count on: also those that others take the place of soon, unless some are given up."""
-        return self.fit if self.given_up else len(self.running)
+        return self.fit if self.not_replacing else len(self.running)
 
     @property
     def fit(self) -> int:
         """Those of use now. Where some are given up, that is only those that have shown that they are fit."""
-        doubtful = self.useless | self.unproven if self.given_up else self.useless
+        doubtful = self.unusable | self.unproven if self.not_replacing else self.unusable
         return sum(name not in doubtful for name in self.running)
 
 
@@ -77,7 +77,7 @@ def decide(seen: Observation) -> Decision:
     sizes = _sizes(seen)
     # A pool may say at one look that it is short and not at the next: what is there goes only once it is too much.
     excess = max(0, sum(pool.serving for pool in seen.pools) - seen.needed)
-    # Others in the place of useless ones are not there yet, and may be no good either: no healthy one goes for them.
+    # Others in the place of unusable ones are not there yet, and may be no good either: no healthy one goes for them.
     healthy = max(0, sum(pool.fit for pool in seen.pools) - seen.needed)
     remove: list[str] = []
     for pool in seen.pools:
@@ -85,18 +85,18 @@ def decide(seen: Observation) -> Decision:
         surplus = pool.size - sizes[pool.name]
         if surplus <= 0:
             continue
-        unborn = max(0, pool.size - len(pool.running))
+        pending = max(0, pool.size - len(pool.running))
         idle = [name for name in reversed(pool.running) if name not in seen.keep]
-        bad = [name for name in idle if name in pool.given_up][: max(0, surplus - unborn)]
-        coming = [name for name in idle if name in pool.coming][: max(0, min(surplus - unborn - len(bad), excess))]
+        bad = [name for name in idle if name in pool.not_replacing][: max(0, surplus - pending)]
+        coming = [name for name in idle if name in pool.coming][: max(0, min(surplus - pending - len(bad), excess))]
         excess -= len(coming)
-        good = [name for name in idle if name not in pool.useless]
-        good = good[: max(0, min(surplus - unborn - len(bad) - len(coming), excess, healthy))]
+        good = [name for name in idle if name not in pool.unusable]
+        good = good[: max(0, min(surplus - pending - len(bad) - len(coming), excess, healthy))]
         excess, healthy = excess - len(good), healthy - len(good)
         taken = bad + coming + good
         remove += taken
         # remove() lowers the size itself; what was never born is taken back by size.
-        sizes[pool.name] = pool.size - min(surplus, unborn) if not taken else pool.size
+        sizes[pool.name] = pool.size - min(surplus, pending) if not taken else pool.size
     changed = {pool.name: sizes[pool.name] for pool in seen.pools if sizes[pool.name] != pool.size}
     return Decision(changed, tuple(remove))
 
@@ -115,12 +115,12 @@ def _sizes(seen: Observation) -> dict[str, int]:
         want = min(most, kept[pool.name] + max(missing, 0))
         sizes[pool.name] = want + max(0, min(pool.leaving, most - want))
         # Such a pool counts only for what it has: the rest is asked of the next ones too.
-        lacking = pool.short or pool.given_up
+        lacking = pool.short or pool.not_replacing
         missing -= (min(want, pool.serving) if lacking else want) - kept[pool.name]
     for pool in seen.pools:
-        # No pool stands in: a machine more in the place of each useless one, which goes when that one serves.
-        if missing > 0 and pool.given_up and not pool.closed and not pool.away:
-            extra = min(len(pool.given_up), EXTRA, max(0, pool.max - sizes[pool.name]))
+        # No pool stands in: a machine more in the place of each unusable one, which goes when that one serves.
+        if missing > 0 and pool.not_replacing and not pool.closed and not pool.away:
+            extra = min(len(pool.not_replacing), EXTRA, max(0, pool.max - sizes[pool.name]))
             sizes[pool.name] += extra
             missing -= extra
     return sizes

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from spotrun.head import idle, silence
-from spotrun.head.health import Node, View
+from spotrun.head.planner import idle, silence
+from spotrun.head.view import Node, View
 from spotrun.spec import JobSpec
 
 
 def conditions(view: View) -> list[dict[str, object]]:
     """Each as {"since": epoch seconds, "text": one line}, the oldest first."""
-    found = [_saving(node) for node in view.nodes if node.linked and node.report.job == view.job.id]
+    found = [_saving(node) for node in view.nodes if node.connected and node.report.job == view.job.id]
     found += [idle.condition(view), _silent(view)]
     return sorted((each for each in found if each), key=lambda each: float(str(each["since"])))
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from spotrun.head import idle
-from spotrun.head.state import JobState
+from spotrun.head.job_state import JobState
+from spotrun.head.planner import idle
 from spotrun.spec import JobSpec
 
 SCALE_DOWN_AFTER = 10.0  # seconds that agents have to upload their last logs before their machines go

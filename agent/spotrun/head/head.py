@@ -1,8 +1,8 @@
 """The head's loop: reports in, orders out, the job's state in the bucket before anyone acts on it.
 
-One task (`run`) owns the job and changes it; links, the control socket and errands only leave documents, requests and
-answers for it and wake it up. Another (`watch_cloud`) asks the cloud. Whatever is killed here at any point is rebuilt
-from the bucket and from the agents' next reports.
+One task (`run`) owns the job and changes it. Connections, the control socket and replacements only leave documents,
+requests and answers for it and wake it up. Another (`watch_cloud`) asks the cloud. Whatever is killed here at any point
+is rebuilt from the bucket and from the agents' next reports.
 """
 
 from __future__ import annotations
@@ -17,19 +17,21 @@ from typing import Any
 
 from spotrun.cloud.base import Cloud
 from spotrun.errors import ConflictError, SpotrunError, StoreError, UnreadableError
-from spotrun.head import absent, demand, ends, fit, idle, intake, lease, ledger, parking, repair, silence
+from spotrun.head import accounting, demand, lease, parking, submission
 from spotrun.head.agents import Agents, Send
-from spotrun.head.errands import Errands
-from spotrun.head.fleet import Fleet
-from spotrun.head.health import View
+from spotrun.head.fleet import repair, retirement
+from spotrun.head.fleet.pools import Fleet
+from spotrun.head.fleet.replacements import Replacements
+from spotrun.head.job_state import Cause, EndGeneration, Finish, JobState, Recreate, Rest, apply, saved
 from spotrun.head.journal import Journal
 from spotrun.head.lease import Lease
+from spotrun.head.life_signs import Signs
 from spotrun.head.orders import manifests
 from spotrun.head.parking import Parked
-from spotrun.head.planner import plan, wanted
-from spotrun.head.signs import Signs
-from spotrun.head.state import Cause, Finish, Hold, JobState, Recreate, Rest, apply, saved
+from spotrun.head.planner import absent, idle, notice_fit, silence
+from spotrun.head.planner.plan import plan, wanted
 from spotrun.head.status import event, status
+from spotrun.head.view import View
 from spotrun.spec import ClusterSpec, JobSpec
 from spotrun.store import Store
 from spotrun.wire import FORMAT, Report
@@ -65,9 +67,9 @@ class Head:
         self.lease = held
         self.journal = Journal(store, cluster.name)
         self.fleet = Fleet(cluster, cloud)
-        self.agents = Agents(self.note, partial(fit.notice_of, cluster))
+        self.agents = Agents(self.note, partial(notice_fit.notice_of, cluster))
         self.signs = Signs(store, cluster.name, self.fleet.listed)
-        self.errands = Errands(
+        self.replacements = Replacements(
             cluster.name, self.description, store, self.fleet.recreate, self._wanted, lambda: self._changed.set()
         )
         self.job: JobState | None = None
@@ -86,15 +88,15 @@ class Head:
 
     # What links and the control socket call.
 
-    def hear(self, report: Report, send: Send) -> None:
+    def receive(self, report: Report, send: Send) -> None:
         """An agent's newest report came in over a link."""
-        if self.agents.hear(report, send, time.time(), self.fleet.made(report.node)):
+        if self.agents.receive(report, send, time.time(), self.fleet.made(report.node)):
             self._look_now.set()
         self._changed.set()
 
-    def lose(self, node: str, send: Send) -> None:
+    def disconnect(self, node: str, send: Send) -> None:
         """A link closed. A newer link of the same node is not touched."""
-        if self.agents.lose(node, send):
+        if self.agents.disconnect(node, send):
             self._changed.set()
             self._look_now.set()
 
@@ -104,7 +106,7 @@ class Head:
 
     async def submit(self, job: dict[str, object], code: str) -> str:
         """Queue a job; its id. Raises `SpecError`."""
-        state = intake.accept(job, code, self.cluster, self.fleet.unpriced(), time.time())
+        state = submission.accept(job, code, self.cluster, self.fleet.unpriced(), time.time())
         state = await self.journal.create(state)
         if unknown := sorted(job.keys() - JobSpec.model_fields.keys()):
             self.note("job", f"{state.id}: this head is of another version, it ignores {', '.join(unknown)}")
@@ -124,7 +126,7 @@ class Head:
             return await self._enqueue(job)
         state = await self.load(job)
         if not state.ended_already and not parking.astray(self, state):
-            await self.change(lambda active, now: apply(active, Hold(cause=Cause(kind="relaunch")), now), job)
+            await self.change(lambda active, now: apply(active, EndGeneration(cause=Cause(kind="relaunch")), now), job)
             return
         while job in await self.journal.read_queue():  # its end is not in the bucket yet
             async with self.published:
@@ -192,7 +194,7 @@ class Head:
             for task in beside:
                 task.cancel()
             await asyncio.gather(*beside, return_exceptions=True)
-            await self.errands.close()
+            await self.replacements.close()
 
     async def _turns(self) -> None:
         await self.journal.read_queue()
@@ -228,10 +230,10 @@ class Head:
     async def _turn(self, now: float) -> None:
         if self.lease is not None:
             await self.lease.check()
-        await self.errands.read()
+        await self.replacements.read()
         async with self.taking:
             await self._next_job()
-        for answer in self.errands.answers():
+        for answer in self.replacements.answers():
             self.note("cloud", answer)
         requests, self._requests = self._requests, []
         for change, future in requests:
@@ -260,24 +262,24 @@ class Head:
             self.agents.order(self.job, self.epoch)
         async with self.published:
             self.published.notify_all()
-        if self.errands.pending:
+        if self.replacements.pending:
             await self._check_epoch()
-            await self.errands.begin()
+            await self.replacements.begin()
 
     async def _advance(self, job: JobState, now: float) -> JobState:
         """Observe, count, complete checkpoints, plan, apply."""
-        open_loss = bool(job.losses) and job.losses[-1].seconds is None
+        interrupted = bool(job.interruptions) and job.interruptions[-1].seconds is None
         taken = max((report.generation for report in self.agents.reports(job.id)), default=0)
         if taken > job.generation:
             # Another head has given it out, when both believed to be the only one. Its number is not free any more.
-            job = apply(job, Hold(cause=Cause(kind="head")), now).model_copy(update={"generation": taken})
+            job = apply(job, EndGeneration(cause=Cause(kind="head")), now).model_copy(update={"generation": taken})
         self.job = job
         view = self._view(now)
         self.signs.listen(view, self.note)
         job = idle.observe(silence.observe(job, view), view)
-        job = absent.remember(ledger.count(ledger.observe(job, view), view, self.fleet.prices), view)
-        if open_loss and job.losses[-1].seconds is not None:
-            loss = job.losses[-1]
+        job = absent.remember(accounting.count(accounting.observe(job, view), view, self.fleet.prices), view)
+        if interrupted and job.interruptions[-1].seconds is not None:
+            loss = job.interruptions[-1]
             self.note("recovered", f"after {loss.seconds:.1f} s, {loss.steps_lost} steps lost ({loss.kind})")
         for manifest in manifests(job, self.agents.reports(), now):
             found = await self.journal.complete(manifest, JobSpec.kept(job.spec).keep)
@@ -289,8 +291,8 @@ class Head:
                 self.note(*said)
             job = apply(job, action, now)
             if isinstance(action, Recreate):
-                self.errands.want(action, now)
-            if isinstance(action, Finish | Hold | Rest):
+                self.replacements.want(action, now)
+            if isinstance(action, Finish | EndGeneration | Rest):
                 self._look_now.set()
         return job
 
@@ -309,10 +311,10 @@ class Head:
             vanished=frozenset(n for n, at in unseen.items() if self.fleet.state_of(n, at) in ("terminated", "gone")),
             machines=self.agents.machines(self.fleet),
             listed=self.fleet.instances is not None,
-            replaced=self.errands.replaced,
+            replaced=self.replacements.replaced,
             signs=self.signs.found,
         )
-        return ends.mark(view)
+        return retirement.mark(view)
 
     def _wanted(self, action: Recreate) -> bool:
         return self.job is not None and wanted(self._view(time.time()), action)

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from spotrun import checkpoints
 from spotrun.errors import SpotrunError, UnreadableError
-from spotrun.head.owned import Owned
-from spotrun.head.state import ENDED, JobState, Progress
+from spotrun.head.fenced import Owned
+from spotrun.head.job_state import ENDED, JobState, Progress
 from spotrun.spec import JobSpec
+from spotrun.state import checkpoints
 from spotrun.store import Store, checkpoint_key, job_key, queue_key, up_key
 from spotrun.wire import Manifest, QueueRecord, StateRef, problem, read_queue
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-from spotrun.head.state import JobState
+from spotrun.head.job_state import JobState
 from spotrun.wire import Bundle, Manifest, Order, Part, Report, SaveOrder
 
 

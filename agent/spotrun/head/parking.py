@@ -14,7 +14,7 @@ from spotrun.errors import SpotrunError, StoreError, UnreadableError
 
 if TYPE_CHECKING:
     from spotrun.head.head import Head
-    from spotrun.head.state import JobState
+    from spotrun.head.job_state import JobState
 
 TRY_EVERY = 10.0  # seconds between two tries to read the state of a parked job
 

@@ -6,11 +6,26 @@ from collections.abc import Sequence
 from typing import Any
 
 from spotrun.cloud.base import Instance
-from spotrun.head import idle, ledger, repair, silence
+from spotrun.head import accounting
 from spotrun.head.conditions import conditions
-from spotrun.head.fleet import Fleet
-from spotrun.head.health import View
-from spotrun.head.state import ENDED, Action, Drain, Fail, Finish, Hold, JobState, Rest, Resume, Start, Stop, Unsave
+from spotrun.head.fleet import repair
+from spotrun.head.fleet.pools import Fleet
+from spotrun.head.job_state import (
+    ENDED,
+    AbortSave,
+    Action,
+    Drain,
+    EndGeneration,
+    Fail,
+    Finish,
+    JobState,
+    Rest,
+    Resume,
+    Start,
+    Stop,
+)
+from spotrun.head.planner import idle, silence
+from spotrun.head.view import View
 from spotrun.spec import ClusterSpec, JobSpec
 
 EVENTS = 50  # newest ones in a status document
@@ -84,8 +99,8 @@ def job_status(job: JobState, view: View | None = None) -> dict[str, Any]:
         "ended": job.ended,
         "failure": failure,
         "conditions": conditions(view) if view else [],
-        "losses": [loss.model_dump(exclude={"step_cost"}) for loss in job.losses],
-        "goodput": ledger.goodput(job),
+        "interruptions": [loss.model_dump(exclude={"step_cost"}) for loss in job.interruptions],
+        "goodput": accounting.goodput(job),
         "node_seconds": job.node_seconds,
         "cost": job.cost or None,
     }
@@ -105,7 +120,7 @@ def _nodes(view: View | None, instances: Sequence[Instance]) -> list[dict[str, A
     found = []
     for instance in instances:
         node = known.get(instance.name)
-        report = node.report if node and node.linked else None
+        report = node.report if node and node.connected else None
         found.append(
             {
                 "name": instance.name,
@@ -146,15 +161,15 @@ def event(job: JobState, action: Action) -> tuple[str, str] | None:
             names = ", ".join(member.node for member in action.members)
             nodes = "1 node" if len(action.members) == 1 else f"{len(action.members)} nodes"
             return "generation", f"{job.generation + 1}: {nodes} ({names}){_why(action)}"
-        case Hold() if action.ending:
+        case EndGeneration() if action.ending:
             return "generation", "the job is done"
-        case Hold() if action.cause:  # without one the job has failed, which its own event says
+        case EndGeneration() if action.cause:  # without one the job has failed, which its own event says
             return "generation", f"none; waiting for nodes{_why(action)}"
         case Drain():
             return "drain", f"all stop after step {action.step}{_why(action)}"
         case Fail():
             return "failure", f"{action.node} rank {action.failure.rank}: {action.failure.message}"
-        case Unsave():
+        case AbortSave():
             return "checkpoint", f"given up: {action.reason}"
         case Rest():
             return "job", action.why
@@ -167,6 +182,6 @@ def event(job: JobState, action: Action) -> tuple[str, str] | None:
     return None
 
 
-def _why(action: Start | Hold | Drain) -> str:
+def _why(action: Start | EndGeneration | Drain) -> str:
     cause = action.cause
     return f" ({cause.kind}{': ' + cause.node if cause.node else ''})" if cause else ""

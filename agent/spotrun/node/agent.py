@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import Literal
 
 from spotrun.errors import SpotrunError
-from spotrun.gpus import gpu_count
+from spotrun.machine.gpus import gpu_count
+from spotrun.machine.metadata import Identity
+from spotrun.machine.systemd import Systemd
 from spotrun.node import code, network
-from spotrun.node import group as groups
+from spotrun.node import workers as groups
+from spotrun.node.connection import Link
 from spotrun.node.job import Job
-from spotrun.node.link import Link
-from spotrun.node.metadata import Identity
 from spotrun.node.saver import Saver, Wanted
 from spotrun.node.uploader import Logs, kept, newest
-from spotrun.notify import Systemd
 from spotrun.spec import names
 from spotrun.store import Store, log_key
 from spotrun.wire import Bundle, Failure, Generation, Notice, Order, Report, StateRef

@@ -11,14 +11,14 @@ from dataclasses import replace
 
 import aiohttp
 
-from spotrun import private
+from spotrun.machine import private
+from spotrun.machine.metadata import Identity, Metadata, detect
+from spotrun.machine.systemd import Systemd
 from spotrun.node import code
 from spotrun.node.agent import Agent, Settings
-from spotrun.node.alive import Alive
-from spotrun.node.gate import Gate
-from spotrun.node.metadata import Identity, Metadata, detect
+from spotrun.node.health.gate import Gate
+from spotrun.node.life_sign import Alive
 from spotrun.node.notice import Terms, watch
-from spotrun.notify import Systemd
 from spotrun.spec import names
 from spotrun.store import Store
 

@@ -148,7 +148,7 @@ async def _pip(command: str, *args: str, env: dict[str, str]) -> tuple[int, str]
     """(exit status, output) of pip."""
     # pip must not outlive the agent: the wrapper has the kernel see to it.
     wrapper = (
-        f"from spotrun.node.process import die_with_parent; die_with_parent({os.getpid()});"
+        f"from spotrun.machine.process import die_with_parent; die_with_parent({os.getpid()});"
         "import runpy; runpy.run_module('pip', run_name='__main__', alter_sys=True)"
     )
     process = await asyncio.create_subprocess_exec(

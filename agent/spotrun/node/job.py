@@ -13,14 +13,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from spotrun.control import Context
 from spotrun.errors import CorruptError, SpotrunError, StoreError
 from spotrun.node import code
-from spotrun.node.entry import Task
-from spotrun.node.group import Group, create
-from spotrun.node.launcher import Launcher
-from spotrun.node.preload import LONGEST, SOCKETS
+from spotrun.node.launch.client import Launcher
+from spotrun.node.launch.preload import LONGEST, SOCKETS
+from spotrun.node.launch.worker import Task
+from spotrun.node.workers import Group, create
 from spotrun.spec import JobSpec
+from spotrun.state.control import Context
 from spotrun.store import Store
 from spotrun.wire import Bundle, Failure, Generation
 

@@ -15,8 +15,8 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from spotrun.gpus import gpu_count
-from spotrun.node.process import loopback
+from spotrun.machine.gpus import gpu_count
+from spotrun.machine.process import loopback
 
 _SIOCGIFADDR = 0x8915  # netdevice(7)
 DUMP = 250  # milliseconds

@@ -20,7 +20,7 @@ from urllib.parse import quote
 
 import aiohttp
 
-from spotrun.node.metadata import Ec2Metadata, GceMetadata, Metadata
+from spotrun.machine.metadata import Ec2Metadata, GceMetadata, Metadata
 from spotrun.spec import names
 from spotrun.wire import Notice
 

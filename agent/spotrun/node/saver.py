@@ -16,9 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from spotrun import slots
 from spotrun.errors import CorruptError, SpotrunError
-from spotrun.shards import write_part
+from spotrun.state import slots
+from spotrun.state.shards import write_part
 from spotrun.store import Store, checkpoint_key
 from spotrun.wire import FileRef, Part, StateRef, Trouble
 

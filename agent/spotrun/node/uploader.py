@@ -8,8 +8,8 @@ import logging
 import time
 from pathlib import Path
 
-from spotrun import slots
 from spotrun.errors import SpotrunError
+from spotrun.state import slots
 from spotrun.store import Store
 from spotrun.wire import StateRef
 

@@ -1,296 +1,340 @@
-"""The launcher: a process between the agent, which has no torch, and the workers, which are forks of a warm server.
-
-torch elastic keeps the worker group; its rendezvous is the agent's word. The two speak JSON lines over this process's
-standard input and output:
-
-    agent → launcher   {"do": "start", "generation", "rank", "nodes", "store", "tasks": [...]}; end of file: end all
-    launcher → agent   ready(store) · store(store) · started(generation, pids) · exited(generation, local_rank, code) ·
-                       refused(generation, why)
-
-A generation whose workers still live is ended by the next start. Run by `launcher.COMMAND` and not by `python -m`:
-a main module with a name would be imported again by each worker.
-"""
+"""This node's workers of one generation: their control blocks, how they ended, stopping them, ending them."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import logging
 import os
-import queue
+import select
 import signal
-import socket
-import sys
 import threading
-from dataclasses import dataclass, replace
-from multiprocessing import connection, forkserver, get_context
-from multiprocessing.context import ForkServerProcess
-from typing import Any
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
 
-from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
-from torch.distributed.elastic.agent.server.api import (
-    RunResult,
-    SimpleElasticAgent,
-    WorkerGroup,
-    WorkerSpec,
-    WorkerState,
-)
-from torch.distributed.elastic.events.api import Event, EventSource
-from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError, RendezvousHandler, RendezvousInfo
-from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
+from pydantic import ValidationError
 
-from spotrun.node import entry, preload
-from spotrun.node.process import descendants, kill
+from spotrun.machine.process import descendants, kill
+from spotrun.node import leftovers
+from spotrun.state import exit_note
+from spotrun.state.control import EXIT_DRAINED, EXIT_PEER, NONE, Control
+from spotrun.wire import Failure, Generation, Worker
 
 log = logging.getLogger(__name__)
 
-FOREVER = 2**31  # restarts: whether there is another is the head's decision
-POISONED = 3  # exit code of the trial process if the imports have initialised CUDA, which no fork can use
+SETTLE = 2.0  # seconds that a snapshot on its way into memory gets at least before its worker is ended
+LEAVE = 6.0  # seconds that a worker gets at least to leave a drain: it waits for the others, and for its snapshot
+REAP = 10.0  # seconds for killed workers to be gone
+TAIL = 1 << 16  # bytes at the end of a log in which NCCL's last words are looked for
+STACKS = 2.0  # seconds for the stacks to be in the log
+
+_FENCE = threading.Lock()  # taking it orders memory: a processor may else read ahead of its own writes
+
+Phase = Literal["starting", "running", "drained", "failed", "succeeded"]
 
 
-@dataclass(frozen=True)
-class Start:
-    """The agent's word: be node `rank` of `nodes` in a generation."""
+@dataclass
+class Local:
+    """One worker. code: its exit code once it has ended."""
 
-    generation: int
     rank: int
-    nodes: int
-    store: str
-    tasks: tuple[entry.Task, ...]
+    path: Path
+    log: Path
+    control: Control
+    pid: int = 0
+    pidfd: int = -1
+    code: int | None = None
+    killed: bool = False  # by `free`, and not dead before
 
 
-class Voice:
-    """Lines to the agent."""
+@dataclass
+class Group:
+    """The workers of `generation` on the node that is number `node_rank` in it."""
 
-    def __init__(self, fd: int) -> None:
-        self._out = os.fdopen(fd, "w", buffering=1, encoding="utf-8")
-        self._lock = threading.Lock()
-
-    def say(self, **values: object) -> None:
-        with self._lock:
-            print(json.dumps(values), file=self._out, flush=True)
-
-
-class Stores:
-    """TCPStores on this node's address: one for the generation that runs, a fresh one for the next."""
-
-    def __init__(self, address: str) -> None:
-        self._address = address
-        self._current: TCPStore | None = None
-        self._make()
-
-    def take(self, endpoint: str) -> bool:
-        """Put the fresh one to use, and make another; False if `endpoint` is not it."""
-        if endpoint != self.endpoint:
-            return False
-        self._current = self._next  # the one before goes, and with it all keys of its generation
-        self._make()
-        return True
-
-    def _make(self) -> None:
-        listener = socket.socket(socket.AF_INET6 if ":" in self._address else socket.AF_INET)
-        listener.bind((self._address, 0))
-        listener.listen(1024)
-        port = listener.getsockname()[1]
-        self._next = TCPStore(
-            self._address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
-        self.endpoint = f"{self._address}:{port}"
-
-
-class AgentsWord(RendezvousHandler):
-    """A rendezvous that has been held already, by the head: `next_rendezvous` waits for the agent to pass it on."""
-
-    def __init__(self, stores: Stores, voice: Voice) -> None:
-        self.wake_fd, self._wake = os.pipe()
-        self._stores, self._voice = stores, voice
-        self._words: queue.Queue[Start | None] = queue.Queue()
-        self.start: Start | None = None
-        self._closed = False
-
-    def put(self, word: Start | None) -> None:
-        """Pass on the agent's word (from the reading thread); None: no more will come."""
-        self._words.put(word)
-        os.write(self._wake, b"!")
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        while not self._closed:
-            word = self._words.get()
-            os.read(self.wake_fd, 1)
-            if word is None:
-                self._closed = True
-                break
-            if word.rank == 0 and not self._stores.take(word.store):
-                self._voice.say(be="refused", generation=word.generation, why=f"no store is held at {word.store}")
-                continue
-            self.start = word
-            host, _, port = word.store.rpartition(":")
-            if word.rank == 0:
-                self._voice.say(be="store", store=self._stores.endpoint)
-            # Ranks are known and workers meet at the first node's store; torch elastic itself stores nothing.
-            return RendezvousInfo(HashStore(), word.rank, word.nodes, RendezvousStoreInfo(host, int(port)))
-        raise RendezvousGracefulExitError("the agent has closed the launcher")
-
-    def num_nodes_waiting(self) -> int:
-        return 0 if self._words.empty() else 1
-
-    def get_backend(self) -> str:
-        return "spotrun"
+    generation: Generation
+    node_rank: int
+    locals: list[Local]
+    lost: Failure | None = None  # why the whole group ended, if not by a worker's own doing
+    stacks: str = ""
+    late: int | None = None
+    _failures: list[Failure] = field(default_factory=list)
+    _armed: tuple[int, int] = (NONE, NONE)
+    _freed: bool = False
+    _tidy: bool = False  # what its workers left in shared memory is removed
+    _gone: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
-    def use_agent_store(self) -> bool:
-        return True
+    def number(self) -> int:
+        return self.generation.number
 
-    def get_run_id(self) -> str:
-        return str(self.start.generation) if self.start else "0"
+    @property
+    def alive(self) -> bool:
+        return not self._gone.is_set()
 
-    def is_closed(self) -> bool:
-        return self._closed
+    @property
+    def failure(self) -> Failure | None:
+        """The first, but somebody else's death only if there is no other."""
+        return self.lost or min(self._failures, key=lambda found: (found.kind == "peer", found.at), default=None)
 
-    def set_closed(self) -> None:
-        self._closed = True
+    @property
+    def phase(self) -> Phase:
+        restored = all(each.control.step != NONE for each in self.locals)
+        return phase([each.code for each in self.locals], self.failure, self.lost is not None, restored)
 
-    def shutdown(self) -> bool:
-        return True
+    @property
+    def broken(self) -> bool:
+        """Whether a worker has failed while others go on."""
+        return self.alive and self.failure is not None
+
+    def started(self, pids: Sequence[int]) -> None:
+        """The launcher has forked them."""
+        for each, pid in zip(self.locals, pids, strict=True):
+            each.pid = pid
+            with contextlib.suppress(ProcessLookupError):
+                each.pidfd = os.pidfd_open(pid)  # a number that no later process can come to have
+
+    def exited(self, local_rank: int, code: int) -> None:
+        """A worker has ended. That `free` has killed it does not count; what it said before that does."""
+        each = self.locals[local_rank]
+        if code == EXIT_DRAINED and each.control.exit != EXIT_DRAINED:
+            code = 1  # the script's own choice of a code
+        each.code = code
+        killed = each.killed and code == -signal.SIGKILL and not exit_note.path_for(each.path).exists()
+        if code not in (0, EXIT_DRAINED) and not killed:
+            self._failures.append(_read_failure(each))
+        self._check_gone()
+
+    def give_up(self, failure: Failure) -> None:
+        """The whole group is gone, or never came to be."""
+        if self.failure is None and not self._freed:
+            self.lost = failure
+        for each in self.locals:
+            each.code = NONE if each.code is None else each.code
+        self._check_gone()
+
+    def arm(self, stop_at: int | None, save_at: int | None) -> None:
+        """Tell the workers where to stop and to save; `late` if one of them is past that already."""
+        wanted = (NONE if stop_at is None else stop_at, NONE if save_at is None else save_at)
+        for name, value, before in zip(("stop_at", "snapshot_at"), wanted, self._armed, strict=True):
+            if value == before:
+                continue
+            with _FENCE:
+                for each in self.locals:
+                    setattr(each.control, name, value)
+            # Written first, read then: a worker that passes in between is seen here, or sees it itself.
+            if value != NONE and any(each.control.step >= value for each in self.locals):
+                self.late = value
+                for each in self.locals if name == "stop_at" else ():
+                    each.control.stop_at = NONE  # or they would stop at the next step, each at its own
+        self._armed = wanted
+        if self.late not in wanted:
+            self.late = None
+
+    def view(self) -> tuple[Worker, ...]:
+        return tuple(_show(each) for each in self.locals)
+
+    async def free(self) -> None:
+        """End the workers, once a snapshot that is under way is safe. Gives up after a while: see `alive`."""
+        if self.alive:
+            await self._end()
+        if not self.alive and not self._tidy:
+            self._tidy = True
+            await asyncio.to_thread(leftovers.remove)
+
+    async def _end(self) -> None:
+        draining = self._armed[0] != NONE and self.failure is not None
+        limits = [patience(each.control, draining) for each in self.locals if each.code is None]
+        await _until(lambda: self._settled(draining), max(limits, default=0.0))
+        self._freed = True
+        deadline = time.monotonic() + REAP
+        killed: set[int] = set()
+        while self.alive and time.monotonic() < deadline:
+            for each in self.locals:
+                # Again and again, as the launcher may be about to fork them.
+                if each.code is None and each.pid not in killed and each.pidfd >= 0:
+                    _kill(each)
+                    killed.add(each.pid)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.05):
+                    await self._gone.wait()
+
+    async def dump(self) -> bytes:
+        """The stacks of all workers, as they write them to their logs; then end them."""
+        before = [_size(each.log) for each in self.locals]
+        for each in self.locals:
+            _signal(each, signal.SIGUSR1)
+        waiting = [(each, size) for each, size in zip(self.locals, before, strict=True) if each.code is None]
+        await _until(lambda: all(_size(each.log) > size for each, size in waiting), STACKS)
+        await _until(_Quiet([each.log for each in self.locals]), STACKS)
+        self._freed = True
+        texts = []
+        for each, size in zip(self.locals, before, strict=True):
+            text = await asyncio.to_thread(_read_from, each.log, size)
+            texts.append(f"rank {each.rank}:\n".encode() + (text or b"(no answer: the process is stopped or gone)\n"))
+        return b"\n".join(texts)
+
+    def close(self) -> None:
+        """Let go of the control blocks. The group is of no use after that."""
+        for each in self.locals:
+            each.control.close()
+            if each.pidfd >= 0:
+                os.close(each.pidfd)
+            each.path.unlink(missing_ok=True)
+            exit_note.path_for(each.path).unlink(missing_ok=True)
+
+    def _settled(self, draining: bool) -> bool:
+        """Whether no worker has anything under way that ending it would spoil."""
+        alive = [each for each in self.locals if each.code is None]
+        if draining and alive:
+            return False
+        return all(_under_way(each.control) == 0 for each in alive)
+
+    def _check_gone(self) -> None:
+        if all(each.code is not None for each in self.locals):
+            self._gone.set()
 
 
-class Workers(SimpleElasticAgent):
-    """torch elastic's agent over forks of the warm server. It waits on the processes themselves and never polls.
+def create(generation: Generation, node_rank: int, procs: int, control: Path, logs: Path) -> Group:
+    """A group with fresh control blocks in folder `control`. Raises OSError if there is no room for them."""
+    control.mkdir(parents=True, exist_ok=True)
+    logs.mkdir(parents=True, exist_ok=True)
+    found = Group(generation, node_rank, [])
+    for local_rank in range(procs):
+        rank = node_rank * procs + local_rank
+        path = control / f"{generation.number}.{local_rank}"
+        try:
+            found.locals.append(Local(rank, path, logs / f"{rank}.log", Control(path, create=True)))
+        except OSError:
+            path.unlink(missing_ok=True)
+            found.close()
+            raise
+    return found
 
-    When one worker fails the others are left alone: the spotrun agent ends them once their snapshot is safe.
+
+def phase(codes: Sequence[int | None], failure: Failure | None, lost: bool, restored: bool) -> Phase:
+    """What the exit codes (None: still running) make of the group.
+
+    During a drain a worker may lose its peers just before it stops itself; as long as one here has drained, the
+    snapshot is there, and that is what a drain is for.
     """
-
-    def __init__(self, spec: WorkerSpec, word: AgentsWord, voice: Voice) -> None:
-        super().__init__(spec, exit_barrier_timeout=0)
-        self._word, self._voice = word, voice
-        self._processes: list[ForkServerProcess] = []
-        self._codes: dict[int, int] = {}
-
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        start = self._word.start
-        assert start is not None
-        self._codes, self._processes = {}, []
-        for worker, task in zip(worker_group.workers, start.tasks, strict=True):
-            env = self._environment(worker_group, worker.local_rank, start.generation)
-            task = replace(task, env=task.env | env)
-            process = get_context("forkserver").Process(
-                target=entry.run, args=(task,), name=f"rank{worker.global_rank}"
-            )
-            process.start()
-            self._processes.append(process)
-        pids = [process.pid for process in self._processes]
-        self._voice.say(be="started", generation=start.generation, pids=pids)
-        return dict(enumerate(pids))
-
-    def _environment(self, group: WorkerGroup, local_rank: int, generation: int) -> dict[str, str]:
-        """What torchrun sets (https://docs.pytorch.org/docs/stable/elastic/run.html, "Environment Variables").
-
-        But for TORCH_NCCL_ASYNC_ERROR_HANDLING=1, which has a worker abort its communicators before it ends, and that
-        may hang with a peer gone. torch's own default, 3, ends it at once (ProcessGroupNCCL.hpp).
-        """
-        spec, worker = group.spec, group.workers[local_rank]
-        return {
-            "RANK": str(worker.global_rank),
-            "LOCAL_RANK": str(local_rank),
-            "GROUP_RANK": str(group.group_rank),
-            "ROLE_RANK": str(worker.role_rank),
-            "ROLE_NAME": spec.role,
-            "LOCAL_WORLD_SIZE": str(spec.local_world_size),
-            "WORLD_SIZE": str(worker.world_size),
-            "GROUP_WORLD_SIZE": str(group.group_world_size),
-            "ROLE_WORLD_SIZE": str(worker.role_world_size),
-            "MASTER_ADDR": str(group.master_addr),
-            "MASTER_PORT": str(group.master_port),
-            "TORCHELASTIC_RESTART_COUNT": str(generation - 1),
-            "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
-            "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-        }
-
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        alive = {p.sentinel: i for i, p in enumerate(self._processes) if i not in self._codes}
-        for sentinel in connection.wait([*alive, self._word.wake_fd]):
-            if isinstance(sentinel, int) and sentinel in alive:
-                self._reap(alive[sentinel])
-        if len(self._codes) < len(self._processes):
-            return RunResult(WorkerState.HEALTHY)
-        if any(self._codes.values()):
-            return RunResult(WorkerState.FAILED)
-        return RunResult(WorkerState.SUCCEEDED, {worker.global_rank: None for worker in worker_group.workers})
-
-    def _reap(self, index: int) -> None:
-        process = self._processes[index]
-        process.join()
-        code = process.exitcode if process.exitcode is not None else 1
-        self._codes[index] = code
-        generation = self._word.start.generation if self._word.start else 0
-        self._voice.say(be="exited", generation=generation, local_rank=index, code=code)
-
-    def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        self._shutdown()
-
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGKILL, timeout: int = 30) -> None:
-        for index, process in enumerate(self._processes):
-            if index not in self._codes and process.pid is not None:
-                below = descendants(process.pid)
-                process.kill()
-                kill(below)
-        for index in range(len(self._processes)):
-            if index not in self._codes:
-                self._reap(index)
-
-    def _construct_event(self, state: str, source: EventSource, *_: object, **__: object) -> Event:
-        """Without the look-up of this machine's full name, for which torch elastic would wait on DNS at each event."""
-        return Event(f"torchelastic.worker.status.{state}", source)
-
-    def _exit_barrier(self) -> None:
-        """Nobody waits for the others here: this process outlives the generation anyway."""
+    drained = EXIT_DRAINED in codes and (failure is None or failure.kind == "peer") and not lost
+    if None in codes:
+        if failure is not None and not drained:
+            return "failed"
+        return "running" if restored else "starting"
+    if drained:
+        return "drained"
+    return "succeeded" if failure is None and not any(codes) else "failed"
 
 
-def main(lines_in: int, lines_out: int) -> None:
-    """The launcher's life, after `preload.serve`. Arguments: its parent's pid, the node's address, workers per node."""
-    address, procs = sys.argv[2], int(sys.argv[3])
-    logging.basicConfig(level=logging.WARNING, format="launcher: %(message)s")
-    os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # ranks follow from the node's: no store needed
-    voice = Voice(lines_out)
-    stores = Stores(address)
-    _warm_up()
-    word = AgentsWord(stores, voice)
-    threading.Thread(target=_listen, args=(word, lines_in), daemon=True).start()
-    voice.say(be="ready", store=stores.endpoint)
-    while not word.is_closed():
-        spec = WorkerSpec(
-            role="worker",
-            local_world_size=procs,
-            rdzv_handler=word,
-            entrypoint=entry.run,
-            max_restarts=FOREVER,
-            monitor_interval=1e-4,
-        )
-        Workers(spec, word, voice).run()
+def patience(control: Control, draining: bool) -> float:
+    """Seconds for a snapshot under way: twice what it may take, but no more than the work that it holds took.
+
+    draining: the worker leaves by itself once its snapshot is committed.
+    """
+    if draining:
+        return max(LEAVE, 2 * control.expected)
+    done = control.step - max(control.base, 0)
+    pace = control.stepping / done if done > 0 else 0.0
+    return max(SETTLE, min(2 * control.expected, _under_way(control) * pace))
 
 
-def trial() -> None:
-    """The first fork: once it has ended, the server is warm."""
-    os._exit(POISONED if preload.poisoned() else 0)
+def _under_way(control: Control) -> int:
+    """How many steps a snapshot under way is ahead of the one that counts; 0: none is under way."""
+    newest = max(control.begun, control.copied)
+    return newest - max(control.committed, control.base, 0) if newest > control.committed else 0
 
 
-def _warm_up() -> None:
-    for _ in range(2):
-        process = get_context("forkserver").Process(target=trial)
-        process.start()
-        process.join()
-        if process.exitcode != POISONED:
-            break
-        log.warning("importing %s ahead initialises CUDA: not done", os.environ.pop(preload.MODULES, ""))
-        forkserver._forkserver._stop()  # type: ignore[attr-defined]
-    if process.exitcode != 0:
-        raise SystemExit(f"launcher: a trial worker ended with {process.exitcode}")
+def _show(each: Local) -> Worker:
+    c = each.control
+    return Worker(
+        rank=each.rank,
+        pid=each.pid,
+        step=c.step,
+        base=c.base,
+        stepped_at=c.stepped_at,
+        samples=c.samples,
+        total_steps=c.total_steps,
+        metrics={name: value for name, value in c.read_metrics().items() if isinstance(value, int | float)},
+        phases=(c.forked, c.entered, c.grouped, c.restored, c.stepped_first),
+        stall=c.stall,
+        stepping=c.stepping,
+        took=c.took,
+    )
 
 
-def _listen(word: AgentsWord, fd: int) -> None:
-    for line in os.fdopen(fd, encoding="utf-8"):
-        values = json.loads(line)
-        values.pop("do")
-        tasks = tuple(entry.Task(**{**task, "args": tuple(task["args"])}) for task in values.pop("tasks"))
-        word.put(Start(**values, tasks=tasks))
-    word.put(None)
+def _read_failure(each: Local) -> Failure:
+    """What the worker said before it ended; else what its exit code tells."""
+    code = each.code or 0
+    with contextlib.suppress(OSError, ValueError, TypeError, ValidationError):
+        return Failure(**json.loads(exit_note.path_for(each.path).read_text()))
+    if code == -signal.SIGABRT:
+        # So torch ends a worker whose collective has failed in NCCL: somebody else is gone.
+        return Failure(kind="peer", rank=each.rank, at=time.time(), message=_aborted(each.log))
+    if code < 0:
+        with contextlib.suppress(ValueError):
+            name = signal.Signals(-code).name
+            hint = " (out of memory?)" if name == "SIGKILL" else ""
+            return Failure(kind="signal", rank=each.rank, at=time.time(), message=f"ended by {name}{hint}")
+    if code == EXIT_PEER:
+        return Failure(kind="peer", rank=each.rank, at=time.time(), message="a collective failed")
+    return Failure(kind="user", rank=each.rank, at=time.time(), message=f"the script exited with code {code}")
+
+
+def _aborted(log: Path) -> str:
+    why = exit_note.in_log(_read_from(log, max(0, _size(log) - TAIL)).decode(errors="replace"))
+    return f"ended by SIGABRT: {why}"[: exit_note.LONGEST] if why else "ended by SIGABRT"
+
+
+def _kill(each: Local) -> None:
+    """SIGKILL to a worker and all below it (a DataLoader's workers notice a parent's death only after seconds)."""
+    below = descendants(each.pid) if each.pid else []
+    # One that is dead already (its end has not been reported yet) was ended by something else.
+    each.killed = not select.select([each.pidfd], [], [], 0)[0]
+    _signal(each, signal.SIGKILL)
+    kill(below)
+
+
+def _signal(each: Local, number: signal.Signals) -> None:
+    if each.code is None and each.pidfd >= 0:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(each.pidfd, number)
+
+
+class _Quiet:
+    """Whether the files have stopped growing since the last call, and the one before it."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self._paths = paths
+        self._seen: list[list[int]] = []
+
+    def __call__(self) -> bool:
+        self._seen = [*self._seen[-4:], [_size(path) for path in self._paths]]
+        return len(self._seen) == 5 and all(sizes == self._seen[0] for sizes in self._seen)
+
+
+async def _until(condition: object, seconds: float) -> None:
+    assert callable(condition)
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        await asyncio.sleep(0.02)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _read_from(path: Path, start: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            file.seek(start)
+            return file.read(1 << 20)
+    except OSError:
+        return b""

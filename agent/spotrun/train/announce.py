@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 
-from spotrun.control import Control
+from spotrun.state.control import Control
 
 SLOW = 0.5e9  # bytes per second that are copied and hashed at least, until it is measured
 

@@ -7,8 +7,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from spotrun import checkpoints, shards, slots
 from spotrun.errors import CorruptError, NotFound
+from spotrun.state import checkpoints, shards, slots
 from spotrun.store import Store, checkpoint_key
 from spotrun.wire import FileRef
 

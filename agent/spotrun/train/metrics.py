@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from spotrun.control import Control
+from spotrun.state.control import Control
 
 log = logging.getLogger(__name__)
 

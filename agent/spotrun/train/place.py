@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from spotrun.errors import SpotrunError
-from spotrun.gpus import gpu_count
+from spotrun.machine.gpus import gpu_count
 
 # Of collectives. Long, for rank 0 may be downloading a checkpoint; that a peer is gone is found out by other means.
 TIMEOUT = timedelta(minutes=30)

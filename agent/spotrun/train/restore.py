@@ -20,9 +20,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from spotrun import slots
-from spotrun.control import Context
 from spotrun.errors import CorruptError, NotFound, SpotrunError, StoreError
+from spotrun.state import slots
+from spotrun.state.control import Context
 from spotrun.train.place import place
 from spotrun.train.snapshot import map_file
 

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from spotrun import slots
-from spotrun.control import EXIT_DRAINED, EXIT_PEER, NONE, Context, Control
 from spotrun.errors import SpotrunError
+from spotrun.state import slots
+from spotrun.state.control import EXIT_DRAINED, EXIT_PEER, NONE, Context, Control
 from spotrun.train import feed, metrics
 from spotrun.train.failures import before_leaving, end, is_peer_failure, leave
 from spotrun.train.guard import Guard

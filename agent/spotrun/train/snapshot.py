@@ -1,7 +1,7 @@
 """Snapshots: the training state in the node's memory after a step, at the price of one memory copy.
 
-The two slot files (see `spotrun.slots`) are mapped and filled with pages beforehand. The training thread copies the
-tensors into one; a background thread hashes it and writes the commit record.
+The two slot files (see `spotrun.state.slots`) are mapped and filled with pages beforehand. The training thread copies
+the tensors into one; a background thread hashes it and writes the commit record.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from spotrun import shards, slots
-from spotrun.control import NONE, Control
 from spotrun.errors import CorruptError, SpotrunError
+from spotrun.state import shards, slots
+from spotrun.state.control import NONE, Control
 from spotrun.train.announce import Announcer
 from spotrun.train.staging import Copying, Stage
 from spotrun.train.state import DTYPES, TORCH, Encoder

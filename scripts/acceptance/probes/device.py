@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from words import tell
 
 import spotrun
-from spotrun.node import preload
+from spotrun.node.launch import preload
 
 ROWS = 8192  # of the square matrices
 MEASURED = 3.0  # seconds that a measurement takes at least

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from words import tell
 
-from spotrun.node import fitness, inventory
-from spotrun.node.metadata import Identity, detect
+from spotrun.machine.metadata import Identity, detect
+from spotrun.node.health import probe, verdict
 from spotrun.spec import names
 
 _LONGEST = 240.0  # seconds for everything
@@ -24,22 +24,22 @@ def print_facts() -> None:
     tell(
         "fitness",
         machine=facts.machine,
-        problems=list(fitness.judge(facts)),
-        remarks=list(fitness.remarks(facts)),
+        problems=list(verdict.judge(facts)),
+        remarks=list(verdict.remarks(facts)),
         disk=facts.disk,
         clock=facts.clock,
         gpus=len(facts.smi),
-        gpus_wanted=fitness.wanted_gpus(facts),
+        gpus_wanted=verdict.wanted_gpus(facts),
         smi=smi,
         torch_gpus=facts.torch_gpus,
         efas=facts.fabric,
-        efas_wanted=fitness.wanted_efas(facts),
+        efas_wanted=verdict.wanted_efas(facts),
     )
 
 
-async def _look() -> fitness.Facts:
+async def _look() -> verdict.Facts:
     until = asyncio.get_running_loop().time() + _LONGEST
-    facts, address = fitness.Facts(), "127.0.0.1"
+    facts, address = verdict.Facts(), "127.0.0.1"
     try:
         async with asyncio.timeout(_SERVER), await detect() as metadata:
             identity: Identity = await metadata.identity()
@@ -48,8 +48,8 @@ async def _look() -> fitness.Facts:
             facts = replace(facts, machine=identity.type, gpus=_whole(gpus), efas=_whole(efas), clock=clock)
     except (OSError, TimeoutError):
         tell("fitness metadata", problem="no metadata server answers a job here")
-    facts = await inventory.ask_disk(facts, Path(os.getcwd()), until)
-    return await inventory.ask_hardware(facts, address, inventory.Programs(), until)
+    facts = await probe.ask_disk(facts, Path(os.getcwd()), until)
+    return await probe.ask_hardware(facts, address, probe.Programs(), until)
 
 
 def _whole(text: str | None) -> int:

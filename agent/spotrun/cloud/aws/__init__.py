@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spotrun.cloud.aws.client import AwsCloud
-from spotrun.cloud.aws.sdk import account
+from spotrun.cloud.aws.api import account
+from spotrun.cloud.aws.cloud import AwsCloud
 
 __all__ = ["AwsCloud", "account"]

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from spotrun.cloud.aws.machines import Group
-from spotrun.cloud.aws.refusals import cause, tidy
+from spotrun.cloud.aws.errors import cause, tidy
+from spotrun.cloud.aws.instances import Group
 from spotrun.cloud.base import NEAR, Problem
 from spotrun.spec import PoolSpec
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from spotrun.cloud.aws.sdk import Clients, call
+from spotrun.cloud.aws.api import Clients, call
 from spotrun.cloud.image import Image
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import math
 import uuid
 from typing import TYPE_CHECKING, Any
 
-from spotrun.cloud.aws.sdk import Clients, ask
+from spotrun.cloud.aws.api import Clients, ask
 from spotrun.errors import CloudError
 from spotrun.spec import names
 

@@ -7,7 +7,7 @@ https://docs.aws.amazon.com/AWSEC2/latest/APIReference/API_DescribeInstanceTypeO
 from __future__ import annotations
 
 from spotrun.cloud import offers
-from spotrun.cloud.aws.sdk import Clients, call
+from spotrun.cloud.aws.api import Clients, call
 from spotrun.cloud.offers import Kind, Lack
 from spotrun.spec import ClusterSpec
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from spotrun.cloud.aws.sdk import Clients
+from spotrun.cloud.aws.api import Clients
 from spotrun.cloud.base import Market, Shortfall
 from spotrun.spec import ClusterSpec, names
 

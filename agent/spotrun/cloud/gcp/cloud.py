@@ -19,9 +19,9 @@ from google.cloud import compute_v1
 
 from spotrun.cloud import prices
 from spotrun.cloud.base import Instance, Problem, Shortfall
-from spotrun.cloud.gcp import quota
+from spotrun.cloud.gcp import quotas
 from spotrun.cloud.gcp.api import OPTIONS, Api, Clients
-from spotrun.cloud.gcp.machines import Failure, Member, diagnose, failure, instance, member
+from spotrun.cloud.gcp.instances import Failure, Member, diagnose, failure, instance, member
 from spotrun.errors import CloudError, GoneError, PartialError
 from spotrun.spec import ClusterSpec, PoolSpec
 from spotrun.spec.names import CLUSTER, HEAD, group
@@ -135,12 +135,12 @@ class GcpCloud:
         region = compute_v1.GetRegionRequest(project=self.api.project, region=self.cluster.region)
         project = compute_v1.GetProjectRequest(project=self.api.project)
         regional, general, nodes = await asyncio.gather(
-            self.api.ask(f"quotas of {region.region}", lambda c: quota.read(c.regions.get(region, **OPTIONS).quotas)),
-            self.api.ask("quotas of the project", lambda c: quota.read(c.projects.get(project, **OPTIONS).quotas)),
+            self.api.ask(f"quotas of {region.region}", lambda c: quotas.read(c.regions.get(region, **OPTIONS).quotas)),
+            self.api.ask("quotas of the project", lambda c: quotas.read(c.projects.get(project, **OPTIONS).quotas)),
             self.nodes(),
         )
         running = Counter(node.pool for node in nodes if node.state != "terminated")
-        return quota.compare(self.cluster, {**regional, **general}, running)
+        return quotas.compare(self.cluster, {**regional, **general}, running)
 
     async def close(self) -> None:
         await self.api.close()
@@ -190,7 +190,7 @@ class GcpCloud:
             last = self._problems.get(pool.name) or [Problem(pool.name, "other", str(error), time.time())]
             self._problems[pool.name] = last
             return last
-        short = any(each.unborn for each in members)
+        short = any(each.pending for each in members)
         failures = await self._failures(pool.name) if short else []
         before = self._problems.get(pool.name, ())
         self._problems[pool.name] = diagnose(
@@ -203,9 +203,9 @@ class GcpCloud:
         surplus = await self._size(pool) - size
         if surplus <= 0:
             return
-        unborn = [each.name for each in await self._members(pool) if each.unborn]
-        if unborn:
-            await self._delete(pool, unborn[:surplus])
+        pending = [each.name for each in await self._members(pool) if each.pending]
+        if pending:
+            await self._delete(pool, pending[:surplus])
 
     async def _delete(self, pool: str, names: Sequence[str]) -> None:
         zone = self._zones[pool]

@@ -21,11 +21,11 @@ from pathlib import Path
 
 from aiohttp import web
 
-from spotrun import private
-from spotrun.cloud.local import api, procs
+from spotrun.cloud.local import procs, server
 from spotrun.cloud.local.layout import METADATA_PORT, SSH_PORT, Config, Layout, write_json
 from spotrun.cloud.local.machines import Group
 from spotrun.errors import CloudError
+from spotrun.machine import private
 
 _SUBNETS = 250 * 250
 log = logging.getLogger("cloud")
@@ -57,7 +57,7 @@ async def serve(layout: Layout, ready: Callable[[], None]) -> None:
     subnet, claim = claim_subnet(layout.unique)
     token = secrets.token_urlsafe(32)
     cloud = Group(config, layout, subnet, token)
-    runner = web.AppRunner(api.build(cloud, layout.unique, token), access_log=None, shutdown_timeout=1.0)
+    runner = web.AppRunner(server.build(cloud, layout.unique, token), access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     await web.TCPSite(runner, f"{subnet}.1", 0).start()
     port = runner.addresses[0][1]

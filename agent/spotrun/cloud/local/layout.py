@@ -17,8 +17,8 @@ from typing import Any, Literal
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
-from spotrun import private
 from spotrun.cloud.base import Market
+from spotrun.machine import private
 
 SSH_PORT = 2222
 METADATA_PORT = 8169

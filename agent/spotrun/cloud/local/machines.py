@@ -17,7 +17,7 @@ from pathlib import Path
 from aiohttp import web
 
 from spotrun.cloud.base import Instance, Problem, State
-from spotrun.cloud.local import group, metadata, procs
+from spotrun.cloud.local import metadata, procs, reconcile
 from spotrun.cloud.local.cut import Cutter
 from spotrun.cloud.local.layout import (
     HEAD,
@@ -106,7 +106,7 @@ class Group:
             raise CloudError(f"there is no pool {name!r} to resize; pools: {names}")
         if not 0 <= size <= pool.max:
             raise CloudError(f"pool {name}: size {size} is not allowed; its cluster file says 0 to {pool.max}")
-        self._wanted[name] = group.resized(self._wanted[name], size)
+        self._wanted[name] = reconcile.resized(self._wanted[name], size)
         self._wake.set()
 
     def remove(self, names: list[str]) -> None:
@@ -188,7 +188,8 @@ class Group:
             raise CloudError(f"{what} of a running cluster cannot change: `make down` first")
         sizes = {pool.name: self._wanted.get(pool.name, frozenset()) for pool in config.pools}
         self._wanted = {
-            pool.name: group.resized(sizes[pool.name], min(len(sizes[pool.name]), pool.max)) for pool in config.pools
+            pool.name: reconcile.resized(sizes[pool.name], min(len(sizes[pool.name]), pool.max))
+            for pool in config.pools
         } | {HEAD: frozenset({0})}
         self.config = config
         self._wake.set()
@@ -215,11 +216,11 @@ class Group:
     def _reconcile(self) -> float:
         pools = {pool.name: pool for pool in (self.config.head, *self.config.pools)}
         machines = {
-            n.name: group.Machine(n.pool.name, n.index, n.state, n.due, n.instance().ends or math.inf)
+            n.name: reconcile.Machine(n.pool.name, n.index, n.state, n.due, n.instance().ends or math.inf)
             for n in self.nodes.values()
         }
-        view = group.View(time.time(), pools, self._wanted, machines, self.config.capacity, frozenset(self.dry))
-        plan = group.plan(view)
+        view = reconcile.View(time.time(), pools, self._wanted, machines, self.config.capacity, frozenset(self.dry))
+        plan = reconcile.plan(view)
         for name in plan.forget:
             del self.nodes[name]
             self._broken.pop(name, None)
@@ -242,7 +243,7 @@ class Group:
     # A machine's life.
 
     def _begin(self, pool: Pool, index: int) -> None:
-        name, now = group.node_name(pool.name, index), time.time()
+        name, now = reconcile.node_name(pool.name, index), time.time()
         address, identity = self._address(name), new_id(self.config.metadata)
         tags = {
             "spotrun-cluster": self.config.cluster,
@@ -308,7 +309,7 @@ class Group:
         await asyncio.to_thread(prepare, folder, memory, keep_keys=node.pool.name == HEAD)
         role = "head" if node.pool.name == HEAD else "agent"
         command = ["--", *(part.replace("{role}", role) for part in self.config.role)]
-        init = [sys.executable, "-m", "spotrun.cloud.local.node", node.address, str(keys), f"{self.layout.key}.pub"]
+        init = [sys.executable, "-m", "spotrun.cloud.local.init", node.address, str(keys), f"{self.layout.key}.pub"]
         environment = self._environment(node, memory, scratch, keys)
         async with self._spawning:
             with (folder / "init.log").open("ab") as output:

@@ -1,0 +1,106 @@
+"""boto3's clients, and the one way to call them: from an event loop, in threads, with errors that spotrun knows."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import boto3
+from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
+
+from spotrun.cloud.aws.errors import refusal
+
+if TYPE_CHECKING:
+    from mypy_boto3_autoscaling import AutoScalingClient
+    from mypy_boto3_ec2 import EC2Client
+    from mypy_boto3_fis import FISClient
+    from mypy_boto3_service_quotas import ServiceQuotasClient
+
+T = TypeVar("T")
+
+# Four attempts with a backoff that doubles from at most 1 s: a cloud that does not answer is given up after a minute.
+# https://docs.aws.amazon.com/sdkref/latest/guide/feature-retry-behavior.html
+_CONFIG = Config(
+    connect_timeout=4,
+    read_timeout=10,
+    retries={"mode": "standard", "total_max_attempts": 4},
+    user_agent_extra="spotrun",
+)
+
+
+class Clients:
+    """A region's clients, each made when it is first needed. Those may be shared by threads, their making may not."""
+
+    def __init__(self, region: str) -> None:
+        self.region = region
+        self._making = threading.Lock()
+        self._session: boto3.session.Session | None = None
+        self._made: dict[str, Any] = {}
+
+    @property
+    def autoscaling(self) -> AutoScalingClient:
+        made: AutoScalingClient = self._client("autoscaling")
+        return made
+
+    @property
+    def ec2(self) -> EC2Client:
+        made: EC2Client = self._client("ec2")
+        return made
+
+    @property
+    def fis(self) -> FISClient:
+        made: FISClient = self._client("fis")
+        return made
+
+    @property
+    def quotas(self) -> ServiceQuotasClient:
+        made: ServiceQuotasClient = self._client("service-quotas")
+        return made
+
+    def close(self) -> None:
+        with self._making:
+            for client in self._made.values():
+                client.close()
+            self._made.clear()
+
+    def _client(self, service: str) -> Any:
+        with self._making:
+            if self._session is None:
+                self._session = boto3.session.Session(region_name=self.region)
+                if self._session.get_credentials() is None:
+                    # A machine whose metadata server did not answer this once must not go without for ever.
+                    self._session = None
+                    raise NoCredentialsError
+            if service not in self._made:
+                self._made[service] = self._session.client(service, config=_CONFIG)  # type: ignore[call-overload]
+            return self._made[service]
+
+
+async def ask(work: Callable[..., T], *args: Any) -> T:
+    """`work(*args)` in a thread. Raises `CloudError` for what the SDK raises."""
+    return await asyncio.to_thread(call, work, *args)
+
+
+def call(work: Callable[..., T], *args: Any) -> T:
+    """`work(*args)`. Raises `CloudError` for what the SDK raises."""
+    try:
+        return work(*args)
+    except (ClientError, BotoCoreError) as error:
+        raise refusal(error) from error
+
+
+def account(region: str) -> str:
+    """The id of the account that the credentials here belong to. Blocking. Raises `CloudError`."""
+
+    def look() -> str:
+        session = boto3.session.Session(region_name=region)
+        client = session.client("sts", config=_CONFIG)
+        try:
+            return client.get_caller_identity()["Account"]
+        finally:
+            client.close()
+
+    return call(look)

@@ -1,0 +1,299 @@
+"""The pools of a cluster on AWS, as the head and the operator see them.
+
+The head asks often, so it asks for little: a look takes three requests to Auto Scaling and one to EC2 for up to 50
+pools and 1000 machines, one more for each pool that lacks machines, and one for prices every few minutes.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from botocore.exceptions import ClientError
+
+from spotrun.cloud import prices as table
+from spotrun.cloud.aws import activities, instances, interruption, quotas
+from spotrun.cloud.aws.api import Clients, ask, call
+from spotrun.cloud.aws.instances import Group
+from spotrun.cloud.base import Instance, Problem, Shortfall
+from spotrun.errors import CloudError
+from spotrun.spec import ClusterSpec, PoolSpec, names
+
+if TYPE_CHECKING:
+    from mypy_boto3_autoscaling.type_defs import ActivityTypeDef
+    from mypy_boto3_ec2.type_defs import InstanceTypeDef, SpotPriceTypeDef
+
+_GROUPS, _MACHINES, _ACTIVITIES = 50, 1000, 100  # the most that AWS gives at once
+_PRICES_FOR = 300.0  # seconds that prices are kept; AWS moves them a few times a day
+_LOOK_BACK = 900.0  # seconds before its own start in which a new head takes a failed launch to hold still
+_GONE = "No managed instance found"  # what Auto Scaling says of a machine that has left its group meanwhile
+log = logging.getLogger(__name__)
+
+
+class AwsCloud:
+    """The `Cloud` protocol, and placement scores. Machines are named by their instance ids.
+
+    page: how much to ask for at once; default: as much as AWS gives.
+    """
+
+    def __init__(self, cluster: ClusterSpec, page: int | None = None) -> None:
+        self._cluster = cluster
+        self._clients = Clients(cluster.region)
+        self._page = page
+        self._changing = threading.Lock()
+        self._taken: set[str] = set()  # whom this has had terminated, until their groups say so too
+        self._whole: dict[str, float] = {}  # pool: when it was last seen to have its size
+        self._problems: dict[str, Problem] = {}
+        self._spot: dict[tuple[str, str], float] = {}  # (machine type, zone): dollars an hour
+        self._spot_until = 0.0
+        self._unpriced: set[str] = set()
+
+    async def nodes(self) -> list[Instance]:
+        """Every machine of the cluster, the head's too, but for those that have ended."""
+        return [machine for machine in await ask(self._known) if machine.state != "terminated"]
+
+    async def sizes(self) -> dict[str, int]:
+        return {pool: group.size for pool, group in (await ask(self._groups)).items() if pool != names.HEAD}
+
+    async def resize(self, pool: str, size: int) -> None:
+        """As in the protocol. Lowering the size ends no live machine, except to 0: the size may stay higher."""
+        spec = self._cluster.pool(pool)
+        if spec is None:
+            known = ", ".join(sorted(each.name for each in self._cluster.pools))
+            raise CloudError(f"there is no pool {pool!r} to resize; pools: {known}")
+        if not 0 <= size <= spec.max:
+            raise CloudError(f"pool {pool}: size {size} is not allowed; its cluster file says 0 to {spec.max}")
+        await ask(self._resize, pool, size)
+
+    async def remove(self, names: Sequence[str]) -> None:
+        """As in the protocol. One that has ended already is passed over, and its pool's size stays."""
+        await ask(self._take, instances.removal, list(names))
+
+    async def recreate(self, names: Sequence[str]) -> None:
+        """As in the protocol; the new machine has a name of its own. One that has ended already is passed over."""
+        await ask(self._take, instances.replacement, list(names))
+
+    async def preempt(self, name: str, notice: float | None = None) -> None:
+        """As in the protocol. EC2's notice is 120 s long; see `interruption.interrupt` for others.
+
+        `notice` 0 has any machine of the cluster terminated at once, on-demand too; its group makes another.
+        """
+        if notice is not None and notice <= 0:
+            return await self.recreate([name])
+        known = await ask(self._known)
+        machine = instances.find(name, known)
+        if machine.market != "spot":
+            raise CloudError(f"machine {name} is on-demand, the cloud does not preempt those; kill it instead")
+        if machine.state != "running":
+            raise CloudError(f"machine {name} is {machine.state}; wait until it is running")
+        group = (await ask(self._groups)).get(machine.pool)
+        if group is None:
+            raise CloudError(f"machine {name} is in pool {machine.pool}, which is not in the cluster file any more")
+        await interruption.interrupt(self._clients, self._cluster.name, group.arn, name, notice)
+
+    async def prices(self) -> dict[str, float]:
+        """As in the protocol: spot prices as they are, others from the shipped table.
+
+        Prices that cannot be had are estimated from the table, or left out; the log says so once. They are no reason
+        for a head not to see its machines.
+        """
+        try:
+            await ask(self._refresh_spot_prices)
+        except CloudError as error:
+            log.warning("spot prices: %s", error)
+            self._spot_until = time.monotonic() + _PRICES_FOR / 5
+        found = {pool.name: self._price(pool) for pool in self._cluster.pools}
+        return {pool: price for pool, price in found.items() if price is not None}
+
+    async def problems(self) -> list[Problem]:
+        return await ask(self._find_problems)
+
+    async def shortfalls(self) -> list[Shortfall]:
+        return await ask(quotas.look, self._clients, self._cluster)
+
+    async def placement_scores(self) -> dict[str, int]:
+        """How likely each spot pool is to get all of its machines, from 1 to 10, as far as AWS says.
+
+        It scores low whatever names fewer than three machine types, so these only compare pools with each other, and
+        it answers few different questions a day.
+        https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/how-sps-works.html
+        """
+        return await ask(self._placement_scores)
+
+    async def close(self) -> None:
+        await ask(self._clients.close)
+
+    # What there is.
+
+    def _groups(self) -> dict[str, Group]:
+        """By pool, and the head's. Pools that Terraform has not made are absent."""
+        pools = {names.group(self._cluster.name, p): p for p in (names.HEAD, *(p.name for p in self._cluster.pools))}
+        wanted = list(pools)
+        paginator = self._clients.autoscaling.get_paginator("describe_auto_scaling_groups")
+        found: dict[str, Group] = {}
+        for first in range(0, len(wanted), _GROUPS):
+            pages = paginator.paginate(
+                AutoScalingGroupNames=wanted[first : first + _GROUPS],
+                PaginationConfig={"PageSize": self._page or _GROUPS},
+            )
+            for page in pages:
+                for said in page["AutoScalingGroups"]:
+                    pool = pools[said["AutoScalingGroupName"]]
+                    found[pool] = instances.group_of(pool, said)
+        return found
+
+    def _described(self) -> Iterator[InstanceTypeDef]:
+        pages = self._clients.ec2.get_paginator("describe_instances").paginate(
+            Filters=[{"Name": f"tag:{names.CLUSTER}", "Values": [self._cluster.name]}],
+            PaginationConfig={"PageSize": self._page or _MACHINES},
+        )
+        for page in pages:
+            for reservation in page["Reservations"]:
+                yield from reservation["Instances"]
+
+    def _known(self) -> list[Instance]:
+        return instances.instances(self._cluster, self._groups().values(), self._described())
+
+    # Changes.
+
+    def _take(self, rule: instances.Rule, asked: list[str]) -> None:
+        """Have groups terminate machines. Raises the last refusal, once all have been asked for."""
+        with self._changing:
+            groups = list(self._groups().values())
+            known = instances.instances(self._cluster, groups, self._described())
+            self._taken &= {name for group in groups for name in group.members}
+            leaving = rule(asked, groups, known, self._taken)
+            refused: CloudError | None = None
+            for name, lower in leaving.take:
+                try:
+                    call(self._terminate, name, lower)
+                    self._taken.add(name)
+                except CloudError as error:
+                    refused = error
+            for name in leaving.astray:
+                refused = CloudError(f"machine {name} runs but is in no group of the cluster: terminate it by hand")
+            if refused:
+                raise refused
+
+    def _resize(self, pool: str, size: int) -> None:
+        with self._changing:
+            group = self._groups().get(pool)
+            if group is None or size == 0 or size >= group.size:
+                return self._set_size(pool, size)
+            known = instances.instances(self._cluster, [group], self._described())
+            lowering = instances.lowering(size, group, known, self._taken)
+            for name in lowering.take:
+                self._terminate(name, lower=True)
+                self._taken.add(name)
+            if lowering.size is not None:
+                self._set_size(pool, lowering.size)
+
+    def _set_size(self, pool: str, size: int) -> None:
+        self._clients.autoscaling.set_desired_capacity(
+            AutoScalingGroupName=names.group(self._cluster.name, pool), DesiredCapacity=size, HonorCooldown=False
+        )
+
+    def _terminate(self, name: str, lower: bool) -> None:
+        try:
+            self._clients.autoscaling.terminate_instance_in_auto_scaling_group(
+                InstanceId=name, ShouldDecrementDesiredCapacity=lower
+            )
+        except ClientError as error:
+            if _GONE not in error.response["Error"]["Message"]:
+                raise
+            log.info("%s has left its group by itself", name)
+
+    # What is short, and what it costs.
+
+    def _find_problems(self) -> list[Problem]:
+        groups, now = self._groups(), time.time()
+        found: dict[str, Problem] = {}
+        for pool in self._cluster.pools:
+            group, last = groups.get(pool.name), self._problems.get(pool.name)
+            if group is None:
+                missing = names.group(self._cluster.name, pool.name)
+                text = f"there is no Auto Scaling group {missing}; `make up` makes it"
+                found[pool.name] = Problem(pool.name, "other", text, last.at if last else now)
+                continue
+            if len(group.counted) >= group.size:
+                self._whole[pool.name] = now
+                continue
+            since = self._whole.setdefault(pool.name, now - _LOOK_BACK)
+            problem = activities.problem(pool, group, self._activities(group.name), since, now, last)
+            if problem is not None:
+                found[pool.name] = problem
+        self._problems = found
+        return list(found.values())
+
+    def _activities(self, group: str) -> Iterator[ActivityTypeDef]:
+        """Newest first. Asked for page by page, as they are needed: AWS keeps those of six weeks."""
+        pages = self._clients.autoscaling.get_paginator("describe_scaling_activities").paginate(
+            AutoScalingGroupName=group, PaginationConfig={"PageSize": self._page or _ACTIVITIES}
+        )
+        for page in pages:
+            yield from page["Activities"]
+
+    def _refresh_spot_prices(self) -> None:
+        spot = [pool for pool in self._cluster.pools if pool.market == "spot"]
+        if not spot or time.monotonic() < self._spot_until:
+            return
+        pages = self._clients.ec2.get_paginator("describe_spot_price_history").paginate(
+            InstanceTypes=sorted({pool.machine for pool in spot}),  # type: ignore[misc]
+            ProductDescriptions=["Linux/UNIX"],
+            Filters=[{"Name": "availability-zone", "Values": sorted({pool.zone for pool in spot})}],
+            StartTime=datetime.now(UTC),  # what holds now: the last price set before
+            PaginationConfig={"PageSize": self._page or _MACHINES},
+        )
+        self._spot = newest_prices(each for page in pages for each in page["SpotPriceHistory"])
+        self._spot_until = time.monotonic() + _PRICES_FOR
+
+    def _price(self, pool: PoolSpec) -> float | None:
+        if pool.market == "on-demand":
+            price, now = table.on_demand("aws", pool.zone, pool.machine), True
+        else:
+            current = self._spot.get((pool.machine, pool.zone))
+            price, now = current or table.spot("aws", pool.zone, pool.machine), current is not None
+        if not now or price is None:
+            self._say_once(pool, price)
+        return price
+
+    def _say_once(self, pool: PoolSpec, price: float | None) -> None:
+        if pool.name not in self._unpriced:
+            self._unpriced.add(pool.name)
+            instead = (
+                "it counts as nothing" if price is None else f"${price:g} an hour, of the shipped table, stands in"
+            )
+            log.warning("pool %s: the price of %s %s is not known; %s", pool.name, pool.market, pool.machine, instead)
+
+    def _placement_scores(self) -> dict[str, int]:
+        spot = [pool for pool in self._cluster.pools if pool.market == "spot"]
+        zones = self._clients.ec2.describe_availability_zones()["AvailabilityZones"]
+        ids = {zone["ZoneName"]: zone["ZoneId"] for zone in zones}
+        scores: dict[tuple[str, int, str], int] = {}
+        for machine, count in sorted({(pool.machine, pool.max) for pool in spot}):
+            pages = self._clients.ec2.get_paginator("get_spot_placement_scores").paginate(
+                InstanceTypes=[machine],
+                TargetCapacity=count,
+                TargetCapacityUnitType="units",
+                SingleAvailabilityZone=True,
+                RegionNames=[self._cluster.region],
+            )
+            for page in pages:
+                for said in page["SpotPlacementScores"]:
+                    scores[machine, count, said["AvailabilityZoneId"]] = said["Score"]
+        found = {pool.name: scores.get((pool.machine, pool.max, ids.get(pool.zone, ""))) for pool in spot}
+        return {pool: score for pool, score in found.items() if score is not None}
+
+
+def newest_prices(said: Iterable[SpotPriceTypeDef]) -> dict[tuple[str, str], float]:
+    """Dollars an hour by machine type and zone, from price changes in any order."""
+    newest: dict[tuple[str, str], SpotPriceTypeDef] = {}
+    for change in said:
+        key = (change["InstanceType"], change["AvailabilityZone"])
+        if key not in newest or change["Timestamp"] > newest[key]["Timestamp"]:
+            newest[key] = change
+    return {key: float(change["SpotPrice"]) for key, change in newest.items()}

@@ -1,0 +1,144 @@
+"""What Google says of machines and groups, in our words. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from google.cloud import compute_v1
+
+from spotrun.cloud.base import NEAR, Instance, Problem, State
+from spotrun.cloud.gcp.errors import Kind, kind_of, one_line
+from spotrun.spec import PoolSpec
+from spotrun.spec.names import POOL
+
+# https://cloud.google.com/compute/docs/instances/instance-lifecycle
+STATES: dict[str, State] = {
+    "PENDING": "provisioning",
+    "PROVISIONING": "provisioning",
+    "STAGING": "provisioning",
+    "RUNNING": "running",
+    "REPAIRING": "stopping",  # its host failed; nothing runs there until it is back
+    "PENDING_STOP": "stopping",
+    "STOPPING": "stopping",
+    "SUSPENDING": "stopping",
+    "DEPROVISIONING": "stopping",
+    "STOPPED": "terminated",
+    "SUSPENDED": "terminated",
+    "TERMINATED": "terminated",
+}
+_LEAVING = {"DELETING", "ABANDONING"}
+_MAKING = {"CREATING", "CREATING_WITHOUT_RETRIES", "RECREATING"}
+_RECENT = 600.0  # seconds; a group keeps its errors for longer, and they say nothing of today
+
+
+@dataclass(frozen=True)
+class Member:
+    """An entry of a group: a machine that it has or wants to have. there: there is a machine at this moment."""
+
+    name: str
+    id: str
+    there: bool
+    action: str
+    errors: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def pending(self) -> bool:
+        """Wanted, and not there."""
+        return not self.there and self.action not in _LEAVING
+
+    @property
+    def replaceable(self) -> bool:
+        """There, and not being replaced or removed already."""
+        return self.there and self.action not in _LEAVING | _MAKING
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error from a group's record. at: epoch seconds."""
+
+    name: str
+    code: str
+    message: str
+    at: float
+
+
+def instance(found: compute_v1.Instance) -> Instance:
+    """A machine of the cluster as the protocol has it; its label says which pool it belongs to."""
+    spot = found.scheduling.provisioning_model == "SPOT" or found.scheduling.preemptible
+    return Instance(
+        name=found.name,
+        pool=found.labels.get(POOL, ""),
+        zone=found.zone.rpartition("/")[2],
+        address=found.network_interfaces[0].network_i_p if found.network_interfaces else "",
+        state=STATES.get(found.status, "provisioning"),
+        market="spot" if spot else "on-demand",
+        created=_epoch(found.creation_timestamp),
+        id=str(found.id),
+        ends=_end(found),
+    )
+
+
+def member(found: compute_v1.ManagedInstance) -> Member:
+    return Member(
+        name=found.name or found.instance.rpartition("/")[2],
+        id=str(found.id) if found.id else "",
+        there=bool(found.instance_status),
+        action=found.current_action,
+        errors=tuple((error.code, error.message) for error in found.last_attempt.errors.errors),
+    )
+
+
+def failure(found: compute_v1.InstanceManagedByIgmError) -> Failure:
+    name = found.instance_action_details.instance.rpartition("/")[2]
+    return Failure(name, found.error.code, found.error.message, _epoch(found.timestamp))
+
+
+def diagnose(
+    pool: PoolSpec,
+    members: Sequence[Member],
+    failures: Sequence[Failure],
+    before: Sequence[Problem],
+    now: float,
+    placed: bool = False,
+) -> list[Problem]:
+    """What keeps a pool from its size; nothing once it has it.
+
+    failures: the group's record. before: the pool's problems at the last look. One of those stays while machines are
+    missing: between two attempts Google says nothing of the last one's error. placed: network.placement is true.
+    """
+    missing = {each.name: each for each in members if each.pending}
+    if not missing:
+        return []
+    past = [each for each in failures if each.name in missing and now - each.at < _RECENT]
+    said = [error for each in missing.values() for error in each.errors] + [(f.code, f.message) for f in past]
+    found: dict[Kind, Problem] = {}
+    for code, message in said:
+        kind = kind_of(code)
+        if kind not in found:
+            first = [each.at for each in before if each.kind == kind] or [f.at for f in past if kind_of(f.code) == kind]
+            text = _describe(pool, kind, code, message, len(missing), placed)
+            found[kind] = Problem(pool.name, kind, text, min(first, default=now))
+    return [*found.values(), *(problem for problem in before if problem.kind not in found)]
+
+
+def _describe(pool: PoolSpec, kind: Kind, code: str, message: str, missing: int, placed: bool) -> str:
+    if kind == "stockout":
+        what = f"{pool.market} {pool.machine}"
+        return f"zone {pool.zone} has no more {what} at present: {missing} missing ({code})" + (NEAR if placed else "")
+    # Google names one machine first, and the problem is not its own.
+    told = one_line(message).rpartition("creation failed: ")[2]
+    return f"{missing} missing: {code}: {told}"
+
+
+def _end(found: compute_v1.Instance) -> float:
+    """When Google ends the machine because of `max_run_duration`; 0: never. It knows once the machine runs."""
+    known = _epoch(found.resource_status.scheduling.termination_timestamp)
+    seconds = found.scheduling.max_run_duration.seconds
+    return known or (_epoch(found.creation_timestamp) + seconds if seconds else 0.0)
+
+
+def _epoch(text: str) -> float:
+    """2026-11-21T08:00:00.123-08:00"""
+    return datetime.fromisoformat(text).timestamp() if text else 0.0

@@ -1,0 +1,342 @@
+"""The local cloud as its callers see it: the cloud protocol over HTTP, faults on demand, and its start and end."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from spotrun.cloud.base import Instance, Problem, Shortfall
+from spotrun.cloud.local import procs
+from spotrun.cloud.local.layout import (
+    DAEMON,
+    HEAD,
+    Config,
+    Layout,
+    Pool,
+    base_environment,
+    ensure_key,
+    remove_tree,
+    write_json,
+)
+from spotrun.errors import CloudError
+from spotrun.machine import private
+
+if TYPE_CHECKING:
+    import aiohttp
+
+    from spotrun.spec import ClusterSpec
+
+_TIMEOUT = 60.0  # seconds for one request; the longest is the end of a machine of many processes
+_START = 60.0
+_END = 20.0
+_LOCKED = 180.0  # seconds to wait for another `up` or `down`: more than one takes that is well
+_ANSWER = 10.0  # seconds for what a daemon that is well answers at once
+
+
+class LocalCloud:
+    """The `Cloud` protocol, and faults on demand. One event loop at a time.
+
+    endpoint, token: of the daemon; default: from SPOTRUN_LOCAL_CLOUD and SPOTRUN_LOCAL_CLOUD_TOKEN, which the head's
+    machine has. Machines are named by name or id; `head` means the head's.
+    """
+
+    def __init__(self, endpoint: str | None = None, token: str | None = None) -> None:
+        self.endpoint = endpoint or os.environ.get("SPOTRUN_LOCAL_CLOUD", "")
+        self.token = token or os.environ.get("SPOTRUN_LOCAL_CLOUD_TOKEN", "")
+        if not (self.endpoint and self.token):
+            raise CloudError(
+                "where the local cloud is, is not known here: SPOTRUN_LOCAL_CLOUD and SPOTRUN_LOCAL_CLOUD_TOKEN "
+                "are not both set; only the head's machine has them"
+            )
+        self._session: aiohttp.ClientSession | None = None
+
+    async def nodes(self) -> list[Instance]:
+        return [Instance(**values) for values in await self._ask("GET", "nodes")]
+
+    async def sizes(self) -> dict[str, int]:
+        return dict(await self._ask("GET", "sizes"))
+
+    async def resize(self, pool: str, size: int) -> None:
+        await self._ask("POST", "resize", pool=pool, size=size)
+
+    async def remove(self, names: Sequence[str]) -> None:
+        await self._ask("POST", "remove", names=list(names))
+
+    async def recreate(self, names: Sequence[str]) -> None:
+        await self._ask("POST", "recreate", names=list(names))
+
+    async def preempt(self, name: str, notice: float | None = None) -> None:
+        """As in the protocol. `notice` 0 is a `kill`, of any machine."""
+        await self._ask("POST", "preempt", name=name, notice=notice)
+
+    async def prices(self) -> dict[str, float]:
+        return dict(await self._ask("GET", "prices"))
+
+    async def problems(self) -> list[Problem]:
+        return [Problem(**values) for values in await self._ask("GET", "problems")]
+
+    async def shortfalls(self) -> list[Shortfall]:
+        return []
+
+    async def kill(self, name: str) -> None:
+        """Take a machine without a word; it is gone when this returns, and is recreated later."""
+        await self._ask("POST", "kill", name=name)
+
+    async def freeze(self, name: str) -> None:
+        """Stop every process of a machine where it stands."""
+        await self._ask("POST", "freeze", name=name)
+
+    async def thaw(self, name: str) -> None:
+        """Let a frozen machine go on."""
+        await self._ask("POST", "thaw", name=name)
+
+    async def cut(self, name: str) -> None:
+        """Take a machine off the network; see `spotrun.cloud.local.cut` for what that reaches."""
+        await self._ask("POST", "cut", name=name)
+
+    async def join(self, name: str) -> None:
+        """Undo a cut."""
+        await self._ask("POST", "join", name=name)
+
+    async def stockout(self, zone: str, on: bool) -> None:
+        """Have a zone give no more machines, or give them again. Those it has given stay."""
+        await self._ask("POST", "stockout", zone=zone, on=on)
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def _ask(self, method: str, what: str, **body: object) -> Any:
+        import aiohttp
+
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                headers={"Authorization": f"Bearer {self.token}"},
+                timeout=aiohttp.ClientTimeout(total=_TIMEOUT),
+                trust_env=False,
+            )
+        try:
+            async with self._session.request(
+                method, f"{self.endpoint}/v1/{what}", json=body if method == "POST" else None
+            ) as response:
+                answer = await response.json()
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+            raise CloudError(
+                f"the local cloud does not answer at {self.endpoint} ({error or type(error).__name__}); "
+                "`make up` brings it up again"
+            ) from error
+        if response.status >= 400:
+            raise CloudError(str(answer.get("error", answer)) if isinstance(answer, dict) else str(answer))
+        return answer
+
+
+def up(
+    cluster: ClusterSpec,
+    home: Path,
+    role_command: Sequence[str] | None = None,
+    starting: Callable[[], None] = lambda: None,
+) -> LocalCloud:
+    """Start the local cloud of a cluster, with its head; or find it running, and make it follow a changed cluster file.
+
+    home: the folder that holds the state of local clusters (`<home>/local/<cluster>`). What a killed daemon left is
+    removed first. role_command: what machines run instead of `spotrun agent` and `spotrun head`; `{role}` in it
+    becomes `agent` or `head`. starting: called before the local cloud is started, but not if it runs.
+    """
+    if not sys.platform.startswith("linux"):
+        raise CloudError(f"the local cloud needs Linux, this is {sys.platform}; use a cluster file of another cloud")
+    layout = Layout.of(home, cluster.name)
+    config = _config(cluster, layout, role_command)
+    with _lock(layout):
+        cloud = _running(layout)
+        if cloud is not None:
+            if json.loads(layout.config.read_text()) != json.loads(json.dumps(config.to_json())):
+                _post(cloud, "configure", config.to_json())
+                write_json(layout.config, config.to_json())
+            return cloud
+        if pid := _daemon(layout):  # busy, or stopped: what it runs is not to be swept away
+            raise CloudError(f"the local cloud (pid {pid}) runs but does not answer; `make down` ends it")
+        _sweep(layout)
+        if os.path.lexists(layout.tmpfs):  # our own folder has just been removed
+            private.check(layout.tmpfs)
+        ensure_key(layout.key)
+        write_json(layout.config, config.to_json())
+        starting()
+        _start(layout)
+        cloud = _running(layout)
+    if cloud is None:
+        raise CloudError(f"the local cloud ended as soon as it had started; see {layout.log}")
+    return cloud
+
+
+def find(cluster: str, home: Path) -> LocalCloud | None:
+    """The running local cloud of a cluster; None if it does not run."""
+    return _running(Layout.of(home, cluster))
+
+
+def daemon(cluster: str, home: Path) -> int | None:
+    """The pid of the cluster's daemon, whether or not it answers; None if there is none."""
+    return _daemon(Layout.of(home, cluster))
+
+
+def alive(cluster: str, home: Path) -> bool:
+    """Whether any process of the cluster runs, with or without the daemon."""
+    return bool(procs.of_cluster(Layout.of(home, cluster).unique))
+
+
+def down(cluster: str, home: Path) -> None:
+    """End a cluster, however its daemon fares: no process, no port and nothing in memory stays. The bucket does."""
+    layout = Layout.of(home, cluster)
+    if not layout.state.is_dir():
+        return
+    with _lock(layout):
+        _stop_daemon(layout)
+        _sweep(layout)
+
+
+def homes(cluster: str) -> list[Path]:
+    """The homes whose cluster of that name is up on this machine. Only those that this user can see."""
+    found = set()
+    for pid in procs.pids():
+        if procs.mark_of(pid).endswith(f"/{DAEMON}"):
+            layout = Layout(Path(procs.last_word(pid)))
+            if layout.state.name == cluster and layout.state.parent.name == "local" and _daemon(layout) == pid:
+                found.add(layout.state.parent.parent)
+    return sorted(found)
+
+
+def _config(cluster: ClusterSpec, layout: Layout, role_command: Sequence[str] | None) -> Config:
+    head = Pool(HEAD, cluster.head.zone, cluster.head.machine, "on-demand", 1)
+    config = Config(
+        cluster=cluster.name,
+        region=cluster.region,
+        bucket=cluster.bucket or layout.bucket.as_uri(),
+        head=head,
+        pools=tuple(Pool(p.name, p.zone, p.machine, p.market, p.max, p.max_run_duration or 0.0) for p in cluster.pools),
+        metadata=cluster.local.metadata,
+        boot_delay=cluster.local.boot_delay,
+        recreate_delay=cluster.local.recreate_delay,
+        capacity=dict(cluster.local.capacity),
+        **({"role": tuple(role_command)} if role_command is not None else {}),
+    )
+    return config
+
+
+def _running(layout: Layout) -> LocalCloud | None:
+    try:
+        private.check(layout.state)
+        record = json.loads(layout.record.read_text())
+        cloud = LocalCloud(record["endpoint"], record["token"])
+        answer = _request(cloud, "ping", None)
+    except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException):
+        return None
+    return cloud if answer.get("unique") == layout.unique else None
+
+
+def _post(cloud: LocalCloud, what: str, body: dict[str, Any]) -> None:
+    try:
+        _request(cloud, what, body)
+    except urllib.error.HTTPError as error:
+        raise CloudError(str(json.loads(error.read()).get("error", error))) from None
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise CloudError(f"the local cloud does not answer at {cloud.endpoint}: {error}") from error
+
+
+def _request(cloud: LocalCloud, what: str, body: dict[str, Any] | None) -> dict[str, Any]:
+    request = urllib.request.Request(
+        f"{cloud.endpoint}/v1/{what}",
+        data=None if body is None else json.dumps(body).encode(),
+        headers={"Authorization": f"Bearer {cloud.token}"},
+    )
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # loopback is never behind a proxy
+    with direct.open(request, timeout=_ANSWER) as response:
+        found = json.loads(response.read())
+    return found if isinstance(found, dict) else {}
+
+
+def _start(layout: Layout) -> None:
+    command = [sys.executable, "-m", "spotrun.cloud.local.daemon", str(layout.state)]
+    environment = base_environment(layout.mark(DAEMON))
+    began = layout.log.stat().st_size if layout.log.exists() else 0
+    try:
+        result = subprocess.run(
+            command,
+            env=environment,
+            cwd=layout.state,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_START,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        _sweep(layout)
+        raise CloudError(f"the local cloud did not start within {_START:g} s; see {layout.log}") from None
+    if result.returncode:
+        written = layout.log.read_text(errors="replace")[began:] if layout.log.exists() else ""
+        last = (written.strip() or result.stderr.strip() or "no word why").splitlines()[-1]
+        raise CloudError(f"the local cloud did not start: {last}; see {layout.log}")
+
+
+def _daemon(layout: Layout) -> int | None:
+    """The pid of the cluster's daemon, if it lives."""
+    try:
+        pid = int(json.loads(layout.record.read_text())["pid"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return pid if procs.mark_of(pid) == layout.mark(DAEMON) else None
+
+
+def _stop_daemon(layout: Layout) -> None:
+    """Have the daemon end its machines, if it is well: nobody else can collect its dead children."""
+    if pid := _daemon(layout):
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGTERM)
+            procs.await_exit(pid, _END)
+
+
+def _sweep(layout: Layout) -> None:
+    """Remove whatever there is of a cluster in processes, memory and sockets."""
+    procs.kill(lambda: procs.of_cluster(layout.unique))
+    remove_tree(layout.tmpfs)
+    layout.record.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _lock(layout: Layout) -> Iterator[None]:
+    """One `up` or `down` of a cluster at a time. Raises `CloudError` if another one does not end."""
+    layout.make()
+    deadline = time.monotonic() + _LOCKED
+    with open(os.open(layout.state / "lock", os.O_RDWR | os.O_CREAT, 0o600), "r+") as file:
+        while not _locked(file.fileno()):
+            if time.monotonic() > deadline:
+                raise CloudError(
+                    f"another `make up` or `make down` of this cluster is under way (pid {file.read(20).strip()}), and"
+                    f" has not ended within {_LOCKED:g} s; end it first"
+                )
+            time.sleep(0.05)
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
+def _locked(handle: int) -> bool:
+    """Try to lock an open file; whether this process has the lock now."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

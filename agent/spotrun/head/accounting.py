@@ -1,0 +1,106 @@
+"""The books: what a generation did, what an interruption cost, what share of the machines' time counted. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from spotrun.head.job_state import Interruption, JobState, Progress, good_seconds
+from spotrun.head.view import Node, View
+from spotrun.wire import Worker
+
+
+def observe(job: JobState, view: View) -> JobState:
+    """The job with the progress that the members report; the first step after an interruption closes its entry."""
+    if job.current is None:
+        return job
+    here = [n for n in view.members() if n is not None and n.report.generation == job.generation]
+    workers = [worker for node in here for worker in node.report.workers if worker.base >= 0]
+    if not workers:
+        return job
+    progress = _progress(job.progress, here, workers)
+    if progress == job.progress:
+        return job
+    phase = "running" if job.phase == "starting" and progress.step > progress.base else job.phase
+    reached, pace = max(progress.step, progress.base), progress.pace or job.pace
+    job = job.model_copy(update={"progress": progress, "phase": phase, "reached": reached, "pace": pace})
+    if progress.step > progress.base and job.interruptions and job.interruptions[-1].seconds is None:
+        job = _close(job, workers)
+    return job
+
+
+def count(job: JobState, view: View, prices: Mapping[str, float]) -> JobState:
+    """Add the time since the last count of every machine that is paid for. prices: USD an hour, by pool.
+
+    That is each one that the cloud lists as running, from then on: also while it boots, is checked, or is of no use.
+    It is part of what the job cost, so the budget holds it, and of the time that `goodput` is a share of. While the
+    cloud cannot be asked, it is each one whose agent is connected. Time at a price that is not known (yet) is kept, by
+    pool, and costs what the price is as soon as that is told; a price that never is leaves it out of the cost.
+    """
+    if job.ended_already or not job.counted_at:
+        return job.model_copy(update={"counted_at": view.now})
+    span = max(0.0, view.now - job.counted_at)
+    pools = {node.name: node.report.pool for node in view.nodes if node.connected or node.cloud == "running"}
+    pools |= {machine.name: machine.pool for machine in view.machines if machine.state == "running"}
+    due = dict(job.unpriced)
+    for pool in pools.values():
+        due[pool] = due.get(pool, 0.0) + span
+    return job.model_copy(
+        update={
+            "counted_at": view.now,
+            "node_seconds": job.node_seconds + span * len(pools),
+            "cost": job.cost + sum(seconds * prices.get(pool, 0.0) for pool, seconds in due.items()) / 3600,
+            "unpriced": {pool: seconds for pool, seconds in due.items() if pool not in prices},
+        }
+    )
+
+
+def goodput(job: JobState) -> float | None:
+    """Share of the machines' time, as `count` has it, that went into steps that counted; None before there is any."""
+    if job.node_seconds <= 0:
+        return None
+    good = job.good_seconds + (good_seconds(job.progress, len(job.current.members)) if job.current else 0.0)
+    return max(0.0, min(1.0, good / job.node_seconds))
+
+
+def _progress(before: Progress, here: Sequence[Node], workers: Sequence[Worker]) -> Progress:
+    front = max(workers, key=lambda w: (w.step, w.stepped_at))
+    base = max(w.base for w in workers)
+    # The generation's time begins when the last one has its state.
+    restored_at = max(w.phases[3] for w in workers)
+    steps = front.step - base
+    stepping = front.stepped_at - restored_at
+    pace = stepping / steps if steps > 0 and stepping > 0 else before.pace
+    samples = sum(w.samples for n in here for w in n.report.workers)
+    return Progress(
+        base=base,
+        step=max(front.step, before.step),
+        stepped_at=max(front.stepped_at, before.stepped_at),
+        restored_at=restored_at,
+        pace=pace,
+        samples_per_second=samples / stepping if stepping > 0 else 0.0,
+        total_steps=front.total_steps or before.total_steps,
+        metrics=next((w.metrics for w in sorted(workers, key=lambda w: w.rank) if w.metrics), before.metrics),
+    )
+
+
+def _close(job: JobState, workers: Sequence[Worker]) -> JobState:
+    """The first step after the last interruption is done: what it cost is known."""
+    loss: Interruption = job.interruptions[-1]
+    firsts = [w.phases[4] for w in workers if w.phases[4] > 0]
+    if not firsts:
+        return job
+    lost = max(0, loss.step - job.progress.base)
+    slowest = max(workers, key=lambda w: w.phases[4])
+    closed = loss.model_copy(
+        update={
+            "seconds": max(0.0, max(firsts) - loss.at),
+            "steps_lost": lost,
+            "phases": (job.ordered_at, *slowest.phases),
+        }
+    )
+    return job.model_copy(
+        update={
+            "interruptions": (*job.interruptions[:-1], closed),
+            "good_seconds": max(0.0, job.good_seconds - lost * loss.step_cost),
+        }
+    )

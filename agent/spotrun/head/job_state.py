@@ -1,0 +1,384 @@
+"""The state of a job as the head keeps it in the bucket (jobs/<id>/state.json), and the actions that change it.
+
+All of it is frozen data. `planner.plan` proposes actions, `apply` here carries them out on paper; the server does
+the I/O that follows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import AliasChoices, Field
+
+from spotrun.wire import Document, Failure, Generation, Kept, Manifest, Member, StateRef
+
+Phase = Literal["queued", "starting", "running", "draining", "waiting", "finishing", "succeeded", "failed", "stopped"]
+ENDED = ("succeeded", "failed", "stopped")
+
+
+class Cause(Document):
+    """Why a generation ended. kind: preempt (with notice), kill, silent (frozen or cut off), crash, hang, grow, end…
+
+    end: the end of a machine was known, and the machine retired before it.
+    """
+
+    kind: str
+    node: str = ""
+
+
+class Interruption(Document):
+    """One interruption. `seconds`: last step before it to first step after it; None while it lasts."""
+
+    kind: str
+    node: str
+    at: float
+    generation: int  # the one it ended
+    step: int  # reached when it came
+    step_cost: float = 0.0  # node-seconds of one step then
+    seconds: float | None = None
+    steps_lost: int | None = None
+    phases: tuple[float, ...] = ()  # of the generation after it: ordered, then as in wire.Worker.phases
+
+
+class Draining(Document):
+    """A generation on its way to a common stop."""
+
+    step: int
+    cause: Cause
+    deadline: float  # when the head stops waiting for it
+
+
+class Saving(Document):
+    """A checkpoint being taken: holder i uploads part i."""
+
+    ref: StateRef
+    holders: tuple[str, ...]
+    since: float
+
+
+class Ending(Document):
+    """What the job will become once its last state is in the bucket."""
+
+    phase: Literal["succeeded", "stopped", "failed"]
+    reason: str = ""
+    deadline: float = 0.0  # finish without the checkpoint then; 0: not yet counting
+    state: StateRef | None = None  # the newest that nodes held when the job ended
+
+
+class Idle(Document):
+    """A job that has had fewer machines than it needs for some time; see `head.idle`.
+
+    since: when that began. tries: how often the cloud was asked again. next: when it is asked again; 0: the machines
+    are still kept. until: when the current try ends; 0: no try is under way.
+    """
+
+    since: float
+    tries: int = 0
+    next: float = 0.0
+    until: float = 0.0
+
+
+class Replacement(Document):
+    """A machine for which the cloud was asked for another.
+
+    created: the machine's own time, which tells it from its successor of the same name. why: what was wrong with one
+    that never served; "": it had served, and was lost. at: when the cloud was last asked. refused: what it said instead
+    of doing so. planned: the machine was well and its end was known; that does not count against the limit.
+    """
+
+    node: str
+    pool: str
+    at: float
+    why: str = ""
+    created: float = 0.0
+    tries: int = 1
+    refused: str = ""
+    planned: bool = False
+
+
+class Progress(Document):
+    """What the current generation has done, from its members' reports."""
+
+    base: int = -1  # step it took up the work at
+    step: int = -1  # newest completed
+    stepped_at: float = 0.0
+    restored_at: float = 0.0
+    pace: float = 0.0  # seconds a step
+    samples_per_second: float = 0.0
+    total_steps: int = 0
+    metrics: dict[str, float] = Field(default={})
+
+
+class JobState(Kept):
+    """Everything the head must know of a job after it was killed."""
+
+    id: str
+    name: str
+    cluster: str
+    epoch: int = 0  # of the head that last took up the job
+    code: str
+    spec: dict[str, object]
+    phase: Phase = "queued"
+    reason: str = ""
+    submitted: float
+    started: float | None = None
+    ended: float | None = None
+    generation: int = 0  # newest number given out
+    current: Generation | None = None
+    ordered_at: float = 0.0  # when `current` was given out, or when the last one ended
+    last: tuple[Member, ...] = ()  # members of the newest generation, in rank order
+    draining: Draining | None = None
+    saving: Saving | None = None
+    checkpoints: tuple[StateRef, ...] = ()  # complete ones, newest first
+    saved_at: float = 0.0
+    dumping: bool = False
+    stopping: str = ""  # why it is to stop, if it is
+    ending: Ending | None = None
+    idle: Idle | None = None
+    restarts: int = 0
+    failure: Failure | None = None
+    failed_node: str = ""
+    stacks: str = ""
+    progress: Progress = Progress()
+    reached: int = 0  # newest step, of whichever generation
+    pace: float = 0.0  # seconds a step, of the newest generation that completed steps
+    joined: dict[str, float] = Field(default={})  # machines whose agents have joined: when each was made
+    # Until version 0.1, the key was `losses`.
+    interruptions: tuple[Interruption, ...] = Field(
+        default=(), validation_alias=AliasChoices("interruptions", "losses")
+    )
+    good_seconds: float = 0.0  # node-seconds in steps that counted, of ended generations
+    node_seconds: float = 0.0
+    cost: float = 0.0  # USD, as far as prices are known
+    unpriced: dict[str, float] = Field(default={})  # machine-seconds by pool that `cost` lacks for that
+    counted_at: float = 0.0  # node_seconds are counted up to here
+
+    @property
+    def ended_already(self) -> bool:
+        return self.phase in ENDED
+
+    @property
+    def newest(self) -> tuple[int, int]:
+        """Generation and step of the newest complete checkpoint."""
+        return max(((ref.generation, ref.step) for ref in self.checkpoints), default=(-1, -1))
+
+
+@dataclass(frozen=True)
+class Start:
+    """Begin a new generation."""
+
+    members: tuple[Member, ...]
+    store: str
+    cause: Cause | None = None
+
+
+@dataclass(frozen=True)
+class EndGeneration:
+    """End the generation; no other can begin yet."""
+
+    cause: Cause | None = None
+    ending: Ending | None = None
+
+
+@dataclass(frozen=True)
+class Drain:
+    """Stop all workers after `step`."""
+
+    step: int
+    cause: Cause
+    deadline: float
+
+
+@dataclass(frozen=True)
+class Save:
+    """Take a checkpoint."""
+
+    ref: StateRef
+    holders: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class AbortSave:
+    """Give up the checkpoint under way."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Fail:
+    """User code failed. Counts as a restart."""
+
+    failure: Failure
+    node: str
+    stacks: str = ""
+
+
+@dataclass(frozen=True)
+class Dump:
+    """The workers hang: keep their stacks, end them."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """End the job early; its state goes into the bucket."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Conclude:
+    """Settle what the job will become, once its state is safe."""
+
+    ending: Ending
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Run the job again from its checkpoint although the script had finished: its last state is lost."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Finish:
+    """End the job."""
+
+    phase: Literal["succeeded", "failed", "stopped"]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Rest:
+    """Give the machines back, or ask for them again."""
+
+    idle: Idle
+    why: str
+
+
+@dataclass(frozen=True)
+class Recreate:
+    """Replace a machine that is lost but that the cloud still counts. The fields are as in `Replacement`."""
+
+    node: str
+    pool: str = ""
+    why: str = ""
+    created: float = 0.0
+    planned: bool = False
+
+
+Action = (
+    Start | EndGeneration | Drain | Save | AbortSave | Fail | Dump | Stop | Conclude | Resume | Finish | Rest | Recreate
+)
+
+
+def apply(job: JobState, action: Action, now: float) -> JobState:
+    """The job after the action."""
+    match action:
+        case Start():
+            job = _end_generation(job, action.cause, now)
+            number = job.generation + 1
+            current = Generation(
+                number=number, members=action.members, store=action.store, checkpoints=job.checkpoints[:8]
+            )
+            return job.model_copy(
+                update={
+                    "generation": number,
+                    "current": current,
+                    "last": action.members,
+                    "ordered_at": now,
+                    "phase": "starting",
+                    "started": job.started or now,
+                    "saving": None,
+                }
+            )
+        case EndGeneration():
+            job = _end_generation(job, action.cause, now)
+            phase = "finishing" if action.ending or job.ending else "waiting"
+            return job.model_copy(update={"phase": phase, "ordered_at": now, "ending": action.ending or job.ending})
+        case Drain():
+            draining = Draining(step=action.step, cause=action.cause, deadline=action.deadline)
+            return job.model_copy(update={"draining": draining, "phase": "draining", "saving": None})
+        case Save():
+            return job.model_copy(update={"saving": Saving(ref=action.ref, holders=action.holders, since=now)})
+        case AbortSave():
+            # Not at once again: what made it fail may still be there.
+            return job.model_copy(update={"saving": None, "saved_at": max(job.saved_at, now - _interval(job) + 2.0)})
+        case Fail():
+            found = {"restarts": job.restarts + 1, "failure": action.failure, "failed_node": action.node}
+            return job.model_copy(update=found | {"stacks": action.stacks or job.stacks})
+        case Dump():
+            return job.model_copy(update={"dumping": True})
+        case Stop():
+            return job.model_copy(update={"stopping": action.reason})
+        case Conclude():
+            return job.model_copy(update={"ending": action.ending})
+        case Resume():
+            return job.model_copy(update={"ending": None, "phase": "waiting", "saving": None})
+        case Finish():
+            job = _end_generation(job, None, now)
+            final = {"phase": action.phase, "reason": action.reason, "ended": now}
+            return job.model_copy(update=final | {"saving": None, "ending": None, "idle": None})
+        case Rest():
+            return job.model_copy(update={"idle": action.idle})
+        case Recreate():
+            return job  # the cluster's, not the job's: see `head.replacements`
+
+
+def saved(job: JobState, complete: tuple[StateRef, ...], manifest: Manifest, now: float) -> JobState:
+    """The job once `manifest` is written; `complete`: the checkpoints that count now, newest first."""
+    ref = StateRef(generation=manifest.generation, step=manifest.step)
+    saving = None if job.saving and job.saving.ref == ref else job.saving
+    # An older generation may have completed the same step: then the bucket has that state under that name.
+    known = complete if ref in complete else (ref, *complete)
+    return job.model_copy(update={"checkpoints": known, "saved_at": now, "saving": saving})
+
+
+def good_seconds(progress: Progress, members: int) -> float:
+    """Node-seconds that a generation spent in completed steps."""
+    return max(0.0, progress.stepped_at - progress.restored_at) * members if progress.step > progress.base else 0.0
+
+
+def _interval(job: JobState) -> float:
+    return float(str(job.spec.get("checkpoint_interval", 300.0)))
+
+
+def _end_generation(job: JobState, cause: Cause | None, now: float) -> JobState:
+    """Book the current generation: its good seconds (corrected when it is known what was lost), and the loss."""
+    if job.current is None:
+        return job
+    members = len(job.current.members)
+    good = good_seconds(job.progress, members)
+    return job.model_copy(
+        update={
+            "current": None,
+            "draining": None,
+            "dumping": False,
+            "interruptions": job.interruptions if cause is None else _book(job, cause, good, now),
+            "good_seconds": job.good_seconds + good,
+            "progress": Progress(total_steps=job.progress.total_steps, metrics=job.progress.metrics),
+        }
+    )
+
+
+def _book(job: JobState, cause: Cause, good: float, now: float) -> tuple[Interruption, ...]:
+    """The interruptions with one more; what strikes before the first step after the last one belongs to that one."""
+    progress = job.progress
+    steps = progress.step - progress.base
+    if job.interruptions and job.interruptions[-1].seconds is None and steps <= 0:
+        last = job.interruptions[-1]
+        kinds = last.kind if cause.kind in last.kind.split("+") else f"{last.kind}+{cause.kind}"
+        nodes = [name for name in (last.node, cause.node) if name]
+        return (
+            *job.interruptions[:-1],
+            last.model_copy(update={"kind": kinds, "node": ", ".join(dict.fromkeys(nodes))}),
+        )
+    loss = Interruption(
+        kind=cause.kind,
+        node=cause.node,
+        at=progress.stepped_at or now,
+        generation=job.current.number if job.current else job.generation,
+        step=max(progress.step, progress.base, 0),
+        step_cost=good / steps if steps > 0 else 0.0,
+    )
+    return (*job.interruptions, loss)

@@ -1,0 +1,129 @@
+"""Read the nodes' signs of life in the bucket, only while no node is heard.
+
+This runs beside the head's turns, in separate threads: a slow bucket delays nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
+from typing import TypeVar
+
+from spotrun.errors import SpotrunError
+from spotrun.head.planner import silence
+from spotrun.head.view import Sign, View
+from spotrun.spec import JobSpec
+from spotrun.store import RECORD, Store, alive_key
+from spotrun.wire import AliveRecord
+
+A = TypeVar("A")
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+PAUSE = 1.0  # seconds between two looks
+AT_ONCE = 4  # objects that are read at the same time
+SWEEP = 600.0  # seconds between two looks for signs of machines that are gone
+
+
+class Signs:
+    """The signs of one cluster. machines: names of those that the cloud lists; None while it does not answer."""
+
+    def __init__(self, store: Store, cluster: str, machines: Callable[[], set[str] | None]) -> None:
+        self._store, self._cluster, self._machines = store, cluster, machines
+        self._found: dict[str, Sign] = {}
+        self._wanted: frozenset[str] = frozenset()
+        self._wake = asyncio.Event()
+        self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="signs")
+        self._warned = ""
+        self._said = ""  # the kind of the last event (`silence.news`)
+
+    @property
+    def found(self) -> Mapping[str, Sign]:
+        """The signs of the wanted nodes, as last read."""
+        return MappingProxyType(dict(self._found))
+
+    def listen(self, view: View, note: Callable[[str, str], None]) -> None:
+        """Choose which signs to look for. Make an event when the news about silent nodes change."""
+        spec = JobSpec.kept(view.job.spec)
+        self.want(silence.watched(view, spec))
+        said = silence.news(view, spec)
+        if said and said[0] != self._said:
+            note("silence", said[1])
+        elif not said and self._said and view.job.current is not None:
+            note("silence", "nodes are heard again")
+        self._said = said[0] if said else ""
+
+    def want(self, nodes: frozenset[str]) -> None:
+        """From now on, look for the signs of these nodes and no others."""
+        if nodes != self._wanted:
+            self._wanted = nodes
+            self._found = {name: sign for name, sign in self._found.items() if name in nodes}
+            self._wake.set()
+
+    async def run(self) -> None:
+        """Look, until cancelled."""
+        try:
+            swept = time.monotonic()
+            while True:
+                self._wake.clear()
+                try:
+                    if self._wanted:
+                        await self.look()
+                    if time.monotonic() - swept > SWEEP:
+                        swept = time.monotonic()
+                        await self.sweep()
+                    self._warned = ""
+                except SpotrunError as error:
+                    if str(error) != self._warned:
+                        log.warning("signs of life: %s", error)
+                    self._warned = str(error)
+                await self._pause(PAUSE if self._wanted else SWEEP)
+        finally:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def look(self) -> None:
+        """Read each wanted sign once. Raises `SpotrunError`; a sign that cannot be read stays as it was."""
+        names = sorted(self._wanted)
+        for error in await asyncio.gather(*map(self._look_for, names), return_exceptions=True):
+            if isinstance(error, BaseException):
+                raise error
+
+    async def sweep(self) -> None:
+        """Remove the signs of machines that are gone. Raises `StoreError`."""
+        prefix = alive_key(self._cluster, "").rsplit("/", 1)[0]
+        keys = await self._in_thread(self._store.list, prefix)
+        known = self._machines()
+        if known is not None:
+            kept = {alive_key(self._cluster, name) for name in known}
+            await self._in_thread(self._store.delete, [key for key in keys if key not in kept])
+
+    async def _look_for(self, name: str) -> None:
+        key = alive_key(self._cluster, name)
+        record = _record(key, await self._in_thread(self._read, key))
+        if name in self._wanted:
+            self._found[name] = silence.seen(self._found.get(name), record, time.time())
+
+    def _read(self, key: str) -> bytes | None:
+        return self._store.find(key, RECORD)
+
+    async def _in_thread(self, work: Callable[[A], T], argument: A) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, argument)
+
+    async def _pause(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._wake.wait()
+        except TimeoutError:
+            return
+
+
+def _record(key: str, data: bytes | None) -> AliveRecord | None:
+    """The sign, if there is one. Raises `SpotrunError` if it cannot be read: another version may have written it."""
+    try:
+        return AliveRecord.model_validate_json(data) if data is not None else None
+    except ValueError as error:
+        raise SpotrunError(f"{key} is not readable: {' '.join(str(error).split())[:200]}") from None

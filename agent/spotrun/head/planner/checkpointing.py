@@ -1,0 +1,147 @@
+"""When a checkpoint is taken, by which nodes, and when it is given up. Pure.
+
+A node that cannot put its part into the bucket tries again by itself, and reports what is wrong (`wire.Trouble`). This
+module decides only when other nodes take over the part, and when a newer state is saved instead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from spotrun.head import view as health
+from spotrun.head.job_state import AbortSave, Action, Finish, Resume, Save
+from spotrun.head.planner import patience
+from spotrun.head.view import Node, View
+from spotrun.spec import JobSpec
+from spotrun.wire import StateRef, Trouble
+
+DRAIN_AHEAD = 0.3  # seconds between choosing a step and reaching it: several times as long as an order takes to arrive
+SAVE_PATIENCE = 1800.0  # seconds for a checkpoint to get into the bucket: it may be large
+SAVE_AGAIN = 5.0  # seconds before a new checkpoint replaces one whose snapshot is gone
+ELSEWHERE = 30.0  # seconds of failing after which other nodes take over a node's part
+NEWER = 300.0  # seconds before a failing checkpoint is given up for a newer one, which costs another copy
+
+
+def secure(view: View, spec: JobSpec) -> tuple[Action, ...] | None:
+    """Put the newest snapshot of a reachable node into the bucket; None: the bucket already has the newest state."""
+    job = view.job
+    newer = patience.unsaved(view)
+    holders = [n for n in newer if n.connected]
+    if not holders:
+        # Do not give up only because no node is seen: a node with the state may be back in a moment.
+        if newer or view.blind():
+            return ()
+        return (AbortSave("no node holds a state that is not in the bucket"),) if job.saving else None
+    holders = [n for n in holders if not health.silent(view, n, spec)] or holders
+    best = max(patience.state(node) for node in holders)
+    names = _able(node for node in holders if patience.state(node) == best)
+    ref = StateRef(generation=best[0], step=best[1])
+    if torn(view, ref):
+        names = names[:1]  # the snapshot of a single node is consistent in itself
+    if not job.saving or job.saving.ref != ref or not set(job.saving.holders) <= set(names):
+        return (Save(ref, names),)
+    gone = any(n.report.late == ref.step for n in holders if n.name in job.saving.holders)
+    again = gone and view.now - job.saving.since > SAVE_AGAIN
+    return (AbortSave("a node does not have that snapshot any more"),) if again else ()
+
+
+def checkpoint(view: View, spec: JobSpec, here: list[Node]) -> tuple[Action, ...]:
+    """Begin a checkpoint when the interval has passed; give up one that does not succeed."""
+    job = view.job
+    if job.saving:
+        return _go_on(view, spec, here)
+    since = max(job.saved_at, job.started or view.now)
+    if job.progress.step <= job.progress.base or view.now - since < spec.checkpoint_interval:
+        return ()
+    step = ahead(view, here, DRAIN_AHEAD)
+    if job.progress.total_steps and step >= job.progress.total_steps:
+        return ()  # the end of the job saves the last state anyway
+    return (Save(StateRef(generation=job.generation, step=step), _members(view, here)),)
+
+
+def closing(view: View, spec: JobSpec) -> Finish | Resume:
+    """The end of a job. Its last state is in the bucket, or the head no longer waits for that.
+
+    If the script had finished and its last state vanished with its nodes, the lost work is done again. The job fails if
+    nodes hold the last state and the bucket does not accept it. The reason says what is lost.
+    """
+    job, holders = view.job, patience.unsaved(view)
+    assert job.ending is not None
+    ending = job.ending
+    last = max([(-1, -1), *map(patience.state, holders), *([(s.generation, s.step)] if (s := ending.state) else [])])
+    if last <= job.newest:
+        unheard = patience.unheard(view) if ending.phase == "stopped" else ""
+        return Finish(ending.phase, "; ".join(filter(None, [ending.reason, unheard])))
+    reachable = [node for node in holders if node.connected and not health.silent(view, node, spec)]
+    kept = f"the newest checkpoint is of step {job.newest[1]}" if job.checkpoints else "there is no checkpoint"
+    names = ", ".join(sorted(node.name for node in holders)) or "the nodes that held it"
+    lost = f"the state after step {last[1]} is lost, it was not saved by {names}"
+    if ending.phase == "succeeded" and not reachable:
+        return Resume(f"{lost}; {kept}")
+    why = next((f" ({_message(node.report.trouble)})" for node in reachable if node.report.trouble), "")
+    phase = "failed" if ending.phase == "succeeded" else ending.phase
+    return Finish(phase, "; ".join(filter(None, [ending.reason, lost + why, kept])))
+
+
+def _go_on(view: View, spec: JobSpec, here: list[Node]) -> tuple[Action, ...]:
+    """Give up the checkpoint under way, if it must be given up."""
+    job = view.job
+    assert job.saving is not None
+    saving, waited = job.saving, view.now - job.saving.since
+    if torn(view, saving.ref):
+        step = ahead(view, here, DRAIN_AHEAD)
+        why = "something that run.track was given differs between nodes; one node saves all of it"
+        return (AbortSave(why), Save(StateRef(generation=job.generation, step=step), _members(view, here)[:1]))
+    if any(node.report.late == saving.ref.step for node in here):
+        return (AbortSave("a worker was past the step already"),)
+    failing = [n for n in here if n.name in saving.holders and (t := n.report.trouble) and t.step == saving.ref.step]
+    others = set(saving.holders) - {node.name for node in failing}
+    long = waited > max(NEWER, spec.checkpoint_interval) or (others and any(map(_steady, failing)))
+    if failing and long:
+        return (AbortSave(f"{failing[0].name} could not save its part: {_message(failing[0].report.trouble)}"),)
+    return (AbortSave(f"not complete after {SAVE_PATIENCE:.0f} s"),) if waited > SAVE_PATIENCE else ()
+
+
+def _members(view: View, here: list[Node]) -> tuple[str, ...]:
+    """Names of the members that each save a part, in the order of their ranks."""
+    members = [member.node for member in view.job.current.members] if view.job.current else []
+    unable = {node.name for node in here} - set(_able(here))
+    return tuple(name for name in members if name not in unable)
+
+
+def _able(nodes: Iterable[Node]) -> tuple[str, ...]:
+    """Names of the nodes that have not failed for long; if there are none, the names of all."""
+    found = sorted(nodes, key=lambda node: node.name)
+    return tuple(node.name for node in [n for n in found if not _steady(n)] or found)
+
+
+def _steady(node: Node) -> bool:
+    """Whether a node has failed so long that other nodes take over. Both times are by the node's clock."""
+    trouble = node.report.trouble
+    return trouble is not None and trouble.at - trouble.since >= ELSEWHERE
+
+
+def _message(trouble: Trouble | None) -> str:
+    return trouble.message if trouble else ""
+
+
+def ahead(view: View, here: list[Node], seconds: float) -> int:
+    """A step that no worker has reached when the order arrives: `seconds` ahead at the present pace, plus a margin.
+
+    The margin is two steps, but at most the steps of one second: with slow steps, two more could outlast a notice. If a
+    worker has passed the step nevertheless, its agent reports that the order was late.
+    """
+    pace = max(view.job.progress.pace or 1.0, 1e-4)
+    newest = max((w.step for n in here for w in n.report.workers), default=view.job.progress.step)
+    stepped_at = max((w.stepped_at for n in here for w in n.report.workers), default=view.now)
+    # Only steps since the last report are unknown: one long step before it does not stand for many short steps.
+    heard = max((n.reported_at for n in here), default=view.now)
+    since = max(0.0, view.now - max(stepped_at, heard))
+    return newest + max(1, math.ceil(round((since + seconds) / pace + min(2.0, 1.0 / pace), 6)))
+
+
+def torn(view: View, ref: StateRef) -> bool:
+    """Whether parts of this checkpoint come from different states: together they would be no valid state."""
+    parts = [part for node in view.nodes if node.report.job == view.job.id for part in node.report.parts]
+    return len({part.whole for part in parts if (part.generation, part.step) == (ref.generation, ref.step)}) > 1

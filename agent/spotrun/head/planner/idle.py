@@ -1,0 +1,104 @@
+"""A job that waits with some machines, but fewer than it needs. These machines cost money and do nothing. Pure.
+
+The job keeps the machines for `hold_idle`, as more may come. Then the head gives them back, once the state that they
+hold is in the bucket, and the pools are empty. The head asks the cloud for all machines again with growing pauses, for
+a short time each. When the cloud has enough machines, the job continues. The job's state holds all of this, so a new
+head continues the same wait.
+"""
+
+from __future__ import annotations
+
+from spotrun.head import view as health
+from spotrun.head.fleet import repair
+from spotrun.head.job_state import Idle, JobState, Rest
+from spotrun.head.planner import absent, patience
+from spotrun.head.view import View
+from spotrun.spec import JobSpec
+
+PROBE = 120.0  # seconds that one try lasts
+AGAIN = 60.0  # seconds until the next try; doubled each time …
+AGAIN_MOST = 1800.0  # … up to this
+
+
+def observe(job: JobState, view: View) -> JobState:
+    """The job, with the time since when it has had fewer machines than it needs."""
+    if job.current is not None or job.ending is not None or job.stopping:
+        return job.model_copy(update={"idle": None}) if job.idle else job
+    if not view.listed:
+        return job  # the cloud does not answer: the number of machines is not known
+    found = usable(view)
+    if len(found) >= JobSpec.kept(job.spec).nodes.min:
+        return job.model_copy(update={"idle": None}) if job.idle else job
+    if job.idle is None and found:  # a job without any machine keeps asking: that costs nothing
+        return job.model_copy(update={"idle": Idle(since=view.now)})
+    return job
+
+
+def decide(view: View, spec: JobSpec) -> tuple[Rest, ...]:
+    """Give the machines back, ask again, or neither."""
+    idle, now = view.job.idle, view.now
+    if idle is None or not view.listed:
+        return ()
+    found, least = len(usable(view)), spec.nodes.min
+    if not idle.next:
+        if now - idle.since < spec.hold_idle or not _saved(view, spec, idle):
+            return ()
+        why = f"{found} of the {least} machines that it needs, for {_minutes(now - idle.since)}: they are given back"
+        return (_later(idle, now, why),)
+    if not idle.until:
+        if now < idle.next:
+            return ()
+        began = idle.model_copy(update={"tries": idle.tries + 1, "until": now + PROBE})
+        return (Rest(began, f"asking the cloud for machines again, for {_minutes(PROBE)} (try {began.tries})"),)
+    if now < idle.until or not _saved(view, spec, idle):
+        return ()
+    return (_later(idle, now, f"still {found} of {least} machines: given back"),)
+
+
+def resting(job: JobState | None) -> bool:
+    """Whether the job's machines have been given back, and the head asks for none at the moment."""
+    return job is not None and job.current is None and job.idle is not None and job.idle.next > 0 and not job.idle.until
+
+
+def condition(view: View) -> dict[str, object] | None:
+    """For operators: since when the job waits, and one line of text."""
+    idle = view.job.idle
+    if idle is None or view.job.current is not None:
+        return None
+    spec = JobSpec.kept(view.job.spec)
+    found = f"{len(usable(view))} of {spec.nodes.min} machines"
+    if resting(view.job):
+        text = f"waiting, machines given back; next try in {_minutes(idle.next - view.now)}"
+    elif idle.until:
+        text = f"waiting, asking the cloud again: {found}, for {_minutes(idle.until - view.now)} more"
+    else:
+        text = f"waiting with {found}; they are given back in {_minutes(idle.since + spec.hold_idle - view.now)}"
+    return {"since": idle.since, "text": text}
+
+
+def usable(view: View) -> set[str]:
+    """Machines that are there for the job, or are booting."""
+    bad = repair.unusable(view)
+    listed = {each.name for each in view.machines if each.state in ("provisioning", "running")}
+    connected = {node.name for node in view.nodes if node.connected and node.cloud not in health.GONE}
+    return (listed | connected).difference(bad)
+
+
+def _saved(view: View, spec: JobSpec, idle: Idle) -> bool:
+    """Whether every state is in the bucket. For the state of a silent machine, wait as long as that state is worth."""
+    holders = patience.unsaved(view)
+    if view.blind() or any(node.connected and not health.silent(view, node, spec) for node in holders):
+        return False
+    away = holders or any(absent.served(view, each) for each in view.machines)
+    return not away or view.now - idle.since > patience.patience(view.job, absent.HOLDER)
+
+
+def _later(idle: Idle, now: float, why: str) -> Rest:
+    pause = min(AGAIN_MOST, AGAIN * 2**idle.tries)
+    return Rest(idle.model_copy(update={"next": now + pause, "until": 0.0}), f"{why}; next try in {_minutes(pause)}")
+
+
+def _minutes(seconds: float) -> str:
+    """90 s, 5 min"""
+    whole = max(0, round(seconds))
+    return f"{whole} s" if whole < 120 else f"{round(whole / 60)} min"

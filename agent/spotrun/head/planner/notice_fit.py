@@ -1,0 +1,37 @@
+"""Whether a drain fits into the notice that a pool's machines get. Pure."""
+
+from __future__ import annotations
+
+from spotrun.head.planner.plan import MARGIN_BEFORE_DEADLINE
+from spotrun.spec import ClusterSpec
+from spotrun.wire import Report
+
+GOOGLE, AMAZON = 30.0, 120.0  # seconds of notice that a preemption gives, unless the pool names another
+
+
+def notice_of(cluster: ClusterSpec, pool: str) -> float:
+    """Seconds that the pool's machines have from the word of a preemption to their end; 0: they are not preempted."""
+    found = next((each for each in cluster.pools if each.name == pool), None)
+    if found is None or found.market != "spot":
+        return 0.0
+    if found.notice is not None:
+        return found.notice
+    like_ec2 = cluster.cloud == "aws" or (cluster.cloud == "local" and cluster.local.metadata == "ec2")
+    return AMAZON if like_ec2 else GOOGLE
+
+
+def too_long(report: Report, notice: float) -> str:
+    """Why no drain of this node will fit into `notice` seconds; "" if one does, or if no snapshot was measured yet.
+
+    A drain goes on to the end of a step, then copies, hashes and commits a snapshot: its size over the measured rate.
+    """
+    took = max((worker.took for worker in report.workers), default=0.0)
+    if took == 0 or notice == 0:
+        return ""
+    pace = max((w.stepping / (w.step - w.base) for w in report.workers if w.step > w.base), default=0.0)
+    if took + pace <= notice - MARGIN_BEFORE_DEADLINE:
+        return ""
+    return (
+        f"a drain of {report.node} takes about {took + pace:.0f} s: {took:.0f} s for the snapshot and {pace:.1f} s for "
+        f"a step. A preemption gives {notice:.0f} s of notice, so it will cost the steps since the newest snapshot"
+    )

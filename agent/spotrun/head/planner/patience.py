@@ -1,0 +1,67 @@
+"""How long the head waits for a state: at most as long as the work in it took, plus a small constant. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from spotrun.head import view as health
+from spotrun.head.job_state import JobState
+from spotrun.head.planner import silence
+from spotrun.head.view import Node, View
+from spotrun.spec import JobSpec
+from spotrun.wire import StateRef
+
+MARGIN = 20.0  # seconds: agents find a new head in 10 s, and a network failure often ends within seconds
+
+
+def at_stake(job: JobState) -> float:
+    """Seconds of work of the newest generation that the newest checkpoint does not hold: steps times seconds a step.
+
+    Both numbers are in the job's state, so that a new head knows them too.
+    """
+    reached = max(job.reached, job.progress.step)
+    return max(0, reached - max(0, job.newest[1])) * (job.progress.pace or job.pace)
+
+
+def patience(job: JobState, most: float) -> float:
+    """Seconds to wait for the state of the newest generation. most: an upper limit."""
+    return min(most, at_stake(job) + MARGIN)
+
+
+def unsaved(view: View) -> list[Node]:
+    """Nodes, heard or not, that hold a newer state than the bucket."""
+    mine = (node for node in view.nodes if node.report.job == view.job.id and not node.gone)
+    return [node for node in mine if state(node) > view.job.newest]
+
+
+def out_of_reach(view: View, spec: JobSpec, most: float) -> bool:
+    """Whether nodes that hold the newest state have been silent for longer than that state is worth."""
+    holders = unsaved(view)
+    if not holders or any(node.connected and not health.silent(view, node, spec) for node in holders):
+        return False
+    if all(silence.stopped(view, node.name) for node in holders):
+        return True
+    since = max(view.awake_since, *(node.reported_at for node in holders))
+    return view.now - since > patience(view.job, most)
+
+
+def unheard(view: View) -> str:
+    """What may be lost with members of the newest generation that this head has never heard; "" if nothing."""
+    job, known = view.job, {node.name for node in view.nodes}
+    names = ", ".join(member.node for member in job.last if member.node not in known)
+    if not names or at_stake(job) <= 0:
+        return ""
+    kept = f"the newest checkpoint is of step {job.newest[1]}" if job.checkpoints else "there is no checkpoint"
+    return f"the state after step {job.reached} is lost, {names} are not heard; {kept}"
+
+
+def state(node: Node) -> tuple[int, int]:
+    """Generation and step of the newest snapshot that a node holds; (-1, -1) if it holds none."""
+    ref = node.report.snapshot
+    return (ref.generation, ref.step) if ref else (-1, -1)
+
+
+def newest(nodes: Iterable[Node]) -> StateRef | None:
+    """The newest snapshot that one of these nodes holds."""
+    found = max(map(state, nodes), default=(-1, -1))
+    return StateRef(generation=found[0], step=found[1]) if found > (-1, -1) else None

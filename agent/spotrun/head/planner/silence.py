@@ -1,0 +1,169 @@
+"""Every member of a generation is silent at once: either the head is cut off, or the nodes are dead. Pure.
+
+The links do not tell which. So the head reads the nodes' signs of life in the bucket (`Sign`), which need no link.
+Ending a generation takes a second signal: the signs have stopped, or the signs continue while no step is completed. If
+steps continue, only the link is cut, and nothing ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from spotrun.head.job_state import JobState
+from spotrun.head.view import ALONE, Node, Sign, View, silent
+from spotrun.spec import JobSpec
+from spotrun.wire import AliveRecord
+
+TELL = 20.0  # seconds of silence before an event says so, and before a stop no longer waits for the nodes
+MISSED = 3  # missing signs in a row after which a node's signs count as stopped
+SLOW = 5.0  # seconds that writing a sign may take
+RECENT = 30.0  # seconds for which an answer of the bucket is used
+LONGEST = 20.0  # the most seconds between two signs, even if a node's sign names more
+
+
+def since(view: View, spec: JobSpec) -> float | None:
+    """Since when no member of the generation is heard; None: there is no member, or one was heard a moment ago."""
+    members = view.members()
+    if not members:
+        return None
+    heard = max(view.began if node is None else node.reported_at for node in members)
+    found = max(heard, view.awake_since)
+    return found if view.now - found > spec.heartbeat_timeout else None
+
+
+def names(view: View) -> frozenset[str]:
+    """Nodes whose connection is still open, and that are not heard."""
+    spec = JobSpec.kept(view.job.spec)
+    return frozenset(node.name for node in view.nodes if node.connected and silent(view, node, spec))
+
+
+def lost(view: View, spec: JobSpec) -> dict[str, str]:
+    """Members that count as lost because two signals agree: name → kind. `health.lost` has all other interruptions."""
+    quiet, current = since(view, spec), view.job.current
+    if quiet is None or current is None or view.now - quiet <= spec.silence_timeout:
+        return {}
+    # Machines that are gone are left out: `health.lost` has them. If the cloud does not answer, no node is lost.
+    listed = {each.name for each in view.machines if each.state == "running"}
+    members = [member for member in current.members if member.node in listed]
+    dead = [each for each in members if stopped(view, each.node) or _another(view, each.node, each.boot)]
+    if not dead and len(members) == len(current.members) and stuck(view, spec):
+        dead = members
+    noticed = {node.name for node in view.nodes if node.noticed}
+    return {each.node: "preempt" if each.node in noticed else "silent" for each in dead}
+
+
+def stopped(view: View, node: str) -> bool:
+    """Whether the node's sign of life has stopped; False if the bucket has not answered lately."""
+    sign = view.signs.get(node)
+    if sign is None or view.now - sign.looked > RECENT:
+        return False
+    return sign.looked - sign.changed > MISSED * min(sign.every or LONGEST, LONGEST) + SLOW
+
+
+def stuck(view: View, spec: JobSpec) -> bool:
+    """Whether the members show signs of life, but none of them has completed a step for too long."""
+    signs = _signs(view)
+    if not signs or any(view.now - sign.looked > RECENT for sign in signs):
+        return False
+    begun = max(_step(view, sign) for sign in signs) > max(view.job.progress.base, -1)
+    patience = spec.hang_timeout if begun else spec.start_timeout
+    return min(sign.looked for sign in signs) - max(sign.advanced for sign in signs) > patience
+
+
+def given_up(view: View, spec: JobSpec) -> bool:
+    """Whether a stop need not wait for the members, because none has been heard for some time."""
+    quiet = since(view, spec)
+    return quiet is not None and view.now - quiet > min(TELL, spec.silence_timeout)
+
+
+def alone(view: View, node: str, spec: JobSpec) -> float:
+    """Seconds to wait for a silent node while no other is heard: the head may be the one that is cut off."""
+    return min(ALONE, spec.silence_timeout) if stopped(view, node) else ALONE
+
+
+def watched(view: View, spec: JobSpec) -> frozenset[str]:
+    """Nodes whose signs of life the head needs: the members of a silent generation, or the last of a waiting job."""
+    if view.job.current is not None:
+        if since(view, spec) is None:
+            return frozenset()
+        return frozenset(member.node for member in view.job.current.members)
+    if any(_heard(view, spec, node) for node in view.nodes):
+        return frozenset()
+    return frozenset(member.node for member in view.job.last)
+
+
+def observe(job: JobState, view: View) -> JobState:
+    """The job with the newest step that signs of life show: the state of a lost generation may hold work up to it."""
+    if job.current is None:
+        return job
+    step = max((_step(view, sign) for sign in _signs(view)), default=-1)
+    return job.model_copy(update={"reached": step}) if step > job.reached else job
+
+
+def seen(before: Sign | None, record: AliveRecord | None, now: float) -> Sign:
+    """The sign after a read at `now`. before: as it was known until then. record: as it was read; None: not there."""
+    if record is None:
+        return replace(before, looked=now) if before and not before.boot else Sign(now, now, now)
+    changed = advanced = now
+    if before is not None and before.boot == record.boot:
+        changed = before.changed if before.clock == record.at else now
+        steps = [(each.job, each.generation, each.step) for each in (before, record)]
+        advanced = before.advanced if steps[0] == steps[1] else now
+    return Sign(
+        changed=changed,
+        advanced=advanced,
+        looked=now,
+        boot=record.boot,
+        clock=record.at,
+        every=record.every,
+        job=record.job,
+        generation=record.generation,
+        step=record.step,
+    )
+
+
+def news(view: View, spec: JobSpec) -> tuple[str, str] | None:
+    """(kind, text) for operators, if every member has been silent for some time. New news have another kind."""
+    quiet = since(view, spec)
+    told = min(TELL, spec.silence_timeout / 2)
+    if quiet is None or view.now - quiet < told or view.job.current is None:
+        return None
+    names = [member.node for member in view.job.current.members]
+    who = f"the only node, {names[0]}, has" if len(names) == 1 else f"all {len(names)} nodes have"
+    return _judged(view, spec, f"{who} been silent for {told:.0f} s or more")
+
+
+def _judged(view: View, spec: JobSpec, who: str) -> tuple[str, str]:
+    signs = _signs(view)
+    assert view.job.current is not None
+    limit = f"after {spec.silence_timeout:.0f} s of silence"
+    if not view.machines:
+        return "cloud", f"{who}; the cloud does not answer either: nothing is ended or replaced"
+    if len(signs) < len(view.job.current.members) or any(view.now - sign.looked > RECENT for sign in signs):
+        return "bucket", f"{who}; looking in the bucket for signs of life, nothing is ended before that"
+    if any(stopped(view, member.node) for member in view.job.current.members):
+        return "dead", f"{who}, and the signs of life in the bucket have stopped: lost {limit}"
+    if any(sign.looked - sign.advanced > MISSED * min(sign.every or LONGEST, LONGEST) + SLOW for sign in signs):
+        return "stuck", f"{who}; the signs of life in the bucket go on, but no step is completed: lost {limit}"
+    return "cut", f"{who}, but the signs of life in the bucket go on: only the link is cut, training is left alone"
+
+
+def _signs(view: View) -> list[Sign]:
+    """The signs of the members. A sign that another agent wrote than the member's is left out."""
+    current = view.job.current
+    found = [(view.signs.get(each.node), each.boot) for each in current.members] if current else []
+    return [sign for sign, boot in found if sign is not None and sign.boot in ("", boot)]
+
+
+def _step(view: View, sign: Sign) -> int:
+    """The step of the current generation that the sign names; -1 if the sign is of another generation."""
+    return sign.step if (sign.job, sign.generation) == (view.job.id, view.job.generation) else -1
+
+
+def _another(view: View, node: str, boot: str) -> bool:
+    sign = view.signs.get(node)
+    return sign is not None and sign.boot not in ("", boot)
+
+
+def _heard(view: View, spec: JobSpec, node: Node) -> bool:
+    return node.connected and not silent(view, node, spec)

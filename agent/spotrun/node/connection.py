@@ -1,0 +1,197 @@
+"""The agent's end of the link to the head: a WebSocket over TLS, pinned to the certificate named in the bucket.
+
+The head knows this node by its address and by a secret whose hash is in the node's own record in the bucket.
+
+Both sides send whole documents, so the link may break and come back at any time: the newest one counts. Training
+goes on meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import Callable
+
+import aiohttp
+from pydantic import ValidationError
+
+from spotrun.errors import LinkError, SpotrunError
+from spotrun.machine import host_keys
+from spotrun.machine.metadata import Identity
+from spotrun.store import Store, head_key
+from spotrun.wire import MAX_MESSAGE, NODE_HEADER, REFUSAL_HEADER, HeadRecord, Order, Report
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT = 0.5  # seconds between reports when nothing changes
+COALESCE = 0.02  # seconds to gather changes before a report goes out
+PING = 4.0  # seconds between WebSocket pings; half of it without a pong and the link counts as cut
+SEND_TIMEOUT = 4.0
+CONNECT_TIMEOUT = 4.0
+BACKOFF = (0.1, 2.0)  # seconds between tries: the first pause, the longest
+
+
+class Link:
+    """Keeps the head informed and hands its orders to `on_order`.
+
+    joined: the address of the head that was told of this node last; empty before the first. `on_joined` is called then.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        cluster: str,
+        identity: Identity,
+        on_order: Callable[[Order], None],
+        on_joined: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.connected = False
+        self.joined = ""
+        self._store, self._cluster, self._identity = store, cluster, identity
+        self._key = head_key(cluster)
+        self._secret = secrets.token_urlsafe(32)  # the same until this agent ends
+        self._introduced = False  # whether the bucket has this node's record, with the secret's hash
+        self._on_order, self._on_joined = on_order, on_joined
+        self._report: Report | None = None
+        self._changed = asyncio.Event()
+        self._epoch = 0
+
+    @property
+    def newest(self) -> Report | None:
+        """The newest report, sent or not."""
+        return self._report
+
+    def publish(self, report: Report) -> None:
+        """Make this the newest report. It goes out at once if more than progress is new, else with the heartbeat."""
+        before, self._report = self._report, report
+        if before is None or _essence(before) != _essence(report):
+            self._changed.set()
+
+    async def run(self) -> None:
+        """Connect, and again whenever the link is lost, until cancelled."""
+        pause = BACKOFF[0]
+        said = ""
+        while True:
+            began = time.monotonic()
+            try:
+                # At the same time: each is a round trip to the bucket.
+                record, _ = await asyncio.gather(self._find_head(), self._introduce())
+                await self._talk(record)
+                problem, said = "the link to the head was lost", ""
+            except aiohttp.ServerFingerprintMismatch as error:
+                found = error.got.hex()
+                problem = f"{error.host}:{error.port} shows certificate {found}, not the one in {self._key}: refused"
+            except aiohttp.WSServerHandshakeError as error:
+                # The record may have been removed, for example by a `make down` that was interrupted.
+                self._introduced = self._introduced and error.status != 401
+                reason = error.headers.get(REFUSAL_HEADER) if error.headers else None
+                reason = reason or "it does not say why"
+                problem = f"no link: the head refuses this node: {reason} (status {error.status})"
+            except (SpotrunError, aiohttp.ClientError, OSError, TimeoutError) as error:
+                problem = f"no link to the head: {error!r}" if not isinstance(error, SpotrunError) else str(error)
+            if problem != said:
+                log.warning("%s; trying again", problem)
+            said = problem
+            if time.monotonic() - began > BACKOFF[1]:
+                pause = BACKOFF[0]
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, BACKOFF[1])
+
+    async def _introduce(self) -> None:
+        """Publish this machine's host keys, for operators, and the hash of its secret, for the head."""
+        if not self._introduced:
+            identity = self._identity
+            await asyncio.to_thread(
+                host_keys.publish, self._store, self._cluster, identity.name, identity, self._secret
+            )
+            self._introduced = True
+
+    async def _find_head(self) -> HeadRecord:
+        data = await asyncio.to_thread(self._store.find, self._key)
+        if data is None:
+            raise LinkError(f"there is no {self._key} in {self._store.url}; has the head started?")
+        try:
+            record = HeadRecord.model_validate_json(data)
+            if len(bytes.fromhex(record.fingerprint)) != 32:
+                raise ValueError("the fingerprint is not a sha256")
+        except ValueError as error:
+            raise LinkError(f"{self._key} is not a head's record: {_first_line(error)}") from None
+        return record
+
+    async def _talk(self, record: HeadRecord) -> None:
+        """One connection, until it ends. The certificate is compared before anything is sent."""
+        url = f"https://{record.address}:{record.port}/agent"
+        pin = aiohttp.Fingerprint(bytes.fromhex(record.fingerprint))
+        identity = self._identity
+        headers = {"Authorization": f"Bearer {record.token or self._secret}", NODE_HEADER: identity.name}
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT)
+        # Connect from the address that the cloud lists for this machine: the machine may have others too.
+        connector = aiohttp.TCPConnector(local_addr=(identity.address, 0) if identity.address else None)
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=False) as session:
+            async with asyncio.timeout(2 * CONNECT_TIMEOUT):
+                socket = await session.ws_connect(
+                    url,
+                    ssl=pin,
+                    headers=headers,
+                    heartbeat=PING,
+                    max_msg_size=MAX_MESSAGE,
+                    compress=0,
+                    timeout=aiohttp.ClientWSTimeout(ws_close=1.0),
+                )
+            log.info("connected to the head at %s:%s", record.address, record.port)
+            self.connected = True
+            sender = asyncio.create_task(self._send(socket, f"{record.address}:{record.port}"))
+            try:
+                await self._receive(socket)
+            finally:
+                self.connected = False
+                sender.cancel()
+                await asyncio.gather(sender, return_exceptions=True)  # this task's own cancellation gets through
+                await socket.close()
+
+    async def _send(self, socket: aiohttp.ClientWebSocketResponse, head: str) -> None:
+        told = False
+        try:
+            while not socket.closed:
+                self._changed.clear()
+                if self._report is not None:
+                    async with asyncio.timeout(SEND_TIMEOUT):
+                        await socket.send_str(self._report.model_dump_json())
+                    if not told:
+                        told, self.joined = True, head
+                        self._on_joined()
+                await asyncio.sleep(COALESCE)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(HEARTBEAT - COALESCE):
+                        await self._changed.wait()
+        finally:
+            if not socket.closed:
+                await socket.close()
+
+    async def _receive(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        async for message in socket:
+            if message.type is not aiohttp.WSMsgType.TEXT:
+                log.warning("a %s frame from the head: ignored", message.type.name)
+                continue
+            try:
+                order = Order.model_validate_json(message.data)
+            except ValidationError as error:
+                log.warning("a message from the head is not an order, ignored: %s", _first_line(error))
+                continue
+            if order.epoch < self._epoch:
+                log.warning("an order of head %s came after head %s had spoken: refused", order.epoch, self._epoch)
+                continue
+            self._epoch = order.epoch
+            self._on_order(order)
+
+
+def _essence(report: Report) -> Report:
+    """The report without what changes all the time."""
+    return report.model_copy(update={"workers": (), "snapshot": None})
+
+
+def _first_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]

@@ -1,0 +1,48 @@
+"""Whether NCCL can use EFA: `python -m spotrun.node.health.nccl_check`. The last line of its output says why not.
+
+NCCL takes its plugin for EFA (aws-ofi-nccl) by the name `libnccl-net.so`, and sends over TCP without a word if that
+cannot be loaded. The plugin, and libfabric, take CUDA's runtime by the name `libcudart.so` only when they are to begin
+(aws-ofi-nccl, nccl_ofi_cuda.cpp), unless they were built with it; torch brings it by another name.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from pathlib import Path
+
+PLUGIN, RUNTIME = "libnccl-net.so", "libcudart.so"
+
+
+def main() -> None:
+    problem = check()
+    if problem:
+        sys.exit(problem)
+
+
+def check(plugin: str = PLUGIN, runtime: str = RUNTIME) -> str:
+    """Why the plugin, or what it takes by name later, cannot be loaded; empty if both can."""
+    before = _mapped()
+    try:
+        ctypes.CDLL(plugin)
+    except OSError as error:
+        return f"its plugin cannot be loaded: {error}"
+    name = runtime.encode() + b"\0"
+    users = [path.name for path in sorted(_mapped() - before) if name in path.read_bytes()]
+    if users:
+        try:
+            ctypes.CDLL(runtime)
+        except OSError as error:
+            return f"{', '.join(users)} cannot load what it needs: {error}"
+    return ""
+
+
+def _mapped() -> set[Path]:
+    """The files that are part of this process."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    cells = [line.split(maxsplit=5) for line in lines]
+    return {path for path in (Path(each[5]) for each in cells if len(each) == 6) if path.is_file()}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""The agent's side of the launcher (see `workers`): starting it, telling it, hearing from it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from spotrun.node.launch.preload import MODULES
+from spotrun.node.launch.worker import Task
+
+log = logging.getLogger(__name__)
+
+# -P: no module of the working directory comes before the installed ones.
+_PROGRAM = (
+    "from spotrun.node.launch import preload; lines = preload.serve(); "
+    "from spotrun.node.launch.server import main; main(*lines)"
+)
+COMMAND = (sys.executable, "-P", "-c", _PROGRAM)
+END_TIMEOUT = 3.0  # seconds from the end of its input to its end, before it is killed
+
+
+class Launcher:
+    """A launcher process of this agent. `store` is empty until it is ready, and again when it has ended."""
+
+    def __init__(self, on_event: Callable[[dict[str, Any]], None]) -> None:
+        self.store = ""
+        self._on_event = on_event
+        self._process: asyncio.subprocess.Process | None = None
+        self._reader: asyncio.Task[None] | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
+    async def begin(self, address: str, procs: int, env: dict[str, str], modules: Sequence[str]) -> None:
+        """Start the process. `modules` are imported ahead for the workers."""
+        self._process = await asyncio.create_subprocess_exec(
+            *COMMAND, str(os.getpid()), address, str(procs),
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=env | {MODULES: " ".join(modules)},
+            limit=1 << 20,
+        )  # fmt: skip
+        self._reader = asyncio.create_task(self._read(self._process))
+
+    def start(self, generation: int, rank: int, nodes: int, store: str, tasks: Sequence[Task]) -> None:
+        """Have it start the workers of a generation."""
+        word = {"do": "start", "generation": generation, "rank": rank, "nodes": nodes, "store": store}
+        line = json.dumps(word | {"tasks": [asdict(task) for task in tasks]})
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.write(line.encode() + b"\n")
+
+    async def end(self, timeout: float = END_TIMEOUT) -> None:
+        """End it and all its workers."""
+        process, self.store = self._process, ""
+        if process is None or self._reader is None:
+            return
+        if process.stdin is not None:
+            process.stdin.close()
+        try:
+            async with asyncio.timeout(timeout):
+                await process.wait()
+        except TimeoutError:
+            log.warning("the launcher did not end by itself: killed")
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()  # the kernel ends the server and the workers with it
+        await self._reader
+
+    async def _read(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None
+        while line := await process.stdout.readline():
+            try:
+                event = json.loads(line)
+            except ValueError:
+                log.warning("the launcher said %.200r: ignored", line)
+                continue
+            if event["be"] in ("ready", "store"):
+                self.store = event["store"]
+            self._on_event(event)
+        code = await process.wait()
+        self.store = ""
+        self._on_event({"be": "ended", "code": code})

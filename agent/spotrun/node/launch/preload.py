@@ -1,0 +1,105 @@
+"""What the forkserver does before it forks: end with its parent, and import what every worker will need.
+
+It is named as the forkserver's one preloaded module; an exception here would end the server, so none gets out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib
+import os
+import sys
+import tempfile
+from multiprocessing import forkserver, reduction, util
+from pathlib import Path
+from typing import Any
+
+from spotrun.machine import private
+from spotrun.machine.process import die_with_parent
+
+MODULES = "SPOTRUN_PRELOAD"  # the variable: names, separated by spaces
+PARENT = "SPOTRUN_LAUNCHER"  # the variable: the launcher's pid
+SOCKETS = "SPOTRUN_SOCKETS"  # the variable: folder of the socket on which the launcher asks for forks
+LONGEST = 107 - len("/pymp-12345678/listener-12345678")  # bytes of that folder's path (unix(7), sun_path)
+BASE = ("torch", "torch._dynamo", "numpy", "spotrun.node.launch.worker", "spotrun.train.run")
+
+UNIFIED_MEMORY = "/dev/nvidia-uvm"
+SERVER = os.getpid()  # a worker compares it with its parent's pid
+used_cuda = False
+
+
+def serve() -> tuple[int, int]:
+    """Start the forkserver, from the launcher's main thread, so that it imports torch while the launcher does.
+
+    Standard input and output are put out of everybody's reach first: stray prints must not get between the launcher's
+    lines. Their new descriptors are returned.
+    """
+    die_with_parent(int(sys.argv[1]))
+    lines = os.dup(0), os.dup(1)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    os.dup2(2, 1)
+    os.environ[PARENT] = str(os.getpid())
+    # torch.cuda.is_available() then asks NVML and not the driver: no fork can use CUDA once the driver is initialised
+    # (https://docs.pytorch.org/docs/stable/cuda_environment_variables.html).
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    # Python 3.11.0 would use an abstract socket, which has no owner and no mode.
+    util.abstract_sockets_supported = False  # type: ignore[misc]
+    forkserver.set_forkserver_preload([__name__])
+    # Not by TMPDIR, which is for the workers to inherit. Nobody removes the socket if the launcher is killed.
+    tempfile.tempdir = os.environ.pop(SOCKETS, None)
+    forkserver.ensure_running()
+    tempfile.tempdir = None
+    return lines
+
+
+def _import_all() -> None:
+    global used_cuda
+    for name in (*BASE, *os.environ.get(MODULES, "").split()):
+        try:
+            importlib.import_module(name)
+        except BaseException as error:  # an import may even exit; the worker will meet it again, and report it
+            print(f"preload: {name} was not imported: {error!r}", file=sys.stderr, flush=True)
+    torch = sys.modules.get("torch")
+    used_cuda = (torch is not None and torch.cuda.is_initialized()) or driver_in_use()
+
+
+def driver_in_use(descriptors: Path = Path("/proc/self/fd")) -> bool:
+    """Whether anything in this process, torch or not, has initialised CUDA's driver.
+
+    `cuInit` opens the device of unified memory and keeps it open; NVML, which forks survive, opens other devices.
+    """
+    for each in descriptors.iterdir():
+        with contextlib.suppress(OSError):  # the descriptor of this listing is gone
+            if os.readlink(each) == UNIFIED_MEMORY:
+                return True
+    return False
+
+
+def poisoned() -> bool:
+    """In a fork: whether CUDA cannot be used, because the server has initialised CUDA or counted the devices."""
+    torch = sys.modules.get("torch")
+    return used_cuda or (torch is not None and torch.cuda._is_in_bad_fork())
+
+
+def _guard() -> None:
+    """Make the server ignore requests from processes of other users: a fork runs any code that a request names.
+
+    The modes of the socket and its folder are the first guard. Python 3.14 also has a key.
+    """
+    receive = reduction.recvfds
+
+    def recvfds(sock: Any, size: int) -> Any:
+        if not private.trusts(sock):
+            raise ConnectionAbortedError(errno.ECONNABORTED, "another user's process")  # the server's loop goes on
+        return receive(sock, size)
+
+    reduction.recvfds = recvfds
+
+
+if os.environ.get(PARENT) == str(os.getppid()):
+    die_with_parent(os.getppid())
+    _guard()
+    _import_all()

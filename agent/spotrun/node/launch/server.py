@@ -1,0 +1,297 @@
+"""The launcher: a process between the agent, which has no torch, and the workers, which are forks of a warm server.
+
+torch elastic keeps the worker group; its rendezvous is the agent's word. The two speak JSON lines over this process's
+standard input and output:
+
+    agent → launcher   {"do": "start", "generation", "rank", "nodes", "store", "tasks": [...]}; end of file: end all
+    launcher → agent   ready(store) · store(store) · started(generation, pids) · exited(generation, local_rank, code) ·
+                       refused(generation, why)
+
+A generation whose workers still live is ended by the next start. Run by `launcher.COMMAND` and not by `python -m`:
+a main module with a name would be imported again by each worker.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+from dataclasses import dataclass, replace
+from multiprocessing import connection, forkserver, get_context
+from multiprocessing.context import ForkServerProcess
+from typing import Any
+
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.events.api import Event, EventSource
+from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError, RendezvousHandler, RendezvousInfo
+from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
+
+from spotrun.machine.process import descendants, kill
+from spotrun.node.launch import preload
+from spotrun.node.launch import worker as entry
+
+log = logging.getLogger(__name__)
+
+FOREVER = 2**31  # restarts: whether there is another is the head's decision
+POISONED = 3  # exit code of the trial process if the imports have initialised CUDA, which no fork can use
+
+
+@dataclass(frozen=True)
+class Start:
+    """The agent's word: be node `rank` of `nodes` in a generation."""
+
+    generation: int
+    rank: int
+    nodes: int
+    store: str
+    tasks: tuple[entry.Task, ...]
+
+
+class Voice:
+    """Lines to the agent."""
+
+    def __init__(self, fd: int) -> None:
+        self._out = os.fdopen(fd, "w", buffering=1, encoding="utf-8")
+        self._lock = threading.Lock()
+
+    def say(self, **values: object) -> None:
+        with self._lock:
+            print(json.dumps(values), file=self._out, flush=True)
+
+
+class Stores:
+    """TCPStores on this node's address: one for the generation that runs, a fresh one for the next."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._current: TCPStore | None = None
+        self._make()
+
+    def take(self, endpoint: str) -> bool:
+        """Put the fresh one to use, and make another; False if `endpoint` is not it."""
+        if endpoint != self.endpoint:
+            return False
+        self._current = self._next  # the one before goes, and with it all keys of its generation
+        self._make()
+        return True
+
+    def _make(self) -> None:
+        listener = socket.socket(socket.AF_INET6 if ":" in self._address else socket.AF_INET)
+        listener.bind((self._address, 0))
+        listener.listen(1024)
+        port = listener.getsockname()[1]
+        self._next = TCPStore(
+            self._address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        self.endpoint = f"{self._address}:{port}"
+
+
+class AgentsWord(RendezvousHandler):
+    """A rendezvous that has been held already, by the head: `next_rendezvous` waits for the agent to pass it on."""
+
+    def __init__(self, stores: Stores, voice: Voice) -> None:
+        self.wake_fd, self._wake = os.pipe()
+        self._stores, self._voice = stores, voice
+        self._words: queue.Queue[Start | None] = queue.Queue()
+        self.start: Start | None = None
+        self._closed = False
+
+    def put(self, word: Start | None) -> None:
+        """Pass on the agent's word (from the reading thread); None: no more will come."""
+        self._words.put(word)
+        os.write(self._wake, b"!")
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        while not self._closed:
+            word = self._words.get()
+            os.read(self.wake_fd, 1)
+            if word is None:
+                self._closed = True
+                break
+            if word.rank == 0 and not self._stores.take(word.store):
+                self._voice.say(be="refused", generation=word.generation, why=f"no store is held at {word.store}")
+                continue
+            self.start = word
+            host, _, port = word.store.rpartition(":")
+            if word.rank == 0:
+                self._voice.say(be="store", store=self._stores.endpoint)
+            # Ranks are known and workers meet at the first node's store; torch elastic itself stores nothing.
+            return RendezvousInfo(HashStore(), word.rank, word.nodes, RendezvousStoreInfo(host, int(port)))
+        raise RendezvousGracefulExitError("the agent has closed the launcher")
+
+    def num_nodes_waiting(self) -> int:
+        return 0 if self._words.empty() else 1
+
+    def get_backend(self) -> str:
+        return "spotrun"
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def get_run_id(self) -> str:
+        return str(self.start.generation) if self.start else "0"
+
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def set_closed(self) -> None:
+        self._closed = True
+
+    def shutdown(self) -> bool:
+        return True
+
+
+class Workers(SimpleElasticAgent):
+    """torch elastic's agent over forks of the warm server. It waits on the processes themselves and never polls.
+
+    When one worker fails the others are left alone: the spotrun agent ends them once their snapshot is safe.
+    """
+
+    def __init__(self, spec: WorkerSpec, word: AgentsWord, voice: Voice) -> None:
+        super().__init__(spec, exit_barrier_timeout=0)
+        self._word, self._voice = word, voice
+        self._processes: list[ForkServerProcess] = []
+        self._codes: dict[int, int] = {}
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        start = self._word.start
+        assert start is not None
+        self._codes, self._processes = {}, []
+        for worker, task in zip(worker_group.workers, start.tasks, strict=True):
+            env = self._environment(worker_group, worker.local_rank, start.generation)
+            task = replace(task, env=task.env | env)
+            process = get_context("forkserver").Process(
+                target=entry.run, args=(task,), name=f"rank{worker.global_rank}"
+            )
+            process.start()
+            self._processes.append(process)
+        pids = [process.pid for process in self._processes]
+        self._voice.say(be="started", generation=start.generation, pids=pids)
+        return dict(enumerate(pids))
+
+    def _environment(self, group: WorkerGroup, local_rank: int, generation: int) -> dict[str, str]:
+        """What torchrun sets (https://docs.pytorch.org/docs/stable/elastic/run.html, "Environment Variables").
+
+        But for TORCH_NCCL_ASYNC_ERROR_HANDLING=1, which has a worker abort its communicators before it ends, and that
+        may hang with a peer gone. torch's own default, 3, ends it at once (ProcessGroupNCCL.hpp).
+        """
+        spec, worker = group.spec, group.workers[local_rank]
+        return {
+            "RANK": str(worker.global_rank),
+            "LOCAL_RANK": str(local_rank),
+            "GROUP_RANK": str(group.group_rank),
+            "ROLE_RANK": str(worker.role_rank),
+            "ROLE_NAME": spec.role,
+            "LOCAL_WORLD_SIZE": str(spec.local_world_size),
+            "WORLD_SIZE": str(worker.world_size),
+            "GROUP_WORLD_SIZE": str(group.group_world_size),
+            "ROLE_WORLD_SIZE": str(worker.role_world_size),
+            "MASTER_ADDR": str(group.master_addr),
+            "MASTER_PORT": str(group.master_port),
+            "TORCHELASTIC_RESTART_COUNT": str(generation - 1),
+            "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
+            "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        alive = {p.sentinel: i for i, p in enumerate(self._processes) if i not in self._codes}
+        for sentinel in connection.wait([*alive, self._word.wake_fd]):
+            if isinstance(sentinel, int) and sentinel in alive:
+                self._reap(alive[sentinel])
+        if len(self._codes) < len(self._processes):
+            return RunResult(WorkerState.HEALTHY)
+        if any(self._codes.values()):
+            return RunResult(WorkerState.FAILED)
+        return RunResult(WorkerState.SUCCEEDED, {worker.global_rank: None for worker in worker_group.workers})
+
+    def _reap(self, index: int) -> None:
+        process = self._processes[index]
+        process.join()
+        code = process.exitcode if process.exitcode is not None else 1
+        self._codes[index] = code
+        generation = self._word.start.generation if self._word.start else 0
+        self._voice.say(be="exited", generation=generation, local_rank=index, code=code)
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        self._shutdown()
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGKILL, timeout: int = 30) -> None:
+        for index, process in enumerate(self._processes):
+            if index not in self._codes and process.pid is not None:
+                below = descendants(process.pid)
+                process.kill()
+                kill(below)
+        for index in range(len(self._processes)):
+            if index not in self._codes:
+                self._reap(index)
+
+    def _construct_event(self, state: str, source: EventSource, *_: object, **__: object) -> Event:
+        """Without the look-up of this machine's full name, for which torch elastic would wait on DNS at each event."""
+        return Event(f"torchelastic.worker.status.{state}", source)
+
+    def _exit_barrier(self) -> None:
+        """Nobody waits for the others here: this process outlives the generation anyway."""
+
+
+def main(lines_in: int, lines_out: int) -> None:
+    """The launcher's life, after `preload.serve`. Arguments: its parent's pid, the node's address, workers per node."""
+    address, procs = sys.argv[2], int(sys.argv[3])
+    logging.basicConfig(level=logging.WARNING, format="launcher: %(message)s")
+    os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # ranks follow from the node's: no store needed
+    voice = Voice(lines_out)
+    stores = Stores(address)
+    _warm_up()
+    word = AgentsWord(stores, voice)
+    threading.Thread(target=_listen, args=(word, lines_in), daemon=True).start()
+    voice.say(be="ready", store=stores.endpoint)
+    while not word.is_closed():
+        spec = WorkerSpec(
+            role="worker",
+            local_world_size=procs,
+            rdzv_handler=word,
+            entrypoint=entry.run,
+            max_restarts=FOREVER,
+            monitor_interval=1e-4,
+        )
+        Workers(spec, word, voice).run()
+
+
+def trial() -> None:
+    """The first fork: once it has ended, the server is warm."""
+    os._exit(POISONED if preload.poisoned() else 0)
+
+
+def _warm_up() -> None:
+    for _ in range(2):
+        process = get_context("forkserver").Process(target=trial)
+        process.start()
+        process.join()
+        if process.exitcode != POISONED:
+            break
+        log.warning("importing %s ahead initialises CUDA: not done", os.environ.pop(preload.MODULES, ""))
+        forkserver._forkserver._stop()  # type: ignore[attr-defined]
+    if process.exitcode != 0:
+        raise SystemExit(f"launcher: a trial worker ended with {process.exitcode}")
+
+
+def _listen(word: AgentsWord, fd: int) -> None:
+    for line in os.fdopen(fd, encoding="utf-8"):
+        values = json.loads(line)
+        values.pop("do")
+        tasks = tuple(entry.Task(**{**task, "args": tuple(task["args"])}) for task in values.pop("tasks"))
+        word.put(Start(**values, tasks=tasks))
+    word.put(None)

@@ -1,0 +1,142 @@
+"""What a worker does: become, as far as it can be told, `python script.py args…`, and say why if it ends early.
+
+It is a fork of the forkserver, so torch is imported already. Its standard output and error go to the rank's log.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+import types
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from spotrun.machine import private
+from spotrun.machine.process import die_with_parent, kill_descendants, offer_to_oom_killer
+from spotrun.node.launch import preload
+from spotrun.state import exit_note
+from spotrun.state.control import EXIT_PEER, Control
+
+
+@dataclass(frozen=True)
+class Task:
+    """One worker's part of a generation."""
+
+    root: str  # the unpacked bundle: the working directory
+    script: str  # relative to it
+    args: tuple[str, ...]
+    log: str
+    control: str
+    generation: int
+    env: dict[str, str]
+
+
+def run(task: Task) -> None:
+    """Run the script in this process, a child of the forkserver. Returns only if it succeeds."""
+    forked = time.time()
+    die_with_parent(preload.SERVER)
+    offer_to_oom_killer()
+    os.environ.update(task.env)
+    if mask := os.environ.get(private.UMASK):
+        os.umask(int(mask, 8))
+    control = Control(Path(task.control))
+    rank = int(task.env["RANK"])
+    control.generation, control.pid, control.rank, control.forked = task.generation, os.getpid(), rank, forked
+    _redirect(task.log)
+    faulthandler.enable(all_threads=True)
+    faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
+    _pass_over_sigterm()
+    _leave_alone()
+    os.chdir(task.root)
+    path = Path(task.root, task.script)
+    sys.argv = [str(path), *task.args]
+    sys.path.insert(0, str(path.parent))
+    # How this process came to be is no business of the script's own: a DataLoader's workers are made as under `python`.
+    multiprocessing.set_start_method(None, force=True)
+    try:
+        _run_as_main(path)
+        # A process of multiprocessing would pass over these two.
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+        if code == 0:
+            atexit._run_exitfuncs()
+            return
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+        _fail(task, "user", f"the script exited with code {code}", "", (code & 0xFF) or 1)
+    except BaseException as error:
+        text = "".join(traceback.format_exception(error.with_traceback(_script_part(error.__traceback__))))
+        print(text, file=sys.stderr, end="")
+        said = "".join(traceback.format_exception_only(error)).strip()
+        message = exit_note.sum_up(said) if "Last error:" in said else said.splitlines()[-1]
+        if _is_peer_failure(error):
+            _fail(task, "peer", message, text, EXIT_PEER)
+        _fail(task, "user", message, text, 1)
+
+
+def _pass_over_sigterm() -> None:
+    """The agent ends workers with SIGKILL, when their snapshot is safe; a machine's shutdown must not come before it.
+
+    Not so their children: a DataLoader ends its own with SIGTERM, and waits. Those that exec another program get
+    the default by themselves, as this is a handler and not SIG_IGN.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    signal.siginterrupt(signal.SIGTERM, False)
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+
+
+def _leave_alone() -> None:
+    """Have nothing that the script has started outlive this process when `spotrun.train` ends it."""
+    from spotrun.train.failures import before_leaving
+
+    before_leaving(kill_descendants)
+
+
+def _redirect(log: str) -> None:
+    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    os.close(handle)
+    sys.stdout = open(1, "w", buffering=1, closefd=False, encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False, encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
+
+
+def _run_as_main(path: Path) -> None:
+    """Execute the file as `__main__`. Unlike runpy's, this module stays: exit handlers may still use it."""
+    main = types.ModuleType("__main__")
+    main.__file__ = str(path)
+    main.__dict__["__builtins__"] = __builtins__
+    sys.modules["__main__"] = main
+    exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), main.__dict__)
+
+
+def _script_part(trace: types.TracebackType | None) -> types.TracebackType | None:
+    """The traceback without this module's own frames."""
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    return trace
+
+
+def _is_peer_failure(error: BaseException) -> bool:
+    from spotrun.train.failures import is_peer_failure
+
+    return is_peer_failure(error)
+
+
+def _fail(task: Task, kind: str, message: str, trace: str, code: int) -> NoReturn:
+    """Say why, and leave at once: other threads may be stuck in a collective."""
+    exit_note.leave(task.control, kind, int(task.env["RANK"]), message, trace)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    kill_descendants()
+    os._exit(code)

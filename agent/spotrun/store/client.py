@@ -1,0 +1,308 @@
+"""The bucket: one small synchronous interface over obstore, see `store.keys` for what lies where.
+
+Callers in an event loop use `asyncio.to_thread`. URLs: `gs://…`, `s3://…`, `file:///…` or a plain path. The usual
+environment variables of each cloud apply (`AWS_ENDPOINT_URL`, `GOOGLE_APPLICATION_CREDENTIALS`, …).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import obstore
+from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
+from obstore.store import LocalStore, ObjectStore, from_url
+
+from spotrun.errors import ConflictError, NotFound, SpotrunError, StoreError
+from spotrun.store.keys import LOG_TAG
+
+Version = tuple[tuple[str, str], ...]  # of an object: how the bucket tells it from its older versions
+Credentials = Any  # one of obstore's credential providers; they share no type
+_SMALL = 1 << 20  # bytes of a document at most
+_PART = 8 << 20  # bytes of an upload's part
+_RANGE, _AT_ONCE = 32 << 20, 4  # bytes of a download's part, and how many parts are fetched at once
+_LOCK = 10.0  # seconds to wait for another process that replaces an object in the same folder
+# A bucket that does not exist is a FileNotFoundError, a key that no bucket can have (a//b, ../a) a ValueError.
+_ERRORS = (BaseError, OSError, ValueError)
+
+
+class Store:
+    """The bucket at `url`. Every method raises `StoreError` naming the key when the bucket does not answer."""
+
+    def __init__(self, url: str, region: str = "", credentials: Credentials | None = None) -> None:
+        """region: of an S3 bucket. credentials: instead of those that the environment or the machine has."""
+        self.url = url
+        options: dict[str, Any] = {}
+        quick: dict[str, Any] = {}
+        try:
+            if "://" not in url or url.startswith("file://"):
+                root = Path(unquote(urlsplit(url).path) if "://" in url else url).absolute()
+                root.mkdir(parents=True, exist_ok=True)
+                self._store: ObjectStore = LocalStore(root)
+            else:
+                options = {"credential_provider": credentials} if credentials else {}
+                if region and url.startswith("s3://"):
+                    options["region"] = region
+                self._store = from_url(url, **options)
+                quick = _quick()
+            self._quick = from_url(url, **options, **quick) if quick else self._store
+        except _ERRORS as error:
+            raise StoreError(f"{self.url}: not a bucket that can be used: {_why(error)}") from None
+
+    @classmethod
+    def as_operator(cls, url: str, region: str = "") -> Store:
+        """The bucket with what the clouds' own command line tools are logged in with: profiles, single sign-on, ….
+
+        Raises `StoreError` if they are not logged in.
+        """
+        credentials: Credentials | None = None
+        try:
+            if url.startswith("s3://"):
+                from obstore.auth.boto3 import Boto3CredentialProvider
+
+                credentials = Boto3CredentialProvider()
+            elif url.startswith("gs://") and not os.environ.get("GOOGLE_SERVICE_ACCOUNT_KEY"):
+                import google.auth
+                from obstore.auth.google import GoogleCredentialProvider
+
+                found, _ = google.auth.default(scopes=["https://www.googleapis.com/auth/cloud-platform"])
+                credentials = GoogleCredentialProvider(found)
+        except Exception as error:  # of two libraries, each with many kinds of its own
+            login = "aws sso login" if url.startswith("s3://") else "gcloud auth application-default login"
+            raise StoreError(f"{url}: no credentials for the bucket, sign in with `{login}`: {_why(error)}") from None
+        store = cls(url, region, credentials)
+        store._quick = store._store  # a person's line may be slow, and a person waits
+        return store
+
+    def get(self, key: str, most: int | None = None) -> bytes:
+        """The object's bytes. Raises `NotFound`, and `StoreError` if there are more than `most`."""
+        try:
+            found = obstore.get(self._quick, key)
+            if most is not None and found.meta["size"] > most:
+                raise StoreError(f"{self.url}: {key} has {found.meta['size']} bytes; at most {most} are read")
+            return bytes(found.bytes())
+        except FileNotFoundError:
+            raise NotFound(f"{self.url}: no object {key}") from None
+        except _ERRORS as error:
+            raise StoreError(f"{self.url}: cannot read {key}: {_why(error)}") from error
+
+    def find(self, key: str, most: int | None = None) -> bytes | None:
+        """The object's bytes, or None if there is none. most: as for `get`."""
+        try:
+            return self.get(key, most)
+        except NotFound:
+            return None
+
+    def put(self, key: str, data: bytes | Path) -> None:
+        """Write or replace an object, whole or not at all; a `Path` is uploaded in parts."""
+        # S3's lifecycle rules tell objects by their beginnings and tags, and logs have no beginning of their own.
+        tags = LOG_TAG if key.endswith(".log") and self.url.startswith("s3://") else None
+        try:
+            if isinstance(data, Path):
+                # At most 10,000 parts: https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html, GCS alike
+                part = max(_PART, data.stat().st_size // 9000)
+                obstore.put(self._store, key, data, tags=tags, chunk_size=part)
+            else:
+                obstore.put(self._quick if len(data) <= _SMALL else self._store, key, data, tags=tags)
+        except _ERRORS as error:
+            raise StoreError(f"{self.url}: cannot write {key}: {_why(error)}") from error
+
+    def keep(self, key: str, path: Path) -> None:
+        """Write an object that is never replaced. If it is there already with the same bytes, that is a success.
+
+        This happens when the answer to an upload got lost. A node may not have the right to replace a checkpoint.
+        """
+        try:
+            self.put(key, path)
+        except StoreError:
+            if not self._holds(key, path):
+                raise
+
+    def create(self, key: str, data: bytes) -> bool:
+        """Write the object unless there is one already; False then. This is what fences writers."""
+        try:
+            obstore.put(self._quick, key, data, mode="create")
+        except AlreadyExistsError:
+            return False
+        except _ERRORS as error:
+            raise StoreError(f"{self.url}: cannot create {key}: {_why(error)}") from error
+        return True
+
+    def read(self, key: str) -> tuple[bytes | None, Version | None]:
+        """The object's bytes and version; None and None if there is none."""
+        try:
+            found = obstore.get(self._quick, key)
+            return bytes(found.bytes()), _version(found.meta)
+        except FileNotFoundError:
+            return None, None
+        except _ERRORS as error:
+            raise StoreError(f"{self.url}: cannot read {key}: {_why(error)}") from error
+
+    def replace(self, key: str, data: bytes, version: Version | None) -> Version:
+        """Replace an object that has this version, or create it if the version is None. Returns the new version.
+
+        Raises `ConflictError` if the object has another version. An object with the same bytes is no conflict: the
+        answer to a write may get lost, and obstore then writes again.
+        """
+        try:
+            with self._alone(key, version):
+                mode: Any = "create" if version is None else dict(version)
+                folder = isinstance(self._store, LocalStore) and version is not None
+                return _version(obstore.put(self._quick, key, data, mode="overwrite" if folder else mode))
+        except (AlreadyExistsError, PreconditionError):
+            there, found = self.read(key)
+            if there == data and found is not None:
+                return found
+            if isinstance(self._store, LocalStore) and Path(str(self._store.prefix), key).is_dir():
+                raise StoreError(f"{self.url}: cannot write {key}: a folder is in its place") from None
+            raise ConflictError(f"{self.url}: another process has written {key}") from None
+        except _ERRORS as error:
+            raise StoreError(f"{self.url}: cannot write {key}: {_why(error)}") from error
+
+    @contextlib.contextmanager
+    def _alone(self, key: str, version: Version | None) -> Iterator[None]:
+        """In a folder, let one process at a time compare and write: obstore cannot do both in one step there."""
+        if not isinstance(self._store, LocalStore) or version is None:
+            yield
+            return
+        handle = os.open(str(self._store.prefix), os.O_RDONLY)
+        try:
+            deadline = time.monotonic() + _LOCK
+            while not _locked(handle):
+                if time.monotonic() > deadline:  # perhaps its owner is suspended
+                    raise StoreError(f"{self.url}: cannot write {key}: another process has locked the folder")
+                time.sleep(0.01)
+            if self.read(key)[1] != version:
+                raise PreconditionError(key)
+            yield
+        finally:
+            os.close(handle)
+
+    def fetch(self, key: str, path: Path) -> None:
+        """Download an object into a file, in ranges, some at a time. Raises `NotFound`.
+
+        Each range is a request of its own: obstore gives a request up when it has gone on for three minutes, whether or
+        not it gets on.
+        """
+        try:
+            size = obstore.head(self._quick, key)["size"]
+            with path.open("wb") as file, ThreadPoolExecutor(_AT_ONCE) as pool:
+
+                def get(start: int) -> None:
+                    end = min(start + _RANGE, size)
+                    os.pwrite(file.fileno(), obstore.get_range(self._store, key, start=start, end=end), start)
+
+                for _ in pool.map(get, range(0, size, _RANGE)):
+                    pass
+        except FileNotFoundError:
+            raise NotFound(f"{self.url}: no object {key}") from None
+        except _ERRORS as error:
+            raise StoreError(f"{self.url}: cannot read {key}: {_why(error)}") from error
+
+    def size(self, key: str) -> int:
+        """The number of the object's bytes. Raises `NotFound`."""
+        try:
+            return int(obstore.head(self._quick, key)["size"])
+        except FileNotFoundError:
+            raise NotFound(f"{self.url}: no object {key}") from None
+        except _ERRORS as error:
+            raise StoreError(f"{self.url}: cannot look up {key}: {_why(error)}") from error
+
+    def age(self, key: str) -> float | None:
+        """Seconds since the object was written, by this machine's clock; None if there is none."""
+        try:
+            return time.time() - float(obstore.head(self._quick, key)["last_modified"].timestamp())
+        except FileNotFoundError:
+            return None
+        except _ERRORS as error:
+            raise StoreError(f"{self.url}: cannot look up {key}: {_why(error)}") from error
+
+    def part(self, key: str, start: int, end: int) -> bytes:
+        """The object's bytes from `start` up to, but without, `end`; at least one byte. Raises `NotFound`."""
+        try:
+            return bytes(obstore.get_range(self._store, key, start=start, end=end))
+        except FileNotFoundError:
+            raise NotFound(f"{self.url}: no object {key}") from None
+        except _ERRORS as error:
+            raise StoreError(f"{self.url}: cannot read {key}: {_why(error)}") from error
+
+    def _holds(self, key: str, path: Path) -> bool:
+        """Whether the object is there and has the bytes of the file."""
+        try:
+            size = path.stat().st_size
+            if self.size(key) != size:
+                return False
+            with path.open("rb") as file:
+                starts = range(0, size, _RANGE)
+                return all(self.part(key, at, min(at + _RANGE, size)) == file.read(_RANGE) for at in starts)
+        except (SpotrunError, OSError):
+            return False
+
+    def exists(self, key: str) -> bool:
+        """Whether there is an object of that key."""
+        try:
+            obstore.head(self._quick, key)
+        except FileNotFoundError:
+            return False
+        except _ERRORS as error:
+            raise StoreError(f"{self.url}: cannot look up {key}: {_why(error)}") from error
+        return True
+
+    def list(self, prefix: str) -> list[str]:
+        """All keys below a folder, sorted. Raises `NotFound` if there is no such bucket."""
+        try:
+            return sorted(item["path"] for batch in obstore.list(self._quick, prefix) for item in batch)
+        except _ERRORS as error:
+            if "NoSuchBucket" in str(error):  # S3's and GCS's own code; obstore has no class for it here
+                raise NotFound(f"{self.url}: there is no such bucket") from None
+            raise StoreError(f"{self.url}: cannot list {prefix}: {_why(error)}") from error
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Remove objects; those that are not there are passed over."""
+        for key in keys:
+            try:
+                obstore.delete(self._quick, key)
+            except FileNotFoundError:
+                continue
+            except _ERRORS as error:
+                raise StoreError(f"{self.url}: cannot delete {key}: {_why(error)}") from error
+
+
+def _locked(handle: int) -> bool:
+    """Try to lock an open folder; whether this process has the lock now."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _version(found: Any) -> Version:
+    return tuple((name, found[name]) for name in ("e_tag", "version") if found[name] is not None)
+
+
+def _quick() -> dict[str, Any]:
+    """For documents: whoever waits for one, the head between a notice and an order, say, waits for 20 s at the most.
+
+    A request that got lost would else be waited for for 30 s, and tried for three minutes.
+    """
+    # Given any options, obstore does not look for this one itself.
+    plain = os.environ.get("AWS_ALLOW_HTTP", "").lower() == "true"
+    plain = plain or '"http://' in os.environ.get("GOOGLE_SERVICE_ACCOUNT_KEY", "")
+    return {
+        "client_options": {"timeout": "6s", "connect_timeout": "3s", "allow_http": plain},
+        "retry_config": {"retry_timeout": timedelta(seconds=14)},
+    }
+
+
+def _why(error: Exception) -> str:
+    """The first line: obstore's errors go on for a page."""
+    return str(error).partition("\n")[0] or type(error).__name__

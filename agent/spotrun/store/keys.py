@@ -1,0 +1,80 @@
+"""The keys of the bucket: what lies where. Pure."""
+
+from __future__ import annotations
+
+RECORD = 64 << 10  # bytes of a node's record at most: a job's code could write a larger one
+LOG_TAG = {"spotrun-kind": "log"}  # infra.aws.base has a rule for it
+
+
+def lease_key(cluster: str) -> str:
+    """Which process is the head (`head.lease`)."""
+    return f"clusters/{cluster}/lease.json"
+
+
+def head_key(cluster: str) -> str:
+    return f"clusters/{cluster}/head.json"
+
+
+def cluster_key(cluster: str) -> str:
+    """The cluster's description (`ClusterSpec` as JSON): whoever brings the cluster up writes it, the head reads it."""
+    return f"clusters/{cluster}/cluster.json"
+
+
+def epoch_key(cluster: str, epoch: int) -> str:
+    """Created, never replaced: the head that creates it is head number `epoch`."""
+    return f"clusters/{cluster}/epochs/{epoch:06d}"
+
+
+def queue_key(cluster: str) -> str:
+    """Ids of the jobs not yet ended, the active one first (JSON list)."""
+    return f"clusters/{cluster}/queue.json"
+
+
+def up_key(cluster: str) -> str:
+    """Written when the cluster is brought up or taken down (`wire.UpRecord`)."""
+    return f"clusters/{cluster}/up.json"
+
+
+def host_key(cluster: str, node: str) -> str:
+    return f"clusters/{cluster}/hosts/{node}.json"
+
+
+def unfit_key(cluster: str, node: str) -> str:
+    """Why that node takes no job; of the newest machine of that name that did not."""
+    return f"clusters/{cluster}/unfit/{node}.json"
+
+
+def alive_key(cluster: str, node: str) -> str:
+    """A node's sign of life (`wire.AliveRecord`), while it has a job."""
+    return f"clusters/{cluster}/alive/{node}.json"
+
+
+def replaced_key(cluster: str) -> str:
+    """Machines for which the cloud was asked for others lately (`head.replacements`)."""
+    return f"clusters/{cluster}/replaced.json"
+
+
+def acceptance_key(cluster: str, name: str) -> str:
+    """Of `make acceptance`: state.json, report.md, report.json."""
+    return f"clusters/{cluster}/acceptance/{name}"
+
+
+def code_key(sha256: str) -> str:
+    return f"code/{sha256}.tar.zst"
+
+
+def job_key(job: str, name: str = "job.yaml") -> str:
+    """`name`: job.yaml, state.json, events.jsonl."""
+    return f"jobs/{job}/{name}"
+
+
+def checkpoints_key(job: str) -> str:
+    return f"jobs/{job}/checkpoints"
+
+
+def checkpoint_key(job: str, step: int, name: str = "manifest.json") -> str:
+    return f"jobs/{job}/checkpoints/{step:010d}/{name}"
+
+
+def log_key(job: str, generation: int, node: str, rank: int | str) -> str:
+    return f"jobs/{job}/logs/{generation:04d}/{node}/{rank}.log"

@@ -1,0 +1,94 @@
+"""The books of a job: progress, what an interruption cost, goodput."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from spotrun.head import accounting
+from spotrun.head.job_state import Cause, JobState, Start, Stop, apply
+from spotrun.head.planner.plan import plan
+from spotrun.head.view import Machine
+from spotrun.wire import StateRef, Worker
+from tests.head.test_planner import NOW, A, B, C, job, node, spec, start, view
+
+
+def at(step: int, base: int, restored: float, stepped: float, **changes: object) -> Worker:
+    values = {"rank": 0, "pid": 1, "step": step, "base": base, "stepped_at": stepped, "samples": 10.0}
+    return Worker.model_validate({**values, "phases": (0, 0, 0, restored, restored + 0.2), **changes})
+
+
+def interrupted() -> JobState:
+    """Killed at step 50, 0.05 s after it; a new generation is on its way."""
+    return apply(job(A, B, C), start(A, C, cause=Cause(kind="kill", node=B)), NOW)
+
+
+def test_first_step_after_an_interruption_closes_it() -> None:
+    workers = (at(47, 46, NOW + 2.0, NOW + 2.2),)
+    nodes = [node(name, generation=2, workers=workers, snapshot=StateRef(generation=1, step=46)) for name in (A, C)]
+    state = accounting.observe(interrupted(), view(interrupted(), *nodes, now=NOW + 3))
+    (loss,) = state.interruptions
+    assert loss.steps_lost == 4
+    assert loss.seconds == pytest.approx(2.25)
+    # Four of fifty steps of three nodes do not count after all.
+    assert state.good_seconds == pytest.approx(3 * 4.95 * 46 / 50)
+    assert state.phase == "running"
+
+
+def test_restored_alone_is_not_a_step() -> None:
+    workers = (at(46, 46, NOW + 2.0, 0.0, phases=(0, 0, 0, NOW + 2.0, 0)),)
+    nodes = [node(name, generation=2, workers=workers) for name in (A, C)]
+    state = accounting.observe(interrupted(), view(interrupted(), *nodes, now=NOW + 3))
+    assert state.interruptions[0].seconds is None
+    assert state.phase == "starting"
+
+
+def test_reports_of_an_older_generation_do_not_count() -> None:
+    state = interrupted()
+    nodes = [node(name, generation=1, step=90) for name in (A, C)]
+    assert accounting.observe(state, view(state, *nodes)) == state
+
+
+def test_goodput_is_a_share_of_machine_time() -> None:
+    state = job(A, B, counted_at=NOW - 10)
+    seen = view(
+        state, node(A), node(B), node(C, connected=False, cloud="running"), node("d", connected=False, cloud="gone")
+    )
+    counted = accounting.count(state, seen, {"p": 3.6})
+    assert counted.node_seconds == pytest.approx(30)
+    assert counted.cost == pytest.approx(0.03)
+    assert accounting.goodput(counted) == pytest.approx(2 * 4.95 / 30)
+
+
+def test_every_machine_that_runs_is_paid_for() -> None:
+    """Also one that boots or is of no use: the budget holds it."""
+    state = job(counted_at=NOW - 600, spec=spec(budget=50.0))
+    machines = [Machine(f"m{number}", "p", "running", NOW - 599) for number in range(8)]
+    making = Machine("m8", "p", "provisioning", NOW - 599)
+    connected = node("m0", phase="unfit", pool="p", job=None)
+    seen = view(state, connected, machines=(*machines, making, Machine("q0", "q", "running", NOW - 599)))
+    counted = accounting.count(state, seen, {"p": 98.0, "q": 6.0})
+    assert counted.cost == pytest.approx((8 * 98 + 6) / 6)
+    assert counted.node_seconds == pytest.approx(9 * 600)
+    (stop,) = plan(replace(seen, job=counted))
+    assert stop == Stop("the budget of $50 is spent")
+
+
+def test_what_ran_before_its_price_was_known_is_paid_for() -> None:
+    """As when the cloud does not tell prices for a while, and machines of one pool are gone by then."""
+    state = job(counted_at=NOW - 7200, spec=spec(budget=50.0))
+    both = (Machine("p0", "p", "running", NOW - 7200), Machine("q0", "q", "running", NOW - 7200))
+    before = accounting.count(state, view(state, now=NOW - 3600, machines=both), {})
+    assert (before.cost, before.node_seconds) == (0.0, 7200.0)
+    seen = view(before, machines=both[:1])
+    counted = accounting.count(before, seen, {"p": 30.0})
+    assert (counted.cost, counted.node_seconds) == (pytest.approx(60), 10800.0)
+    assert plan(replace(seen, job=counted)) == (Stop("the budget of $50 is spent"),)
+    assert accounting.count(counted, seen, {"p": 30.0, "q": 6.0}).cost == pytest.approx(66)
+
+
+def test_a_first_start_is_no_loss() -> None:
+    state = apply(job(), start(A, B), NOW)
+    assert state.interruptions == ()
+    assert isinstance(start(A, B), Start)

@@ -1,0 +1,138 @@
+"""Checkpoints that fail, as data: who takes over, what is given up, and what the end of a job says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from spotrun.head.agents import Agents
+from spotrun.head.conditions import conditions
+from spotrun.head.job_state import AbortSave, Action, Ending, Finish, JobState, Resume, Save, Saving, apply
+from spotrun.head.planner.checkpointing import ELSEWHERE, NEWER, SAVE_PATIENCE
+from spotrun.head.planner.plan import plan
+from spotrun.head.view import Node, View
+from spotrun.wire import Part, Report, StateRef, Trouble
+from tests.head.test_planner import NOW, A, B, C, job, node, view
+
+REF = StateRef(generation=1, step=48)
+FULL = "no room for a part of 9 MiB in /var/lib/spotrun/parts: 1 MiB are free"
+
+
+def failing(name: str, seconds: float, **changes: Any) -> Node:
+    """A node that has failed to save its part for so long."""
+    trouble = Trouble(step=48, message=FULL, since=NOW - seconds - 1, at=NOW - 1, tries=3)
+    found = node(name, **changes)
+    return replace(found, report=found.report.model_copy(update={"trouble": trouble}))
+
+
+def running(since: float, **changes: Any) -> JobState:
+    """A job of which the checkpoint of step 48 is under way for so long, due anyway or not."""
+    return job(A, B, C, saving=Saving(ref=REF, holders=(A, B, C), since=NOW - since), **changes)
+
+
+def acts(given: View) -> tuple[Action, ...]:
+    return tuple(each for each in plan(given) if isinstance(each, Save | AbortSave | Finish | Resume))
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (view(running(9), failing(A, 5), node(B), node(C)), ()),
+        (
+            view(running(40), failing(A, ELSEWHERE + 1), node(B), node(C)),
+            (AbortSave(f"a could not save its part: {FULL}"),),
+        ),
+        (view(running(NEWER - 9), *(failing(n, NEWER - 9) for n in (A, B, C))), ()),
+        (
+            view(running(NEWER + 9), *(failing(n, NEWER + 9) for n in (A, B, C))),
+            (AbortSave(f"a could not save its part: {FULL}"),),
+        ),
+    ],
+    ids=["one begins to fail", "one fails steadily", "all fail", "all fail for long: a newer state"],
+)
+def test_a_checkpoint_that_fails_is_given_up_only_for_something_better(given: View, expected: object) -> None:
+    assert acts(given) == expected
+
+
+def test_a_node_that_fails_steadily_takes_no_part() -> None:
+    (save,) = acts(view(job(A, B, C, saved_at=NOW - 999, started=NOW - 999), failing(B, 60), node(A), node(C)))
+    assert isinstance(save, Save)
+    assert save.holders == (A, C)
+
+
+def test_all_take_part_if_all_fail() -> None:
+    given = view(job(A, B, saved_at=NOW - 999, started=NOW - 999), failing(A, 60), failing(B, 60))
+    (save,) = acts(given)
+    assert isinstance(save, Save)
+    assert save.holders == (A, B)
+
+
+def ended(**changes: Any) -> JobState:
+    """A job whose script has finished; its last state is that of step 48."""
+    goal = Ending(phase="succeeded", deadline=NOW + SAVE_PATIENCE, state=REF)
+    return job(ending=goal, last=job(A).current.members, generation=1, **changes)  # type: ignore[union-attr]
+
+
+SAVING = Saving(ref=REF, holders=(A, B), since=NOW - 60)
+
+
+def test_another_node_saves_the_last_state_if_one_cannot() -> None:
+    here = [failing(A, ELSEWHERE + 1, phase="drained"), node(B, phase="drained")]
+    assert acts(view(ended(saving=SAVING), *here)) == (Save(REF, (B,)),)
+
+
+def test_the_last_state_is_waited_for_while_the_bucket_refuses() -> None:
+    here = [failing(name, 300, phase="drained") for name in (A, B)]
+    assert acts(view(ended(saving=SAVING), *here)) == ()
+
+
+def test_a_job_fails_if_the_bucket_refuses_its_last_state_to_the_end() -> None:
+    given = ended(saving=SAVING, checkpoints=(StateRef(generation=1, step=40),))
+    assert given.ending is not None
+    given = given.model_copy(update={"ending": given.ending.model_copy(update={"deadline": NOW - 1})})
+    (end,) = acts(view(given, failing(A, 2000, phase="drained")))
+    lost = f"the state after step 48 is lost, it was not saved by a ({FULL}); the newest checkpoint is of step 40"
+    assert end == Finish("failed", lost)
+
+
+def test_work_whose_last_state_vanished_is_done_again() -> None:
+    given = view(ended(checkpoints=(StateRef(generation=1, step=40),)), node(A, connected=False, cloud="gone"))
+    (action,) = acts(given)
+    assert isinstance(action, Resume)
+    resumed = apply(given.job, action, NOW)
+    assert (resumed.phase, resumed.ending) == ("waiting", None)
+
+
+def test_a_job_without_a_state_succeeds() -> None:
+    """A script that tracks nothing has none."""
+    given = job(ending=Ending(phase="succeeded"))
+    assert acts(view(given)) == (Finish("succeeded", ""),)
+
+
+def test_status_tells_what_fails_since_when() -> None:
+    (found,) = conditions(view(running(9), failing(A, 60), node(B), node(C)))
+    text = f"a cannot save its part of the checkpoint of step 48 (3 tries): {FULL}"
+    assert found == {"since": NOW - 61, "text": text}
+
+
+def test_events_tell_when_saving_begins_to_fail_and_when_it_succeeds_again() -> None:
+    notes: list[str] = []
+    agents = Agents(lambda _, text: notes.append(text))
+
+    def say(report: Report) -> list[str]:
+        notes.clear()
+        agents.receive(report, print, NOW)  # type: ignore[arg-type]
+        return notes
+
+    bad, good = failing(A, 60).report, node(A).report
+    say(good)
+    assert say(bad) == [f"a cannot save its part, and tries again: {FULL}"]
+    assert bad.trouble is not None
+    fewer = bad.trouble.model_copy(update={"message": FULL.replace("1 MiB", "0 MiB"), "tries": 4})
+    assert say(bad.model_copy(update={"trouble": fewer})) == []
+    other = bad.trouble.model_copy(update={"message": "HTTP 403"})
+    assert say(bad.model_copy(update={"trouble": other})) == ["a cannot save its part, and tries again: HTTP 403"]
+    saved = good.model_copy(update={"parts": (Part(step=48, generation=1, index=0, parts=1, files=()),)})
+    assert say(saved) == ["a saves again, after 3 tries that failed"]

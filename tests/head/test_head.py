@@ -1,0 +1,301 @@
+"""The head's loop, the queue and the job's state in the bucket; see `headworld`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+
+from spotrun.errors import SpotrunError
+from spotrun.head.job_state import Cause, EndGeneration, Stop, apply
+from spotrun.store import epoch_key, job_key, queue_key
+from spotrun.wire import Failure, Notice
+from tests.head.test_skew import asked
+from tests.head.world import CODE, JOB, World, stepping
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+async def test_what_is_ordered_is_in_the_bucket(world: World) -> None:
+    job = await world.started()
+    assert world.written(job.id).generation == 1
+    assert [order.generation.number for order in world.orders["a"] if order.generation] == [1]
+
+
+async def test_no_machine_goes_before_the_queue_is_read(world: World) -> None:
+    """A new head looks at the cloud before the bucket has answered: it does not know yet that a job runs."""
+    await world.started()
+    world.cloud.size["p"] = 2
+    world.new_head()
+    await world.look()
+    assert world.cloud.calls == []
+    assert world.cloud.size["p"] == 2
+
+
+async def test_a_budget_needs_prices(world: World) -> None:
+    del world.cloud.price["q"]
+    await world.head.fleet.look()
+    with pytest.raises(SpotrunError, match="job toy: budget: 5: could not be held: what machines of pool q cost"):
+        await world.head.submit(JOB | {"budget": 5.0}, CODE)
+    assert await world.head.submit(JOB, CODE)
+
+
+async def test_a_budget_waits_for_prices(world: World) -> None:
+    with pytest.raises(
+        SpotrunError, match="what machines cost is not known yet: the cloud has not been asked yet; try"
+    ):
+        await world.head.submit(JOB | {"budget": 5.0}, CODE)
+    world.cloud.silent = {"prices"}
+    await world.head.fleet.look()
+    with pytest.raises(SpotrunError, match="what machines cost is not known yet: prices: Rate exceeded; try again"):
+        await world.head.submit(JOB | {"budget": 5.0}, CODE)
+    assert await world.head.submit(JOB, CODE)
+    world.cloud.silent = {"problems"}
+    await world.head.fleet.look()
+    assert await world.head.submit(JOB | {"budget": 5.0}, CODE)
+
+
+async def test_a_job_submitted_before_the_queue_is_read_joins_it(world: World) -> None:
+    first = await world.head.submit(JOB, CODE)
+    world.new_head()
+    second = await world.head.submit(JOB, CODE)
+    assert world.queue() == [first, second]
+
+
+async def test_many_submits_at_once_are_all_queued(world: World) -> None:
+    jobs = await asyncio.gather(*(world.head.submit(JOB, CODE) for _ in range(8)))
+    assert sorted(world.queue()) == sorted(jobs)
+
+
+@pytest.mark.parametrize("junk", [b"[", b"{}", b"[1]", b"\xff\xfe"])
+async def test_a_junk_queue_is_rebuilt_from_the_jobs(world: World, junk: bytes) -> None:
+    running = (await world.started()).id
+    waiting = await world.head.submit(JOB, CODE)
+    world.store.put(queue_key("c"), junk)
+    world.new_head()
+    await world.turn()
+    assert world.head.jobs == [running, waiting]
+
+
+async def test_junk_events_are_passed_over(world: World) -> None:
+    job = await world.started()
+    key = job_key(job.id, "events.jsonl")
+    world.store.put(key, world.store.get(key) + b'{"at": }\n{"kind": "x"}\n{\xff}\n')
+    world.new_head()
+    await world.turn()
+    assert world.head.job is not None
+    assert [e["kind"] for e in world.head.events if e["kind"] == "generation"] == ["generation"]
+
+
+async def test_a_job_whose_state_is_gone_is_passed_over(world: World) -> None:
+    first, second = [await world.head.submit(JOB, CODE) for _ in range(2)]
+    world.store.delete([job_key(first, "state.json")])
+    world.new_head()
+    await world.turn(2)
+    assert world.head.jobs == [second]
+
+
+async def test_a_job_that_cannot_be_set_up_does_not_fail_the_next(world: World) -> None:
+    first, second = [await world.head.submit(JOB, CODE) for _ in range(2)]
+    await world.turn()
+    failure = Failure(kind="setup", rank=0, at=1.0, message="no such package")
+    world.receive("a", job=first, phase="failed", failure=failure)
+    await world.turn(4)
+    assert world.written(first).phase == "failed"
+    assert world.head.job is not None
+    assert (world.head.job.id, world.head.job.phase) == (second, "queued")
+
+
+async def test_relaunch_of_a_waiting_job_leaves_the_active_one_alone(world: World) -> None:
+    active = await world.started()
+    waiting = await world.head.submit(JOB, CODE)
+    asked = asyncio.create_task(world.head.relaunch(waiting))
+    while not asked.done():
+        await world.turn()
+    with pytest.raises(SpotrunError, match="is not active"):
+        await asked
+    assert world.head.job is not None
+    assert world.head.job.current == active.current
+
+
+async def test_an_answer_is_given_once_it_is_written(world: World) -> None:
+    job = await world.started()
+    seen: list[str] = []
+    asked = asyncio.create_task(world.head.change(lambda j, now: apply(j, Stop("enough"), now)))
+    asked.add_done_callback(lambda _: seen.append(world.written(job.id).stopping))
+    await asyncio.sleep(0)
+    await world.turn()
+    await asked
+    assert seen == ["enough"]
+
+
+async def test_an_asker_that_has_gone_is_no_harm(world: World) -> None:
+    await world.started()
+    asked = asyncio.create_task(
+        world.head.change(lambda j, now: apply(j, EndGeneration(cause=Cause(kind="relaunch")), now))
+    )
+    await asyncio.sleep(0)
+    asked.cancel()
+    await asyncio.gather(asked, return_exceptions=True)
+    await world.turn()
+    assert world.head.job is not None
+    assert world.head.job.id == world.head.jobs[0], "the loop goes on with its job"
+
+
+async def test_steps_alone_do_not_rewrite_the_state(world: World) -> None:
+    job = await world.started()
+    world.receive("a", job=job.id, phase="running", generation=1, workers=stepping(1))
+    world.receive("b", job=job.id, phase="running", generation=1, workers=stepping(1))
+    await world.turn()
+    before = world.store.get(job_key(job.id, "state.json"))
+    now = world.head.journal._written_at
+    for step in range(2, 6):
+        world.receive("a", job=job.id, phase="running", generation=1, workers=stepping(step))
+        await world.head._turn(now + 0.1 * step)
+    assert world.head.job is not None
+    assert world.head.job.reached == 5
+    assert world.store.get(job_key(job.id, "state.json")) == before
+
+
+async def test_a_superseded_head_orders_nothing_more(world: World) -> None:
+    job = await world.started()
+    world.store.create(epoch_key("c", 2), b"")
+    orders = {name: len(sent) for name, sent in world.orders.items()}
+    world.head._requests.append(
+        (lambda j, now: apply(j, EndGeneration(), now), asyncio.get_running_loop().create_future())
+    )
+    with pytest.raises(SystemExit):
+        await world.head._turn(time.time())
+    assert world.written(job.id).current == job.current
+    assert {name: len(sent) for name, sent in world.orders.items()} == orders
+
+
+async def test_a_generation_that_another_head_gave_out_is_not_given_out_again(world: World) -> None:
+    job = await world.started()
+    for name in ("a", "b"):
+        world.receive(name, job=job.id, phase="running", generation=4)
+    await world.turn(2)
+    assert world.head.job is not None
+    assert world.head.job.generation == 5
+
+
+async def test_what_a_dead_link_still_brings_is_not_heard(world: World) -> None:
+    job = await world.started()
+    world.receive("b", link="2", job=job.id, boot="b2")
+    world.receive("b", job=job.id, boot="b", phase="running", generation=1)
+    assert world.head.agents.seen["b"].report.boot == "b2"
+    world.head.disconnect("b", world.sends["b"])
+    assert world.head.agents.seen["b"].send is world.sends["b2"]
+
+
+async def test_a_new_head_gives_up_members_whose_machines_are_gone(world: World) -> None:
+    job = await world.started()
+    world.new_head()
+    world.cloud.size["p"] = 2
+    await world.head.fleet.look()
+    await world.turn()
+    for name in ("p-0", "p-1"):
+        world.receive(name, job=job.id)
+    await world.turn()
+    assert world.head.job is not None
+    assert world.head.job.current is not None
+    assert [m.node for m in world.head.job.current.members] == ["p-0", "p-1"]
+
+
+async def test_the_next_job_does_not_begin_with_the_last_ones_events(world: World) -> None:
+    first = await world.started()
+    second = await world.head.submit(JOB, CODE)
+    asked = asyncio.create_task(world.head.change(lambda j, now: apply(j, Stop("enough"), now)))
+    await asyncio.sleep(0)
+    await world.turn(8)
+    await asked
+    assert world.written(first.id).phase == "stopped"
+    assert world.head.job is not None
+    assert world.head.job.id == second
+    assert "generation" not in [event["kind"] for event in world.head.events]
+
+
+async def test_a_waiting_job_says_for_what(world: World) -> None:
+    job = await world.with_machines(min=2, max=3)
+    assert reason(world) == "0 of 2 to 3 nodes ready; waiting for p-0 (running), p-1 (running), p-2 (running)"
+    world.receive("p-0", job=job, phase="preparing", store="")
+    world.receive("p-1", job=job)
+    assert reason(world) == "1 of 2 to 3 nodes ready; waiting for p-0 (preparing), p-2 (running)"
+    for name in ("p-0", "p-2"):
+        world.receive(name, job=job)
+    await world.turn()
+    assert reason(world) == ""
+    for name in ("p-1", "p-2"):
+        world.receive(name, job=job, phase="preparing", store="")
+    world.receive("p-0", job=job, notice=Notice(kind="preempt", deadline=time.time() + 30))
+    world.head.job = apply(world.written(job), EndGeneration(cause=Cause(kind="preempt", node="p-0")), 1.0)
+    assert reason(world) == "0 of 2 to 3 nodes ready; waiting for p-1 (preparing), p-2 (preparing)"
+    world.new_head().fleet.instances = []
+    await world.turn()
+    world.head.job = apply(world.written(job), EndGeneration(cause=Cause(kind="kill", node="p-0")), 1.0)
+    assert reason(world) == "0 of 2 to 3 nodes ready; waiting for machines"
+
+
+def reason(world: World) -> str:
+    return str(world.head.status()["job"]["reason"])
+
+
+async def test_a_queued_job_is_not_shown_with_the_active_ones_events(world: World) -> None:
+    """A person who followed it saw the failures of another person's job."""
+    first = await world.started()
+    world.head.note("failure", "p-0 rank 0: ValueError: the first one's")
+    second = await world.head.submit(JOB, CODE)
+    third = await world.head.submit(JOB, CODE)
+    await world.turn()
+    for name, before in ((second, first.id), (third, f"{first.id}, {second}")):
+        shown = await asked(world, world.head, f"status?job={name}")
+        assert (shown["events"], shown["job"]["reason"]) == ([], f"after {before}")
+    asking = asyncio.create_task(world.head.change(lambda job, now: apply(job, Stop("enough"), now)))
+    await asyncio.sleep(0)
+    await world.turn(8)
+    await asking
+    assert world.head.job is not None
+    assert world.head.job.id == second
+    shown = await asked(world, world.head, f"status?job={first.id}")
+    assert "failure" in [event["kind"] for event in shown["events"]], "its own, from the bucket"
+
+
+async def test_a_failed_job_is_not_told_to_wait_for_nodes(world: World) -> None:
+    job = await world.head.submit({**JOB, "nodes": 1, "max_restarts": 0}, CODE)
+    await world.turn()
+    world.receive("a", job=job)
+    await world.turn()
+    failure = Failure(kind="user", rank=0, at=time.time(), message="ValueError: no", traceback="")
+    world.receive("a", job=job, generation=1, phase="failed", failure=failure)
+    await world.turn()
+    texts = [event["text"] for event in world.head.events]
+    assert texts == ["a joined", "1: 1 node (a)", "a rank 0: ValueError: no", "failed: ValueError: no"]
+
+
+async def test_a_pool_that_refuses_does_not_hold_up_the_others(world: World) -> None:
+    world.cloud.refuse.add("p")
+    await world.head.submit(JOB, CODE)
+    await world.turn()
+    await world.look()
+    await world.look()
+    assert world.cloud.size == {"p": 0, "q": 2}
+
+
+async def test_a_cancelled_head_ends_though_something_changed(world: World) -> None:
+    tasks = [asyncio.create_task(work) for work in (world.head.run(), world.head.watch_cloud())]
+    for _ in range(20):
+        async with world.head.published:
+            await world.head.published.wait()
+        world.head._changed.set()
+        world.head._look_now.set()
+    for task in tasks:
+        task.cancel()
+    world.head._changed.set()
+    world.head._look_now.set()
+    done, _ = await asyncio.wait(tasks, timeout=100)
+    assert done == set(tasks)

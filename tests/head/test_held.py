@@ -1,0 +1,169 @@
+"""Bringing a cluster up starts no job by itself, and taking it down ends none unasked. See `headworld`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from scripts import cluster, display, queue
+from spotrun.cloud.local.layout import Layout, base_environment
+from spotrun.errors import SpotrunError
+from spotrun.spec import ClusterSpec
+from spotrun.store import Store, job_key, queue_key, up_key
+from spotrun.wire import read_queue
+from tests.head.test_skew import asked, rewrite
+from tests.head.world import CODE, JOB, World
+from tests.helpers import wait_for
+
+SPEC = ClusterSpec.model_validate({"name": "c", "cloud": "local", "pools": [{"name": "p", "zone": "local-a"}]})
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+async def test_a_recreated_head_goes_on_with_its_queue(world: World) -> None:
+    first = await world.started()
+    waiting = await world.head.submit(JOB, CODE)
+    queue.hold(world.store, "c")
+    world.new_head()
+    await world.turn()
+    assert (world.head.jobs, world.head.status()["held"]) == ([], [first.id, waiting])
+    third = await world.head.submit(JOB, CODE)
+    for _ in range(2):
+        world.new_head()
+        await world.turn()
+        assert (world.head.jobs, world.head.status()["held"]) == ([third], [first.id, waiting]), "the same bring-up"
+
+
+async def test_a_new_cluster_holds_nothing(world: World) -> None:
+    queue.hold(world.store, "c")
+    assert not world.store.exists(up_key("c"))
+    job = await world.head.submit(JOB, CODE)
+    world.new_head()
+    await world.turn()
+    assert (world.head.jobs, world.head.journal.held) == ([job], [])
+
+
+async def test_held_jobs_get_no_machine_and_hold_up_nobody(world: World) -> None:
+    job = await world.started()
+    queue.hold(world.store, "c")
+    world.cloud.size["p"] = 2  # of the time before
+    head = world.new_head()
+    await world.turn()
+    await world.look()
+    await world.look()
+    assert (head.job, world.cloud.size) == (None, {"p": 0, "q": 0})
+    status = head.status()
+    assert f"{job.id}: held since the cluster was brought up; `make relaunch ID={job.id}` runs it on" in display.text(
+        status
+    )
+    assert await asked(world, head, "jobs") == [{"job": job.id, "phase": "held"}]
+    with pytest.raises(SpotrunError, match=f"held since the cluster was brought up: {job.id}; name one"):
+        await asked(world, head, "relaunch", "")
+    another = await head.submit(JOB, CODE)
+    await world.turn()
+    assert head.job is not None
+    assert head.job.id == another
+
+
+async def test_a_held_job_runs_on_when_it_is_relaunched(world: World) -> None:
+    job = await world.started()
+    queue.hold(world.store, "c")
+    head = world.new_head()
+    await world.turn()
+    assert await asked(world, head, "relaunch", job.id) == {"job": job.id}
+    await world.turn()
+    assert head.job is not None
+    assert (head.job.id, head.job.generation) == (job.id, 1)
+    assert (world.queue(), head.journal.held) == ([job.id], [])
+    world.new_head()
+    await world.turn()
+    assert world.head.jobs == [job.id]
+
+
+async def test_operators_are_told_before_the_first_turn(world: World) -> None:
+    job = await world.started()
+    queue.hold(world.store, "c")
+    assert (await asked(world, world.new_head(), "status"))["held"] == [job.id]
+
+
+async def test_a_held_job_can_be_stopped(world: World) -> None:
+    job = await world.started()
+    queue.hold(world.store, "c")
+    head = world.new_head()
+    await world.turn()
+    assert await asked(world, head, "stop", job.id) == {"job": job.id}
+    assert world.written(job.id).phase == "stopped"
+    assert read_queue(world.store.find(queue_key("c"))).held == ()
+
+
+async def test_a_job_that_had_ended_is_not_held(world: World) -> None:
+    """The head was killed after it had written the end, and before it took the job out of the queue."""
+    job = await world.started()
+    rewrite(world, job_key(job.id, "state.json"), lambda state: state | {"phase": "succeeded", "ended": 5.0})
+    queue.hold(world.store, "c")
+    world.new_head()
+    await world.turn()
+    assert (world.head.jobs, world.head.journal.held) == ([], [])
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SPOTRUN_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def bucket(home: Path) -> Store:
+    return Store(str(Layout.of(home, "c").bucket))
+
+
+@pytest.fixture
+def machine(home: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process of the cluster. No head answers."""
+    layout = Layout.of(home, "c")
+    layout.state.mkdir(parents=True)
+    code = "import time; print(1, flush=True); time.sleep(600)"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], env=base_environment(layout.mark("p-0")), stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield process
+        process.kill()
+
+
+def test_down_asks_the_bucket_when_the_head_is_dead(home: Path, machine: subprocess.Popen[str]) -> None:
+    store = bucket(home)
+    store.put(queue_key("c"), b'{"format": 1, "jobs": ["toy-1", "toy-2", "toy-3"], "held": ["toy-0"]}')
+    store.put(job_key("toy-1", "state.json"), b'{"phase": "succeeded"}')
+    store.put(job_key("toy-2", "state.json"), b'{"phase": "running"}')
+    with pytest.raises(SpotrunError, match="c: not ended yet: toy-2, toy-3; `make stop` saves a job's state and"):
+        cluster.down(SPEC, force=False)
+    for junk in (b"{", b'{"format": 2, "jobs": []}'):
+        store.put(queue_key("c"), junk)
+        with pytest.raises(SpotrunError, match="its queue in the bucket is broken; `make down FORCE=1` passes over it"):
+            cluster.down(SPEC, force=False)
+    assert machine.poll() is None
+    assert "is down" in cluster.down(SPEC, force=True)
+    assert wait_for(lambda: machine.poll() is not None, what="that the machine has ended")
+
+
+def test_down_of_what_is_down_asks_nobody(home: Path) -> None:
+    store = bucket(home)
+    store.put(queue_key("c"), b'{"format": 1, "jobs": ["toy-1"]}')
+    assert "is down" in cluster.down(SPEC, force=False)
+
+
+def test_down_refuses_when_the_bucket_does_not_answer(home: Path, machine: subprocess.Popen[str]) -> None:
+    folder = Layout.of(home, "c").bucket / "clusters" / "c" / "queue.json"
+    folder.parent.mkdir(parents=True)
+    folder.symlink_to(folder)
+    with pytest.raises(SpotrunError, match=r"what runs is not known: .*; `make down FORCE=1` passes over it"):
+        cluster.down(SPEC, force=False)
+    assert machine.poll() is None

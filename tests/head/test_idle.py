@@ -1,0 +1,257 @@
+"""A job with fewer machines than it needs gives them back, and asks for them again: data, and the head's world."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spotrun.head.conditions import conditions
+from spotrun.head.demand import needed
+from spotrun.head.job_state import Idle, JobState, Progress, Recreate, Rest, Start, apply
+from spotrun.head.planner import idle
+from spotrun.head.planner.idle import AGAIN, AGAIN_MOST, PROBE
+from spotrun.head.planner.plan import plan, wanted
+from spotrun.head.view import Machine, View
+from spotrun.spec import JobSpec
+from spotrun.wire import StateRef
+from tests.head.test_planner import NOW, job, member, notice, spare, spec
+from tests.head.test_planner import view as view_of
+from tests.head.world import World
+
+A, B, C = "a", "b", "c"
+HOLD = 600.0
+HELD = StateRef(generation=1, step=40)
+TWO = spec(nodes=2)
+RULES = JobSpec.kept(TWO)
+
+
+def machine(name: str, **changes: Any) -> Machine:
+    values = {"name": name, "pool": "p", "state": "running", "created": NOW - 5000, "answered": NOW - 1}
+    return Machine(**{**values, **changes})
+
+
+def short(seconds: float = HOLD + 1, **changes: Any) -> JobState:
+    """A job that has waited for so long with too few machines."""
+    return job(**{"spec": TWO, "idle": Idle(since=NOW - seconds), "progress": Progress(), **changes})
+
+
+def view(state: JobState, *nodes: Any, **changes: Any) -> View:
+    """Machines are those of the nodes, if nothing else is said."""
+    return view_of(state, *nodes, **{"machines": tuple(machine(node.name) for node in nodes), **changes})
+
+
+def heard(name: str, **changes: Any) -> Any:
+    return spare(name, **{"reported_at": NOW - 0.1, **changes})
+
+
+GIVEN = Idle(since=NOW - HOLD - 1, next=NOW + AGAIN)
+BACK = Rest(GIVEN, "1 of the 2 machines that it needs, for 10 min: they are given back; next try in 60 s")
+RESTING = GIVEN.model_copy(update={"next": NOW - 1})
+ASKED = RESTING.model_copy(update={"tries": 3, "until": NOW + 1})
+CASES: dict[str, tuple[View, tuple[Rest, ...]]] = {
+    "long enough: they are given back": (view(short(), heard(A)), (BACK,)),
+    "not yet": (view(short(HOLD - 1), heard(A)), ()),
+    "as long as the job file says": (view(short(31, spec=spec(nodes=2, hold_idle=60)), heard(A)), ()),
+    "their state is not in the bucket": (view(short(), heard(A, snapshot=HELD)), ()),
+    "it is": (view(short(checkpoints=(HELD,)), heard(A, snapshot=HELD)), (BACK,)),
+    "a silent one holds it, and that is worth a while": (
+        view(short(reached=10**5, pace=0.1), heard(A), heard(B, snapshot=HELD, reported_at=NOW - 90, cloud="stopping")),
+        (),
+    ),
+    "a silent one holds it, and that is not worth as much": (
+        view(
+            short(reached=100, pace=0.1),
+            *(heard(A), heard(B, snapshot=HELD, reported_at=NOW - 90, connected=False, cloud="stopping")),
+            machines=(machine(A),),
+        ),
+        (BACK,),
+    ),
+    "the cloud cannot be asked": (view(short(), heard(A), machines=(), listed=False), ()),
+    "a new head has not heard of the last members yet": (
+        view(short(last=(member(A), member(B))), heard(A), awake_since=NOW - 1),
+        (),
+    ),
+    "given back: nothing before it is time": (view(short(idle=GIVEN)), ()),
+    "it is time: the cloud is asked again": (
+        view(short(idle=RESTING)),
+        (
+            Rest(
+                RESTING.model_copy(update={"tries": 1, "until": NOW + PROBE}),
+                "asking the cloud for machines again, for 2 min (try 1)",
+            ),
+        ),
+    ),
+    "asked: it gets its time": (
+        view(short(idle=RESTING.model_copy(update={"tries": 3, "until": NOW + 1})), heard(A)),
+        (),
+    ),
+    "asked in vain: ever more rarely": (
+        view(short(idle=RESTING.model_copy(update={"tries": 3, "until": NOW - 1})), heard(A)),
+        (
+            Rest(
+                RESTING.model_copy(update={"tries": 3, "next": NOW + 8 * AGAIN}),
+                "still 1 of 2 machines: given back; next try in 8 min",
+            ),
+        ),
+    ),
+    "but not for ever": (
+        view(short(idle=RESTING.model_copy(update={"tries": 30, "until": NOW - 1}))),
+        (
+            Rest(
+                RESTING.model_copy(update={"tries": 30, "next": NOW + AGAIN_MOST}),
+                "still 0 of 2 machines: given back; next try in 30 min",
+            ),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_decide(name: str) -> None:
+    given, expected = CASES[name]
+    assert idle.decide(given, JobSpec.kept(given.job.spec)) == expected
+    assert tuple(each for each in plan(given) if isinstance(each, Rest)) == expected
+
+
+SINCE = Idle(since=NOW)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (view(job(spec=TWO), heard(A)), SINCE),
+        (view(short(), heard(A)), short().idle),
+        (view(job(spec=TWO)), None),
+        (view(short()), short().idle),
+        (view(short(), heard(A), heard(B)), None),
+        (view(short(), machines=(machine(A), machine(B, state="provisioning", answered=0.0))), None),
+        (view(short(), machines=(machine(A), machine(B, state="stopping"))), short().idle),
+        (view(short(), heard(A), heard(B), machines=(), listed=False), short().idle),
+        (view(job(A, B, spec=TWO, idle=GIVEN)), None),
+        (view(short(stopping="so"), heard(A)), None),
+        (view(short(idle=RESTING), heard(A)), RESTING),
+        (view(short(idle=RESTING), heard(A), heard(B)), None),
+    ],
+    ids=[
+        "one of two",
+        "still",
+        "none: that costs nothing",
+        "none any more",
+        "enough",
+        "enough, once they have booted",
+        "one is going",
+        "the cloud does not answer",
+        "it trains",
+        "it stops",
+        "asked again",
+        "asked again, and there are enough",
+    ],
+)
+def test_since_when_there_are_too_few(given: View, expected: Idle | None) -> None:
+    assert idle.observe(given.job, given).idle == expected
+
+
+def test_no_machine_is_asked_for_while_they_are_given_back() -> None:
+    asked = {"queue": ["j"], "busy": True, "now": NOW}
+    assert needed(job=short(), **asked) == 2
+    assert needed(job=short(idle=GIVEN), **asked) == 0
+    assert needed(job=short(idle=RESTING.model_copy(update={"until": NOW + 1})), **asked) == 2
+    assert needed(job=job(A, B, spec=TWO, idle=GIVEN), **asked) == 2
+
+
+def test_what_is_given_back_is_not_replaced() -> None:
+    silent = heard(A, reported_at=NOW - 400, connected=False)
+    action = Recreate(A, "p", created=NOW - 5000)
+    assert plan(view(short(10), silent)) == (action,)
+    assert plan(view(short(idle=GIVEN), silent)) == ()
+    assert not wanted(view(short(idle=GIVEN), silent), action)
+
+
+def test_a_job_that_has_enough_begins_whatever_was_before() -> None:
+    actions = plan(view(short(idle=RESTING, generation=1), heard(A), heard(B)))
+    assert any(isinstance(each, Start) for each in actions)
+
+
+def test_a_noticed_machine_is_no_reason_to_begin() -> None:
+    assert not any(isinstance(each, Start) for each in plan(view(short(), heard(A), heard(B, notice=notice()))))
+
+
+def test_years_of_waiting_cost_a_few_minutes_a_day() -> None:
+    """One machine can be had, two are needed: how long it is there, and how often the cloud is asked."""
+    state, there, asked = job(spec=TWO, submitted=NOW), 0.0, []
+    day, tick = 86400, 5
+    for now in range(int(NOW), int(NOW) + 2 * day, tick):
+        held = not idle.resting(state)
+        there += tick if held else 0
+        given = replace(view(state, *([heard(A, reported_at=float(now))] if held else [])), now=float(now))
+        state = idle.observe(state, given)
+        for action in idle.decide(replace(given, job=state), RULES):
+            state = apply(state, action, now)
+            asked += [now] if action.idle.until else []
+    assert there < HOLD + len(asked) * (PROBE + 2 * tick) + tick
+    assert len(asked) < 2 * day / AGAIN_MOST + 10
+    assert len(asked) > day / AGAIN_MOST
+
+
+@pytest.mark.parametrize(
+    ("state", "text"),
+    [
+        (short(60), "waiting with 1 of 2 machines; they are given back in 9 min"),
+        (short(idle=GIVEN), "waiting, machines given back; next try in 60 s"),
+        (
+            short(idle=RESTING.model_copy(update={"until": NOW + 90})),
+            "waiting, asking the cloud again: 1 of 2 machines, for 90 s more",
+        ),
+    ],
+    ids=["held", "given back", "asked again"],
+)
+def test_what_operators_read(state: JobState, text: str) -> None:
+    assert conditions(view(state, heard(A))) == [{"since": state.idle.since if state.idle else None, "text": text}]
+
+
+async def test_pools_are_emptied_and_asked_again_also_by_a_new_head(tmp_path: Path) -> None:
+    """Room for one, two are needed; later there is room for two."""
+    world = World(tmp_path)
+    world.cloud.room = {"p": 1, "q": 0}
+    name = await world.with_machines(min=2, max=2)
+    world.receive("p-0", job=name)
+    await world.turn()
+    assert (world.written(name).idle is not None, sum(world.cloud.size.values()) >= 2) == (True, True)
+
+    await shifted(world, name, since=-HOLD - 1)
+    world.receive("p-0", job=name)
+    await world.turn()
+    await world.look()
+    assert set(world.cloud.size.values()) == {0}
+    assert "they are given back; next try in 60 s" in world.head.events[-1]["text"]
+
+    await world.turn()
+    await world.look()
+    assert set(world.cloud.size.values()) == {0}, "nothing before it is time"
+
+    await shifted(world, name, next=-AGAIN - 1)
+    world.cloud.room = {"p": 2}
+    await world.turn()
+    await world.look()
+    await world.look()
+    assert world.cloud.size["p"] == 2
+    for each in ("p-0", "p-1"):
+        world.receive(each, job=name)
+    await world.turn(2)
+    assert world.written(name).current is not None
+    assert world.written(name).idle is None
+
+
+async def shifted(world: World, name: str, **seconds: float) -> None:
+    """A new head, to which the times of the job's wait are so much earlier."""
+    state = world.written(name)
+    assert state.idle is not None
+    times = {key: getattr(state.idle, key) + value for key, value in seconds.items()}
+    await world.head.journal.replace(state.model_copy(update={"idle": state.idle.model_copy(update=times)}))
+    head = world.new_head()
+    head._began = head._awake_since = time.time() - 100
+    await head.fleet.look()

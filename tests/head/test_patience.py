@@ -1,0 +1,264 @@
+"""No wait for a state is longer than the work that it could hold, plus a constant: tables, and a new head's world."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spotrun.head.job_state import Ending, Finish, JobState, Progress, Recreate, Save, Saving, Start, apply
+from spotrun.head.planner import absent, patience
+from spotrun.head.planner.absent import HOLDER
+from spotrun.head.planner.patience import MARGIN
+from spotrun.head.planner.plan import SAVE_PATIENCE, plan, wanted
+from spotrun.head.view import ALONE, Machine, View
+from spotrun.wire import StateRef, Worker
+from tests.head.test_planner import NOW as EARLIER
+from tests.head.test_planner import frozen, job, member, node, notice, spare, spec
+from tests.head.test_planner import view as view_of
+from tests.head.world import World
+
+NOW = EARLIER + 36000.0
+A, B, C, D = "a", "b", "c", "d"
+MADE = NOW - 5000
+THREE = spec(nodes={"min": 3, "max": 3})
+LIVED = 12.0  # seconds of steps that the newest generation did
+PROGRESS = Progress(base=0, step=120, stepped_at=NOW - 60, restored_at=NOW - 72, pace=0.1)
+HELD = StateRef(generation=1, step=100)
+
+
+def machine(name: str, **changes: Any) -> Machine:
+    values = {"name": name, "pool": "p", "state": "running", "created": MADE, "answered": NOW - 1}
+    return Machine(**{**values, **changes})
+
+
+def unheard(name: str) -> Machine:
+    return machine(name, answered=0.0)
+
+
+def left(*members: str, **changes: Any) -> JobState:
+    """A job whose last generation, of these, did 12 s of work that is not in the bucket."""
+    values = {"generation": 1, "last": tuple(map(member, members)), "ordered_at": NOW - 50, "reached": 120}
+    return job(**{**values, "pace": 0.1, "progress": Progress(), "spec": THREE, **changes})
+
+
+def view(state: JobState, *nodes: Any, head: float, **changes: Any) -> View:
+    """head: how long it has been there, seconds."""
+    begun = {"began": NOW - head, "awake_since": NOW - head}
+    return view_of(state, *nodes, **{"now": NOW, **begun, **changes})
+
+
+def heard(name: str, snapshot: StateRef | None = None, **changes: Any) -> Any:
+    return spare(name, reported_at=NOW - 0.1, snapshot=snapshot, **changes)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (left(A), LIVED),
+        (left(A, checkpoints=(StateRef(generation=1, step=100),)), 2.0),
+        (left(A, checkpoints=(StateRef(generation=1, step=120),)), 0.0),
+        (left(A, checkpoints=(StateRef(generation=0, step=60),)), 6.0),
+        (left(A, reached=0), 0.0),
+        (job(A, B, progress=PROGRESS), LIVED),
+        (job(), 5.0),
+    ],
+    ids=["no checkpoint", "some is saved", "all is", "an older generation's", "never ran", "it runs", "at step 50"],
+)
+def test_at_stake(given: JobState, expected: float) -> None:
+    assert patience.at_stake(given) == pytest.approx(expected)
+    assert patience.patience(given, SAVE_PATIENCE) == pytest.approx(expected + MARGIN)
+    assert patience.patience(given, 7.0) == 7.0
+
+
+GONE = (Recreate(C, "p", created=MADE),)
+MACHINES = (machine(A), machine(B), unheard(C))
+CASES: dict[str, tuple[View, tuple[Recreate, ...]]] = {
+    "one of three does not find the new head: it gets a moment": (
+        view(left(A, B, C), heard(A, HELD), heard(B, HELD), machines=MACHINES, head=MARGIN - 1),
+        (),
+    ),
+    "then it is replaced: others hold the state": (
+        view(left(A, B, C), heard(A, HELD), heard(B, HELD), machines=MACHINES, head=MARGIN + 1),
+        GONE,
+    ),
+    "it alone may hold 12 s of work": (
+        view(left(A, B, C), heard(A), heard(B), machines=MACHINES, head=MARGIN + LIVED - 1),
+        (),
+    ),
+    "12 s of work are worth 12 s, though no checkpoint is as new": (
+        view(left(A, B, C), heard(A), heard(B), machines=MACHINES, head=MARGIN + LIVED + 1),
+        GONE,
+    ),
+    "the checkpoint is older than its generation": (
+        view(
+            left(A, B, C, generation=4, checkpoints=(StateRef(generation=2, step=100),)),
+            *(heard(A), heard(B)),
+            machines=MACHINES,
+            head=MARGIN + 3,
+        ),
+        GONE,
+    ),
+    "days of work are worth an hour at the most": (
+        view(left(A, B, C, reached=10**9), heard(A), heard(B), machines=MACHINES, head=HOLDER - 1),
+        (),
+    ),
+    "and no more": (
+        view(left(A, B, C, reached=10**9), heard(A), heard(B), machines=MACHINES, head=HOLDER + 1),
+        GONE,
+    ),
+    "a spare that an earlier head has heard holds nothing": (
+        view(left(A, B, joined={C: MADE}, reached=10**9), heard(A), heard(B), machines=MACHINES, head=MARGIN + 1),
+        GONE,
+    ),
+    "a machine that has never joined boots: another rule's": (
+        view(left(A, B), heard(A), heard(B), machines=MACHINES, head=MARGIN + 1),
+        (),
+    ),
+    "so does one made since in its place": (
+        view(
+            left(A, B, C, joined={C: MADE}),
+            *(heard(A), heard(B)),
+            machines=(machine(A), machine(B), machine(C, created=NOW - 40, answered=0.0)),
+            head=MARGIN + 1,
+        ),
+        (),
+    ),
+    "nobody is heard: it may be the head that is cut off": (
+        view(left(A, B, C), machines=tuple(map(unheard, (A, B, C))), head=ALONE - 1),
+        (),
+    ),
+    "nobody is heard for long": (
+        view(left(A, B, C), machines=tuple(map(unheard, (A, B, C))), head=ALONE + 1),
+        tuple(Recreate(name, "p", created=MADE) for name in (A, B, C)),
+    ),
+    "a member of the generation that runs may train on": (
+        view(job(A, B, C, spec=THREE, ordered_at=NOW - 100), machines=tuple(map(unheard, (A, B, C))), head=2 * HOLDER),
+        (),
+    ),
+    "it is going": (
+        view(left(A, B, C), heard(A), heard(B), machines=(machine(C, state="stopping", answered=0.0),), head=HOLDER),
+        (),
+    ),
+    "the cloud cannot be asked": (view(left(A, B, C), heard(A), heard(B), machines=(), head=HOLDER), ()),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_machines_that_a_new_head_does_not_hear(name: str) -> None:
+    given, expected = CASES[name]
+    assert tuple(each for each in plan(given) if isinstance(each, Recreate)) == expected
+    assert all(wanted(given, each) for each in expected)
+
+
+def test_a_successor_begins_once_the_leaving_nodes_state_is_not_worth_more() -> None:
+    """Spares stand by while noticed nodes upload 12 s of work."""
+    saving = Saving(ref=HELD, holders=(A, B), since=NOW - 1)
+    leaving = [node(n, phase="drained", notice=notice(), snapshot=HELD, reported_at=NOW - 0.1) for n in (A, B)]
+    spares = [heard(n) for n in (C, D)]
+    given = left(A, B, saving=saving, spec=spec(nodes=2), ordered_at=NOW - LIVED - MARGIN + 1)
+    assert plan(view(given, *leaving, *spares, head=1000)) == ()
+    given = given.model_copy(update={"ordered_at": NOW - LIVED - MARGIN - 1})
+    (action,) = plan(view(given, *leaving, *spares, head=1000))
+    assert isinstance(action, Start)
+
+
+def ending(**changes: Any) -> JobState:
+    goal = Ending(phase="stopped", reason="so", deadline=NOW + SAVE_PATIENCE)
+    return left(A, ending=goal, ordered_at=NOW - 500, **changes)
+
+
+LOST = Finish(
+    "stopped", "so; the state after step 100 is lost, it was not saved by a; the newest checkpoint is of step 90"
+)
+
+
+def silent(seconds: float, connected: bool = True) -> Any:
+    return replace(frozen(A, 0, snapshot=HELD, connected=connected), reported_at=NOW - seconds)
+
+
+@pytest.mark.parametrize("connected", [True, False])
+def test_the_end_of_a_job_waits_for_a_silent_node_as_long_as_its_state_is_worth(connected: bool) -> None:
+    state = ending(checkpoints=(StateRef(generation=1, step=90),))
+    worth = 3.0 + MARGIN
+    assert not any(isinstance(each, Finish) for each in plan(view(state, silent(worth - 1, connected), head=1000)))
+    assert plan(view(state, silent(worth + 1, connected), head=1000)) == (LOST,)
+
+
+def test_the_end_of_a_job_waits_for_an_upload_that_goes_on() -> None:
+    """The last state is the job's result: it gets its time from a node that is heard."""
+    saving = Saving(ref=HELD, holders=(A,), since=NOW - 400)
+    given = view(ending(saving=saving), node(A, phase="drained", snapshot=HELD, reported_at=NOW - 0.1), head=1000)
+    assert plan(given) == ()
+
+
+def test_the_end_of_a_job_says_what_is_lost_with_nodes_that_a_new_head_never_heard() -> None:
+    goal = Ending(phase="stopped", reason="so", deadline=NOW + SAVE_PATIENCE)
+    (action,) = plan(view(left(A, B, ending=goal), heard(C), head=30))
+    why = "so; the state after step 120 is lost, a, b are not heard; there is no checkpoint"
+    assert action == Finish("stopped", why)
+    saved = left(A, B, ending=goal, checkpoints=(StateRef(generation=1, step=120),))
+    assert plan(view(saved, heard(C), head=30)) == (Finish("stopped", "so"),)
+
+
+def test_a_silent_node_takes_no_part_in_saving() -> None:
+    """Its part would never come, and the others' parts are no checkpoint without it."""
+    away = replace(frozen(B, 0, snapshot=HELD), reported_at=NOW - 60)
+    given = view(
+        left(A, B),
+        node(A, phase="drained", snapshot=HELD, reported_at=NOW - 0.1),
+        away,
+        machines=(machine(A), machine(B)),
+        head=1000,
+    )
+    assert Save(HELD, (A,)) in plan(given)
+
+
+def test_what_has_joined_is_remembered() -> None:
+    given = view(left(A, joined={B: MADE, C: MADE}), machines=(machine(A), unheard(B), machine(C, created=NOW)), head=9)
+    found = absent.remember(given.job, given)
+    assert found.joined == {A: MADE, B: MADE}, "the machine called c is another one now and has not joined"
+    assert absent.remember(found, view(found, machines=(), head=9)) is found
+
+
+def test_work_is_known_after_the_generation_has_ended() -> None:
+    state = job(A, B, progress=PROGRESS, reached=120, pace=0.1)
+    assert patience.at_stake(apply(state, Start((), ""), NOW)) == pytest.approx(LIVED)
+
+
+async def test_a_new_head_replaces_the_member_that_does_not_come_back(tmp_path: Path) -> None:
+    """Three nodes, one of them frozen, the head killed and made again: no wait for a machine to boot."""
+    world = World(tmp_path)
+    started = await world.with_machines(min=3, max=3)
+    names = ("p-0", "p-1", "p-2")
+    for name in names:
+        world.receive(name, job=started)
+    await world.turn()
+    at = time.time() - 60
+    worker = Worker(
+        rank=0, pid=1, step=120, base=0, stepped_at=at, phases=(at - 15, at - 14, at - 13, at - 12, at - 11)
+    )
+    for name in names:
+        world.receive(name, job=started, phase="running", generation=1, workers=(worker,), snapshot=HELD.model_dump())
+    world.head.journal._written_at = 0.0
+    await world.turn()
+    assert world.written(started).joined.keys() == set(names)
+
+    await world.head.journal.replace(world.written(started).model_copy(update={"ordered_at": time.time() - 60}))
+
+    head = world.new_head()
+    head._began = head._awake_since = time.time() - MARGIN - 1
+    await head.fleet.look()
+    for name in names[:2]:
+        world.receive(name, job=started, phase="running", generation=1, workers=(worker,), snapshot=HELD.model_dump())
+    await world.turn()
+    assert head.job is not None
+    assert (head.job.current, head.job.interruptions[-1].node) == (None, "p-2")
+    for name in names[:2]:
+        world.receive(name, job=started, snapshot=HELD.model_dump())
+    await world.turn(2)
+    await head.replacements.answered()
+    assert world.recreated == ["p-2"]

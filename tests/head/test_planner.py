@@ -1,0 +1,580 @@
+"""The planner's decisions as data: a view in, the actions out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from spotrun.head.job_state import (
+    AbortSave,
+    Cause,
+    Conclude,
+    Drain,
+    Draining,
+    Dump,
+    EndGeneration,
+    Ending,
+    Fail,
+    Finish,
+    Interruption,
+    JobState,
+    Progress,
+    Recreate,
+    Save,
+    Saving,
+    Start,
+    Stop,
+    apply,
+)
+from spotrun.head.planner.plan import plan
+from spotrun.head.view import Node, View, lost
+from spotrun.spec import JobSpec
+from spotrun.wire import Failure, Generation, Member, Notice, Part, Report, StateRef, Worker
+
+NOW = 1000.0
+
+
+def spec(**changes: Any) -> dict[str, Any]:
+    return JobSpec(script="train.py", **{"nodes": {"min": 2, "max": 3}, **changes}).model_dump(mode="json")
+
+
+def member(name: str, boot: str = "b1") -> Member:
+    return Member(node=name, boot=boot, address=f"127.0.0.{ord(name[-1])}")
+
+
+def job(*members: str, **changes: Any) -> JobState:
+    """A job that runs on `members` since 100 s, at step 50 of 1000, 0.1 s a step; none: it waits."""
+    current = Generation(number=1, members=tuple(map(member, members)), store="h:1") if members else None
+    values: dict[str, Any] = {
+        "id": "j",
+        "name": "j",
+        "cluster": "c",
+        "code": "x",
+        "spec": spec(),
+        "submitted": NOW - 110,
+        "started": NOW - 100,
+        "phase": "running" if members else "waiting",
+        "generation": 1 if members else 0,
+        "current": current,
+        "ordered_at": NOW - 100,
+        "last": tuple(map(member, members)),
+        "saved_at": NOW - 10,
+        "progress": Progress(base=0, step=50, stepped_at=NOW - 0.05, restored_at=NOW - 5, pace=0.1, total_steps=1000),
+    }
+    return JobState(**{**values, **changes})
+
+
+def node(name: str, **changes: Any) -> Node:
+    """A healthy node that takes part in generation 1 at step 50."""
+    outer = {key: changes.pop(key) for key in ("connected", "reported_at", "cloud", "since") if key in changes}
+    step = changes.pop("step", 50)
+    worker = Worker(rank=0, pid=1, step=step, base=0, stepped_at=changes.pop("stepped_at", NOW - 0.05))
+    report = {
+        "node": name,
+        "boot": "b1",
+        "pool": "p",
+        "zone": "z",
+        "address": "127.0.0.1",
+        "job": "j",
+        "phase": "running",
+        "generation": 1,
+        "store": f"{name}:1",
+        "workers": (worker,),
+        "snapshot": StateRef(generation=1, step=48),
+    }
+    outer = {"connected": True, "reported_at": NOW - 0.1, "cloud": "running", **outer}
+    return Node(report=Report(**{**report, **changes}), **outer)
+
+
+def spare(name: str, **changes: Any) -> Node:
+    return node(name, **{"phase": "ready", "generation": 0, "workers": (), "snapshot": None, **changes})
+
+
+def view(job: JobState, *nodes: Node, **changes: Any) -> View:
+    return View(**{"now": NOW, "job": job, "nodes": nodes, "expected": 3, "waiting_since": NOW - 1, **changes})
+
+
+def failure(kind: str, rank: int = 0, at: float = NOW - 0.1, message: str = "boom") -> Failure:
+    return Failure(kind=kind, rank=rank, at=at, message=message)  # type: ignore[arg-type]
+
+
+def notice(seconds: float = 30.0) -> Notice:
+    return Notice(kind="preempt", deadline=NOW + seconds)
+
+
+def failed(name: str, kind: str, **changes: Any) -> Node:
+    at = changes.pop("at", NOW - 0.1)
+    return node(name, phase="failed", failure=failure(kind, at=at), **changes)
+
+
+def part(index: int, whole: str) -> Part:
+    return Part(step=48, generation=1, index=index, parts=2, files=(), whole=whole)
+
+
+A, B, C, D = "a", "b", "c", "d"
+KILL, SILENT, PREEMPT = (Cause(kind=k, node=B) for k in ("kill", "silent", "preempt"))
+
+
+def start(*names: str, cause: Cause | None = None, store: str | None = None) -> Start:
+    return Start(tuple(Member(node=n, boot="b1", address="127.0.0.1") for n in names), store or f"{names[0]}:1", cause)
+
+
+def frozen(name: str, seconds: float, **changes: Any) -> Node:
+    return node(name, reported_at=NOW - seconds, stepped_at=NOW - seconds, **changes)
+
+
+STUCK = {"stepped_at": NOW - 4.0}
+REGROUP_SLOW = start(A, C, cause=SILENT)
+
+
+def slow(silent: float, stepped: float) -> View:
+    """One member is silent, and nobody has completed a step, of 20 s each, for so many seconds."""
+    progress = Progress(base=0, step=50, stepped_at=NOW - stepped, pace=20.0)
+    others = (node(name, stepped_at=NOW - stepped) for name in (A, C))
+    return view(job(A, B, C, progress=progress), frozen(B, silent), *others)
+
+
+CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
+    "all is well": (view(job(A, B, C), node(A), node(B), node(C)), ()),
+    "begin with all": (view(job(), spare(A), spare(B), spare(C)), (start(A, B, C),)),
+    "wait for the third": (view(job(), spare(A), spare(B)), ()),
+    "no third to expect": (view(job(), spare(A), spare(B), expected=2), (start(A, B),)),
+    "third does not come": (view(job(), spare(A), spare(B), waiting_since=NOW - 11), (start(A, B),)),
+    "too few": (view(job(), spare(A), expected=1), ()),
+    "not those that prepare": (view(job(), spare(A), spare(B), spare(C, phase="preparing")), ()),
+    "not those with notice": (view(job(), spare(A), spare(B), spare(C), spare(D, notice=notice())), (start(A, B, C),)),
+    "no more than max": (view(job(), spare(D), spare(C), spare(B), spare(A)), (start(A, B, C),)),
+    "notice": (
+        view(job(A, B, C), node(A), node(B, notice=notice()), node(C)),
+        (Drain(56, PREEMPT, NOW + 27),),
+    ),
+    "a rebalance recommendation is no notice": (
+        view(job(A, B, C), node(A), node(B, notice=Notice(kind="rebalance", deadline=NOW)), node(C)),
+        (),
+    ),
+    "notice before the first step: nothing to lose": (
+        view(
+            job(A, B, C, phase="starting", progress=Progress(base=40, step=40)),
+            node(A),
+            node(B, notice=notice()),
+            node(C),
+        ),
+        (start(A, C, cause=PREEMPT),),
+    ),
+    "draining": (
+        view(
+            job(A, B, C, draining=Draining(step=56, cause=PREEMPT, deadline=NOW + 27)),
+            node(A, phase="drained"),
+            node(B, notice=notice()),
+            node(C),
+        ),
+        (),
+    ),
+    "drained: on with the others": (
+        view(
+            job(A, B, C, draining=Draining(step=56, cause=PREEMPT, deadline=NOW + 27)),
+            *(node(A, phase="drained"), node(B, phase="drained", notice=notice()), node(C, phase="drained")),
+        ),
+        (start(A, C, cause=PREEMPT),),
+    ),
+    "drained: too few are left": (
+        view(
+            job(A, B, spec=spec(), draining=Draining(step=56, cause=PREEMPT, deadline=NOW + 27)),
+            *(node(A, phase="drained"), node(B, phase="drained", notice=notice())),
+        ),
+        (EndGeneration(PREEMPT),),
+    ),
+    "a worker had passed the stop": (
+        view(
+            job(A, B, C, draining=Draining(step=50, cause=PREEMPT, deadline=NOW + 27)),
+            *(node(A, late=50, step=52), node(B, notice=notice()), node(C)),
+        ),
+        (Drain(67, PREEMPT, NOW + 27),),
+    ),
+    "a drain that does not end is given up": (
+        view(
+            job(A, B, C, draining=Draining(step=56, cause=PREEMPT, deadline=NOW - 1)),
+            *(node(A), node(B, notice=notice(2)), node(C)),
+        ),
+        (start(A, C, cause=PREEMPT),),
+    ),
+    "kill: link closed and peers failed": (
+        view(job(A, B, C), failed(A, "peer"), node(B, connected=False), node(C)),
+        (start(A, C, cause=KILL),),
+    ),
+    "kill: the spare takes the place, behind the survivors": (
+        view(job(C, B, A), node(A), failed(C, "peer"), node(B, connected=False), spare(D)),
+        (start(C, A, D, cause=KILL),),
+    ),
+    "a closed link alone is no loss": (view(job(A, B, C), node(A), node(B, connected=False), node(C)), ()),
+    "a silent node whose peers get on is no loss": (
+        view(job(A, B, C), node(A), node(B, reported_at=NOW - 60), node(C)),
+        (),
+    ),
+    "closed link and the cloud says gone": (
+        view(job(A, B, C), node(A), node(B, connected=False, cloud="gone"), node(C)),
+        (start(A, C, cause=KILL),),
+    ),
+    "the cloud says gone but it answers": (view(job(A, B, C), node(A), node(B, cloud="gone"), node(C)), ()),
+    "frozen": (
+        view(job(A, B, C), node(A, **STUCK), frozen(B, 4), node(C, **STUCK)),
+        (start(A, C, cause=SILENT),),
+    ),
+    "frozen, not long enough": (view(job(A, B, C), node(A, **STUCK), frozen(B, 2), node(C, **STUCK)), ()),
+    "everybody silent: the head is blind": (view(job(A, B, C), frozen(A, 9), frozen(B, 9), frozen(C, 9)), ()),
+    "the head itself stood still": (
+        view(job(A, B, C), node(A, **STUCK), frozen(B, 4), node(C, **STUCK), awake_since=NOW - 1),
+        (),
+    ),
+    "another incarnation reports": (
+        view(job(A, B, C), node(A), spare(B, boot="b2"), node(C)),
+        (Start((*start(A, C).members, Member(node=B, boot="b2", address="127.0.0.1")), "a:1", KILL),),
+    ),
+    "too few survivors wait": (view(job(A, B), failed(A, "peer"), node(B, connected=False)), (EndGeneration(KILL),)),
+    "user code": (
+        view(job(A, B, C), failed(A, "peer"), failed(B, "user", at=NOW - 0.2), node(C)),
+        (Fail(failure("user", at=NOW - 0.2), B), start(A, B, C, cause=Cause(kind="crash", node=B))),
+    ),
+    "user code once too often": (
+        view(job(A, B, C, restarts=3), node(A), failed(B, "user"), node(C)),
+        (Fail(failure("user"), B), EndGeneration(), Finish("failed", "boom")),
+    ),
+    "the earliest failure counts": (
+        view(job(A, B, C), failed(A, "user", at=NOW - 0.5), failed(B, "user"), node(C)),
+        (Fail(failure("user", at=NOW - 0.5), A), start(A, B, C, cause=Cause(kind="crash", node=A))),
+    ),
+    "a worker that dies on a node being taken is no crash": (
+        view(job(A, B, C), node(A), failed(B, "signal", notice=notice()), node(C)),
+        (Drain(56, PREEMPT, NOW + 27),),
+    ),
+    "killed by a signal: first see whether a peer is gone": (
+        view(job(A, B, C), failed(A, "signal"), node(B), node(C)),
+        (),
+    ),
+    "killed by a signal on a node that is well": (
+        view(
+            job(A, B, C),
+            failed(A, "signal", at=NOW - 2, reported_at=NOW),
+            *(failed(n, "peer", at=NOW - 2.1, reported_at=NOW) for n in (B, C)),
+        ),
+        (Fail(failure("signal", at=NOW - 2), A), start(A, B, C, cause=Cause(kind="crash", node=A))),
+    ),
+    "killed by a signal since a peer was lost": (
+        view(job(A, B, C), failed(A, "signal"), node(B, connected=False, cloud="gone"), node(C)),
+        (start(A, C, cause=KILL),),
+    ),
+    "nodes hold different states: one saves": (
+        view(
+            job(A, B, saving=Saving(ref=StateRef(generation=1, step=48), holders=(A, B), since=NOW)),
+            *(node(A, parts=(part(0, "x"),)), node(B, parts=(part(1, "y"),))),
+        ),
+        (
+            AbortSave("something that run.track was given differs between nodes; one node saves all of it"),
+            Save(StateRef(generation=1, step=56), (A,)),
+        ),
+    ),
+    "nodes hold different states, and wait": (
+        view(
+            job(saving=Saving(ref=StateRef(generation=1, step=48), holders=(A, B), since=NOW), stopping="so"),
+            *(node(A, phase="drained", parts=(part(0, "x"),)), node(B, phase="drained", parts=(part(1, "y"),))),
+        ),
+        (Conclude(Ending(phase="stopped", reason="so", state=StateRef(generation=1, step=48))),),
+    ),
+    "peers failed: first see who is gone": (
+        view(job(A, B, C), failed(A, "peer"), failed(B, "peer"), node(C)),
+        (),
+    ),
+    "peers failed and everybody is well": (
+        view(
+            job(A, B, C),
+            *(failed(n, "peer", at=NOW - 2, reported_at=NOW) for n in (A, B, C)),
+        ),
+        (Fail(failure("peer", at=NOW - 2), A), start(A, B, C, cause=Cause(kind="crash", node=A))),
+    ),
+    "grow": (
+        view(job(A, B), node(A), node(B), spare(C)),
+        (Drain(56, Cause(kind="grow"), NOW + 60),),
+    ),
+    "grow, not so soon": (view(job(A, B, ordered_at=NOW - 5), node(A), node(B), spare(C)), ()),
+    "grow, not for the last steps": (
+        view(
+            job(A, B, progress=Progress(base=0, step=990, stepped_at=NOW, pace=0.1, total_steps=1000)),
+            *(node(A), node(B), spare(C)),
+        ),
+        (),
+    ),
+    "stop": (
+        view(job(A, B, C, stopping="stopped by the operator"), node(A), node(B), node(C)),
+        (Drain(56, Cause(kind="stop"), NOW + 60),),
+    ),
+    "stopped workers": (
+        view(
+            job(
+                A,
+                B,
+                stopping="stopped by the operator",
+                draining=Draining(step=56, cause=Cause(kind="stop"), deadline=NOW + 9),
+            ),
+            *(node(A, phase="drained"), node(B, phase="drained")),
+        ),
+        (EndGeneration(Cause(kind="stop")),),
+    ),
+    "stop while waiting": (
+        view(job(stopping="stopped by the operator"), spare(A)),
+        (Conclude(Ending(phase="stopped", reason="stopped by the operator")),),
+    ),
+    "the budget is spent": (
+        view(job(A, B, cost=2.5, spec=spec(budget=2.5)), node(A), node(B)),
+        (Stop("the budget of $2.5 is spent"),),
+    ),
+    "hang": (
+        view(
+            job(A, B, progress=Progress(base=0, step=50, stepped_at=NOW - 301, pace=0.1)),
+            *(node(A, stepped_at=NOW - 301), node(B, stepped_at=NOW - 301)),
+        ),
+        (Dump(),),
+    ),
+    "no hang: the start may take longer": (
+        view(
+            job(A, B, ordered_at=NOW - 301, progress=Progress()),
+            *(node(A, phase="starting", stepped_at=0.0), node(B, phase="starting", stepped_at=0.0)),
+        ),
+        (),
+    ),
+    "checkpoint by the interval": (
+        view(job(A, B, C, saved_at=NOW - 301, started=NOW - 900), node(A), node(B), node(C)),
+        (Save(StateRef(generation=1, step=56), (A, B, C)),),
+    ),
+    "a checkpoint step that came too late": (
+        view(
+            job(A, B, C, saving=Saving(ref=StateRef(generation=1, step=49), holders=(A, B, C), since=NOW)),
+            *(node(A, late=49), node(B), node(C)),
+        ),
+        (AbortSave("a worker was past the step already"),),
+    ),
+    "while waiting, the newest state goes into the bucket": (
+        view(
+            job(),
+            node(A, phase="drained"),
+            node(B, phase="drained", notice=notice(), snapshot=StateRef(generation=1, step=56)),
+        ),
+        (Save(StateRef(generation=1, step=56), (B,)),),
+    ),
+    "it is there already": (
+        view(job(checkpoints=(StateRef(generation=1, step=48),)), node(A, phase="drained")),
+        (),
+    ),
+    "done: the last state first": (
+        view(job(A, B), node(A, phase="succeeded"), node(B, phase="succeeded")),
+        (EndGeneration(ending=Ending(phase="succeeded", state=StateRef(generation=1, step=48))),),
+    ),
+    "done, state in the bucket": (
+        view(
+            job(ending=Ending(phase="succeeded"), checkpoints=(StateRef(generation=1, step=48),)),
+            node(A, phase="succeeded"),
+        ),
+        (Finish("succeeded", ""),),
+    ),
+    "one has not finished": (view(job(A, B), node(A, phase="succeeded"), node(B)), ()),
+    "one was killed before it finished: again": (
+        view(job(A, B, C), node(A, phase="succeeded"), failed(C, "peer"), node(B, connected=False)),
+        (start(A, C, cause=KILL),),
+    ),
+    "set-up fails everywhere": (
+        view(job(), spare(A, failure=failure("setup"), phase="failed")),
+        (Finish("failed", "set-up failed on a: boom"),),
+    ),
+    "a dead machine that the cloud still counts, needed": (
+        view(job(), spare(A), frozen(B, 4, snapshot=None), expected=2),
+        (Recreate(B, "p"),),
+    ),
+    "a dead machine that alone holds the state gets a moment": (
+        view(job(), spare(A), frozen(B, 4), expected=2),
+        (Save(StateRef(generation=1, step=48), (B,)),),
+    ),
+    "no machine is replaced because the head sees none": (
+        view(job(), frozen(A, 40, snapshot=None), frozen(B, 40, snapshot=None)),
+        (),
+    ),
+    "no machine is replaced while the last state goes into the bucket": (
+        view(job(ending=Ending(phase="succeeded", deadline=NOW + 9)), node(A), frozen(B, 40)),
+        (Save(StateRef(generation=1, step=48), (A,)),),
+    ),
+    "another job's set-up failure is not this one's": (
+        view(job(), spare(A, job="i", failure=failure("setup"), phase="failed")),
+        (),
+    ),
+    "set-up fails on one, others still prepare": (
+        view(job(), spare(A, failure=failure("setup"), phase="failed"), spare(B, phase="preparing")),
+        (),
+    ),
+    "all leave, spares stand by: first the state": (
+        view(
+            job(A, B, draining=Draining(step=56, cause=PREEMPT, deadline=NOW + 27)),
+            *(node(n, phase="drained", notice=notice(), snapshot=StateRef(generation=1, step=56)) for n in (A, B)),
+            *(spare(C), spare(D)),
+        ),
+        (EndGeneration(PREEMPT),),
+    ),
+    "the state of those that leave is on its way": (
+        view(
+            job(
+                generation=1,
+                saving=Saving(ref=StateRef(generation=1, step=56), holders=(A, B), since=NOW - 1),
+                ordered_at=NOW - 2,
+            ),
+            *(node(n, phase="drained", notice=notice(), snapshot=StateRef(generation=1, step=56)) for n in (A, B)),
+            *(spare(C), spare(D), spare("e")),
+        ),
+        (),
+    ),
+    "the state of those that leave is in the bucket": (
+        view(
+            job(generation=1, checkpoints=(StateRef(generation=1, step=56),)),
+            *(node(n, phase="drained", notice=notice(), snapshot=StateRef(generation=1, step=56)) for n in (A, B)),
+            *(spare(C), spare(D), spare("e")),
+        ),
+        (start(C, D, "e"),),
+    ),
+    "a snapshot that is gone is given up": (
+        view(
+            job(saving=Saving(ref=StateRef(generation=1, step=48), holders=(A,), since=NOW - 9)),
+            node(A, phase="drained", late=48),
+        ),
+        (AbortSave("a node does not have that snapshot any more"),),
+    ),
+    "a large checkpoint gets its time": (
+        view(
+            job(A, B, saving=Saving(ref=StateRef(generation=1, step=40), holders=(A, B), since=NOW - 200)),
+            *(node(A), node(B)),
+        ),
+        (),
+    ),
+    "done, a new head has not heard of the holders yet": (
+        view(job(last=(member(A), member(B)), ending=Ending(phase="succeeded", deadline=NOW + 50)), awake_since=NOW),
+        (),
+    ),
+    "done, the link to the holders broke": (
+        view(job(ending=Ending(phase="succeeded", deadline=NOW + 50)), node(A, connected=False)),
+        (),
+    ),
+    "done, the holders are gone": (
+        view(job(ending=Ending(phase="succeeded", deadline=NOW + 50)), node(A, connected=False, cloud="gone")),
+        (Finish("succeeded", ""),),
+    ),
+    "a new head waits for the last members before it begins with fewer": (
+        view(job(generation=1, last=(member(A), member(B), member(C))), spare(A), spare(B), awake_since=NOW - 1),
+        (),
+    ),
+    "all members vanished while no head was there": (
+        view(job(A, B), spare(C), spare(D), vanished=frozenset((A, B)), awake_since=NOW - 30),
+        (start(C, D, cause=Cause(kind="kill", node="a, b")),),
+    ),
+    "one has finished, the other hangs": (
+        view(
+            job(A, B, progress=Progress(base=0, step=50, stepped_at=NOW - 301, pace=0.1)),
+            *(node(A, phase="succeeded", stepped_at=NOW - 301), node(B, stepped_at=NOW - 301)),
+        ),
+        (Dump(),),
+    ),
+    "no member takes the generation up": (
+        view(
+            job(A, B, ordered_at=NOW - 601, generation=2, progress=Progress()),
+            *(spare(n, generation=1) for n in (A, B)),
+        ),
+        (start(A, B, cause=Cause(kind="start", node="a, b")),),
+    ),
+    "a member cannot take the generation up": (
+        view(
+            job(A, B, C, ordered_at=NOW - 2, generation=2, progress=Progress()),
+            *(node(A, generation=2), spare(B, failure=failure("setup"), phase="failed"), node(C, generation=2)),
+        ),
+        (start(A, C, cause=Cause(kind="start", node=B)),),
+    ),
+    "slow steps: the drain fits into the notice": (
+        view(
+            job(A, B, C, progress=Progress(base=0, step=50, stepped_at=NOW - 5, pace=20.0)),
+            *(node(A, stepped_at=NOW - 5), node(B, stepped_at=NOW - 5, notice=notice()), node(C, stepped_at=NOW - 5)),
+        ),
+        (Drain(51, PREEMPT, NOW + 27),),
+    ),
+    "slow steps: a frozen member is lost before three of them have passed": (slow(31, stepped=31), (REGROUP_SLOW,)),
+    "slow steps: not while it may be on its way back": (slow(29, stepped=31), ()),
+    "slow steps: not while the others may be in a step": (slow(31, stepped=29), ()),
+    "a long pause is not many steps": (
+        view(
+            job(A, B, C, progress=Progress(base=0, step=50, stepped_at=NOW - 45, pace=0.1)),
+            *(node(n, stepped_at=NOW - 45, notice=notice() if n == B else None) for n in (A, B, C)),
+        ),
+        (Drain(56, PREEMPT, NOW + 27),),
+    ),
+    "one that is being checked is no member yet": (
+        view(job(), spare(A), spare(B, phase="checking"), spare(C, phase="unfit")),
+        (),
+    ),
+    "nor one to grow by": (
+        view(job(A, B, ordered_at=NOW - 1000), node(A), node(B), spare(C, phase="checking")),
+        (),
+    ),
+    "ended": (view(job(phase="succeeded")), ()),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_plan(name: str) -> None:
+    given, expected = CASES[name]
+    assert plan(given) == expected
+
+
+def test_survivors_keep_their_order_whatever_their_names() -> None:
+    """The first rank serves the store: it must be one that has the state, not a newcomer whose name sorts first."""
+    given = view(job("z", "y"), failed("z", "peer"), node("y", connected=False), spare("a"))
+    (action,) = plan(given)
+    assert isinstance(action, Start)
+    assert [m.node for m in action.members] == ["z", "a"]
+
+
+def test_apply_books_what_an_interruption_cost() -> None:
+    state = apply(job(A, B, C), start(A, C, cause=KILL), NOW)
+    assert state.generation == 2
+    assert state.current is not None
+    assert state.current.number == 2
+    (loss,) = state.interruptions
+    assert (loss.kind, loss.node, loss.step, loss.generation) == ("kill", B, 50, 1)
+    assert state.good_seconds == pytest.approx(3 * 4.95)
+    # Struck again before the first step: still the same interruption.
+    again = apply(state, start(C, cause=Cause(kind="kill", node=A)), NOW + 1)
+    assert [(entry.kind, entry.node) for entry in again.interruptions] == [("kill", "b, a")]
+
+
+def test_generation_numbers_are_never_used_twice() -> None:
+    state = job(A, B, C)
+    seen = {state.generation}
+    for action in (start(A), EndGeneration(), start(A), start(B), EndGeneration(KILL), start(C)):
+        before = state.generation
+        state = apply(state, action, NOW)
+        if isinstance(action, Start):
+            assert state.generation not in seen
+            seen.add(state.generation)
+        else:
+            assert state.generation == before
+
+
+def test_lost_needs_two_signals() -> None:
+    """Every combination of one signal alone leaves the member alone."""
+    rules = JobSpec(script="t.py", nodes={"min": 2, "max": 3})  # type: ignore[arg-type]
+    one_signal = [
+        (node(A), node(B, connected=False), node(C)),
+        (node(A), node(B, cloud="gone"), node(C)),
+        (failed(A, "peer"), node(B), failed(C, "peer")),
+        (node(A, **STUCK), node(B, **STUCK), node(C, **STUCK)),
+        (node(A), frozen(B, 30), node(C)),
+    ]
+    for nodes in one_signal:
+        assert lost(view(job(A, B, C), *nodes), rules) == {}
+
+
+def test_loss_entries_are_plain_data() -> None:
+    entry = Interruption(kind="kill", node=A, at=1.0, generation=1, step=2)
+    assert Interruption.model_validate_json(entry.model_dump_json()) == entry

@@ -1,0 +1,147 @@
+"""What the head knows of machines: while the cloud is asked, says part of it, or has a zone that is out."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spotrun.errors import CloudError
+from spotrun.wire import Failure
+from tests.head.world import World
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+async def test_while_the_cloud_is_asked_its_last_answer_counts(world: World) -> None:
+    world.cloud.size["p"] = 1
+    await world.head.fleet.look()
+    asked = asyncio.Event()
+
+    async def slow() -> dict[str, int]:
+        asked.set()
+        await asyncio.Event().wait()
+        return {}
+
+    world.cloud.sizes = slow  # type: ignore[method-assign]
+    looking = asyncio.create_task(world.head.fleet.look())
+    await asked.wait()
+    await world.head.fleet.preempt("p-0", None)
+    assert world.cloud.calls == [("preempt", "p-0")]
+    looking.cancel()
+
+
+@pytest.mark.parametrize("what", ["problems", "prices"])
+async def test_machines_are_known_though_the_cloud_does_not_say_all(world: World, what: str) -> None:
+    await world.head.fleet.look()
+    world.cloud.size["p"] = 1
+
+    async def throttled() -> Any:
+        raise CloudError("Rate exceeded")
+
+    setattr(world.cloud, what, throttled)
+    assert await world.head.fleet.look() == []
+    assert world.head.fleet.names() == {"p-0"}
+    assert world.head.fleet.prices == world.cloud.price
+
+
+OUT = {"p": "machines in z: Google does not answer"}
+
+
+async def test_the_next_pool_stands_in_for_a_zone_that_does_not_answer(world: World) -> None:
+    """The members there are kept. What is not heard there does not count, but nothing of it is removed or replaced."""
+    job = await world.with_machines(min=1, max=2)
+    assert world.cloud.size == {"p": 2, "q": 0}
+    world.receive("p-0", job=job)
+    world.receive("p-1", job=job)
+    await world.turn(2)
+    world.cloud.out = OUT
+    await world.look()
+    assert world.cloud.size == {"p": 2, "q": 0}, "all that the generation counts on"
+    nodes = {node.name: node for node in world.head.agents.nodes(world.head.fleet)}
+    assert (nodes["p-0"].cloud, nodes["p-1"].cloud) == (None, None)
+    assert world.head.fleet.names() == {"p-0", "p-1"}
+    machines = world.head.agents.machines(world.head.fleet)
+    assert [each.state for each in machines] == ["unknown", "unknown"]
+    pools = {pool["name"]: pool for pool in world.head.status()["pools"]}
+    assert pools["p"]["problem"] == "zone local-a does not answer: machines in z: Google does not answer"
+    assert (pools["p"]["target"], pools["q"]["problem"]) == (2, None)
+    world.cloud.out = {"p": "machines in z: other words"}
+    await world.look()
+    assert sum("does not answer" in event["text"] for event in world.head.events) == 1
+
+    # One is lost: silent, and the other says so as well.
+    world.head.disconnect("p-1", world.sends["p-1"])
+    world.head.agents.seen["p-1"].reported_at -= 60
+    failure = Failure(kind="peer", rank=0, message="reset", at=time.time())
+    world.receive("p-0", job=job, phase="ready", generation=1, failure=failure)
+    await world.turn(2)
+    assert world.head.job is not None
+    assert [m.node for m in world.head.job.last] == ["p-0"]
+    await world.look()
+    assert world.cloud.size == {"p": 2, "q": 1}
+    assert not [call for call in world.cloud.calls if call[0] != "resize"]
+
+    world.cloud.out = {}
+    await world.head.fleet.look()
+    assert world.head.fleet.problems == []
+    assert {node.cloud for node in world.head.agents.nodes(world.head.fleet)} == {"running"}
+
+
+async def test_a_head_that_has_never_known_a_zone(world: World) -> None:
+    """It does not take the members there for gone, nor anybody of another zone for there."""
+    job = await world.started()
+    world.new_head()
+    world.cloud.out = OUT
+    world.cloud.size["q"] = 1
+    await world.head.fleet.look()
+    assert world.head.fleet.names() == {"q-0"}
+    assert world.head.fleet.state_of("p-0", 2.0) is None, "who knows whose it is"
+    assert world.head.fleet.state_of("p-0", 2.0, "p") is None
+    assert world.head.fleet.state_of("q-1", 2.0, "q") == "gone"
+    assert world.head.fleet.state_of("q-0", 2.0) == "running"
+    await world.turn()
+    assert world.head.job is not None
+    assert world.head._view(time.time()).vanished == frozenset()
+    world.receive("p-0", job=job.id)
+    world.head.disconnect("p-0", world.sends["p-0"])
+    world.head._forget()
+    assert "p-0" in world.head.agents.seen
+    assert world.head.job.current == job.current
+    await world.look()
+    assert world.cloud.size == {"p": 0, "q": 2}
+
+
+async def test_what_was_known_of_a_zone_outlasts_an_outage_of_all(world: World) -> None:
+    world.cloud.size["p"] = 2
+    await world.head.fleet.look()
+
+    async def refuse() -> Any:
+        raise CloudError("no way")
+
+    told, world.cloud.nodes = world.cloud.nodes, refuse  # type: ignore[method-assign]
+    with pytest.raises(CloudError, match="no way"):
+        await world.head.fleet.look()
+    assert world.head.fleet.state_of("p-0", 2.0) is None
+    world.cloud.nodes, world.cloud.out = told, OUT  # type: ignore[method-assign]
+    await world.head.fleet.look()
+    assert world.head.fleet.names() == {"p-0", "p-1"}
+    assert world.head.fleet.sizes == {"p": 2, "q": 0}
+
+
+async def test_machines_of_a_zone_that_did_not_answer_go_once_it_does(world: World) -> None:
+    await world.head.journal.read_queue()
+    world.cloud.size["p"] = 2
+    await world.head.fleet.look()
+    world.cloud.out = OUT
+    await world.look()
+    assert world.cloud.calls == []
+    world.cloud.out = {}
+    await world.look()
+    assert world.cloud.size == {"p": 0, "q": 0}

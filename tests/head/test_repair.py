@@ -1,0 +1,515 @@
+"""Machines that never serve, as data: what is asked of the cloud, what counts, what operators read."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from spotrun.head.capacity import Decision, Observation, Pool, decide
+from spotrun.head.fleet import repair
+from spotrun.head.fleet.repair import (
+    AGAIN,
+    AGAIN_MOST,
+    BOOT_TIMEOUT,
+    BOOT_TIMEOUT_METAL,
+    GRACE,
+    LIMIT,
+    SAVING,
+    WINDOW,
+)
+from spotrun.head.job_state import Ending, JobState, Recreate, Replacement
+from spotrun.head.planner.absent import HOLDER
+from spotrun.head.planner.plan import plan
+from spotrun.head.view import ALONE, REJOIN, Machine, View
+from spotrun.node.health import gate
+from spotrun.wire import StateRef
+from tests.head.test_planner import NOW as EARLIER
+from tests.head.test_planner import job, member, node, spare
+from tests.head.test_planner import view as view_of
+
+NOW = EARLIER + 10 * WINDOW
+A, B, C = "a", "b", "c"
+MADE = NOW - 5000
+LATE = NOW - BOOT_TIMEOUT - 1
+NO_AGENT = "its agent has not joined within 15 minutes"
+UNSURE = "it could not tell within 15 minutes whether it is fit"
+WHY = "a2-megagpu-16g has 16 GPUs, but nvidia-smi lists 15"
+
+
+def machine(name: str, **changes: Any) -> Machine:
+    """One that has been there for a while and whose agent has joined."""
+    values = {"name": name, "pool": "p", "state": "running", "created": MADE, "answered": NOW - 1}
+    return Machine(**{**values, **changes})
+
+
+def booting(name: str, **changes: Any) -> Machine:
+    return machine(name, **{"answered": 0.0, **changes})
+
+
+def unfit(name: str, **changes: Any) -> Any:
+    """One that has said so for long enough."""
+    outer = {"reported_at": NOW - 0.1, "since": NOW - GRACE, **changes}
+    return spare(name, phase="unfit", job=None, unfit=(WHY,), store="", **outer)
+
+
+HELD = StateRef(generation=1, step=40)
+
+
+def holder(name: str, **changes: Any) -> Any:
+    """One that is unfit and has the state of the newest generation in memory."""
+    outer = {"reported_at": NOW - 0.1, "since": NOW - GRACE, **changes}
+    return spare(name, phase="unfit", unfit=(WHY,), store="", snapshot=HELD, **outer)
+
+
+def checking(name: str, since: float, **changes: Any) -> Any:
+    return spare(name, phase="checking", job=None, store="", **{"reported_at": NOW - 0.1, "since": since, **changes})
+
+
+def was_replaced(*ages: float, pool: str = "p", name: str = "x", **changes: Any) -> tuple[Replacement, ...]:
+    """Machines of one name that were replaced so long ago, each made just before."""
+    values = {"node": name, "pool": pool, "why": WHY}
+    return tuple(Replacement(**{**values, "at": NOW - age, "created": NOW - age - 1, **changes}) for age in ages)
+
+
+def view(state: JobState, *nodes: Any, machines: tuple[Machine, ...], **changes: Any) -> View:
+    return view_of(state, *nodes, now=NOW, machines=machines, **changes)
+
+
+def waiting(**changes: Any) -> JobState:
+    return job(**changes)
+
+
+def left(*members: str, **changes: Any) -> JobState:
+    """A job that waits for machines, its last generation having been these."""
+    values = {"generation": 1, "last": tuple(map(member, members)), "ordered_at": NOW - 2000, **changes}
+    return job(**values)
+
+
+def begun(at: float) -> dict[str, float]:
+    """A head that began then and has had no gap."""
+    return {"began": at, "awake_since": at}
+
+
+BAD = Recreate(A, "p", WHY, MADE)
+TWO = (booting(A), booting(B))
+CASES: dict[str, tuple[View, tuple[Recreate, ...]]] = {
+    "one that is unfit, in a zone that does not answer": (
+        view(waiting(), unfit(A), machines=(machine(A, state="unknown"),)),
+        (),
+    ),
+    "one that is unfit": (view(waiting(), unfit(A), machines=(machine(A),)), (BAD,)),
+    "one that is fit": (view(waiting(), spare(A, reported_at=NOW), machines=(machine(A),)), ()),
+    "one that is unfit while others train": (
+        view(
+            job(B, C),
+            unfit(A),
+            node(B, reported_at=NOW),
+            node(C, reported_at=NOW),
+            machines=tuple(map(machine, (A, B, C))),
+        ),
+        (BAD,),
+    ),
+    "it has not said so for long: its agent looks again": (
+        view(waiting(), unfit(A, since=NOW - GRACE + 1), machines=(machine(A),)),
+        (),
+    ),
+    "its link is down: that was its last word": (
+        view(waiting(), unfit(A, connected=False), machines=(machine(A),)),
+        (BAD,),
+    ),
+    "it alone holds the state, and saves it": (view(left(A), holder(A), machines=(machine(A),)), ()),
+    "it has not saved it in all that time": (
+        view(left(A), holder(A, since=NOW - SAVING), machines=(machine(A),)),
+        (BAD,),
+    ),
+    "the state that it held is in the bucket": (
+        view(left(A, checkpoints=(HELD,)), holder(A), machines=(machine(A),)),
+        (BAD,),
+    ),
+    "another holds the state too": (
+        view(left(A, B), holder(A), node(B, reported_at=NOW, snapshot=HELD), machines=(machine(A), machine(B))),
+        (BAD,),
+    ),
+    "it is going already": (view(waiting(), unfit(A), machines=(machine(A, state="stopping"),)), ()),
+    "the cloud cannot be asked": (view(waiting(), unfit(A), machines=()), ()),
+    "it was asked for a moment ago": (
+        view(waiting(), unfit(A), machines=(machine(A),), replaced=was_replaced(AGAIN - 1, name=A, created=MADE)),
+        (),
+    ),
+    "it was asked for, and nothing came of it": (
+        view(waiting(), unfit(A), machines=(machine(A),), replaced=was_replaced(AGAIN + 1, name=A, created=MADE)),
+        (BAD,),
+    ),
+    "the same, several times": (
+        view(
+            waiting(),
+            unfit(A),
+            machines=(machine(A),),
+            replaced=was_replaced(2 * AGAIN - 1, name=A, created=MADE, tries=2),
+        ),
+        (),
+    ),
+    "its successor is unfit too": (
+        view(waiting(), unfit(A), machines=(machine(A, created=NOW - 20),), replaced=was_replaced(30, name=A)),
+        (replace(BAD, created=NOW - 20),),
+    ),
+    "the limit": (view(waiting(), unfit(A), machines=(machine(A),), replaced=was_replaced(900, 600, 300)), ()),
+    "the limit is each pool's own": (
+        view(waiting(), unfit(A), machines=(machine(A),), replaced=was_replaced(900, 600, 300, pool="q")),
+        (BAD,),
+    ),
+    "the limit is for an hour": (
+        view(waiting(), unfit(A), machines=(machine(A),), replaced=was_replaced(WINDOW + 1, 600, 300)),
+        (BAD,),
+    ),
+    "the limit is not for those that the cloud did not replace": (
+        view(
+            waiting(),
+            unfit(A),
+            machines=(machine(A),),
+            replaced=(*was_replaced(900, 600), *was_replaced(300, refused="Rate exceeded")),
+        ),
+        (BAD,),
+    ),
+    "nor for those that had served": (
+        view(waiting(), unfit(A), machines=(machine(A),), replaced=was_replaced(900, 600, 300, why="")),
+        (BAD,),
+    ),
+    "nor for the same machine again": (
+        view(
+            waiting(),
+            unfit(A),
+            machines=(machine(A),),
+            replaced=(*was_replaced(900, 600), *was_replaced(300, name=A, created=MADE)),
+        ),
+        (BAD,),
+    ),
+    "many at once: no more than the limit": (
+        view(waiting(), *map(unfit, "abcde"), machines=tuple(map(machine, "abcde"))),
+        tuple(replace(BAD, node=name) for name in "abcde"[:LIMIT]),
+    ),
+    "not while the last state goes into the bucket": (
+        view(waiting(ending=Ending(phase="succeeded")), unfit(A), machines=(machine(A),)),
+        (),
+    ),
+    "no agent, for too long": (
+        view(waiting(), spare(B, reported_at=NOW), machines=(booting(A, created=LATE), machine(B))),
+        (Recreate(A, "p", NO_AGENT, LATE),),
+    ),
+    "no agent yet": (
+        view(waiting(), spare(B, reported_at=NOW), machines=(booting(A, created=LATE + 2), machine(B))),
+        (),
+    ),
+    "no agent, and no other either: it may be the head that is cut off": (
+        view(waiting(), machines=(booting(A, created=LATE - ALONE + 2),)),
+        (),
+    ),
+    "the same, for longer: the first machine may be no good": (
+        view(waiting(), machines=(booting(A, created=LATE - ALONE),)),
+        (Recreate(A, "p", NO_AGENT, LATE - ALONE),),
+    ),
+    "no agent, for too long, while long turns keep the head from its picture": (
+        view(
+            waiting(),
+            spare(B, reported_at=NOW),
+            machines=(booting(A, created=LATE), machine(B)),
+            began=LATE,
+            awake_since=NOW - REJOIN - 1,
+        ),
+        (Recreate(A, "p", NO_AGENT, LATE),),
+    ),
+    "the head has just stood still: the agent may have joined meanwhile": (
+        view(
+            waiting(),
+            spare(B, reported_at=NOW),
+            machines=(booting(A, created=LATE), machine(B)),
+            began=LATE,
+            awake_since=NOW - REJOIN + 1,
+        ),
+        (),
+    ),
+    "the same, and none is heard: it may be cut off": (
+        view(waiting(), machines=(booting(A, created=LATE - ALONE),), began=LATE - ALONE, awake_since=NOW - ALONE + 1),
+        (),
+    ),
+    "bare metal takes longer": (
+        view(waiting(), spare(B, reported_at=NOW), machines=(booting(A, created=LATE, kind="g4dn.metal"), machine(B))),
+        (),
+    ),
+    "no agent, and the machine is still being made": (
+        view(
+            waiting(), spare(B, reported_at=NOW), machines=(booting(A, created=LATE, state="provisioning"), machine(B))
+        ),
+        (),
+    ),
+    "no agent has been heard since this head began": (
+        view(waiting(), spare(B, reported_at=NOW), machines=(booting(A), machine(B)), **begun(NOW - 60)),
+        (),
+    ),
+    "a predecessor of the same name was heard": (
+        view(
+            waiting(),
+            spare(A, reported_at=LATE - 100, cloud="gone"),
+            machines=(booting(A, created=LATE, answered=LATE - 100),),
+        ),
+        (Recreate(A, "p", NO_AGENT, LATE),),
+    ),
+    "it is still being checked": (
+        view(waiting(), checking(A, LATE + 2), machines=(booting(A, created=LATE + 2),)),
+        (),
+    ),
+    "it has been checked for too long": (
+        view(waiting(), checking(A, NOW - 100), machines=(booting(A, created=LATE),)),
+        (Recreate(A, "p", UNSURE, LATE),),
+    ),
+    "it is checked again, since its agent began anew": (
+        view(waiting(), checking(A, NOW - 100), machines=(machine(A, answered=LATE + 2),)),
+        (),
+    ),
+    "the same, for too long": (
+        view(waiting(), checking(A, LATE), machines=(machine(A, answered=LATE),)),
+        (Recreate(A, "p", UNSURE, MADE),),
+    ),
+    "it fell silent while it was checked: it has never served, so it counts": (
+        view(
+            waiting(), checking(A, LATE, reported_at=NOW - 600, connected=False), machines=(booting(A, created=LATE),)
+        ),
+        (Recreate(A, "p", NO_AGENT, LATE),),
+    ),
+    "a member that this head has never heard of may train on": (
+        view(job(A, B, ordered_at=NOW - 100), machines=TWO, **begun(NOW - 2 * HOLDER)),
+        (),
+    ),
+    "a member of the last generation has served: another rule's": (
+        view(left(A, B), spare(C, reported_at=NOW), machines=(*TWO, machine(C)), **begun(LATE - HOLDER)),
+        (),
+    ),
+    "so has one whose agent an earlier head has heard": (
+        view(waiting(joined={A: MADE}), spare(C, reported_at=NOW), machines=(booting(A), machine(C)), **begun(LATE)),
+        (),
+    ),
+    "a machine made since the generation ended holds nothing": (
+        view(
+            left(A, B),
+            spare(C, reported_at=NOW),
+            machines=(booting(A, created=LATE), machine(C)),
+            **begun(LATE),
+        ),
+        (Recreate(A, "p", NO_AGENT, LATE),),
+    ),
+    "one that was heard and has fallen silent is another rule's": (
+        view(waiting(), spare(A, reported_at=NOW - 5000, connected=False), machines=(machine(A),)),
+        (),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_replacements(name: str) -> None:
+    given, expected = CASES[name]
+    assert repair.replacements(given) == expected
+
+
+def test_the_planner_asks_for_them() -> None:
+    assert plan(view(waiting(), unfit(A), machines=(machine(A),))) == (BAD,)
+
+
+def test_the_planner_leaves_those_alone_that_have_not_served() -> None:
+    """They would not count against the limit."""
+    silent = checking(A, NOW - 300, reported_at=NOW - 200, connected=False)
+    machines = (booting(A, created=NOW - 600), machine(B))
+    assert plan(view(waiting(), silent, spare(B, reported_at=NOW), machines=machines)) == ()
+
+
+def test_an_unfit_one_that_falls_silent_is_replaced_once_and_counts() -> None:
+    silent = unfit(A, reported_at=NOW - 200, connected=False)
+    assert plan(view(waiting(), silent, spare(B, reported_at=NOW), machines=(machine(A), machine(B)))) == (BAD,)
+
+
+def test_one_that_served_and_was_lost_is_asked_about_now_and_then() -> None:
+    silent = spare(A, reported_at=NOW - 400, connected=False)
+    action = Recreate(A, "p", created=MADE)
+    given = view(waiting(), silent, machines=(machine(A, answered=NOW - 400),))
+    assert plan(given) == (action,)
+    given = replace(given, replaced=repair.asked((), action, NOW))
+    assert plan(given) == ()
+    assert plan(replace(given, now=NOW + AGAIN)) == (action,)
+
+
+def test_the_head_waits_until_the_agent_has_looked_again() -> None:
+    assert GRACE > gate.AGAIN
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [("", BOOT_TIMEOUT), ("a3-highgpu-8g", BOOT_TIMEOUT), ("g4dn.metal", BOOT_TIMEOUT_METAL)]
+    + [(kind, BOOT_TIMEOUT_METAL) for kind in ("c7i.metal-24xl", "c3-standard-192-metal")],
+)
+def test_boot_timeout(kind: str, expected: float) -> None:
+    assert repair.boot_timeout(kind) == expected
+
+
+def asking(seconds: int, refusal: str = "", made_anew: bool = True) -> tuple[list[float], View]:
+    """When the cloud is asked, with one machine that is always unfit; and what is known at the end."""
+    given, times = view(waiting(), machines=()), []
+    for now in range(int(NOW), int(NOW) + seconds, 5):
+        created = max((each.at for each in given.replaced), default=NOW - 100) + 1 if made_anew else NOW - 100
+        nodes = (unfit(A, reported_at=float(now)),)
+        given = replace(given, now=float(now), nodes=nodes, machines=(machine(A, created=created),))
+        for action in plan(given):
+            assert isinstance(action, Recreate)
+            times.append(now - NOW)
+            replaced = repair.asked(given.replaced, action, now)
+            given = replace(given, replaced=repair.refused(replaced, action, refusal) if refusal else replaced)
+    return times, given
+
+
+def test_what_was_asked_for_is_counted_until_the_limit_and_no_further() -> None:
+    """Each machine made in another's place is unfit as well."""
+    times, given = asking(int(WINDOW) - 100)
+    assert len(times) == LIMIT
+    assert repair.exhausted(given) == {"p"}
+
+
+def test_a_cloud_that_refuses_is_asked_ever_more_rarely_and_counts_nothing() -> None:
+    times, given = asking(int(WINDOW) - 100, "Rate exceeded", made_anew=False)
+    gaps = [after - before for before, after in itertools.pairwise(times)]
+    assert gaps == [AGAIN, 2 * AGAIN, 4 * AGAIN, 8 * AGAIN, AGAIN_MOST, AGAIN_MOST]
+    assert repair.exhausted(given) == set()
+    assert len(given.replaced) == 1
+    said = f"a takes no job: {WHY}; the cloud does not replace it: Rate exceeded"
+    assert repair.problems(given) == {"p": said}
+
+
+def test_records_are_not_kept_without_end() -> None:
+    replaced: tuple[Replacement, ...] = ()
+    for number in range(1000):
+        replaced = repair.asked(replaced, Recreate(A, "p", WHY, NOW + number), NOW + number * 60)
+    assert len(replaced) == WINDOW / 60
+
+
+def test_others_stand_in_only_for_machines_that_are_given_up() -> None:
+    """Whoever stands in becomes a member, and stays, perhaps at a higher price."""
+    fresh = view(waiting(), unfit(A), machines=(machine(A), machine(B)), replaced=was_replaced(1, name=A, created=MADE))
+    seen = repair.outlook(fresh)
+    assert (seen.unusable, seen.coming) == ({A}, {A})
+    spent = replace(fresh, replaced=was_replaced(900, 600, 300))
+    assert repair.outlook(spent).coming == set()
+    late = replace(fresh, nodes=(unfit(A, since=NOW - BOOT_TIMEOUT),))
+    assert repair.outlook(late).coming == set(), "nothing came of it"
+
+
+def test_nobody_comes_in_the_place_of_one_in_a_zone_that_does_not_answer() -> None:
+    seen = repair.outlook(view(waiting(), unfit(A), machines=(machine(A, state="unknown"),)))
+    assert (seen.unusable, seen.coming) == ({A}, set())
+
+
+@pytest.mark.parametrize(
+    ("seen", "expected"),
+    [
+        (view(waiting(), spare(A, reported_at=NOW), machines=(machine(A),)), set()),
+        (view(waiting(), spare(A, reported_at=NOW - 1, connected=False), machines=(machine(A),)), set()),
+        (view(waiting(), spare(A, reported_at=NOW - 60), machines=(machine(A), machine(B))), {A, B}),
+        (view(job(A, B), node(A, reported_at=NOW - 60), machines=(machine(A), machine(B), machine(C))), {C}),
+        (view(left(A), machines=(machine(A),)), {A}),
+        (view(left(A), machines=(machine(A),), awake_since=NOW - 1), set()),
+    ],
+    ids=["reported_at", "until a moment ago", "not heard", "the generation counts on it", "its last", "a new head"],
+)
+def test_machines_that_are_not_heard(seen: View, expected: set[str]) -> None:
+    assert repair.outlook(seen).silent == expected
+
+
+def test_machines_that_have_not_shown_what_they_are_good_for() -> None:
+    nodes = (checking(A, NOW - 10), unfit(B, since=NOW - 1), spare(C, reported_at=NOW))
+    machines = (booting(A, created=NOW - 60), machine(B), machine(C), booting("d", created=NOW - 60))
+    seen = repair.outlook(view(waiting(), *nodes, machines=machines))
+    assert (seen.unusable, seen.unproven) == (set(), {A, B, "d"})
+
+
+SPENT = was_replaced(900, 600, 300)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (view(waiting(), unfit(A), machines=(machine(A),)), set()),
+        (view(waiting(), unfit(A), machines=(machine(A),), replaced=SPENT), {"p"}),
+        (view(waiting(), machines=(), replaced=SPENT), {"p"}),
+        (view(waiting(), unfit(A, connected=False), machines=(machine(A),), replaced=SPENT), {"p"}),
+        (view(waiting(), machines=(booting(A, state="stopping"),), replaced=SPENT), {"p"}),
+        (
+            view(waiting(), unfit(A), spare(B, reported_at=NOW), machines=(machine(A), machine(B)), replaced=SPENT),
+            set(),
+        ),
+        (view(waiting(), machines=(booting(A, created=NOW - 20),), replaced=SPENT), set()),
+        (view(waiting(), machines=(), replaced=was_replaced(900, 600, 20)), set()),
+        (view(waiting(), unfit(A), machines=(machine(A),), replaced=was_replaced(WINDOW + 1, 600, 300)), set()),
+    ],
+    ids=[
+        "not tried yet",
+        "spent",
+        "spent and gone",
+        "spent and going",
+        "spent, and what never joined is going",
+        "another serves",
+        "the last one boots",
+        "it is made",
+        "in time",
+    ],
+)
+def test_a_pool_is_closed_when_none_of_its_machines_serves(given: View, expected: set[str]) -> None:
+    assert repair.closed(given) == expected
+
+
+def test_what_operators_read() -> None:
+    given = view(waiting(), unfit(A), spare(B, reported_at=NOW), machines=(machine(A), machine(B, pool="q")))
+    assert repair.problems(given) == {"p": f"a takes no job: {WHY}"}
+    given = view(waiting(), machines=(), replaced=SPENT)
+    at = NOW - 900 + WINDOW
+    assert repair.problems(given) == {
+        "p": f"3 machines took no job and were replaced, the last since: {WHY}; no more are before "
+        f"{int(at // 3600) % 24:02}:{int(at // 60) % 60:02} UTC"
+    }
+    assert repair.problems(view(waiting(), spare(A, reported_at=NOW), machines=(machine(A),))) == {}
+
+
+P = Pool("p", max=4, size=2, running=("p-0", "p-1"))
+Q = Pool("q", max=4, size=0)
+UNFIT = frozenset(("p-1",))
+
+
+@pytest.mark.parametrize(
+    ("seen", "expected"),
+    [
+        (Observation((P, Q), 2), Decision({})),
+        (Observation((replace(P, unusable=UNFIT), Q), 2), Decision({"q": 1})),
+        (Observation((replace(P, unusable=UNFIT), replace(Q, size=1, running=("q-0",))), 2), Decision({})),
+        # The other pool's machine is a member now: nobody waits for that one any more, and it goes first.
+        (
+            Observation(
+                (replace(P, unusable=frozenset(("p-0",))), replace(Q, size=1, running=("q-0",))), 2, frozenset(("q-0",))
+            ),
+            Decision({}, ("p-0",)),
+        ),
+        # It has been replaced by one that serves: the one that stood in is too much.
+        (Observation((P, replace(Q, size=1, running=("q-0",))), 2), Decision({}, ("q-0",))),
+        (
+            Observation((replace(P, unusable=frozenset(P.running), closed=True), Q), 2),
+            Decision({"q": 2}, ("p-1", "p-0")),
+        ),
+        (Observation((Pool("p", 4, 2, closed=True), Q), 2), Decision({"p": 0, "q": 2})),
+        (Observation((Pool("p", 4, 0, closed=True), replace(Q, size=2)), 2), Decision({})),
+        (Observation((replace(P, unusable=UNFIT), Q), 0), Decision({"p": 0})),
+    ],
+    ids=["all serve", "another stands in", "it does", "not waited for", "mended", "closed", "pending", "stays", "end"],
+)
+def test_capacity(seen: Observation, expected: Decision) -> None:
+    assert decide(seen) == expected
+
+
+def test_a_member_never_counts_as_useless() -> None:
+    assert member(A).node not in repair.unusable(view(job(A), node(A, reported_at=NOW), machines=(machine(A),)))

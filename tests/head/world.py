@@ -1,0 +1,179 @@
+"""The real head on a bucket in a folder, with a cloud in memory; nodes are reports, orders are what it sends back."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from spotrun.cloud.base import Instance, Problem
+from spotrun.errors import CloudError, PartialError
+from spotrun.head.fleet import repair
+from spotrun.head.fleet.replacements import Record
+from spotrun.head.head import Head
+from spotrun.head.job_state import JobState, Replacement
+from spotrun.spec import ClusterSpec
+from spotrun.store import Store, job_key, queue_key, replaced_key
+from spotrun.wire import Order, Report, Worker, read_queue
+
+T = TypeVar("T")
+
+CODE = "0" * 64
+JOB = {"name": "toy", "script": "train.py", "nodes": {"min": 2, "max": 2}}
+
+
+class MemoryCloud:
+    """Two pools; a resize is carried out at once, a recreate never is. refuse: pools that cannot be resized. out:
+    pools whose zone does not answer: why. made, ends: when machines were made again, and when they end."""
+
+    def __init__(self) -> None:
+        self.size = {"p": 0, "q": 0}
+        self.refuse: set[str] = set()
+        self.out: dict[str, str] = {}
+        self.made: dict[str, float] = {}
+        self.ends: dict[str, float] = {}
+        self.room: dict[str, int] = {}  # machines that a pool can have at the most, whatever its size
+        self.silent: set[str] = set()  # what cannot be asked: prices, problems
+        self.price: dict[str, float] = {"p": 1.0, "q": 2.0}
+        self.refusal: str | Exception = ""  # what a recreate is refused with
+        self.hold = asyncio.Event()  # a recreate waits for it
+        self.hold.set()
+        self.calls: list[tuple[str, Any]] = []
+
+    async def nodes(self) -> list[Instance]:
+        there = {pool: min(size, self.room.get(pool, size)) for pool, size in self.size.items()}
+        names = [(pool, f"{pool}-{i}") for pool, size in there.items() for i in range(size)]
+        found = [
+            Instance(n, p, "z", "127.0.0.1", "running", "spot", self.made.get(n, 1.0), n, self.ends.get(n, 0.0))
+            for p, n in names
+        ]
+        return self.told([each for each in found if each.pool not in self.out])
+
+    async def sizes(self) -> dict[str, int]:
+        return self.told({pool: size for pool, size in self.size.items() if pool not in self.out})
+
+    def told(self, known: T) -> T:
+        if self.out:
+            raise PartialError(known, self.out)
+        return known
+
+    async def resize(self, pool: str, size: int) -> None:
+        self.calls.append(("resize", (pool, size)))
+        assert pool not in self.out
+        if pool in self.refuse:
+            raise CloudError(f"pool {pool}: no quota")
+        self.size[pool] = size
+
+    async def remove(self, names: Sequence[str]) -> None:
+        self.calls.append(("remove", tuple(names)))
+
+    async def recreate(self, names: Sequence[str]) -> None:
+        self.calls.append(("recreate", tuple(names)))
+        await self.hold.wait()
+        if self.refusal:
+            raise self.refusal if isinstance(self.refusal, Exception) else CloudError(self.refusal)
+
+    async def preempt(self, name: str, notice: float | None = None) -> None:
+        self.calls.append(("preempt", name))
+
+    async def prices(self) -> dict[str, float]:
+        self.throttle("prices")
+        return dict(self.price)
+
+    async def problems(self) -> list[Problem]:
+        self.throttle("problems")
+        return []
+
+    def throttle(self, what: str) -> None:
+        if what in self.silent:
+            raise CloudError(f"{what}: Rate exceeded")
+
+    async def close(self) -> None:
+        pass
+
+
+class World:
+    """A bucket, a cloud, and the head of the moment. Turns are made one by one: nothing here waits for a clock."""
+
+    def __init__(self, root: Path) -> None:
+        pools = [{"name": name, "zone": "local-a", "max": 4} for name in ("p", "q")]
+        self.cluster = ClusterSpec.model_validate({"name": "c", "cloud": "local", "pools": pools})
+        self.store = Store(str(root))
+        self.cloud = MemoryCloud()
+        self.root = root
+        self.orders: dict[str, list[Order]] = {}
+        self.sends: dict[str, Callable[[Order], None]] = {}
+        self.head = self.new_head()
+
+    def new_head(self, epoch: int = 1) -> Head:
+        self.head = Head(self.cluster, self.store, self.cloud, epoch)
+        self.head._began = self.head._awake_since = time.time() - 100
+        return self.head
+
+    def receive(self, name: str, link: str = "", **values: Any) -> None:
+        report = {"node": name, "boot": "b", "pool": "p", "zone": "z", "address": "127.0.0.1", "store": f"{name}:1"}
+        heard = self.orders.setdefault(name + link, [])
+        send = self.sends.setdefault(name + link, heard.append)
+        self.head.receive(Report.model_validate({**report, "phase": "ready", **values}), send)
+
+    def unfit(self, name: str, why: str = "no driver") -> None:
+        """It has said for long enough that it is unfit."""
+        self.receive(name, phase="unfit", unfit=[why], store="")
+        self.head.agents.seen[name].since -= repair.GRACE
+
+    @property
+    def recreated(self) -> list[str]:
+        """Machines about which the cloud was asked."""
+        return [name for call, names in self.cloud.calls if call == "recreate" for name in names]
+
+    def replaced(self) -> list[Replacement]:
+        """What the bucket says of them."""
+        data = self.store.find(replaced_key("c"))
+        return list(Record.model_validate_json(data).machines) if data else []
+
+    async def with_machines(self, **nodes: int) -> str:
+        """A job whose machines are there, as the head knows; none has been heard."""
+        job = await self.head.submit({**JOB, **({"nodes": nodes} if nodes else {})}, CODE)
+        await self.turn()
+        await self.look()
+        await self.look()
+        return job
+
+    async def turn(self, times: int = 1) -> None:
+        for _ in range(times):
+            await self.head._turn(time.time())
+
+    async def look(self) -> None:
+        """One look of `watch_cloud`."""
+        looked = asyncio.Event()
+        self.head._changed = looked
+        task = asyncio.create_task(self.head.watch_cloud())
+        waiting = asyncio.create_task(looked.wait())
+        await asyncio.wait([task, waiting], return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        task.cancel()
+        await asyncio.gather(task, waiting, return_exceptions=True)
+
+    async def started(self) -> JobState:
+        """A job whose first generation runs on a and b."""
+        job = await self.head.submit(JOB, CODE)
+        await self.turn()
+        for name in ("a", "b"):
+            self.receive(name, job=job)
+        await self.turn()
+        assert self.head.job is not None
+        assert self.head.job.current is not None
+        return self.head.job
+
+    def queue(self) -> list[str]:
+        """The queue as the bucket has it."""
+        return list(read_queue(self.store.find(queue_key("c"))).jobs)
+
+    def written(self, job: str) -> JobState:
+        return JobState.model_validate_json(self.store.get(job_key(job, "state.json")))
+
+
+def stepping(step: int) -> tuple[Worker, ...]:
+    return (Worker(rank=0, pid=1, step=step, base=0, stepped_at=time.time()),)

@@ -1,0 +1,117 @@
+"""The sample policies for operators on AWS: what they let through, and that machines get by within the boundary."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spotrun.spec import load_cluster
+from tests.infra import synthesized
+from tests.infra.policies import like, several
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "docs/aws-policies"
+ACCOUNT, REGION = "123456789012", "us-east-1"
+BOUNDARY = f"arn:aws:iam::{ACCOUNT}:policy/spotrun-boundary"
+ROLE = f"arn:aws:iam::{ACCOUNT}:role/g5--head"
+HEAD = {"ssm:resourceTag/spotrun-cluster": "g5", "ssm:resourceTag/spotrun-role": "head"}
+INSTANCE = f"arn:aws:ec2:{REGION}:{ACCOUNT}:instance/i-0123456789abcdef0"
+
+
+def statements(policy: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads((FOLDER / f"{policy}.json").read_text())["Statement"]
+    return found
+
+
+def allows(policy: str, action: str, resource: str, **context: str) -> bool:
+    """IAM's decision. context: condition keys and their values."""
+    return any(
+        any(like(pattern, action) for pattern in several(each["Action"]))
+        and any(like(pattern, resource) for pattern in several(each["Resource"]))
+        and _met(each.get("Condition", {}), context)
+        for each in statements(policy)
+    )
+
+
+def _met(condition: dict[str, dict[str, Any]], context: dict[str, str]) -> bool:
+    for operator, wanted in condition.items():
+        assert operator in ("StringEquals", "BoolIfExists"), operator
+        for key, values in wanted.items():
+            if key not in context and operator.endswith("IfExists"):
+                continue
+            if context.get(key) not in several(values):
+                return False
+    return True
+
+
+def test_a_session_without_a_document_is_refused() -> None:
+    """Without one, Systems Manager gives a shell as ssm-user, who may become root, and tells IAM whether it looked.
+
+    https://docs.aws.amazon.com/systems-manager/latest/userguide/getting-started-sessiondocumentaccesscheck.html
+    """
+    start = "ssm:StartSession"
+    assert allows("train", start, INSTANCE, **HEAD, **{"ssm:SessionDocumentAccessCheck": "true"})
+    assert not allows("train", start, INSTANCE, **HEAD, **{"ssm:SessionDocumentAccessCheck": "false"})
+    documents = f"arn:aws:ssm:{REGION}:{{}}:document/{{}}"
+    assert allows("train", start, documents.format("", "AWS-StartSSHSession"))
+    assert not allows("train", start, documents.format(ACCOUNT, "SSM-SessionManagerRunShell"))
+    assert not allows("train", start, INSTANCE, **HEAD | {"ssm:resourceTag/spotrun-role": "node"})
+
+
+def test_roles_are_made_within_the_boundary_alone() -> None:
+    bounded, other = {"iam:PermissionsBoundary": BOUNDARY}, {"iam:PermissionsBoundary": BOUNDARY + "-not"}
+    for action in ("CreateRole", "PutRolePolicy", "PutRolePermissionsBoundary"):
+        assert allows("up", f"iam:{action}", ROLE, **bounded)
+        assert not allows("up", f"iam:{action}", ROLE, **other)
+        assert not allows("up", f"iam:{action}", ROLE)
+        assert not allows("up", f"iam:{action}", f"arn:aws:iam::{ACCOUNT}:role/admin", **bounded)
+    for action in ("AttachRolePolicy", "DeleteRolePermissionsBoundary", "CreateUser", "CreateAccessKey"):
+        assert not allows("up", f"iam:{action}", ROLE, **bounded)
+    for action in ("CreatePolicyVersion", "DeletePolicy", "SetDefaultPolicyVersion"):
+        assert not allows("up", f"iam:{action}", BOUNDARY)
+
+
+def test_roles_are_passed_to_machines_alone() -> None:
+    assert allows("up", "iam:PassRole", ROLE, **{"iam:PassedToService": "ec2.amazonaws.com"})
+    assert not allows("up", "iam:PassRole", ROLE, **{"iam:PassedToService": "lambda.amazonaws.com"})
+    assert not allows("up", "iam:PassRole", ROLE)
+
+
+@pytest.mark.parametrize("policy", ["up", "train", "boundary"])
+def test_a_cluster_whose_name_goes_on_is_another(policy: str) -> None:
+    """What is named after cluster g5 does not match what is named after g50."""
+    for statement in statements(policy):
+        for pattern in several(statement["Resource"]):
+            if "g5" in pattern:
+                assert not like(pattern, re.sub(r"\*|\?", "x", pattern.replace("g5", "g50"))), pattern
+
+
+def rights() -> Iterator[tuple[str, str, dict[str, str]]]:
+    """Each action that a role of cluster g5 may do, on what, in which context."""
+    cluster = synthesized.of(load_cluster(ROOT / "clusters/aws-g5.yaml").model_copy(update={"name": "g5"}))
+    known = {
+        "${aws_s3_bucket.bucket.arn}": f"arn:aws:s3:::spotrun-g5-{ACCOUNT}-{REGION}",
+        "${data.aws_caller_identity.account.account_id}": ACCOUNT,
+    }
+    for role in cluster.base.all("aws_iam_role_policy").values():
+        for statement in json.loads(role["policy"])["Statement"]:
+            context = dict(statement.get("Condition", {}).get("StringEquals", {}))
+            context.setdefault("aws:RequestedRegion", REGION)
+            for resource in several(statement["Resource"]):
+                for token, value in known.items():
+                    resource = resource.replace(token, value)
+                assert "${" not in resource, resource
+                yield from ((action, resource, context) for action in several(statement["Action"]))
+
+
+@pytest.mark.clouds
+def test_machines_get_by_within_the_boundary() -> None:
+    found = list(rights())
+    assert len(found) > 40
+    for action, resource, context in found:
+        assert allows("boundary", action, resource, **context), (action, resource)

@@ -1,0 +1,498 @@
+"""Agents, their launchers and workers as real processes, against a head that says what the test wants."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import json
+import os
+import re
+import signal
+import tarfile
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from spotrun.machine.metadata import Identity
+from spotrun.machine.process import OOM_SCORE, descendants
+from spotrun.node import code
+from spotrun.node.connection import Link
+from spotrun.state import shards
+from spotrun.store import Store, checkpoint_key, code_key, head_key, host_key
+from spotrun.wire import MAX_MESSAGE, HostRecord, Order, Report, SaveOrder, StateRef, hash_of
+from tests.fakes.head import FakeHead
+from tests.fakes.node import HELPER, TOY, Machine, put_code, world
+from tests.helpers import await_for
+
+A, B = "node-a", "node-b"
+
+
+def worker(report: Report) -> int:
+    return report.workers[0].pid
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+async def test_a_generation_runs_to_its_end(tmp_path: Path) -> None:
+    async with world(tmp_path, A, B) as w:
+        machine = w.machines[0]
+        idle = await w.head.wait(A, lambda r: r.phase == "idle", "idle")
+        assert (idle.pool, idle.zone, idle.address, idle.ssh_port) == ("pool", "zone-a", machine.address, 2222)
+        record = HostRecord.model_validate_json(w.store.get(host_key("test", A)))
+        ((name, address, given),) = [visit for visit in w.head.visits if visit[0] == A]
+        secret = given.removeprefix("Bearer ")
+        assert (name, address) == (A, machine.address), "it comes from the address that the cloud lists for it"
+        assert len(secret) > 40
+        assert record == HostRecord(
+            node=A,
+            address=machine.address,
+            port=2222,
+            keys=(f"ssh-ed25519 AAAA{A}",),
+            machine=A,
+            zone="zone-a",
+            token_sha256=hash_of(secret),
+        )
+
+        bundle = w.bundle("--steps", "40", env={"TONE": "blue"})
+        ready = await w.ready(bundle, [A, B])
+        await w.begin(bundle, 1, [B, A])  # the first member is rank 0, whatever its name
+        ended = await w.phase([B, A], 1, "succeeded")
+        assert [each.workers[0].rank for each in ended] == [0, 1]
+        assert [each.workers[0].step for each in ended] == [40, 40]
+        assert ended[0].store != ready[1].store  # used up: another is there for the next generation
+        assert ended[1].store == ready[0].store
+        phases = ended[0].workers[0].phases
+        assert 0 < phases[0] <= phases[1] <= phases[2] <= phases[3]
+        order = [r.phase for r in w.head.history if r.node == A]
+        changes = [phase for n, phase in enumerate(order) if n == 0 or order[n - 1] != phase]
+        assert [phase for phase in changes if phase not in ("checking", "running")] == [
+            "idle", "preparing", "ready", "starting", "succeeded"
+        ]  # fmt: skip
+        assert "checking" not in changes[1:], "it is the first or none"
+        text = await w.bucket_log(bundle, 1, B, 0, "done at 40")
+        script = r"/src/train.py', '--steps', '40'\]"
+        assert re.search(rf"hello from 0 of 2 cwd \S+/{bundle.code} argv \['\S+/{bundle.code}{script}", text)
+        assert "tone blue restart 0 name __main__" in text
+
+        await w.head.order(A, Order(epoch=1))
+        await w.head.wait(A, lambda r: r.phase == "idle" and r.job is None, "idle again")
+        await await_for(lambda: len(machine.processes()) == 1, what="only the agent left")
+        assert list(machine.tmpfs.iterdir()) == []
+
+
+async def test_an_agent_is_small_and_quiet(tmp_path: Path) -> None:
+    async with world(tmp_path, A) as w:
+        await w.head.wait(A, lambda r: True, "a report")
+        pid = w.machines[0].processes()[0]
+        status = Path(f"/proc/{pid}/status").read_text()
+        assert int(re.findall(r"VmRSS:\s+(\d+) kB", status)[0]) < 80 * 1024
+        assert "libtorch" not in Path(f"/proc/{pid}/maps").read_text()
+
+
+async def test_drain_regroup_and_loss(tmp_path: Path) -> None:
+    async with world(tmp_path, A, B) as w:
+        bundle = w.bundle()
+        await w.ready(bundle, [A, B])
+        order = await w.begin(bundle, 1, [A, B])
+        running = await w.steps([A, B], 1, 5)
+
+        # A step that has gone by: refused, and training goes on.
+        for name in (A, B):
+            await w.head.order(name, order.model_copy(update={"stop_at": 3}))
+        for name in (A, B):
+            await w.head.wait(name, lambda r: r.late == 3, "late")
+        await w.steps([A, B], 1, max(w.head.reports[name].workers[0].step for name in (A, B)) + 5)
+
+        stop = w.head.reports[A].workers[0].step + 150
+        for name in (A, B):
+            await w.head.order(name, order.model_copy(update={"stop_at": stop}))
+        drained = await w.phase([A, B], 1, "drained")
+        assert [r.snapshot for r in drained] == [StateRef(generation=1, step=stop)] * 2
+        assert [r.workers[0].step for r in drained] == [stop, stop]
+        assert [(r.late, r.failure) for r in drained] == [(None, None)] * 2
+
+        # The next one with the ranks the other way round goes on from there.
+        await w.begin(bundle, 2, [B, A])
+        going = await w.steps([B, A], 2, stop + 5)
+        assert [r.workers[0].base for r in going] == [stop, stop]
+        assert {worker(r) for r in going}.isdisjoint({worker(r) for r in running})
+        assert all(gone(worker(r)) for r in running)
+
+        # An order from before is refused. An older head too.
+        await w.head.order(A, order)
+        await w.head.order(A, Order(epoch=0))
+        await w.steps([B, A], 2, stop + 20)
+        log = w.machines[0]
+        await await_for(lambda: "generation 1 was ordered after 2: refused" in log.log, what="a refusal")
+        await await_for(lambda: "order of head 0 came after head 1 had spoken: refused" in log.log, what="another")
+
+        # A machine dies without a word: the other's collective fails, and that is said.
+        await w.machines[1].kill()
+        (failed,) = await w.phase([A], 2, "failed")
+        assert failed.failure is not None
+        assert (failed.failure.kind, failed.failure.rank) == ("peer", 1)
+        await w.begin(bundle, 3, [A])
+        await w.steps([A], 3, 5)
+
+        # Workers whose generation is taken away are ended; the node is ready for another.
+        pid = worker(w.head.reports[A])
+        await w.head.order(A, Order(epoch=1, bundle=bundle))
+        ready = await w.head.wait(A, lambda r: r.phase == "ready", "ready")
+        assert (ready.workers, ready.generation, ready.failure) == ((), 3, None)
+        assert gone(pid)
+        # What has ended here cannot be taken up again, nor can a store that is not there be used.
+        await w.head.order(A, Order(epoch=1, bundle=bundle, generation=w.generation(3, [A])))
+        missed = await w.head.wait(A, lambda r: r.phase == "failed", "failed")
+        assert missed.failure is not None
+        assert "has ended on this node already" in missed.failure.message
+        stale = w.generation(4, [A]).model_copy(update={"store": "127.0.9.2:9"})
+        await w.head.order(A, Order(epoch=1, bundle=bundle, generation=stale))
+        (refused,) = await w.phase([A], 4, "failed")
+        assert refused.failure is not None
+        assert "no store is held at 127.0.9.2:9" in refused.failure.message
+
+
+async def test_user_errors_and_hangs(tmp_path: Path) -> None:
+    async with world(tmp_path, A, B) as w:
+        bundle = w.bundle("--fail", "1@7@1", "--hang", "0@7@2")
+        await w.ready(bundle, [A, B])
+        await w.begin(bundle, 1, [A, B])
+        peer, user = await w.phase([A, B], 1, "failed")
+        assert user.failure is not None
+        assert (user.failure.kind, user.failure.rank) == ("user", 1)
+        assert user.failure.message == "ValueError: bad luck on rank 1"
+        assert user.failure.traceback.startswith('Traceback (most recent call last):\n  File "')
+        assert "train.py" in user.failure.traceback.splitlines()[1]
+        assert peer.failure is not None
+        assert (peer.failure.kind, peer.failure.rank) == ("peer", 0)
+        assert peer.failure.at > user.failure.at
+        await w.bucket_log(bundle, 1, B, 1, "ValueError: bad luck on rank 1")
+
+        order = await w.begin(bundle, 2, [A, B])
+        await w.steps([A, B], 2, 7)
+        for name in (A, B):
+            await w.head.order(name, order.model_copy(update={"dump": True}))
+        hung = await w.phase([A, B], 2, "failed")
+        for report, rank in zip(hung, (0, 1), strict=True):
+            assert report.failure is not None
+            assert (report.failure.kind, report.failure.rank) == ("hang", rank)
+            assert gone(worker(report))
+            text = w.store.get(report.stacks).decode()
+            assert f"rank {rank}:" in text
+            assert ("wedge" if rank == 0 else "all_reduce") in text
+
+
+async def test_several_workers_on_a_node(tmp_path: Path) -> None:
+    async with world(tmp_path, A) as w:
+        bundle = w.bundle("--fail", "1@30@1", "--slow-commit", "0.5", procs_per_node=2)
+        await w.ready(bundle, [A])
+        await w.begin(bundle, 1, [A])
+        (running,) = await w.steps([A], 1, 3)
+        assert [each.rank for each in running.workers] == [0, 1]
+        failed = await w.head.wait(A, lambda r: r.failure and r.failure.kind == "user", "the cause")
+        assert failed.failure is not None
+        assert failed.failure.rank == 1
+        await await_for(lambda: all(gone(each.pid) for each in failed.workers), what="workers gone")
+
+        # All drain although one is slow to save; the other leaves at once.
+        order = await w.begin(bundle, 2, [A])
+        (running,) = await w.steps([A], 2, 3)
+        stop = running.workers[0].step + 100
+        await w.head.order(A, order.model_copy(update={"stop_at": stop}))
+        (drained,) = await w.phase([A], 2, "drained")
+        assert drained.snapshot == StateRef(generation=2, step=stop)
+
+        # One killed from outside: said so, and it is not the agent's own killing of the other that shows.
+        await w.begin(bundle, 3, [A])
+        (running,) = await w.steps([A], 3, stop + 3)
+        os.kill(running.workers[1].pid, signal.SIGKILL)
+        failed = await w.head.wait(A, lambda r: r.failure and r.failure.kind == "signal", "the signal")
+        assert failed.failure is not None
+        assert failed.failure.rank == 1
+        assert "SIGKILL" in failed.failure.message
+
+
+async def test_checkpoint_parts(tmp_path: Path) -> None:
+    async with world(tmp_path, A, B) as w:
+        bundle = w.bundle()
+        await w.ready(bundle, [A, B])
+        order = await w.begin(bundle, 1, [A, B])
+        await w.steps([A, B], 1, 3)
+
+        async def save(step: int) -> list[Report]:
+            for index, name in enumerate((A, B)):
+                wanted = SaveOrder(step=step, index=index, parts=2)
+                await w.head.order(name, order.model_copy(update={"save": wanted}))
+            return [
+                await w.head.wait(name, lambda r: r.late == step or any(p.step == step for p in r.parts), "saved")
+                for name in (A, B)
+            ]
+
+        assert [report.late for report in await save(2)] == [2, 2]
+        step = w.head.reports[A].workers[0].step + 150
+        reports = await save(step)
+        assert [report.late for report in reports] == [None, None]
+        files = [file for report in reports for file in report.parts[0].files]
+        assert {file.name for file in files} == {
+            shards.shard_name(1, 0, 2),
+            shards.shard_name(1, 1, 2),
+            shards.state_name(1, 2),
+            shards.index_name(1, 2),
+        }
+        for file in files:
+            assert len(w.store.get(checkpoint_key(bundle.id, step, file.name))) == file.size
+        state = json.loads(w.store.get(checkpoint_key(bundle.id, step, shards.state_name(1, 2))))
+        assert state["record"]["step"] == step
+        for name in (A, B):
+            await w.head.order(name, order)
+        await w.head.wait(A, lambda r: not r.parts, "the part forgotten")
+
+        # No workers: what a node holds in memory goes into the bucket.
+        stop = max(w.head.reports[name].workers[0].step for name in (A, B)) + 150
+        for name in (A, B):
+            await w.head.order(name, order.model_copy(update={"stop_at": stop}))
+        await w.phase([A, B], 1, "drained")
+        ref = StateRef(generation=1, step=stop)
+        upload = Order(epoch=1, bundle=bundle, upload=ref, save=SaveOrder(step=stop, index=0, parts=1))
+        await w.head.order(A, upload)
+        report = await w.head.wait(A, lambda r: r.parts, "uploaded")
+        assert (report.parts[0].generation, report.parts[0].step, report.phase) == (1, stop, "ready")
+        lost = StateRef(generation=1, step=stop + 1)
+        upload = Order(epoch=1, bundle=bundle, upload=lost, save=SaveOrder(step=stop + 1, index=0, parts=1))
+        await w.head.order(B, upload)
+        await w.head.wait(B, lambda r: r.late == stop + 1 and not r.parts, "that it has no such snapshot")
+
+
+async def test_the_head_goes_away_and_training_goes_on(tmp_path: Path) -> None:
+    async with world(tmp_path, A) as w:
+        bundle = w.bundle()
+        await w.ready(bundle, [A])
+        order = await w.begin(bundle, 1, [A])
+        (before,) = await w.steps([A], 1, 3)
+        await w.head.stop()
+
+        # An impostor at the head's place: its certificate is not the one in the bucket, so it never sees the token.
+        impostor = FakeHead(w.store, epoch=1, refusal="wrong token")
+        record = await impostor.start(publish=False)
+        impostor.publish(record.model_copy(update={"fingerprint": "ab" * 32}))
+        await await_for(lambda: "not the one in clusters/test/head.json: refused" in w.machines[0].log, what="refusal")
+        assert impostor.visits == []
+        # Junk in the bucket; then the right certificate, and a head that does not know the token.
+        w.store.put(head_key("test"), b"{junk")
+        await await_for(lambda: "clusters/test/head.json is not a head's record" in w.machines[0].log, what="refusal")
+        impostor.publish(record)
+        await await_for(
+            lambda: "the head refuses this node: wrong token (status 401)" in w.machines[0].log, what="refusal"
+        )
+        assert all(visit[2] != "Bearer " for visit in impostor.visits)
+        assert impostor.reports == {}
+        await impostor.stop()
+
+        w.head = FakeHead(w.store, epoch=2)
+        w.head.orders[A] = order.model_copy(update={"epoch": 2})
+        await w.head.start()
+        after = await w.head.wait(A, lambda r: r.workers and r.workers[0].step > 0, "a report")
+        assert after.boot == before.boot
+        assert worker(after) == worker(before)  # it has trained on
+        assert after.workers[0].step > before.workers[0].step
+        assert after.generation == 1
+
+        # Junk on the link is passed over; a message that is too large costs the link, which comes back.
+        socket = w.head.sockets[A]
+        for junk in ("", "{", "[]", '{"kind": "report"}', '{"epoch": "x"}', '{"epoch": 3, "generation": {}}'):
+            await socket.send_str(junk)
+        await socket.send_bytes(b"\0" * 100)
+        evil = bundle.model_copy(update={"id": "../../evil"})
+        await socket.send_str(Order(epoch=2, bundle=evil).model_dump_json())
+        await socket.send_str(" " * (MAX_MESSAGE + 1))
+        await await_for(lambda: w.head.sockets.get(A) not in (None, socket), what="a new link")
+        log = w.machines[0].log
+        assert log.count("is not an order, ignored") == 6
+        assert "a BINARY frame from the head: ignored" in log
+        assert "an order for job '../../evil'" in log
+        step = w.head.reports[A].workers[0].step
+        (still,) = await w.steps([A], 1, step + 10)
+        assert worker(still) == worker(before)
+
+
+async def test_hostile_bundles_are_refused(tmp_path: Path) -> None:
+    async with world(tmp_path, A) as w:
+        template = w.bundle()
+
+        async def refusal(code: str) -> str:
+            bundle = template.model_copy(update={"id": f"bad-{code[:8]}", "code": code})
+            await w.head.order(A, Order(epoch=1, bundle=bundle))
+            report = await w.head.wait(A, lambda r: r.job == bundle.id and r.failure, "a failure")
+            assert report.failure is not None
+            assert (report.phase, report.failure.kind) == ("failed", "setup")
+            assert report.store == ""
+            return report.failure.message
+
+        buffer = io.BytesIO()
+        with tarfile.open(fileobj=buffer, mode="w") as tar:
+            info = tarfile.TarInfo("../../evil.py")
+            tar.addfile(info, io.BytesIO())
+        assert "'../../evil.py' leads out of" in await refusal(put_code(w.store, zstandard.compress(buffer.getvalue())))
+        assert "cannot be unpacked" in await refusal(put_code(w.store, b"this is no archive"))
+        w.store.put(code_key(template.code), w.store.get(code_key(template.code))[:-1])
+        assert "is damaged: its sha256 is" in await refusal(template.code)
+        assert not list(tmp_path.rglob("evil.py"))
+        # It is not the worse for it.
+        await w.ready(w.bundle(), [A])
+
+
+async def test_packages_and_launcher(tmp_path: Path) -> None:
+    script = TOY.replace("import torch\n", "import tiny_package, torch\n", 1)
+    files = {"train.py": script, "helper_module.py": HELPER}
+    async with world(tmp_path, A) as w:
+        bundle = w.bundle(files=files, requirements=[f"tiny-package @ file://{wheel(tmp_path)}"])
+        (ready,) = await w.ready(bundle, [A])
+        await w.begin(bundle, 1, [A])
+        (running,) = await w.steps([A], 1, 3)
+        assert Path(f"/proc/{worker(running)}/oom_score_adj").read_text().strip() == OOM_SCORE
+
+        # The launcher dies, and the workers with it; the agent starts another.
+        (launcher,) = [p for p in descendants(w.machines[0].process.pid) if parent(p) == w.machines[0].process.pid]  # type: ignore[union-attr]
+        os.kill(launcher, signal.SIGKILL)
+        (failed,) = await w.phase([A], 1, "failed")
+        assert failed.failure is not None
+        assert failed.failure.kind == "signal"
+        assert "launcher" in failed.failure.message
+        await await_for(lambda: gone(worker(running)), what="the worker gone with the launcher")
+        again = await w.head.wait(A, lambda r: r.store, "another launcher")
+        assert again.store != ready.store
+        await w.begin(bundle, 2, [A])
+        await w.steps([A], 2, 3)
+
+        # A package that is not there.
+        bundle = w.bundle(files=files, requirements=["tiny-package @ file:///nowhere/tiny_package-1-py3-none-any.whl"])
+        await w.head.order(A, Order(epoch=1, bundle=bundle))
+        report = await w.head.wait(A, lambda r: r.job == bundle.id and r.failure, "a failure")
+        assert report.failure is not None
+        assert report.failure.kind == "setup"
+        assert "pip failed" in report.failure.message
+
+
+async def test_packages_that_are_there_are_not_installed(tmp_path: Path) -> None:
+    """pip could ask nobody here, so what it would have to install fails."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+    env = {**own, "PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_RETRIES": "0"}
+    assert await code.install(("aiohttp>=3", "pydantic"), tmp_path / "packages", env) is None
+    assert not (tmp_path / "packages").exists()
+    for missing in ("aiohttp>=999", "spotrun-no-such-package"):
+        with pytest.raises(code.SetupError, match="pip failed"):
+            await code.install(("pydantic", missing), tmp_path / "packages", env)
+    wanted = ("pydantic", f"tiny-package @ file://{wheel(tmp_path)}")
+    with pytest.raises(code.SetupError, match="pip failed"):  # in part there: all of it goes into one folder
+        await code.install(wanted, tmp_path / "packages", env)
+    assert await code.install(wanted[1:], tmp_path / "packages", env) is not None
+
+
+async def test_no_room_for_a_generation_and_what_a_killed_agent_left(tmp_path: Path) -> None:
+    left = tmp_path / A / "scratch" / "parts" / "part-old"
+    left.mkdir(parents=True)
+    async with world(tmp_path, A) as w:
+        bundle = w.bundle()
+        await w.ready(bundle, [A])
+        assert not left.exists()
+        control = w.machines[0].tmpfs / bundle.id / "control"
+        control.parent.mkdir(parents=True, exist_ok=True)
+        control.write_text("in the way")
+        await w.begin(bundle, 1, [A])
+        failed = await w.head.wait(A, lambda r: r.failure, "a failure")
+        assert failed.failure is not None
+        assert (failed.phase, failed.failure.kind, failed.generation) == ("failed", "setup", 0)
+        assert "generation 1 cannot start on this node: " in failed.failure.message
+        assert str(control) in failed.failure.message
+        control.unlink()
+        await w.begin(bundle, 2, [A])
+        (running,) = await w.steps([A], 2, 3)
+        assert running.failure is None
+
+
+async def test_the_link_ends_when_told_even_while_it_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    leaving = asyncio.Event()
+
+    async def send(*_: object) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            leaving.set()
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(Link, "_send", send)
+    store = Store(str(tmp_path))
+    head = FakeHead(store)
+    await head.start()
+    link = Link(store, "test", Identity(A, "zone-a", "127.0.9.2", A), lambda order: None)
+    task = asyncio.create_task(link.run())
+    await await_for(lambda: link.connected, what="a link")
+    await head.stop()
+    await asyncio.wait_for(leaving.wait(), 100)
+    task.cancel()
+    await asyncio.wait([task], timeout=100)
+    assert task.cancelled()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+async def test_nothing_outlives_the_agent(tmp_path: Path, number: int) -> None:
+    async with world(tmp_path, A) as w:
+        bundle = w.bundle(procs_per_node=2)
+        await w.ready(bundle, [A])
+        await w.begin(bundle, 1, [A])
+        await w.steps([A], 1, 3)
+        machine = w.machines[0]
+        assert len(machine.processes()) >= 5  # agent, launcher, forkserver, two workers
+        assert machine.process is not None
+        machine.process.send_signal(number)
+        await machine.gone()
+        assert machine.process.returncode == (0 if number == signal.SIGTERM else -signal.SIGKILL)
+
+
+async def test_notices_are_reported(tmp_path: Path) -> None:
+    async with world(tmp_path, A) as w:
+        await w.head.wait(A, lambda r: r.notice is None, "a report")
+        w.machines[0].metadata.change(preempted="TRUE")
+        report = await w.head.wait(A, lambda r: r.notice, "the notice")
+        assert report.notice is not None
+        assert report.notice.kind == "preempt"
+
+
+async def test_the_agent_waits_for_all_it_needs(tmp_path: Path) -> None:
+    async with world(tmp_path, head=False) as w:
+        machine = Machine(A, "127.0.9.2", tmp_path, tmp_path / "bucket")
+        bucket = machine.metadata.attributes.pop("spotrun-bucket")
+        w.machines.append(machine)
+        await machine.start()
+        await await_for(lambda: "the machine's metadata has no spotrun-bucket" in machine.log, what="a complaint")
+        machine.metadata.attributes["spotrun-bucket"] = bucket
+        await await_for(lambda: "there is no clusters/test/head.json" in machine.log, what="another")
+        await w.head.start()
+        await w.head.wait(A, lambda r: r.phase == "idle", "a report")
+
+
+def parent(pid: int) -> int:
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+    return 0
+
+
+def wheel(folder: Path) -> Path:
+    """A package of one empty module, as a wheel."""
+    import zipfile
+
+    path = folder / "tiny_package-1-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("tiny_package.py", "")
+        info = "tiny_package-1.dist-info"
+        file.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny-package\nVersion: 1\n")
+        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: t\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr(f"{info}/RECORD", "")
+    return path

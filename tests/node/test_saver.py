@@ -1,0 +1,171 @@
+"""A node's part of a checkpoint, while the bucket or the disk refuses it."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from spotrun.node import saver as module
+from spotrun.node.saver import Saver, Wanted
+from spotrun.state import slots
+from spotrun.store import Store
+from spotrun.wire import StateRef, Trouble
+from tests.helpers import await_for
+
+REF = StateRef(generation=2, step=7)
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PAUSE", (0.01, 0.05))
+
+
+def snapshot(folder: Path, step: int = 7) -> None:
+    """A committed one, in the first slot."""
+    folder.mkdir(parents=True, exist_ok=True)
+    slots.revoke(folder, 0)
+    data = slots.data_path(folder, 0)
+    save_file({"a": np.full(1000, step, np.float32), "b": np.zeros(24, np.float32)}, data)
+    size, xxh3 = slots.digest(data)
+    slots.commit(folder, 0, slots.Record("j", 2, step, size, xxh3, {}))
+
+
+class Saving:
+    """A saver, and the folders around it. The bucket refuses while `refuse` says so."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.slots, self.scratch, self.bucket = tmp_path / "slots", tmp_path / "scratch", tmp_path / "bucket"
+        self.store = Store(str(self.bucket))
+        self.changes = asyncio.Event()
+        self.saver = Saver(self.store, self.scratch, self.changes.set)
+        self.wanted = Wanted("j", self.slots, REF, 0, 1)
+        snapshot(self.slots)
+
+    def refuse(self) -> None:
+        (self.bucket / "jobs/j").mkdir(parents=True)
+        (self.bucket / "jobs/j/checkpoints").write_text("a file where a folder has to be")
+
+    def accept(self) -> None:
+        (self.bucket / "jobs/j/checkpoints").unlink()
+
+    async def until(self, look: Callable[[], object], what: str) -> None:
+        """Hold the wanted part, as the agent does at each turn."""
+
+        def turn() -> object:
+            self.saver.hold(self.wanted)
+            return look()
+
+        await await_for(turn, 20, what)
+
+    def tries(self) -> int:
+        return self.saver.trouble.tries if self.saver.trouble else 0
+
+    def copies(self) -> list[Path]:
+        return sorted(self.scratch.glob("part-*"))
+
+
+async def test_a_part_gets_into_the_bucket(tmp_path: Path) -> None:
+    s = Saving(tmp_path)
+    await s.until(lambda: s.saver.part, "the part")
+    part = s.saver.part
+    assert part is not None
+    assert (part.step, part.generation, part.index, part.parts) == (7, 2, 0, 1)
+    assert {file.name for file in part.files} == {
+        path.name for path in (s.bucket / "jobs/j/checkpoints/0000000007").iterdir()
+    }
+    assert (s.saver.trouble, s.saver.late, s.copies()) == (None, None, [])
+
+
+async def test_a_bucket_that_refuses_is_tried_again_from_the_same_copy(tmp_path: Path) -> None:
+    s = Saving(tmp_path)
+    s.refuse()
+    await s.until(lambda: s.tries() >= 2, "two failures")
+    trouble, copies = s.saver.trouble, s.copies()
+    assert trouble is not None
+    assert trouble.step == 7
+    assert "cannot write jobs/j/checkpoints/0000000007/" in trouble.message
+    assert len(copies) == 1
+    snapshot(s.slots, step=9)  # the state moves on; what is tried again is the copy
+    await s.until(lambda: s.tries() >= 4, "more failures")
+    assert s.copies() == copies
+    assert s.saver.trouble is not None
+    assert (s.saver.trouble.since, s.saver.late) == (trouble.since, None)
+    s.accept()
+    await s.until(lambda: s.saver.part, "the part")
+    assert s.saver.trouble is None
+    await await_for(lambda: not s.copies(), 20, "the copy is removed")
+
+
+async def test_a_full_disk_is_told_without_copying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    s = Saving(tmp_path)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=100))
+    await s.until(lambda: s.tries() >= 2, "two failures")
+    assert s.saver.trouble is not None
+    assert s.saver.trouble.message.startswith("no room for a part of 0 MiB")
+    assert [list(copy.iterdir()) for copy in s.copies()] == [[]]
+    monkeypatch.undo()
+    await s.until(lambda: s.saver.part, "the part")
+
+
+async def test_a_disk_without_room_for_a_folder_is_trouble(tmp_path: Path) -> None:
+    """Also this must not end the agent, and the training with it."""
+    s = Saving(tmp_path)
+    s.scratch.write_text("a file where a folder has to be")
+    await s.until(lambda: s.tries() >= 2, "two failures")
+    assert s.saver.trouble is not None
+    assert str(s.scratch) in s.saver.trouble.message
+    s.scratch.unlink()
+    await s.until(lambda: s.saver.part, "the part")
+    await await_for(lambda: not s.copies(), 20, "the copy is removed")
+
+
+async def test_a_snapshot_that_is_not_there_is_late_and_no_trouble(tmp_path: Path) -> None:
+    s = Saving(tmp_path)
+    snapshot(s.slots, step=9)
+    await s.until(lambda: s.saver.late == 7, "late")
+    assert (s.saver.part, s.saver.trouble) == (None, None)
+
+
+async def test_what_is_not_wanted_any_more_ends_and_leaves_nothing(tmp_path: Path) -> None:
+    s = Saving(tmp_path)
+    s.refuse()
+    await s.until(lambda: s.tries() >= 1, "a failure")
+    s.saver.hold(None)
+    await await_for(lambda: not s.copies(), 20, "the copy is removed")
+    assert s.saver.trouble is not None, "nothing has been saved since"
+    s.saver.forget()
+    assert (s.saver.trouble, s.saver.part, s.saver.late) == (None, None, None)
+
+
+async def test_another_step_takes_over_from_one_that_fails(tmp_path: Path) -> None:
+    s = Saving(tmp_path)
+    s.refuse()
+    await s.until(lambda: s.tries() >= 1, "a failure")
+    since = s.saver.trouble.since if s.saver.trouble else 0.0
+    snapshot(s.slots, step=9)
+    s.wanted = Wanted("j", s.slots, StateRef(generation=2, step=9), 0, 1)
+    await s.until(lambda: s.saver.trouble and s.saver.trouble.step == 9, "a failure of the next step")
+    assert s.saver.trouble is not None
+    assert s.saver.trouble.since == since, "it has been failing since then"
+    s.accept()
+    await s.until(lambda: s.saver.part, "the part")
+    assert s.saver.part is not None
+    assert s.saver.part.step == 9
+
+
+async def test_trouble_of_long_ago_does_not_count_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    s = Saving(tmp_path)
+    s.refuse()
+    await s.until(lambda: s.tries() >= 1, "a failure")
+    s.saver.hold(None)
+    assert isinstance(s.saver.trouble, Trouble)
+    monkeypatch.setattr(module, "FORGOTTEN", -1.0)
+    s.saver.hold(None)
+    assert s.saver.trouble is None

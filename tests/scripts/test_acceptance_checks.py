@@ -1,0 +1,203 @@
+"""How the steps of `make acceptance` judge what probes have printed, and what it refuses before it begins."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from scripts import cluster as clusters
+from scripts.acceptance import accounts, devices
+from scripts.acceptance.checks import CHECKS
+from scripts.acceptance.probes.words import transport
+from scripts.acceptance.record import Failed, NotRun
+from scripts.acceptance.site import Site
+from scripts.acceptance.start import accept
+from scripts.acceptance.steps import STEPS
+from scripts.acceptance.trace import Trace, _parsed
+from spotrun.cloud.local.layout import Layout
+from spotrun.errors import SpotrunError
+from spotrun.spec import load_cluster
+
+ROOT = Path(__file__).parents[2]
+G5 = load_cluster(ROOT / "clusters/aws-g5.yaml")
+P5 = load_cluster(ROOT / "clusters/aws-p5.yaml")
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+def seen(*lines: dict[str, Any], interruptions: tuple[dict[str, Any], ...] = ()) -> Trace:
+    return Trace(
+        "job",
+        last={"interruptions": list(interruptions), "generation": 2},
+        lines=[{"rank": 0, **line} for line in lines],
+    )
+
+
+def matrix(tflops: float, memory: float, name: str = H100) -> dict[str, Any]:
+    return {"probe": "matrix", "name": name, "tflops": tflops, "memory": memory}
+
+
+@pytest.mark.parametrize(
+    ("lines", "why"),
+    [
+        ([matrix(700, 2900)], ""),
+        ([matrix(700, 2900), matrix(300, 2900)], r"TFLOP/s: 30% of the data sheet's"),
+        ([matrix(700, 1000)], r"memory bandwidth: 30% of the data sheet's"),
+        ([matrix(3, 3, "NVIDIA Unheard-Of")], ""),
+        ([], "printed nothing"),
+    ],
+    ids=["well", "one slow GPU", "slow memory", "a GPU that is not in the table", "no line"],
+)
+def test_figures_of_a_gpu(lines: list[dict[str, Any]], why: str) -> None:
+    if not why:
+        assert devices.matrix(seen(*lines))["GPUs"] == len(lines)
+        return
+    with pytest.raises(SpotrunError, match=why):
+        devices.matrix(seen(*lines))
+
+
+@pytest.mark.parametrize(
+    ("cluster", "said", "right", "why"),
+    [
+        (P5, "AWS Libfabric", True, ""),
+        (P5, "Socket", True, "NCCL goes over Socket, although the cluster has EFA"),
+        (P5, "", True, "goes over not named"),
+        (G5, "Socket", True, ""),
+        (G5, "Socket", False, "the sum of the all-reduce is wrong"),
+    ],
+    ids=["EFA", "TCP with EFA", "no word of it", "TCP without EFA", "a wrong sum"],
+)
+def test_the_transport_is_named(cluster: Any, said: str, right: bool, why: str) -> None:
+    line = {"probe": "all-reduce", "right": right, "bus": 4.2, "bytes": 1 << 30, "world": 16, "transport": said}
+    if not why:
+        assert devices.all_reduce(seen(line), cluster)["transport"] == said
+        return
+    with pytest.raises(Failed, match=why) as error:
+        devices.all_reduce(seen(line), cluster)
+    assert error.value.facts["bus GB/s"] == 4.2
+
+
+def test_the_transport_in_what_nccl_prints(tmp_path: Path) -> None:
+    log = tmp_path / "nccl.log"
+    assert transport(str(log)) == ""
+    log.write_text(
+        "ip-10:1:2 [0] NCCL INFO NET/OFI Using aws-ofi-nccl\nip-10:1:2 [0] NCCL INFO Using network AWS Libfabric\n"
+    )
+    assert transport(str(log)) == "AWS Libfabric"
+
+
+def test_what_placement_is_worth() -> None:
+    moved = seen({"probe": "all-reduce", "bus": 5.0})
+    facts = devices.placement({"bus GB/s": 10.0}, moved, G5)
+    assert facts == {"near GB/s": 10.0, "anywhere GB/s": 5.0, "near is faster by": 2.0}
+    with pytest.raises(NotRun):
+        devices.placement({}, moved, G5)
+
+
+def test_the_rate_of_a_states_way() -> None:
+    loss = {"kind": "kill", "phases": [1.0, 1.1, 2.0, 3.0, 7.0, 8.0]}
+    facts = devices.transfer(seen({"probe": "train", "mib": 3815}, interruptions=(loss,)))
+    assert facts == {"state GB": 4.0, "restored s": 4.0, "GB/s": 1.0}
+
+
+def test_workers_that_were_not_forked() -> None:
+    well, slow = ({"probe": "fork", "forked": forked, "first": 0.4} for forked in (True, False))
+    assert devices.fork(seen(well, well))["forked"] == 2
+    with pytest.raises(Failed, match="1 workers were not forked"):
+        devices.fork(seen(well, slow))
+
+
+def test_what_pytest_says_of_a_gpu() -> None:
+    line = {"probe": "tests", "status": 1, "summary": "1 failed, 7 passed", "failed": ["tests/test_x.py::test_y"]}
+    with pytest.raises(Failed, match=r"1 failed, 7 passed; failed: .*test_y"):
+        devices.tests(seen(line))
+    assert devices.tests(seen(line | {"status": 0})) == {"pytest": "1 failed, 7 passed"}
+
+
+class Played:
+    """A site whose jobs have been run."""
+
+    def __init__(self, **traces: Trace) -> None:
+        self._traces = traces
+
+    def trace(self, name: str) -> Trace:
+        return self._traces[name]
+
+
+def check(name: str, **traces: Trace) -> Any:
+    step = next(step for step in STEPS if step.name == name)
+    return partial(CHECKS[name], cast(Site, Played(**traces)), step)
+
+
+@pytest.mark.parametrize(
+    ("digest", "world", "error"),
+    [("a", 2, None), ("b", 2, Failed), ("b", 16, NotRun), ("a", 16, None)],
+    ids=["equal", "different", "different, where the order of a sum may change", "equal there too"],
+)
+def test_bit_equality_where_it_can_hold(digest: str, world: int, error: type[Exception] | None) -> None:
+    one, two = (seen({"probe": "train", "digest": each, "world": world}) for each in ("a", digest))
+    equality = check("equality", reference=one, faults=two)
+    if error is None:
+        assert equality()["workers"] == world
+        return
+    with pytest.raises(error):
+        equality()
+
+
+def test_a_notice_loses_no_step() -> None:
+    loss = {"kind": "preempt", "at": 1.0, "seconds": 2.0, "phases": [], "steps_lost": 0}
+    assert check("preempt", faults=seen(interruptions=(loss,)))()["pause s"] == 2.0
+    with pytest.raises(Failed, match="2 steps were lost although there was a notice"):
+        check("preempt", faults=seen(interruptions=(loss | {"steps_lost": 2},)))()
+    with pytest.raises(SpotrunError, match="no interruption of kind preempt is in its books; interruptions: crash"):
+        check("preempt", faults=seen(interruptions=(loss | {"kind": "crash"},)))()
+
+
+def test_every_line_of_the_gate() -> None:
+    line = {"probe": "fitness", "node": "a", "gpus": 8, "problems": [], "remarks": ["GPU 1 has rows to remap"]}
+    assert check("gate", single=seen(line))() == {"gpus": 8, "remarks": "GPU 1 has rows to remap"}
+    with pytest.raises(Failed, match="a: no EFA"):
+        check("gate", single=seen(line | {"problems": ["no EFA"]}))()
+    with pytest.raises(SpotrunError, match="printed nothing"):
+        check("gate", single=seen())()
+
+
+def test_the_order_of_googles_words() -> None:
+    words = [("maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE", 10.0), ("preempted", "TRUE", 11.5)]
+    lines = [{"probe": "notice", "key": key, "value": value, "at": at} for key, value, at in words]
+    order = accounts.notice_order(seen(*lines))["order"]
+    assert order == "maintenance-event=TERMINATE_ON_HOST_MAINTENANCE after 0.0 s, preempted=TRUE after 1.5 s"
+    with pytest.raises(Failed, match="did not set `preempted`"):
+        accounts.notice_order(seen(lines[0]))
+    with pytest.raises(SpotrunError, match="neither"):
+        accounts.notice_order(seen())
+
+
+@pytest.mark.parametrize("text", ["", "step 3", '{"probe": ', '{"probe": 3}', '{"probe": "x"', "[" * 100_000])
+def test_lines_that_are_no_probes(text: str) -> None:
+    assert _parsed(text) == {}
+
+
+def test_a_cluster_that_is_up_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPOTRUN_HOME", str(tmp_path / "home"))
+    file = tmp_path / "cluster.yaml"
+    file.write_text("name: mine\ncloud: local\npools: [{name: spot, zone: local-a, max: 2}]\n")
+    layout = Layout.of(clusters.home(), "mine")
+    layout.make()
+    layout.key.touch()
+    layout.record.touch()
+    said: list[str] = []
+    with pytest.raises(SpotrunError, match="cluster mine is up, and an acceptance takes its cluster down at the end"):
+        accept(str(file), False, False, said.append)
+
+
+def test_a_dry_run_only_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPOTRUN_HOME", str(tmp_path / "home"))
+    said: list[str] = []
+    code, document = accept(str(ROOT / "clusters/local.yaml"), False, True, said.append)
+    assert code == 0
+    assert {step["state"] for step in document["steps"]} == {"not run"}
+    assert said[0].splitlines()[-1] == "all of it: at most free"
+    assert not (tmp_path / "home/acceptance").exists()

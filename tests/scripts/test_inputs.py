@@ -1,0 +1,213 @@
+"""What an operator types: refused in one line that says what is allowed, with exit status 2, as JSON too."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from invoke.context import Context
+from invoke.exceptions import Exit
+
+import fabfile
+from scripts import inputs, make_command
+from spotrun.cloud.local import cloud
+from spotrun.cloud.local.layout import Layout
+from spotrun.errors import SpotrunError, StoreError
+from spotrun.spec import load_cluster
+from spotrun.store import Store
+from tests.fakes.cluster import Machines, machines
+from tests.scripts.test_operator import status
+
+Fab = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def standin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machines]:
+    with machines(tmp_path) as found:
+        monkeypatch.setenv("SPOTRUN_HOME", str(found.home))
+        yield found
+
+
+@pytest.fixture
+def fab(standin: Machines, capsys: pytest.CaptureFixture[str]) -> Fab:
+    """A task in this process: (exit status, stdout, stderr)."""
+
+    def run(task: str, **options: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = 0
+        try:
+            getattr(fabfile, task).body(Context(), **{"cluster": str(standin.cluster), **options})
+        except Exit as ended:
+            code = ended.code
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+WRONG = [
+    ("ssh", {"node": "../head"}, "NODE: '../head': is no node's name; `make status CLUSTER=… ` lists them"),
+    ("run", {"node": "a//b", "cmd": "id"}, "NODE: 'a//b': is no node's name"),
+    ("logs", {"node": "-x"}, "NODE: '-x': is no node's name"),
+    ("kill", {"node": "a\nb"}, "NODE: 'a\\nb': is no node's name"),
+    ("kill", {"node": ""}, "no node named: NODE=<name>"),
+    ("preempt", {"node": "x" * 99}, "is no node's name"),
+    ("logs", {"id": "../x"}, "ID: '../x': is no job's id; `make status CLUSTER=… ` names the newest jobs"),
+    ("status", {"id": "a//b"}, "ID: 'a//b': is no job's id"),
+    ("stop", {"id": "--job"}, "ID: '--job': is no job's id"),
+    ("relaunch", {"id": "Ä"}, "ID: 'Ä': is no job's id"),
+    ("follow", {"id": "a b"}, "ID: 'a b': is no job's id"),
+    ("logs", {"rank": "first"}, "RANK: 'first': allowed: a whole number, at least 0"),
+    ("logs", {"tail": "0"}, "TAIL: '0': allowed: a whole number, at least 1"),
+    ("run", {"cmd": "id", "timeout": "abc"}, "TIMEOUT: 'abc': allowed: seconds, a number more than 0 and at most"),
+    ("run", {"cmd": "id", "timeout": "-5"}, "TIMEOUT: '-5': allowed: seconds"),
+    ("run", {"cmd": "id", "timeout": "nan"}, "TIMEOUT: 'nan': allowed: seconds"),
+    ("run", {"cmd": "id", "timeout": "0"}, "TIMEOUT: '0': allowed: seconds"),
+    ("run", {"cmd": "id", "timeout": "1e300"}, "TIMEOUT: '1e300': allowed: seconds"),
+    ("preempt", {"node": "spot-1", "notice": "abc"}, "NOTICE: 'abc': allowed: seconds"),
+    ("preempt", {"node": "spot-1", "notice": "inf"}, "NOTICE: 'inf': allowed: seconds"),
+    ("run", {"cmd": " "}, "run: no command; for example: make run CLUSTER=… CMD='nvidia-smi -L'"),
+    ("train", {"job": ""}, "JOB: is empty; name a job file, such as JOB=examples/digits/job.yaml"),
+    ("train", {"job": "."}, ".: this is a folder, not a job file"),
+    ("train", {"faults": "kill"}, "FAULTS: 'kill': allowed: kind@step"),
+    ("status", {"cluster": " "}, "CLUSTER: is empty; name a cluster file, such as CLUSTER=clusters/local.yaml"),
+    ("down", {"cluster": "a\0b"}, "is not text in UTF-8"),
+    ("up", {"cluster": "it's.yaml"}, "it's.yaml: there is no such cluster file"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("task", "options", "said"), WRONG, ids=[f"{task} {what}" for task, what, _ in WRONG])
+def test_a_mistake_is_one_line_and_status_2(
+    standin: Machines, fab: Fab, task: str, options: dict[str, object], said: str
+) -> None:
+    said = said.replace("CLUSTER=… `", make_command.make(str(standin.cluster), "x").split()[2] + "`")
+    said = said.replace("CLUSTER=…", make_command.make(str(standin.cluster), "x").split()[2])
+    code, out, err = fab(task, **options)
+    assert (code, out) == (2, "")
+    assert said in err
+    assert err.startswith("spotrun: ")
+    assert err.count("\n") == 1
+    code, out, err_again = fab(task, **options, json=True)
+    assert (code, err_again) == (2, err)
+    assert json.loads(out) == {"error": err.removeprefix("spotrun: ").rstrip("\n")}
+    assert standin.calls() == []
+
+
+@pytest.mark.parametrize(
+    ("targets", "typed", "said"),
+    [
+        ("train", "JBO", "JBO: `make train` has no such variable: JOB, FAULTS, CLUSTER, JSON; did you mean JOB?"),
+        ("train", "job", "job: `make train` has no such variable: JOB, FAULTS, CLUSTER, JSON; did you mean JOB?"),
+        ("train", "NODES", "NODES: `make train` has no such variable: JOB, FAULTS, CLUSTER, JSON"),
+        ("stop", "JOB", "JOB: `make stop` has no such variable: ID, CLUSTER, JSON"),
+        ("down", "JSON NODE", "NODE: `make down` has no such variable: FORCE, ALL, CLUSTER, JSON"),
+        ("up train", "JOB", ""),
+        ("down", "VENV PYTHON TERRAFORM AWS_PROFILE SPOTRUN_HOME HOME TMPDIR SHELL CLUSTER", ""),
+    ],
+)
+def test_a_variable_that_no_target_takes_is_refused(targets: str, typed: str, said: str) -> None:
+    """`make train JBO=mine.yaml` trained the default job, `make stop JOB=one` stopped another."""
+    environment = {"SPOTRUN_TARGETS": targets, "SPOTRUN_TYPED": typed}
+    if not said:
+        inputs.variables(environment)
+        return
+    with pytest.raises(SpotrunError) as error:
+        inputs.variables(environment)
+    assert str(error.value) == said
+
+
+def test_a_task_refuses_such_a_variable(standin: Machines, fab: Fab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPOTRUN_TYPED", "JOB")
+    assert fab("stop")[0] == 0, "what a `make` of other targets left in the environment does not matter"
+    monkeypatch.setenv("SPOTRUN_TARGETS", "stop")
+    code, _, err = fab("stop")
+    assert code == 2
+    assert "JOB: `make stop` has no such variable" in err
+    assert len(standin.calls()) == 1
+
+
+def test_a_job_that_is_not_there_names_a_make_target(standin: Machines, fab: Fab) -> None:
+    standin.write(refuse="spotrun: there is no job nope in /bucket")
+    code, _, err = fab("stop", id="nope")
+    assert code == 2
+    named = make_command.make(str(standin.cluster), "status")
+    assert err == f"spotrun: there is no job nope in /bucket; `{named}` names the newest jobs\n"
+    standin.write(status_json=status(step=1), jobs_json=[{"job": "digits-1", "phase": "running"}])
+    assert "other jobs" not in fab("status")[1]
+    jobs = [{"job": "digits-1", "phase": "running"}, {"job": "toy-2", "phase": "queued"}]
+    standin.write(jobs_json=jobs)
+    assert fab("status")[1].splitlines()[-1] == "other jobs: toy-2 queued"
+
+
+def test_json_has_no_nan(standin: Machines, fab: Fab) -> None:
+    standin.write(status_json=status(step=1, metrics={"loss": float("nan"), "norm": float("inf")}))
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    code, out, _ = fab("status", json=True)
+    assert code == 0
+    assert json.loads(out, parse_constant=refuse)["job"]["metrics"] == {"loss": None, "norm": None}
+    standin.write(status_json=status(step=1, metrics={"loss": None}))
+    assert "loss nan" in fab("status")[1]
+
+
+def test_what_is_out_of_reach_is_json_too(standin: Machines, fab: Fab) -> None:
+    code, out, _ = fab("status", cluster=str(standin.cluster), json=True)  # there is no status.json to answer with
+    assert code == 3
+    assert list(json.loads(out)) == ["error"]
+
+
+def test_a_home_that_cannot_be_written_is_a_mistake(
+    standin: Machines, fab: Fab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPOTRUN_HOME", str(standin.cluster))  # a file
+    code, _, err = fab("up")
+    assert code in (2, 3)
+    assert "Traceback" not in err
+
+
+def test_no_key_is_a_traceback(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    for key in ("../a", "a//b", "a/./b", "a\0b", "\ud800"):
+        for call in (store.find, store.exists, store.list, lambda key: store.put(key, b"")):
+            with pytest.raises(StoreError):
+                call(key)
+
+
+def test_times() -> None:
+    assert inputs.seconds("TIMEOUT", "", default=60.0) == 60
+    assert inputs.seconds("TIMEOUT", "0.5") == 0.5
+    with pytest.raises(SpotrunError):
+        inputs.seconds("NOTICE", "")
+
+
+def test_down_with_another_home_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fab: Fab) -> None:
+    """It said that the cluster is down, which was up."""
+    file = tmp_path / "mine.yaml"
+    name = "h" + tmp_path.name[-12:].lower().replace("_", "").strip("-")  # of this test alone
+    file.write_text(f"name: {name}\ncloud: local\npools:\n- {{name: spot, zone: local-a}}\n")
+    right, wrong = tmp_path / "right", tmp_path / "wrong"
+    monkeypatch.setenv("SPOTRUN_HOME", str(wrong))
+    code, out, _ = fab("down", cluster=str(file))
+    assert (code, out) == (
+        0,
+        f"cluster {name} was never up with its state in {wrong} (another folder: set SPOTRUN_HOME)\n",
+    )
+    cloud.up(load_cluster(file), right, ["sleep", "600"])
+    try:
+        code, _, err = fab("down", cluster=str(file))
+        assert code == 2
+        assert (
+            f"one of that name is up with its state in {right}: `SPOTRUN_HOME={right} make down CLUSTER={file}`" in err
+        )
+        assert cloud.find(name, right) is not None
+        monkeypatch.setenv("SPOTRUN_HOME", str(right))
+        code, out, _ = fab("down", cluster=str(file))
+        assert (code, out.startswith(f"cluster {name} is down;")) == (0, True)
+    finally:
+        cloud.down(name, right)
+    assert cloud.homes(name) == []
+    assert not Layout.of(wrong, name).state.exists()

@@ -1,0 +1,287 @@
+"""Checkpoints: what is complete, what is damaged, what is kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from spotrun.errors import CorruptError, SpotrunError
+from spotrun.state import checkpoints, shards, slots
+from spotrun.state.control import Context
+from spotrun.store import Store, checkpoint_key
+from spotrun.train import checkpoint
+from spotrun.train.restore import restore
+from spotrun.train.snapshot import Reader, Writer
+from spotrun.train.state import decode
+from spotrun.wire import FileRef, Manifest, StateRef
+
+
+def state_at(step: int) -> dict[str, object]:
+    return {
+        "weight": torch.arange(1000.0) + step,
+        "small": [torch.full((n,), step) for n in range(5)],
+        "half": torch.ones(3, 3).bfloat16(),
+        "note": ("a", None, float("inf")),
+    }
+
+
+def save(store: Store, tmp_path: Path, step: int, generation: int = 1, parts: int = 3, manifest: bool = True) -> None:
+    """What the nodes and the head do together to make a checkpoint."""
+    folder = tmp_path / f"node-{generation}-{step}"
+    writer = Writer(folder, "job", generation)
+    writer.take(step, lambda encoder: encoder.encode(state_at(step), "state"), set(), wait=True)
+    writer.settle()
+    slot = slots.newest(folder, "job")[0][0]
+    files = []
+    for index in range(parts):
+        with slots.reading(folder, slot):
+            written = shards.write_part(folder, slot, index, parts, tmp_path / f"out-{index}")
+        for name, path, size, xxh3 in written:
+            store.put(checkpoint_key("job", step, name), path)
+            files.append(FileRef(name=name, size=size, xxh3=xxh3))
+    if manifest:
+        document = Manifest(job="job", generation=generation, step=step, created=time.time(), files=tuple(files))
+        assert store.create(checkpoint_key("job", step), document.model_dump_json().encode())
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(str(tmp_path / "bucket"))
+
+
+def object_path(tmp_path: Path, step: int, name: str) -> Path:
+    return tmp_path / "bucket" / checkpoint_key("job", step, name)
+
+
+def context(tmp_path: Path, *found: tuple[int, int]) -> Context:
+    return Context("job", 3, "n", "", str(tmp_path / "slots"), str(tmp_path / "bucket"), 0, list(found))
+
+
+def check(folder: Path, slot: int, step: int) -> None:
+    record = slots.read(folder, slot)
+    assert record is not None
+    slots.verify(folder, slot, record)
+    found = decode(record.state, Reader(folder, slot).tensor)
+    wanted = state_at(step)
+    assert torch.equal(found["weight"], wanted["weight"])
+    assert [t.tolist() for t in found["small"]] == [t.tolist() for t in wanted["small"]]
+    assert found["half"].dtype == torch.bfloat16
+    assert found["note"] == wanted["note"]
+
+
+@given(st.lists(st.integers(0, 1000)), st.integers(1, 9))
+def test_partition_is_complete_and_balanced(sizes: list[int], parts: int) -> None:
+    runs = shards.partition(sizes, parts)
+    assert len(runs) == parts
+    assert [index for run in runs for index in run] == list(range(len(sizes)))
+    for run in runs:
+        assert sum(sizes[index] for index in run) <= sum(sizes) / parts + max(sizes, default=0)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 20])
+def test_round_trip(store: Store, tmp_path: Path, parts: int) -> None:
+    save(store, tmp_path, 10, parts=parts)
+    folder = tmp_path / "slots"
+    folder.mkdir()
+    record = checkpoint.fetch(store, "job", 10, folder, 1)
+    assert record.order == (1, 10)
+    check(folder, 1, 10)
+    assert sorted(path.name for path in folder.iterdir()) == ["1.json", "1.safetensors"]
+
+
+def test_shards_are_what_other_tools_read(store: Store, tmp_path: Path) -> None:
+    save(store, tmp_path, 10)
+    index = json.loads(object_path(tmp_path, 10, shards.index_name(1, 3)).read_text())
+    assert sorted(set(index["weight_map"].values())) == [shards.shard_name(1, number, 3) for number in range(3)]
+    tensors = {}
+    for name in set(index["weight_map"].values()):
+        tensors |= load_file(object_path(tmp_path, 10, name))
+    assert tensors.keys() == index["weight_map"].keys()
+    assert torch.equal(tensors["state.weight"], state_at(10)["weight"])  # type: ignore[arg-type]
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
+
+
+def test_a_slot_without_a_whole_snapshot_is_not_uploaded(tmp_path: Path) -> None:
+    with pytest.raises(CorruptError, match="has no record"):
+        shards.write_part(tmp_path, 0, 0, 1, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        (shards.shard_name(2, 1, 3), "cut"),
+        (shards.shard_name(2, 0, 3), "flip"),
+        (shards.shard_name(2, 2, 3), "gone"),
+        (shards.state_name(2, 3), "flip"),
+        (shards.state_name(2, 3), "gone"),
+        ("manifest.json", "cut"),
+        ("manifest.json", "junk"),
+    ],
+)
+def test_damaged_ones_are_passed_over(
+    store: Store, tmp_path: Path, name: str, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(store, tmp_path, 10)
+    save(store, tmp_path, 20, generation=2)
+    path = object_path(tmp_path, 20, name)
+    if damage == "cut":
+        os.truncate(path, path.stat().st_size // 2)
+    elif damage == "flip":
+        data = bytearray(path.read_bytes())
+        data[-3] ^= 1
+        path.write_bytes(data)
+    elif damage == "gone":
+        path.unlink()
+    else:
+        path.write_text('{"job": "other", "files": [{"name": "../../x"}]}')
+    folder = tmp_path / "slots"
+    folder.mkdir()
+    with pytest.raises(CorruptError, match=checkpoint_key("job", 20, name)):
+        checkpoint.fetch(store, "job", 20, folder, 0)
+    assert slots.newest(folder, "job") == []
+    found = restore(context(tmp_path, (2, 20), (1, 10)), 0, None)
+    assert found is not None
+    assert checkpoint_key("job", 20, name) in caplog.text
+    check(folder, found[0], 10)
+    assert [path.name for path in folder.iterdir() if path.is_dir()] == []
+
+
+class Dying(Store):
+    """A bucket whose client is killed right before, or right after, its nth write."""
+
+    def __init__(self, url: str, nth: int, after: bool) -> None:
+        super().__init__(url)
+        self.left, self.after = nth, after
+
+    def put(self, key: str, data: bytes | Path) -> None:
+        self._die(not self.after)
+        super().put(key, data)
+        self._die(self.after)
+
+    def create(self, key: str, data: bytes) -> bool:
+        self._die(not self.after)
+        created = super().create(key, data)
+        self._die(self.after)
+        return created
+
+    def _die(self, now: bool) -> None:
+        self.left -= now
+        if now and self.left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def save_and_die(folder: Path, nth: int, after: bool) -> None:
+    """Runs in a process of its own."""
+    save(Dying(str(folder / "bucket"), nth, after), folder / "writer", 20, generation=2)
+
+
+WRITES = 6  # three shards, the state, the index, the manifest
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_a_writer_killed_at_every_stage(store: Store, tmp_path: Path, after: bool) -> None:
+    """What it leaves is never read; the checkpoint before it is. Only the last write makes it count."""
+    save(store, tmp_path, 10)
+    context_ = multiprocessing.get_context("forkserver")
+    context_.set_forkserver_preload(["tests.train.test_checkpoint"])
+    for nth in range(1, WRITES + 1):
+        killed = context_.Process(target=save_and_die, args=(tmp_path, nth, after))
+        killed.start()
+        killed.join()
+        assert killed.exitcode == -signal.SIGKILL, "it has fewer writes than this test believes"
+        whole = nth == WRITES and after
+        wanted = [StateRef(generation=2, step=20)] if whole else []
+        assert checkpoints.complete(store, "job") == [*wanted, StateRef(generation=1, step=10)]
+        folder = tmp_path / f"slots-{nth}"
+        folder.mkdir()
+        found = restore(dataclasses.replace(context(tmp_path, (2, 20), (1, 10)), slots=str(folder)), 0, None)
+        assert found is not None
+        check(folder, found[0], 20 if whole else 10)
+
+
+def test_a_manifest_cannot_name_files_elsewhere(store: Store) -> None:
+    files = (FileRef(name="../../../code/x", size=1, xxh3="0"),)
+    manifest = Manifest(job="job", generation=1, step=10, created=0, files=files)
+    store.put(checkpoint_key("job", 10), manifest.model_dump_json().encode())
+    with pytest.raises(ValueError, match="outside its folder"):
+        checkpoints.read_manifest(store, "job", 10)
+
+
+@pytest.mark.parametrize("local", [(1, 5), (1, 10), (2, 3)])
+def test_the_newer_of_memory_and_bucket_counts(store: Store, tmp_path: Path, local: tuple[int, int]) -> None:
+    save(store, tmp_path, 10)
+    folder = tmp_path / "slots"
+    writer = Writer(folder, "job", local[0])
+    writer.take(local[1], lambda encoder: encoder.encode(state_at(local[1]), "state"), set(), wait=True)
+    writer.settle()
+    found = restore(context(tmp_path, (1, 10)), 0, None)
+    assert found is not None
+    assert found[1].order == max(local, (1, 10))
+    check(folder, found[0], found[1].step)
+
+
+def test_nothing_anywhere_is_a_fresh_start(tmp_path: Path) -> None:
+    assert restore(context(tmp_path), 0, None) is None
+
+
+def test_none_of_the_checkpoints_can_be_read(store: Store, tmp_path: Path) -> None:
+    """Beginning anew would be a silent loss of everything."""
+    save(store, tmp_path, 10)
+    object_path(tmp_path, 10, shards.shard_name(1, 0, 3)).unlink()
+    with pytest.raises(SpotrunError, match="none of the 1 checkpoints of job job can be read"):
+        restore(context(tmp_path, (1, 10)), 0, None)
+
+
+def test_another_jobs_snapshot_is_not_ours(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "slots", "other", 9)
+    writer.take(1, lambda encoder: encoder.encode(state_at(1), "state"), set(), wait=True)
+    writer.settle()
+    assert restore(context(tmp_path), 0, None) is None
+
+
+def test_complete_and_prune(store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for step in (10, 20, 30):
+        save(store, tmp_path, step)
+    save(store, tmp_path, 25, generation=2)  # after a return to step 20: newer than step 30 of generation 1
+    save(store, tmp_path, 15, manifest=False)
+    save(store, tmp_path, 35, generation=2, manifest=False)
+    store.put(checkpoint_key("job", 40), b"junk")
+    store.put(checkpoint_key("job", 25, "g1-state.json"), b"left by a generation that died here")
+    store.put("jobs/job/checkpoints/readme.txt", b"someone's note")
+    order = [StateRef(generation=g, step=s) for g, s in ((2, 25), (1, 30), (1, 20), (1, 10))]
+    assert checkpoints.complete(store, "job") == order
+    assert checkpoint_key("job", 40) in caplog.text
+    checkpoints.prune(store, "job", 2)
+    assert checkpoints.complete(store, "job") == order[:2]
+    steps = {int(key.split("/")[3]) for key in store.list("jobs/job/checkpoints") if key.count("/") == 4}
+    assert steps == {25, 30, 35}  # 35 may still be on its way
+    assert not store.exists(checkpoint_key("job", 25, "g1-state.json"))
+    folder = tmp_path / "slots"
+    folder.mkdir()
+    checkpoint.fetch(store, "job", 25, folder, 0)
+    check(folder, 0, 25)
+
+
+def test_prune_of_nothing(store: Store) -> None:
+    checkpoints.prune(store, "job", 3)
+    assert checkpoints.complete(store, "job") == []
+
+
+@given(st.binary(max_size=200))
+def test_junk_is_no_safetensors_file(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+    path = tmp_path_factory.getbasetemp() / "junk.safetensors"
+    for content in (data, len(data).to_bytes(8, "little") + data):
+        path.write_bytes(content)
+        with pytest.raises(CorruptError, match="junk"):
+            shards.read_header(path)
