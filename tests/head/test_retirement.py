@@ -17,6 +17,7 @@ from spotrun.head.job_state import Cause, Drain, EndGeneration, JobState, Recrea
 from spotrun.head.planner.plan import plan, wanted
 from spotrun.head.view import Machine, Node, View
 from spotrun.spec import PoolSpec
+from spotrun.spec.notices import RETIRE_LEAD
 from spotrun.wire import StateRef
 from tests.head.test_planner import NOW, job, node, notice, spare, spec, view
 from tests.head.world import World, stepping
@@ -47,7 +48,7 @@ def marked(job: JobState, *nodes: Node, machines: tuple[Machine, ...]) -> View:
 def test_machines_that_are_made_together_retire_one_after_the_other(count: int, life: float) -> None:
     found = retirement.planned([listed(f"p-{i}", life=life) for i in range(count)], POOLS)
     times = [found[f"p-{i}"] for i in range(count)]
-    lead, gap = min(retirement.LEAD, retirement.SHARE * life), min(retirement.GAP, retirement.SHARE * life / 8)
+    lead, gap = min(RETIRE_LEAD, retirement.SHARE * life), min(retirement.GAP, retirement.SHARE * life / 8)
     assert max(times) == pytest.approx(life - lead)
     assert all(later - earlier >= 0.99 * gap for earlier, later in pairwise(times))
     assert min(times) >= life / 2

@@ -17,8 +17,8 @@ from spotrun.head.job_state import Recreate
 from spotrun.head.planner import patience
 from spotrun.head.view import View
 from spotrun.spec import JobSpec, PoolSpec
+from spotrun.spec.notices import RETIRE_LEAD
 
-LEAD = 150.0  # seconds before its end at which a machine retires at the latest: as `LEAD` in spotrun.node.notice
 GAP = 300.0  # seconds between two that retire: a successor boots meanwhile
 SHARE = 0.25  # of a machine's time that the lead, and the gaps of all machines of a pool, take at the most
 SETTLE = 10.0  # seconds that an agent has to upload its last logs before its machine is replaced
@@ -85,7 +85,7 @@ def _due(view: View, spec: JobSpec) -> dict[str, float]:
 
 
 def _latest(ends: float, created: float) -> float:
-    return ends - min(LEAD, SHARE * (ends - created))
+    return ends - min(RETIRE_LEAD, SHARE * (ends - created))
 
 
 def _clock(at: float) -> str:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from spotrun.head.planner.plan import MARGIN_BEFORE_DEADLINE
 from spotrun.spec import ClusterSpec
+from spotrun.spec.notices import EC2_NOTICE, GCE_NOTICE
 from spotrun.wire import Report
-
-GOOGLE, AMAZON = 30.0, 120.0  # seconds of notice that a preemption gives, unless the pool names another
 
 
 def notice_of(cluster: ClusterSpec, pool: str) -> float:
@@ -17,7 +16,7 @@ def notice_of(cluster: ClusterSpec, pool: str) -> float:
     if found.notice is not None:
         return found.notice
     like_ec2 = cluster.cloud == "aws" or (cluster.cloud == "local" and cluster.local.metadata == "ec2")
-    return AMAZON if like_ec2 else GOOGLE
+    return EC2_NOTICE if like_ec2 else GCE_NOTICE
 
 
 def too_long(report: Report, notice: float) -> str:

@@ -1,0 +1,19 @@
+"""Seconds between the notice of a machine's end and that end: what the clouds give, and what spotrun makes of it.
+
+Sources: https://cloud.google.com/compute/docs/instances/spot#preemption-process and
+https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html.
+"""
+
+from __future__ import annotations
+
+GCE_NOTICE = 30.0
+"""From Google's notice of a preemption to the end, unless the pool has the key `notice`."""
+
+EC2_NOTICE = 120.0
+"""From the notice of an EC2 spot interruption to the end."""
+
+RETIRE_LEAD = 150.0
+"""Before its known end, when a node stops training at the latest. A longer notice counts only from then on.
+
+Enough to drain, to upload a state of some gigabytes, and for a successor to begin to boot.
+"""
