@@ -191,6 +191,8 @@ class Report(Document):
     phase: Literal[
         "checking", "unfit", "idle", "preparing", "ready", "starting", "running", "drained", "failed", "succeeded"
     ] = "idle"
+    doing: str = ""  # the step that the node is at, such as "importing torch"; empty unless it prepares or starts
+    doing_since: float = 0.0  # epoch seconds when that step began, by the node's clock
     unfit: tuple[str, ...] = ()  # what is wrong with the machine, a line each
     generation: int = 0  # the newest one this agent took part in, of this job
     store: str = ""  # "host:port" for a generation to come in which this node is first

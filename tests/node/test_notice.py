@@ -61,7 +61,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same program with shorter pauses."""
     monkeypatch.setattr(notice_module, "EC2_POLL_SECONDS", 0.05)
     monkeypatch.setattr(notice_module, "BACKOFF", (0.02, 0.1))
-    monkeypatch.setattr(metadata_module, "PATIENCE", 0.2)
+    monkeypatch.setattr(metadata_module, "BACKOFF", (0.2, 0.2))
 
 
 @pytest.mark.parametrize(("flavour", "kind"), [("gce", GceMetadata), ("ec2", Ec2Metadata)])

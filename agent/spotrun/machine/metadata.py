@@ -19,12 +19,14 @@ from typing import Self
 
 import aiohttp
 
+from spotrun.backoff import Backoff
+
 log = logging.getLogger(__name__)
 
 TIMEOUT = 3.0  # seconds for a whole answer
 TOKEN_TTL = 21600  # seconds, the longest that IMDSv2 allows
 MAX_ANSWER = 1 << 16  # bytes; more is junk
-PATIENCE = 5.0  # longest pause between tries to find the server
+BACKOFF = (0.2, 5.0)  # seconds between tries to find the server: the first pause, the longest
 
 
 @dataclass(frozen=True)
@@ -196,7 +198,7 @@ async def detect() -> Metadata:
     gce, ec2 = os.environ.get("GCE_METADATA_HOST", ""), os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", "")
     if not gce and not ec2:
         gce, ec2 = "metadata.google.internal", "http://169.254.169.254/"
-    pause = 0.2
+    backoff = Backoff(*BACKOFF)
     while True:
         candidates: list[Metadata] = [GceMetadata(f"http://{gce}")] if gce else []
         candidates += [Ec2Metadata(ec2)] if ec2 else []
@@ -209,8 +211,7 @@ async def detect() -> Metadata:
             return chosen
         places = " and ".join(filter(None, [gce, ec2]))
         log.warning("no metadata server answers at %s; trying again: %s", places, "; ".join(map(repr, results)))
-        await asyncio.sleep(pause)
-        pause = min(2 * pause, PATIENCE)
+        await asyncio.sleep(backoff.next())
 
 
 def clock_ahead(date: str, before: float, after: float) -> float | None:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 import aiohttp
 from pydantic import ValidationError
 
+from spotrun.backoff import Backoff
 from spotrun.errors import LinkError, SpotrunError
 from spotrun.machine import host_keys
 from spotrun.machine.metadata import Identity
@@ -72,7 +73,7 @@ class Link:
 
     async def run(self) -> None:
         """Connect, and again whenever the link is lost, until cancelled."""
-        pause = BACKOFF[0]
+        backoff = Backoff(*BACKOFF)
         said = ""
         while True:
             began = time.monotonic()
@@ -96,9 +97,8 @@ class Link:
                 log.warning("%s; trying again", problem)
             said = problem
             if time.monotonic() - began > BACKOFF[1]:
-                pause = BACKOFF[0]
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, BACKOFF[1])
+                backoff.reset()
+            await asyncio.sleep(backoff.next())
 
     async def _introduce(self) -> None:
         """Publish this machine's host keys, for operators, and the hash of its secret, for the head."""

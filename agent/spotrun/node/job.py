@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from spotrun.backoff import Backoff
 from spotrun.errors import CorruptError, SpotrunError, StoreError
 from spotrun.node import code
 from spotrun.node.launch.client import Launcher
@@ -126,7 +127,7 @@ class Job:
         shutil.rmtree(self.slots.parent, ignore_errors=True)
 
     async def _get_ready(self) -> None:
-        pause, tries = RETRY[0], 0
+        backoff, tries = Backoff(*RETRY), 0
         while True:
             try:
                 await self._try()
@@ -141,8 +142,7 @@ class Job:
                     self._fail(str(error) or repr(error))
                 if isinstance(error, CorruptError):
                     return  # it will not get better
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, RETRY[1])
+            await asyncio.sleep(backoff.next())
 
     async def _try(self) -> None:
         bundle = self.bundle

@@ -20,6 +20,7 @@ from urllib.parse import quote
 
 import aiohttp
 
+from spotrun.backoff import Backoff
 from spotrun.machine.metadata import Ec2Metadata, GceMetadata, Metadata
 from spotrun.spec import names
 from spotrun.wire import Notice
@@ -171,7 +172,7 @@ def parse_ec2(kind: str, text: str, now: float) -> Notice:
 async def _watch_gce(metadata: GceMetadata, path: str, terms: Terms, put: Callable[[str, Notice | None], None]) -> None:
     kind = "preempt" if path == "preempted" else "maintenance"
     etag = ""
-    pause = _Pause()
+    backoff = Backoff(*BACKOFF)
     while True:
         # The first answer is the state as it is; from then on the server answers when it is another.
         query = f"?wait_for_change=true&timeout_sec={LONG_POLL_SECONDS}&last_etag={quote(etag)}" if etag else ""
@@ -184,9 +185,9 @@ async def _watch_gce(metadata: GceMetadata, path: str, terms: Terms, put: Callab
         except (TimeoutError, OSError, aiohttp.ClientError, ValueError) as error:
             log.warning("metadata instance/%s: no usable answer, trying again: %r", path, error)
             etag = ""
-            await pause()
+            await asyncio.sleep(backoff.next())
             continue
-        pause.reset()
+        backoff.reset()
         put(kind, notice)
         if not answer.etag or answer.etag == "0":
             await asyncio.sleep(EC2_POLL_SECONDS)  # a server without ETags would answer at once for ever
@@ -195,7 +196,7 @@ async def _watch_gce(metadata: GceMetadata, path: str, terms: Terms, put: Callab
 
 async def _watch_ec2(metadata: Ec2Metadata, put: Callable[[str, Notice | None], None]) -> None:
     paths = {"preempt": "/spot/instance-action", "rebalance": "/events/recommendations/rebalance"}
-    pause = _Pause()
+    backoff = Backoff(*BACKOFF)
     junk: dict[str, str] = {}
     while True:
         try:
@@ -211,24 +212,10 @@ async def _watch_ec2(metadata: Ec2Metadata, put: Callable[[str, Notice | None], 
                     junk[kind] = answer.text
         except (TimeoutError, OSError, aiohttp.ClientError) as error:
             log.warning("metadata server: no answer, trying again: %r", error)
-            await pause()
+            await asyncio.sleep(backoff.next())
             continue
-        pause.reset()
+        backoff.reset()
         await asyncio.sleep(EC2_POLL_SECONDS)
-
-
-class _Pause:
-    """Waits longer each time it is called, until it is reset."""
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        self._seconds = BACKOFF[0]
-
-    async def __call__(self) -> None:
-        await asyncio.sleep(self._seconds)
-        self._seconds = min(2 * self._seconds, BACKOFF[1])
 
 
 def _gravest(found: dict[str, Notice]) -> Notice | None:

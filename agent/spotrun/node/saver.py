@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from spotrun.backoff import Backoff
 from spotrun.errors import CorruptError, SpotrunError
 from spotrun.state import slots
 from spotrun.state.shards import write_part
@@ -112,7 +113,7 @@ class Saver:
         """The part once it is in the bucket; None if the snapshot is not there, or the attempt was stopped."""
         with contextlib.ExitStack() as stack:
             copy: _Copy | None = None
-            pause = PAUSE[0]
+            backoff = Backoff(*PAUSE)
             while not attempt.stopped.is_set():
                 try:
                     copy = copy or _Copy(attempt.wanted, self._folder(stack))
@@ -126,9 +127,8 @@ class Saver:
                     self.trouble = None if part and not attempt.stopped.is_set() else self.trouble
                     return part
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(pause):
+                    async with asyncio.timeout(backoff.next()):
                         await attempt.stopped.wait()
-                pause = min(2 * pause, PAUSE[1])
         return None
 
     def _folder(self, stack: contextlib.ExitStack) -> Path:
