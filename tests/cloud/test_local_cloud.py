@@ -27,9 +27,9 @@ from spotrun.cloud.local.layout import METADATA_PORT, SSH_PORT, Config, Layout, 
 from spotrun.cloud.local.machines import Group
 from spotrun.errors import CloudError
 from spotrun.spec import ClusterSpec
+from tests.cloud.local_spec import IDLE, spec
 from tests.helpers import await_for, wait_for
 
-IDLE = ("sleep", "infinity")
 PEER = str(Path(__file__).parents[1] / "fakes/peer.py")
 
 
@@ -77,15 +77,6 @@ class Cluster:
             config=None,
         ) as connection:
             yield connection
-
-
-def spec(**values: Any) -> ClusterSpec:
-    pools = [
-        {"name": "a", "zone": "local-a", "max": 4},
-        {"name": "b", "zone": "local-b", "max": 2, "market": "on-demand"},
-    ]
-    local = {"boot_delay": 0, "recreate_delay": 0.1} | values.pop("local", {})
-    return ClusterSpec.model_validate({"name": "tiny", "cloud": "local", "pools": pools, "local": local} | values)
 
 
 @pytest.fixture

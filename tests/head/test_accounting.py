@@ -11,7 +11,7 @@ from spotrun.head.job_state import Cause, JobState, Start, Stop, apply
 from spotrun.head.planner.plan import plan
 from spotrun.head.view import Machine
 from spotrun.wire import StateRef, Worker
-from tests.head.test_planner import NOW, A, B, C, job, node, spec, start, view
+from tests.head.views import NOW, A, B, C, job, node, spec, start, view
 
 
 def at(step: int, base: int, restored: float, stepped: float, **changes: object) -> Worker:

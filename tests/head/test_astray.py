@@ -10,8 +10,7 @@ import pytest
 from scripts import queue
 from spotrun.head.journal import Journal
 from spotrun.store import Store, job_key, queue_key
-from tests.head.test_skew import asked
-from tests.head.world import CODE, JOB, World
+from tests.head.world import CODE, JOB, World, asked
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from spotrun.head.planner.checkpointing import ELSEWHERE, NEWER, SAVE_PATIENCE
 from spotrun.head.planner.plan import plan
 from spotrun.head.view import Node, View
 from spotrun.wire import Part, Report, StateRef, Trouble
-from tests.head.test_planner import NOW, A, B, C, job, node, view
+from tests.head.views import NOW, A, B, C, job, node, view
 
 REF = StateRef(generation=1, step=48)
 FULL = "no room for a part of 9 MiB in /var/lib/spotrun/parts: 1 MiB are free"

@@ -12,8 +12,7 @@ from spotrun.errors import SpotrunError
 from spotrun.head.job_state import Cause, EndGeneration, Stop, apply
 from spotrun.store import epoch_key, job_key, queue_key
 from spotrun.wire import Failure, Notice
-from tests.head.test_skew import asked
-from tests.head.world import CODE, JOB, World, stepping
+from tests.head.world import CODE, JOB, World, asked, stepping
 
 
 @pytest.fixture

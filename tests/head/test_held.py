@@ -15,8 +15,7 @@ from spotrun.errors import SpotrunError
 from spotrun.spec import ClusterSpec
 from spotrun.store import Store, job_key, queue_key, up_key
 from spotrun.wire import read_queue
-from tests.head.test_skew import asked, rewrite
-from tests.head.world import CODE, JOB, World
+from tests.head.world import CODE, JOB, World, asked, rewrite
 from tests.helpers import wait_for
 
 SPEC = ClusterSpec.model_validate({"name": "c", "cloud": "local", "pools": [{"name": "p", "zone": "local-a"}]})

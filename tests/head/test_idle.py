@@ -18,8 +18,8 @@ from spotrun.head.planner.plan import plan, wanted
 from spotrun.head.view import Machine, View
 from spotrun.spec import JobSpec
 from spotrun.wire import StateRef
-from tests.head.test_planner import NOW, job, member, notice, spare, spec
-from tests.head.test_planner import view as view_of
+from tests.head.views import NOW, job, member, notice, spare, spec
+from tests.head.views import view as view_of
 from tests.head.world import World
 
 A, B, C = "a", "b", "c"

@@ -16,9 +16,9 @@ from spotrun.head.planner.patience import MARGIN
 from spotrun.head.planner.plan import SAVE_PATIENCE, plan, wanted
 from spotrun.head.view import ALONE, Machine, View
 from spotrun.wire import StateRef, Worker
-from tests.head.test_planner import NOW as EARLIER
-from tests.head.test_planner import frozen, job, member, node, notice, spare, spec
-from tests.head.test_planner import view as view_of
+from tests.head.views import NOW as EARLIER
+from tests.head.views import frozen, job, member, node, notice, spare, spec
+from tests.head.views import view as view_of
 from tests.head.world import World
 
 NOW = EARLIER + 36000.0

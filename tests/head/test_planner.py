@@ -18,7 +18,6 @@ from spotrun.head.job_state import (
     Fail,
     Finish,
     Interruption,
-    JobState,
     Progress,
     Recreate,
     Save,
@@ -28,102 +27,30 @@ from spotrun.head.job_state import (
     apply,
 )
 from spotrun.head.planner.plan import plan
-from spotrun.head.view import Node, View, lost
+from spotrun.head.view import View, lost
 from spotrun.spec import JobSpec
-from spotrun.wire import Failure, Generation, Member, Notice, Part, Report, StateRef, Worker
+from spotrun.wire import Member, Notice, StateRef
+from tests.head.views import (
+    NOW,
+    A,
+    B,
+    C,
+    D,
+    failed,
+    failure,
+    frozen,
+    job,
+    member,
+    node,
+    notice,
+    part,
+    spare,
+    spec,
+    start,
+    view,
+)
 
-NOW = 1000.0
-
-
-def spec(**changes: Any) -> dict[str, Any]:
-    return JobSpec(script="train.py", **{"nodes": {"min": 2, "max": 3}, **changes}).model_dump(mode="json")
-
-
-def member(name: str, boot: str = "b1") -> Member:
-    return Member(node=name, boot=boot, address=f"127.0.0.{ord(name[-1])}")
-
-
-def job(*members: str, **changes: Any) -> JobState:
-    """A job that runs on `members` since 100 s, at step 50 of 1000, 0.1 s a step; none: it waits."""
-    current = Generation(number=1, members=tuple(map(member, members)), store="h:1") if members else None
-    values: dict[str, Any] = {
-        "id": "j",
-        "name": "j",
-        "cluster": "c",
-        "code": "x",
-        "spec": spec(),
-        "submitted": NOW - 110,
-        "started": NOW - 100,
-        "phase": "running" if members else "waiting",
-        "generation": 1 if members else 0,
-        "current": current,
-        "ordered_at": NOW - 100,
-        "last": tuple(map(member, members)),
-        "saved_at": NOW - 10,
-        "progress": Progress(base=0, step=50, stepped_at=NOW - 0.05, restored_at=NOW - 5, pace=0.1, total_steps=1000),
-    }
-    return JobState(**{**values, **changes})
-
-
-def node(name: str, **changes: Any) -> Node:
-    """A healthy node that takes part in generation 1 at step 50."""
-    outer = {key: changes.pop(key) for key in ("connected", "reported_at", "cloud", "since") if key in changes}
-    step = changes.pop("step", 50)
-    worker = Worker(rank=0, pid=1, step=step, base=0, stepped_at=changes.pop("stepped_at", NOW - 0.05))
-    report = {
-        "node": name,
-        "boot": "b1",
-        "pool": "p",
-        "zone": "z",
-        "address": "127.0.0.1",
-        "job": "j",
-        "phase": "running",
-        "generation": 1,
-        "store": f"{name}:1",
-        "workers": (worker,),
-        "snapshot": StateRef(generation=1, step=48),
-    }
-    outer = {"connected": True, "reported_at": NOW - 0.1, "cloud": "running", **outer}
-    return Node(report=Report(**{**report, **changes}), **outer)
-
-
-def spare(name: str, **changes: Any) -> Node:
-    return node(name, **{"phase": "ready", "generation": 0, "workers": (), "snapshot": None, **changes})
-
-
-def view(job: JobState, *nodes: Node, **changes: Any) -> View:
-    return View(**{"now": NOW, "job": job, "nodes": nodes, "expected": 3, "waiting_since": NOW - 1, **changes})
-
-
-def failure(kind: str, rank: int = 0, at: float = NOW - 0.1, message: str = "boom") -> Failure:
-    return Failure(kind=kind, rank=rank, at=at, message=message)  # type: ignore[arg-type]
-
-
-def notice(seconds: float = 30.0) -> Notice:
-    return Notice(kind="preempt", deadline=NOW + seconds)
-
-
-def failed(name: str, kind: str, **changes: Any) -> Node:
-    at = changes.pop("at", NOW - 0.1)
-    return node(name, phase="failed", failure=failure(kind, at=at), **changes)
-
-
-def part(index: int, whole: str) -> Part:
-    return Part(step=48, generation=1, index=index, parts=2, files=(), whole=whole)
-
-
-A, B, C, D = "a", "b", "c", "d"
 KILL, SILENT, PREEMPT = (Cause(kind=k, node=B) for k in ("kill", "silent", "preempt"))
-
-
-def start(*names: str, cause: Cause | None = None, store: str | None = None) -> Start:
-    return Start(tuple(Member(node=n, boot="b1", address="127.0.0.1") for n in names), store or f"{names[0]}:1", cause)
-
-
-def frozen(name: str, seconds: float, **changes: Any) -> Node:
-    return node(name, reported_at=NOW - seconds, stepped_at=NOW - seconds, **changes)
-
-
 STUCK = {"stepped_at": NOW - 4.0}
 REGROUP_SLOW = start(A, C, cause=SILENT)
 

@@ -26,9 +26,9 @@ from spotrun.head.planner.plan import plan
 from spotrun.head.view import ALONE, REJOIN, Machine, View
 from spotrun.node.health import gate
 from spotrun.wire import StateRef
-from tests.head.test_planner import NOW as EARLIER
-from tests.head.test_planner import job, member, node, spare
-from tests.head.test_planner import view as view_of
+from tests.head.views import NOW as EARLIER
+from tests.head.views import job, member, node, spare
+from tests.head.views import view as view_of
 
 NOW = EARLIER + 10 * WINDOW
 A, B, C = "a", "b", "c"

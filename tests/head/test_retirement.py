@@ -19,7 +19,7 @@ from spotrun.head.view import Machine, Node, View
 from spotrun.spec import PoolSpec
 from spotrun.spec.notices import RETIRE_LEAD
 from spotrun.wire import StateRef
-from tests.head.test_planner import NOW, job, node, notice, spare, spec, view
+from tests.head.views import NOW, job, node, notice, spare, spec, view
 from tests.head.world import World, stepping
 
 DAY = 86400.0

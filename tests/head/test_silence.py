@@ -21,8 +21,8 @@ from spotrun.spec import JobSpec
 from spotrun.store import Store, alive_key
 from spotrun.wire import AliveRecord, Order, StateRef
 from tests.fakes.node import world as machines
-from tests.head.test_planner import NOW, frozen, job, member, node, spare, spec
-from tests.head.test_planner import view as view_of
+from tests.head.views import NOW, frozen, job, member, node, spare, spec
+from tests.head.views import view as view_of
 from tests.head.world import World, stepping
 from tests.helpers import await_for
 

@@ -10,18 +10,16 @@ from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import pytest
-from aiohttp import ClientSession, UnixConnector, web
 from pydantic import BaseModel
 
 from scripts import display
-from spotrun.errors import SpecError, SpotrunError, UnreadableError
+from spotrun.errors import SpecError, UnreadableError
 from spotrun.head import parking
 from spotrun.head.boot import until_changed
 from spotrun.head.head import Head
 from spotrun.head.identity import Own
 from spotrun.head.job_state import JobState
 from spotrun.head.server.agent_server import _report
-from spotrun.head.server.server import _control_app
 from spotrun.spec import ClusterSpec, JobSpec, described, digest, load_job
 from spotrun.state import checkpoints
 from spotrun.store import Store, checkpoint_key, cluster_key, job_key, queue_key, replaced_key
@@ -37,7 +35,7 @@ from spotrun.wire import (
     UnfitRecord,
     read_queue,
 )
-from tests.head.world import CODE, JOB, World, stepping
+from tests.head.world import CODE, JOB, World, asked, rewrite, stepping
 
 NEWER = {"from_tomorrow": {"deep": [1]}, "another": None}
 
@@ -62,10 +60,6 @@ def grown(value: Any) -> Any:
     if isinstance(value, dict):
         return {**{key: each if key in MAPS else grown(each) for key, each in value.items()}, **NEWER}
     return [grown(each) for each in value] if isinstance(value, list) else value
-
-
-def rewrite(world: World, key: str, change: Callable[[Any], Any]) -> None:
-    world.store.put(key, json.dumps(change(json.loads(world.store.get(key)))).encode())
 
 
 def running(world: World, job: JobState, step: int) -> None:
@@ -297,21 +291,3 @@ async def turn_later(head: Head) -> None:
     assert head.parked is not None
     head.parked = parking.Parked(head.parked.job, head.parked.reason, time.time() - 2 * parking.TRY_EVERY)
     await head._turn(time.time())
-
-
-async def asked(world: World, head: Head, verb: str, job: str | None = None) -> Any:
-    """The answer of the head's control socket."""
-    runner = web.AppRunner(_control_app(head))
-    await runner.setup()
-    path = str(world.root / "s")
-    try:
-        await web.UnixSite(runner, path).start()
-        async with ClientSession(connector=UnixConnector(path)) as session:
-            call = session.get if job is None else session.post
-            async with call(f"http://head/{verb}", **({} if job is None else {"json": {"job": job}})) as response:
-                if response.status != 200:
-                    raise SpotrunError(await response.text())
-                return await response.json()
-    finally:
-        await runner.cleanup()
-        (world.root / "s").unlink(missing_ok=True)

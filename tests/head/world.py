@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from aiohttp import ClientSession, UnixConnector, web
+
 from spotrun.cloud.base import Instance, Problem
-from spotrun.errors import CloudError, PartialError
+from spotrun.errors import CloudError, PartialError, SpotrunError
 from spotrun.head.fleet import repair
 from spotrun.head.fleet.replacements import Record
 from spotrun.head.head import Head
 from spotrun.head.job_state import JobState, Replacement
+from spotrun.head.server.server import _control_app
 from spotrun.spec import ClusterSpec
 from spotrun.store import Store, job_key, queue_key, replaced_key
 from spotrun.wire import Order, Report, Worker, read_queue
@@ -177,3 +181,25 @@ class World:
 
 def stepping(step: int) -> tuple[Worker, ...]:
     return (Worker(rank=0, pid=1, step=step, base=0, stepped_at=time.time()),)
+
+
+def rewrite(world: World, key: str, change: Callable[[Any], Any]) -> None:
+    world.store.put(key, json.dumps(change(json.loads(world.store.get(key)))).encode())
+
+
+async def asked(world: World, head: Head, verb: str, job: str | None = None) -> Any:
+    """The answer of the head's control socket."""
+    runner = web.AppRunner(_control_app(head))
+    await runner.setup()
+    path = str(world.root / "s")
+    try:
+        await web.UnixSite(runner, path).start()
+        async with ClientSession(connector=UnixConnector(path)) as session:
+            call = session.get if job is None else session.post
+            async with call(f"http://head/{verb}", **({} if job is None else {"json": {"job": job}})) as response:
+                if response.status != 200:
+                    raise SpotrunError(await response.text())
+                return await response.json()
+    finally:
+        await runner.cleanup()
+        (world.root / "s").unlink(missing_ok=True)

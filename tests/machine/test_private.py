@@ -25,7 +25,7 @@ from spotrun.head.server import ctl, server
 from spotrun.machine import private
 from spotrun.machine.private import NotOursError
 from spotrun.node.launch import preload
-from tests.cloud.test_local_cloud import IDLE, spec
+from tests.cloud.local_spec import IDLE, spec
 from tests.head.world import World
 from tests.helpers import wait_for
 

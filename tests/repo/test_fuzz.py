@@ -39,7 +39,7 @@ from spotrun.state.control import SIZE, TEXT, Control
 from spotrun.store import Store, checkpoint_key, code_key, host_key, job_key, log_key, queue_key
 from spotrun.wire import HeadRecord, HostRecord, Manifest, Order, Report, Worker
 from tests.fakes.cluster import CLUSTER, machines
-from tests.scripts.test_operator import FAILURE, status
+from tests.scripts.statuses import FAILURE, status
 
 ROOT = Path(__file__).parents[2]
 CHUNKS = range(4)

@@ -89,6 +89,17 @@ def test_arrows(path: Path) -> None:
             assert words[0] != "spotrun" or words[1] in ("spec", "errors"), f"{name} imports {module}: only spec may be"
 
 
+def test_no_test_module_is_imported() -> None:
+    """Helpers that several test modules need are in modules of their own."""
+    found = [
+        f"{path.relative_to(ROOT)}: {module}"
+        for path in ROOT.glob("tests/**/*.py")
+        for module in imports(path)
+        if module.startswith("tests.") and any(word.startswith("test_") for word in module.split(".")[1:3])
+    ]
+    assert found == []
+
+
 def test_every_part_has_its_arrows() -> None:
     assert {part(path) for path in ROOT.glob("agent/spotrun/**/*.py")} <= set(ARROWS)
 

@@ -21,7 +21,7 @@ from spotrun.errors import SpotrunError
 from spotrun.head.server import ctl
 from spotrun.store import log_key
 from tests.fakes.cluster import machines
-from tests.scripts.test_operator import FAILURE, status
+from tests.scripts.statuses import FAILURE, status
 
 ROOT = Path(__file__).parents[2]
 # Clears the screen, sets the title, forges a line, writes backwards, and what looks like rich's markup.

@@ -18,7 +18,7 @@ from spotrun.errors import SpotrunError, StoreError
 from spotrun.spec import load_cluster
 from spotrun.store import Store
 from tests.fakes.cluster import Machines, machines
-from tests.scripts.test_operator import status
+from tests.scripts.statuses import status
 
 Fab = Callable[..., tuple[int, str, str]]
 

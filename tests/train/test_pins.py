@@ -16,7 +16,7 @@ from spotrun.train import snapshot
 from spotrun.train.pins import Pins
 from spotrun.train.snapshot import Writer
 from spotrun.train.staging import Copy, Staging
-from tests.train.test_guard import Late
+from tests.train.late import Late
 
 
 class Driver:
