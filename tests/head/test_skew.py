@@ -96,6 +96,21 @@ async def test_a_job_runs_on_under_an_older_head(world: World) -> None:
     assert world.queue() == [job.id]
 
 
+async def test_an_older_head_keeps_the_unknown_keys_of_a_job_file(world: World) -> None:
+    """A newer head that takes up the job again reads them, and newer agents read them in their orders."""
+    job = await world.started()
+    rewrite(world, job_key(job.id, "state.json"), lambda state: state | {"spec": grown(state["spec"])})
+    expected = json.loads(world.store.get(job_key(job.id, "state.json")))["spec"]
+    assert expected["nodes"]["another"] is None
+    world.new_head(2)
+    await world.turn()
+    running(world, job, 5)
+    await world.turn()
+    state = json.loads(world.store.get(job_key(job.id, "state.json")))
+    assert (state["epoch"], state["spec"]) == (2, expected)
+    assert [order.bundle.job for order in world.orders["a"] if order.bundle][-1] == expected
+
+
 async def test_a_newer_head_reads_what_an_older_one_kept(world: World) -> None:
     """Documents of spotrun 0.1 have no format, and its queue is a list."""
     job = await world.started()
@@ -167,7 +182,7 @@ def test_what_a_person_wrote_is_strict(tmp_path: Path) -> None:
 
 async def test_a_newer_operator_submits_a_job(world: World) -> None:
     job = await world.head.submit(JOB | {"hold_longer": 5.0}, CODE)
-    assert world.written(job).spec["name"] == "toy"
+    assert world.written(job).spec.name == "toy"
     said = [event["text"] for event in world.head.events if event["kind"] == "job"]
     assert said == [f"{job}: this head is of another version, it ignores hold_longer"]
 

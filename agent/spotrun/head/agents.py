@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from spotrun.head.fleet import retirement as ends
 from spotrun.head.fleet.pools import Fleet
 from spotrun.head.job_state import JobState
-from spotrun.head.orders import order_for
+from spotrun.head.orders import bundle_of, order_for
 from spotrun.head.planner import notice_fit
 from spotrun.head.view import Machine, Node
 from spotrun.wire import Order, Report
@@ -119,8 +119,9 @@ class Agents:
 
     def order(self, job: JobState | None, epoch: int) -> None:
         """Send each connected agent what it should be doing, if that is not what it was sent last."""
+        active = None if job is None or job.ended_already else (job, bundle_of(job))
         for node, seen in self.seen.items():
-            order = order_for(job, node, seen.report.boot, epoch)
+            order = order_for(*active, node, seen.report.boot, epoch) if active else Order(epoch=epoch)
             if seen.send is not None and order != seen.sent:
                 seen.sent = order
                 seen.send(order)

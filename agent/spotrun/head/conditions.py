@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from spotrun.head.planner import idle, silence
 from spotrun.head.view import Node, View
-from spotrun.spec import JobSpec
 
 
 def conditions(view: View) -> list[dict[str, object]]:
@@ -16,7 +15,7 @@ def conditions(view: View) -> list[dict[str, object]]:
 
 def _silent(view: View) -> dict[str, object] | None:
     """No node is heard."""
-    spec = JobSpec.kept(view.job.spec)
+    spec = view.job.spec
     since, news = silence.since(view, spec), silence.news(view, spec)
     return {"since": since, "text": news[1]} if since is not None and news else None
 

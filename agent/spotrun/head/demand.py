@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from spotrun.head.job_state import JobState
 from spotrun.head.planner import idle
-from spotrun.spec import JobSpec
 
 SCALE_DOWN_AFTER = 10.0  # seconds that agents have to upload their last logs before their machines go
 
@@ -22,7 +21,7 @@ def needed(queue: Sequence[str] | None, job: JobState | None, busy: bool, now: f
     if idle.resting(job):
         return 0
     if job is not None and not job.ended_already:
-        nodes = JobSpec.kept(job.spec).nodes
+        nodes = job.spec.nodes
         return nodes.max + nodes.spares
     if queue and (job is None or queue[0] != job.id):
         return None

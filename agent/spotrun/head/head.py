@@ -282,7 +282,7 @@ class Head:
             loss = job.interruptions[-1]
             self.note("recovered", f"after {loss.seconds:.1f} s, {loss.steps_lost} steps lost ({loss.kind})")
         for manifest in manifests(job, self.agents.reports(), now):
-            found = await self.journal.complete(manifest, JobSpec.kept(job.spec).keep)
+            found = await self.journal.complete(manifest, job.spec.keep)
             self.note("checkpoint", f"step {manifest.step} is in the bucket")
             job = saved(job, tuple(found), manifest, now)
         self.job = job

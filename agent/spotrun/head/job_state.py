@@ -7,10 +7,11 @@ the I/O that follows.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import AliasChoices, Field
+from pydantic import AliasChoices, BeforeValidator, Field
 
+from spotrun.spec import JobSpec
 from spotrun.wire import Document, Failure, Generation, Kept, Manifest, Member, StateRef
 
 Phase = Literal["queued", "starting", "running", "draining", "waiting", "finishing", "succeeded", "failed", "stopped"]
@@ -110,6 +111,11 @@ class Progress(Document):
     metrics: dict[str, float] = Field(default={})
 
 
+def _read_spec(values: object) -> JobSpec:
+    """Keep the keys that a newer head has written, and write them back: that head may take up the job again."""
+    return JobSpec.model_validate(values, extra="allow")
+
+
 class JobState(Kept):
     """Everything the head must know of a job after it was killed."""
 
@@ -118,7 +124,7 @@ class JobState(Kept):
     cluster: str
     epoch: int = 0  # of the head that last took up the job
     code: str
-    spec: dict[str, object]
+    spec: Annotated[JobSpec, BeforeValidator(_read_spec)]
     phase: Phase = "queued"
     reason: str = ""
     submitted: float
@@ -303,7 +309,8 @@ def apply(job: JobState, action: Action, now: float) -> JobState:
             return job.model_copy(update={"saving": Saving(ref=action.ref, holders=action.holders, since=now)})
         case AbortSave():
             # Not at once again: what made it fail may still be there.
-            return job.model_copy(update={"saving": None, "saved_at": max(job.saved_at, now - _interval(job) + 2.0)})
+            retry = now - job.spec.checkpoint_interval + 2.0
+            return job.model_copy(update={"saving": None, "saved_at": max(job.saved_at, retry)})
         case Fail():
             found = {"restarts": job.restarts + 1, "failure": action.failure, "failed_node": action.node}
             return job.model_copy(update=found | {"stacks": action.stacks or job.stacks})
@@ -337,10 +344,6 @@ def saved(job: JobState, complete: tuple[StateRef, ...], manifest: Manifest, now
 def good_seconds(progress: Progress, members: int) -> float:
     """Node-seconds that a generation spent in completed steps."""
     return max(0.0, progress.stepped_at - progress.restored_at) * members if progress.step > progress.base else 0.0
-
-
-def _interval(job: JobState) -> float:
-    return float(str(job.spec.get("checkpoint_interval", 300.0)))
 
 
 def _end_generation(job: JobState, cause: Cause | None, now: float) -> JobState:

@@ -15,7 +15,6 @@ from typing import Any
 from spotrun.errors import SpotrunError, UnreadableError
 from spotrun.head.fenced import Owned
 from spotrun.head.job_state import ENDED, JobState, Progress
-from spotrun.spec import JobSpec
 from spotrun.state import checkpoints
 from spotrun.store import Store, checkpoint_key, job_key, queue_key, up_key
 from spotrun.wire import Manifest, QueueRecord, StateRef, problem, read_queue
@@ -100,7 +99,7 @@ class Journal:
         waiting: list[tuple[bool, float, str]] = []
         for job, data in self._documents():
             try:
-                state = _parsed(data)
+                state = JobState.model_validate_json(data)
             except ValueError:
                 # The job may be training now: it stays in the queue if its state names this cluster.
                 if _unended_here(data, self._cluster):
@@ -118,7 +117,7 @@ class Journal:
         """The cluster's jobs, newest first. Jobs whose state cannot be read are left out."""
         for _, data in self._documents():
             with contextlib.suppress(ValueError):
-                state = _parsed(data)
+                state = JobState.model_validate_json(data)
                 if state.cluster == self._cluster:
                     yield state
 
@@ -133,7 +132,7 @@ class Journal:
     async def create(self, state: JobState) -> JobState:
         """Write a new job; its id gets a number if it is taken."""
         stem, number = state.id, 1
-        spec = json.dumps(state.spec, indent=2).encode()
+        spec = state.spec.model_dump_json(indent=2).encode()
         while not await asyncio.to_thread(self.store.create, job_key(state.id), spec):
             number += 1
             state = state.model_copy(update={"id": f"{stem}-{number}"})
@@ -155,7 +154,7 @@ class Journal:
         if data is None:
             raise SpotrunError(f"there is no job {job} in {self.store.url}")
         try:
-            return _parsed(data)
+            return JobState.model_validate_json(data)
         except ValueError as error:
             raise UnreadableError(
                 f"{self.store.url}: jobs/{job}/state.json is not readable: {problem(error)}"
@@ -236,7 +235,7 @@ def without(queue: QueueRecord, job: str) -> QueueRecord:
 def _has_ended(data: bytes | None) -> bool:
     """Whether a job's state says that the job has ended; False if the state cannot be read."""
     try:
-        return data is not None and _parsed(data).ended_already
+        return data is not None and JobState.model_validate_json(data).ended_already
     except ValueError:
         return False
 
@@ -248,10 +247,3 @@ def _unended_here(data: bytes, cluster: str) -> bool:
     except (ValueError, RecursionError):
         return False
     return isinstance(found, dict) and found.get("cluster") == cluster and found.get("phase") not in ENDED
-
-
-def _parsed(data: bytes) -> JobState:
-    """A job's state whose job file is valid too. Raises `ValueError`."""
-    state = JobState.model_validate_json(data)
-    JobSpec.kept(state.spec)
-    return state

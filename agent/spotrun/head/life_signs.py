@@ -16,7 +16,6 @@ from typing import TypeVar
 from spotrun.errors import SpotrunError
 from spotrun.head.planner import silence
 from spotrun.head.view import Sign, View
-from spotrun.spec import JobSpec
 from spotrun.store import RECORD, Store, alive_key
 from spotrun.wire import AliveRecord
 
@@ -48,7 +47,7 @@ class Signs:
 
     def listen(self, view: View, note: Callable[[str, str], None]) -> None:
         """Choose which signs to look for. Make an event when the news about silent nodes change."""
-        spec = JobSpec.kept(view.job.spec)
+        spec = view.job.spec
         self.want(silence.watched(view, spec))
         said = silence.news(view, spec)
         if said and said[0] != self._said:

@@ -26,7 +26,7 @@ from spotrun.head.job_state import (
 )
 from spotrun.head.planner import idle, silence
 from spotrun.head.view import View
-from spotrun.spec import ClusterSpec, JobSpec
+from spotrun.spec import ClusterSpec
 
 EVENTS = 50  # newest ones in a status document
 NAMED = 4  # nodes that a reason names
@@ -71,7 +71,7 @@ def status(
 def job_status(job: JobState, view: View | None = None) -> dict[str, Any]:
     """A job alone; also of one that ended long ago, from its state.json."""
     progress = job.progress
-    silent = view is not None and silence.since(view, JobSpec.kept(job.spec)) is not None
+    silent = view is not None and silence.since(view, job.spec) is not None
     newest = [n.report.snapshot for n in view.nodes if n.report.job == job.id and n.report.snapshot] if view else []
     failure = None
     if job.failure:
@@ -91,9 +91,9 @@ def job_status(job: JobState, view: View | None = None) -> dict[str, Any]:
         "checkpoint": job.checkpoints[0].step if job.checkpoints else None,
         "saving": job.saving.ref.step if job.saving else None,
         "restarts": job.restarts,
-        "max_restarts": job.spec.get("max_restarts"),
+        "max_restarts": job.spec.max_restarts,
         "submitted": job.submitted,
-        "deadline": job.submitted + float(str(job.spec["deadline"])) if job.spec.get("deadline") else None,
+        "deadline": job.submitted + job.spec.deadline if job.spec.deadline else None,
         "eta": None if silent else _eta(job),
         "started": job.started,
         "ended": job.ended,
@@ -141,7 +141,7 @@ def _awaited(view: View, nodes: Sequence[dict[str, Any]]) -> str:
     job = view.job
     if job.phase not in ("queued", "waiting") or job.stopping or idle.resting(job):
         return ""
-    spec = JobSpec.kept(job.spec)
+    spec = job.spec
     ready = {node.name for node in view.eligible(spec)}
     # Machines that leave are not waited for.
     coming = [node for node in nodes if node["state"] in ("provisioning", "running") and not node["notice"]]

@@ -26,7 +26,7 @@ def accept(job: dict[str, object], code: str, cluster: ClusterSpec, unpriced: st
         name=spec.name,
         cluster=cluster.name,
         code=code,
-        spec=spec.model_dump(mode="json"),
+        spec=spec,
         submitted=now,
         ordered_at=now,
     )

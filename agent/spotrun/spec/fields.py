@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    Strict,
+    model_serializer,
+)
 
 _LONGEST = 1e11  # seconds, 3,000 years
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -70,3 +79,8 @@ class Spec(BaseModel):
     def kept(cls, values: object) -> Self:
         """Read back what this version or another one wrote: unknown keys are ignored. Raises `ValueError`."""
         return cls.model_validate(values, extra="ignore")
+
+    @model_serializer(mode="wrap")
+    def _with_unknown_keys(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values: dict[str, Any] = dump(self)
+        return values | (self.model_extra or {})

@@ -14,7 +14,6 @@ from spotrun.head import view as health
 from spotrun.head.job_state import Recreate, Replacement
 from spotrun.head.planner import absent
 from spotrun.head.view import ALONE, REJOIN, Machine, Node, View
-from spotrun.spec import JobSpec
 
 # Seconds from a machine's creation until its agent has said whether it is fit: what Kubernetes' cluster autoscaler
 # gives a node (`--max-node-provision-time`, 15 minutes), twice that on bare metal, for which this is known to be too
@@ -192,7 +191,7 @@ def problems(view: View) -> dict[str, str]:
 
 
 def _silent(view: View) -> frozenset[str]:
-    spec = JobSpec.kept(view.job.spec)
+    spec = view.job.spec
     members = {member.node for member in view.job.current.members} if view.job.current else set()
     known = {node.name: node for node in view.nodes}
     never = view.now - view.awake_since > REJOIN  # until then a new head has not heard of what is there

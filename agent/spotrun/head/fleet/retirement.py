@@ -44,7 +44,7 @@ def mark(view: View) -> View:
     """The view in which nodes that retire now say so (`Node.due`)."""
     if not any(each.retires for each in view.machines):
         return view
-    due = _due(view, JobSpec.kept(view.job.spec))
+    due = _due(view, view.job.spec)
     return replace(view, nodes=tuple(replace(n, due=due[n.name]) if n.name in due else n for n in view.nodes))
 
 

@@ -27,7 +27,7 @@ def observe(job: JobState, view: View) -> JobState:
     if not view.listed:
         return job  # the cloud does not answer: the number of machines is not known
     found = usable(view)
-    if len(found) >= JobSpec.kept(job.spec).nodes.min:
+    if len(found) >= job.spec.nodes.min:
         return job.model_copy(update={"idle": None}) if job.idle else job
     if job.idle is None and found:  # a job without any machine keeps asking: that costs nothing
         return job.model_copy(update={"idle": Idle(since=view.now)})
@@ -65,7 +65,7 @@ def condition(view: View) -> dict[str, object] | None:
     idle = view.job.idle
     if idle is None or view.job.current is not None:
         return None
-    spec = JobSpec.kept(view.job.spec)
+    spec = view.job.spec
     found = f"{len(usable(view))} of {spec.nodes.min} machines"
     if resting(view.job):
         text = f"waiting, machines given back; next try in {_minutes(idle.next - view.now)}"

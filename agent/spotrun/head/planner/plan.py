@@ -43,7 +43,7 @@ def plan(view: View) -> tuple[Action, ...]:
     job = view.job
     if job.ended_already:
         return ()
-    spec = JobSpec.kept(job.spec)
+    spec = job.spec
     if spec.budget is not None and job.cost >= spec.budget and not job.stopping and job.ending is None:
         return (Stop(f"the budget of ${spec.budget:g} is spent"),)
     if idle.resting(job):
@@ -61,7 +61,7 @@ def wanted(view: View, action: Recreate) -> bool:
     """
     if view.job.ended_already or idle.resting(view.job):
         return False
-    found = (*_dead(view, JobSpec.kept(view.job.spec)), *repair.wanted(view))
+    found = (*_dead(view, view.job.spec), *repair.wanted(view))
     return (action.node, action.created) in {(each.node, each.created) for each in found}
 
 

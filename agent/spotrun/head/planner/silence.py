@@ -33,7 +33,7 @@ def since(view: View, spec: JobSpec) -> float | None:
 
 def names(view: View) -> frozenset[str]:
     """Nodes whose connection is still open, and that are not heard."""
-    spec = JobSpec.kept(view.job.spec)
+    spec = view.job.spec
     return frozenset(node.name for node in view.nodes if node.connected and silent(view, node, spec))
 
 
