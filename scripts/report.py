@@ -11,6 +11,19 @@ from spotrun.text import tidy
 
 Status = dict[str, Any]
 
+NODE_TIME = {  # the kinds of `spotrun.head.node_time`, for the report
+    "counted": "steps that counted",
+    "lost": "steps lost, and the time until an interruption was noticed",
+    "starting": "starting: machines boot, are checked, install packages, import torch",
+    "waiting": "waiting: ready, but fewer machines than the job needs",
+    "recovery": "recovery: from an interruption to the next step",
+    "spare": "idle spares: ready, not needed now",
+    "leaving": "leaving: under notice, training without them goes on",
+    "unfit": "unfit: failed the health checks",
+    "saving": "saving the last state to the bucket",
+    "unknown": "not known: counted by an older version of the head",
+}
+
 
 @understood
 def report(job: Status) -> str:
@@ -27,7 +40,7 @@ def report(job: Status) -> str:
     machines = f"  node time {duration(job['node_seconds'])}"
     if job["cost"] is not None:
         machines += f", cost ${job['cost']:.2f}"
-    lines.append(machines)
+    lines += [machines, *_node_time(job)]
     return "\n".join(lines)
 
 
@@ -63,6 +76,23 @@ def _failure(failure: Status) -> list[str]:
     if failure["stacks"]:
         lines.append(f"  the stacks of all ranks are in the bucket at {failure['stacks']}")
     return lines
+
+
+def _node_time(job: Status) -> list[str]:
+    """Where the node time went, the largest share first. Heads up to version 0.1 do not send it."""
+    split = job.get("node_time")
+    if not split or job["node_seconds"] <= 0:
+        return ["  where the node time went is not known"] if job["node_seconds"] > 0 else []
+    rows = sorted(split.items(), key=lambda item: -item[1])
+    shares = [(f"{seconds / job['node_seconds']:.1%}", _told(kind, job)) for kind, seconds in rows]
+    return [f"  {share:>7}  {text}" for share, text in shares if share != "0.0%"]
+
+
+def _told(kind: str, job: Status) -> str:
+    text = NODE_TIME.get(kind, kind)
+    if kind != "counted" or not job.get("snapshot_seconds"):
+        return text
+    return f"{text}; of it copying snapshots {job['snapshot_seconds'] / job['node_seconds']:.2%}"
 
 
 def _losses(interruptions: list[Status]) -> list[str]:

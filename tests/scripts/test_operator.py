@@ -337,10 +337,26 @@ def test_the_closing_report() -> None:
         "  kill          spot-1",
         "  goodput 91.2% (share of node time that went into steps that counted)",
         "  node time 12.0 s, cost $0.50",
+        "  where the node time went is not known",  # a head of version 0.1 does not say
     ]
     failed = report.report(status(phase="failed", reason="ValueError: no", failure=FAILURE)["job"])
     assert "  rank 1 on spot-1: ValueError: no\n    Traceback\n      line\n" in failed
     assert [report.duration(each) for each in (0, 61, 7260)] == ["0.0 s", "1 min 1 s", "2 h 1 min"]
+
+
+def test_the_closing_report_says_where_the_node_time_went() -> None:
+    times = {"counted": 6.0, "lost": 0.6, "starting": 3.6, "recovery": 0.6, "spare": 1.2, "unfit": 0.0, "napping": 0.0}
+    job = status(**SUCCEEDED, node_time=times, snapshot_seconds=0.06)["job"]
+    assert report.report(job).splitlines()[-6:] == [
+        "  node time 12.0 s",
+        "    50.0%  steps that counted; of it copying snapshots 0.50%",
+        "    30.0%  starting: machines boot, are checked, install packages, import torch",
+        "    10.0%  idle spares: ready, not needed now",
+        "     5.0%  steps lost, and the time until an interruption was noticed",
+        "     5.0%  recovery: from an interruption to the next step",
+    ]
+    newer = report.report({**job, "node_time": {"napping": 12.0}})
+    assert newer.endswith("\n   100.0%  napping"), "a kind that this version does not know"
 
 
 # Logs

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from spotrun.head.job_state import Interruption, JobState, Progress, good_seconds
+from spotrun.head import node_time
+from spotrun.head.job_state import Interruption, JobState, Progress
 from spotrun.head.view import Node, View
 from spotrun.wire import Worker
 
@@ -48,6 +49,7 @@ def count(job: JobState, view: View, prices: Mapping[str, float]) -> JobState:
         update={
             "counted_at": view.now,
             "node_seconds": job.node_seconds + span * len(pools),
+            "spent": node_time.add(job.spent, job, view, pools, span),
             "cost": job.cost + sum(seconds * prices.get(pool, 0.0) for pool, seconds in due.items()) / 3600,
             "unpriced": {pool: seconds for pool, seconds in due.items() if pool not in prices},
         }
@@ -58,8 +60,7 @@ def goodput(job: JobState) -> float | None:
     """Share of the machines' time, as `count` has it, that went into steps that counted; None before there is any."""
     if job.node_seconds <= 0:
         return None
-    good = job.good_seconds + (good_seconds(job.progress, len(job.current.members)) if job.current else 0.0)
-    return max(0.0, min(1.0, good / job.node_seconds))
+    return max(0.0, min(1.0, node_time.counted(job) / job.node_seconds))
 
 
 def _progress(before: Progress, here: Sequence[Node], workers: Sequence[Worker]) -> Progress:
@@ -80,6 +81,7 @@ def _progress(before: Progress, here: Sequence[Node], workers: Sequence[Worker])
         samples_per_second=samples / stepping if stepping > 0 else 0.0,
         total_steps=front.total_steps or before.total_steps,
         metrics=next((w.metrics for w in sorted(workers, key=lambda w: w.rank) if w.metrics), before.metrics),
+        stall=max(w.stall for w in workers),
     )
 
 

@@ -109,6 +109,7 @@ class Progress(Document):
     samples_per_second: float = 0.0
     total_steps: int = 0
     metrics: dict[str, float] = Field(default={})
+    stall: float = 0.0  # seconds spent copying snapshots, of the worker that spent most
 
 
 def _read_spec(values: object) -> JobSpec:
@@ -156,6 +157,8 @@ class JobState(Kept):
     )
     good_seconds: float = 0.0  # node-seconds in steps that counted, of ended generations
     node_seconds: float = 0.0
+    spent: dict[str, float] = Field(default={})  # node_seconds by what the machines did, see `head.node_time`
+    stalled: float = 0.0  # node-seconds that ended generations spent copying snapshots
     cost: float = 0.0  # USD, as far as prices are known
     unpriced: dict[str, float] = Field(default={})  # machine-seconds by pool that `cost` lacks for that
     counted_at: float = 0.0  # node_seconds are counted up to here
@@ -359,6 +362,7 @@ def _end_generation(job: JobState, cause: Cause | None, now: float) -> JobState:
             "dumping": False,
             "interruptions": job.interruptions if cause is None else _book(job, cause, good, now),
             "good_seconds": job.good_seconds + good,
+            "stalled": job.stalled + job.progress.stall * members,
             "progress": Progress(total_steps=job.progress.total_steps, metrics=job.progress.metrics),
         }
     )

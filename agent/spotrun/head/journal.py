@@ -209,7 +209,7 @@ class Journal:
 
 def _essence(job: JobState) -> JobState:
     """The job without what changes all the time and may be a little old after a head's death."""
-    books = {"node_seconds": 0.0, "cost": 0.0, "unpriced": {}, "counted_at": 0.0}
+    books = {"node_seconds": 0.0, "spent": {}, "cost": 0.0, "unpriced": {}, "counted_at": 0.0}
     return job.model_copy(update={"progress": Progress(), "reached": 0, "pace": 0.0, "joined": {}, **books})
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from spotrun.cloud.base import Instance
-from spotrun.head import accounting
+from spotrun.head import accounting, node_time
 from spotrun.head.conditions import conditions
 from spotrun.head.fleet import repair
 from spotrun.head.fleet.pools import Fleet
@@ -102,6 +102,8 @@ def job_status(job: JobState, view: View | None = None) -> dict[str, Any]:
         "interruptions": [loss.model_dump(exclude={"step_cost"}) for loss in job.interruptions],
         "goodput": accounting.goodput(job),
         "node_seconds": job.node_seconds,
+        "node_time": node_time.split(job),
+        "snapshot_seconds": node_time.stalled(job),
         "cost": job.cost or None,
     }
 

@@ -1,0 +1,80 @@
+"""Where the node time of a job went: node-seconds by what each machine was doing. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from spotrun.head.job_state import JobState, good_seconds
+from spotrun.head.view import Node, View
+
+TRAINING = "training"  # member of a generation that has completed a step
+COUNTED = "counted"  # the part of TRAINING that went into steps that counted
+LOST = "lost"  # the rest of TRAINING: lost steps, and the time until an interruption was noticed
+STARTING = "starting"  # boot, health checks, packages, and the first workers until their first step
+WAITING = "waiting"  # ready, while the job has fewer machines than it needs
+RECOVERY = "recovery"  # from an interruption to the next step
+SPARE = "spare"  # ready, beside a generation that trains without it
+LEAVING = "leaving"  # under notice, and not a member any more
+UNFIT = "unfit"  # failed its health checks
+SAVING = "saving"  # the job's last state goes into the bucket
+UNKNOWN = "unknown"  # counted by a head that did not tell these apart
+
+
+def add(
+    spent: Mapping[str, float], job: JobState, view: View, machines: Iterable[str], span: float
+) -> dict[str, float]:
+    """`spent` with `span` seconds more for each machine."""
+    found = dict(spent)
+    nodes = {node.name: node for node in view.nodes if node.connected}
+    members = {member.node for member in job.current.members} if job.current else set()
+    for machine in machines:
+        kind = _member(job) if machine in members else _other(job, nodes.get(machine))
+        found[kind] = found.get(kind, 0.0) + span
+    return found
+
+
+def split(job: JobState) -> dict[str, float] | None:
+    """`node_seconds` by kind. The values add up to `node_seconds`. None: not known, an older head counted them all."""
+    if not job.spent:
+        return None
+    good = min(counted(job), job.node_seconds)
+    found = {kind: seconds for kind, seconds in job.spent.items() if kind != TRAINING}
+    training = job.spent.get(TRAINING, 0.0)
+    unknown = max(0.0, job.node_seconds - training - sum(found.values()))
+    if unknown > 1e-6 * job.node_seconds:
+        found[UNKNOWN] = unknown
+    if training >= good:
+        found[LOST] = training - good
+    else:  # steps count from the moment of the restore, but a machine trains from when the head sees its first step
+        share = (job.node_seconds - good) / (sum(found.values()) or 1.0)
+        found = {kind: seconds * share for kind, seconds in found.items()}
+    return {COUNTED: good} | found
+
+
+def counted(job: JobState) -> float:
+    """Node-seconds in steps that counted, with those of the current generation."""
+    return job.good_seconds + (good_seconds(job.progress, len(job.current.members)) if job.current else 0.0)
+
+
+def stalled(job: JobState) -> float:
+    """Node-seconds that the workers spent copying snapshots into memory; they are part of the steps' time."""
+    return job.stalled + (job.progress.stall * len(job.current.members) if job.current else 0.0)
+
+
+def _member(job: JobState) -> str:
+    if job.progress.step > job.progress.base:
+        return TRAINING
+    return RECOVERY if job.interruptions and job.interruptions[-1].seconds is None else STARTING
+
+
+def _other(job: JobState, node: Node | None) -> str:
+    """What a machine does that is in no generation. node: None if its agent is not connected."""
+    if node is None or node.report.phase in ("checking", "preparing"):
+        return STARTING
+    if node.report.phase == "unfit":
+        return UNFIT
+    if job.phase == "finishing":
+        return SAVING
+    if node.noticed:
+        return LEAVING
+    return SPARE if job.current else WAITING
