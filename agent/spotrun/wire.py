@@ -9,7 +9,7 @@ WebSocket. Nothing here does I/O.
 from __future__ import annotations
 
 import hashlib
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -26,6 +26,12 @@ class Document(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="strings")
+
+    def replace(self, **changes: object) -> Self:
+        """A copy with these fields changed; their values are not validated. Raises `TypeError` for an unknown field."""
+        if unknown := changes.keys() - type(self).model_fields.keys():
+            raise TypeError(f"{type(self).__name__} has no field {', '.join(sorted(unknown))}")
+        return self.model_copy(update=changes)
 
 
 def _known(value: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from spotrun.head import node_time
-from spotrun.head.job_state import Interruption, JobState, Progress
+from spotrun.head.job_state import JobState, Progress
 from spotrun.head.view import Node, View
 from spotrun.wire import Worker
 
@@ -23,7 +23,7 @@ def observe(job: JobState, view: View) -> JobState:
         return job
     phase = "running" if job.phase == "starting" and progress.step > progress.base else job.phase
     reached, pace = max(progress.step, progress.base), progress.pace or job.pace
-    job = job.model_copy(update={"progress": progress, "phase": phase, "reached": reached, "pace": pace})
+    job = job.replace(progress=progress, phase=phase, reached=reached, pace=pace)
     if progress.step > progress.base and job.interruptions and job.interruptions[-1].seconds is None:
         job = _close(job, workers)
     return job
@@ -38,21 +38,19 @@ def count(job: JobState, view: View, prices: Mapping[str, float]) -> JobState:
     pool, and costs what the price is as soon as that is told; a price that never is leaves it out of the cost.
     """
     if job.ended_already or not job.counted_at:
-        return job.model_copy(update={"counted_at": view.now})
+        return job.replace(counted_at=view.now)
     span = max(0.0, view.now - job.counted_at)
     pools = {node.name: node.report.pool for node in view.nodes if node.connected or node.cloud == "running"}
     pools |= {machine.name: machine.pool for machine in view.machines if machine.state == "running"}
     due = dict(job.unpriced)
     for pool in pools.values():
         due[pool] = due.get(pool, 0.0) + span
-    return job.model_copy(
-        update={
-            "counted_at": view.now,
-            "node_seconds": job.node_seconds + span * len(pools),
-            "spent": node_time.add(job.spent, job, view, pools, span),
-            "cost": job.cost + sum(seconds * prices.get(pool, 0.0) for pool, seconds in due.items()) / 3600,
-            "unpriced": {pool: seconds for pool, seconds in due.items() if pool not in prices},
-        }
+    return job.replace(
+        counted_at=view.now,
+        node_seconds=job.node_seconds + span * len(pools),
+        spent=node_time.add(job.spent, job, view, pools, span),
+        cost=job.cost + sum(seconds * prices.get(pool, 0.0) for pool, seconds in due.items()) / 3600,
+        unpriced={pool: seconds for pool, seconds in due.items() if pool not in prices},
     )
 
 
@@ -87,22 +85,16 @@ def _progress(before: Progress, here: Sequence[Node], workers: Sequence[Worker])
 
 def _close(job: JobState, workers: Sequence[Worker]) -> JobState:
     """The first step after the last interruption is done: what it cost is known."""
-    loss: Interruption = job.interruptions[-1]
+    last = job.interruptions[-1]
     firsts = [w.phases[4] for w in workers if w.phases[4] > 0]
     if not firsts:
         return job
-    lost = max(0, loss.step - job.progress.base)
+    lost = max(0, last.step - job.progress.base)
     slowest = max(workers, key=lambda w: w.phases[4])
-    closed = loss.model_copy(
-        update={
-            "seconds": max(0.0, max(firsts) - loss.at),
-            "steps_lost": lost,
-            "phases": (job.ordered_at, *slowest.phases),
-        }
+    closed = last.replace(
+        seconds=max(0.0, max(firsts) - last.at), steps_lost=lost, phases=(job.ordered_at, *slowest.phases)
     )
-    return job.model_copy(
-        update={
-            "interruptions": (*job.interruptions[:-1], closed),
-            "good_seconds": max(0.0, job.good_seconds - lost * loss.step_cost),
-        }
+    return job.replace(
+        interruptions=(*job.interruptions[:-1], closed),
+        good_seconds=max(0.0, job.good_seconds - lost * last.step_cost),
     )

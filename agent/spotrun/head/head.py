@@ -131,9 +131,8 @@ class Head:
         while job in await self.journal.read_queue():  # its end is not in the bucket yet
             async with self.published:
                 await self.published.wait()
-        fresh = {"phase": "queued", "reason": "", "ended": None, "restarts": 0, "failure": None, "stopping": ""}
-        state = state.model_copy(update=fresh | {"ending": None, "counted_at": 0.0, "ordered_at": time.time()})
-        await self.journal.replace(state)
+        state = state.replace(phase="queued", reason="", ended=None, restarts=0, failure=None, stopping="", ending=None)
+        await self.journal.replace(state.replace(counted_at=0.0, ordered_at=time.time()))
         if self.job is not None and self.job.id == job:
             self.job = None
         await self._enqueue(job)
@@ -272,7 +271,7 @@ class Head:
         taken = max((report.generation for report in self.agents.reports(job.id)), default=0)
         if taken > job.generation:
             # Another head has given it out, when both believed to be the only one. Its number is not free any more.
-            job = apply(job, EndGeneration(cause=Cause(kind="head")), now).model_copy(update={"generation": taken})
+            job = apply(job, EndGeneration(cause=Cause(kind="head")), now).replace(generation=taken)
         self.job = job
         view = self._view(now)
         self.signs.listen(view, self.note)

@@ -58,7 +58,7 @@ class Journal:
         async with self._queueing:
             queue = await self._known_queue()
             kept = without(queue, job)
-            await self._write_queue(kept.model_copy(update={"jobs": (*kept.jobs, job)}))
+            await self._write_queue(kept.replace(jobs=(*kept.jobs, job)))
 
     async def dequeue(self, job: str) -> None:
         """Remove a job from the queue, or from the held jobs."""
@@ -135,7 +135,7 @@ class Journal:
         spec = state.spec.model_dump_json(indent=2).encode()
         while not await asyncio.to_thread(self.store.create, job_key(state.id), spec):
             number += 1
-            state = state.model_copy(update={"id": f"{stem}-{number}"})
+            state = state.replace(id=f"{stem}-{number}")
         await self.replace(state)
         return state
 
@@ -167,7 +167,7 @@ class Journal:
         complete = await asyncio.to_thread(checkpoints.complete, self.store, job, strict=True)
         self._written, self._events = None, None
         # The new epoch makes this state another object, so an older head that still runs does not replace it.
-        return state.model_copy(update={"checkpoints": tuple(complete), "epoch": epoch}), events
+        return state.replace(checkpoints=tuple(complete), epoch=epoch), events
 
     async def events(self, job: str) -> list[dict[str, Any]]:
         """The events of a job that is not the active one."""
@@ -209,8 +209,8 @@ class Journal:
 
 def _essence(job: JobState) -> JobState:
     """The job without what changes all the time and may be a little old after a head's death."""
-    books = {"node_seconds": 0.0, "spent": {}, "cost": 0.0, "unpriced": {}, "counted_at": 0.0}
-    return job.model_copy(update={"progress": Progress(), "reached": 0, "pace": 0.0, "joined": {}, **books})
+    job = job.replace(progress=Progress(), reached=0, pace=0.0, joined={})
+    return job.replace(node_seconds=0.0, spent={}, cost=0.0, unpriced={}, counted_at=0.0)
 
 
 def _events(lines: bytes | None) -> list[dict[str, Any]]:
@@ -228,8 +228,9 @@ def _event(line: bytes) -> dict[str, Any] | None:
 
 def without(queue: QueueRecord, job: str) -> QueueRecord:
     """The queue without a job."""
-    kept = {name: tuple(each for each in getattr(queue, name) if each != job) for name in ("jobs", "held")}
-    return queue.model_copy(update=kept)
+    return queue.replace(
+        jobs=tuple(each for each in queue.jobs if each != job), held=tuple(each for each in queue.held if each != job)
+    )
 
 
 def _has_ended(data: bytes | None) -> bool:

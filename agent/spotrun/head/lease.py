@@ -127,14 +127,14 @@ class Lease:
 
     async def renew(self) -> None:
         """Write the lease again. Raises `ConflictError`, `StoreError`."""
-        await self._write(self._record.model_copy(update={"renewals": self._record.renewals + 1}))
+        await self._write(self._record.replace(renewals=self._record.renewals + 1))
 
     async def release(self) -> None:
         """Release the lease, if this head still has it: the next head can then take it at once."""
         if self._version is None:
             return
         try:
-            await self._write(self._record.model_copy(update={"released": True}))
+            await self._write(self._record.replace(released=True))
         except (ConflictError, StoreError) as error:
             log.info("the lease was not given back: %s", error)
 

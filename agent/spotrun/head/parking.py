@@ -94,8 +94,8 @@ async def take_out(head: Head, job: str) -> bool:
         except SpotrunError:
             head.note("job", f"{job}: the operator has taken it out of the queue; its state is gone")
             return True
-        found = {"phase": "stopped", "reason": "stopped by the operator before it ran", "ended": time.time()}
-        await head.journal.replace(state.model_copy(update=found))
+        reason = "stopped by the operator before it ran"
+        await head.journal.replace(state.replace(phase="stopped", reason=reason, ended=time.time()))
     return True
 
 
