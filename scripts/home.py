@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from spotrun.machine import private
+from spotrun.machine import private_paths
 
 
 def home() -> Path:
@@ -13,7 +13,7 @@ def home() -> Path:
     named = os.environ.get("SPOTRUN_HOME")
     found = Path(named or ".spotrun").absolute()
     if found.is_dir():
-        private.check(found)
+        private_paths.check_folder(found)
         if not named:  # spotrun's own folder: an earlier version made it with a wider mode
-            private.folder(found)
+            private_paths.make_folder(found)
     return found

@@ -12,7 +12,7 @@ from scripts.transports import Door, Iap, Ssm
 from spotrun import cloud
 from spotrun.cloud.local.layout import ensure_key
 from spotrun.errors import CloudError, NotFound, SpecError, SpotrunError
-from spotrun.machine import private
+from spotrun.machine import private_paths
 from spotrun.spec import ClusterSpec, described
 from spotrun.spec.names import bucket_url
 from spotrun.store import Store, cluster_key, head_key, host_key, replaced_key
@@ -147,8 +147,8 @@ def _list(store: Store, prefix: str) -> list[str]:
 def _access(cluster: ClusterSpec, file: str) -> Access:
     account = cloud.account(cluster)
     folder = home() / "clusters" / cluster.name
-    private.folder(folder.parent)
-    private.folder(folder)
+    private_paths.make_folder(folder.parent)
+    private_paths.make_folder(folder)
     key = home() / "id_ed25519"
     ensure_key(key)
     store = Store.as_operator(bucket_url(cluster, account), cluster.region)

@@ -34,6 +34,10 @@ class CorruptError(SpotrunError):
     """A snapshot, checkpoint or bundle is not what its record says. The message names the file."""
 
 
+class SetupError(SpotrunError):
+    """A node could not prepare the job's code or packages. Another try may succeed."""
+
+
 class LinkError(SpotrunError):
     """Head and agent could not agree: wrong certificate, wrong token, malformed message."""
 

@@ -11,6 +11,7 @@ import signal
 import sys
 import tarfile
 import uuid
+import zipfile
 from collections.abc import AsyncIterator, Iterable, Mapping
 from pathlib import Path
 
@@ -119,6 +120,18 @@ def put_code(store: Store, data: bytes) -> str:
     sha256 = hashlib.sha256(data).hexdigest()
     store.put(code_key(sha256), data)
     return sha256
+
+
+def wheel(folder: Path) -> Path:
+    """A package of one empty module, as a wheel."""
+    path = folder / "tiny_package-1-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("tiny_package.py", "")
+        info = "tiny_package-1.dist-info"
+        file.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny-package\nVersion: 1\n")
+        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: t\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr(f"{info}/RECORD", "")
+    return path
 
 
 class Machine:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from spotrun.machine.process import OOM_SCORE
+from spotrun.machine.processes import OOM_SCORE
 from tests.e2e import sites
 from tests.e2e.sites import Operator, Site
 from tests.helpers import wait_for

@@ -16,14 +16,13 @@ import pytest
 import zstandard
 
 from spotrun.machine.metadata import Identity
-from spotrun.machine.process import OOM_SCORE, descendants
-from spotrun.node import code
+from spotrun.machine.processes import OOM_SCORE, descendants
 from spotrun.node.connection import Link
 from spotrun.state import shards
 from spotrun.store import Store, checkpoint_key, code_key, head_key, host_key
 from spotrun.wire import MAX_MESSAGE, HostRecord, Order, Report, SaveOrder, StateRef, hash_of
 from tests.fakes.head import FakeHead
-from tests.fakes.node import HELPER, TOY, Machine, put_code, world
+from tests.fakes.node import HELPER, TOY, Machine, put_code, wheel, world
 from tests.helpers import await_for
 
 A, B = "node-a", "node-b"
@@ -380,21 +379,6 @@ async def test_packages_and_launcher(tmp_path: Path) -> None:
         assert "pip failed" in report.failure.message
 
 
-async def test_packages_that_are_there_are_not_installed(tmp_path: Path) -> None:
-    """pip could ask nobody here, so what it would have to install fails."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
-    env = {**own, "PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_RETRIES": "0"}
-    assert await code.install(("aiohttp>=3", "pydantic"), tmp_path / "packages", env) is None
-    assert not (tmp_path / "packages").exists()
-    for missing in ("aiohttp>=999", "spotrun-no-such-package"):
-        with pytest.raises(code.SetupError, match="pip failed"):
-            await code.install(("pydantic", missing), tmp_path / "packages", env)
-    wanted = ("pydantic", f"tiny-package @ file://{wheel(tmp_path)}")
-    with pytest.raises(code.SetupError, match="pip failed"):  # in part there: all of it goes into one folder
-        await code.install(wanted, tmp_path / "packages", env)
-    assert await code.install(wanted[1:], tmp_path / "packages", env) is not None
-
-
 async def test_no_room_for_a_generation_and_what_a_killed_agent_left(tmp_path: Path) -> None:
     left = tmp_path / A / "scratch" / "parts" / "part-old"
     left.mkdir(parents=True)
@@ -482,17 +466,3 @@ def parent(pid: int) -> int:
     with contextlib.suppress(OSError):
         return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
     return 0
-
-
-def wheel(folder: Path) -> Path:
-    """A package of one empty module, as a wheel."""
-    import zipfile
-
-    path = folder / "tiny_package-1-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w") as file:
-        file.writestr("tiny_package.py", "")
-        info = "tiny_package-1.dist-info"
-        file.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny-package\nVersion: 1\n")
-        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: t\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        file.writestr(f"{info}/RECORD", "")
-    return path

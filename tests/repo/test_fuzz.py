@@ -32,7 +32,7 @@ from spotrun.head.code_sweep import Sweeper
 from spotrun.head.job_state import JobState
 from spotrun.head.journal import Journal, _event
 from spotrun.head.server import agent_server
-from spotrun.node import code, notice
+from spotrun.node import bundle, notice
 from spotrun.spec import check_fit, described, load_cluster, load_job
 from spotrun.state import checkpoints, shards, slots
 from spotrun.state.control import SIZE, TEXT, Control
@@ -331,7 +331,7 @@ def test_archives(tmp_path: Path, chunk: int) -> None:
         target.mkdir(parents=True)
         (tmp_path / "archive").write_bytes(archive(rng))
         with contextlib.suppress(CorruptError):
-            code.unpack(tmp_path / "archive", target, "code/x")
+            bundle.unpack(tmp_path / "archive", target, "code/x")
             for path in target.rglob("*"):
                 assert Path(os.path.realpath(path)).is_relative_to(target.resolve()), path
     assert not list(tmp_path.rglob("evil"))

@@ -17,7 +17,7 @@ import zstandard
 from scripts import bundle, jobs
 from spotrun.errors import CorruptError, SpotrunError, StoreError
 from spotrun.head import code_sweep
-from spotrun.node import code
+from spotrun.node import bundle as node_bundle
 from spotrun.spec import ClusterSpec
 from spotrun.spec import bundle as limits
 from spotrun.store import Store, code_key
@@ -222,7 +222,11 @@ def test_spotrunignore_counts_more_than_gitignore(tmp_path: Path) -> None:
 
 
 def test_packer_and_node_have_the_same_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (code.MAX_FILES, code.MAX_UNPACKED, code.MAX_ARCHIVE) == (limits.FILES, limits.BYTES, limits.PACKED)
+    assert (node_bundle.MAX_FILES, node_bundle.MAX_UNPACKED, node_bundle.MAX_ARCHIVE) == (
+        limits.FILES,
+        limits.BYTES,
+        limits.PACKED,
+    )
     folder = write(tmp_path / "job", train_dot_py="x", a="1", b="2")
     monkeypatch.setattr(limits, "FILES", 2)
     with pytest.raises(SpotrunError, match="3 files, a bundle takes at most 2; put data into the bucket"):
@@ -230,11 +234,11 @@ def test_packer_and_node_have_the_same_limits(tmp_path: Path, monkeypatch: pytes
     (folder / "a").unlink()
     (tmp_path / "packed").write_bytes(archive(folder))
     (tmp_path / "out").mkdir()
-    monkeypatch.setattr(code, "MAX_FILES", 2)
-    code.unpack(tmp_path / "packed", tmp_path / "out", "code/x")
-    monkeypatch.setattr(code, "MAX_FILES", 1)
+    monkeypatch.setattr(node_bundle, "MAX_FILES", 2)
+    node_bundle.unpack(tmp_path / "packed", tmp_path / "out", "code/x")
+    monkeypatch.setattr(node_bundle, "MAX_FILES", 1)
     with pytest.raises(CorruptError, match="refused: more than 256 MiB or 1 files"):
-        code.unpack(tmp_path / "packed", tmp_path / "out", "code/x")
+        node_bundle.unpack(tmp_path / "packed", tmp_path / "out", "code/x")
 
 
 def test_a_job_is_refused_before_anything_is_brought_up(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from spotrun.head.identity import Own, check
 from spotrun.head.lease import Holder, Lease
 from spotrun.head.server.ctl import control_path
 from spotrun.head.server.server import claim_epoch, serve
-from spotrun.machine import host_keys, metadata, private
+from spotrun.machine import host_keys, metadata, private_paths
 from spotrun.machine.systemd import Systemd
 from spotrun.spec import described, digest, names
 from spotrun.store import Store, cluster_key
@@ -90,7 +90,7 @@ async def _lead(
     epoch = await asyncio.to_thread(claim_epoch, store, cluster.name)
     cloud = connect(cluster)
     control = control_path()
-    private.folder(control.parent)
+    private_paths.make_folder(control.parent)
     poll = POLL[cluster.cloud]
     try:
         head = Head(cluster, store, cloud, epoch, poll, digest(document), lease)

@@ -21,12 +21,12 @@ from spotrun.errors import SpotrunError
 from spotrun.machine.gpus import gpu_count
 from spotrun.machine.metadata import Identity
 from spotrun.machine.systemd import Systemd
-from spotrun.node import code, network
+from spotrun.node import cleanup, network
 from spotrun.node import workers as groups
 from spotrun.node.connection import Link
 from spotrun.node.job import Job
-from spotrun.node.saver import Saver, Wanted
-from spotrun.node.uploader import Logs, kept, newest
+from spotrun.node.log_uploader import Logs, kept, newest
+from spotrun.node.part_uploader import Saver, Wanted
 from spotrun.spec import names
 from spotrun.store import Store, log_key
 from spotrun.wire import Bundle, Failure, Generation, Notice, Order, Report, StateRef
@@ -125,7 +125,7 @@ class Agent:
         if self._order is None:
             return
         self._remove_others(self._order.bundle)
-        code.remove(self._settings.scratch / "packages")
+        cleanup.empty(self._settings.scratch / "packages")
 
     def notify(self, notice: Notice | None) -> None:
         """Take the cloud's word."""
@@ -214,12 +214,12 @@ class Agent:
 
     def _remove_old(self, bundle: Bundle) -> None:
         """Remove what other jobs have left. Before the job begins: nothing of it may be under way meanwhile."""
-        code.remove(self._settings.tmpfs, keep=bundle.id)
+        cleanup.empty(self._settings.tmpfs, keep=bundle.id)
         self._remove_others(bundle)
 
     def _remove_others(self, bundle: Bundle | None) -> None:
-        code.remove(self._settings.scratch / "code", keep=bundle.code if bundle else None)
-        code.remove(self._settings.scratch / "logs", keep=bundle.id if bundle else None)
+        cleanup.empty(self._settings.scratch / "code", keep=bundle.code if bundle else None)
+        cleanup.empty(self._settings.scratch / "logs", keep=bundle.id if bundle else None)
 
     async def _hold_generation(self, job: Job, order: Order) -> None:
         """Have the workers of the ordered generation and no other; those of an older one are dead before it begins."""

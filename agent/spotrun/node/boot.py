@@ -11,10 +11,10 @@ from dataclasses import replace
 
 import aiohttp
 
-from spotrun.machine import private
+from spotrun.machine import private_paths
 from spotrun.machine.metadata import Identity, Metadata, detect
 from spotrun.machine.systemd import Systemd
-from spotrun.node import code
+from spotrun.node import cleanup
 from spotrun.node.agent import Agent, Settings
 from spotrun.node.health.gate import Gate
 from spotrun.node.life_sign import Alive
@@ -56,8 +56,8 @@ async def _live(settings: Settings, systemd: Systemd) -> None:
             os.environ.setdefault("AWS_REGION", identity.region)  # for the bucket, and whatever a job asks of AWS
         store = await asyncio.to_thread(Store, bucket)
         with contextlib.suppress(OSError):  # what is wrong with the disk, the gate will say
-            await asyncio.to_thread(code.remove, settings.scratch / "parts")  # of uploads that a kill has cut short
-        private.folder(settings.tmpfs)
+            await asyncio.to_thread(cleanup.empty, settings.scratch / "parts")  # of uploads that a kill has cut short
+        private_paths.make_folder(settings.tmpfs)
         agent = Agent(settings, identity, attributes, store, systemd)
         gate, alive = Gate(agent, settings, metadata, attributes), Alive(agent)
         systemd.status(f"looking for the head of {agent.cluster}, and whether this machine is fit")

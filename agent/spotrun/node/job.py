@@ -15,10 +15,11 @@ from pydantic import ValidationError
 
 from spotrun.backoff import Backoff
 from spotrun.errors import CorruptError, SpotrunError, StoreError
-from spotrun.node import code
+from spotrun.node.bundle import fetch
 from spotrun.node.launch.client import Launcher
 from spotrun.node.launch.preload import LONGEST, SOCKETS
 from spotrun.node.launch.worker import Task
+from spotrun.node.packages import imported_modules, install
 from spotrun.node.workers import Group, create
 from spotrun.spec import JobSpec
 from spotrun.state.control import Context
@@ -147,17 +148,17 @@ class Job:
     async def _try(self) -> None:
         bundle = self.bundle
         self._spec = spec = _validated(bundle)
-        self._root = await asyncio.to_thread(code.fetch, self._store, bundle.code, self._scratch / "code")
+        self._root = await asyncio.to_thread(fetch, self._store, bundle.code, self._scratch / "code")
         if not (self._root / spec.script).is_file():
             raise CorruptError(f"the bundle has no {spec.script}; submit the job again")
         env = {**self._environment, **os.environ, **spec.env}
-        packages = await code.install(spec.requirements, self._scratch / "packages", env)
+        packages = await install(spec.requirements, self._scratch / "packages", env)
         paths = [str(packages or ""), spec.env.get("PYTHONPATH", ""), os.environ.get("PYTHONPATH", "")]
         env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         if self.procs > 1:
             env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, so that they do not get in each other's way
         env |= await asyncio.to_thread(_make_room, self.slots.parent / "launcher")
-        modules = await asyncio.to_thread(code.imports, self._root, spec.script)
+        modules = await asyncio.to_thread(imported_modules, self._root, spec.script)
         await self._launcher.begin(self._address, self.procs, env, modules)
 
     def _fail(self, message: str) -> None:
@@ -167,7 +168,7 @@ class Job:
 
     def _hear(self, event: dict[str, Any]) -> None:
         """What the launcher says."""
-        kind, group = event["be"], self.group
+        kind, group = event["type"], self.group
         mine = group is not None and event.get("generation") == group.number
         if kind == "ready":
             self._ready, self.failure = True, None

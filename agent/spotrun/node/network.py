@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spotrun.machine.gpus import gpu_count
-from spotrun.machine.process import loopback
+from spotrun.machine.processes import loopback
 
 _SIOCGIFADDR = 0x8915  # netdevice(7)
 DUMP = 250  # milliseconds

@@ -18,8 +18,8 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from spotrun.machine.process import descendants, kill
-from spotrun.node import leftovers
+from spotrun.machine.processes import descendants, kill
+from spotrun.node import cleanup
 from spotrun.state import exit_note
 from spotrun.state.control import EXIT_DRAINED, EXIT_PEER, NONE, Control
 from spotrun.wire import Failure, Generation, Worker
@@ -143,7 +143,7 @@ class Group:
             await self._end()
         if not self.alive and not self._tidy:
             self._tidy = True
-            await asyncio.to_thread(leftovers.remove)
+            await asyncio.to_thread(cleanup.remove_nccl_segments)
 
     async def _end(self) -> None:
         draining = self._armed[0] != NONE and self.failure is not None

@@ -31,7 +31,7 @@ from spotrun.cloud.local.layout import (
     write_json,
 )
 from spotrun.errors import CloudError
-from spotrun.machine import private
+from spotrun.machine import private_paths
 
 if TYPE_CHECKING:
     import aiohttp
@@ -170,7 +170,7 @@ def up(
             raise CloudError(f"the local cloud (pid {pid}) runs but does not answer; `make down` ends it")
         _sweep(layout)
         if os.path.lexists(layout.tmpfs):  # our own folder has just been removed
-            private.check(layout.tmpfs)
+            private_paths.check_folder(layout.tmpfs)
         ensure_key(layout.key)
         write_json(layout.config, config.to_json())
         starting()
@@ -236,7 +236,7 @@ def _config(cluster: ClusterSpec, layout: Layout, role_command: Sequence[str] | 
 
 def _running(layout: Layout) -> LocalCloud | None:
     try:
-        private.check(layout.state)
+        private_paths.check_folder(layout.state)
         record = json.loads(layout.record.read_text())
         cloud = LocalCloud(record["endpoint"], record["token"])
         answer = _request(cloud, "ping", None)

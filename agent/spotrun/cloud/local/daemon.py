@@ -25,7 +25,7 @@ from spotrun.cloud.local import procs, server
 from spotrun.cloud.local.layout import METADATA_PORT, SSH_PORT, Config, Layout, write_json
 from spotrun.cloud.local.machines import Group
 from spotrun.errors import CloudError
-from spotrun.machine import private
+from spotrun.machine import private_paths
 
 _SUBNETS = 250 * 250
 log = logging.getLogger("cloud")
@@ -62,7 +62,7 @@ async def serve(layout: Layout, ready: Callable[[], None]) -> None:
     await web.TCPSite(runner, f"{subnet}.1", 0).start()
     port = runner.addresses[0][1]
     cloud.endpoint = f"http://{subnet}.1:{port}"
-    private.folder(layout.tmpfs)
+    private_paths.make_folder(layout.tmpfs)
     write_json(
         layout.record,
         {"cluster": config.cluster, "endpoint": cloud.endpoint, "token": token, "pid": os.getpid(), "subnet": subnet},
@@ -108,7 +108,7 @@ def main(argv: list[str]) -> None:
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
     # The machines' files are private to the operator. Files that a worker writes get the umask of the user's shell.
-    os.environ[private.UMASK] = f"{os.umask(0o077):o}"
+    os.environ[private_paths.UMASK] = f"{os.umask(0o077):o}"
     ready = _detach(layout.log)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
     procs.become_subreaper()

@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
 from spotrun.cloud.base import Market
-from spotrun.machine import private
+from spotrun.machine import private_paths
 
 SSH_PORT = 2222
 METADATA_PORT = 8169
@@ -137,9 +137,9 @@ class Layout:
         """Make the folders, private to this user. Raises `NotOursError` if one belongs to another user."""
         home = self.state.parent.parent
         if home.is_dir():
-            private.check(home)  # it may be any folder of the user, so its mode is not changed
+            private_paths.check_folder(home)  # it may be any folder of the user, so its mode is not changed
         for path in (self.state.parent, self.state, self.bucket):
-            private.folder(path)
+            private_paths.make_folder(path)
 
     def mark(self, node: str) -> str:
         return f"{self.unique}/{node}"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spotrun.errors import SpotrunError
-from spotrun.machine import private
+from spotrun.machine import private_paths
 
 if TYPE_CHECKING:
     import aiohttp
@@ -48,7 +48,7 @@ async def _run(args: argparse.Namespace) -> int:
     path = control_path()
     if not path.exists():
         raise SpotrunError(f"no head runs on this machine (there is no {path})")
-    private.check_socket(path)
+    private_paths.check_socket(path)
     following = args.verb == "follow"
     timeout = aiohttp.ClientTimeout(total=None if following else 60, sock_read=SILENCE if following else None)
     try:

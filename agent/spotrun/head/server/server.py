@@ -30,7 +30,7 @@ from spotrun.head.head import Head
 from spotrun.head.job_state import JobState, Stop, apply
 from spotrun.head.server.agent_server import Door
 from spotrun.head.status import job_status
-from spotrun.machine import private
+from spotrun.machine import private_paths
 from spotrun.store import Store, epoch_key, head_key
 from spotrun.text import to_json
 from spotrun.wire import HeadRecord
@@ -201,7 +201,7 @@ def _control_app(head: Head) -> web.Application:
 @web.middleware
 async def _of_this_user(request: web.Request, handler: Handler) -> web.StreamResponse:
     peer = request.transport.get_extra_info("socket") if request.transport else None
-    if peer is None or not private.trusts(peer):
+    if peer is None or not private_paths.is_own_peer(peer):
         log.warning("refused a request of another user on the control socket")
         return web.json_response({"error": "this socket is for the user that the head runs as"}, status=403)
     return await handler(request)

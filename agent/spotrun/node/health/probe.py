@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from spotrun.machine.gpus import gpu_count
-from spotrun.machine.process import loopback
+from spotrun.machine.processes import loopback
 from spotrun.node.health.verdict import Facts, count_fabric, parse_smi, wanted_gpus
 
 ANSWER = 30.0  # seconds for nvidia-smi and fi_info: a driver that is in trouble may never answer
@@ -30,7 +30,7 @@ FORM = "--format=csv,noheader,nounits"
 PCI = Path("/sys/bus/pci/devices")
 # An asked program ends with the agent, whatever ends that. (The kernel keeps the wish across exec: prctl(2).)
 _WRAPPER = (
-    "import os, sys; from spotrun.machine.process import die_with_parent; die_with_parent(int(sys.argv[1]));"
+    "import os, sys; from spotrun.machine.processes import die_with_parent; die_with_parent(int(sys.argv[1]));"
     "os.execv(sys.argv[2], sys.argv[2:])"
 )
 

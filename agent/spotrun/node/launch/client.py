@@ -50,7 +50,7 @@ class Launcher:
 
     def start(self, generation: int, rank: int, nodes: int, store: str, tasks: Sequence[Task]) -> None:
         """Have it start the workers of a generation."""
-        word = {"do": "start", "generation": generation, "rank": rank, "nodes": nodes, "store": store}
+        word = {"type": "start", "generation": generation, "rank": rank, "nodes": nodes, "store": store}
         line = json.dumps(word | {"tasks": [asdict(task) for task in tasks]})
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.write(line.encode() + b"\n")
@@ -79,9 +79,9 @@ class Launcher:
             except ValueError:
                 log.warning("the launcher said %.200r: ignored", line)
                 continue
-            if event["be"] in ("ready", "store"):
+            if event["type"] in ("ready", "store"):
                 self.store = event["store"]
             self._on_event(event)
         code = await process.wait()
         self.store = ""
-        self._on_event({"be": "ended", "code": code})
+        self._on_event({"type": "ended", "code": code})

@@ -15,8 +15,8 @@ from multiprocessing import forkserver, reduction, util
 from pathlib import Path
 from typing import Any
 
-from spotrun.machine import private
-from spotrun.machine.process import die_with_parent
+from spotrun.machine import private_paths
+from spotrun.machine.processes import die_with_parent
 
 MODULES = "SPOTRUN_PRELOAD"  # the variable: names, separated by spaces
 PARENT = "SPOTRUN_LAUNCHER"  # the variable: the launcher's pid
@@ -92,7 +92,7 @@ def _guard() -> None:
     receive = reduction.recvfds
 
     def recvfds(sock: Any, size: int) -> Any:
-        if not private.trusts(sock):
+        if not private_paths.is_own_peer(sock):
             raise ConnectionAbortedError(errno.ECONNABORTED, "another user's process")  # the server's loop goes on
         return receive(sock, size)
 

@@ -3,7 +3,7 @@
 torch elastic keeps the worker group; its rendezvous is the agent's word. The two speak JSON lines over this process's
 standard input and output:
 
-    agent → launcher   {"do": "start", "generation", "rank", "nodes", "store", "tasks": [...]}; end of file: end all
+    agent → launcher   {"type": "start", "generation", "rank", "nodes", "store", "tasks": [...]}; end of file: end all
     launcher → agent   ready(store) · store(store) · started(generation, pids) · exited(generation, local_rank, code) ·
                        refused(generation, why)
 
@@ -38,7 +38,7 @@ from torch.distributed.elastic.events.api import Event, EventSource
 from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError, RendezvousHandler, RendezvousInfo
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
-from spotrun.machine.process import descendants, kill
+from spotrun.machine.processes import descendants, kill
 from spotrun.node.launch import preload
 from spotrun.node.launch import worker as entry
 
@@ -121,12 +121,12 @@ class AgentsWord(RendezvousHandler):
                 self._closed = True
                 break
             if word.rank == 0 and not self._stores.take(word.store):
-                self._voice.say(be="refused", generation=word.generation, why=f"no store is held at {word.store}")
+                self._voice.say(type="refused", generation=word.generation, why=f"no store is held at {word.store}")
                 continue
             self.start = word
             host, _, port = word.store.rpartition(":")
             if word.rank == 0:
-                self._voice.say(be="store", store=self._stores.endpoint)
+                self._voice.say(type="store", store=self._stores.endpoint)
             # Ranks are known and workers meet at the first node's store; torch elastic itself stores nothing.
             return RendezvousInfo(HashStore(), word.rank, word.nodes, RendezvousStoreInfo(host, int(port)))
         raise RendezvousGracefulExitError("the agent has closed the launcher")
@@ -179,7 +179,7 @@ class Workers(SimpleElasticAgent):
             process.start()
             self._processes.append(process)
         pids = [process.pid for process in self._processes]
-        self._voice.say(be="started", generation=start.generation, pids=pids)
+        self._voice.say(type="started", generation=start.generation, pids=pids)
         return dict(enumerate(pids))
 
     def _environment(self, group: WorkerGroup, local_rank: int, generation: int) -> dict[str, str]:
@@ -224,7 +224,7 @@ class Workers(SimpleElasticAgent):
         code = process.exitcode if process.exitcode is not None else 1
         self._codes[index] = code
         generation = self._word.start.generation if self._word.start else 0
-        self._voice.say(be="exited", generation=generation, local_rank=index, code=code)
+        self._voice.say(type="exited", generation=generation, local_rank=index, code=code)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._shutdown()
@@ -257,7 +257,7 @@ def main(lines_in: int, lines_out: int) -> None:
     _warm_up()
     word = AgentsWord(stores, voice)
     threading.Thread(target=_listen, args=(word, lines_in), daemon=True).start()
-    voice.say(be="ready", store=stores.endpoint)
+    voice.say(type="ready", store=stores.endpoint)
     while not word.is_closed():
         spec = WorkerSpec(
             role="worker",
@@ -291,7 +291,7 @@ def _warm_up() -> None:
 def _listen(word: AgentsWord, fd: int) -> None:
     for line in os.fdopen(fd, encoding="utf-8"):
         values = json.loads(line)
-        values.pop("do")
+        values.pop("type")
         tasks = tuple(entry.Task(**{**task, "args": tuple(task["args"])}) for task in values.pop("tasks"))
         word.put(Start(**values, tasks=tasks))
     word.put(None)

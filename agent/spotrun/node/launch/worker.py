@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from spotrun.machine import private
-from spotrun.machine.process import die_with_parent, kill_descendants, offer_to_oom_killer
+from spotrun.machine import private_paths
+from spotrun.machine.processes import die_with_parent, kill_descendants, offer_to_oom_killer
 from spotrun.node.launch import preload
 from spotrun.state import exit_note
 from spotrun.state.control import EXIT_PEER, Control
@@ -45,7 +45,7 @@ def run(task: Task) -> None:
     die_with_parent(preload.SERVER)
     offer_to_oom_killer()
     os.environ.update(task.env)
-    if mask := os.environ.get(private.UMASK):
+    if mask := os.environ.get(private_paths.UMASK):
         os.umask(int(mask, 8))
     control = Control(Path(task.control))
     rank = int(task.env["RANK"])

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from spotrun.node import saver as module
-from spotrun.node.saver import Saver, Wanted
+from spotrun.node import part_uploader as module
+from spotrun.node.part_uploader import Saver, Wanted
 from spotrun.state import slots
 from spotrun.store import Store
 from spotrun.wire import StateRef, Trouble

@@ -22,8 +22,8 @@ from spotrun.cloud.local import cloud
 from spotrun.cloud.local.layout import Layout
 from spotrun.errors import SpotrunError
 from spotrun.head.server import ctl, server
-from spotrun.machine import private
-from spotrun.machine.private import NotOursError
+from spotrun.machine import private_paths
+from spotrun.machine.private_paths import NotOursError
 from spotrun.node.launch import preload
 from tests.cloud.local_spec import IDLE, spec
 from tests.head.world import World
@@ -65,7 +65,7 @@ def public() -> Iterator[Path]:
 def test_a_folder_is_made_private(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
-        found = private.folder(tmp_path / "a" / "b")
+        found = private_paths.make_folder(tmp_path / "a" / "b")
     finally:
         os.umask(before)
     assert [stat.S_IMODE(path.stat().st_mode) for path in (found, found.parent)] == [0o700, 0o700]
@@ -73,7 +73,7 @@ def test_a_folder_is_made_private(tmp_path: Path) -> None:
 
 def test_what_others_may_read_becomes_private(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
-    assert stat.S_IMODE(private.folder(tmp_path).stat().st_mode) == 0o700
+    assert stat.S_IMODE(private_paths.make_folder(tmp_path).stat().st_mode) == 0o700
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770, 0o702])
@@ -82,7 +82,7 @@ def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path, mode: int)
     folder.mkdir()
     folder.chmod(mode)
     with pytest.raises(NotOursError, match=f"others may write to it .mode {mode:04o}.; see what is in it, then `chmod"):
-        private.folder(folder)
+        private_paths.make_folder(folder)
 
 
 def test_what_is_no_folder_is_refused(tmp_path: Path) -> None:
@@ -90,13 +90,13 @@ def test_what_is_no_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     for name in ("file", "link"):
         with pytest.raises(NotOursError, match="is in the way: it is not a folder"):
-            private.folder(tmp_path / name)
+            private_paths.make_folder(tmp_path / name)
 
 
 def test_a_link_of_our_own_will_do(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "there")
-    assert private.folder(tmp_path / "link").is_dir()
+    assert private_paths.make_folder(tmp_path / "link").is_dir()
 
 
 @root_only
@@ -108,7 +108,7 @@ def test_what_belongs_to_another_is_refused(tmp_path: Path) -> None:
     os.chown(tmp_path / "link", NOBODY, NOBODY, follow_symlinks=False)
     for name in ("f", "link"):
         with pytest.raises(NotOursError, match=r"belongs to \w+, not to root: it is not used") as caught:
-            private.folder(tmp_path / name)
+            private_paths.make_folder(tmp_path / name)
         assert "\n" not in str(caught.value)
 
 

@@ -24,22 +24,22 @@ class NotOursError(SpotrunError):
     """A folder or a socket is not private to this user. The message names it, and says what to do."""
 
 
-def folder(path: Path) -> Path:
+def make_folder(path: Path) -> Path:
     """Make the folder with mode 0700 if it is not there. A folder that others may read gets mode 0700.
 
-    Raises `NotOursError` as `check` does.
+    Raises `NotOursError` as `check_folder` does.
     """
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     try:
         path.mkdir(mode=0o700)
     except FileExistsError:
-        check(path)
+        check_folder(path)
         if stat.S_IMODE(path.stat().st_mode) & 0o077:
             path.chmod(0o700)
     return path
 
 
-def check(path: Path) -> None:
+def check_folder(path: Path) -> None:
     """Raise `NotOursError` if the folder or the link to it belongs to another user, or if others may write to it."""
     _check_owner(path, path.lstat())
     if not path.is_dir():
@@ -60,7 +60,7 @@ def check_socket(path: Path) -> None:
     _check_owner(path, found)
 
 
-def trusts(peer: Any) -> bool:
+def is_own_peer(peer: Any) -> bool:
     """Whether the other end of a Unix socket is this user, or root (unix(7), SO_PEERCRED)."""
     _, uid, _ = PEER.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size))
     return uid in (os.geteuid(), 0)

@@ -1,0 +1,134 @@
+"""The packages of a job: installing its requirements, and finding the modules that its script imports."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from spotrun.errors import SetupError
+
+# pip takes the launcher's own versions of these: `pip install --target` would install other versions beside them.
+PINNED = ("torch", "numpy", "safetensors")
+
+
+async def install(requirements: tuple[str, ...], folder: Path, env: dict[str, str]) -> Path | None:
+    """Return the folder with these packages. Install them unless that folder exists.
+
+    None: the agent's own environment has them all. Raises `SetupError`.
+    """
+    if not requirements:
+        return None
+    target = folder / hashlib.sha256("\n".join(requirements).encode()).hexdigest()[:16]
+    if target.is_dir():
+        return target
+    if await _are_installed(requirements, env):
+        return None
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="new-", dir=folder) as scratch:
+        pins = Path(scratch, "constraints.txt")
+        pins.write_text("".join(f"{name}=={version}\n" for name, version in _installed_versions(PINNED)))
+        content = Path(scratch, "content")
+        code, output = await _pip("install", "--target", str(content), "-c", str(pins), *requirements, env=env)
+        if code != 0:
+            said = output.strip().splitlines()[-5:]
+            raise SetupError(f"requirements {', '.join(requirements)}: pip failed: {' '.join(said)}")
+        os.rename(content, target)
+    return target
+
+
+async def _are_installed(requirements: tuple[str, ...], env: dict[str, str]) -> bool:
+    """Whether the environment has all of them. If an image has a job's packages, no node downloads them."""
+    code, output = await _pip("install", "--dry-run", "--no-index", "--report", "-", *requirements, env=env)
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        return code == 0 and json.loads(output)["install"] == []
+    return False
+
+
+async def _pip(command: str, *args: str, env: dict[str, str]) -> tuple[int, str]:
+    """Run pip; return its exit status and its output."""
+    # The kernel kills pip when the agent ends.
+    wrapper = (
+        f"from spotrun.machine.processes import die_with_parent; die_with_parent({os.getpid()});"
+        "import runpy; runpy.run_module('pip', run_name='__main__', alter_sys=True)"
+    )
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", wrapper, command, "--no-input", "--disable-pip-version-check", "--quiet", *args,
+        stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, env=env,
+    )  # fmt: skip
+    try:
+        output, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    return process.returncode or 0, output.decode(errors="replace")
+
+
+def imported_modules(root: Path, script: str) -> list[str]:
+    """The modules outside the bundle that the script imports at top level, directly or through the bundle's modules."""
+    places = [(root / script).parent, root]
+    found: dict[str, None] = {}
+    seen: set[Path] = set()
+    todo = [root / script]
+    while todo:
+        path = todo.pop()
+        if path in seen:
+            continue
+        seen.add(path)
+        for name in _top_level_imports(path):
+            own = _own_module(name, places)
+            if own is None:
+                found.setdefault(name)
+            else:
+                todo += own
+    return list(found)
+
+
+def _installed_versions(names: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    for name in names:
+        try:
+            yield name, importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+
+
+def _top_level_imports(path: Path) -> Iterator[str]:
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return  # the worker reports it, with a traceback
+    # Imports inside try, if and with count; imports inside functions and classes do not.
+    todo: list[ast.AST] = [*tree.body]
+    while todo:
+        node = todo.pop(0)
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level and node.module != "__future__":
+            yield node.module
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            todo += [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt | ast.excepthandler)]
+
+
+def _own_module(name: str, places: list[Path]) -> list[Path] | None:
+    """The module's files in the bundle; None if the module is not the bundle's."""
+    first, *rest = name.split(".")
+    for place in places:
+        if (place / f"{first}.py").is_file():
+            return [place / f"{first}.py"]
+        if (place / first).is_dir():
+            inner = place.joinpath(first, *rest)
+            return [
+                path
+                for path in (place / first / "__init__.py", inner.with_suffix(".py"), inner / "__init__.py")
+                if path.is_file()
+            ]
+    return None

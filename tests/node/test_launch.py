@@ -1,0 +1,293 @@
+"""The launcher and its workers, without an agent."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spotrun.machine.processes import descendants
+from spotrun.node import job
+from spotrun.node.launch import preload
+from spotrun.node.launch.client import Launcher
+from spotrun.node.launch.worker import Task
+from spotrun.state import exit_note
+from spotrun.state.control import EXIT_DRAINED, EXIT_PEER, Control
+from spotrun.wire import Failure
+from tests.fakes.nccl import NCCL, NCCL_SHORT
+from tests.helpers import await_for
+
+
+class Bench:
+    """A launcher on a bench: what it says is kept in `events`."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.events: list[dict[str, Any]] = []
+        self.launcher = Launcher(self.events.append)
+        (root / "modules").mkdir()
+
+    async def begin(self, *modules: str, procs: int = 1) -> None:
+        env = dict(os.environ)
+        env["PYTHONPATH"] = os.pathsep.join([str(self.root / "modules"), env.get("PYTHONPATH", "")])
+        await self.launcher.begin("127.0.9.9", procs, env, modules)
+        await self.said(lambda e: e["type"] == "ready", "the launcher ready")
+
+    async def said(self, look: Callable[[dict[str, Any]], bool], what: str) -> dict[str, Any]:
+        def found() -> dict[str, Any] | None:
+            assert not any(e["type"] == "ended" for e in self.events), f"the launcher ended: {self.events}"
+            return next((e for e in self.events if look(e)), None)
+
+        event = await await_for(found, 40, what)
+        assert event is not None
+        return event
+
+    def start(self, number: int, text: str, *args: str, procs: int = 1) -> None:
+        """Run `text` as a script in generation `number`."""
+        (self.root / f"s{number}.py").write_text(text)
+        tasks = []
+        for index in range(procs):
+            control = self.root / f"{number}.{index}"
+            Control(control, create=True).close()
+            log = self.root / f"{number}.{index}.log"
+            tasks.append(Task(str(self.root), f"s{number}.py", args, str(log), str(control), number, {"MORE": "yes"}))
+        self.launcher.start(number, 0, 1, self.launcher.store, tasks)
+
+    async def code(self, number: int, index: int = 0) -> int:
+        event = await self.said(
+            lambda e: (e["type"], e.get("generation"), e.get("local_rank")) == ("exited", number, index), "an exit"
+        )
+        return int(event["code"])
+
+    def log(self, number: int, index: int = 0) -> str:
+        return (self.root / f"{number}.{index}.log").read_text()
+
+    def failure(self, number: int) -> Failure:
+        return Failure(**json.loads(exit_note.path_for(self.root / f"{number}.0").read_text()))
+
+
+@contextlib.asynccontextmanager
+async def bench(root: Path) -> AsyncIterator[Bench]:
+    found = Bench(root)
+    try:
+        yield found
+    finally:
+        await found.launcher.end()
+        assert not found.launcher.alive
+
+
+PLAIN = """
+import atexit, os, signal, sys, threading, time, __main__
+assert __name__ == "__main__" and __main__.__file__ == __file__ == sys.argv[0]
+assert sys.path[0] == os.path.dirname(__file__) and os.getcwd() == os.path.dirname(__file__)
+print(sys.argv[1:], os.environ["MORE"], os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"])
+print("on stderr", file=sys.stderr)
+os.system("echo from a child")
+os.kill(os.getpid(), signal.SIGTERM)  # passed over
+ready, tell = os.pipe()
+child = os.fork()
+if child == 0:
+    os.write(tell, b"!")
+    signal.pause()
+os.read(ready, 1)
+os.kill(child, signal.SIGTERM)
+assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
+atexit.register(lambda: print("at exit", state))
+def late():
+    time.sleep(0.2)
+    print("a thread ended")
+threading.Thread(target=late).start()
+state = "kept"
+"""
+
+
+async def test_a_worker_is_like_python_running_the_script(tmp_path: Path) -> None:
+    async with bench(tmp_path) as b:
+        await b.begin()
+        b.start(1, PLAIN, "one", "two words")
+        assert await b.code(1) == 0
+        lines = b.log(1).splitlines()
+        assert sorted(lines[:3]) == ["['one', 'two words'] yes 0 1 1", "from a child", "on stderr"]
+        assert lines[3:] == ["a thread ended", "at exit kept"]
+        control = Control(tmp_path / "1.0")
+        assert (control.generation, control.rank) == (1, 0)
+        assert control.forked > 0
+        control.close()
+
+        scripts = {
+            2: ("import sys; sys.exit()", 0),
+            3: ("import sys; sys.exit(7)", 7),
+            4: ("import sys; sys.exit('out of luck')", 1),
+            5: ("def f():\n    1/0\nf()", 1),
+            6: ("if x = 1:", 1),
+            7: ("import torch.distributed as d\nraise d.DistNetworkError('Connection reset by peer')", EXIT_PEER),
+            8: ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
+            9: (f"import os; os._exit({EXIT_DRAINED})", EXIT_DRAINED),
+            10: ("import no_such_module_here", 1),
+            14: (f"import torch.distributed as d\nraise d.DistBackendError({NCCL!r})", EXIT_PEER),
+        }
+        for number, (text, wanted) in scripts.items():
+            b.start(number, text)
+            assert await b.code(number) == wanted, text
+        assert b.failure(3).message == "the script exited with code 7"
+        assert "out of luck" in b.log(4)
+        assert b.failure(5).message == "ZeroDivisionError: division by zero"
+        assert b.failure(5).traceback.splitlines()[1].strip() == f'File "{tmp_path}/s5.py", line 3, in <module>'
+        assert b.failure(5).traceback == b.log(5)
+        assert "SyntaxError" in b.failure(6).message
+        assert b.failure(7).kind == "peer"
+        assert b.failure(14).message == f"torch.distributed.DistBackendError: {NCCL_SHORT}"
+        assert b.failure(10).message == "ModuleNotFoundError: No module named 'no_such_module_here'"
+
+        # A generation that still runs is ended by the next; a store that is not held is refused.
+        b.start(11, "import time; time.sleep(600)")
+        await b.said(lambda e: e["type"] == "started" and e["generation"] == 11, "a start")
+        b.start(12, "print('next')")
+        assert await b.code(11) == -signal.SIGKILL
+        assert await b.code(12) == 0
+        b.launcher.store = "127.0.9.9:1"
+        b.start(13, "")
+        await b.said(lambda e: e["type"] == "refused" and e["generation"] == 13, "a refusal")
+
+
+LISTED = """
+import os, sys
+import {name}
+print("ahead" if {name}.pid == os.getppid() else "late")
+"""
+MODULE = """
+import os, sys
+print("a stray line", flush=True)
+os.write(1, b"{and more\\n")
+pid = os.getpid()
+"""
+
+
+async def test_imports_ahead_of_time(tmp_path: Path) -> None:
+    async with bench(tmp_path) as b:
+        (tmp_path / "modules" / "loud.py").write_text(MODULE)
+        (tmp_path / "modules" / "broken.py").write_text("1/0")
+        (tmp_path / "modules" / "leaver.py").write_text("import sys; sys.exit(5)")
+        await b.begin("broken", "leaver", "no_such_module_here", "loud", procs=2)
+        b.start(1, LISTED.format(name="loud") + "assert 'torch._dynamo' in sys.modules", procs=2)
+        assert [await b.code(1, index) for index in (0, 1)] == [0, 0]
+        assert b.log(1) == b.log(1, 1) == "ahead\n"
+
+
+EAGER = {  # what using CUDA leaves behind, as there is no GPU here
+    "torch initialises CUDA": "import torch\ntorch.cuda._initialized = True\n",
+    "torch counts devices": "import os, torch\nserver = os.getpid()\n"
+    "torch.cuda._is_in_bad_fork = lambda: os.getpid() != server\n",
+    "another library uses the driver": "from pathlib import Path\nfrom spotrun.node.launch import preload\n"
+    "preload.driver_in_use.__defaults__ = (Path({folder!r}),)\n",
+}
+
+
+@pytest.mark.parametrize("use", EAGER)
+async def test_imports_that_use_the_gpu_are_not_made_ahead(use: str, tmp_path: Path) -> None:
+    """A fork cannot use CUDA that its parent has initialised."""
+    (tmp_path / "7").symlink_to("/dev/nvidia-uvm")
+    async with bench(tmp_path) as b:
+        (tmp_path / "modules" / "eager.py").write_text(MODULE + EAGER[use].format(folder=str(tmp_path)))
+        await b.begin("eager")
+        b.start(1, LISTED.format(name="eager") + "assert 'torch' in sys.modules")
+        assert await b.code(1) == 0
+        assert b.log(1).endswith("late\n")
+
+
+async def test_asking_whether_there_is_a_gpu_leaves_the_driver_alone(tmp_path: Path) -> None:
+    """transformers asks when it is imported."""
+    async with bench(tmp_path) as b:
+        text = (
+            "import os, torch\nassert os.environ['PYTORCH_NVML_BASED_CUDA_CHECK'] == '1'\ntorch.cuda.is_available()\n"
+        )
+        (tmp_path / "modules" / "asking.py").write_text(MODULE + text)
+        await b.begin("asking")
+        b.start(1, LISTED.format(name="asking"))
+        assert await b.code(1) == 0
+        assert b.log(1) == "ahead\n"
+
+
+def test_only_the_device_of_unified_memory_shows_that_the_driver_is_in_use(tmp_path: Path) -> None:
+    for name, target in {"0": "/dev/null", "5": "/dev/nvidiactl", "6": "/dev/nvidia0"}.items():
+        (tmp_path / name).symlink_to(target)
+    assert not preload.driver_in_use(tmp_path)
+    assert not preload.driver_in_use()
+    (tmp_path / "7").symlink_to("/dev/nvidia-uvm")
+    assert preload.driver_in_use(tmp_path)
+
+
+CHILDREN = """
+import subprocess, sys
+from torch.utils.data import DataLoader
+from spotrun.train.failures import leave
+batches = iter(DataLoader(range(100), num_workers=2))
+next(batches)
+print(subprocess.Popen(["sleep", "600"]).pid, *(worker.pid for worker in batches._workers), flush=True)
+"""
+
+
+@pytest.mark.parametrize(("end", "wanted"), [(f"leave({EXIT_DRAINED})", EXIT_DRAINED), ("1/0", 1), ("sys.exit(7)", 7)])
+async def test_children_do_not_outlive_a_worker_that_leaves(end: str, wanted: int, tmp_path: Path) -> None:
+    async with bench(tmp_path) as b:
+        await b.begin()
+        b.start(1, CHILDREN + end)
+        assert await b.code(1) == wanted
+        pids = [int(word) for word in b.log(1).splitlines()[0].split()]
+        assert len(pids) == 3
+        await await_for(lambda: not any(_alive(pid) for pid in pids), 2, "an end")
+
+
+async def test_the_launchers_socket_is_where_it_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        monkeypatch.setenv(preload.SOCKETS, folder)
+        async with bench(tmp_path) as b:
+            await b.begin()
+            assert len(list(Path(folder).glob("pymp-*/listener-*"))) == 1
+            b.start(1, f"import os, tempfile\nprint(tempfile.gettempdir(), '{preload.SOCKETS}' in os.environ)")
+            assert await b.code(1) == 0
+            assert b.log(1) == f"{tempfile.gettempdir()} False\n"
+    place = tmp_path / "launcher"
+    (place / "pymp-old").mkdir(parents=True)
+    monkeypatch.setattr(job, "LONGEST", len(str(place)))
+    assert job._make_room(place) == {preload.SOCKETS: str(place)}
+    assert list(place.iterdir()) == []
+    monkeypatch.setattr(job, "LONGEST", len(str(place)) - 1)
+    assert job._make_room(place) == {}
+
+
+async def test_the_launcher_goes_with_its_end_of_input(tmp_path: Path) -> None:
+    async with bench(tmp_path) as b:
+        await b.begin(procs=2)
+        b.start(1, "import os, time\nif not os.fork(): time.sleep(600)\ntime.sleep(600)", procs=2)
+        started = await b.said(lambda e: e["type"] == "started", "a start")
+        await await_for(lambda: all(descendants(pid) for pid in started["pids"]), what="children of the workers")
+        below = [child for pid in started["pids"] for child in descendants(pid)]
+        await b.launcher.end()
+        for pid in [*started["pids"], *below]:
+            await await_for(lambda pid=pid: not Path(f"/proc/{pid}/fd").exists() or not _alive(pid), what="an end")
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+async def test_a_launcher_that_cannot_start_says_so(tmp_path: Path) -> None:
+    events: list[dict[str, Any]] = []
+    launcher = Launcher(events.append)
+    await launcher.begin("127.0.9.9", 1, {"PYTHONPATH": str(tmp_path), "PYTHONHOME": str(tmp_path)}, [])
+    await await_for(lambda: events, what="an event")
+    assert events[-1]["type"] == "ended"
+    assert events[-1]["code"] != 0
+    await asyncio.wait_for(launcher.end(), 10)
