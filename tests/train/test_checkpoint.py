@@ -20,10 +20,10 @@ from spotrun.errors import CorruptError, SpotrunError
 from spotrun.state import checkpoints, shards, slots
 from spotrun.state.control import Context
 from spotrun.store import Store, checkpoint_key
-from spotrun.train import checkpoint
+from spotrun.train import download
+from spotrun.train.encoding import decode
 from spotrun.train.restore import restore
 from spotrun.train.snapshot import Reader, Writer
-from spotrun.train.state import decode
 from spotrun.wire import FileRef, Manifest, StateRef
 
 
@@ -94,7 +94,7 @@ def test_round_trip(store: Store, tmp_path: Path, parts: int) -> None:
     save(store, tmp_path, 10, parts=parts)
     folder = tmp_path / "slots"
     folder.mkdir()
-    record = checkpoint.fetch(store, "job", 10, folder, 1)
+    record = download.fetch(store, "job", 10, folder, 1)
     assert record.order == (1, 10)
     check(folder, 1, 10)
     assert sorted(path.name for path in folder.iterdir()) == ["1.json", "1.safetensors"]
@@ -148,7 +148,7 @@ def test_damaged_ones_are_passed_over(
     folder = tmp_path / "slots"
     folder.mkdir()
     with pytest.raises(CorruptError, match=checkpoint_key("job", 20, name)):
-        checkpoint.fetch(store, "job", 20, folder, 0)
+        download.fetch(store, "job", 20, folder, 0)
     assert slots.newest(folder, "job") == []
     found = restore(context(tmp_path, (2, 20), (1, 10)), 0, None)
     assert found is not None
@@ -269,7 +269,7 @@ def test_complete_and_prune(store: Store, tmp_path: Path, caplog: pytest.LogCapt
     assert not store.exists(checkpoint_key("job", 25, "g1-state.json"))
     folder = tmp_path / "slots"
     folder.mkdir()
-    checkpoint.fetch(store, "job", 25, folder, 0)
+    download.fetch(store, "job", 25, folder, 0)
     check(folder, 0, 25)
 
 

@@ -31,7 +31,7 @@ import spotrun
 from spotrun.errors import SpotrunError
 from spotrun.state import exit_note, slots
 from spotrun.state.control import EXIT_DRAINED, EXIT_PEER, Context, Control
-from spotrun.train import failures, place, restore
+from spotrun.train import distributed, failures, restore
 from spotrun.train import run as training
 from spotrun.train.failures import is_peer_failure
 from spotrun.train.snapshot import Writer
@@ -77,7 +77,7 @@ def train(environment: dict[str, str], plan: Plan) -> None:
     log = (out / "log.txt").open("a")
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
-    training.part = functools.partial(part, plan)  # type: ignore[attr-defined]
+    training.leave_together = functools.partial(leave_together, plan)  # type: ignore[attr-defined]
     run = spotrun.init(seed=5)
     hidden = 700  # more than one DDP bucket of 1 MB
     model = run.ddp(
@@ -116,10 +116,10 @@ def train(environment: dict[str, str], plan: Plan) -> None:
     torch.save(state, out / f"final-{run.rank}.pt")
 
 
-def part(plan: Plan, device: torch.device, group: Any) -> None:
+def leave_together(plan: Plan, device: torch.device, group: Any) -> None:
     if plan.gate:
         Path(plan.gate).read_text()
-    place.part(device, group, plan.patience)
+    distributed.leave_together(device, group, plan.patience)
 
 
 @dataclass
@@ -613,7 +613,7 @@ def test_gpus_that_torch_cannot_use_are_an_error(
         if "driver" in reason:
             raise RuntimeError(f"{reason}\nmore")
 
-    monkeypatch.setattr(place, "gpu_count", lambda: 8)
+    monkeypatch.setattr(distributed, "gpu_count", lambda: 8)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "init", initialize)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

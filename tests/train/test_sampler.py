@@ -11,15 +11,15 @@ from torch.utils.data import DataLoader
 
 from spotrun import ElasticSampler
 from spotrun.errors import SpotrunError
-from spotrun.train import feed
+from spotrun.train import batches
 from spotrun.train.sampler import share, taken
 
 worlds = st.integers(1, 7)
-batches = st.integers(1, 9)
+batch_sizes = st.integers(1, 9)
 lengths = st.integers(1, 200)
 
 
-@given(n=lengths, batch=batches, plan=st.lists(st.tuples(worlds, st.integers(1, 5)), max_size=12), rest=worlds)
+@given(n=lengths, batch=batch_sizes, plan=st.lists(st.tuples(worlds, st.integers(1, 5)), max_size=12), rest=worlds)
 def test_every_sample_once_whatever_the_worlds(n: int, batch: int, plan: list[tuple[int, int]], rest: int) -> None:
     seen: Counter[int] = Counter()
     position = 0
@@ -31,13 +31,15 @@ def test_every_sample_once_whatever_the_worlds(n: int, batch: int, plan: list[tu
     assert seen == Counter(range(n))
 
 
-@given(n=lengths, batch=batches, world=worlds, accumulate=st.integers(1, 4), drop_last=st.booleans(), data=st.data())
+@given(
+    n=lengths, batch=batch_sizes, world=worlds, accumulate=st.integers(1, 4), drop_last=st.booleans(), data=st.data()
+)
 def test_ranks_make_equal_steps_of_nearly_equal_shares(
     n: int, batch: int, world: int, accumulate: int, drop_last: bool, data: st.DataObject
 ) -> None:
     position = data.draw(st.integers(0, n))
-    ranks = [list(feed.elastic(position, n, batch, world, rank, accumulate, drop_last)) for rank in range(world)]
-    assert len({len(batches) for batches in ranks}) == 1
+    ranks = [list(batches.elastic(position, n, batch, world, rank, accumulate, drop_last)) for rank in range(world)]
+    assert len({len(each) for each in ranks}) == 1
     for together in zip(*ranks, strict=True):
         samples = [one.samples for one in together]
         assert max(samples) - min(samples) <= 1
@@ -45,15 +47,15 @@ def test_ranks_make_equal_steps_of_nearly_equal_shares(
         assert len({(one.last, one.end, one.number) for one in together}) == 1
     if position == 0:
         steps = sum(one.last for one in ranks[0])
-        assert steps == feed.steps_in(n, batch, world, accumulate, drop_last)
+        assert steps == batches.steps_in(n, batch, world, accumulate, drop_last)
     if not drop_last:
-        assert sum(one.samples for batches in ranks for one in batches) == n - position
+        assert sum(one.samples for each in ranks for one in each) == n - position
 
 
-@given(n=lengths, batch=batches, world=worlds, accumulate=st.integers(1, 4))
+@given(n=lengths, batch=batch_sizes, world=worlds, accumulate=st.integers(1, 4))
 def test_weights_make_the_mean_over_a_step(n: int, batch: int, world: int, accumulate: int) -> None:
     """DDP's gradient is sum(weight x mean of the share) / world: each sample of a step must count the same."""
-    ranks = [list(feed.elastic(0, n, batch, world, rank, accumulate)) for rank in range(world)]
+    ranks = [list(batches.elastic(0, n, batch, world, rank, accumulate)) for rank in range(world)]
     weights: list[float] = []
     for together in zip(*ranks, strict=True):
         weights += [one.weight / one.samples / world for one in together for _ in range(one.samples)]

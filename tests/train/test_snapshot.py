@@ -25,11 +25,11 @@ from safetensors.torch import load_file
 from spotrun.errors import CorruptError, SpotrunError
 from spotrun.state import slots
 from spotrun.state.control import SIZE, Control
+from spotrun.train.encoding import DTYPES, Encoder, decode
+from spotrun.train.group_health import GroupHealth
 from spotrun.train.metrics import Metrics
 from spotrun.train.snapshot import Reader, Writer, next_interval
 from spotrun.train.staging import Staging
-from spotrun.train.standing import Standing
-from spotrun.train.state import DTYPES, Encoder, decode
 from tests.helpers import wait_for
 
 forked = multiprocessing.get_context("forkserver")
@@ -318,7 +318,7 @@ class Backend:
 @pytest.mark.gpu
 def test_nccl_says_of_itself_whether_it_failed() -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
-    standing, tensor = Standing(), torch.ones(4, device="cuda")
+    standing, tensor = GroupHealth(), torch.ones(4, device="cuda")
     try:
         dist.all_reduce(tensor)
         torch.cuda.synchronize()
@@ -337,7 +337,7 @@ def test_a_group_is_believed_until_its_backend_reports_an_error(error: str, monk
     world = SimpleNamespace(pg_map=[group])
     monkeypatch.setattr(torch.distributed.distributed_c10d, "_world", world)
     expected = "" if error == "SUCCESS" else f"a process group reports an error: {error}"
-    assert Standing().trouble() == expected
+    assert GroupHealth().trouble() == expected
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "gone"])

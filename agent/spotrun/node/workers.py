@@ -286,7 +286,7 @@ def _read_failure(each: Local) -> Failure:
 
 
 def _aborted(log: Path) -> str:
-    why = exit_note.in_log(_read_from(log, max(0, _size(log) - TAIL)).decode(errors="replace"))
+    why = exit_note.nccl_reason(_read_from(log, max(0, _size(log) - TAIL)).decode(errors="replace"))
     return f"ended by SIGABRT: {why}"[: exit_note.LONGEST] if why else "ended by SIGABRT"
 
 

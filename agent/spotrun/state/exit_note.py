@@ -24,7 +24,7 @@ def path_for(control: str | Path) -> Path:
     return Path(f"{control}.failure")  # not with_suffix: what follows the dot in its name is the local rank
 
 
-def leave(control: str | Path, kind: str, rank: int, message: str, traceback: str = "") -> None:
+def write(control: str | Path, kind: str, rank: int, message: str, traceback: str = "") -> None:
     """Write them: a JSON object (kind, rank, at, message, traceback)."""
     path = path_for(control)
     values = {"kind": kind, "rank": rank, "at": time.time(), "message": message[:LONGEST]}
@@ -33,7 +33,7 @@ def leave(control: str | Path, kind: str, rank: int, message: str, traceback: st
     os.replace(partial, path)
 
 
-def sum_up(text: str) -> str:
+def summary(text: str) -> str:
     """An error's message as one line: its first one, and what NCCL says below `Last error:`."""
     lines = [line.strip() for line in text.strip().splitlines()]
     found: list[str] = []
@@ -48,7 +48,7 @@ def sum_up(text: str) -> str:
     return "; ".join(filter(None, [lines[0] if lines else "", *reason]))
 
 
-def in_log(tail: str) -> str:
+def nccl_reason(tail: str) -> str:
     """Why torch has ended the process that wrote this log, in one line; "" if NCCL was not the reason."""
     _, found, text = tail.rpartition(_ENDED)
-    return sum_up(text) if found else ""
+    return summary(text) if found else ""

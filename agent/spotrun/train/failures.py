@@ -48,10 +48,10 @@ def before_leaving(settle: Callable[[], object]) -> None:
 
 def end(context: Context, control: Control, rank: int, what: str, error: BaseException) -> NoReturn:
     """Leave because of a peer, and say so in the log and to the agent. what: what this means, in a few words."""
-    message = f"{what}: {exit_note.sum_up(str(error))}"
+    message = f"{what}: {exit_note.summary(str(error))}"
     log.warning("%s", message)
     with contextlib.suppress(OSError):
-        exit_note.leave(context.control, "peer", rank, message, "".join(traceback.format_exception(error)))
+        exit_note.write(context.control, "peer", rank, message, "".join(traceback.format_exception(error)))
     control.exit = EXIT_PEER
     leave(EXIT_PEER)
 

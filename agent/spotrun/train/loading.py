@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from spotrun.train.encoding import Encoder, Stateful, decode
 from spotrun.train.snapshot import Reader
-from spotrun.train.state import Encoder, Stateful, decode
 
 
 def load(item: Stateful, saved: Any, reader: Reader) -> None:

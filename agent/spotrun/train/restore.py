@@ -23,7 +23,7 @@ import torch.distributed as dist
 from spotrun.errors import CorruptError, NotFound, SpotrunError, StoreError
 from spotrun.state import slots
 from spotrun.state.control import Context
-from spotrun.train.place import place
+from spotrun.train.distributed import rank_and_world
 from spotrun.train.snapshot import map_file
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ def restore(context: Context, local_rank: int, group: dist.ProcessGroup | None) 
     # One process per node looks; the others of the node find the result in the same folder.
     own = _offer(folder, context.job) if local_rank == 0 else NOTHING
     best, _ = best_of([(found[0], found[1]) for found in _gather(own, group)])
-    if place()[1] == 0 and (fetched := _newer_checkpoint(context, folder, best)):
+    if rank_and_world()[0] == 0 and (fetched := _newer_checkpoint(context, folder, best)):
         own = fetched
     offers = _gather((*own, local_rank), group)
     best, _ = best_of([(offer[0], offer[1]) for offer in offers])
@@ -109,14 +109,14 @@ def _newer_checkpoint(context: Context, folder: Path, best: Order) -> Order | No
         return None
     # Imported only now: most restarts find the state in memory.
     from spotrun.store import Store
-    from spotrun.train import checkpoint
+    from spotrun.train import download
 
     store = Store(context.bucket)
     for _, step in newer:
         slot = _free_slot(folder, context.job)
         try:
             with _held(folder, slot):
-                return _patiently(partial(checkpoint.fetch, store, context.job, step, folder, slot))
+                return _patiently(partial(download.fetch, store, context.job, step, folder, slot))
         except (CorruptError, NotFound) as error:
             log.warning("checkpoint passed over: %s", error)
         except StoreError as error:
@@ -154,7 +154,7 @@ def _free_slot(folder: Path, job: str) -> int:
 
 def _gather(own: Sequence[int], group: dist.ProcessGroup | None) -> list[list[int]]:
     """What every rank says."""
-    world, _ = place()
+    _, world = rank_and_world()
     if world == 1:
         return [list(own)]
     found = [torch.zeros(len(own), dtype=torch.int64) for _ in range(world)]
@@ -164,7 +164,7 @@ def _gather(own: Sequence[int], group: dist.ProcessGroup | None) -> list[list[in
 
 def _bring(folder: Path, job: str, way: Route, group: dist.ProcessGroup | None) -> None:
     """Play this rank's part, if it has one."""
-    _, rank = place()
+    rank, _ = rank_and_world()
     if rank in way.waiting:
         dist.recv(torch.empty(1), way.waiting[rank], group=group)
     if rank not in way.chain or len(way.chain) == 1:

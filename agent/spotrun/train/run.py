@@ -21,18 +21,18 @@ from torch import nn
 from spotrun.errors import SpotrunError
 from spotrun.state import slots
 from spotrun.state.control import EXIT_DRAINED, EXIT_PEER, NONE, Context, Control
-from spotrun.train import feed, metrics
+from spotrun.train import batches, metrics
+from spotrun.train.copy_guard import CopyGuard
+from spotrun.train.distributed import choose_device, cpu_group, join_process_group, leave_together, rank_and_world
+from spotrun.train.encoding import Encoder, Stateful, refuse_sharded
 from spotrun.train.failures import before_leaving, end, is_peer_failure, leave
-from spotrun.train.guard import Guard
+from spotrun.train.group_health import GroupHealth
 from spotrun.train.loading import load
 from spotrun.train.parallel import Parallel
-from spotrun.train.place import choose_device, cpu_group, join, part, place
 from spotrun.train.restore import restore
 from spotrun.train.rng import reseed
 from spotrun.train.snapshot import PATIENCE, Reader, Writer, next_interval
 from spotrun.train.staging import stage_for
-from spotrun.train.standing import Standing
-from spotrun.train.state import Encoder, Stateful, refuse_sharded
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ def init(seed: int = 0, backend: str | None = None) -> Run:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = choose_device(local_rank, insist=context is not None)
     try:
-        join(device, backend)
+        join_process_group(device, backend)
     except Exception as error:
         if context is not None and control is not None and is_peer_failure(error):
             end(context, control, int(os.environ.get("RANK", "0")), "cannot join the other workers", error)
@@ -75,7 +75,7 @@ class Run:
     def __init__(
         self, seed: int, device: torch.device, local_rank: int, context: Context | None, control: Control | None
     ) -> None:
-        self.world_size, self.rank = place()
+        self.rank, self.world_size = rank_and_world()
         self.local_rank = local_rank
         self.device = device
         self.step = 0
@@ -87,14 +87,14 @@ class Run:
         self._tracked: dict[str, Stateful] = {}
         self._optimized: list[torch.optim.Optimizer] = []
         self._writer: Writer | None = None
-        self._guard: Guard | None = None  # on a GPU
+        self._guard: CopyGuard | None = None  # on a GPU
         self._consumed = 0  # batches of this epoch, of a loader without an ElasticSampler
         self._epochs = 1
         self._stepped: int | None = None  # epoch in which steps() was called
         self._loader: Any = None
         self._iterator: Iterator[Any] = iter(())
         self._ahead: list[Any] = []  # batches fetched early
-        self._batch = feed.Batch(1.0, True, 0, 0)
+        self._batch = batches.Batch(1.0, True, 0, 0)
         self._metrics = metrics.Metrics()
         self._clock = metrics.Clock()
         self._snapped = 0
@@ -117,7 +117,7 @@ class Run:
     @property
     def batch_ids(self) -> list[int] | None:
         """Indices into the dataset of this rank's current batch, without padding; None without an ElasticSampler."""
-        sampler = feed.sampler_of(self._loader)
+        sampler = batches.sampler_of(self._loader)
         return None if sampler is None or self._batch.own is None else sampler.indices(self._batch.own)
 
     def print(self, *values: object) -> None:
@@ -182,7 +182,7 @@ class Run:
                     break
                 for model in self._models:
                     model.exchange(self._batch.last)
-                yield batch if self.device.type == "cpu" else feed.to_device(batch, self.device)
+                yield batch if self.device.type == "cpu" else batches.to_device(batch, self.device)
                 self._clock.samples += current.samples
                 if current.last:
                     self._boundary()
@@ -216,15 +216,15 @@ class Run:
         if found is not None:
             self._load(Path(context.slots), *found)
         if self.local_rank == 0:
-            stage, trouble = stage_for(self.device), Standing().trouble
+            stage, trouble = stage_for(self.device), GroupHealth().trouble
             self._writer = Writer(Path(context.slots), context.job, context.generation, control, stage, trouble)
             # Not for ever: on a GPU the copy may be queued behind a collective whose peer is gone.
             writer = self._writer
-            before_leaving(lambda: writer.settle(max(PATIENCE, 2 * writer.announcer.expected)))
+            before_leaving(lambda: writer.settle(max(PATIENCE, 2 * writer.progress.expected)))
             encoder = Encoder()
             self._encode(encoder)
             self._writer.prepare(encoder.tensors)
-            self._guard = Guard(self._writer, stage, self._optimized) if stage is not None else None
+            self._guard = CopyGuard(self._writer, stage, self._optimized) if stage is not None else None
         if found is not None:
             control.copied = control.committed = self.step
         self._snapped = self.step
@@ -265,29 +265,29 @@ class Run:
             return
         if not self._tracked:
             raise SpotrunError("run.steps before run.track(…): nothing is tracked, so no state can be saved")
-        feed.check(loader, self._tracked.values())
+        batches.check(loader, self._tracked.values())
 
-    def _feed(self, loader: Any, accumulate: int) -> Iterator[feed.Batch]:
+    def _feed(self, loader: Any, accumulate: int) -> Iterator[batches.Batch]:
         """Begin to iterate the loader where the state says; what its batches mean for the steps."""
         if self._writer is not None:
             with self._guarded():
                 self._writer.settle()  # a loader's worker, forked now, would inherit the slot's lock
         self._loader = loader
-        sampler = feed.sampler_of(loader)
+        sampler = batches.sampler_of(loader)
         batch = getattr(loader, "batch_size", None) or 1
         if sampler is None:
-            total = feed.length_of(loader, accumulate)
+            total = batches.length_of(loader, accumulate)
             self._skip(loader, self._consumed)
             self._estimate(None if total is None else -(-total // accumulate), self._consumed // accumulate)
-            return feed.plain(self._consumed, total, batch, accumulate)
+            return batches.plain(self._consumed, total, batch, accumulate)
         drop_last = bool(getattr(loader, "drop_last", False))
         sampler.bind(batch, drop_last)
         sampler.set_epoch(self.epoch)
         reseed(self._seed, self.step, "loader", self.rank)  # seeds of the loader's workers
         self._iterator = iter(loader)
         done = sampler.position // (batch * self.world_size * accumulate)
-        self._estimate(feed.steps_in(sampler.n, batch, self.world_size, accumulate, drop_last), done)
-        return feed.elastic(sampler.position, sampler.n, batch, self.world_size, self.rank, accumulate, drop_last)
+        self._estimate(batches.steps_in(sampler.n, batch, self.world_size, accumulate, drop_last), done)
+        return batches.elastic(sampler.position, sampler.n, batch, self.world_size, self.rank, accumulate, drop_last)
 
     def _skip(self, loader: Any, count: int) -> None:
         """Start a loader without an ElasticSampler and pass over the batches this epoch has had.
@@ -321,7 +321,7 @@ class Run:
             for model in self._models:
                 model.share_buffers()
         self.step += 1
-        sampler = feed.sampler_of(self._loader)
+        sampler = batches.sampler_of(self._loader)
         if sampler is None:
             self._consumed = self._batch.end
         else:
@@ -339,7 +339,7 @@ class Run:
         self._publish(now=draining)
         if draining:
             code = EXIT_DRAINED
-            part(self.device, self._group)
+            leave_together(self.device, self._group)
             if self._writer is not None:
                 with self._guarded():
                     self._writer.settle()

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import Sampler
 
 from spotrun.errors import SpotrunError
-from spotrun.train.place import place
+from spotrun.train.distributed import rank_and_world
 
 
 def taken(position: int, n: int, batch: int, world: int, drop_last: bool = False) -> int:
@@ -74,7 +74,7 @@ class ElasticSampler(Sampler[int]):
         return found
 
     def __iter__(self) -> Iterator[int]:
-        world, rank = place()
+        rank, world = rank_and_world()
         position = self.position
         while count := taken(position, self.n, self.batch, world, self.drop_last):
             own = share(position, self.n, self.batch, world, rank)
@@ -84,7 +84,7 @@ class ElasticSampler(Sampler[int]):
 
     def __len__(self) -> int:
         """Samples of one rank in a whole epoch, so that `len(loader)` is its number of steps."""
-        return -(-self.n // place()[0])
+        return -(-self.n // rank_and_world()[1])
 
     def state_dict(self) -> dict[str, Any]:
         return {"epoch": self.epoch, "position": self.position, "seed": self.seed, "n": self.n}

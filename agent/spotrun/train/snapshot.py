@@ -26,9 +26,9 @@ import xxhash
 from spotrun.errors import CorruptError, SpotrunError
 from spotrun.state import shards, slots
 from spotrun.state.control import NONE, Control
-from spotrun.train.announce import Announcer
+from spotrun.train.encoding import DTYPES, TORCH, Encoder
+from spotrun.train.progress import Progress
 from spotrun.train.staging import Copying, Stage
-from spotrun.train.state import DTYPES, TORCH, Encoder
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class Writer:
         self.dropped = False  # the last snapshot was torn, and no other was taken since
         self._stalls = deque([_Stall(0.0, None)], maxlen=3)  # so that the first few are taken whatever they cost
         self.newest_step = NONE
-        self.announcer = Announcer(control)
+        self.progress = Progress(control)
 
     def stall(self) -> float | None:
         """Seconds for which a snapshot holds up training, without layouts. None: those of the last are not known yet.
@@ -176,12 +176,12 @@ class Writer:
                 return False
             self._lay_out(target, entries)
             laid_out = time.monotonic()
-            self.announcer.begin(step, len(self._slots[target].mapped))
+            self.progress.begin(step, len(self._slots[target].mapped))
             slots.revoke(self._folder, target)
             self._copying = copying = self._copy(encoder.tensors, self._slots[target].views, beside)
             self.dropped = False
             if copying is None:
-                self.announcer.copied(step)
+                self.progress.copied(step)
             ended = time.monotonic()
             self._stalls.append(_Stall((ended - laid_out) + (laying - started), copying))
             if self._control is not None:
@@ -261,7 +261,7 @@ class Writer:
                 if changed := copying.land():
                     self._drop(target, step, changed)
                     return
-                self.announcer.copied(step)
+                self.progress.copied(step)
             mapped = self._slots[target].mapped
             record = slots.Record(
                 self._job, self._generation, step, len(mapped), xxhash.xxh3_128_hexdigest(mapped), tree
@@ -273,7 +273,7 @@ class Writer:
                 self._revoke_twin(1 - target)
             self._newest, self._steps[target] = target, step
             self.newest_step = step
-            self.announcer.committed(step)
+            self.progress.committed(step)
         other = 1 - target
         if self._fits(other, entries):
             return
@@ -292,13 +292,13 @@ class Writer:
         )
         self._torn |= frozenset(changed)
         self._steps.pop(target, None)
-        self.announcer.dropped()
+        self.progress.dropped()
         self.dropped = True
 
     def _check_trouble(self, step: int) -> None:
         """Raises `DistBackendError` if what was copied cannot be believed. The slot stays without a record."""
         if trouble := self._trouble():
-            self.announcer.dropped()
+            self.progress.dropped()
             raise dist.DistBackendError(f"no snapshot of step {step}: {trouble}")
 
     def _revoke_twin(self, slot: int) -> None:

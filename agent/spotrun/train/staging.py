@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from spotrun.train.pins import Pins
+from spotrun.train.pinned import PinnedMemory
 
 _PORTABLE = 1  # cudaHostRegisterPortable: for all devices of the process
 
@@ -103,7 +103,7 @@ class Staging:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._side: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._pins = Pins(self._register, self._unregister)
+        self._pins = PinnedMemory(self._register, self._unregister)
 
     def takes(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == "cuda"

@@ -78,7 +78,7 @@ def run(task: Task) -> None:
         text = "".join(traceback.format_exception(error.with_traceback(_script_part(error.__traceback__))))
         print(text, file=sys.stderr, end="")
         said = "".join(traceback.format_exception_only(error)).strip()
-        message = exit_note.sum_up(said) if "Last error:" in said else said.splitlines()[-1]
+        message = exit_note.summary(said) if "Last error:" in said else said.splitlines()[-1]
         if _is_peer_failure(error):
             _fail(task, "peer", message, text, EXIT_PEER)
         _fail(task, "user", message, text, 1)
@@ -135,7 +135,7 @@ def _is_peer_failure(error: BaseException) -> bool:
 
 def _fail(task: Task, kind: str, message: str, trace: str, code: int) -> NoReturn:
     """Say why, and leave at once: other threads may be stuck in a collective."""
-    exit_note.leave(task.control, kind, int(task.env["RANK"]), message, trace)
+    exit_note.write(task.control, kind, int(task.env["RANK"]), message, trace)
     sys.stdout.flush()
     sys.stderr.flush()
     kill_descendants()

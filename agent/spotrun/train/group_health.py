@@ -17,7 +17,7 @@ _aborts = 0  # of all groups in this process
 _watched = False
 
 
-class Standing:
+class GroupHealth:
     """What has happened to the process groups since this object was made."""
 
     def __init__(self) -> None:

@@ -16,9 +16,9 @@ import spotrun
 from spotrun.state import slots
 from spotrun.state.control import Context, Control
 from spotrun.train import run as run_module
+from spotrun.train.encoding import decode
 from spotrun.train.snapshot import Reader, Writer
 from spotrun.train.staging import Staging
-from spotrun.train.state import decode
 from tests.train.late import Late
 
 

@@ -19,11 +19,11 @@ PARTING = 5.0  # seconds that one who leaves waits for the others: a late one ma
 log = logging.getLogger(__name__)
 
 
-def place() -> tuple[int, int]:
-    """(world size, rank) of this process."""
+def rank_and_world() -> tuple[int, int]:
+    """(rank, world size) of this process; (0, 1) without a process group."""
     if dist.is_available() and dist.is_initialized():
-        return dist.get_world_size(), dist.get_rank()
-    return 1, 0
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
 
 
 def choose_device(local_rank: int, insist: bool = False) -> torch.device:
@@ -60,7 +60,7 @@ def _why_no_cuda() -> str:
     return "it finds no device"
 
 
-def join(device: torch.device, backend: str | None) -> None:
+def join_process_group(device: torch.device, backend: str | None) -> None:
     """Form the process group that torchrun's variables describe; without them, or if there is one, do nothing."""
     if "WORLD_SIZE" in os.environ and "RANK" in os.environ and not dist.is_initialized():
         backend = backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
@@ -74,7 +74,7 @@ def cpu_group(device: torch.device) -> dist.ProcessGroup | None:
     return dist.new_group(backend="gloo", timeout=TIMEOUT)  # type: ignore[no-any-return]
 
 
-def part(device: torch.device, group: dist.ProcessGroup | None, patience: float = PARTING) -> None:
+def leave_together(device: torch.device, group: dist.ProcessGroup | None, patience: float = PARTING) -> None:
     """Before this process leaves: wait until every rank has what this one sends, for at most `patience` seconds.
 
     That a collective's kernel has finished here does not mean that its data has arrived. It has once every rank says

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from spotrun.state import slots
 from spotrun.train import snapshot
-from spotrun.train.pins import Pins
+from spotrun.train.pinned import PinnedMemory
 from spotrun.train.snapshot import Writer
 from spotrun.train.staging import Copy, Staging
 from tests.train.late import Late
@@ -45,7 +45,7 @@ def test_no_copy_leaves_its_chunk(size: int, at: int, length: int, chunk: int) -
     at %= size
     length %= size - at + 1
     driver = Driver()
-    pins = Pins(driver.register, driver.unregister, chunk)
+    pins = PinnedMemory(driver.register, driver.unregister, chunk)
     pins.add(4096, size)
     assert sum(driver.locked.values()) == size
     pieces = pins.pieces(4096 + at, length)
@@ -59,7 +59,7 @@ def test_no_copy_leaves_its_chunk(size: int, at: int, length: int, chunk: int) -
 
 def test_memory_that_cannot_be_locked_is_used_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
     driver = Driver(room=250)
-    pins = Pins(driver.register, driver.unregister, 100)
+    pins = PinnedMemory(driver.register, driver.unregister, 100)
     pins.add(4096, 300)
     assert "cudaHostRegister: error 2" in caplog.text
     assert driver.locked == {}  # half of it locked would help nobody

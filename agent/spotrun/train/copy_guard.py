@@ -15,7 +15,7 @@ from spotrun.train.snapshot import Writer
 from spotrun.train.staging import Stage
 
 
-class Guard:
+class CopyGuard:
     """Calls the writer's guard, and knows of which tensors that guard is early enough.
 
     Call it at each such moment; as a context, it is called at the end.

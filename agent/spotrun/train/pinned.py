@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 CHUNK = 256 << 20  # bytes locked at once: the driver holds up other calls meanwhile
 
 
-class Pins:
+class PinnedMemory:
     """Locks regions of memory. register, unregister: cudaHostRegister(address, size), cudaHostUnregister(address).
 
     Both return CUDA's error code, 0 for success.

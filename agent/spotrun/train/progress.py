@@ -14,7 +14,7 @@ from spotrun.state.control import Control
 SLOW = 0.5e9  # bytes per second that are copied and hashed at least, until it is measured
 
 
-class Announcer:
+class Progress:
     """Writes the control block, if there is one. One snapshot at a time."""
 
     def __init__(self, control: Control | None) -> None:
