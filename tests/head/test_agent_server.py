@@ -97,7 +97,7 @@ class Street:
                             await link.receive()
                         return link.close_code or 0, ""
                     await link.send_str(report.model_dump_json())
-                    await await_for(lambda: node in self.world.head.agents.seen, what="the report")
+                    await await_for(lambda: node in self.world.head.agents.known, what="the report")
                     return 101, ""
             except aiohttp.WSServerHandshakeError as error:
                 return error.status, str((error.headers or {}).get(REFUSAL_HEADER, ""))
@@ -156,7 +156,7 @@ async def test_a_stranger_is_refused(tmp_path: Path, visit: dict[str, str], stat
         found = await s.knock(**visit)
         assert found[0] == status
         assert reason in found[1]
-        assert s.world.head.agents.seen == {}
+        assert s.world.head.agents.known == {}
         (told,) = s.told()
         assert reason in told
 
@@ -177,7 +177,7 @@ async def test_a_node_speaks_of_itself_only(tmp_path: Path) -> None:
     async with street(tmp_path) as s:
         publish(s.world, "p-0", "secret")
         assert await s.knock("p-0", "secret", about="p-1") == (1008, "")
-        assert s.world.head.agents.seen == {}
+        assert s.world.head.agents.known == {}
 
 
 async def test_an_agent_that_starts_again_has_another_secret(tmp_path: Path) -> None:

@@ -10,12 +10,12 @@ import pytest
 
 from spotrun.errors import StoreError
 from spotrun.head.boot import until_changed
-from spotrun.head.identity import Own
+from spotrun.head.identity import ClusterIdentity
 from spotrun.spec import ClusterSpec
 from spotrun.store import Store, cluster_key
 
 SPEC = ClusterSpec.model_validate({"name": "c", "cloud": "local", "pools": [{"name": "p", "zone": "local-a"}]})
-OWN = Own("c", "file:///bucket", "gcp", "local", "local")
+OWN = ClusterIdentity("c", "file:///bucket", "gcp", "local", "local")
 CHANGED = SPEC.model_copy(update={"labels": {"team": "vision"}})
 
 

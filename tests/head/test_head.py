@@ -187,9 +187,9 @@ async def test_what_a_dead_link_still_brings_is_not_heard(world: World) -> None:
     job = await world.started()
     world.receive("b", link="2", job=job.id, boot="b2")
     world.receive("b", job=job.id, boot="b", phase="running", generation=1)
-    assert world.head.agents.seen["b"].report.boot == "b2"
+    assert world.head.agents.known["b"].report.boot == "b2"
     world.head.disconnect("b", world.sends["b"])
-    assert world.head.agents.seen["b"].send is world.sends["b2"]
+    assert world.head.agents.known["b"].send is world.sends["b2"]
 
 
 async def test_a_new_head_gives_up_members_whose_machines_are_gone(world: World) -> None:
@@ -247,7 +247,7 @@ def reason(world: World) -> str:
 async def test_a_queued_job_is_not_shown_with_the_active_ones_events(world: World) -> None:
     """A person who followed it saw the failures of another person's job."""
     first = await world.started()
-    world.head.note("failure", "p-0 rank 0: ValueError: the first one's")
+    world.head.add_event("failure", "p-0 rank 0: ValueError: the first one's")
     second = await world.head.submit(JOB, CODE)
     third = await world.head.submit(JOB, CODE)
     await world.turn()

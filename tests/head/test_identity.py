@@ -15,7 +15,7 @@ from aiohttp import web
 
 from spotrun.cloud.local import metadata
 from spotrun.errors import SpotrunError
-from spotrun.head.identity import Own, check
+from spotrun.head.identity import ClusterIdentity, check
 from spotrun.spec import ClusterSpec
 from spotrun.store import Store, cluster_key
 from tests.fakes import gcs, moto_server, serving
@@ -34,12 +34,12 @@ AWS: dict[str, Any] = {
     "pools": [{"name": "spot", "zone": "us-east-1a", "machine": "g5.xlarge"}],
 }
 LOCAL: dict[str, Any] = {"name": "mine", "cloud": "local", "pools": [{"name": "spot", "zone": "local-a"}]}
-ON_GCP = Own("mine", "gs://spotrun-mine-my-project", "gcp", "my-project", "us-central1")
-ON_AWS = Own("mine", "s3://spotrun-mine-123456789012-us-east-1", "aws", "123456789012", "us-east-1")
-HERE = Own("mine", "file:///state/bucket", "gcp", "local", "local")
+ON_GCP = ClusterIdentity("mine", "gs://spotrun-mine-my-project", "gcp", "my-project", "us-central1")
+ON_AWS = ClusterIdentity("mine", "s3://spotrun-mine-123456789012-us-east-1", "aws", "123456789012", "us-east-1")
+HERE = ClusterIdentity("mine", "file:///state/bucket", "gcp", "local", "local")
 OTHER_ZONE = {"name": "spot", "zone": "us-east1-b", "machine": "g2-standard-8"}
 # own, what is described, and what is said of it; None: it is accepted
-CASES: dict[str, tuple[Own, dict[str, Any], str | None]] = {
+CASES: dict[str, tuple[ClusterIdentity, dict[str, Any], str | None]] = {
     "gcp": (ON_GCP, GCP, None),
     "gcp: its bucket named": (ON_GCP, GCP | {"bucket": ON_GCP.bucket}, None),
     "gcp: another name": (
@@ -72,14 +72,14 @@ CASES: dict[str, tuple[Own, dict[str, Any], str | None]] = {
         "region is us-west-2 there, and us-east-1 in",
     ),
     "aws: another account's bucket": (
-        Own("mine", ON_AWS.bucket, "aws", "210987654321", "us-east-1"),
+        ClusterIdentity("mine", ON_AWS.bucket, "aws", "210987654321", "us-east-1"),
         AWS,
         "bucket is s3://spotrun-mine-210987654321-us-east-1 there, and s3://spotrun-mine-123456789012-us-east-1 in",
     ),
     "local": (HERE, LOCAL, None),
-    "local: EC2's metadata": (Own("mine", HERE.bucket, "aws", "000000000000", "local"), LOCAL, None),
+    "local: EC2's metadata": (ClusterIdentity("mine", HERE.bucket, "aws", "000000000000", "local"), LOCAL, None),
     "local: a folder for a bucket": (
-        Own("mine", "/state/b", "gcp", "local", "local"),
+        ClusterIdentity("mine", "/state/b", "gcp", "local", "local"),
         LOCAL | {"bucket": "/state/b"},
         None,
     ),
@@ -109,7 +109,7 @@ def test_a_description_of_another_cluster_is_refused(case: str) -> None:
     assert "\n" not in said
 
 
-def facts(own: Own) -> metadata.Facts:
+def facts(own: ClusterIdentity) -> metadata.Facts:
     about = {"spotrun-cluster": own.cluster, "spotrun-bucket": own.bucket, "spotrun-pool": "head"}
     zone = own.region + ("-b" if own.provider == "gcp" else "a")
     kind = "small"
@@ -119,7 +119,9 @@ def facts(own: Own) -> metadata.Facts:
 @pytest.fixture(
     params=["gce", pytest.param("ec2", marks=pytest.mark.clouds)],
 )
-def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Own, Mapping[str, str]]]:
+def machine(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[ClusterIdentity, Mapping[str, str]]]:
     """A head's machine of either cloud: what its metadata say, and the environment of its processes."""
     own, flavour = (ON_GCP, "gce") if request.param == "gce" else (ON_AWS, "ec2")
     subject = metadata.Subject(facts(own))
@@ -140,7 +142,9 @@ def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
             yield own, environment
 
 
-def test_a_head_does_not_act_under_another_name(machine: tuple[Own, Mapping[str, str]], tmp_path: Path) -> None:
+def test_a_head_does_not_act_under_another_name(
+    machine: tuple[ClusterIdentity, Mapping[str, str]], tmp_path: Path
+) -> None:
     own, environment = machine
     store = Store(own.bucket, own.region)
     described = ClusterSpec.model_validate((GCP if own.provider == "gcp" else AWS) | {"name": "victim"})

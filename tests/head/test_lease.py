@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from spotrun.errors import ConflictError, StoreError
-from spotrun.head.fenced import Owned
+from spotrun.head.fenced import FencedStore
 from spotrun.head.head import Head
 from spotrun.head.job_state import Stop, apply
 from spotrun.head.lease import Holder, Lease, Record
@@ -100,7 +100,7 @@ while done < 40:
 
 
 async def test_owned_objects_are_not_overwritten(store: Store) -> None:
-    old, new = Owned(store), Owned(store)
+    old, new = FencedStore(store), FencedStore(store)
     await old.put("a", b"1")
     assert await new.find("a") == b"1"
     await new.put("a", b"2")
@@ -113,7 +113,7 @@ async def test_owned_objects_are_not_overwritten(store: Store) -> None:
 async def test_an_answer_that_was_lost_is_no_conflict(tmp_path: Path) -> None:
     """The write arrived, its answer did not. The next write has other bytes."""
     store = LosesAnswers(str(tmp_path))
-    owned = Owned(store)
+    owned = FencedStore(store)
     await owned.put("a/b", b"1")
     for data in (b"2", b"3"):
         store.losing = True
@@ -126,7 +126,7 @@ async def test_an_answer_that_was_lost_is_no_conflict(tmp_path: Path) -> None:
     with pytest.raises(StoreError):
         await owned.put("a/b", b"6")
     store.losing = False
-    await Owned(store).put("a/b", b"another head")
+    await FencedStore(store).put("a/b", b"another head")
     with pytest.raises(ConflictError):
         await owned.put("a/b", b"7")
     assert store.get("a/b") == b"another head"

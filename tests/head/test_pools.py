@@ -78,7 +78,7 @@ async def test_the_next_pool_stands_in_for_a_zone_that_does_not_answer(world: Wo
 
     # One is lost: silent, and the other says so as well.
     world.head.disconnect("p-1", world.sends["p-1"])
-    world.head.agents.seen["p-1"].reported_at -= 60
+    world.head.agents.known["p-1"].reported_at -= 60
     failure = Failure(kind="peer", rank=0, message="reset", at=time.time())
     world.receive("p-0", job=job, phase="ready", generation=1, failure=failure)
     await world.turn(2)
@@ -112,7 +112,7 @@ async def test_a_head_that_has_never_known_a_zone(world: World) -> None:
     world.receive("p-0", job=job.id)
     world.head.disconnect("p-0", world.sends["p-0"])
     world.head._forget()
-    assert "p-0" in world.head.agents.seen
+    assert "p-0" in world.head.agents.known
     assert world.head.job.current == job.current
     await world.look()
     assert world.cloud.size == {"p": 0, "q": 2}

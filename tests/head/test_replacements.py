@@ -63,7 +63,7 @@ async def test_an_unfit_machine_whose_agent_keeps_restarting_is_replaced(
     await world.with_machines()
     world.receive("p-0", boot="b0", phase="checking", store="")
     world.receive("p-0", boot="b0", phase="unfit", unfit=["no driver"], store="")
-    seen = world.head.agents.seen["p-0"]
+    seen = world.head.agents.known["p-0"]
     seen.since -= repair.GRACE
     seen.unfit_since -= repair.GRACE
     if made_anew:
@@ -117,7 +117,7 @@ async def test_what_a_cloud_refuses_does_not_count(world: World) -> None:
     began = time.time()
     for seconds in (0, 1, 61, 182, 423):
         world.unfit("p-0")
-        world.head.agents.seen["p-0"].reported_at = world.head.agents.seen["p-1"].reported_at = began + seconds
+        world.head.agents.known["p-0"].reported_at = world.head.agents.known["p-1"].reported_at = began + seconds
         await world.head._turn(began + seconds)
         await world.head.replacements.answered()
         await world.head._turn(began + seconds)

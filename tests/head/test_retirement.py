@@ -225,7 +225,7 @@ async def test_the_head_drains_and_replaces_a_machine_before_its_end(tmp_path: P
     assert [member.node for member in world.head.job.last] == ["p-1"]
     world.receive("p-1", job=job, phase="running", generation=2, snapshot=StateRef(generation=2, step=step))
     world.receive("p-0", job=job, snapshot=StateRef(generation=1, step=step))
-    world.head.agents.seen["p-0"].since -= retirement.SETTLE
+    world.head.agents.known["p-0"].since -= retirement.SETTLE
     await world.turn()
     await world.head.replacements.answered()
     assert world.recreated == ["p-0"]

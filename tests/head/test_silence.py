@@ -261,7 +261,7 @@ async def test_a_frozen_job_of_one_node_gets_another_machine(tmp_path: Path) -> 
     world.receive("p-0", job=started, phase="running", generation=1, workers=stepping(5))
     await world.turn()
     head = world.head
-    head.agents.seen["p-0"].reported_at -= 301
+    head.agents.known["p-0"].reported_at -= 301
     head._began = head._awake_since = time.time() - 400
     await world.turn()
     assert world.head.status()["job"]["phase"] == "silent"

@@ -17,7 +17,7 @@ from spotrun.errors import SpecError, UnreadableError
 from spotrun.head import parking
 from spotrun.head.boot import until_changed
 from spotrun.head.head import Head
-from spotrun.head.identity import Own
+from spotrun.head.identity import ClusterIdentity
 from spotrun.head.job_state import JobState
 from spotrun.head.server.agent_server import _report
 from spotrun.spec import ClusterSpec, JobSpec, described, digest, load_job
@@ -163,7 +163,7 @@ async def test_a_description_with_unknown_keys_is_read(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     store.put(cluster_key("c"), document)
     looking = asyncio.create_task(
-        until_changed(store, Own("c", "file:///bucket", "gcp", "local", "local"), digest(document), 0.0)
+        until_changed(store, ClusterIdentity("c", "file:///bucket", "gcp", "local", "local"), digest(document), 0.0)
     )
     await asyncio.sleep(0)
     assert not looking.done()

@@ -125,7 +125,7 @@ class World:
     def unfit(self, name: str, why: str = "no driver") -> None:
         """It has said for long enough that it is unfit."""
         self.receive(name, phase="unfit", unfit=[why], store="")
-        self.head.agents.seen[name].since -= repair.GRACE
+        self.head.agents.known[name].since -= repair.GRACE
 
     @property
     def recreated(self) -> list[str]:

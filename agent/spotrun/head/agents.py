@@ -16,11 +16,11 @@ from spotrun.head.view import Machine, Node
 from spotrun.wire import Order, Report
 
 Send = Callable[[Order], None]
-Note = Callable[[str, str], None]
+AddEvent = Callable[[str, str], None]
 
 
 @dataclass
-class Seen:
+class KnownAgent:
     """An agent: its newest report, and the way to it while it is connected. since, answered: as in `Node`, `Machine`.
 
     unfit_since: since when it has been unfit or checking again; 0: it is not known to be unfit.
@@ -38,15 +38,15 @@ class Seen:
 class Agents:
     """Every agent that this head has heard of.
 
-    note: where events go that operators should read. notice: seconds of notice that a pool's machines get.
+    add_event: where events go that operators should read. notice: seconds of notice that a pool's machines get.
     """
 
-    def __init__(self, note: Note, notice: Callable[[str], float] = lambda _: 0.0) -> None:
+    def __init__(self, add_event: AddEvent, notice: Callable[[str], float] = lambda _: 0.0) -> None:
         self._notice = notice
         self._told: set[str] = set()  # jobs whose drains do not fit into a notice: said already
-        self.seen: dict[str, Seen] = {}
+        self.known: dict[str, KnownAgent] = {}
         self.ready_at = 0.0  # when the newest one became ready
-        self._note = note
+        self._add_event = add_event
         self._retired: set[Send] = set()  # links that a newer one of the same node has replaced
 
     def receive(self, report: Report, send: Send, now: float, made: float = 0.0) -> bool:
@@ -56,22 +56,22 @@ class Agents:
         """
         if send in self._retired:
             return False  # what a dead connection still had under way is older than what was heard since
-        before = self.seen.get(report.node)
+        before = self.known.get(report.node)
         if before and before.send is not None and before.send is not send:
             self._retired.add(before.send)
         last = before.report if before and before.report.boot == report.boot else None
         noticed = report.notice is not None and (last is None or last.notice is None)
         if last is None:
-            self._note("node", f"{report.node} joined")
+            self._add_event("node", f"{report.node} joined")
         if report.phase == "ready" and (last is None or last.phase != "ready"):
             self.ready_at = now
         if report.unfit and (last is None or _words(last.unfit) != _words(report.unfit)):
-            self._note("unfit", f"{report.node} takes no job: {'; '.join(report.unfit)}")
+            self._add_event("unfit", f"{report.node} takes no job: {'; '.join(report.unfit)}")
         if report.notice and noticed:
-            self._note("notice", f"{report.node} will be taken: {report.notice.kind}")
+            self._add_event("notice", f"{report.node} will be taken: {report.notice.kind}")
         if report.coming and (last is None or last.coming is None):
             at = time.strftime("%H:%M", time.gmtime(report.coming.deadline))
-            self._note(
+            self._add_event(
                 "notice",
                 f"{report.node} will be taken at {at} UTC: {report.coming.kind}; it trains on until shortly before",
             )
@@ -86,16 +86,16 @@ class Agents:
         elif report.phase != "checking":
             unfit_since = 0.0
         answered = now if report.phase != "checking" else before.answered if before else 0.0
-        self.seen[report.node] = Seen(report, now, send, sent, since, answered, unfit_since)
+        self.known[report.node] = KnownAgent(report, now, send, sent, since, answered, unfit_since)
         return noticed
 
     def _tell_trouble(self, report: Report, last: Report | None) -> None:
         """An event when a node begins to fail at saving, when the reason changes, and when it succeeds again."""
         now, before = report.trouble, last.trouble if last else None
         if now is not None and (before is None or _words((before.message,)) != _words((now.message,))):
-            self._note("checkpoint", f"{report.node} cannot save its part, and tries again: {now.message}")
+            self._add_event("checkpoint", f"{report.node} cannot save its part, and tries again: {now.message}")
         elif now is None and before is not None and report.parts:
-            self._note("checkpoint", f"{report.node} saves again, after {before.tries} tries that failed")
+            self._add_event("checkpoint", f"{report.node} saves again, after {before.tries} tries that failed")
 
     def _tell_drain(self, report: Report) -> None:
         """An event at a job's first measured snapshot, if no drain will fit into a notice."""
@@ -105,22 +105,22 @@ class Agents:
             and (why := notice_fit.too_long(report, self._notice(report.pool)))
         ):
             self._told.add(report.job)
-            self._note("snapshot", why)
+            self._add_event("snapshot", why)
 
     def disconnect(self, node: str, send: Send) -> bool:
         """A link closed; whether it was the node's newest."""
         self._retired.discard(send)
-        seen = self.seen.get(node)
+        seen = self.known.get(node)
         if seen is None or seen.send is not send:
             return False
         seen.send, seen.sent = None, None
-        self._note("link", f"{node} is not connected")
+        self._add_event("link", f"{node} is not connected")
         return True
 
     def order(self, job: JobState | None, epoch: int) -> None:
         """Send each connected agent what it should be doing, if that is not what it was sent last."""
         active = None if job is None or job.ended_already else (job, bundle_of(job))
-        for node, seen in self.seen.items():
+        for node, seen in self.known.items():
             order = order_for(*active, node, seen.report.boot, epoch) if active else Order(epoch=epoch)
             if seen.send is not None and order != seen.sent:
                 seen.sent = order
@@ -128,28 +128,28 @@ class Agents:
 
     def forget(self, kept: Collection[str]) -> None:
         """Drop those that are not connected, but for `kept`."""
-        for name in [name for name, seen in self.seen.items() if seen.send is None and name not in kept]:
-            del self.seen[name]
+        for name in [name for name, seen in self.known.items() if seen.send is None and name not in kept]:
+            del self.known[name]
 
     def reports(self, job: str | None = None) -> list[Report]:
         """The newest report of each; those about one job."""
-        return [seen.report for seen in self.seen.values() if job in (None, seen.report.job)]
+        return [seen.report for seen in self.known.values() if job in (None, seen.report.job)]
 
     def busy(self) -> bool:
         """Whether any that is connected holds a job still."""
-        return any(seen.send is not None and seen.report.job for seen in self.seen.values())
+        return any(seen.send is not None and seen.report.job for seen in self.known.values())
 
     def leaving(self) -> list[str]:
         """Nodes under notice: they count in their pools still, but not for long."""
-        connected = [(name, seen.report.notice) for name, seen in self.seen.items() if seen.send is not None]
+        connected = [(name, seen.report.notice) for name, seen in self.known.items() if seen.send is not None]
         return [name for name, notice in connected if notice is not None and notice.kind != "rebalance"]
 
     def nodes(self, fleet: Fleet) -> tuple[Node, ...]:
         """Each as decisions see it."""
-        states = {name: fleet.state_of(name, seen.reported_at, seen.report.pool) for name, seen in self.seen.items()}
+        states = {name: fleet.state_of(name, seen.reported_at, seen.report.pool) for name, seen in self.known.items()}
         return tuple(
             Node(seen.report, seen.send is not None, seen.reported_at, states[name], seen.since)
-            for name, seen in self.seen.items()
+            for name, seen in self.known.items()
         )
 
     def machines(self, fleet: Fleet) -> tuple[Machine, ...]:
@@ -158,7 +158,7 @@ class Agents:
         retires = ends.planned(fleet.instances or (), pools)
         found = []
         for each in fleet.instances or ():
-            seen = self.seen.get(each.name)
+            seen = self.known.get(each.name)
             answered = seen.answered if seen else 0.0
             state = "unknown" if each.pool in fleet.away else each.state
             kind, retirement = pools[each.pool].machine or "", retires.get(each.name, 0.0)

@@ -10,7 +10,7 @@ from spotrun.cloud import connect
 from spotrun.errors import ConflictError, SpotrunError
 from spotrun.head.code_sweep import Sweeper
 from spotrun.head.head import Head
-from spotrun.head.identity import Own, check
+from spotrun.head.identity import ClusterIdentity, check
 from spotrun.head.lease import Holder, Lease
 from spotrun.head.server.ctl import control_path
 from spotrun.head.server.server import claim_epoch, serve
@@ -52,7 +52,7 @@ async def _serve(systemd: Systemd) -> None:
     if bucket.startswith("s3://"):
         os.environ.setdefault("AWS_REGION", identity.region)
     store = await asyncio.to_thread(Store, bucket)
-    own = Own(name, bucket, machine.PROVIDER, account, identity.region)
+    own = ClusterIdentity(name, bucket, machine.PROVIDER, account, identity.region)
     systemd.status(f"waiting for the lease of the head of {name}")
     lease = Lease(store, name, Holder.of_this_process(identity.machine))
     await lease.take()
@@ -79,7 +79,7 @@ async def _keep(lease: Lease) -> None:
 async def _lead(
     systemd: Systemd,
     store: Store,
-    own: Own,
+    own: ClusterIdentity,
     identity: metadata.Identity,
     lease: Lease,
     keeping: asyncio.Future[None],
@@ -105,7 +105,7 @@ async def _lead(
         await cloud.close()
 
 
-async def until_changed(store: Store, own: Own, known: str, every: float) -> None:
+async def until_changed(store: Store, own: ClusterIdentity, known: str, every: float) -> None:
     """Return when the bucket has another valid description. A new head then reads it; training goes on meanwhile.
 
     known: digest of the description that this head has read.

@@ -12,7 +12,7 @@ from spotrun.errors import StoreError
 from spotrun.store import Store, Version
 
 
-class Owned:
+class FencedStore:
     """The objects of one head. All methods raise `StoreError` when the bucket does not answer."""
 
     def __init__(self, store: Store) -> None:

@@ -67,7 +67,7 @@ class Head:
         self.lease = held
         self.journal = Journal(store, cluster.name)
         self.fleet = Fleet(cluster, cloud)
-        self.agents = Agents(self.note, partial(notice_fit.notice_of, cluster))
+        self.agents = Agents(self.add_event, partial(notice_fit.notice_of, cluster))
         self.signs = Signs(store, cluster.name, self.fleet.listed)
         self.replacements = Replacements(
             cluster.name, self.description, store, self.fleet.recreate, self._wanted, lambda: self._changed.set()
@@ -109,7 +109,7 @@ class Head:
         state = submission.accept(job, code, self.cluster, self.fleet.unpriced(), time.time())
         state = await self.journal.create(state)
         if unknown := sorted(job.keys() - JobSpec.model_fields.keys()):
-            self.note("job", f"{state.id}: this head is of another version, it ignores {', '.join(unknown)}")
+            self.add_event("job", f"{state.id}: this head is of another version, it ignores {', '.join(unknown)}")
         await self._enqueue(state.id)
         return state.id
 
@@ -176,7 +176,7 @@ class Head:
             "held": self.journal.held,
         }
 
-    def note(self, kind: str, text: str) -> None:
+    def add_event(self, kind: str, text: str) -> None:
         """Add to the job's events."""
         self.events.append({"at": time.time(), "kind": kind, "text": text})
         del self.events[:-EVENTS]
@@ -233,7 +233,7 @@ class Head:
         async with self.taking:
             await self._next_job()
         for answer in self.replacements.answers():
-            self.note("cloud", answer)
+            self.add_event("cloud", answer)
         requests, self._requests = self._requests, []
         for change, future in requests:
             if future.done():
@@ -274,20 +274,20 @@ class Head:
             job = apply(job, EndGeneration(cause=Cause(kind="head")), now).replace(generation=taken)
         self.job = job
         view = self._view(now)
-        self.signs.listen(view, self.note)
+        self.signs.listen(view, self.add_event)
         job = idle.observe(silence.observe(job, view), view)
         job = absent.remember(accounting.count(accounting.observe(job, view), view, self.fleet.prices), view)
         if interrupted and job.interruptions[-1].seconds is not None:
             loss = job.interruptions[-1]
-            self.note("recovered", f"after {loss.seconds:.1f} s, {loss.steps_lost} steps lost ({loss.kind})")
+            self.add_event("recovered", f"after {loss.seconds:.1f} s, {loss.steps_lost} steps lost ({loss.kind})")
         for manifest in manifests(job, self.agents.reports(), now):
             found = await self.journal.complete(manifest, job.spec.keep)
-            self.note("checkpoint", f"step {manifest.step} is in the bucket")
+            self.add_event("checkpoint", f"step {manifest.step} is in the bucket")
             job = saved(job, tuple(found), manifest, now)
         self.job = job
         for action in plan(self._view(now)):
             if said := event(job, action):
-                self.note(*said)
+                self.add_event(*said)
             job = apply(job, action, now)
             if isinstance(action, Recreate):
                 self.replacements.want(action, now)
@@ -298,7 +298,7 @@ class Head:
     def _view(self, now: float) -> View:
         assert self.job is not None
         members = self.job.current.members if self.job.current else ()
-        unseen = {member.node: self.job.ordered_at for member in members if member.node not in self.agents.seen}
+        unseen = {member.node: self.job.ordered_at for member in members if member.node not in self.agents.known}
         view = View(
             now=now,
             job=self.job,
@@ -346,9 +346,9 @@ class Head:
         except UnreadableError as error:
             before, self.parked = self.parked, Parked(queue[0], str(error), time.time())
             if before is None or before.reason != self.parked.reason:
-                self.note("job", parking.text(self.parked))
+                self.add_event("job", parking.text(self.parked))
         except SpotrunError as error:  # its state is gone
-            self.note("job", f"passed over: {error}")
+            self.add_event("job", f"passed over: {error}")
             await self.journal.dequeue(queue[0])
 
     # The machines.
@@ -362,7 +362,7 @@ class Head:
             try:
                 await self._check_epoch()
                 for problem in await self.fleet.look():
-                    self.note("cloud", f"pool {problem.pool}: {problem.message}")
+                    self.add_event("cloud", f"pool {problem.pool}: {problem.message}")
                 needed = demand.needed(self.journal.queue, self.job, self.agents.busy(), time.time())
                 if needed is not None:
                     await self._scale(needed)
@@ -380,7 +380,7 @@ class Head:
             return await self.fleet.scale(needed, ())
         view = self._view(time.time())
         for pool in sorted(repair.exhausted(view) - self._exhausted):
-            self.note("cloud", f"pool {pool}: {repair.problems(view)[pool]}")
+            self.add_event("cloud", f"pool {pool}: {repair.problems(view)[pool]}")
         self._exhausted = repair.exhausted(view)
         # Also of a generation that has ended: they may hold the only copy of the state.
         members = [member.node for member in self.job.last]
@@ -392,5 +392,5 @@ class Head:
     def _forget(self) -> None:
         """Drop agents whose machines are gone for good, unless the generation still counts on them."""
         members = {member.node for member in self.job.current.members} if self.job and self.job.current else set()
-        unknown = {name for name, seen in self.agents.seen.items() if seen.report.pool in self.fleet.away}
+        unknown = {name for name, seen in self.agents.known.items() if seen.report.pool in self.fleet.away}
         self.agents.forget(self.fleet.names() | members | unknown)

@@ -16,7 +16,7 @@ _CLOUDS = {"gs": "gcp", "s3": "aws"}
 
 
 @dataclass(frozen=True)
-class Own:
+class ClusterIdentity:
     """What the metadata of the head's machine say.
 
     cluster: the cluster's name. bucket: the bucket's URL. provider: the cloud whose metadata server answered, gcp or
@@ -37,7 +37,7 @@ class Own:
         return self.provider if separator and scheme in _CLOUDS else "local"
 
 
-def check(cluster: ClusterSpec, own: Own) -> ClusterSpec:
+def check(cluster: ClusterSpec, own: ClusterIdentity) -> ClusterSpec:
     """Return the description if it is of the machine's own cluster. Otherwise raise `SpotrunError`, in one line."""
     differ = [
         f"{what} is {told} there, and {mine} in the machine's metadata" for what, told, mine in _told(cluster, own)
@@ -50,7 +50,7 @@ def check(cluster: ClusterSpec, own: Own) -> ClusterSpec:
     )
 
 
-def _told(cluster: ClusterSpec, own: Own) -> Iterator[tuple[str, str, str]]:
+def _told(cluster: ClusterSpec, own: ClusterIdentity) -> Iterator[tuple[str, str, str]]:
     """What differs, each as (key, value in the description, value in the metadata)."""
     pairs = [("name", cluster.name, own.cluster), ("cloud", cluster.cloud, own.cloud)]
     pairs.append(("region", cluster.region, own.region))

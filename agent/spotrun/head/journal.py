@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any
 
 from spotrun.errors import SpotrunError, UnreadableError
-from spotrun.head.fenced import Owned
+from spotrun.head.fenced import FencedStore
 from spotrun.head.job_state import ENDED, JobState, Progress
 from spotrun.state import checkpoints
 from spotrun.store import Store, checkpoint_key, job_key, queue_key, up_key
@@ -32,7 +32,7 @@ class Journal:
         self.store = store
         self._queue: QueueRecord | None = None  # None: not read yet
         self._cluster = cluster
-        self._owned = Owned(store)
+        self._fenced = FencedStore(store)
         self._queueing = asyncio.Lock()  # else an older queue could be the last to reach the bucket
         self._written: JobState | None = None
         self._written_at = 0.0
@@ -67,7 +67,7 @@ class Journal:
 
     async def _known_queue(self) -> QueueRecord:
         if self._queue is None:
-            data = await self._owned.find(queue_key(self._cluster))
+            data = await self._fenced.find(queue_key(self._cluster))
             found, queue = await asyncio.to_thread(self._parse_queue, data)
             if found != queue:
                 await self._write_queue(queue)
@@ -75,7 +75,7 @@ class Journal:
         return self._queue
 
     async def _write_queue(self, queue: QueueRecord) -> None:
-        await self._owned.put(queue_key(self._cluster), queue.model_dump_json().encode())
+        await self._fenced.put(queue_key(self._cluster), queue.model_dump_json().encode())
         self._queue = queue
 
     def _parse_queue(self, data: bytes | None) -> tuple[QueueRecord, QueueRecord]:
@@ -141,7 +141,7 @@ class Journal:
 
     async def replace(self, state: JobState) -> None:
         """Write a job's state as it is, whoever holds it."""
-        await self._owned.put(job_key(state.id, "state.json"), state.model_dump_json().encode())
+        await self._fenced.put(job_key(state.id, "state.json"), state.model_dump_json().encode())
 
     async def read(self, job: str, own: bool = False) -> JobState:
         """A job's state. Raises `SpotrunError` if there is none, `UnreadableError` if it cannot be read.
@@ -150,7 +150,7 @@ class Journal:
         """
         data, key = None, job_key(job, "state.json")
         if re.fullmatch(r"[a-z0-9][a-z0-9-]*", job):  # anything else could name another object
-            data = await (self._owned.find(key) if own else asyncio.to_thread(self.store.find, key))
+            data = await (self._fenced.find(key) if own else asyncio.to_thread(self.store.find, key))
         if data is None:
             raise SpotrunError(f"there is no job {job} in {self.store.url}")
         try:
@@ -163,7 +163,7 @@ class Journal:
     async def take_up(self, job: str, epoch: int) -> tuple[JobState, list[dict[str, Any]]]:
         """A job that head `epoch` takes over, and its events. Its checkpoints are those that the bucket really has."""
         state = await self.read(job, own=True)
-        events = _events(await self._owned.find(job_key(job, "events.jsonl")))
+        events = _events(await self._fenced.find(job_key(job, "events.jsonl")))
         complete = await asyncio.to_thread(checkpoints.complete, self.store, job, strict=True)
         self._written, self._events = None, None
         # The new epoch makes this state another object, so an older head that still runs does not replace it.
@@ -183,7 +183,7 @@ class Journal:
         newest = events[-1] if events else None
         if newest is not self._events:
             lines = "".join(json.dumps(event) + "\n" for event in events).encode()
-            await self._owned.put(job_key(job.id, "events.jsonl"), lines)
+            await self._fenced.put(job_key(job.id, "events.jsonl"), lines)
             self._events = newest
         await self.replace(job)
         self._written, self._written_at = job, now

@@ -7,7 +7,7 @@ head takes a lease at once if its holder has ended on the same machine, or has r
 
 A holder that was suspended for a while may have lost the lease without knowing. So a head renews an old lease before it
 writes anything or asks the cloud for anything. In addition, each object that only the head writes is replaced only if
-no other head has written it (`owned`).
+no other head has written it (`fenced.FencedStore`).
 """
 
 from __future__ import annotations

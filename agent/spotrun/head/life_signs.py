@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from spotrun.errors import SpotrunError
+from spotrun.head.agents import AddEvent
 from spotrun.head.planner import silence
 from spotrun.head.view import Sign, View
 from spotrun.store import RECORD, Store, alive_key
@@ -45,15 +46,15 @@ class Signs:
         """The signs of the wanted nodes, as last read."""
         return MappingProxyType(dict(self._found))
 
-    def listen(self, view: View, note: Callable[[str, str], None]) -> None:
+    def listen(self, view: View, add_event: AddEvent) -> None:
         """Choose which signs to look for. Make an event when the news about silent nodes change."""
         spec = view.job.spec
         self.want(silence.watched(view, spec))
         said = silence.news(view, spec)
         if said and said[0] != self._said:
-            note("silence", said[1])
+            add_event("silence", said[1])
         elif not said and self._said and view.job.current is not None:
-            note("silence", "nodes are heard again")
+            add_event("silence", "nodes are heard again")
         self._said = said[0] if said else ""
 
     def want(self, nodes: frozenset[str]) -> None:

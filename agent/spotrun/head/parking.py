@@ -87,12 +87,12 @@ async def take_out(head: Head, job: str) -> bool:
         try:
             state = await head.journal.read(job, own=True)
         except UnreadableError:
-            head.note("job", f"{job}: the operator has taken it out of the queue; its state is left as it is")
+            head.add_event("job", f"{job}: the operator has taken it out of the queue; its state is left as it is")
             return True
         except StoreError:
             raise
         except SpotrunError:
-            head.note("job", f"{job}: the operator has taken it out of the queue; its state is gone")
+            head.add_event("job", f"{job}: the operator has taken it out of the queue; its state is gone")
             return True
         reason = "stopped by the operator before it ran"
         await head.journal.replace(state.replace(phase="stopped", reason=reason, ended=time.time()))

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from spotrun.errors import SpotrunError
-from spotrun.head.fenced import Owned
+from spotrun.head.fenced import FencedStore
 from spotrun.head.fleet import repair
 from spotrun.head.job_state import Recreate, Replacement
 from spotrun.store import Store, replaced_key
@@ -47,7 +47,7 @@ class Replacements:
         wake: Callable[[], None],
     ) -> None:
         self.replaced: tuple[Replacement, ...] = ()
-        self._key, self._description, self._owned = replaced_key(cluster), description, Owned(store)
+        self._key, self._description, self._fenced = replaced_key(cluster), description, FencedStore(store)
         self._recreate, self._still, self._wake = recreate, still, wake
         self._written: tuple[Replacement, ...] | None = None  # None: not read yet
         self._waiting: list[Recreate] = []
@@ -58,7 +58,7 @@ class Replacements:
     async def read(self) -> None:
         """What earlier heads have asked; from the bucket the first time. Raises `StoreError`."""
         if self._written is None:
-            self._written = self.replaced = self._parsed(await self._owned.find(self._key))
+            self._written = self.replaced = self._parsed(await self._fenced.find(self._key))
 
     def want(self, action: Recreate, now: float) -> None:
         """Note what is to be asked; `begin` asks."""
@@ -81,7 +81,7 @@ class Replacements:
         if self.replaced != self._written:
             replaced = self.replaced
             record = Record(description=self._description, machines=replaced)
-            await self._owned.put(self._key, record.model_dump_json().encode())
+            await self._fenced.put(self._key, record.model_dump_json().encode())
             self._written = replaced
         for action in self._waiting:
             task = asyncio.create_task(self._ask(action), name=f"recreate {action.node}")

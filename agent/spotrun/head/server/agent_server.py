@@ -121,7 +121,7 @@ class Door:
         self._said[key] = now
         more = f" ({self._unsaid} others are not shown)" if self._unsaid else ""
         self._unsaid = 0
-        self._head.note("refused", f"{node} from {visitor.peer}: {refusal.reason}{more}")
+        self._head.add_event("refused", f"{node} from {visitor.peer}: {refusal.reason}{more}")
 
 
 async def _link(head: Head, node: str, request: web.Request) -> web.WebSocketResponse:
