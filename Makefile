@@ -6,6 +6,8 @@ JOB     ?= examples/digits/job.yaml
 VENV    ?= .venv
 FAB     := $(VENV)/bin/fab
 CHECKOV := $(VENV)-checkov
+# Several tests at a time, one after the other of a file where that is possible: they share costly fixtures.
+PARALLEL := -n auto --dist worksteal
 # Variables from the user of a target, taken as typed. Make expands a variable from its command line at each use, also
 # for `export`: '$HOME' becomes OME, and '$(shell …)' runs here. A copy by `:=` of `$(value X)` is not expanded.
 GIVEN   := CLUSTER JOB NODE RANK CMD TIMEOUT FAULTS NOTICE ID JSON FORCE ALL STRICT RAW TAIL RUNS SEED PUBLIC PRUNE DRY
@@ -38,7 +40,7 @@ override NO      := 0 n no false off N No NO False FALSE Off OFF
 override YES     := 1 y yes true on Y Yes YES True TRUE On ON
 
 .DEFAULT_GOAL := help
-.PHONY: help plan up train status follow logs ssh run preempt kill relaunch stop down acceptance image images image-versions image-trial test test-clouds test-gpu test-image lint bench-recovery bench-footprint bench-synth bench-startup soak clean
+.PHONY: help plan up train status follow logs ssh run preempt kill relaunch stop down acceptance image images image-versions image-trial test test-fast test-clouds test-gpu test-image lint bench-recovery bench-footprint bench-synth bench-startup soak clean
 
 help: ## print this
 	@echo "spotrun: torchrun for machines that vanish. Targets:"
@@ -87,11 +89,14 @@ down: $(READY) ## take the cluster down; refuses while a job runs [FORCE=1; ALL=
 acceptance: $(READY) ## the first day: try everything on real machines, cheapest first, then take it down [DRY=1: only list; ALL=1: also what has passed]
 	@$(FAB) acceptance $(cluster) $(call yes,ALL,all) $(call yes,DRY,dry)
 
-test: $(VENV)/.installed-dev ## run the tests [ARGS='-k planner -x']
-	@$(VENV)/bin/python -m pytest $(ARGS)
+test: $(VENV)/.installed-dev ## run the tests, several at a time [ARGS='-k planner -x', ARGS='-n0 tests/head': one at a time]
+	@$(VENV)/bin/python -m pytest $(PARALLEL) $(ARGS)
+
+test-fast: $(VENV)/.installed-dev ## run the tests that start no cluster and import no torch, in under a minute [ARGS=]
+	@$(VENV)/bin/python -m pytest $(PARALLEL) --fast $(ARGS)
 
 test-clouds: $(VENV)/.installed-dev ## run the tests about clouds: stacks, real Terraform, clusters on AWS and Google as played here
-	@$(VENV)/bin/python -m pytest -m clouds $(ARGS)
+	@$(VENV)/bin/python -m pytest $(PARALLEL) -m clouds $(ARGS)
 
 test-gpu: $(VENV)/.installed-dev ## run the tests that need CUDA; fails on a machine without a GPU
 	@$(VENV)/bin/python -m pytest --gpu $(ARGS)

@@ -1,17 +1,40 @@
-"""Tests marked `gpu` need CUDA devices. Without one they are skipped; under `--gpu` that is an error."""
+"""Which tests run, and how many at a time.
+
+Tests marked `gpu` need CUDA devices. Without one they are skipped; under `--gpu` that is an error.
+"""
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
+
+# What `make test-fast` leaves out: whole clusters, torch, machines, and many or large programs.
+SLOW = ("e2e", "image", "train")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpu", action="store_true", help="run the tests marked gpu alone; fail without a CUDA device")
+    parser.addoption("--fast", action="store_true", help="leave out the folders and files in SLOW of tests/conftest.py")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--gpu"):
         config.option.markexpr = "gpu"
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # several tests at a time share the cores
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist: how many workers `-n auto` starts
+def pytest_xdist_auto_num_workers() -> int:
+    """Twice the cores: tests that start processes wait for most of their time."""
+    return 2 * len(os.sched_getaffinity(0))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    if config.getoption("--fast") and str(collection_path.relative_to(Path(__file__).parent)) in SLOW:
+        return True
+    return None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
