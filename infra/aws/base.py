@@ -12,9 +12,9 @@ from infra.aws import identity
 from infra.aws.network import Network
 from infra.aws.stack import AwsStack
 from spotrun.spec import ClusterSpec
+from spotrun.store.keys import LOG_TAG
 
 LOG_DAYS = 90
-LOG_TAG = ("spotrun-kind", "log")  # on logs in the bucket, as S3 cannot tell them by the end of their names
 
 
 class Base(AwsStack):
@@ -46,7 +46,7 @@ class Base(AwsStack):
             bucket=bucket.id,
             rule=[{"apply_server_side_encryption_by_default": {"sse_algorithm": "AES256"}}],
         )
-        key, value = LOG_TAG
+        ((key, value),) = LOG_TAG.items()
         cdk.aws("s3_bucket_lifecycle_configuration")(
             self,
             "bucket-lifecycle",

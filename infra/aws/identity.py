@@ -7,11 +7,10 @@ from typing import Any
 
 from infra import cdk, objects
 from infra.aws.stack import AwsStack
-from spotrun.spec.names import CLUSTER, HEAD, group
+from spotrun.spec.names import CLUSTER, FIS, HEAD, NODE, group
+from spotrun.store import keys
 
-NODE = "node"
 MACHINE = "i-"  # the ids of EC2's machines begin with this; nodes are named by these ids
-FIS = "fis"  # spotrun.cloud.aws.interruption.ROLE
 Statement = dict[str, Any]
 
 # The agent of Systems Manager, so that sessions work, and no more: AmazonSSMManagedInstanceCore lets it read every
@@ -84,11 +83,11 @@ def _files(bucket: str, cluster: objects.Cluster) -> list[Statement]:
     The names of the checkpoint files that nodes write begin with g, for generation; only the head writes the manifest.
     IAM has no variable for the asking machine's id that would fit into a key, so nodes may write each other's records.
     """
-    job, own = f"{bucket}/{objects.JOBS}*", {kind: f"{bucket}/{cluster.records(kind)}*" for kind in objects.RECORDS}
+    job, own = f"{bucket}/{keys.JOBS}*", {kind: f"{bucket}/{cluster.records(kind)}*" for kind in objects.RECORDS}
     growing = {kind: f"{job}/{kind}/*" for kind in objects.GROWING}
     forgotten = [own[kind] for kind in objects.FORGOTTEN]
-    checkpoints = f"{job}/{objects.CHECKPOINTS}/*"
-    read = [f"{bucket}/{each}" for each in (f"{objects.CODE}*", f"{objects.DATA}*", cluster.head)]
+    checkpoints = f"{job}/{keys.CHECKPOINTS}/*"
+    read = [f"{bucket}/{each}" for each in (f"{keys.CODE}*", f"{keys.DATA}*", cluster.head)]
     return [
         _allow("List", ["s3:ListBucket"], bucket),
         _allow("Read", ["s3:GetObject"], [*read, checkpoints, *forgotten]),
@@ -97,7 +96,7 @@ def _files(bucket: str, cluster: objects.Cluster) -> list[Statement]:
             ["s3:AbortMultipartUpload", "s3:PutObject"],
             [f"{checkpoints}/g*", *growing.values(), *own.values()],
         ),
-        _allow("Tag", ["s3:PutObjectTagging"], growing["logs"]),
+        _allow("Tag", ["s3:PutObjectTagging"], growing[keys.LOGS]),
         _allow("Forget", ["s3:DeleteObject"], forgotten),
     ]
 

@@ -13,8 +13,8 @@ from typing import Any
 from infra import cdk
 from infra.aws.stack import AwsStack
 from spotrun.errors import SpecError
+from spotrun.spec.names import HEAD_PORT
 
-HEAD_PORT = 8470  # spotrun.head.server.server.PORT
 NODES, HEAD, ENDPOINTS = "nodes", "head", "endpoints"  # security groups
 PRIVATE, PUBLIC = "private", "public"
 _PARTS = 3  # bits: the range is cut in 8, seven of them for zones a to g, the last for what is not private

@@ -8,12 +8,13 @@ from typing import Any
 from infra import cdk
 from infra.aws import egress, machines, network
 from infra.aws.base import Base
-from infra.aws.identity import NODE, profile
+from infra.aws.identity import profile
 from infra.aws.stack import AwsStack
 from infra.parts import parts
 from spotrun.spec import ClusterSpec, PoolSpec
 from spotrun.spec.efa import PRIMARY, Interface
-from spotrun.spec.names import BUCKET, CLUSTER, HEAD, POOL, ROLE, group
+from spotrun.spec.names import BUCKET, CLUSTER, HEAD, NODE, POOL, ROLE, group
+from spotrun.store.keys import cluster_key
 
 _ENDING = "30m"  # how long a group's machines may take to end; those with 8 GPUs take their time
 
@@ -36,7 +37,7 @@ class Pools(AwsStack):
             self,
             "cluster",
             bucket=self.bucket,
-            key=f"clusters/{cluster.name}/cluster.json",  # spotrun.store.keys.cluster_key
+            key=cluster_key(cluster.name),
             content=cluster.document(),
             content_type="application/json",
             # An object takes ten tags at the most, and a cluster may have more labels.

@@ -11,10 +11,9 @@ from typing import Any
 from infra import cdk, objects
 from infra.gcp.stack import GcpStack
 from spotrun.spec import ClusterSpec
-from spotrun.spec.names import HEAD, bucket, group
+from spotrun.spec.names import HEAD, HEAD_PORT, NODE, bucket, group
+from spotrun.store import keys
 
-NODE = "node"
-HEAD_PORT = 8470  # spotrun.head.server.server.PORT
 IAP = "35.235.240.0/20"  # where IAP's tunnels come from: https://cloud.google.com/iap/docs/using-tcp-forwarding
 LOG_DAYS = 90
 
@@ -74,7 +73,7 @@ class Base(GcpStack):
             lifecycle_rule=[
                 {
                     "action": {"type": "Delete"},
-                    "condition": {"age": LOG_DAYS, "matches_prefix": ["jobs/"], "matches_suffix": [".log"]},
+                    "condition": {"age": LOG_DAYS, "matches_prefix": [keys.JOBS], "matches_suffix": [".log"]},
                 },
                 {"action": {"type": "AbortIncompleteMultipartUpload"}, "condition": {"age": 1}},
             ],
@@ -183,11 +182,11 @@ def node_rights(bucket: str, cluster: str) -> dict[str, tuple[str, str]]:
         return f'resource.name.startsWith("{root}{key}")'
 
     def job(*kinds: str) -> str:
-        found = [f'resource.name.extract("/objects/{objects.JOBS}{{job}}/{kind}/") != ""' for kind in kinds]
-        return f"{begins(objects.JOBS)} && ({' || '.join(found)})"
+        found = [f'resource.name.extract("/objects/{keys.JOBS}{{job}}/{kind}/") != ""' for kind in kinds]
+        return f"{begins(keys.JOBS)} && ({' || '.join(found)})"
 
-    checkpoints, head = job(objects.CHECKPOINTS), f'resource.name == "{root}{mine.head}"'
-    read = [begins(objects.CODE), begins(objects.DATA), head, f"({checkpoints})"]
+    checkpoints, head = job(keys.CHECKPOINTS), f'resource.name == "{root}{mine.head}"'
+    read = [begins(keys.CODE), begins(keys.DATA), head, f"({checkpoints})"]
     records = [f"({job(*objects.GROWING)})", *(begins(mine.records(kind)) for kind in objects.RECORDS)]
     return {
         "read": ("roles/storage.objectViewer", " || ".join(read)),

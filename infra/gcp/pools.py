@@ -6,11 +6,12 @@ from typing import Any
 
 from infra import cdk
 from infra.gcp import machines
-from infra.gcp.base import NODE, Base
+from infra.gcp.base import Base
 from infra.gcp.stack import GcpStack
 from infra.parts import parts
 from spotrun.spec import ClusterSpec, PoolSpec
-from spotrun.spec.names import BUCKET, CLUSTER, HEAD, POOL, ROLE, bucket_url, group
+from spotrun.spec.names import BUCKET, CLUSTER, HEAD, NODE, POOL, ROLE, bucket_url, group
+from spotrun.store.keys import cluster_key
 
 # The provider's version is one that is known to have `preemption_notice_duration`.
 BETA = {"source": "hashicorp/google-beta", "version": "7.36.0"}
@@ -30,7 +31,7 @@ class Pools(GcpStack):
             self,
             "cluster",
             bucket=base.bucket,
-            name=f"clusters/{cluster.name}/cluster.json",  # spotrun.store.keys.cluster_key
+            name=cluster_key(cluster.name),
             content=cluster.document(),
             content_type="application/json",
         )

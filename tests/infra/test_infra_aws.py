@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from infra.aws import base, identity, network
+from infra.aws import identity
 from spotrun.cloud.aws import interruption
 from spotrun.errors import SpecError
-from spotrun.head.server import server
-from spotrun.store import cluster_key
+from spotrun.spec.names import HEAD_PORT
+from spotrun.store import LOG_TAG, cluster_key
 from tests.infra.synthesized import ROOT, Cluster, described, of
 
 pytestmark = pytest.mark.clouds
@@ -23,7 +23,7 @@ TEMPLATE, GROUP = "aws_launch_template", "aws_autoscaling_group"
 ACCOUNT = "${data.aws_caller_identity.account.account_id}"
 NODES, HEAD = "${aws_security_group.nodes.id}", "${aws_security_group.head.id}"
 ENDPOINTS = "${aws_security_group.endpoints.id}"
-OPERATORS = {"images.py", "offers.py", "tried.py"}  # modules that only operators call
+OPERATORS = {"images.py", "offers.py", "audit.py"}  # modules that only operators call
 LONG = "a" * 18 + "-b"  # the longest that the cluster file takes
 HEADER = "name: demo\ncloud: aws\nregion: us-east-1\n"
 POOLS = """
@@ -89,8 +89,8 @@ INSIDE = {
     ("egress", NODES, "-1", NODES),
     ("ingress", NODES, "tcp 22", HEAD),
     ("egress", HEAD, "tcp 22", NODES),
-    ("ingress", HEAD, f"tcp {server.PORT}", NODES),
-    ("egress", NODES, f"tcp {server.PORT}", HEAD),
+    ("ingress", HEAD, f"tcp {HEAD_PORT}", NODES),
+    ("egress", NODES, f"tcp {HEAD_PORT}", HEAD),
 }
 
 
@@ -398,7 +398,7 @@ def test_the_bucket_is_private_encrypted_and_keeps_what_is_in_it(cluster: Cluste
 
 def test_only_old_logs_leave_the_bucket_by_themselves(cluster: Cluster) -> None:
     logs, uploads = cluster.base.one("aws_s3_bucket_lifecycle_configuration")["rule"]
-    key, value = base.LOG_TAG
+    ((key, value),) = LOG_TAG.items()
     assert logs["filter"] == [{"tag": [{"key": key, "value": value}]}]
     assert logs["expiration"] == [{"days": 90}]
     assert uploads["abort_incomplete_multipart_upload"] == [{"days_after_initiation": 1}]
@@ -410,8 +410,3 @@ def test_the_clusters_description_is_where_the_head_looks(cluster: Cluster, clos
     assert cluster.pools.one("aws_s3_object")["key"] == cluster_key("demo")
     assert cluster.pools.one("aws_s3_object")["bucket"] == f"spotrun-demo-{ACCOUNT}-us-east-1"
     assert closed.pools.one("aws_s3_object")["bucket"] == "my-bucket"
-
-
-def test_ports_and_roles_are_those_of_the_rest() -> None:
-    assert network.HEAD_PORT == server.PORT
-    assert identity.FIS == interruption.ROLE

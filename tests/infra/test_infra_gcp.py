@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from infra.gcp import base
-from spotrun.head.server import server
+from spotrun.spec.names import HEAD_PORT
 from spotrun.store import cluster_key
 from tests.infra.synthesized import ROOT, Cluster, described, of, synthesized
 
@@ -17,7 +16,7 @@ pytestmark = pytest.mark.clouds
 
 TEMPLATE, GROUP = "google_compute_region_instance_template", "google_compute_instance_group_manager"
 HEAD, NODE = "${google_service_account.head.email}", "${google_service_account.node.email}"
-OPERATORS = {"images.py", "offers.py", "tried.py"}  # modules that only operators call
+OPERATORS = {"images.py", "offers.py", "audit.py"}  # modules that only operators call
 LONG = "a" * 18 + "-b"  # the longest that the cluster file takes
 POOLS = """
   - {name: spot, zone: us-central1-a, machine: g2-standard-8, max: 4, disk: 250}
@@ -84,7 +83,7 @@ def test_the_firewall_lets_in_these_and_nothing_else(cluster: Cluster) -> None:
     assert rules == {
         "demo-iap-to-head": (["35.235.240.0/20"], [HEAD], ssh),
         "demo-head-to-nodes": ([HEAD], [NODE], ssh),
-        "demo-nodes-to-head": ([NODE], [HEAD], [{"protocol": "tcp", "ports": [str(server.PORT)]}]),
+        "demo-nodes-to-head": ([NODE], [HEAD], [{"protocol": "tcp", "ports": [str(HEAD_PORT)]}]),
         "demo-node-to-node": ([NODE], [NODE], [{"protocol": "all"}]),
     }
     for rule in cluster.base.all("google_compute_firewall").values():
@@ -477,7 +476,3 @@ def test_no_two_clusters_share_a_custom_role() -> None:
     """Roles' ids know no hyphens, cluster names no underscores."""
     made = synthesized(ROOT / "clusters/gcp-l4.yaml").base.all("google_project_iam_custom_role")
     assert {role["role_id"] for role in made.values()} == {"spotrun.l4.head.groups", "spotrun.l4.head.machines"}
-
-
-def test_ports_are_those_that_are_listened_on() -> None:
-    assert base.HEAD_PORT == server.PORT

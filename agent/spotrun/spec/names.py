@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from spotrun.spec.cluster import ClusterSpec
 
-HEAD = "head"  # the pool of the head's machine
+HEAD_PORT = 8470  # where the head listens for agents
+# What machines are: the values of ROLE. HEAD is also the pool of the head's machine.
+HEAD, NODE = "head", "node"
+FIS = "fis"  # on AWS, the role of the service that interrupts spot machines in tests
 # Keys of labels (GCP), tags (AWS), and of what a machine reads in its metadata.
 CLUSTER, POOL, ROLE, BUCKET = "spotrun-cluster", "spotrun-pool", "spotrun-role", "spotrun-bucket"
 # In a pool's metadata (tags on AWS): how many GPUs and EFAs each machine has, whole numbers. Without them the machine

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+# How keys begin, or what is within a job's; the stacks of `infra` give nodes their rights by these.
+CODE, DATA, JOBS = "code/", "data/", "jobs/"  # bundles; what operators put there for jobs to read; the jobs' own
+CHECKPOINTS, LOGS, METRICS, SYSTEM = "checkpoints", "logs", "metrics", "system"  # of a job
 RECORD = 64 << 10  # bytes of a node's record at most: a job's code could write a larger one
-LOG_TAG = {"spotrun-kind": "log"}  # infra.aws.base has a rule for it
+LOG_TAG = {"spotrun-kind": "log"}  # on S3, whose rules cannot tell logs by the end of their keys
 
 
 def lease_key(cluster: str) -> str:
@@ -60,21 +63,21 @@ def acceptance_key(cluster: str, name: str) -> str:
 
 
 def code_key(sha256: str) -> str:
-    return f"code/{sha256}.tar.zst"
+    return f"{CODE}{sha256}.tar.zst"
 
 
 def job_key(job: str, name: str = "job.yaml") -> str:
     """`name`: job.yaml, state.json, events.jsonl."""
-    return f"jobs/{job}/{name}"
+    return f"{JOBS}{job}/{name}"
 
 
 def checkpoints_key(job: str) -> str:
-    return f"jobs/{job}/checkpoints"
+    return f"{JOBS}{job}/{CHECKPOINTS}"
 
 
 def checkpoint_key(job: str, step: int, name: str = "manifest.json") -> str:
-    return f"jobs/{job}/checkpoints/{step:010d}/{name}"
+    return f"{JOBS}{job}/{CHECKPOINTS}/{step:010d}/{name}"
 
 
 def log_key(job: str, generation: int, node: str, rank: int | str) -> str:
-    return f"jobs/{job}/logs/{generation:04d}/{node}/{rank}.log"
+    return f"{JOBS}{job}/{LOGS}/{generation:04d}/{node}/{rank}.log"

@@ -18,7 +18,6 @@ from spotrun.spec import names
 if TYPE_CHECKING:
     from mypy_boto3_fis.type_defs import ExperimentStateTypeDef
 
-ROLE = "fis"  # of the role that the service takes on: `names.group(cluster, ROLE)`; no pool's name, being a role's
 _SHORTEST, _LONGEST = 2, 15  # minutes that the action accepts
 _PATIENCE = 30  # looks at an experiment that has not begun, a second apart
 log = logging.getLogger(__name__)
@@ -55,7 +54,7 @@ def template(cluster: str, group_arn: str, instance: str, notice: float | None) 
     _, partition, _, region, account, *_ = group_arn.split(":")
     return {
         "description": f"spotrun: interrupt {instance} of cluster {cluster}",
-        "roleArn": f"arn:{partition}:iam::{account}:role/{names.group(cluster, ROLE)}",
+        "roleArn": f"arn:{partition}:iam::{account}:role/{names.group(cluster, names.FIS)}",
         "stopConditions": [{"source": "none"}],
         "targets": {
             "machine": {

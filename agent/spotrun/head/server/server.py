@@ -31,13 +31,13 @@ from spotrun.head.job_state import JobState, Stop, apply
 from spotrun.head.server.agent_server import Door
 from spotrun.head.status import job_status
 from spotrun.machine import private_paths
+from spotrun.spec.names import HEAD_PORT
 from spotrun.store import Store, epoch_key, head_key
 from spotrun.text import to_json
 from spotrun.wire import HeadRecord
 
 log = logging.getLogger(__name__)
 
-PORT = 8470
 FOLLOW_EVERY = 0.2  # seconds between two lines of `ctl follow` at the least
 ALIVE_EVERY = 5.0  # seconds after which a line that has nothing new is an empty one: the head is there
 NEWEST = 10  # jobs that are listed when all of them would be too many
@@ -48,7 +48,7 @@ async def serve(
     head: Head,
     address: str,
     control: Path,
-    port: int = PORT,
+    port: int = HEAD_PORT,
     also: Sequence[Awaitable[None]] = (),
     on_serving: Callable[[str], None] = lambda _: None,
 ) -> None:
