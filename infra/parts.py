@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spotrun.spec import PoolSpec, gpus
+from spotrun.spec import PoolSpec, machine_types
 from spotrun.spec.names import EFAS, GPUS
 
 
@@ -11,6 +11,6 @@ def parts(pool: PoolSpec, efas: int = 0) -> dict[str, str]:
 
     efas: those in its template; a machine type may have more.
     """
-    attached = pool.accelerator.count if pool.accelerator else gpus.TABLE.get(pool.machine)
+    attached = pool.accelerator.count if pool.accelerator else machine_types.GPUS.get(pool.machine)
     counts = {GPUS: attached, EFAS: efas}
     return {key: str(count) for key, count in counts.items() if count}

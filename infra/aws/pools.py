@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from infra import cdk
-from infra.aws import egress, machines, network
+from infra.aws import egress, network
 from infra.aws.base import Base
 from infra.aws.identity import profile
+from infra.aws.interfaces import PRIMARY, Interface, with_efas
 from infra.aws.stack import AwsStack
 from infra.parts import parts
-from spotrun.spec import ClusterSpec, PoolSpec
-from spotrun.spec.efa import PRIMARY, Interface
+from spotrun.spec import ClusterSpec, PoolSpec, machine_types
 from spotrun.spec.names import BUCKET, CLUSTER, HEAD, NODE, POOL, ROLE, group
 from spotrun.store.keys import cluster_key
 
@@ -75,9 +75,9 @@ class Pools(AwsStack):
     def _pool(self, pool: PoolSpec) -> None:
         spec, name = self.cluster.network, group(self.cluster.name, pool.name)
         placement = None
-        if spec.placement and machines.can_be_near(pool.machine):
+        if spec.placement and machine_types.aws_can_be_placed(pool.machine):
             placement = cdk.aws("placement_group")(self, f"{pool.name}-placement", name=name, strategy="cluster")
-        interfaces = machines.interfaces(pool.machine, spec.efa)
+        interfaces = with_efas(pool.machine) if spec.efa else (PRIMARY,)
         tags = self._tags(pool.name) | parts(pool, sum(each.kind != "interface" for each in interfaces))
         template = self._template(pool.name, pool.machine, pool.disk, network.NODES, interfaces, tags)
         self._group(
@@ -115,7 +115,7 @@ class Pools(AwsStack):
     ) -> Any:
         """disk: in GB; None: as large as the image."""
         role = HEAD if pool == HEAD else NODE
-        image = self._image(machines.architecture(machine))
+        image = self._image(machine_types.aws_architecture(machine))
         volume = {"volume_type": "gp3", "volume_size": disk, "encrypted": "true", "delete_on_termination": "true"}
         return cdk.aws("launch_template")(
             self,

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from infra import cdk
-from infra.gcp import machines
+from infra.gcp import options
 from infra.gcp.base import Base
 from infra.gcp.stack import GcpStack
 from infra.parts import parts
 from spotrun.spec import ClusterSpec, PoolSpec
+from spotrun.spec.machine_types import Placement
 from spotrun.spec.names import BUCKET, CLUSTER, HEAD, NODE, POOL, ROLE, bucket_url, group
 from spotrun.store.keys import cluster_key
 
@@ -25,7 +26,7 @@ class Pools(GcpStack):
         self._base = base
         # Looked up by Terraform, not by Google at each machine's start: a machine that replaces another starts from the
         # image of its peers, whatever `make image` has baked since. The next `make up` takes the newer one.
-        wanted = machines.image(cluster.image, self.project)
+        wanted = options.image(cluster.image, self.project)
         self._image: str = cdk.google("data_google_compute_image")(self, "image", **wanted).self_link
         cdk.google("storage_bucket_object")(
             self,
@@ -44,7 +45,7 @@ class Pools(GcpStack):
             HEAD,
             self.cluster.head.machine,
             {"provisioning_model": "STANDARD", "on_host_maintenance": "MIGRATE", "automatic_restart": True},
-            disk={"disk_type": machines.boot_disk(self.cluster.head.machine)},  # as large as the image
+            disk={"disk_type": options.boot_disk(self.cluster.head.machine)},  # as large as the image
             has={},
             shielded_instance_config=_shielded(secure_boot=True),
         )
@@ -60,16 +61,16 @@ class Pools(GcpStack):
         )
 
     def _pool(self, pool: PoolSpec) -> None:
-        kind = machines.placement(pool) if self.cluster.network.placement else None
+        kind = options.placement(pool) if self.cluster.network.placement else None
         policy = self._place(pool, kind) if kind else None
         template = self._template(
             pool.name,
             pool.machine,
-            scheduling(pool, placed=kind is not None),
-            disk={"disk_type": machines.boot_disk(pool.machine), "disk_size_gb": pool.disk},
-            has=parts(pool) | machines.terms(pool),
+            options.scheduling(pool, placed=kind is not None),
+            disk={"disk_type": options.boot_disk(pool.machine), "disk_size_gb": pool.disk},
+            has=parts(pool) | options.terms(pool),
             # NVIDIA's driver is not signed by anyone whom Secure Boot trusts when it is built for the running kernel.
-            shielded_instance_config=_shielded(secure_boot=not machines.has_gpus(pool)),
+            shielded_instance_config=_shielded(secure_boot=not options.has_gpus(pool)),
             guest_accelerator=[pool.accelerator.model_dump()] if pool.accelerator else None,
             resource_policies=[policy.id] if policy and kind == "compact" else None,
         )
@@ -100,7 +101,7 @@ class Pools(GcpStack):
         template.add_override("provider", "google-beta")
         template.add_override("scheduling.preemption_notice_duration", {"seconds": seconds})
 
-    def _place(self, pool: PoolSpec, kind: machines.Placement) -> Any:
+    def _place(self, pool: PoolSpec, kind: Placement) -> Any:
         """Google's machines for large clusters take their own kind of policy, which is the group's."""
         policy: dict[str, Any] = {"group_placement_policy": {"collocation": "COLLOCATED"}}
         if kind == "workload":
@@ -115,7 +116,7 @@ class Pools(GcpStack):
         schedule: dict[str, Any],
         disk: dict[str, Any],
         has: dict[str, str],
-        **options: Any,
+        **arguments: Any,
     ) -> Any:
         role = HEAD if pool == HEAD else NODE
         about = {CLUSTER: self.cluster.name, POOL: pool, ROLE: role}
@@ -141,10 +142,10 @@ class Pools(GcpStack):
                 "enable-oslogin": "TRUE",
                 "block-project-ssh-keys": "TRUE",
             },
-            **options,
+            **arguments,
         )
 
-    def _group(self, pool: str, zone: str, template: Any, **options: Any) -> None:
+    def _group(self, pool: str, zone: str, template: Any, **arguments: Any) -> None:
         name = group(self.cluster.name, pool)
         cdk.google("compute_instance_group_manager")(
             self,
@@ -154,29 +155,8 @@ class Pools(GcpStack):
             zone=zone,
             version=[{"instance_template": template.self_link}],
             wait_for_instances=False,
-            **options,
+            **arguments,
         )
-
-
-def scheduling(pool: PoolSpec, placed: bool = False) -> dict[str, Any]:
-    """How Google is to treat a pool's machines: what it may take, and what it does with those it has taken.
-
-    placed: the machines are close to each other by a policy.
-    """
-    spot, seconds = pool.market == "spot", machines.run_seconds(pool)
-    fixed = spot or placed or machines.has_gpus(pool)  # cannot be moved to another host while they run
-    found: dict[str, Any] = {
-        "provisioning_model": "SPOT" if spot else "STANDARD",
-        "on_host_maintenance": "TERMINATE" if fixed else "MIGRATE",
-        "automatic_restart": not spot,
-    }
-    if spot:
-        found["preemptible"] = True  # the API's old word for it, which it wants besides
-    if spot or seconds:
-        found["instance_termination_action"] = "DELETE"  # a stopped one would be paid for, and its group would wait
-    if seconds:
-        found["max_run_duration"] = {"seconds": seconds}
-    return found
 
 
 def _updates(kind: str) -> dict[str, Any]:

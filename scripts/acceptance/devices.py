@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 from scripts import logs
 from scripts.acceptance.record import Facts, Failed, NotRun
@@ -11,36 +10,16 @@ from scripts.acceptance.trace import Trace
 from scripts.ssh import Access
 from spotrun.errors import SpotrunError
 from spotrun.spec import ClusterSpec
+from spotrun.spec.machine_types import GPUS_BY_NAME, Gpu
 
-
-@dataclass(frozen=True)
-class Figures:
-    """What NVIDIA says of a GPU. tflops: bf16 products without sparsity. memory: GB/s. bus: GB/s to the host."""
-
-    tflops: float
-    memory: float
-    bus: float
-
-
-# From NVIDIA's data sheets of each; bus: PCIe, 16 lanes of generation 3 (15.75 GB/s), 4 (31.5), 5 (63).
-FIGURES: dict[str, Figures] = {
-    "T4": Figures(65, 320, 15.75),  # fp16: it has no bf16
-    "A10G": Figures(70, 600, 31.5),
-    "L4": Figures(121, 300, 31.5),
-    "L40S": Figures(362, 864, 31.5),
-    "A100": Figures(312, 1555, 31.5),
-    "H100": Figures(989, 3350, 63),
-    "H200": Figures(989, 4800, 63),
-    "B200": Figures(2250, 8000, 63),
-}
 # A GPU that is well reaches more than this share of its data sheet. Its clock falls with the power that products take.
 PRODUCT, MEMORY, BUS = 0.35, 0.6, 0.3
 
 
-def figures(name: str) -> Figures | None:
+def figures(name: str) -> Gpu | None:
     """The known figures of a GPU by the name that the driver gives it, such as NVIDIA H100 80GB HBM3."""
     words = re.split(r"[\s-]+", name)
-    return next((found for short, found in FIGURES.items() if short in words), None)
+    return next((found for short, found in GPUS_BY_NAME.items() if short in words), None)
 
 
 def matrix(found: Trace) -> Facts:

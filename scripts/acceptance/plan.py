@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from scripts.acceptance.record import Result
 from scripts.acceptance.steps import MACHINES, STAGES, Stage, Step
 from spotrun.cloud import prices
-from spotrun.spec import ClusterSpec, PoolSpec, gpus
+from spotrun.spec import ClusterSpec, PoolSpec
+from spotrun.spec.machine_types import GPUS
 
 # A machine without GPUs for the first steps on machines: the smallest on which torch and a checkpoint have room.
 SMALL = {"gcp": "e2-standard-4", "aws": "m5.xlarge"}
@@ -18,7 +19,7 @@ LISTED = {"e2-standard-4": 0.134, "m5.xlarge": 0.192, "e2-small": 0.017, "e2-med
 
 
 def has_gpus(pool: PoolSpec) -> bool:
-    return pool.accelerator is not None or pool.machine in gpus.TABLE
+    return pool.accelerator is not None or pool.machine in GPUS
 
 
 def small(cluster: ClusterSpec) -> ClusterSpec:

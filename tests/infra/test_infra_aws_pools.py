@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from moto.utilities.utils import load_resource
 
-from infra.aws import machines
-from spotrun.spec import efa, gpus
-from spotrun.spec.efa import Interface
+from infra.aws.interfaces import Interface, Kind, with_efas
+from spotrun.spec.machine_types import AWS, EFAS, GPUS, aws_architecture, aws_can_be_placed
 from tests.infra.synthesized import Cluster, described, of
 
 pytestmark = pytest.mark.clouds
@@ -42,7 +41,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Cluster:
 def fabric(tmp_path_factory: pytest.TempPathFactory) -> Cluster:
     """One with a pool of each machine type that has EFA."""
     pools = "".join(
-        f"  - {{name: {machine.replace('.', '-')}, zone: us-east-1a, machine: {machine}}}\n" for machine in efa.TABLE
+        f"  - {{name: {machine.replace('.', '-')}, zone: us-east-1a, machine: {machine}}}\n" for machine in EFAS
     )
     text = f"{HEADER}image: mine\nnetwork: {{efa: true}}\npools:\n{pools}"
     return of(described(text, tmp_path_factory.mktemp("fabric")))
@@ -130,7 +129,7 @@ def test_processors_are_those_that_aws_says() -> None:
         for name, each in TYPES.items()
         if not name.startswith("mac")  # no Linux on those
     }
-    assert [name for name, found in known.items() if machines.architecture(name) not in found] == []
+    assert [name for name, found in known.items() if aws_architecture(name) not in found] == []
 
 
 # Groups.
@@ -193,7 +192,7 @@ def test_who_can_be_close_is_what_aws_says() -> None:
     wrong = {
         name
         for name, each in TYPES.items()
-        if machines.can_be_near(name) != ("cluster" in each.get("PlacementGroupInfo", {})["SupportedStrategies"])
+        if aws_can_be_placed(name) != ("cluster" in each.get("PlacementGroupInfo", {})["SupportedStrategies"])
     }
     assert wrong == set()
 
@@ -240,7 +239,7 @@ def test_as_many_labels_as_there_may_be_are_taken_by_aws(tmp_path: Path) -> None
 # Elastic Fabric Adapters.
 
 
-@pytest.mark.parametrize("machine", efa.TABLE)
+@pytest.mark.parametrize("machine", EFAS)
 def test_a_machine_is_started_with_all_its_adapters(fabric: Cluster, machine: str) -> None:
     made = template(fabric, machine.replace(".", "-"))["network_interfaces"]
     found = [Interface(each["network_card_index"], each["device_index"], each["interface_type"]) for each in made]
@@ -252,12 +251,12 @@ def test_a_machine_is_started_with_all_its_adapters(fabric: Cluster, machine: st
     # As many as EC2 says there may be, at most one a card, on cards that there are.
     info = TYPES[machine]["NetworkInfo"]
     adapters = [each for each in found if each.kind != "interface"]
-    assert len(adapters) == info["EfaInfo"]["MaximumEfaInterfaces"] == efa.TABLE[machine].efas
+    assert len(adapters) == info["EfaInfo"]["MaximumEfaInterfaces"] == EFAS[machine]
     assert len({each.card for each in adapters}) == len(adapters)
-    assert efa.TABLE[machine].count == info["MaximumNetworkCards"]
+    assert AWS[machine].cards == info["MaximumNetworkCards"]
     (tags,) = {json.dumps(each["tags"]) for each in template(fabric, machine.replace(".", "-"))["tag_specifications"]}
     assert json.loads(tags)["spotrun-efas"] == str(len(adapters))
-    assert json.loads(tags)["spotrun-gpus"] == str(gpus.TABLE[machine])
+    assert json.loads(tags)["spotrun-gpus"] == str(GPUS[machine])
     slots = {card["NetworkCardIndex"]: card["MaximumNetworkInterfaces"] for card in info["NetworkCards"]}
     for card in {each.card for each in found}:
         assert sum(each.card == card for each in found) <= slots[card]
@@ -276,18 +275,18 @@ def test_a_machine_is_started_with_all_its_adapters(fabric: Cluster, machine: st
         ("p6-b300.48xlarge", [(0, 0, "interface"), *((card, 0, "efa-only") for card in range(1, 17))]),
     ],
 )
-def test_adapters_are_where_awss_guide_has_them(machine: str, expected: list[tuple[int, int, efa.Kind]]) -> None:
-    assert efa.interfaces(machine) == tuple(Interface(*each) for each in expected)
+def test_adapters_are_where_awss_guide_has_them(machine: str, expected: list[tuple[int, int, Kind]]) -> None:
+    assert with_efas(machine) == tuple(Interface(*each) for each in expected)
 
 
 def test_the_table_has_every_machine_of_its_families_with_efa() -> None:
-    families = {machine.partition(".")[0] for machine in efa.TABLE}
+    families = {machine.partition(".")[0] for machine in EFAS}
     with_efa = {
         name
         for name, each in TYPES.items()
         if name.partition(".")[0] in families and each["NetworkInfo"].get("EfaSupported")
     }
-    assert with_efa == set(efa.TABLE)
+    assert with_efa == set(EFAS)
 
 
 def test_machines_have_one_plain_interface_otherwise(cluster: Cluster, tmp_path: Path) -> None:

@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 
-from infra.gcp import machines
-from infra.gcp.pools import scheduling
+from infra.gcp import options
 from spotrun.errors import SpotrunError
 from spotrun.spec import ClusterSpec, PoolSpec
 
 
-def pool(machine: str, **options: Any) -> PoolSpec:
-    text = {"name": "x", "zone": "us-central1-a", "machine": machine, **options}
+def pool(machine: str, **keys: Any) -> PoolSpec:
+    text = {"name": "x", "zone": "us-central1-a", "machine": machine, **keys}
     spec = {"name": "c", "cloud": "gcp", "region": "us-central1", "project": "my-project", "pools": [text]}
     return ClusterSpec.model_validate(spec).pools[0]
 
@@ -34,19 +33,19 @@ def pool(machine: str, **options: Any) -> PoolSpec:
 )
 def test_machine_types(machine: str, gpus: bool, disk: str, kind: str) -> None:
     found = pool(machine)
-    assert (machines.has_gpus(found), machines.boot_disk(machine), machines.placement(found)) == (gpus, disk, kind)
+    assert (options.has_gpus(found), options.boot_disk(machine), options.placement(found)) == (gpus, disk, kind)
 
 
 @pytest.mark.parametrize("machine", ["n1-standard-8", "e2-standard-8"])
 def test_machines_that_cannot_be_placed_are_refused(machine: str) -> None:
     with pytest.raises(SpotrunError, match=f"pool x: Google places no {machine} close to others"):
-        machines.placement(pool(machine))
+        options.placement(pool(machine))
 
 
 @pytest.mark.parametrize("length", ["29s", "121d"])
 def test_runs_that_google_does_not_take_are_refused(length: str) -> None:
     with pytest.raises(SpotrunError, match="Google takes 30s to 120d"):
-        scheduling(pool("g2-standard-8", max_run_duration=length))
+        options.scheduling(pool("g2-standard-8", max_run_duration=length))
 
 
 @pytest.mark.parametrize(
@@ -59,10 +58,10 @@ def test_runs_that_google_does_not_take_are_refused(length: str) -> None:
     ],
 )
 def test_images(name: str | None, expected: dict[str, str]) -> None:
-    assert machines.image(name, "p") == expected
+    assert options.image(name, "p") == expected
 
 
 @pytest.mark.parametrize("name", ["Mine", "family/mine", "../mine", "projects/p/global/images/", "mine/", "a b"])
 def test_images_that_google_would_not_know_are_refused(name: str) -> None:
     with pytest.raises(SpotrunError, match="allowed: an image's name, or projects/"):
-        machines.image(name, "p")
+        options.image(name, "p")

@@ -23,7 +23,7 @@ from spotrun.machine.metadata import clock_ahead, detect
 from spotrun.node.health import gpu_check, probe
 from spotrun.node.health.probe import Programs, ask_disk, ask_hardware
 from spotrun.node.health.verdict import Facts, Gpu, count_fabric, judge, parse_smi, remarks
-from spotrun.spec import efa, gpus
+from spotrun.spec.machine_types import EFAS, GPUS
 from tests.fakes.head import FakeMetadata
 from tests.helpers import await_for
 
@@ -176,13 +176,13 @@ def test_gpu_counts_are_those_of_ec2() -> None:
         for name, info in types.items()
         if "GpuInfo" in info
     }
-    listed = {name: count for name, count in gpus.TABLE.items() if name in types}
+    listed = {name: count for name, count in GPUS.items() if name in types}
     assert listed == {name: count for name, count in known.items() if count}
-    assert set(efa.TABLE) <= set(gpus.TABLE)
+    assert set(EFAS) <= set(GPUS)
 
 
 def test_gpu_counts_of_google_are_those_in_their_names() -> None:
-    named = {name: count for name, count in gpus.TABLE.items() if name.endswith("g") and name.startswith("a")}
+    named = {name: count for name, count in GPUS.items() if name.endswith("g") and name.startswith("a")}
     assert len(named) > 10
     assert all(name.endswith(f"gpu-{count}g") for name, count in named.items())
 
@@ -255,7 +255,7 @@ async def test_what_the_computer_has_is_not_a_local_machines(
     pci = bus(tmp_path / "pci", GPU, ADAPTER)
     facts = await ask_hardware(Facts(machine), "127.0.9.2", Programs(), soon(), pci)
     assert (facts.on_bus, facts.nodes, facts.adapters) == (0, 0, 0)
-    assert (tmp_path / "called").exists() == bool(facts.smi) == (machine in gpus.TABLE)
+    assert (tmp_path / "called").exists() == bool(facts.smi) == (machine in GPUS)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from spotrun.errors import SpecError
 from spotrun.spec import ClusterSpec, JobSpec, check_fit, load_cluster, load_job, parse_duration
 from spotrun.spec.cluster import IMAGE_GB
-from spotrun.spec.efa import TABLE
+from spotrun.spec.machine_types import EFAS
 
 CLUSTER = "name: a\ncloud: local\npools:\n- {name: p, zone: local-a, max: 2}\n"
 GCP = (
@@ -254,7 +254,7 @@ CLUSTER_MISTAKES = {
         AWS + "network: {efa: true}\n",
         [
             ":5: pools[0].machine: 'g5.2xlarge': has no EFA, and network.efa is true; those that have one: "
-            + ", ".join(sorted(TABLE, key=lambda each: not each.startswith("g5.")))
+            + ", ".join(sorted(EFAS, key=lambda each: not each.startswith("g5.")))
         ],
     ),
     "pool twice": (

@@ -21,9 +21,9 @@ from pydantic import (
 )
 
 from spotrun.errors import SpecError
-from spotrun.spec import efa
 from spotrun.spec.fields import DURATION, INTERVAL, LABEL, Bool, Duration, Int, Interval, Spec, Str, label
 from spotrun.spec.file import Conflict, File, Place, nearest, refuse
+from spotrun.spec.machine_types import EFAS, OLD_GPUS
 
 FORMAT = 1  # of the description in the bucket; a new key does not change it
 _DEFAULT_HEAD = {"local": "local", "gcp": "e2-small", "aws": "t3.small"}
@@ -48,17 +48,6 @@ _Label = Annotated[str, Strict(), AfterValidator(label(40))]
 # GB, of spotrun's own image (disk_gb in images/variables.pkr.hcl): a cloud starts no machine with a smaller disk.
 IMAGE_GB = 30
 NOTICE = 120.0  # seconds, the one notice besides the usual that Google gives (a preview since April 2026)
-# GPUs before Turing, which NVIDIA's open kernel modules do not know, nor torch's packages for CUDA 13:
-# https://docs.nvidia.com/datacenter/tesla/driver-installation-guide/kernel-modules.html. Families of machine types on
-# AWS, accelerator types in Google Cloud (each also as a virtual workstation, -vws).
-_OLD_GPUS = {
-    "p3": "V100",
-    "p3dn": "V100",
-    "nvidia-tesla-k80": "K80",
-    "nvidia-tesla-p4": "P4",
-    "nvidia-tesla-p100": "P100",
-    "nvidia-tesla-v100": "V100",
-}
 _POLICY = "arn:aws:iam::<account>:policy/<name>"
 _STATE = "a folder in a bucket, gs://<bucket>/<folder> or s3://<bucket>/<folder>"
 
@@ -307,9 +296,9 @@ def _pool_conflicts(spec: ClusterSpec, pool: PoolSpec, place: Place) -> Iterator
         yield (*place, "accelerator"), f"is only for n1 machines; {pool.machine} has its own GPUs or none"
     if cloud != "local" and spec.image is None:
         yield from _unfit_for_the_image(pool, place)
-    if cloud == "aws" and spec.network.efa and pool.machine and pool.machine not in efa.TABLE:
+    if cloud == "aws" and spec.network.efa and pool.machine and pool.machine not in EFAS:
         family = pool.machine.partition(".")[0] + "."
-        near = sorted(efa.TABLE, key=lambda each: not each.startswith(family))
+        near = sorted(EFAS, key=lambda each: not each.startswith(family))
         yield (*place, "machine"), f"has no EFA, and network.efa is true; those that have one: {', '.join(near)}"
 
 
@@ -329,8 +318,8 @@ def _unfit_for_the_image(pool: PoolSpec, place: Place) -> Iterator[Conflict]:
         yield (*place, "disk"), f"is smaller than spotrun's own image, which has {IMAGE_GB} GB"
     accelerator = pool.accelerator.type.removesuffix("-vws") if pool.accelerator else ""
     for key, kind in (("machine", pool.machine.partition(".")[0]), ("accelerator", accelerator)):
-        if kind in _OLD_GPUS:
-            gpu = _OLD_GPUS[kind]
+        if kind in OLD_GPUS:
+            gpu = OLD_GPUS[kind]
             yield (*place, key), f"has GPUs before Turing ({gpu}), which spotrun's own image cannot use; set image"
 
 

@@ -7,7 +7,6 @@ problems say QUOTA_EXCEEDED when it comes to that.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -16,34 +15,8 @@ from google.cloud import compute_v1
 from spotrun.cloud.base import Market, Shortfall
 from spotrun.spec import ClusterSpec, PoolSpec
 from spotrun.spec.cluster import IMAGE_GB
+from spotrun.spec.machine_types import google_gpu_quota, google_has_persistent_disk, google_vcpus
 from spotrun.spec.names import HEAD
-
-# vCPUs of machine types whose name does not end with their number.
-# https://cloud.google.com/compute/docs/accelerator-optimized-machines and …/general-purpose-machines
-_VCPUS = {
-    "e2-micro": 2,
-    "e2-small": 2,
-    "e2-medium": 2,
-    "f1-micro": 1,
-    "g1-small": 1,
-    "a2-megagpu-16g": 96,
-    "a3-ultragpu-8g": 224,
-    "a4-highgpu-8g": 224,
-}
-_VCPUS_PER_GPU = {"a2-highgpu": 12, "a2-ultragpu": 12, "a3-highgpu": 26, "a3-megagpu": 26, "a3-edgegpu": 26}
-_L4_OF = {24: 2, 48: 4, 96: 8}  # vCPUs of a g2-standard: its GPUs; all other sizes have one
-# Families that take no Persistent Disk: https://cloud.google.com/compute/docs/disks/hyperdisks#machine-type-support
-_HYPERDISK = re.compile(r"(a3-ultragpu|a4|a4x|c4|c4a|c4d|g4|h4d|m4|n4|n4a|n4d|x4)-")
-_GPU_METRICS = {
-    "a2-highgpu": "NVIDIA_A100_GPUS",
-    "a2-megagpu": "NVIDIA_A100_GPUS",
-    "a2-ultragpu": "NVIDIA_A100_80GB_GPUS",
-    "a3-highgpu": "NVIDIA_H100_GPUS",
-    "a3-edgegpu": "NVIDIA_H100_GPUS",
-    "a3-megagpu": "NVIDIA_H100_MEGA_GPUS",
-    "a3-ultragpu": "NVIDIA_H200_GPUS",
-    "a4-highgpu": "NVIDIA_B200_GPUS",
-}
 
 
 @dataclass(frozen=True)
@@ -96,17 +69,13 @@ def compare(cluster: ClusterSpec, quotas: Mapping[str, Quota], running: Mapping[
 
 def shape(pool: PoolSpec) -> Shape:
     """What one machine of a pool takes, from its machine type's name."""
-    family, vcpus = pool.machine.partition("-")[0], _vcpus(pool.machine)
-    ssd = 0.0 if _HYPERDISK.match(pool.machine) else float(pool.disk)
+    family, vcpus = pool.machine.partition("-")[0], google_vcpus(pool.machine)
+    ssd = float(pool.disk) if google_has_persistent_disk(pool.machine) else 0.0
     if pool.accelerator is not None:
         model = pool.accelerator.type.removeprefix("nvidia-").removeprefix("tesla-").replace("-", "_").upper()
         return Shape(family, vcpus, f"NVIDIA_{model}_GPUS", pool.accelerator.count, ssd)
-    if family == "g2":
-        return Shape(family, vcpus, "NVIDIA_L4_GPUS", _L4_OF.get(vcpus, 1), ssd)
-    series, _, count = pool.machine.rpartition("-")
-    if series in _GPU_METRICS and re.fullmatch(r"\d+g", count):
-        return Shape(family, vcpus, _GPU_METRICS[series], int(count[:-1]), ssd)
-    return Shape(family, vcpus, ssd=ssd)
+    quota, gpus = google_gpu_quota(pool.machine)
+    return Shape(family, vcpus, quota, gpus, ssd)
 
 
 def _needs(one: Shape, market: Market, quotas: Mapping[str, Quota]) -> dict[str, float]:
@@ -137,13 +106,3 @@ def _counted(standard: str, preemptible: str, market: Market, quotas: Mapping[st
     if granted is not None and (granted.limit > 0 or (other is not None and other.limit == 0)):
         return preemptible
     return standard
-
-
-def _vcpus(machine: str) -> int:
-    if machine in _VCPUS:
-        return _VCPUS[machine]
-    if (gpus := re.fullmatch(r"(.+)-(\d+)g", machine)) and gpus[1] in _VCPUS_PER_GPU:
-        return _VCPUS_PER_GPU[gpus[1]] * int(gpus[2])
-    custom = re.search(r"custom-(\d+)-\d+", machine)
-    named = custom or re.search(r"-(\d+)(-lssd|-metal)?$", machine)
-    return int(named[1]) if named else 0

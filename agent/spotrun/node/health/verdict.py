@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from spotrun.spec import efa, gpus
+from spotrun.spec.machine_types import EFAS, GPUS
 
 DISK = 1 << 30  # bytes that a job's code, packages, logs and parts of checkpoints get at the least
 CLOCK = 2.0  # seconds; a notice's deadline is in this clock, and the head leaves three for what must be done before
@@ -70,20 +70,19 @@ def remarks(facts: Facts) -> tuple[str, ...]:
 
 def wanted_gpus(facts: Facts) -> int:
     """GPUs that there must be: as the metadata say, else as the machine type, else as the bus or the driver does."""
-    return facts.gpus or gpus.TABLE.get(facts.machine) or max(facts.on_bus, facts.nodes)
+    return facts.gpus or GPUS.get(facts.machine) or max(facts.on_bus, facts.nodes)
 
 
 def wanted_efas(facts: Facts) -> int:
     """EFAs that there must be: as the metadata say; else, if there is one, as many as the machine type can have."""
-    cards = efa.TABLE.get(facts.machine)
-    return facts.efas or (cards.efas if cards and facts.adapters else facts.adapters)
+    return facts.efas or (EFAS.get(facts.machine, facts.adapters) if facts.adapters else 0)
 
 
 def _judge_gpus(facts: Facts) -> list[str]:
     wanted = wanted_gpus(facts)
     if not wanted:
         return []
-    has = f"{_whose(facts, facts.gpus, gpus.TABLE)} {wanted} GPUs"
+    has = f"{_whose(facts, facts.gpus, GPUS)} {wanted} GPUs"
     if not facts.smi and facts.smi_error:
         return [f"{has}, but nvidia-smi does not list them: {facts.smi_error}"]
     if len(facts.smi) < wanted:
@@ -106,7 +105,7 @@ def _judge_fabric(facts: Facts) -> list[str]:
     if not wanted:
         return []
     if facts.adapters < wanted:
-        return [f"{_whose(facts, facts.efas, efa.TABLE)} {wanted} EFAs, but {facts.adapters} are on the bus"]
+        return [f"{_whose(facts, facts.efas, EFAS)} {wanted} EFAs, but {facts.adapters} are on the bus"]
     if facts.fabric_error:
         return [f"fi_info finds no EFA: {facts.fabric_error}"]
     if facts.fabric < facts.adapters:

@@ -1,23 +1,15 @@
-"""What a stack must know of machine types, all of which are at https://cloud.google.com/compute/docs/machine-resource."""
+"""How Google is to run a pool's machines: the options of instance templates that follow from the cluster file. Pure."""
 
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Any
 
 from spotrun.errors import SpotrunError
 from spotrun.spec import ClusterSpec, PoolSpec
+from spotrun.spec.machine_types import Placement, google_has_gpus, google_has_persistent_disk, google_placement
 from spotrun.spec.names import MAINTENANCE_NOTICE, PREEMPT_NOTICE
 
-Placement = Literal["compact", "workload"]
-
-_GPUS = re.compile(r"(a2|a3|a4|a4x|g2|g4)-")  # families whose machine types imply GPUs
-# Families that take no Persistent Disk. https://cloud.google.com/compute/docs/disks/hyperdisks#machine-type-support
-_HYPERDISK = re.compile(r"(a3-ultragpu|a4|a4x|c4|c4a|c4d|g4|h4d|m4|n4|n4a|n4d|x4)-")
-# https://cloud.google.com/compute/docs/instance-groups/about-workload-policies; A4X needs a topology besides
-_WORKLOAD = re.compile(r"(a3-(high|mega|ultra)gpu-8g|a4-.*|h4d-.*)")
-# https://cloud.google.com/compute/docs/instances/placement-policies-overview: these are in none of its lists
-_ANYWHERE = re.compile(r"(e2|f1|g1|n1|t2a|t2d)-")
 _GPU_MAINTENANCE = 3600  # seconds of notice. https://cloud.google.com/compute/docs/gpus/gpu-host-maintenance
 _RUN = (30, 120 * 86400)  # seconds. https://cloud.google.com/compute/docs/instances/limit-vm-runtime
 
@@ -32,25 +24,23 @@ def check(cluster: ClusterSpec) -> None:
 
 
 def has_gpus(pool: PoolSpec) -> bool:
-    return pool.accelerator is not None or _GPUS.match(pool.machine) is not None
+    return pool.accelerator is not None or google_has_gpus(pool.machine)
 
 
 def boot_disk(machine: str) -> str:
     """The type of disk to boot from."""
-    return "hyperdisk-balanced" if _HYPERDISK.match(machine) else "pd-balanced"
+    return "pd-balanced" if google_has_persistent_disk(machine) else "hyperdisk-balanced"
 
 
 def placement(pool: PoolSpec) -> Placement:
-    """By which kind of policy a pool's machines get close to each other: one on each, or one on their group.
-
-    Raises `SpotrunError` if Google does that for no machine of this type.
-    """
-    if _ANYWHERE.match(pool.machine):
+    """The kind of policy that places a pool's machines close to each other. Raises `SpotrunError` if none does."""
+    found = google_placement(pool.machine)
+    if found is None:
         raise SpotrunError(
             f"pool {pool.name}: Google places no {pool.machine} close to others; take another machine type, or"
             " network.placement out of the cluster file"
         )
-    return "workload" if _WORKLOAD.fullmatch(pool.machine) else "compact"
+    return found
 
 
 def terms(pool: PoolSpec) -> dict[str, str]:
@@ -60,6 +50,27 @@ def terms(pool: PoolSpec) -> dict[str, str]:
         found[PREEMPT_NOTICE] = f"{pool.notice:.0f}"
     if has_gpus(pool) and pool.market != "spot":  # a spot machine is preempted instead
         found[MAINTENANCE_NOTICE] = str(_GPU_MAINTENANCE)
+    return found
+
+
+def scheduling(pool: PoolSpec, placed: bool = False) -> dict[str, Any]:
+    """How Google is to treat a pool's machines: what it may take, and what it does with those it has taken.
+
+    placed: the machines are close to each other by a policy.
+    """
+    spot, seconds = pool.market == "spot", run_seconds(pool)
+    fixed = spot or placed or has_gpus(pool)  # cannot be moved to another host while they run
+    found: dict[str, Any] = {
+        "provisioning_model": "SPOT" if spot else "STANDARD",
+        "on_host_maintenance": "TERMINATE" if fixed else "MIGRATE",
+        "automatic_restart": not spot,
+    }
+    if spot:
+        found["preemptible"] = True  # the API's old word for it, which it wants besides
+    if spot or seconds:
+        found["instance_termination_action"] = "DELETE"  # a stopped one would be paid for, and its group would wait
+    if seconds:
+        found["max_run_duration"] = {"seconds": seconds}
     return found
 
 
