@@ -24,7 +24,7 @@ from spotrun.cloud.local import cloud as client
 from spotrun.cloud.local import procs
 from spotrun.cloud.local.cloud import LocalCloud, down, find, up
 from spotrun.cloud.local.layout import METADATA_PORT, SSH_PORT, Config, Layout, Pool
-from spotrun.cloud.local.machines import Group
+from spotrun.cloud.local.pools import LocalPools
 from spotrun.errors import CloudError
 from spotrun.spec import ClusterSpec
 from tests.cloud.local_spec import IDLE, spec
@@ -59,10 +59,10 @@ class Cluster:
         return await await_for(look, what=f"machines {names}")
 
     def pids(self, name: str) -> set[int]:
-        return procs.of_node(self.layout.mark(name))
+        return procs.of_machine(self.layout.mark(name))
 
     def host_key(self, name: str) -> str:
-        return (self.layout.node(name) / "ssh" / "ssh_host_ed25519_key.pub").read_text()
+        return (self.layout.folder(name) / "ssh" / "ssh_host_ed25519_key.pub").read_text()
 
     @asynccontextmanager
     async def ssh(self, node: Instance, through: Any = ()) -> AsyncIterator[asyncssh.SSHClientConnection]:
@@ -266,7 +266,7 @@ async def test_role_runs_in_the_machines_environment_and_again(cluster: Cluster)
     await cluster.running("a-0")
 
     def lines(name: str) -> list[str]:
-        path = cluster.layout.node(name) / "scratch" / "role"
+        path = cluster.layout.folder(name) / "scratch" / "role"
         return path.read_text().splitlines() if path.exists() else []
 
     assert (await await_for(lambda: len(lines("a-0")) > 1 and lines("a-0")))[:2] == ["agent a-0 "] * 2
@@ -279,7 +279,7 @@ async def test_orphans_stay_in_the_machine_and_are_collected(cluster: Cluster) -
     async with cluster.ssh(head) as ssh:
         # One that hides its mark, and has no parent any more.
         await ssh.run("setsid env -i sh -c 'echo $$ > pid; exec sleep 1000' > /dev/null 2>&1 &")
-        path = cluster.layout.node("head-0") / "scratch" / "pid"
+        path = cluster.layout.folder("head-0") / "scratch" / "pid"
         pid = int(await await_for(lambda: path.exists() and path.read_text().strip()))
         assert pid in cluster.pids("head-0")
         os.kill(pid, signal.SIGKILL)
@@ -362,7 +362,7 @@ class Peer:
     """A `peer.py` on a machine, spoken to through files, which no cut reaches."""
 
     def __init__(self, cluster: Cluster, name: str) -> None:
-        self.folder = cluster.layout.node(name) / "scratch" / "peer"
+        self.folder = cluster.layout.folder(name) / "scratch" / "peer"
         self.words = 0
 
     def do(self, line: str) -> None:
@@ -590,7 +590,7 @@ BAD: list[tuple[str, Any, int, str]] = [
     ("stockout", {"zone": "local-a", "on": 1}, 400, "neither true nor false"),
     ("configure", {"cluster": "x"}, 400, "not a configuration"),
     ("configure", {"head": 1}, 400, "not a configuration"),
-    ("shutdown", {}, 404, "not there"),
+    ("shutdown", {}, 404, "does not exist"),
 ]
 
 
@@ -630,15 +630,17 @@ async def test_connect_finds_the_cloud_from_the_heads_environment(
 
 
 @pytest.fixture
-def unbooted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Group:
+def unbooted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalPools:
     """One of which no machine ever boots. It runs in this process, whose other children must not count as orphans."""
     monkeypatch.setattr(procs, "strays", lambda known: set())
     head = Pool("head", "z", "m", "on-demand", 1)
     pools = (Pool("p", "z", "m", "spot", 300),)
-    return Group(Config("c", "r", "b", head, pools, boot_delay=1e6), Layout(tmp_path / "local" / "c"), "127.9.9", "t")
+    return LocalPools(
+        Config("c", "r", "b", head, pools, boot_delay=1e6), Layout(tmp_path / "local" / "c"), "127.9.9", "t"
+    )
 
 
-async def test_a_machine_that_is_taken_before_it_has_begun_is_gone(unbooted: Group) -> None:
+async def test_a_machine_that_is_taken_before_it_has_begun_is_gone(unbooted: LocalPools) -> None:
     """A request may come between the two; the machine would be stopping for ever, and never be recreated."""
     cloud = unbooted
     cloud._begin(cloud.config.pools[0], 0)
@@ -646,15 +648,15 @@ async def test_a_machine_that_is_taken_before_it_has_begun_is_gone(unbooted: Gro
     assert [each.state for each in cloud.instances()] == ["terminated"]
 
 
-async def test_more_machines_than_addresses_end_no_other(unbooted: Group) -> None:
+async def test_more_machines_than_addresses_end_no_other(unbooted: LocalPools) -> None:
     cloud = unbooted
     cloud.resize("p", 300)
     cloud._reconcile()
     assert len(cloud.instances()) == 246, "245 and the head"
     assert ["245 addresses, and all are in use" in each.message for each in cloud.problems()] == [True]
-    for node in cloud.nodes.values():
+    for node in cloud.machines.values():
         cloud._end(node)
-    await asyncio.gather(*(node.gone.wait() for node in cloud.nodes.values()))
+    await asyncio.gather(*(node.gone.wait() for node in cloud.machines.values()))
 
 
 def test_of_two_ups_at_once_one_starts_the_cloud(tmp_path: Path) -> None:

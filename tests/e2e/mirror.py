@@ -20,9 +20,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from spotrun.cloud.base import Market
-from spotrun.cloud.local import machines, metadata, procs
+from spotrun.cloud.local import metadata, pools, procs
 from spotrun.cloud.local.daemon import claim_subnet
 from spotrun.cloud.local.layout import HEAD, Config, Layout, Pool, base_environment, remove_tree, write_json
+from spotrun.cloud.local.machine import Machine
 from tests.fakes.moto_server import ACCOUNT
 
 LOOK = 0.1  # seconds between two looks at the cloud's list
@@ -118,7 +119,7 @@ class Mirror:
                     self._assigned[ids[name]] = address
 
 
-class Group(machines.Group):
+class Group(pools.LocalPools):
     """The local cloud's machines, as another cloud lists them."""
 
     def __init__(self, config: Config, layout: Layout, subnet: str, environment: Mapping[str, str]) -> None:
@@ -131,24 +132,24 @@ class Group(machines.Group):
     def show(self, listed: list[Listed]) -> None:
         """Begin what is new, end what is not listed any more, pass a notice on."""
         ids = {each.id for each in listed}
-        for node in list(self.nodes.values()):
+        for node in list(self.machines.values()):
             if node.id not in ids:
                 self._end(node)
             if node.gone.is_set():
-                del self.nodes[node.name]
+                del self.machines[node.name]
         for each in listed:
-            node = self.nodes.get(each.name)
+            node = self.machines.get(each.name)
             if node is None:
                 self._create(each)
             elif each.end is not None and node.id == each.id and node.due == float("inf"):
                 node.due, node.state = each.end, "stopping"
                 self._give_notice(node)
 
-    def door(self, node: machines.Node) -> str:
+    def door(self, node: Machine) -> str:
         """The address of this computer at which a machine's SSH server answers."""
         return node.address
 
-    def _give_notice(self, node: machines.Node) -> None:
+    def _give_notice(self, node: Machine) -> None:
         node.subject.change(terminate_at=node.due, rebalance_at=time.time())
 
     def _create(self, each: Listed) -> None:
@@ -159,9 +160,9 @@ class Group(machines.Group):
         )
         facts = replace(facts, account=account)
         pool = Pool(each.pool, each.zone, each.machine, each.market, 1)
-        self._start(machines.Node(each.name, 0, pool, address, each.id, time.time(), metadata.Subject(facts)))
+        self._start(Machine(each.name, 0, pool, address, each.id, time.time(), metadata.Subject(facts)))
 
-    def _environment(self, node: machines.Node, memory: Path, scratch: Path, keys: Path) -> dict[str, str]:
+    def _environment(self, node: Machine, memory: Path, scratch: Path, keys: Path) -> dict[str, str]:
         values = super()._environment(node, memory, scratch, keys) | self._extra
         for name in ("SPOTRUN_NODE", "SPOTRUN_LOCAL_CLOUD", "SPOTRUN_LOCAL_CLOUD_TOKEN"):
             values.pop(name, None)
@@ -184,7 +185,7 @@ async def follow(make: Make, folder: Path, flavour: str, region: str, environmen
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     while line := await lines.readline():
         group.show([Listed(**each) for each in json.loads(line)])
-        nodes = group.nodes.values()
+        nodes = group.machines.values()
         write_json(layout.state / "machines.json", {node.name: group.door(node) for node in nodes})
         write_json(layout.state / "addresses.json", {node.name: node.address for node in nodes})
     await group.close()

@@ -25,8 +25,9 @@ from typing import Any
 
 from aiohttp import web
 
-from spotrun.cloud.local import machines, metadata
+from spotrun.cloud.local import metadata
 from spotrun.cloud.local.layout import Config, Layout
+from spotrun.cloud.local.machine import Machine
 from tests.e2e import mirror
 from tests.e2e.tools import OPERATOR
 from tests.helpers import await_for
@@ -59,7 +60,7 @@ _NSPAWN = (
 
 
 @dataclass
-class Machine:
+class Container:
     """What a container has of this computer's."""
 
     network: Namespace
@@ -75,29 +76,29 @@ class Group(mirror.Group):
         super().__init__(config, layout, subnet, environment)
         self._root = Path(root)
         self._switch = Switch()
-        self._machines: dict[str, Machine] = {}
+        self._machines: dict[str, Container] = {}
 
-    def door(self, node: machines.Node) -> str:
+    def door(self, node: Machine) -> str:
         return f"{self.subnet}.{node.address.rpartition('.')[2]}"
 
     def _address(self, name: str) -> str:
         return f"10.77.0.{super()._address(name).rpartition('.')[2]}"
 
-    def _give_notice(self, node: machines.Node) -> None:
+    def _give_notice(self, node: Machine) -> None:
         if self.config.metadata == "ec2":
             return super()._give_notice(node)
         for pid in _first(self._machines[node.name].cgroups):
             os.kill(pid, POWER)
         asyncio.get_running_loop().call_later(LAG, super()._give_notice, node)
 
-    async def _listen(self, node: machines.Node) -> web.BaseSite:
+    async def _listen(self, node: Machine) -> web.BaseSite:
         network = await asyncio.to_thread(self._switch.plug, node.address)
         await asyncio.to_thread(network.ip, "address", "add", f"{METADATA}/32", "dev", "lo")
         app = metadata.build(self.config.metadata, lambda _: node.subject)
         app.middlewares.append(os_login(Path(f"{self.layout.key}.pub").read_text()))
         runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
         await runner.setup()
-        machine = Machine(network, runner, tuple(_cgroups(f"{self.layout.unique}-{node.name}")))
+        machine = Container(network, runner, tuple(_cgroups(f"{self.layout.unique}-{node.name}")))
         self._machines[node.name] = machine
         doors = [(network.listen("127.0.0.1", port), partial(_connect, port)) for port in self._services()]
         ssh = socket.create_server((self.door(node), 22), backlog=64)
@@ -109,8 +110,8 @@ class Group(mirror.Group):
         await site.start()
         return site
 
-    async def _boot(self, node: machines.Node) -> asyncio.subprocess.Process:
-        machine, disk = self._machines[node.name], self.layout.node(node.name)
+    async def _boot(self, node: Machine) -> asyncio.subprocess.Process:
+        machine, disk = self._machines[node.name], self.layout.folder(node.name)
         await asyncio.to_thread(self._prepare, node.name, disk)
         for each in machine.cgroups:
             each.mkdir(exist_ok=True)
@@ -155,7 +156,7 @@ class Group(mirror.Group):
     def _services(self) -> set[int]:
         return {int(port) for value in self._extra.values() for port in re.findall(r"127\.0\.0\.1:(\d+)", value)}
 
-    async def _clear(self, node: machines.Node, site: web.BaseSite | None) -> None:
+    async def _clear(self, node: Machine, site: web.BaseSite | None) -> None:
         machine = self._machines.pop(node.name, None)
         if machine is None:
             return await super()._clear(node, site)

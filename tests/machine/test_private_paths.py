@@ -136,7 +136,7 @@ def test_a_local_cluster_is_its_operators_alone(public: Path) -> None:
     before = os.umask(0o002)
     try:
         cloud.up(spec(), place, IDLE)
-        wait_for((Layout.of(place, "tiny").node("head-0") / "init.log").exists, what="the head's machine")
+        wait_for((Layout.of(place, "tiny").folder("head-0") / "init.log").exists, what="the head's machine")
         layout = Layout.of(place, "tiny")
         wait_for(lambda: (layout.tmpfs / "head-0").is_dir(), what="its memory")
         kept = [path for path in place.rglob("*") if path.is_file()]

@@ -1,22 +1,36 @@
 """The two files a user writes: the cluster file and the job file.
 
 `load_cluster` and `load_job` read one and raise `SpecError` with a line for each problem: file, line, key, value,
-what is allowed, and the nearest known key. The description of every field is that "what is allowed", so it is part
-of the messages (see `spec.file`). Durations are stored in seconds.
+what is allowed, and the nearest known key. "What is allowed" is the description of the field, so each description is
+part of the messages (see `spec.file`). Durations are stored in seconds.
 """
 
-from spotrun.spec.cluster import (
-    ClusterSpec,
-    HeadSpec,
-    LocalSpec,
-    NetworkSpec,
-    PoolSpec,
-    described,
-    digest,
-    load_cluster,
-)
-from spotrun.spec.fields import parse_duration
-from spotrun.spec.job import JobSpec, NodesSpec, check_fit, load_job
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from spotrun.spec.cluster import (
+        ClusterSpec,
+        HeadSpec,
+        LocalSpec,
+        NetworkSpec,
+        PoolSpec,
+        described,
+        digest,
+        load_cluster,
+    )
+    from spotrun.spec.fields import parse_duration
+    from spotrun.spec.job import JobSpec, NodesSpec, check_fit, load_job
+else:
+
+    def __getattr__(name: str) -> object:
+        """Import only what is used: `names` and `notices` are also for processes that do without pydantic."""
+        for module in ("cluster", "job", "fields") if name in __all__ else ():
+            found = getattr(importlib.import_module(f"spotrun.spec.{module}"), name, None)
+            if found is not None:
+                return found
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "ClusterSpec",

@@ -5,7 +5,10 @@ Cluster and pool names hold no double hyphen (see `fields.label`), so `--` keeps
 
 from __future__ import annotations
 
-from spotrun.spec.cluster import ClusterSpec
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from spotrun.spec.cluster import ClusterSpec
 
 HEAD_PORT = 8470  # where the head listens for agents
 # What machines are: the values of ROLE. HEAD is also the pool of the head's machine.

@@ -25,10 +25,10 @@ from spotrun.cloud.gcp.instances import Failure, Member, diagnose, failure, inst
 from spotrun.errors import CloudError, GoneError, PartialError
 from spotrun.spec import ClusterSpec, PoolSpec
 from spotrun.spec.names import CLUSTER, HEAD, group
+from spotrun.spec.notices import GCE_NOTICE
 
 T = TypeVar("T")
 
-NOTICE = 30.0  # seconds, where the pool has no key `notice`
 _AT_ONCE = 1000  # machines that one request may name
 
 
@@ -88,7 +88,7 @@ class GcpCloud:
             return await self.kill(name)
         node = await self._find(name)
         pool = self.cluster.pool(node.pool)
-        usual = (pool.notice if pool else None) or NOTICE
+        usual = (pool.notice if pool else None) or GCE_NOTICE
         if notice not in (None, usual):
             raise CloudError(f"notice {notice:g}: Google gives {usual:g} s of notice, or none (0)")
         if node.market != "spot":

@@ -21,7 +21,6 @@ from spotrun.cloud.base import Instance, Problem, Shortfall
 from spotrun.cloud.local import procs
 from spotrun.cloud.local.layout import (
     DAEMON,
-    HEAD,
     Config,
     Layout,
     Pool,
@@ -32,6 +31,7 @@ from spotrun.cloud.local.layout import (
 )
 from spotrun.errors import CloudError
 from spotrun.machine import private_paths
+from spotrun.spec.names import HEAD
 
 if TYPE_CHECKING:
     import aiohttp

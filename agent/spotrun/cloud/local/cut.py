@@ -60,26 +60,26 @@ class Cutter:
         self._filtered: dict[int, set[str]] = {}  # inode: the cuts that want it silent
         self._strangers: dict[int, Ends | None] = {}  # ends of other machines' sockets, seen while looking for peers
 
-    def cut(self, node: str) -> None:
+    def cut(self, machine: str) -> None:
         """Silence a machine. Raises `CloudError` where the kernel does not allow it; then nothing is cut."""
-        self._cuts[node] = _Cut()
+        self._cuts[machine] = _Cut()
         try:
-            self.sweep(node)
+            self.sweep(machine)
         except OSError as error:
-            self.join(node)
+            self.join(machine)
             raise CloudError(
-                f"cannot cut {node} off: the kernel refuses access to its sockets ({error}); "
+                f"cannot cut {machine} off: the kernel refuses access to its sockets ({error}); "
                 "needed is Linux 5.6 or newer that lets a process trace its descendants (no seccomp filter against "
                 "pidfd_getfd, kernel.yama.ptrace_scope at most 1)"
             ) from error
 
-    def sweep(self, node: str) -> None:
+    def sweep(self, machine: str) -> None:
         """Silence what the machine has opened since. Raises OSError if the kernel does not allow it."""
-        cut = self._cuts.get(node)
+        cut = self._cuts.get(machine)
         if cut is None:
             return
         if cut.sweeps % _LOOK_FOR_NEW == 0:
-            cut.pids = procs.of_node(self._layout.mark(node))
+            cut.pids = procs.of_machine(self._layout.mark(machine))
         cut.sweeps += 1
         fresh: list[tuple[int, int, int]] = []
         for inode, pid, fd in _sockets(cut.pids):
@@ -93,20 +93,20 @@ class Cutter:
                     self._note(cut, inode, sock)
             own = set(cut.ends.values())
             for inode, sock in held:
-                self._silence(node, cut, inode, sock, own)
+                self._silence(machine, cut, inode, sock, own)
         finally:
             for _, sock in held:
                 sock.close()
         if cut.lost:
-            self._find_peers(node, cut)
+            self._find_peers(machine, cut)
 
-    def join(self, node: str) -> None:
+    def join(self, machine: str) -> None:
         """Undo the cut."""
-        if self._cuts.pop(node, None) is None:
+        if self._cuts.pop(machine, None) is None:
             return
         free = set()
         for inode, wanting in list(self._filtered.items()):
-            wanting.discard(node)
+            wanting.discard(machine)
             if not wanting:
                 free.add(inode)
                 del self._filtered[inode]
@@ -118,33 +118,33 @@ class Cutter:
         if not self._cuts:
             self._strangers.clear()
 
-    def forget(self, node: str) -> None:
+    def forget(self, machine: str) -> None:
         """The machine is gone. Its peers never hear of it."""
-        self._cuts.pop(node, None)
+        self._cuts.pop(machine, None)
 
     def _note(self, cut: _Cut, inode: int, sock: socket.socket) -> None:
         if (ends := _ends(sock)) is not None:
             cut.ends[inode] = ends
 
-    def _silence(self, node: str, cut: _Cut, inode: int, sock: socket.socket, own: set[Ends]) -> None:
+    def _silence(self, machine: str, cut: _Cut, inode: int, sock: socket.socket, own: set[Ends]) -> None:
         if not _is_tcp(sock):
             cut.done.add(inode)
         elif _state(sock) == _LISTEN:
-            self._attach(node, inode, sock)
+            self._attach(machine, inode, sock)
             cut.done.add(inode)
         elif inode in cut.ends:
             local, remote = cut.ends[inode]
             cut.done.add(inode)
             if (remote, local) in own or remote[1] == METADATA_PORT:
                 return
-            self._attach(node, inode, sock)
+            self._attach(machine, inode, sock)
             cut.lost[(remote, local)] = 0
 
-    def _attach(self, node: str, inode: int, sock: socket.socket) -> None:
+    def _attach(self, machine: str, inode: int, sock: socket.socket) -> None:
         sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, _filter)
-        self._filtered.setdefault(inode, set()).add(node)
+        self._filtered.setdefault(inode, set()).add(machine)
 
-    def _find_peers(self, node: str, cut: _Cut) -> None:
+    def _find_peers(self, machine: str, cut: _Cut) -> None:
         """Silence the other ends, among the cluster's processes. One not accepted yet shows up later."""
         if min(cut.lost.values()) > _EAGER and cut.sweeps % _LOOK_FOR_PEERS:
             return
@@ -160,7 +160,7 @@ class Cutter:
                 if ends is not None or not _is_tcp(sock) or _state(sock) == _LISTEN:
                     self._strangers[inode] = ends
                 if ends in cut.lost:
-                    self._attach(node, inode, sock)
+                    self._attach(machine, inode, sock)
                     del cut.lost[ends]
         for ends in cut.lost:
             cut.lost[ends] += 1

@@ -23,7 +23,7 @@ from aiohttp import web
 
 from spotrun.cloud.local import procs, server
 from spotrun.cloud.local.layout import METADATA_PORT, SSH_PORT, Config, Layout, write_json
-from spotrun.cloud.local.machines import Group
+from spotrun.cloud.local.pools import LocalPools
 from spotrun.errors import CloudError
 from spotrun.machine import private_paths
 
@@ -56,7 +56,7 @@ async def serve(layout: Layout, ready: Callable[[], None]) -> None:
     config = Config.from_json(json.loads(layout.config.read_text()))
     subnet, claim = claim_subnet(layout.unique)
     token = secrets.token_urlsafe(32)
-    cloud = Group(config, layout, subnet, token)
+    cloud = LocalPools(config, layout, subnet, token)
     runner = web.AppRunner(server.build(cloud, layout.unique, token), access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     await web.TCPSite(runner, f"{subnet}.1", 0).start()

@@ -19,12 +19,12 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from spotrun.cloud.base import Market
 from spotrun.machine import private_paths
+from spotrun.spec.names import HEAD
 
 SSH_PORT = 2222
 METADATA_PORT = 8169
 MARK = "SPOTRUN_NODE_MARK"  # the variable that all processes of a machine carry
-HEAD = "head"
-HEAD_NODE = "head-0"
+HEAD_MACHINE = f"{HEAD}-0"
 DAEMON = "@daemon"  # the daemon's own place among the marks; no machine can have this name
 # What a machine takes over from the shell that brought the cluster up; everything else stays out.
 _INHERITED = ("HOME", "USER", "LOGNAME", "LANG", "TZ", "TMPDIR", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
@@ -141,10 +141,10 @@ class Layout:
         for path in (self.state.parent, self.state, self.bucket):
             private_paths.make_folder(path)
 
-    def mark(self, node: str) -> str:
-        return f"{self.unique}/{node}"
+    def mark(self, machine: str) -> str:
+        return f"{self.unique}/{machine}"
 
-    def node(self, name: str) -> Path:
+    def folder(self, name: str) -> Path:
         return self.state / "nodes" / name
 
 

@@ -11,17 +11,15 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from aiohttp import web
 
-from spotrun.cloud.base import Instance, Problem, State
+from spotrun.cloud.base import Instance, Problem
 from spotrun.cloud.local import metadata, procs, reconcile
 from spotrun.cloud.local.cut import Cutter
 from spotrun.cloud.local.layout import (
-    HEAD,
-    HEAD_NODE,
+    HEAD_MACHINE,
     MARK,
     METADATA_PORT,
     SSH_PORT,
@@ -32,51 +30,29 @@ from spotrun.cloud.local.layout import (
     prepare,
     remove_tree,
 )
+from spotrun.cloud.local.machine import Machine
 from spotrun.errors import CloudError
+from spotrun.spec.names import BUCKET, CLUSTER, HEAD, NODE, POOL, ROLE
+from spotrun.spec.notices import EC2_NOTICE, GCE_NOTICE
 
-NOTICE = {"gce": 30.0, "ec2": 120.0}  # seconds between notice and end
+NOTICE = {"gce": GCE_NOTICE, "ec2": EC2_NOTICE}
 PRICES = {"spot": 0.3, "on-demand": 1.0}  # dollars an hour, made up; the ratio is what clouds usually have
 _SWEEP = 0.01  # seconds between two looks for new sockets of a machine that is cut off
-_FIRST_HOST, _LAST_HOST = 10, 254  # last byte of the nodes' addresses; the gateway is 1 and the head 2
+_FIRST_HOST, _LAST_HOST = 10, 254  # last byte of the machines' addresses; the gateway is 1 and the head 2
 log = logging.getLogger("cloud")
 
 
-@dataclass
-class Node:
-    """A machine and what the daemon holds of it. `gone` is set when nothing of it is left."""
-
-    name: str
-    index: int
-    pool: Pool
-    address: str
-    id: str
-    created: float
-    subject: metadata.Subject
-    state: State = "provisioning"
-    due: float = math.inf
-    gone: asyncio.Event = field(default_factory=asyncio.Event)
-    life: asyncio.Task[None] | None = None
-    pid: int = 0
-    dying: bool = False
-    cut: asyncio.Task[None] | None = None
-
-    def instance(self) -> Instance:
-        pool, ends = self.pool, self.created + self.pool.max_run_duration if self.pool.max_run_duration else 0.0
-        where = (pool.name, pool.zone, self.address)
-        return Instance(self.name, *where, self.state, pool.market, self.created, self.id, ends)
-
-
-class Group:
+class LocalPools:
     """The pools and machines of one cluster."""
 
     def __init__(self, config: Config, layout: Layout, subnet: str, token: str) -> None:
         self.config, self.layout, self.subnet, self.token = config, layout, subnet, token
         self.endpoint = ""
-        self.nodes: dict[str, Node] = {}
+        self.machines: dict[str, Machine] = {}
         self.dry: set[str] = set()
         self._wanted: dict[str, frozenset[int]] = {pool.name: frozenset() for pool in config.pools}
         self._wanted[HEAD] = frozenset({0})
-        self._addresses: dict[str, str] = {HEAD_NODE: f"{subnet}.2"}
+        self._addresses: dict[str, str] = {HEAD_MACHINE: f"{subnet}.2"}
         self._short: dict[str, Problem] = {}
         self._broken: dict[str, Problem] = {}
         self._wake = asyncio.Event()
@@ -88,7 +64,7 @@ class Group:
     # What the interface asks for.
 
     def instances(self) -> list[Instance]:
-        return [node.instance() for _, node in sorted(self.nodes.items())]
+        return [machine.instance() for _, machine in sorted(self.machines.items())]
 
     def sizes(self) -> dict[str, int]:
         return {pool.name: len(self._wanted[pool.name]) for pool in self.config.pools}
@@ -110,23 +86,23 @@ class Group:
         self._wake.set()
 
     def remove(self, names: list[str]) -> None:
-        nodes = [self.find(name) for name in names]
-        if any(node.pool.name == HEAD for node in nodes):
+        machines = [self.find(name) for name in names]
+        if any(machine.pool.name == HEAD for machine in machines):
             raise CloudError("the head cannot be removed; `make down` ends the cluster")
-        for node in nodes:
-            self._wanted[node.pool.name] -= {node.index}
+        for machine in machines:
+            self._wanted[machine.pool.name] -= {machine.index}
         self._wake.set()
 
     def recreate(self, names: list[str]) -> None:
-        for node in [self.find(name) for name in names]:
-            self._end(node)
+        for machine in [self.find(name) for name in names]:
+            self._end(machine)
 
-    def find(self, name: str, alive: bool = False) -> Node:
+    def find(self, name: str, alive: bool = False) -> Machine:
         """A machine by its name or id; `head` will do for the head. Raises `CloudError`."""
-        found = self.nodes.get(HEAD_NODE if name == HEAD else name)
-        found = found or next((node for node in self.nodes.values() if node.id == name), None)
+        found = self.machines.get(HEAD_MACHINE if name == HEAD else name)
+        found = found or next((machine for machine in self.machines.values() if machine.id == name), None)
         if found is None:
-            raise CloudError(f"there is no machine {name!r}; machines: {', '.join(sorted(self.nodes)) or 'none'}")
+            raise CloudError(f"there is no machine {name!r}; machines: {', '.join(sorted(self.machines)) or 'none'}")
         if alive and found.state not in ("running", "stopping"):
             raise CloudError(f"machine {found.name} is {found.state}; wait until it is running")
         return found
@@ -134,45 +110,45 @@ class Group:
     async def preempt(self, name: str, notice: float | None) -> None:
         if notice is not None and notice <= 0:
             return await self.kill(name)
-        node = self.find(name, alive=True)
-        if node.pool.market != "spot":
-            raise CloudError(f"machine {node.name} is on-demand, the cloud does not preempt those; kill it instead")
-        if node.state != "stopping":
+        machine = self.find(name, alive=True)
+        if machine.pool.market != "spot":
+            raise CloudError(f"machine {machine.name} is on-demand, the cloud does not preempt those; kill it instead")
+        if machine.state != "stopping":
             now = time.time()
-            node.due = now + (NOTICE[self.config.metadata] if notice is None else notice)
-            node.state = "stopping"
-            node.subject.change(terminate_at=node.due, rebalance_at=now)
+            machine.due = now + (NOTICE[self.config.metadata] if notice is None else notice)
+            machine.state = "stopping"
+            machine.subject.change(terminate_at=machine.due, rebalance_at=now)
             self._wake.set()
 
     async def kill(self, name: str) -> None:
-        node = self.find(name)
-        if node.state == "terminated":
-            raise CloudError(f"machine {node.name} is terminated already")
-        self._end(node)
-        await node.gone.wait()
+        machine = self.find(name)
+        if machine.state == "terminated":
+            raise CloudError(f"machine {machine.name} is terminated already")
+        self._end(machine)
+        await machine.gone.wait()
 
     async def freeze(self, name: str) -> None:
-        node = self.find(name, alive=True)
-        await asyncio.to_thread(procs.stop, self._search(node))
+        machine = self.find(name, alive=True)
+        await asyncio.to_thread(procs.stop, self._search(machine))
 
     async def thaw(self, name: str) -> None:
-        node = self.find(name, alive=True)
-        await asyncio.to_thread(procs.resume, self._search(node))
+        machine = self.find(name, alive=True)
+        await asyncio.to_thread(procs.resume, self._search(machine))
 
     async def cut(self, name: str) -> None:
         """Take a machine off the network; again: reach now what it has opened since."""
-        node = self.find(name, alive=True)
+        machine = self.find(name, alive=True)
         async with self._cutting:
-            await asyncio.to_thread(self._cutter.sweep if node.cut else self._cutter.cut, node.name)
-        if node.cut is None and not node.dying:
-            node.cut = asyncio.create_task(self._keep_cut(node))
+            await asyncio.to_thread(self._cutter.sweep if machine.cut else self._cutter.cut, machine.name)
+        if machine.cut is None and not machine.dying:
+            machine.cut = asyncio.create_task(self._keep_cut(machine))
 
     async def join(self, name: str) -> None:
-        node = self.find(name, alive=True)
-        if node.cut is not None:
-            await self._stop_cutting(node)
+        machine = self.find(name, alive=True)
+        if machine.cut is not None:
+            await self._stop_cutting(machine)
             async with self._cutting:
-                await asyncio.to_thread(self._cutter.join, node.name)
+                await asyncio.to_thread(self._cutter.join, machine.name)
 
     def stockout(self, zone: str, on: bool) -> None:
         zones = {pool.zone for pool in self.config.pools}
@@ -208,24 +184,24 @@ class Group:
 
     async def close(self) -> None:
         """End every machine."""
-        for node in self.nodes.values():
-            self._end(node)
-        await asyncio.gather(*(node.gone.wait() for node in self.nodes.values() if node.life))
+        for machine in self.machines.values():
+            self._end(machine)
+        await asyncio.gather(*(machine.gone.wait() for machine in self.machines.values() if machine.life))
         await self._metadata.cleanup()
 
     def _reconcile(self) -> float:
         pools = {pool.name: pool for pool in (self.config.head, *self.config.pools)}
-        machines = {
-            n.name: reconcile.Machine(n.pool.name, n.index, n.state, n.due, n.instance().ends or math.inf)
-            for n in self.nodes.values()
+        members = {
+            n.name: reconcile.Member(n.pool.name, n.index, n.state, n.due, n.ends or math.inf)
+            for n in self.machines.values()
         }
-        view = reconcile.View(time.time(), pools, self._wanted, machines, self.config.capacity, frozenset(self.dry))
+        view = reconcile.View(time.time(), pools, self._wanted, members, self.config.capacity, frozenset(self.dry))
         plan = reconcile.plan(view)
         for name in plan.forget:
-            del self.nodes[name]
+            del self.machines[name]
             self._broken.pop(name, None)
         for name in plan.destroy:
-            self._end(self.nodes[name])
+            self._end(self.machines[name])
         before = self._short
         self._short = {name: self._shortage(pools[name], missing) for name, missing in plan.short.items()}
         for pool, index in plan.create:
@@ -243,74 +219,78 @@ class Group:
     # A machine's life.
 
     def _begin(self, pool: Pool, index: int) -> None:
-        name, now = reconcile.node_name(pool.name, index), time.time()
+        name, now = reconcile.machine_name(pool.name, index), time.time()
         address, identity = self._address(name), new_id(self.config.metadata)
         tags = {
-            "spotrun-cluster": self.config.cluster,
-            "spotrun-bucket": self.config.bucket,
-            "spotrun-role": "head" if pool.name == HEAD else "node",
-            "spotrun-pool": pool.name,
+            CLUSTER: self.config.cluster,
+            BUCKET: self.config.bucket,
+            ROLE: HEAD if pool.name == HEAD else NODE,
+            POOL: pool.name,
         }
         facts = metadata.Facts(name, identity, pool.zone, self.config.region, pool.machine, address, pool.market, tags)
-        self._start(Node(name, index, pool, address, identity, now, metadata.Subject(facts)))
+        self._start(Machine(name, index, pool, address, identity, now, metadata.Subject(facts)))
 
-    def _start(self, node: Node) -> None:
+    def _start(self, machine: Machine) -> None:
         """Begin a machine's life."""
-        self.nodes[node.name] = node
-        node.life = asyncio.create_task(self._live(node))
-        node.life.add_done_callback(lambda _: self._ended(node))  # also of a task that was cancelled before it ran
+        self.machines[machine.name] = machine
+        machine.life = asyncio.create_task(self._live(machine))
+        machine.life.add_done_callback(lambda _: self._ended(machine))  # even if it never ran
         self._wake.set()  # to look again when its time is up
 
-    def _end(self, node: Node) -> None:
+    def _end(self, machine: Machine) -> None:
         """Take a machine at once; returns before it is gone."""
-        if not node.dying and node.life is not None:
-            node.dying, node.state, node.due = True, "stopping", math.inf
-            node.life.cancel()
+        if not machine.dying and machine.life is not None:
+            machine.dying, machine.state, machine.due = True, "stopping", math.inf
+            machine.life.cancel()
 
-    async def _live(self, node: Node) -> None:
+    async def _live(self, machine: Machine) -> None:
         """From a machine's creation to its end, whoever brings that about."""
         site: web.BaseSite | None = None
         try:
             await asyncio.sleep(self.config.boot_delay)
-            site = await self._listen(node)
-            process = await self._boot(node)
-            if process.stdout is not None and await process.stdout.readline() and node.state == "provisioning":
-                log.info("%s runs at %s", node.name, node.address)
-                node.state = "running"
-                self._broken.pop(node.name, None)
+            site = await self._listen(machine)
+            process = await self._boot(machine)
+            if process.stdout is not None and await process.stdout.readline() and machine.state == "provisioning":
+                log.info("%s runs at %s", machine.name, machine.address)
+                machine.state = "running"
+                self._broken.pop(machine.name, None)
             code = await process.wait()
-            self._blame(node, f"its first process ended with {code}; see {self.layout.node(node.name) / 'init.log'}")
+            self._blame(
+                machine, f"its first process ended with {code}; see {self.layout.folder(machine.name) / 'init.log'}"
+            )
         except asyncio.CancelledError:
-            log.info("%s is taken", node.name)
+            log.info("%s is taken", machine.name)
         except Exception as error:  # whatever kept this machine from starting must not end the others
-            log.exception("%s", node.name)
-            self._blame(node, f"it could not be started: {error}")
-        node.dying, node.state, node.due = True, "stopping", math.inf
-        await self._clear(node, site)
+            log.exception("%s", machine.name)
+            self._blame(machine, f"it could not be started: {error}")
+        machine.dying, machine.state, machine.due = True, "stopping", math.inf
+        await self._clear(machine, site)
 
-    def _ended(self, node: Node) -> None:
-        node.state, node.due = "terminated", time.time() + self.config.recreate_delay
-        node.gone.set()
+    def _ended(self, machine: Machine) -> None:
+        machine.state, machine.due = "terminated", time.time() + self.config.recreate_delay
+        machine.gone.set()
         self._wake.set()
 
-    def _blame(self, node: Node, message: str) -> None:
-        log.warning("%s: %s", node.name, message)
-        self._broken[node.name] = Problem(node.pool.name, "other", f"machine {node.name}: {message}", time.time())
+    def _blame(self, machine: Machine, message: str) -> None:
+        log.warning("%s: %s", machine.name, message)
+        self._broken[machine.name] = Problem(
+            machine.pool.name, "other", f"machine {machine.name}: {message}", time.time()
+        )
 
-    async def _listen(self, node: Node) -> web.BaseSite:
+    async def _listen(self, machine: Machine) -> web.BaseSite:
         """Begin to tell a machine of itself."""
-        site = web.TCPSite(self._metadata, node.address, METADATA_PORT, reuse_address=True)
+        site = web.TCPSite(self._metadata, machine.address, METADATA_PORT, reuse_address=True)
         await site.start()
         return site
 
-    async def _boot(self, node: Node) -> asyncio.subprocess.Process:
-        folder, memory = self.layout.node(node.name), self.layout.tmpfs / node.name
+    async def _boot(self, machine: Machine) -> asyncio.subprocess.Process:
+        folder, memory = self.layout.folder(machine.name), self.layout.tmpfs / machine.name
         keys, scratch = folder / "ssh", folder / "scratch"
-        await asyncio.to_thread(prepare, folder, memory, keep_keys=node.pool.name == HEAD)
-        role = "head" if node.pool.name == HEAD else "agent"
+        await asyncio.to_thread(prepare, folder, memory, keep_keys=machine.pool.name == HEAD)
+        role = "head" if machine.pool.name == HEAD else "agent"
         command = ["--", *(part.replace("{role}", role) for part in self.config.role)]
-        init = [sys.executable, "-m", "spotrun.cloud.local.init", node.address, str(keys), f"{self.layout.key}.pub"]
-        environment = self._environment(node, memory, scratch, keys)
+        init = [sys.executable, "-m", "spotrun.cloud.local.init", machine.address, str(keys), f"{self.layout.key}.pub"]
+        environment = self._environment(machine, memory, scratch, keys)
         async with self._spawning:
             with (folder / "init.log").open("ab") as output:
                 process = await asyncio.create_subprocess_exec(
@@ -323,15 +303,15 @@ class Group:
                     stderr=output,
                     start_new_session=True,
                 )
-            node.pid = process.pid
+            machine.pid = process.pid
         return process
 
-    def _environment(self, node: Node, memory: Path, scratch: Path, keys: Path) -> dict[str, str]:
-        server = f"{node.address}:{METADATA_PORT}"
+    def _environment(self, machine: Machine, memory: Path, scratch: Path, keys: Path) -> dict[str, str]:
+        server = f"{machine.address}:{METADATA_PORT}"
         values = {
             **os.environ,
-            MARK: self.layout.mark(node.name),
-            "SPOTRUN_NODE": node.name,
+            MARK: self.layout.mark(machine.name),
+            "SPOTRUN_NODE": machine.name,
             "SPOTRUN_TMPFS": str(memory),
             "TMPDIR": str(memory / "tmp"),  # what a killed process leaves there ends with the machine
             "SPOTRUN_SCRATCH": str(scratch),
@@ -342,54 +322,54 @@ class Group:
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
         }
-        if node.pool.name == HEAD:  # only the head may resize pools
+        if machine.pool.name == HEAD:  # only the head may resize pools
             values |= {"SPOTRUN_LOCAL_CLOUD": self.endpoint, "SPOTRUN_LOCAL_CLOUD_TOKEN": self.token}
         return values
 
-    async def _clear(self, node: Node, site: web.BaseSite | None) -> None:
+    async def _clear(self, machine: Machine, site: web.BaseSite | None) -> None:
         """Leave nothing of a machine: no process, no port, nothing in memory."""
-        node.subject.end()
-        await self._stop_cutting(node)
+        machine.subject.end()
+        await self._stop_cutting(machine)
         async with self._cutting:
-            self._cutter.forget(node.name)
-        killed = await asyncio.to_thread(procs.kill, self._search(node))
+            self._cutter.forget(machine.name)
+        killed = await asyncio.to_thread(procs.kill, self._search(machine))
         async with self._spawning:
-            known = {other.pid for other in self.nodes.values()}
+            known = {other.pid for other in self.machines.values()}
             killed |= await asyncio.to_thread(procs.kill, lambda: procs.strays(known))
-        procs.reap(killed - {node.pid})  # that one is asyncio's to collect
+        procs.reap(killed - {machine.pid})  # that one is asyncio's to collect
         if site is not None:
             with suppress(RuntimeError):  # it never started
                 await site.stop()
-        await asyncio.to_thread(remove_tree, self.layout.tmpfs / node.name)
+        await asyncio.to_thread(remove_tree, self.layout.tmpfs / machine.name)
 
-    async def _keep_cut(self, node: Node) -> None:
+    async def _keep_cut(self, machine: Machine) -> None:
         while True:
             await asyncio.sleep(_SWEEP)
             async with self._cutting:
                 try:
-                    await asyncio.to_thread(self._cutter.sweep, node.name)
+                    await asyncio.to_thread(self._cutter.sweep, machine.name)
                 except OSError as error:
-                    log.warning("%s: the cut has a hole: %s", node.name, error)
+                    log.warning("%s: the cut has a hole: %s", machine.name, error)
 
-    async def _stop_cutting(self, node: Node) -> None:
-        if node.cut is not None:
+    async def _stop_cutting(self, machine: Machine) -> None:
+        if machine.cut is not None:
             async with self._cutting:  # a sweep under way in a thread ends first
-                node.cut.cancel()
-            node.cut = None
+                machine.cut.cancel()
+            machine.cut = None
 
-    def _search(self, node: Node) -> Callable[[], set[int]]:
-        mark = self.layout.mark(node.name)
-        return lambda: procs.of_node(mark)
+    def _search(self, machine: Machine) -> Callable[[], set[int]]:
+        mark = self.layout.mark(machine.name)
+        return lambda: procs.of_machine(mark)
 
     def _subject_at(self, address: str) -> metadata.Subject | None:
-        return next((n.subject for n in self.nodes.values() if n.address == address and not n.gone.is_set()), None)
+        return next((n.subject for n in self.machines.values() if n.address == address and not n.gone.is_set()), None)
 
     def _address(self, name: str) -> str:
         """Stable for a name. When all are taken, that of a name that has no machine."""
         if name not in self._addresses:
             free = [f"{self.subnet}.{host}" for host in range(_FIRST_HOST, _LAST_HOST + 1)]
             held = {address for owner, address in self._addresses.items()}
-            used = {self._addresses[owner] for owner in self.nodes if owner in self._addresses}
+            used = {self._addresses[owner] for owner in self.machines if owner in self._addresses}
             choice = next((a for a in free if a not in held), None) or next((a for a in free if a not in used), None)
             if choice is None:
                 raise CloudError(f"the local cloud has {len(free)} addresses, and all are in use")

@@ -72,7 +72,7 @@ def find(accept: Callable[[str], bool]) -> set[int]:
     return {pid for pid in found if parents[pid][0] not in "ZX"} - {os.getpid()}
 
 
-def of_node(mark: str) -> set[int]:
+def of_machine(mark: str) -> set[int]:
     return find(lambda found: found == mark)
 
 

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from spotrun.cloud.base import State
-from spotrun.cloud.local.layout import HEAD, Pool
+from spotrun.cloud.local.layout import Pool
+from spotrun.spec.names import HEAD
 
 
 @dataclass(frozen=True)
-class Machine:
+class Member:
     """A machine that is there, or was.
 
     due: epoch seconds. Of a stopping one: when it is taken (infinity: that is under way). Of a terminated one: when
@@ -32,7 +33,7 @@ class View:
     now: float
     pools: Mapping[str, Pool]
     wanted: Mapping[str, frozenset[int]]
-    machines: Mapping[str, Machine]
+    machines: Mapping[str, Member]
     capacity: Mapping[str, int] = field(default_factory=dict)
     dry: frozenset[str] = frozenset()
 
@@ -48,7 +49,7 @@ class Plan:
     wake: float = math.inf
 
 
-def node_name(pool: str, index: int) -> str:
+def machine_name(pool: str, index: int) -> str:
     return f"{pool}-{index}"
 
 
@@ -75,7 +76,7 @@ def plan(view: View) -> Plan:
     short: dict[str, int] = {}
     for name, pool in view.pools.items():
         for index in sorted(view.wanted.get(name, frozenset())):
-            there = view.machines.get(node_name(name, index))
+            there = view.machines.get(machine_name(name, index))
             if there is not None and there.state != "terminated":
                 continue
             if there is not None and there.due > view.now:

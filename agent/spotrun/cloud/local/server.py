@@ -1,4 +1,4 @@
-"""The daemon's HTTP interface: JSON in, JSON out, a bearer token, and an error that says why for whatever is wrong."""
+"""The daemon's HTTP interface: JSON in, JSON out, a bearer token, and errors that say what is wrong."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from aiohttp import web
 
 from spotrun.cloud.local.layout import Config
-from spotrun.cloud.local.machines import Group
+from spotrun.cloud.local.pools import LocalPools
 from spotrun.errors import CloudError
 
 _MAX_BODY = 1 << 20  # bytes
@@ -23,8 +23,24 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 log = logging.getLogger("api")
 
 
-def build(group: Group, unique: str, token: str) -> web.Application:
-    """The interface to a group; `unique` tells a caller which cluster answers."""
+def build(pools: LocalPools, unique: str, token: str) -> web.Application:
+    """The HTTP interface to `pools`. `unique` tells a caller which cluster answers."""
+
+    async def look(request: web.Request) -> web.Response:
+        return web.json_response(_look(pools, unique, request))
+
+    async def change(request: web.Request) -> web.Response:
+        await _change(pools, request.match_info["what"], await _body(request), request.path)
+        return web.json_response({})
+
+    app = web.Application(client_max_size=_MAX_BODY, middlewares=[_guard(token)])
+    app.router.add_get("/v1/{what}", look)
+    app.router.add_post("/v1/{what}", change)
+    return app
+
+
+def _guard(token: str) -> Any:
+    """A middleware that refuses callers without the token, and answers every error in JSON."""
 
     @web.middleware
     async def guard(request: web.Request, handler: _Handler) -> web.StreamResponse:
@@ -41,53 +57,46 @@ def build(group: Group, unique: str, token: str) -> web.Application:
             log.exception("%s %s", request.method, request.path)
             return _error(500, "the local cloud failed; see its daemon.log")
 
-    async def look(request: web.Request) -> web.Response:
-        match request.match_info["what"]:
-            case "ping":
-                return web.json_response({"cluster": group.config.cluster, "unique": unique, "pid": os.getpid()})
-            case "nodes":
-                return web.json_response([asdict(instance) for instance in group.instances()])
-            case "sizes":
-                return web.json_response(group.sizes())
-            case "prices":
-                return web.json_response(group.prices())
-            case "problems":
-                return web.json_response([asdict(problem) for problem in group.problems()])
-        return _error(404, f"{request.path} is not there")
+    return guard
 
-    async def change(request: web.Request) -> web.Response:
-        body = await _body(request)
-        match request.match_info["what"]:
-            case "resize":
-                group.resize(_text(body, "pool"), _whole(body, "size"))
-            case "remove":
-                group.remove(_texts(body, "names"))
-            case "recreate":
-                group.recreate(_texts(body, "names"))
-            case "preempt":
-                await group.preempt(_text(body, "name"), _notice(body))
-            case "kill":
-                await group.kill(_text(body, "name"))
-            case "freeze":
-                await group.freeze(_text(body, "name"))
-            case "thaw":
-                await group.thaw(_text(body, "name"))
-            case "cut":
-                await group.cut(_text(body, "name"))
-            case "join":
-                await group.join(_text(body, "name"))
-            case "stockout":
-                group.stockout(_text(body, "zone"), _flag(body, "on"))
-            case "configure":
-                group.configure(_config(body))
-            case _:
-                return _error(404, f"{request.path} is not there")
-        return web.json_response({})
 
-    app = web.Application(client_max_size=_MAX_BODY, middlewares=[guard])
-    app.router.add_get("/v1/{what}", look)
-    app.router.add_post("/v1/{what}", change)
-    return app
+def _look(pools: LocalPools, unique: str, request: web.Request) -> object:
+    match request.match_info["what"]:
+        case "ping":
+            return {"cluster": pools.config.cluster, "unique": unique, "pid": os.getpid()}
+        case "nodes":
+            return [asdict(instance) for instance in pools.instances()]
+        case "sizes":
+            return pools.sizes()
+        case "prices":
+            return pools.prices()
+        case "problems":
+            return [asdict(problem) for problem in pools.problems()]
+    raise _unknown(request.path)
+
+
+async def _change(pools: LocalPools, what: str, body: dict[str, Any], path: str) -> None:
+    match what:
+        case "resize":
+            pools.resize(_text(body, "pool"), _whole(body, "size"))
+        case "remove":
+            pools.remove(_texts(body, "names"))
+        case "recreate":
+            pools.recreate(_texts(body, "names"))
+        case "preempt":
+            await pools.preempt(_text(body, "name"), _notice(body))
+        case "kill" | "freeze" | "thaw" | "cut" | "join":
+            await getattr(pools, what)(_text(body, "name"))
+        case "stockout":
+            pools.stockout(_text(body, "zone"), _flag(body, "on"))
+        case "configure":
+            pools.configure(_config(body))
+        case _:
+            raise _unknown(path)
+
+
+def _unknown(path: str) -> web.HTTPException:
+    return web.HTTPNotFound(reason=f"{path} does not exist")
 
 
 def _error(status: int, message: str) -> web.Response:
