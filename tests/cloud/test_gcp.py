@@ -403,7 +403,7 @@ async def test_clients_are_made_once(cloud: GcpCloud) -> None:
     assert cloud.api._made is made
 
 
-@pytest.mark.parametrize("module", ["spotrun.cli", "spotrun.node.boot", "spotrun.head.server.server", "spotrun.cloud"])
+@pytest.mark.parametrize("module", ["spotrun.cli", "spotrun.node.boot", "spotrun.head.server.serve", "spotrun.cloud"])
 def test_only_a_head_in_google_cloud_loads_googles_library(module: str) -> None:
     code = f"import sys, {module}; sys.exit(any(name.startswith('google') for name in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

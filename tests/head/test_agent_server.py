@@ -1,4 +1,4 @@
-"""Who is let in at the head's door: a table of the decision, and real connections to a real door."""
+"""Which agents may connect to the head: a table of decisions, and real connections to a real server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from aiohttp import web
 
 from spotrun.cloud.base import Instance
 from spotrun.head.server import agent_server
-from spotrun.head.server.admission import Visitor, decide
+from spotrun.head.server.admission import Caller, decide
 from spotrun.store import head_key, host_key
 from spotrun.wire import NODE_HEADER, REFUSAL_HEADER, HeadRecord, HostRecord, Report, hash_of
 from tests.fakes.head import certificate
@@ -26,45 +26,42 @@ from tests.helpers import await_for
 SPOT = Instance("spot-0", "p", "z", "10.0.0.4", "running", "spot", 1.0, "1")
 OTHER = replace(SPOT, name="spot-1", address="10.0.0.5")
 NEW = replace(SPOT, name="spot-2", address="", state="provisioning")
-GOOD = Visitor("spot-0", "secret", "10.0.0.4")
+GOOD = Caller("spot-0", "secret", "10.0.0.4")
 
 
-@pytest.mark.parametrize(
-    ("visitor", "listed", "digest", "said"),
-    [
-        pytest.param(GOOD, [SPOT], hash_of("secret"), None, id="a node"),
-        pytest.param(replace(GOOD, peer="::ffff:10.0.0.4"), [SPOT], hash_of("secret"), None, id="IPv4 as IPv6"),
-        pytest.param(GOOD, [OTHER, SPOT], hash_of("secret"), None, id="one of several"),
-        pytest.param(GOOD, [SPOT], hash_of("other"), (401, "read", "wrong token"), id="wrong token"),
-        pytest.param(GOOD, [SPOT], "", (401, "read", "no record with its token"), id="no record"),
-        pytest.param(GOOD, [SPOT], "\u00fc", (401, "read", "wrong token"), id="junk in the record"),
-        pytest.param(GOOD, [SPOT], None, (503, "read", "not been read yet"), id="record not read yet"),
-        pytest.param(replace(GOOD, token=""), [SPOT], "", (401, "read", "no record"), id="nothing is no token"),
-        pytest.param(GOOD, None, hash_of("secret"), (503, "look", "not told yet"), id="cloud not asked yet"),
-        pytest.param(GOOD, [], hash_of("secret"), (403, "look", "lists no such machine"), id="no machine"),
-        pytest.param(GOOD, [OTHER], hash_of("secret"), (403, "look", "lists no such machine"), id="not this machine"),
-        pytest.param(
-            replace(GOOD, peer="10.0.0.5"), [SPOT, OTHER], hash_of("secret"), (403, "look", "lists 10.0.0.4"),
-            id="from another node's address",
-        ),
-        pytest.param(
-            replace(GOOD, node="spot-2", peer=""), [NEW], hash_of("secret"), (403, "look", "no address yet"),
-            id="no address yet",
-        ),
-        pytest.param(replace(GOOD, node=""), [SPOT], hash_of("secret"), (401, "", "older than this head"), id="older"),
-        pytest.param(
-            replace(GOOD, node="../spot-0"), [SPOT], hash_of("secret"), (401, "", "no node's name"), id="a path"
-        ),
-    ],
-)  # fmt: skip
+HASH = hash_of("secret")
+DECISIONS: dict[str, tuple[Caller, list[Instance] | None, str | None, tuple[int, str, str] | None]] = {
+    "right address and token": (GOOD, [SPOT], HASH, None),
+    "IPv4 address written as IPv6": (replace(GOOD, address="::ffff:10.0.0.4"), [SPOT], HASH, None),
+    "one of several machines": (GOOD, [OTHER, SPOT], HASH, None),
+    "wrong token": (GOOD, [SPOT], hash_of("other"), (401, "record", "wrong token")),
+    "record without a token": (GOOD, [SPOT], "", (401, "record", "no record with the node's token")),
+    "hash that is not ASCII": (GOOD, [SPOT], "\u00fc", (401, "record", "wrong token")),
+    "record not read yet": (GOOD, [SPOT], None, (503, "record", "not been read yet")),
+    "empty token": (replace(GOOD, token=""), [SPOT], "", (401, "record", "no record")),
+    "cloud not asked yet": (GOOD, None, HASH, (503, "machines", "not listed its machines yet")),
+    "no machine at all": (GOOD, [], HASH, (403, "machines", "lists no such machine")),
+    "only another machine": (GOOD, [OTHER], HASH, (403, "machines", "lists no such machine")),
+    "another node's address": (
+        replace(GOOD, address="10.0.0.5"), [SPOT, OTHER], HASH, (403, "machines", "lists 10.0.0.4"),
+    ),
+    "machine without an address yet": (
+        replace(GOOD, node="spot-2", address=""), [NEW], HASH, (403, "machines", "no address yet"),
+    ),
+    "no name of a node": (replace(GOOD, node=""), [SPOT], HASH, (401, "", "older than this head")),
+    "path instead of a name": (replace(GOOD, node="../spot-0"), [SPOT], HASH, (401, "", "not a node's name")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("caller", "listed", "token_hash", "said"), DECISIONS.values(), ids=DECISIONS.keys())
 def test_decide(
-    visitor: Visitor, listed: list[Instance] | None, digest: str, said: tuple[int, str, str] | None
+    caller: Caller, listed: list[Instance] | None, token_hash: str | None, said: tuple[int, str, str] | None
 ) -> None:
-    found = decide(visitor, listed, digest)
+    found = decide(caller, listed, token_hash)
     if said is None or found is None:
         assert (found, said) == (None, None)
         return
-    assert (found.status, found.cure) == said[:2]
+    assert (found.status, found.refresh) == said[:2]
     assert said[2] in found.reason
 
 
@@ -73,14 +70,17 @@ def publish(world: World, node: str, secret: str) -> None:
     world.store.put(host_key("c", node), record.model_dump_json().encode())
 
 
-class Street:
-    """In front of a door."""
+class Client:
+    """Connects to the server of a head as agents do."""
 
     def __init__(self, world: World, port: int) -> None:
         self.world, self.port = world, port
 
-    async def knock(self, node: str, token: str, address: str = "127.0.0.1", about: str = "") -> tuple[int, str]:
-        """(101, "") once the head has this node's report; else the status, and why. about: of whom it reports."""
+    async def connect(self, node: str, token: str, address: str = "127.0.0.1", about: str = "") -> tuple[int, str]:
+        """(101, "") once the head has this node's report; else the HTTP status and the reason.
+
+        about: the node that the report names, if it is another one.
+        """
         report = Report(node=about or node, boot="b", pool="p", zone="z", address=address)
         headers = {"Authorization": f"Bearer {token}", **({NODE_HEADER: node} if node else {})}
         context = ssl.create_default_context()
@@ -89,35 +89,35 @@ class Street:
         async with aiohttp.ClientSession(connector=connector) as session:
             url = f"wss://127.0.0.1:{self.port}/agent"
             try:
-                async with session.ws_connect(url, headers=headers, ssl=context) as link:
+                async with session.ws_connect(url, headers=headers, ssl=context) as connection:
                     if about:
                         for _ in range(agent_server.BAD_MESSAGES):
-                            await link.send_str(report.model_dump_json())
-                        while not link.closed:
-                            await link.receive()
-                        return link.close_code or 0, ""
-                    await link.send_str(report.model_dump_json())
+                            await connection.send_str(report.model_dump_json())
+                        while not connection.closed:
+                            await connection.receive()
+                        return connection.close_code or 0, ""
+                    await connection.send_str(report.model_dump_json())
                     await await_for(lambda: node in self.world.head.agents.known, what="the report")
                     return 101, ""
             except aiohttp.WSServerHandshakeError as error:
                 return error.status, str((error.headers or {}).get(REFUSAL_HEADER, ""))
 
-    def told(self) -> list[str]:
+    def refusals(self) -> list[str]:
         return [event["text"] for event in self.world.head.events if event["kind"] == "refused"]
 
 
 @asynccontextmanager
-async def street(root: Path) -> AsyncIterator[Street]:
-    """A door behind which a head looks at a cloud with machines p-0 and p-1, at 127.0.0.1."""
+async def serving(root: Path) -> AsyncIterator[Client]:
+    """The server of a head whose cloud lists the machines p-0 and p-1, at 127.0.0.1."""
     world = World(root)
     world.cloud.size["p"] = 2
     context, _ = certificate()
-    runner = web.AppRunner(agent_server.Door(world.head).app(), shutdown_timeout=0.5)
+    runner = web.AppRunner(agent_server.AgentServer(world.head).app(), shutdown_timeout=0.5)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context).start()
     watching = asyncio.create_task(world.head.watch_cloud())
     try:
-        yield Street(world, runner.addresses[0][1])
+        yield Client(world, runner.addresses[0][1])
     finally:
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
@@ -125,120 +125,119 @@ async def street(root: Path) -> AsyncIterator[Street]:
 
 
 @pytest.fixture(autouse=True)
-def _hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody here is on the way for long; reads and looks are as often as they are asked for."""
+def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Callers wait a second for a list; reads and lists may follow at once."""
     for name, value in (("PATIENCE", 1.0), ("LOOK_EVERY", 0.0), ("READ_EVERY", 0.0)):
         monkeypatch.setattr(agent_server, name, value)
 
 
-async def test_a_node_is_let_in(tmp_path: Path) -> None:
-    async with street(tmp_path) as s:
-        publish(s.world, "p-0", "secret")
-        assert await s.knock("p-0", "secret") == (101, "")
-        assert s.told() == []
+async def test_a_node_connects(tmp_path: Path) -> None:
+    async with serving(tmp_path) as client:
+        publish(client.world, "p-0", "secret")
+        assert await client.connect("p-0", "secret") == (101, "")
+        assert client.refusals() == []
 
 
-@pytest.mark.parametrize(
-    ("visit", "status", "reason"),
-    [
-        pytest.param({"node": "p-0", "token": "wrong"}, 401, "wrong token", id="wrong token"),
-        pytest.param({"node": "p-0", "token": ""}, 401, "wrong token", id="no token"),
-        pytest.param({"node": "p-1", "token": "secret"}, 401, "no record with its token", id="another node's token"),
-        pytest.param({"node": "p-0", "token": "secret", "address": "127.0.0.9"}, 403, "lists 127.0.0.1", id="address"),
-        pytest.param({"node": "p-7", "token": "secret"}, 403, "no such machine", id="no such machine"),
-        pytest.param({"node": "", "token": "secret"}, 401, "older than this head", id="an agent of before"),
-        pytest.param({"node": "../hosts/p-0", "token": "secret"}, 401, "no node's name", id="a path for a name"),
-    ],
-)
-async def test_a_stranger_is_refused(tmp_path: Path, visit: dict[str, str], status: int, reason: str) -> None:
-    async with street(tmp_path) as s:
-        publish(s.world, "p-0", "secret")
-        found = await s.knock(**visit)
+REFUSALS = {
+    "wrong token": ({"node": "p-0", "token": "wrong"}, 401, "wrong token"),
+    "no token": ({"node": "p-0", "token": ""}, 401, "wrong token"),
+    "another node's token": ({"node": "p-1", "token": "secret"}, 401, "no record with the node's token"),
+    "another address": ({"node": "p-0", "token": "secret", "address": "127.0.0.9"}, 403, "lists 127.0.0.1"),
+    "no such machine": ({"node": "p-7", "token": "secret"}, 403, "no such machine"),
+    "no name of a node": ({"node": "", "token": "secret"}, 401, "older than this head"),
+    "path instead of a name": ({"node": "../hosts/p-0", "token": "secret"}, 401, "not a node's name"),
+}
+
+
+@pytest.mark.parametrize(("request_", "status", "reason"), REFUSALS.values(), ids=REFUSALS.keys())
+async def test_another_caller_is_refused(tmp_path: Path, request_: dict[str, str], status: int, reason: str) -> None:
+    async with serving(tmp_path) as client:
+        publish(client.world, "p-0", "secret")
+        found = await client.connect(**request_)
         assert found[0] == status
         assert reason in found[1]
-        assert s.world.head.agents.known == {}
-        (told,) = s.told()
-        assert reason in told
+        assert client.world.head.agents.known == {}
+        (event,) = client.refusals()
+        assert reason in event
 
 
-async def test_what_is_in_head_json_opens_nothing(tmp_path: Path) -> None:
-    """A local user could read it, and joined as a node with the token in it."""
+async def test_head_json_has_nothing_that_lets_an_agent_connect(tmp_path: Path) -> None:
+    """Local users can read head.json. It once held a token with which they could join as a node."""
     record = HeadRecord(epoch=1, address="127.0.0.1", port=1, fingerprint="0" * 64)
-    async with street(tmp_path) as s:
-        s.world.store.put(head_key("c"), record.model_dump_json().encode())
-        publish(s.world, "p-0", "secret")
-        seen = (s.world.store.get(head_key("c")), s.world.store.get(host_key("c", "p-0")))
-        assert not any(b"secret" in each for each in seen)
-        assert (await s.knock("p-0", record.token))[0] == 401
-        assert (await s.knock("p-0", hash_of("secret")))[0] == 401, "the hash is not the secret"
+    async with serving(tmp_path) as client:
+        client.world.store.put(head_key("c"), record.model_dump_json().encode())
+        publish(client.world, "p-0", "secret")
+        public = (client.world.store.get(head_key("c")), client.world.store.get(host_key("c", "p-0")))
+        assert not any(b"secret" in each for each in public)
+        assert (await client.connect("p-0", record.token))[0] == 401
+        assert (await client.connect("p-0", hash_of("secret")))[0] == 401, "the hash is not the secret"
 
 
-async def test_a_node_speaks_of_itself_only(tmp_path: Path) -> None:
-    async with street(tmp_path) as s:
-        publish(s.world, "p-0", "secret")
-        assert await s.knock("p-0", "secret", about="p-1") == (1008, "")
-        assert s.world.head.agents.known == {}
+async def test_a_node_can_only_report_about_itself(tmp_path: Path) -> None:
+    async with serving(tmp_path) as client:
+        publish(client.world, "p-0", "secret")
+        assert await client.connect("p-0", "secret", about="p-1") == (1008, "")
+        assert client.world.head.agents.known == {}
 
 
-async def test_an_agent_that_starts_again_has_another_secret(tmp_path: Path) -> None:
-    async with street(tmp_path) as s:
+async def test_a_restarted_agent_connects_with_its_new_secret_only(tmp_path: Path) -> None:
+    async with serving(tmp_path) as client:
         for secret in ("first", "second"):
-            publish(s.world, "p-0", secret)
-            assert await s.knock("p-0", secret) == (101, "")
-        assert (await s.knock("p-0", "first"))[0] == 401
+            publish(client.world, "p-0", secret)
+            assert await client.connect("p-0", secret) == (101, "")
+        assert (await client.connect("p-0", "first"))[0] == 401
 
 
-async def test_a_junk_record_lets_nobody_in(tmp_path: Path) -> None:
-    async with street(tmp_path) as s:
-        s.world.store.put(host_key("c", "p-0"), b'{"token_sha256": 3}')
-        assert (await s.knock("p-0", ""))[0] == 401
-        publish(s.world, "p-0", "secret")
-        assert await s.knock("p-0", "secret") == (101, "")
+async def test_a_record_that_cannot_be_read_lets_no_agent_connect(tmp_path: Path) -> None:
+    async with serving(tmp_path) as client:
+        client.world.store.put(host_key("c", "p-0"), b'{"token_sha256": 3}')
+        assert (await client.connect("p-0", ""))[0] == 401
+        publish(client.world, "p-0", "secret")
+        assert await client.connect("p-0", "secret") == (101, "")
 
 
-async def test_a_machine_that_the_cloud_has_not_told_of_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The door has the head look, and opens when the cloud lists the machine."""
+async def test_a_machine_that_the_cloud_does_not_list_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server has the head ask the cloud, and accepts the agent when the cloud lists the machine."""
     monkeypatch.setattr(agent_server, "PATIENCE", 60.0)
     monkeypatch.setattr(agent_server, "LOOK_EVERY", 0.05)
-    async with street(tmp_path) as s:
-        publish(s.world, "p-3", "secret")
-        await await_for(lambda: s.world.head.fleet.last_list, what="a look")
-        knocking = asyncio.create_task(s.knock("p-3", "secret"))
-        looks: list[Any] = []
-        while len(looks) < 3:
-            async with s.world.head.fleet.looked:
-                await s.world.head.fleet.looked.wait()
-            looks.append(knocking.done())
-        assert not any(looks)
-        s.world.cloud.size["p"] = 4
-        assert await knocking == (101, "")
+    async with serving(tmp_path) as client:
+        publish(client.world, "p-3", "secret")
+        await await_for(lambda: client.world.head.fleet.last_list, what="a list")
+        connecting = asyncio.create_task(client.connect("p-3", "secret"))
+        lists: list[Any] = []
+        while len(lists) < 3:
+            async with client.world.head.fleet.looked:
+                await client.world.head.fleet.looked.wait()
+            lists.append(connecting.done())
+        assert not any(lists)
+        client.world.cloud.size["p"] = 4
+        assert await connecting == (101, "")
 
 
-async def test_a_cloud_that_never_answered_opens_nothing(tmp_path: Path) -> None:
-    async with street(tmp_path) as s:
-        s.world.cloud.out["p"] = "zone is out"
-        s.world.head.fleet.last_list = None
-        publish(s.world, "p-0", "secret")
-        status, reason = await s.knock("p-0", "secret")
+async def test_no_agent_connects_before_the_cloud_has_answered(tmp_path: Path) -> None:
+    async with serving(tmp_path) as client:
+        client.world.cloud.out["p"] = "zone is out"
+        client.world.head.fleet.last_list = None
+        publish(client.world, "p-0", "secret")
+        status, reason = await client.connect("p-0", "secret")
         assert status in (403, 503)
         assert reason
 
 
-async def test_a_cloud_that_does_not_answer_any_more_changes_nothing(tmp_path: Path) -> None:
-    """A node whose link broke comes back while the cloud is away."""
-    async with street(tmp_path) as s:
-        publish(s.world, "p-0", "secret")
-        assert await s.knock("p-0", "secret") == (101, "")
-        s.world.cloud.out.update(p="zone is out", q="zone is out")
-        await s.world.head.fleet.look()
-        assert await s.knock("p-0", "secret") == (101, "")
+async def test_a_node_reconnects_while_the_cloud_does_not_answer(tmp_path: Path) -> None:
+    async with serving(tmp_path) as client:
+        publish(client.world, "p-0", "secret")
+        assert await client.connect("p-0", "secret") == (101, "")
+        client.world.cloud.out.update(p="zone is out", q="zone is out")
+        await client.world.head.fleet.look()
+        assert await client.connect("p-0", "secret") == (101, "")
 
 
-async def test_refusals_are_told_but_not_without_end(tmp_path: Path) -> None:
-    async with street(tmp_path) as s:
-        publish(s.world, "p-0", "secret")
+async def test_refusals_make_a_limited_number_of_events(tmp_path: Path) -> None:
+    async with serving(tmp_path) as client:
+        publish(client.world, "p-0", "secret")
         for _ in range(3):
-            await s.knock("p-0", "wrong")
-        assert s.told() == ["p-0 from 127.0.0.1: wrong token"]
-        await asyncio.gather(*(s.knock("", "x", f"127.0.0.{host}") for host in range(10, 40)))
-        assert len(s.told()) == agent_server.SAY_AT_MOST
+            await client.connect("p-0", "wrong")
+        assert client.refusals() == ["p-0 from 127.0.0.1: wrong token"]
+        await asyncio.gather(*(client.connect("", "x", f"127.0.0.{host}") for host in range(10, 40)))
+        assert len(client.refusals()) == agent_server.EVENTS_AT_MOST

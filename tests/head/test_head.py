@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from spotrun.errors import SpotrunError
 from spotrun.head.job_state import Cause, EndGeneration, Stop, apply
 from spotrun.store import epoch_key, job_key, queue_key
 from spotrun.wire import Failure, Notice
-from tests.head.world import CODE, JOB, World, asked, stepping
+from tests.head.world import CODE, JOB, World, asked, rewrite, stepping
 
 
 @pytest.fixture
@@ -298,3 +299,15 @@ async def test_a_cancelled_head_ends_though_something_changed(world: World) -> N
     world.head._look_now.set()
     done, _ = await asyncio.wait(tasks, timeout=100)
     assert done == set(tasks)
+
+
+@pytest.mark.parametrize(("phase", "reason"), [("succeeded", ""), ("failed", "ValueError: no")])
+async def test_stop_of_an_ended_job_says_how_it_ended(world: World, phase: str, reason: str) -> None:
+    job = await world.head.submit(JOB, CODE)
+    rewrite(world, job_key(job, "state.json"), lambda state: state | {"phase": phase, "reason": reason, "ended": 5.0})
+    how = f"{phase} ({reason})" if reason else phase
+    for _ in range(2):  # while it is still in the queue, and after that
+        with pytest.raises(SpotrunError, match=re.escape(f"job {job} has already ended: {how}")):
+            await asked(world, world.head, "stop", job)
+        await world.turn(2)
+    assert world.queue() == []

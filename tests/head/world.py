@@ -17,7 +17,7 @@ from spotrun.head.fleet import repair
 from spotrun.head.fleet.replacements import Record
 from spotrun.head.head import Head
 from spotrun.head.job_state import JobState, Replacement
-from spotrun.head.server.server import _control_app
+from spotrun.head.server.control import ControlServer
 from spotrun.spec import ClusterSpec
 from spotrun.store import Store, job_key, queue_key, replaced_key
 from spotrun.wire import Order, Report, Worker, read_queue
@@ -189,7 +189,7 @@ def rewrite(world: World, key: str, change: Callable[[Any], Any]) -> None:
 
 async def asked(world: World, head: Head, verb: str, job: str | None = None) -> Any:
     """The answer of the head's control socket."""
-    runner = web.AppRunner(_control_app(head))
+    runner = web.AppRunner(ControlServer(head).app())
     await runner.setup()
     path = str(world.root / "s")
     try:

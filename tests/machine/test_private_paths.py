@@ -21,7 +21,7 @@ from scripts import home
 from spotrun.cloud.local import cloud
 from spotrun.cloud.local.layout import Layout
 from spotrun.errors import SpotrunError
-from spotrun.head.server import ctl, server
+from spotrun.head.server import control, ctl
 from spotrun.machine import private_paths
 from spotrun.machine.private_paths import NotOursError
 from spotrun.node.launch import preload
@@ -198,7 +198,7 @@ async def test_an_agent_does_not_use_memory_that_another_made(tmp_path: Path) ->
 async def test_the_control_socket_is_its_users_alone(public: Path) -> None:
     """Even where its modes are lost."""
     world, path = World(public / "bucket"), public / "head.sock"
-    runner = web.AppRunner(server._control_app(world.head))
+    runner = web.AppRunner(control.ControlServer(world.head).app())
     await runner.setup()
     await web.UnixSite(runner, str(path)).start()
     path.chmod(0o777)

@@ -106,7 +106,7 @@ def test_every_part_has_its_arrows() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["spotrun.head.server.server", "spotrun.node.boot", "spotrun.cli", "spotrun.cloud.local.daemon"]
+    "module", ["spotrun.head.server.serve", "spotrun.node.boot", "spotrun.cli", "spotrun.cloud.local.daemon"]
 )
 def test_the_small_processes_stay_free_of_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"

@@ -30,7 +30,8 @@ from spotrun.cloud.local.layout import Layout
 from spotrun.errors import SpotrunError, StoreError
 from spotrun.head.head import Head
 from spotrun.head.job_state import JobState
-from spotrun.head.server import ctl, server
+from spotrun.head.server import control as head_control
+from spotrun.head.server import ctl
 from spotrun.spec import ClusterSpec, load_cluster
 from spotrun.store import Store, host_key, job_key, log_key
 from tests.fakes.cluster import Machines, machines
@@ -399,7 +400,7 @@ async def new_head(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
     spec = ClusterSpec(name="c", cloud="local", pools=({"name": "p", "zone": "local-a"},))
     head = Head(spec, Store(str(folder / "bucket")), cast(Any, None), 1)
     monkeypatch.setenv("SPOTRUN_TMPFS", str(folder))
-    runner = web.AppRunner(server._control_app(head))
+    runner = web.AppRunner(head_control.ControlServer(head).app())
     await runner.setup()
     await web.UnixSite(runner, str(ctl.control_path())).start()
     try:
@@ -443,7 +444,7 @@ async def test_a_new_head_names_the_newest_jobs(
 async def test_a_follower_hears_from_a_head_with_nothing_new(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
-    monkeypatch.setattr(server, "ALIVE_EVERY", 0.1)
+    monkeypatch.setattr(head_control, "ALIVE_EVERY", 0.1)
     async with new_head(tmp_path, monkeypatch) as head:
         ended(head, "a-20260102-000000")
         following = asyncio.create_task(ctl_("follow", "--job", "a-20260102-000000"))
@@ -467,7 +468,7 @@ async def test_a_head_that_cannot_answer_is_no_mistake_of_the_users(
     def away(*_: object) -> None:
         raise StoreError("the bucket is away")
 
-    async def cut(request: web.Request) -> web.StreamResponse:
+    async def cut(_: head_control.ControlServer, request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
         assert request.transport is not None
@@ -479,7 +480,7 @@ async def test_a_head_that_cannot_answer_is_no_mistake_of_the_users(
             patch.setattr(Store, "find", away)
             with pytest.raises(SpotrunError, match=r"^the head does not answer: the bucket is away"):
                 await ctl_("follow", "--job", "a")
-    monkeypatch.setattr(server, "_follow", lambda _, request: cut(request))
+    monkeypatch.setattr(head_control.ControlServer, "_follow", cut)
     async with new_head(tmp_path, monkeypatch):
         with pytest.raises(SpotrunError, match=r"^the head does not answer on "):
             await ctl_("follow")

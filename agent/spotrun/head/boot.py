@@ -11,9 +11,9 @@ from spotrun.errors import ConflictError, SpotrunError
 from spotrun.head.code_sweep import Sweeper
 from spotrun.head.head import Head
 from spotrun.head.identity import ClusterIdentity, check
-from spotrun.head.lease import Holder, Lease
+from spotrun.head.lease import Holder, Lease, claim_epoch
 from spotrun.head.server.ctl import control_path
-from spotrun.head.server.server import claim_epoch, serve
+from spotrun.head.server.serve import serve
 from spotrun.machine import host_keys, metadata, private_paths
 from spotrun.machine.systemd import Systemd
 from spotrun.spec import described, digest, names

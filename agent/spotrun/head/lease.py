@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -157,6 +158,16 @@ class Lease:
         if record.released or record.holder == here or here.sees_dead(record.holder):
             return ""
         return f"process {record.pid} on machine {record.machine} has it"
+
+
+def claim_epoch(store: Store, cluster: str) -> int:
+    """The number of this head: one more than the last head's. The head that creates the key has the number."""
+    prefix = epoch_key(cluster, 0).rsplit("/", 1)[0]
+    names = [key.rsplit("/", 1)[1] for key in store.list(prefix)]
+    epoch = max((int(name) for name in names if name.isdecimal()), default=0) + 1
+    while not store.create(epoch_key(cluster, epoch), socket.gethostname().encode()):
+        epoch += 1
+    return epoch
 
 
 async def check(lease: Lease | None, store: Store, cluster: str, epoch: int) -> None:

@@ -94,6 +94,8 @@ async def take_out(head: Head, job: str) -> bool:
         except SpotrunError:
             head.add_event("job", f"{job}: the operator has taken it out of the queue; its state is gone")
             return True
+        if state.ended_already:
+            return False
         reason = "stopped by the operator before it ran"
         await head.journal.replace(state.replace(phase="stopped", reason=reason, ended=time.time()))
     return True

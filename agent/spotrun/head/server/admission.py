@@ -1,8 +1,8 @@
-"""Whether a connection comes from the node that it names. Pure: `head.door` does the I/O.
+"""Whether a connection comes from the node that it names. Pure: `AgentServer` does the I/O.
 
-Two things must hold. The connection comes from the address that the cloud lists for that node. And it shows the secret
-whose hash is in the node's own record in the bucket. A job's code on another node cannot meet the first condition.
-Another user of the same computer cannot meet the second.
+Two conditions must hold. The connection comes from the address that the cloud lists for that node. And it shows the
+secret whose hash is in the node's own record in the bucket. A job's code on another node cannot meet the first
+condition. Another user of the same computer cannot meet the second.
 """
 
 from __future__ import annotations
@@ -16,64 +16,56 @@ from typing import Literal
 from spotrun.cloud.base import Instance
 from spotrun.wire import hash_of
 
-Cure = Literal["", "look", "read"]
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 @dataclass(frozen=True)
-class Visitor:
-    """What a connection claims, and where it comes from.
+class Caller:
+    """Who asks for a connection."""
 
-    node: the name that it gives. token: the secret that it shows. peer: its address, as the kernel reports it.
-    """
-
-    node: str
-    token: str
-    peer: str
+    node: str  # the name that the caller gives
+    token: str  # the secret that the caller shows
+    address: str  # where the connection comes from, as the kernel reports it
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a connection is not let in.
-
-    reason: a text for people. status: the HTTP status; 503: the head does not know yet, and the agent tries again.
-    cure: what may change the answer: list the machines of the cloud again, or read the node's record again.
-    """
+    """Why a connection is refused."""
 
     reason: str
-    status: int
-    cure: Cure = ""
+    status: int  # HTTP status; 503: the head does not know yet, and the agent tries again
+    refresh: Literal["", "machines", "record"] = ""  # what to read again, since that may change the answer
 
 
-def decide(visitor: Visitor, listed: Sequence[Instance] | None, digest: str | None) -> Refusal | None:
-    """None if the visitor is let in.
+def decide(caller: Caller, listed: Sequence[Instance] | None, token_hash: str | None) -> Refusal | None:
+    """None if the caller may connect.
 
-    listed: the machines of the cluster, as the cloud listed them last; None: the cloud has not answered yet.
-    digest: `hash_of` the node's secret, from its record; "": the record has none; None: the record is not read yet.
+    listed: the cluster's machines, as the cloud listed them last; None: the cloud has not answered yet.
+    token_hash: `hash_of` the node's secret, from its record; "": the record has none; None: not read yet.
     """
-    if not visitor.node:
-        return Refusal("it does not say which node it is: an agent older than this head does not", 401)
-    if not NAME.fullmatch(visitor.node):
-        return Refusal("what it gives as its node is no node's name", 401)
-    if refusal := _place(visitor, listed):
+    if not caller.node:
+        return Refusal("the agent does not name its node: it is older than this head", 401)
+    if not NAME.fullmatch(caller.node):
+        return Refusal("the name that the agent gives is not a node's name", 401)
+    if refusal := _check_address(caller, listed):
         return refusal
-    if digest is None:
-        return Refusal("its record in the bucket has not been read yet", 503, "read")
-    if not digest:
-        return Refusal("the bucket has no record with its token", 401, "read")
-    if not hmac.compare_digest(hash_of(visitor.token).encode(), digest.encode()):
-        return Refusal("wrong token", 401, "read")
+    if token_hash is None:
+        return Refusal("the node's record in the bucket has not been read yet", 503, "record")
+    if not token_hash:
+        return Refusal("the bucket has no record with the node's token", 401, "record")
+    if not hmac.compare_digest(hash_of(caller.token).encode(), token_hash.encode()):
+        return Refusal("wrong token", 401, "record")
     return None
 
 
-def _place(visitor: Visitor, listed: Sequence[Instance] | None) -> Refusal | None:
+def _check_address(caller: Caller, listed: Sequence[Instance] | None) -> Refusal | None:
     if listed is None:
-        return Refusal("the cloud has not told yet which machines there are", 503, "look")
-    machines = [each for each in listed if each.name == visitor.node]
+        return Refusal("the cloud has not listed its machines yet", 503, "machines")
+    machines = [each for each in listed if each.name == caller.node]
     if not machines:
-        return Refusal("the cloud lists no such machine in this cluster", 403, "look")
+        return Refusal("the cloud lists no such machine in this cluster", 403, "machines")
     addresses = [each.address for each in machines if each.address]
-    if visitor.peer.removeprefix("::ffff:") not in addresses:
+    if caller.address.removeprefix("::ffff:") not in addresses:
         known = ", ".join(addresses) or "no address yet"
-        return Refusal(f"the cloud lists {known} for it", 403, "look")
+        return Refusal(f"the cloud lists {known} for this node", 403, "machines")
     return None

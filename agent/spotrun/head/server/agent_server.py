@@ -1,7 +1,7 @@
-"""The door for agents: a WebSocket over TLS. `head.admission` decides which connections may enter.
+"""The server for agents: a WebSocket over TLS for each node. `admission` decides which connections are accepted.
 
-Each message is validated. A bad message is refused and logged; several in a row close the link that they came from, and
-no other link.
+Each message is validated. A bad message is refused and logged. Several bad messages in a row close their connection and
+no other.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from pydantic import ValidationError
 
 from spotrun.errors import StoreError
 from spotrun.head.head import Head
-from spotrun.head.server.admission import NAME, Refusal, Visitor, decide
+from spotrun.head.server.admission import NAME, Caller, Refusal, decide
 from spotrun.store import RECORD, host_key
 from spotrun.wire import MAX_MESSAGE, NODE_HEADER, REFUSAL_HEADER, HostRecord, Order, Report, problem
 
 log = logging.getLogger(__name__)
 
 HEARTBEAT = 5.0  # seconds between WebSocket pings; reports themselves come twice a second
-BAD_MESSAGES = 5  # in a row from one link before it is closed
-PATIENCE = 3.0  # seconds that a visitor waits here for a new list from the cloud; an agent waits 8 s for an answer
-WAITING = 256  # the most visitors that wait for a list at the same time
-LOOK_EVERY = 1.0  # seconds at least between two lists that visitors cause
+BAD_MESSAGES = 5  # in a row; then the connection is closed
+PATIENCE = 3.0  # seconds that a caller waits here for a new list from the cloud; an agent waits 8 s for an answer
+WAITING = 256  # the most callers that wait for a list at the same time
+LOOK_EVERY = 1.0  # seconds at least between two lists that callers cause
 READ_EVERY = 0.25  # seconds at least between two reads of one node's record
-SAY_EVERY = 60.0  # seconds at least between two events about the same refusal
-SAY_AT_MOST = 10  # events about refusals in SAY_EVERY
+EVENT_EVERY = 60.0  # seconds at least between two events about the same refusal
+EVENTS_AT_MOST = 10  # events about refusals in EVENT_EVERY
 
 
-class Door:
-    """The door of one head. It reads the hash of a node's secret when the node first connects, and keeps it."""
+class AgentServer:
+    """The server of one head. It reads the hash of a node's secret when the node first connects, and keeps it."""
 
     def __init__(self, head: Head) -> None:
         self._head = head
-        self._digests: dict[str, str] = {}  # node: the hash of its secret, as in its record
-        self._read_at: dict[str, float] = {}
+        self._token_hashes: dict[str, str] = {}  # by node, as in the nodes' records
+        self._read_at: dict[str, float] = {}  # by node, monotonic
         self._looked_at = -LOOK_EVERY
-        self._waiting = 0
-        self._said: dict[tuple[str, ...], float] = {}
-        self._unsaid = 0
+        self._waiting = 0  # callers that wait for a list
+        self._refused_at: dict[tuple[str, ...], float] = {}  # refusals with an event in the last EVENT_EVERY
+        self._left_out = 0  # refusals without an event since the last one
 
     def app(self) -> web.Application:
         """The web application that agents connect to."""
@@ -50,28 +50,28 @@ class Door:
         app.router.add_get("/agent", self._open)
         return app
 
-    async def admit(self, visitor: Visitor) -> Refusal | None:
-        """None if the visitor is let in. Asks the cloud and reads the bucket again if that may change the answer."""
+    async def admit(self, caller: Caller) -> Refusal | None:
+        """None if the caller may connect. Asks the cloud and reads the bucket again if that may change the answer."""
         deadline, read = time.monotonic() + PATIENCE, False
         while True:
-            refusal = decide(visitor, self._head.fleet.last_list, self._digests.get(visitor.node))
+            refusal = decide(caller, self._head.fleet.last_list, self._token_hashes.get(caller.node))
             if refusal is None:
                 return None
-            if refusal.cure == "look" and await self._look(deadline):
+            if refusal.refresh == "machines" and await self._look(deadline):
                 continue
-            if refusal.cure == "read" and not read and await self._read(visitor.node):
+            if refusal.refresh == "record" and not read and await self._read(caller.node):
                 read = True
                 continue
             return refusal
 
     async def _open(self, request: web.Request) -> web.StreamResponse:
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        visitor = Visitor(request.headers.get(NODE_HEADER, ""), given, request.remote or "")
-        refusal = await self.admit(visitor)
+        caller = Caller(request.headers.get(NODE_HEADER, ""), given, request.remote or "")
+        refusal = await self.admit(caller)
         if refusal is not None:
-            self._say(visitor, refusal)
+            self._add_event(caller, refusal)
             return web.Response(status=refusal.status, headers={REFUSAL_HEADER: refusal.reason})
-        return await _link(self._head, visitor.node, request)
+        return await _connect(self._head, caller.node, request)
 
     async def _look(self, deadline: float) -> bool:
         """Wait until the cloud has been asked once more; False if that took too long."""
@@ -100,34 +100,34 @@ class Door:
         key = host_key(self._head.cluster.name, node)
         try:
             data = await asyncio.to_thread(self._head.store.find, key, RECORD)
-            self._digests[node] = HostRecord.model_validate_json(data).token_sha256 if data else ""
+            self._token_hashes[node] = HostRecord.model_validate_json(data).token_sha256 if data else ""
         except StoreError as error:
             log.warning("%s", error)
             return False
         except ValidationError as error:
             log.warning("%s is not a node's record: %s", key, problem(error))
-            self._digests[node] = ""
+            self._token_hashes[node] = ""
         return True
 
-    def _say(self, visitor: Visitor, refusal: Refusal) -> None:
-        """Make an event of the refusal. Repeats within a minute, and too many in a minute, are left out."""
+    def _add_event(self, caller: Caller, refusal: Refusal) -> None:
+        """Add an event about the refusal. Repeats within EVENT_EVERY are left out, and so are too many events."""
         now = time.monotonic()
-        self._said = {key: at for key, at in self._said.items() if now - at < SAY_EVERY}
-        node = visitor.node if NAME.fullmatch(visitor.node) else "an agent"
-        key = (node, visitor.peer, refusal.reason)
-        if key in self._said or len(self._said) >= SAY_AT_MOST:
-            self._unsaid += key not in self._said
+        self._refused_at = {key: at for key, at in self._refused_at.items() if now - at < EVENT_EVERY}
+        node = caller.node if NAME.fullmatch(caller.node) else "an agent"
+        key = (node, caller.address, refusal.reason)
+        if key in self._refused_at or len(self._refused_at) >= EVENTS_AT_MOST:
+            self._left_out += key not in self._refused_at
             return
-        self._said[key] = now
-        more = f" ({self._unsaid} others are not shown)" if self._unsaid else ""
-        self._unsaid = 0
-        self._head.add_event("refused", f"{node} from {visitor.peer}: {refusal.reason}{more}")
+        self._refused_at[key] = now
+        more = f" ({self._left_out} others are not shown)" if self._left_out else ""
+        self._left_out = 0
+        self._head.add_event("refused", f"{node} from {caller.address}: {refusal.reason}{more}")
 
 
-async def _link(head: Head, node: str, request: web.Request) -> web.WebSocketResponse:
-    """One node's link, until it closes. Orders go out through a queue that keeps only the newest."""
-    socket_ = web.WebSocketResponse(max_msg_size=MAX_MESSAGE, heartbeat=HEARTBEAT)
-    await socket_.prepare(request)
+async def _connect(head: Head, node: str, request: web.Request) -> web.WebSocketResponse:
+    """One node's connection, until it closes. Orders go out through a queue that keeps only the newest."""
+    connection = web.WebSocketResponse(max_msg_size=MAX_MESSAGE, heartbeat=HEARTBEAT)
+    await connection.prepare(request)
     orders: asyncio.Queue[Order] = asyncio.Queue()
 
     def send(order: Order) -> None:
@@ -135,10 +135,10 @@ async def _link(head: Head, node: str, request: web.Request) -> web.WebSocketRes
             orders.get_nowait()
         orders.put_nowait(order)
 
-    sender = asyncio.create_task(_send(socket_, orders))
-    heard, bad = False, 0
+    sender = asyncio.create_task(_send(connection, orders))
+    connected, bad = False, 0
     try:
-        async for message in socket_:
+        async for message in connection:
             report = _report(message.data) if message.type is WSMsgType.TEXT else "not a text frame"
             if isinstance(report, Report) and report.node != node:
                 report = f"it is about {report.node!r}"
@@ -146,22 +146,22 @@ async def _link(head: Head, node: str, request: web.Request) -> web.WebSocketRes
                 bad += 1
                 log.warning("refused a message from %s (%s): %s", node, request.remote, report)
                 if bad >= BAD_MESSAGES:
-                    await socket_.close(code=1008, message=b"too many bad messages")
+                    await connection.close(code=1008, message=b"too many bad messages")
                 continue
-            heard, bad = True, 0
+            connected, bad = True, 0
             head.receive(report, send)
     finally:
         sender.cancel()
-        if heard:
+        if connected:
             head.disconnect(node, send)
         await asyncio.gather(sender, return_exceptions=True)
-    return socket_
+    return connection
 
 
-async def _send(link: web.WebSocketResponse, orders: asyncio.Queue[Order]) -> None:
+async def _send(connection: web.WebSocketResponse, orders: asyncio.Queue[Order]) -> None:
     with contextlib.suppress(ConnectionError):
         while True:
-            await link.send_str((await orders.get()).model_dump_json())
+            await connection.send_str((await orders.get()).model_dump_json())
 
 
 def _report(text: str) -> Report | str:

@@ -1,0 +1,188 @@
+"""The head's control socket: what `spotrun ctl` asks and orders. Only the user that the head runs as may use it.
+
+Two things keep other users out: the modes of the socket and its folder, and a check of the user at the other end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+from pydantic import ValidationError
+
+from spotrun.errors import SpotrunError, StoreError
+from spotrun.head import parking
+from spotrun.head.head import Head
+from spotrun.head.job_state import JobState, Stop, apply
+from spotrun.head.status import job_status
+from spotrun.machine import private_paths
+from spotrun.text import to_json
+
+log = logging.getLogger(__name__)
+
+FOLLOW_EVERY = 0.2  # seconds at least between two status documents of `ctl follow`
+ALIVE_EVERY = 5.0  # seconds after which `ctl follow` gets an empty line if nothing has changed: the head still runs
+NEWEST = 10  # jobs in a list of the newest ones
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class ControlServer:
+    """The control socket of one head."""
+
+    def __init__(self, head: Head) -> None:
+        self._head = head
+
+    def app(self) -> web.Application:
+        """The web application behind the socket."""
+        app = web.Application(middlewares=[_same_user, _explain, self._read_queue])
+        app.router.add_post("/submit", self._submit)
+        app.router.add_post("/stop", self._stop)
+        app.router.add_post("/relaunch", self._relaunch)
+        app.router.add_post("/preempt", self._preempt)
+        app.router.add_get("/status", self._status)
+        app.router.add_get("/jobs", self._jobs)
+        app.router.add_get("/follow", self._follow)
+        return app
+
+    @web.middleware
+    async def _read_queue(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """A new head may not have read the queue yet, and each answer needs it."""
+        await self._head.journal.read_queue()
+        return await handler(request)
+
+    async def _submit(self, request: web.Request) -> web.Response:
+        asked = await _body(request)
+        return web.json_response({"job": await self._head.submit(asked["job"], str(asked["code"]))})
+
+    async def _stop(self, request: web.Request) -> web.Response:
+        job = (await _body(request)).get("job")
+
+        def stop(active: JobState, now: float) -> JobState:
+            return apply(active, Stop("stopped by the operator"), now)
+
+        if job is not None:
+            job = str(job)
+            if await parking.take_out(self._head, job):
+                return web.json_response({"job": job})
+            state = await self._head.load(job)
+            if state.ended_already:
+                how = f"{state.phase} ({state.reason})" if state.reason else state.phase
+                raise SpotrunError(f"job {job} has already ended: {how}")
+        return web.json_response({"job": (await self._head.change(stop, job)).id})
+
+    async def _relaunch(self, request: web.Request) -> web.Response:
+        job = str((await _body(request)).get("job") or await self._current_job())
+        await self._head.relaunch(job)
+        return web.json_response({"job": job})
+
+    async def _preempt(self, request: web.Request) -> web.Response:
+        asked = await _body(request)
+        notice = asked.get("notice")
+        if notice is not None and not 0 <= float(notice) < math.inf:  # NaN is refused too
+            raise SpotrunError(f"notice: {notice}: allowed: seconds, a number, 0 or more")
+        await self._head.fleet.preempt(str(asked["node"]), None if notice is None else float(notice))
+        return web.json_response({"node": asked["node"]})
+
+    async def _status(self, request: web.Request) -> web.Response:
+        return web.json_response(await self._document(request.query.get("job")), dumps=to_json)
+
+    async def _jobs(self, _: web.Request) -> web.Response:
+        unended = [*self._head.jobs, *self._head.journal.held]
+        found = [{"job": job, "phase": await parking.phase(self._head, job)} for job in unended]
+        newest = await self._head.journal.newest(NEWEST)
+        found += [{"job": state.id, "phase": state.phase} for state in newest if state.id not in unended]
+        return web.json_response(found)
+
+    async def _follow(self, request: web.Request) -> web.StreamResponse:
+        """Send a status document, a line each, whenever something has changed, until the job has ended."""
+        head = self._head
+        job = request.query.get("job") or (head.jobs[0] if head.jobs else await self._current_job())
+        if job in head.journal.held:
+            raise SpotrunError(
+                f"job {job} is held since the cluster was brought up; `make relaunch ID={job}` continues it"
+            )
+        await head.load(job)
+        response = web.StreamResponse()
+        await response.prepare(request)
+        last, written = "", 0.0
+        # If the bucket does not answer, the lines end. The operator's next request gets the reason.
+        with contextlib.suppress(ConnectionError, StoreError):
+            while True:
+                document = await self._document(job)
+                text = to_json(document)
+                if text != last or time.monotonic() - written >= ALIVE_EVERY:
+                    await response.write((text if text != last else "").encode() + b"\n")
+                    last, written = text, time.monotonic()
+                if document["job"]["ended"]:
+                    break
+                await asyncio.sleep(FOLLOW_EVERY)  # a person cannot read faster; the next line has all changes
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(ALIVE_EVERY / 2), head.published:
+                        await head.published.wait()
+        return response
+
+    async def _document(self, job: str | None) -> dict[str, Any]:
+        """The status document, about the active job or about `job`."""
+        head = self._head
+        document = head.status()
+        if job is not None and (head.job is None or head.job.id != job):
+            state = await head.load(job)
+            document["job"] = job_status(state)
+            # The document has the events of the active job; a job that has not begun has none.
+            document["events"] = await head.journal.events(job) if state.generation or state.ended else []
+            if job in head.journal.held:
+                document["job"] |= {"phase": "held", "members": []}
+            elif job in head.jobs[1:]:
+                document["job"]["reason"] = f"after {', '.join(head.jobs[: head.jobs.index(job)])}"
+        return document
+
+    async def _current_job(self) -> str:
+        """The job that a request without an id is about: the active one, or the one that ended last."""
+        head = self._head
+        if head.job is not None:
+            return head.job.id
+        if head.journal.held:
+            held = ", ".join(head.journal.held)
+            raise SpotrunError(f"no job runs; held since the cluster was brought up: {held}; name one")
+        ids = [state.id for state in await head.journal.newest(NEWEST)]
+        if not ids:
+            raise SpotrunError("no job has run on this cluster yet")
+        raise SpotrunError(f"no job has run since this head began; name one: {', '.join(ids)}")
+
+
+async def _body(request: web.Request) -> dict[str, Any]:
+    found = await request.json()
+    if not isinstance(found, dict):
+        raise SpotrunError("the request is not a JSON object")
+    return found
+
+
+@web.middleware
+async def _same_user(request: web.Request, handler: Handler) -> web.StreamResponse:
+    peer = request.transport.get_extra_info("socket") if request.transport else None
+    if peer is None or not private_paths.is_own_peer(peer):
+        log.warning("refused a request of another user on the control socket")
+        return web.json_response({"error": "this socket is for the user that the head runs as"}, status=403)
+    return await handler(request)
+
+
+@web.middleware
+async def _explain(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer an error with one line. Status 503: the same request may succeed later; 400: it is wrong."""
+    try:
+        return await handler(request)
+    except StoreError as error:
+        return web.json_response({"error": str(error)}, status=503)
+    except SpotrunError as error:
+        return web.json_response({"error": str(error)}, status=400)
+    except ValidationError as error:
+        lines = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        return web.json_response({"error": f"not a valid request: {lines}"}, status=400)
+    except (KeyError, TypeError, ValueError) as error:
+        return web.json_response({"error": f"not a valid request: {error}"}, status=400)

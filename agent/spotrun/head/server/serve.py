@@ -1,0 +1,70 @@
+"""Run a head with its two servers: one for agents (TLS), and one for `spotrun ctl` (a Unix socket)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+from aiohttp import web
+
+from spotrun.head.head import Head
+from spotrun.head.server import certificate
+from spotrun.head.server.agent_server import AgentServer
+from spotrun.head.server.control import ControlServer
+from spotrun.spec.names import HEAD_PORT
+from spotrun.store import head_key
+from spotrun.wire import HeadRecord
+
+log = logging.getLogger(__name__)
+
+
+async def serve(
+    head: Head,
+    address: str,
+    control: Path,
+    port: int = HEAD_PORT,
+    also: Sequence[Awaitable[None]] = (),
+    on_serving: Callable[[str], None] = lambda _: None,
+) -> None:
+    """Run the head until SIGTERM, until another head takes over, or until one of `also` ends.
+
+    control: the path of the control socket. on_serving: called with the head's address once agents can find it.
+    """
+    context, fingerprint = await asyncio.to_thread(certificate.create)
+    agents = web.AppRunner(AgentServer(head).app(), access_log=None)
+    operators = web.AppRunner(ControlServer(head).app(), access_log=None)
+    await agents.setup()
+    await operators.setup()
+    try:
+        await web.TCPSite(agents, address, port, ssl_context=context).start()
+        control.unlink(missing_ok=True)
+        await web.UnixSite(operators, str(control)).start()
+        control.chmod(0o600)
+        record = HeadRecord(epoch=head.epoch, address=address, port=port, fingerprint=fingerprint)
+        await asyncio.to_thread(head.store.put, head_key(head.cluster.name), record.model_dump_json().encode())
+        log.info("head %d of cluster %s listens on %s:%d", head.epoch, head.cluster.name, address, port)
+        on_serving(f"{address}:{port}")
+        await _until_stopped(head.run(), head.watch_cloud(), *also)
+    finally:
+        await operators.cleanup()
+        await agents.cleanup()
+        control.unlink(missing_ok=True)
+
+
+async def _until_stopped(*work: Awaitable[None]) -> None:
+    """Run all until one ends or fails, or until SIGTERM or SIGINT comes. Then cancel the others."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    tasks = [asyncio.ensure_future(each) for each in work] + [asyncio.ensure_future(stop.wait())]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
