@@ -4,7 +4,7 @@
 CLUSTER ?= clusters/local.yaml
 JOB     ?= examples/digits/job.yaml
 VENV    ?= .venv
-FAB     := $(VENV)/bin/fab
+FAB     := $(VENV)/bin/python -m scripts.fab
 CHECKOV := $(VENV)-checkov
 # Several tests at a time, one after the other of a file where that is possible: they share costly fixtures.
 PARALLEL := -n auto --dist worksteal

@@ -3,7 +3,12 @@
 Exit status: 0 well, 1 the job or the command failed, 2 a mistake of the user's, 3 something is out of reach.
 """
 
+# ruff: noqa: E402  # the modules below take most of a second to load
 from __future__ import annotations
+
+from scripts import interrupts
+
+interrupts.exit_quietly()
 
 import functools
 import os
@@ -15,11 +20,11 @@ from invoke.context import Context
 from invoke.exceptions import Exit
 from invoke.tasks import task
 
-from scripts import cluster as clusters
 from scripts import console, control, display, faults, inputs, jobs, report
 from scripts import logs as joblogs
+from scripts import site as sites
 from scripts import ssh as remote
-from scripts.make_command import LOCAL, make
+from scripts.make_command import LOCAL, make_command
 from spotrun.errors import CloudError, SpotrunError, StoreError
 from spotrun.text import clean
 
@@ -31,6 +36,7 @@ def command(function: Callable[..., int | None]) -> Any:
 
     @functools.wraps(function)
     def wrapped(*args: Any, **options: Any) -> None:
+        interrupts.raise_again()
         complain = functools.partial(_complain, bool(options.get("json")))
         try:
             if function.__name__ in os.environ.get("SPOTRUN_TARGETS", "").split():
@@ -57,21 +63,25 @@ def command(function: Callable[..., int | None]) -> Any:
 @command
 def up(_: Context, cluster: str = LOCAL, json: bool = False) -> None:
     """Bring the cluster up: a head and a bucket."""
-    spec = clusters.load(cluster)
-    status = clusters.up(spec, cluster)
-    text = f"`{make(cluster, 'train')}` runs a job, `{make(cluster, 'down')}` takes it down"
+    site = sites.of_file(cluster)
+    status = site.up()
+    text = f"`{make_command(cluster, 'train')}` runs a job, `{make_command(cluster, 'down')}` takes it down"
+    again = make_command(cluster, "relaunch", "ID=")
     held = [
-        f"\n{job} was not ended when the cluster went down: `{make(cluster, 'relaunch', f'ID={job}')}` runs it on"
-        for job in status.get("held", ())
+        f"\n{job} was not ended when the cluster went down: `{again}{job}` runs it on" for job in status.get("held", ())
     ]
-    _print(status, json, f"cluster {spec.name} is up; {text}{''.join(held)}")
+    _print(status, json, f"cluster {site.cluster.name} is up; {text}{''.join(held)}")
 
 
 @command
 def plan(_: Context, cluster: str = LOCAL, json: bool = False) -> None:
     """Show what `up` would change in the cloud."""
-    changes = clusters.plan(clusters.load(cluster), cluster)
-    _print({"changes": changes}, json, f"`{make(cluster, 'up')}` makes it so" if changes else "nothing would change")
+    changes = sites.of_file(cluster).plan()
+    _print(
+        {"changes": changes},
+        json,
+        f"`{make_command(cluster, 'up')}` makes it so" if changes else "nothing would change",
+    )
 
 
 @command
@@ -93,7 +103,7 @@ def status(_: Context, cluster: str = LOCAL, id: str = "", json: bool = False) -
 @command
 def follow(_: Context, cluster: str = LOCAL, id: str = "", json: bool = False) -> int:
     """Follow a job to its end; Ctrl-C ends only the following."""
-    return _follow(_access(cluster), cluster, inputs.job(id, cluster), [], json)
+    return _follow(sites.of_file(cluster), inputs.job(id, cluster), [], json)
 
 
 @command
@@ -143,7 +153,7 @@ def ssh(_: Context, cluster: str = LOCAL, node: str = remote.HEAD, json: bool = 
 def run(_: Context, cluster: str = LOCAL, cmd: str = "", node: str = "", timeout: str = "", json: bool = False) -> int:
     """Run a shell command on all nodes, or on one."""
     if not cmd.strip():
-        example = make(cluster, "run", "CMD='nvidia-smi -L'")
+        example = make_command(cluster, "run", "CMD='nvidia-smi -L'")
         raise SpotrunError(f"run: no command; for example: {example}")
     patience = inputs.seconds("TIMEOUT", timeout, default=60.0)
     if node:
@@ -158,13 +168,17 @@ def run(_: Context, cluster: str = LOCAL, cmd: str = "", node: str = "", timeout
     def show(outcome: remote.Outcome) -> None:
         outcomes.append(outcome)
         if json:
-            console.answer({"node": outcome.node, "code": outcome.code, "output": outcome.output})
-        else:
-            for line in clean(outcome.output).splitlines() or [f"(exit status {outcome.code})"]:
-                console.say(f"{outcome.node}: {line}")
+            keys = ("node", "code", "output", "left_out")
+            console.answer({key: getattr(outcome, key) for key in keys})
+        elif not outcome.reached or not outcome.output:
+            hear(outcome.node, outcome.output or f"(exit status {outcome.code})")
+
+    def hear(node: str, text: str) -> None:
+        for line in clean(text).splitlines():
+            console.say(f"{node}: {line}")
 
     try:
-        if remote.run(access, nodes, cmd, patience, show):
+        if remote.run(access, nodes, cmd, patience, show, (lambda *_: None) if json else hear):
             return 0
     except KeyboardInterrupt:
         console.warn(f"\nspotrun: run: interrupted; the command may go on over there, for at most {patience:g} s")
@@ -202,16 +216,16 @@ def relaunch(_: Context, cluster: str = LOCAL, id: str = "", json: bool = False)
 def stop(_: Context, cluster: str = LOCAL, id: str = "", json: bool = False) -> None:
     """Stop a job; its state goes into the bucket."""
     answer = control.ask(_access(cluster), "stop", *_of(inputs.job(id, cluster)))
-    again = make(cluster, "relaunch", f"ID={answer['job']}")
+    again = make_command(cluster, "relaunch", f"ID={answer['job']}")
     _print(answer, json, f"job {answer['job']} stops; `{again}` runs it on")
 
 
 @command
 def down(_: Context, cluster: str = LOCAL, force: bool = False, all: bool = False, json: bool = False) -> None:
     """Take the cluster down; refuses while a job runs, unless forced. all: a cloud's network and bucket too."""
-    spec = clusters.load(cluster)
-    text = clusters.down(spec, force, cluster, everything=all)
-    _print({"cluster": spec.name, "up": False}, json, text)
+    site = sites.of_file(cluster)
+    text = sites.take_down(site, force, everything=all)
+    _print({"cluster": site.cluster.name, "up": False}, json, text)
 
 
 @command
@@ -232,21 +246,21 @@ def _train(cluster: str, job: str, wanted: str, json: bool) -> int:
     if wanted == "auto":
         wanted = faults.DEMO if (cluster, job) == (LOCAL, DIGITS) else "none"
     plan = faults.parse(wanted)
-    spec = clusters.load(cluster)
-    jobs.check(spec, job)
+    site = sites.of_file(cluster)
+    jobs.check(site.cluster, job)
     say = functools.partial(console.say, out=sys.stderr if json else sys.stdout)
-    say(f"bringing cluster {spec.name} up")
-    clusters.ready(spec, cluster)
-    access = clusters.access(spec, cluster)
-    return _follow(access, cluster, jobs.submit(access, spec, job, say), plan, json)
+    say(f"bringing cluster {site.cluster.name} up")
+    site.ready()
+    return _follow(site, jobs.submit(site.access(), site.cluster, job, say), plan, json)
 
 
-def _follow(access: remote.Access, cluster: str, job: str | None, plan: list[faults.Fault], json: bool) -> int:
+def _follow(site: sites.Site, job: str | None, plan: list[faults.Fault], json: bool) -> int:
+    access = site.access()
     try:
-        with display.opened(json, file=cluster) as view:
-            last = jobs.follow(access, job, view, plan, functools.partial(_access, cluster))
+        with display.opened(json, file=site.file) as view:
+            last = jobs.follow(access, job, view, plan, site.access)
     except KeyboardInterrupt:
-        console.warn(f"\ndetached; the job goes on. Follow it again with: {_hint(cluster, job)}")
+        console.warn(f"\ndetached; the job goes on. Follow it again with: {_hint(site.file, job)}")
         return 130
     if not json:
         words = joblogs.last_words(access, last["id"]) if last["phase"] == "succeeded" else []
@@ -255,7 +269,7 @@ def _follow(access: remote.Access, cluster: str, job: str | None, plan: list[fau
 
 
 def _access(cluster: str) -> remote.Access:
-    return clusters.access(clusters.load(cluster), cluster)
+    return sites.of_file(cluster).access()
 
 
 def _of(job: str | None) -> list[str]:
@@ -267,7 +281,7 @@ def _reachable(node: dict[str, Any]) -> bool:
 
 
 def _hint(cluster: str, job: str | None) -> str:
-    return make(cluster, "follow", *([f"ID={job}"] if job else []))
+    return make_command(cluster, "follow", *([f"ID={job}"] if job else []))
 
 
 def _print(document: object, json: bool, text: str) -> None:

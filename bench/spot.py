@@ -40,15 +40,16 @@ class Spotrun:
         self._access: Access | None = None
 
     def start(self, scenario: Scenario, folder: Path, watch: Watch) -> None:
-        from scripts import cluster, jobs
+        from scripts import jobs
+        from scripts import site as sites
         from spotrun.errors import SpotrunError
 
         self._folder = folder
         os.environ["SPOTRUN_HOME"] = str(home(folder))
         try:
-            spec = cluster.load(str(write_cluster(folder)))
-            cluster.up(spec)
-            self._access = cluster.access(spec)
+            spec = sites.load(str(write_cluster(folder)))
+            sites.site(spec).up()
+            self._access = sites.site(spec).access()
             self._cloud = find_cloud(folder)
             self._submitted = jobs.submit(self._access, spec, str(_write_job(folder, scenario, watch.path)), _ignore)
         except SpotrunError as error:

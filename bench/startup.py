@@ -95,7 +95,7 @@ def main() -> int:
 
 def measure(runs: int) -> dict[str, list[float]]:
     """Seconds of each thing timed, by name, `runs` of each. The cluster is up, and its only job waits for machines."""
-    from scripts import cluster
+    from scripts import site as sites
     from spotrun.errors import SpotrunError
 
     found: dict[str, list[float]] = {JOINED: [], INTERPRETER: []}
@@ -103,9 +103,9 @@ def measure(runs: int) -> dict[str, list[float]]:
         folder = Path(name)
         os.environ["SPOTRUN_HOME"] = str(home(folder))
         try:
-            spec = cluster.load(str(_write_cluster(folder)))
-            cluster.up(spec)
-            environment = _machine(folder, cluster.access(spec), spec)
+            spec = sites.load(str(_write_cluster(folder)))
+            sites.site(spec).up()
+            environment = _machine(folder, sites.site(spec).access(), spec)
             for _ in range(runs):
                 found[JOINED].append(_time_joining(environment, folder))
                 found[INTERPRETER].append(_time(["-c", "pass"], environment))

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from images import kept
 from images.lint import SOURCES, packer_version
-from scripts.make_command import make
+from scripts.make_command import make_command
 from spotrun.errors import SpotrunError
 from spotrun.spec import ClusterSpec, load_cluster
 
@@ -104,7 +104,7 @@ def _check_way_out(cluster: ClusterSpec, file: str, public: bool, options: list[
     if names_subnet(options, os.environ, settings):
         return
     if not public:
-        raise SpotrunError(NO_SUBNET.format(public=make(file, "image", "PUBLIC=1")))
+        raise SpotrunError(NO_SUBNET.format(public=make_command(file, "image", "PUBLIC=1")))
     if not images.has_default_network(cluster.region):
         raise SpotrunError(
             f"{cluster.region} of this account has no default VPC with subnets: `aws ec2 create-default-vpc --region"

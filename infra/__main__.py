@@ -31,7 +31,7 @@ def _write(file: str, outdir: Path) -> None:
         raise SpotrunError(f"{file}: cloud local has no stacks; `make up` brings it up without Terraform")
     from infra.app import synthesize  # starts Node.js, which a wrong file need not wait for
 
-    home = Path(os.environ.get("SPOTRUN_HOME") or ".spotrun").absolute()  # as scripts.cluster.home
+    home = Path(os.environ.get("SPOTRUN_HOME") or ".spotrun").absolute()  # as scripts.home
     try:
         synthesize(cluster, outdir.absolute(), home)
     except SpotrunError as error:

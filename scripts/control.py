@@ -13,7 +13,7 @@ from typing import Any
 import paramiko
 
 from scripts import console
-from scripts.make_command import LOCAL, here, make
+from scripts.make_command import LOCAL, here, make_command
 from scripts.ssh import TIMEOUT, Access, StrictConnection, Unreachable, connect
 from spotrun.errors import CredentialsError, SpotrunError
 from spotrun.head.server.ctl import NO_ANSWER, SILENCE
@@ -132,7 +132,7 @@ def _check_exit(channel: paramiko.Channel, verb: str, file: str) -> None:
 
 def _hint(text: str, file: str) -> str:
     """The next command to type. It is added here, as the head does not know the operator's cluster file."""
-    return f"; `{make(file, 'status')}` names the newest jobs" if text.startswith("there is no job") else ""
+    return f"; `{make_command(file, 'status')}` names the newest jobs" if text.startswith("there is no job") else ""
 
 
 def _parsed(line: bytes) -> Status:

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from scripts import console
-from scripts.make_command import LOCAL, here, make
+from scripts.make_command import LOCAL, here, make_command
 from spotrun.errors import SpotrunError
 from spotrun.text import clean, tidy
 
@@ -170,7 +170,7 @@ def picture(status: Status, file: str = LOCAL) -> RenderableType:
     if parked := status.get("parked"):  # a head of spotrun 0.1 does not send this key
         parts.append(Text(here(parked["text"], file), style="red"))
     for held in status.get("held", ()):
-        again = make(file, "relaunch", f"ID={held}")
+        again = make_command(file, "relaunch", f"ID={held}")
         parts.append(Text(f"{held}: held since the cluster was brought up; `{again}` runs it on"))
     if status["job"] is not None:
         parts.append(_job(status["job"]))

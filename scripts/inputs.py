@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from scripts.make_command import make
+from scripts.make_command import make_command
 from spotrun.errors import SpotrunError
 
 _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
@@ -79,16 +79,16 @@ def _bytes(text: str) -> bytes:
 def node(text: str, file: str) -> str:
     """A node's name. file: the cluster file, for the hint. Raises `SpotrunError`."""
     if not text:
-        raise SpotrunError(f"no node named: NODE=<name>; `{make(file, 'status')}` lists them")
+        raise SpotrunError(f"no node named: NODE=<name>; `{make_command(file, 'status')}` lists them")
     if not _NODE.fullmatch(text):
-        raise SpotrunError(f"NODE: {text!r}: is no node's name; `{make(file, 'status')}` lists them")
+        raise SpotrunError(f"NODE: {text!r}: is no node's name; `{make_command(file, 'status')}` lists them")
     return text
 
 
 def job(text: str, file: str) -> str | None:
     """A job's id; None if none is given. Raises `SpotrunError`."""
     if text and not _JOB.fullmatch(text):
-        raise SpotrunError(f"ID: {text!r}: is no job's id; `{make(file, 'status')}` names the newest jobs")
+        raise SpotrunError(f"ID: {text!r}: is no job's id; `{make_command(file, 'status')}` names the newest jobs")
     return text or None
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from scripts import control
-from scripts.make_command import make
+from scripts.make_command import make_command
 from scripts.ssh import Access
 from spotrun.errors import SpotrunError
 from spotrun.store import Store, job_key
@@ -42,11 +42,11 @@ def find(access: Access, job: str | None, node: str | None, rank: str | None) ->
         # A head that began after the last job had ended has that job only in the list of jobs.
         newest_first = [status["id"]] if status else [each["job"] for each in control.ask(access, "jobs")]
         if not newest_first:
-            raise SpotrunError(f"no job has run on this cluster yet; `{make(access.file, 'train')}` runs one")
+            raise SpotrunError(f"no job has run on this cluster yet; `{make_command(access.file, 'train')}` runs one")
         job = str(newest_first[0])
     found = every(access.store, job)
     if not found and not access.store.exists(job_key(job, "state.json")):
-        raise SpotrunError(f"there is no job {job}; `{make(access.file, 'status')}` names the newest jobs")
+        raise SpotrunError(f"there is no job {job}; `{make_command(access.file, 'status')}` names the newest jobs")
     ranks = rank if rank is not None or node is not None else "0"
     chosen = [log for log in found if node in (None, log.node) and ranks in (None, log.rank)]
     newest = max((log.generation for log in chosen), default=0)

@@ -8,7 +8,7 @@ import shlex
 LOCAL = "clusters/local.yaml"  # the Makefile's own default
 
 
-def make(file: str, target: str, *variables: str) -> str:
+def make_command(file: str, target: str, *variables: str) -> str:
     """`make <target>`, as it is typed for the cluster of this cluster file."""
     cluster = [] if file == LOCAL else [f"CLUSTER={shlex.quote(file)}"]
     return " ".join(["make", target, *cluster, *variables])
@@ -16,4 +16,4 @@ def make(file: str, target: str, *variables: str) -> str:
 
 def here(text: str, file: str) -> str:
     """A head's text for this cluster: the head does not know the cluster file, so its commands do not name one."""
-    return re.sub(r"`make ([a-z-]+)(?! CLUSTER=)\b", lambda found: "`" + make(file, found[1]), text)
+    return re.sub(r"`make ([a-z-]+)(?! CLUSTER=)\b", lambda found: "`" + make_command(file, found[1]), text)

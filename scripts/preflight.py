@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from scripts import console, stacks
-from scripts.make_command import make
+from scripts.make_command import make_command
 from scripts.transports import require
 from spotrun import cloud
 from spotrun.cloud import Shortfall
@@ -26,10 +26,10 @@ def check_tools(cluster: ClusterSpec) -> None:
         require(tool)
 
 
-def check_quotas(cluster: ClusterSpec) -> None:
+def check_quotas(cluster: ClusterSpec, ask: cloud.Ask) -> None:
     """Raise `QuotaError` if a pool could not have a single machine; say on stderr if it could not have all."""
     none: list[str] = []
-    for shortfall in cloud.ask(cluster, lambda each: each.shortfalls()):
+    for shortfall in ask(lambda each: each.shortfalls()):
         pool = cluster.pool(shortfall.pool)
         one = shortfall.needs / (pool.max if pool else 1)
         line = _line(cluster, shortfall)
@@ -54,11 +54,11 @@ def check_offers(cluster: ClusterSpec, file: str) -> None:
 def check_images(cluster: ClusterSpec, pools: dict[str, Any], file: str) -> None:
     """Raise `SpotrunError` unless the images that stack pools takes are there. pools: what Terraform reads of it."""
     for name, arm in _google(cluster, pools) if cluster.cloud == "gcp" else _amazon(cluster, pools):
-        image = make(file, "image")
+        image = make_command(file, "image")
         if arm:
             what = f"`{image}` bakes none for ARM processors; take other machines, or make one as docs/aws.md says"
         elif cluster.image:
-            what = f"mend key image, or leave it out and `{image}` bakes one"
+            what = f"fix key image, or leave it out and `{image}` bakes one"
         else:
             what = f"`{image}` bakes one"
         raise SpotrunError(f"{file}: there is no image {name}: {what}")

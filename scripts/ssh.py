@@ -1,17 +1,19 @@
 """SSH to the machines of a cluster, with strict host keys: only those that the machines put into the bucket count.
 
-The head is reached by the cloud's door, every node through the head. An unknown or changed key is an error, never added
-silently.
+The cloud's transport leads to the head, and the head leads to every node. An unknown or changed key is an error. It is
+never added silently.
 """
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import os
 import re
 import shlex
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,11 +22,10 @@ from typing import Any
 
 import paramiko
 from fabric import Config, Connection
-from invoke.exceptions import CommandTimedOut
 from pydantic import ValidationError
 
-from scripts.make_command import LOCAL, make
-from scripts.transports import Door
+from scripts.make_command import LOCAL, make_command
+from scripts.transports import Transport
 from scripts.tunnel import Tunnel
 from spotrun.errors import SpotrunError
 from spotrun.store import Store, host_key
@@ -34,7 +35,10 @@ HEAD = "head"
 POOL = 16  # connections at once: hundreds of threads are slower than sixteen, not faster
 TIMEOUT = 10  # seconds for each stage of a connection
 ALIVE = 30  # seconds between two signs of life: Session Manager ends what is silent for long
+GRACE = 20.0  # seconds beyond its time limit that a command's output may take to end
 EXIT_TIMEOUT = 124  # of coreutils' timeout
+KEPT = 1 << 20  # characters of a command's output that are kept: the last ones
+LINE = 64 << 10  # characters after which an unfinished line is shown
 # What may stand in a known_hosts file: a line break in either would add a host or a key of its own.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]*")
 _ADDRESS = re.compile(r"[A-Za-z0-9._:-]+")
@@ -47,30 +51,24 @@ class Unreachable(SpotrunError):
 
 @dataclass(frozen=True)
 class Access:
-    """How an operator gets into a cluster. scratch: a folder for known_hosts.
+    """How an operator gets into a cluster."""
 
-    file: the cluster file, which messages name in the commands that they propose.
-    """
-
-    cluster: str
-    store: Store
-    door: Door
-    scratch: Path
-    file: str = LOCAL
+    cluster: str  # its name
+    store: Store  # its bucket
+    transport: Transport  # the way to the head's SSH server
+    scratch: Path  # a folder for known_hosts
+    file: str = LOCAL  # the cluster file, which messages name in the commands that they propose
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a command did on a node.
-
-    node: its name. code: the command's exit status; `EXIT_TIMEOUT` after the time limit; 255: no exit status.
-    output: what the command printed, or why the node was not reached. reached: whether `code` is the command's own.
-    """
+    """What a command did on a node."""
 
     node: str
-    code: int
-    output: str
-    reached: bool = True
+    code: int  # the command's exit status; `EXIT_TIMEOUT` after the time limit; 255: no exit status
+    output: str  # the last `KEPT` characters that the command printed, or why the node was not reached
+    reached: bool = True  # whether `code` is the command's own
+    left_out: int = 0  # characters before `output`
 
 
 class StrictConnection(Connection):
@@ -82,13 +80,13 @@ class StrictConnection(Connection):
     def __init__(self, access: Access, record: HostRecord, gateway: Connection | Tunnel | None = None) -> None:
         super().__init__(
             record.address,
-            user=access.door.user,
+            user=access.transport.user,
             port=record.port,
             gateway=gateway,
             connect_timeout=TIMEOUT,
             config=Config(overrides={"load_ssh_configs": False}),
             connect_kwargs={
-                "key_filename": str(access.door.key),
+                "key_filename": str(access.transport.key),
                 "allow_agent": False,
                 "look_for_keys": False,
                 "banner_timeout": TIMEOUT,
@@ -121,7 +119,7 @@ def read_host(access: Access, node: str) -> HostRecord:
     if data is None and node == HEAD:
         raise Unreachable(f"the head of cluster {access.cluster} has not come up yet")
     if data is None:
-        listing = make(access.file, "status")
+        listing = make_command(access.file, "status")
         raise SpotrunError(f"{node}: there is no such machine in cluster {access.cluster}; `{listing}` lists them")
     try:
         record = HostRecord.model_validate_json(data)
@@ -145,11 +143,26 @@ def connect(access: Access, node: str = HEAD) -> Iterator[StrictConnection]:
         yield head if node == HEAD else stack.enter_context(_opened(access, read_host(access, node), head))
 
 
-def run(access: Access, nodes: list[str], command: str, timeout: float, report: Callable[[Outcome], None]) -> bool:
-    """Run a shell command on nodes at once; `report` gets each outcome as it comes. True if all exited with 0.
+def run(
+    access: Access,
+    nodes: list[str],
+    command: str,
+    timeout: float,
+    report: Callable[[Outcome], None],
+    heard: Callable[[str, str], None] = lambda node, text: None,
+) -> bool:
+    """Run a shell command on nodes at once. True if all exited with 0.
 
-    If this is interrupted, or `report` raises, the connections are closed, and no command is waited for.
+    report: gets each node's outcome. heard: gets a node's name and whole lines of its output, as they come, from one
+    thread at a time. If this is interrupted, or `report` raises, the connections are closed, and no command is waited
+    for.
     """
+    turn = threading.Lock()
+
+    def tell(node: str, text: str) -> None:
+        with turn:
+            heard(node, text)
+
     through = [node for node in nodes if node != HEAD]
     opened: set[StrictConnection] = set()
     over = threading.Event()
@@ -162,7 +175,7 @@ def run(access: Access, nodes: list[str], command: str, timeout: float, report: 
                     opened.add(connection)
                     if over.is_set():
                         return Outcome(node, 255, "interrupted", reached=False)
-                    return _run(connection, node, command, timeout)
+                    return _run(connection, node, command, timeout, lambda text: tell(node, text))
             except SpotrunError as error:
                 return Outcome(node, 255, str(error), reached=False)
 
@@ -186,7 +199,7 @@ def shell(access: Access, node: str) -> None:
     arguments = shell_command(access, node)
     program = shutil.which("ssh")
     if program is None:
-        other = make(access.file, "run", "CMD=…", "NODE=…")
+        other = make_command(access.file, "run", "CMD=…", "NODE=…")
         raise SpotrunError(f"no `ssh` on this machine: install OpenSSH's client, or use `{other}`")
     os.execv(program, arguments)
 
@@ -196,7 +209,7 @@ def shell_command(access: Access, node: str) -> list[str]:
     records = {name: read_host(access, name) for name in {HEAD, node}}
     known = access.scratch / f"known_hosts-{node}"
     known.write_text("".join(f"{host_pattern(record)} {line}\n" for record in records.values() for line in record.keys))
-    options = ["-F", "none", "-i", str(access.door.key)]
+    options = ["-F", "none", "-i", str(access.transport.key)]
     for option in (
         "IdentitiesOnly=yes",
         "StrictHostKeyChecking=yes",
@@ -207,10 +220,10 @@ def shell_command(access: Access, node: str) -> list[str]:
         f"ServerAliveInterval={ALIVE}",
     ):
         options += ["-o", option]
-    target, head, user = records[node], records[HEAD], access.door.user
+    target, head, user = records[node], records[HEAD], access.transport.user
     for record in records.values():
-        access.door.admit(record)
-    proxy = _proxy(access.door.tunnel(head))
+        access.transport.admit(record)
+    proxy = _proxy(access.transport.tunnel(head))
     if node != HEAD:  # not ProxyJump: the jump would not take these options over
         jump = ["ssh", *options, *proxy, "-p", str(head.port), "-W", f"[{target.address}]:{target.port}"]
         proxy = _proxy([*jump, f"{user}@{head.address}"])
@@ -230,14 +243,14 @@ def _proxy(command: list[str]) -> list[str]:
 @contextlib.contextmanager
 def _opened(access: Access, record: HostRecord, head: Connection | None = None) -> Iterator[StrictConnection]:
     """A connection to a node through the head, or to the head itself."""
-    access.door.admit(record)
+    access.transport.admit(record)
     with _gateway(access, record) if head is None else contextlib.nullcontext(head) as gateway:
         yield from _open(access, record, gateway)
 
 
 @contextlib.contextmanager
 def _gateway(access: Access, head: HostRecord) -> Iterator[Tunnel | None]:
-    command = access.door.tunnel(head)
+    command = access.transport.tunnel(head)
     if not command:
         yield None
         return
@@ -260,7 +273,7 @@ def _open(access: Access, record: HostRecord, gateway: Connection | Tunnel | Non
             " has another. Either the machine was replaced this moment, then try again, or someone is in between"
         ) from None
     except paramiko.AuthenticationException:
-        raise Unreachable(f"{where}: refused user {access.door.user} with key {access.door.key}") from None
+        raise Unreachable(f"{where}: refused user {access.transport.user} with key {access.transport.key}") from None
     except (paramiko.SSHException, OSError, EOFError) as error:
         if "not found in known_hosts" in str(error):
             raise Unreachable(f"{where}: refused: its host key is unknown; the bucket has none for it") from None
@@ -273,20 +286,50 @@ def _open(access: Access, record: HostRecord, gateway: Connection | Tunnel | Non
         connection.close()
 
 
-def _run(connection: StrictConnection, node: str, command: str, timeout: float) -> Outcome:
-    # `timeout` runs on the node: one that gave up here would leave the command running there.
+def _run(
+    connection: StrictConnection, node: str, command: str, timeout: float, heard: Callable[[str], None]
+) -> Outcome:
+    # `timeout` runs on the node: a time limit here alone would leave the command running there.
     wrapped = f"timeout -k 5 {timeout:g} bash -c -- {shlex.quote(command)}"
+    deadline = time.monotonic() + timeout + GRACE
+    kept, total = "", 0
     try:
-        result = connection.run(wrapped, hide=True, warn=True, in_stream=False, timeout=int(timeout + 2 * TIMEOUT))
-    except CommandTimedOut:
-        late = f"no end of its output {2 * TIMEOUT} s after TIMEOUT={timeout:g}; write a large output to a file\n"
+        with connection.transport.open_session(timeout=TIMEOUT) as channel:
+            channel.set_combine_stderr(True)
+            channel.exec_command(wrapped)
+            for text in _lines(channel, deadline):
+                heard(text)
+                kept, total = (kept + text)[-KEPT:], total + len(text)
+            if not channel.status_event.wait(max(0.0, deadline - time.monotonic())):
+                raise TimeoutError
+            code = channel.recv_exit_status()
+    except TimeoutError:
+        late = f"no end of its output {GRACE:g} s after TIMEOUT={timeout:g}; write a large output to a file\n"
         return Outcome(node, 255, late, reached=False)
-    except Exception as error:  # Fabric wraps what its threads met in several classes of its own
-        return Outcome(node, 255, f"{node}: connection lost: {error or type(error).__name__}\n", False)
-    text = result.stdout + result.stderr
-    if result.exited == EXIT_TIMEOUT:
-        text += f"ended after {timeout:g} s; give it longer with TIMEOUT=\n"
-    return Outcome(node, result.exited, text)
+    except (paramiko.SSHException, EOFError, OSError) as error:
+        return Outcome(node, 255, f"{node}: connection lost: {error or type(error).__name__}\n", reached=False)
+    if code < 0:
+        return Outcome(node, 255, f"{node}: connection lost: no exit status came\n", reached=False)
+    if code == EXIT_TIMEOUT:
+        late = f"ended after {timeout:g} s; give it longer with TIMEOUT=\n"
+        heard(late)
+        kept, total = (kept + late)[-KEPT:], total + len(late)
+    return Outcome(node, code, kept, left_out=total - len(kept))
+
+
+def _lines(channel: paramiko.Channel, deadline: float) -> Iterator[str]:
+    """Whole lines of a command's output, several at once; also a part of a very long one. Raises `TimeoutError`."""
+    decoder, rest = codecs.getincrementaldecoder("utf-8")("replace"), ""
+    while True:
+        channel.settimeout(max(0.01, deadline - time.monotonic()))
+        block = channel.recv(LINE)
+        rest += decoder.decode(block, final=not block)
+        whole = len(rest) if not block or len(rest) > LINE else rest.rfind("\n") + 1
+        if whole:
+            yield rest[:whole]
+        rest = rest[whole:]
+        if not block:
+            return
 
 
 def _quoted(path: Path) -> str:

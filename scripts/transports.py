@@ -25,7 +25,7 @@ KEY_TTL, KEY_AGAIN = "12h", 6 * 3600.0
 PUSHED = 45.0
 
 
-class Door(Protocol):
+class Transport(Protocol):
     """One way in. key: the private key's file; its public half lies beside it."""
 
     @property

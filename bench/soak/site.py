@@ -16,7 +16,9 @@ import psutil
 
 from bench.soak.checks import Beat
 from bench.soak.plan import Fault, Scenario
-from scripts import bundle, cluster, control
+from scripts import bundle, control
+from scripts import site as sites
+from scripts.home import home
 from spotrun.cloud.base import Instance
 from spotrun.cloud.local import cloud, procs
 from spotrun.cloud.local.cloud import LocalCloud
@@ -43,7 +45,7 @@ class Site:
                 "local": {"boot_delay": 0.2, "recreate_delay": 1.0},
             }
         )
-        self.layout = Layout.of(cluster.home(), NAME)
+        self.layout = Layout.of(home(), NAME)
         self.newest: dict[str, Any] = {}
         self.beats: list[Beat] = []
         self._out = folder / "out"
@@ -55,9 +57,9 @@ class Site:
 
     def up(self) -> None:
         """Bring the cluster up. Raises `SpotrunError`."""
-        cluster.up(self.spec)
-        self.access = cluster.access(self.spec)
-        self._cloud = cloud.find(NAME, cluster.home())
+        sites.site(self.spec).up()
+        self.access = sites.site(self.spec).access()
+        self._cloud = cloud.find(NAME, home())
 
     def submit(self, scenario: Scenario) -> None:
         """Submit the scenario's job, and follow it from now on."""

@@ -6,11 +6,11 @@ import re
 from collections.abc import Sequence
 from types import ModuleType
 
-from scripts import cluster as clusters
 from scripts.acceptance import ways
 from scripts.acceptance.record import Facts, Failed, NotRun
 from scripts.acceptance.trace import Trace
 from scripts.home import home
+from scripts.site import site
 from scripts.ssh import HEAD, Access, read_host
 from spotrun import cloud
 from spotrun.cloud import Left
@@ -88,7 +88,7 @@ def left(cluster: ClusterSpec, file: str) -> Facts:
             raise SpotrunError(f"processes of cluster {cluster.name} still run")
         return {"processes": 0}
     bucket = f"${_BUCKET[cluster.cloud]} a GB and month"
-    return judge(_tried(cluster).left(cluster), {clusters.bucket(cluster, file).url: bucket})
+    return judge(_tried(cluster).left(cluster), {site(cluster, file).bucket().url: bucket})
 
 
 def judge(found: Sequence[Left], facts: Facts) -> Facts:

@@ -5,72 +5,72 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from scripts import cluster as clusters
 from scripts import preflight, stacks
 from scripts.acceptance import accounts, devices, trace, ways
 from scripts.acceptance.record import Facts, Failed, NotRun
-from scripts.acceptance.site import Site
+from scripts.acceptance.rig import Rig
 from scripts.acceptance.steps import Step
 from scripts.home import home
 from spotrun import cloud
 from spotrun.errors import SpotrunError
 
-Check = Callable[[Site, Step], Facts]
+Check = Callable[[Rig, Step], Facts]
 
 
-def checks(site: Site) -> dict[str, Callable[[Step], Facts]]:
+def checks(rig: Rig) -> dict[str, Callable[[Step], Facts]]:
     """Every step's function, for this cluster."""
-    return {name: partial(check, site) for name, check in CHECKS.items()}
+    return {name: partial(check, rig) for name, check in CHECKS.items()}
 
 
-def _tools(site: Site, _: Step) -> Facts:
-    preflight.check_tools(site.cluster)
+def _tools(rig: Rig, _: Step) -> Facts:
+    preflight.check_tools(rig.cluster)
     return {"terraform": stacks.terraform()}
 
 
-def _login(site: Site, _: Step) -> Facts:
-    return {"account": cloud.account(site.cluster)}
+def _login(rig: Rig, _: Step) -> Facts:
+    return {"account": cloud.account(rig.cluster)}
 
 
-def _offers(site: Site, _: Step) -> Facts:
-    preflight.check_offers(site.cluster, site.file)
-    return {"zones": len({pool.zone for pool in site.cluster.pools})}
+def _offers(rig: Rig, _: Step) -> Facts:
+    preflight.check_offers(rig.cluster, rig.file)
+    return {"zones": len({pool.zone for pool in rig.cluster.pools})}
 
 
-def _quotas(site: Site, _: Step) -> Facts:
-    preflight.check_quotas(site.cluster)
-    return {"pools": len(site.cluster.pools)}
+def _quotas(rig: Rig, _: Step) -> Facts:
+    with cloud.asking(rig.cluster) as ask:
+        preflight.check_quotas(rig.cluster, ask)
+    return {"pools": len(rig.cluster.pools)}
 
 
-def _image(site: Site, _: Step) -> Facts:
-    made = stacks.synthesize(site.cluster, site.file, home())
-    preflight.check_images(site.cluster, made.document("pools"), site.file)
+def _image(rig: Rig, _: Step) -> Facts:
+    made = stacks.synthesize(rig.cluster, rig.file, home())
+    preflight.check_images(rig.cluster, made.document("pools"), rig.file)
     return {}
 
 
-def _plan(site: Site, _: Step) -> Facts:
-    return {"changes": "some" if clusters.plan(*site.spec("head")) else "none"}
+def _plan(rig: Rig, _: Step) -> Facts:
+    return {"changes": "some" if rig.site("head").plan() else "none"}
 
 
-def _up(site: Site, step: Step) -> Facts:
-    return site.up(step.stage)
+def _up(rig: Rig, step: Step) -> Facts:
+    return rig.up(step.stage)
 
 
-def _ways_in(site: Site, _: Step) -> Facts:
-    return ways.into_head(site.access)
+def _ways_in(rig: Rig, _: Step) -> Facts:
+    return ways.into_head(rig.access)
 
 
-def _host_keys(site: Site, _: Step) -> Facts:
-    return ways.refuses_another_key(site.access)
+def _host_keys(rig: Rig, _: Step) -> Facts:
+    return ways.refuses_another_key(rig.access)
 
 
-def _join(site: Site, step: Step) -> Facts:
-    return trace.boot(site.trace(step.job))
+def _join(rig: Rig, step: Step) -> Facts:
+    return trace.boot(rig.trace(step.job))
 
 
-def _gate(site: Site, step: Step) -> Facts:
+def _gate(rig: Rig, step: Step) -> Facts:
     """The lines of the health gate on the machine of a job, as its probe has printed them."""
-    said = site.trace(step.job).all("fitness")
+    said = rig.trace(step.job).all("fitness")
     if not said:
         raise SpotrunError("the probe of the health gate printed nothing")
     shown = ("machine", "gpus", "torch_gpus", "efas", "disk", "clock")
@@ -81,33 +81,33 @@ def _gate(site: Site, step: Step) -> Facts:
     return facts
 
 
-def _node_ssh(site: Site, step: Step) -> Facts:
-    found = site.trace(step.job)
+def _node_ssh(rig: Rig, step: Step) -> Facts:
+    found = rig.trace(step.job)
     if found.ways is None:
         raise SpotrunError(found.ways_error or "the job ended before the ways into its node could be tried")
     return found.ways
 
 
-def _interruption(kind: str, site: Site, step: Step) -> Facts:
+def _interruption(kind: str, rig: Rig, step: Step) -> Facts:
     """One interruption of a job's: its pause by part. With notice, no step may be lost."""
-    found = site.trace(step.job)
+    found = rig.trace(step.job)
     facts = trace.pause(found.loss(kind))
     if kind == "preempt" and facts["steps lost"]:
         raise Failed(f"{facts['steps lost']} steps were lost although there was a notice", facts)
     return facts
 
 
-def _notice(site: Site, step: Step) -> Facts:
-    facts = _interruption("preempt", site, step)
-    marks = site.trace(step.job).marks
+def _notice(rig: Rig, step: Step) -> Facts:
+    facts = _interruption("preempt", rig, step)
+    marks = rig.trace(step.job).marks
     if "notice seen" in marks:
         facts["notice seen after s"] = round(marks["notice seen"] - marks["preempt asked for"], 2)
     return facts
 
 
-def _replacement(site: Site, step: Step) -> Facts:
+def _replacement(rig: Rig, step: Step) -> Facts:
     """A machine that alone had the job is gone, and the job ended well: another has had it."""
-    found = site.trace(step.job)
+    found = rig.trace(step.job)
     if not found.taken:
         raise SpotrunError("no machine was taken from the job")
     generations = int(found.last["generation"])
@@ -116,16 +116,16 @@ def _replacement(site: Site, step: Step) -> Facts:
     return {"generations": generations, "machines seen": len(found.nodes), "taken": found.taken[0][1]}
 
 
-def _reference(site: Site, step: Step) -> Facts:
-    found = site.trace(step.job)
+def _reference(rig: Rig, step: Step) -> Facts:
+    found = rig.trace(step.job)
     if interruptions := [loss["kind"] for loss in found.last["interruptions"]]:
         raise NotRun(f"the run was disturbed ({', '.join(interruptions)}): a reference needs one without interruptions")
     return {"digest": found.said("train")["digest"], **_rate(found)}
 
 
-def _equality(reference: str, site: Site, step: Step) -> Facts:
+def _equality(reference: str, rig: Rig, step: Step) -> Facts:
     """The digests of both runs. They hold only where each sum has two addends: then its order does not matter."""
-    undisturbed, disturbed = (site.trace(name).said("train") for name in (reference, step.job))
+    undisturbed, disturbed = (rig.trace(name).said("train") for name in (reference, step.job))
     facts: Facts = {"undisturbed": undisturbed["digest"], "disturbed": disturbed["digest"]}
     facts["workers"] = int(disturbed["world"])
     if undisturbed["digest"] == disturbed["digest"]:
@@ -140,18 +140,18 @@ def _rate(found: trace.Trace) -> Facts:
     return {"seconds": round(ended - started, 2)} if started and ended else {}
 
 
-def _down(site: Site, _: Step) -> Facts:
-    return site.down()
+def _down(rig: Rig, _: Step) -> Facts:
+    return rig.down()
 
 
-def _left(site: Site, _: Step) -> Facts:
-    return accounts.left(site.cluster, site.file)
+def _left(rig: Rig, _: Step) -> Facts:
+    return accounts.left(rig.cluster, rig.file)
 
 
 CHECKS: Mapping[str, Check] = {
     "tools": _tools,
     "login": _login,
-    "permissions": lambda site, _: accounts.permissions(site.cluster),
+    "permissions": lambda rig, _: accounts.permissions(rig.cluster),
     "offers": _offers,
     "quotas": _quotas,
     "image": _image,
@@ -159,37 +159,37 @@ CHECKS: Mapping[str, Check] = {
     "up": _up,
     "ways in": _ways_in,
     "host keys": _host_keys,
-    "grants": lambda site, _: accounts.grants(site.access),
-    "guest agent": lambda site, _: accounts.guest_agent(site.access),
-    "instance connect": lambda site, _: accounts.instance_connect(site.access),
+    "grants": lambda rig, _: accounts.grants(rig.access),
+    "guest agent": lambda rig, _: accounts.guest_agent(rig.access),
+    "instance connect": lambda rig, _: accounts.instance_connect(rig.access),
     "join": _join,
     "gate": _gate,
     "node ssh": _node_ssh,
     "notice": _notice,
     "replacement": _replacement,
-    "notice order": lambda site, step: accounts.notice_order(site.trace(step.job)),
+    "notice order": lambda rig, step: accounts.notice_order(rig.trace(step.job)),
     "shutdown budget": partial(_interruption, "preempt"),
-    "disk encryption": lambda site, _: accounts.disk_encryption(site.cluster),
+    "disk encryption": lambda rig, _: accounts.disk_encryption(rig.cluster),
     "reference": _reference,
     "preempt": partial(_interruption, "preempt"),
     "kill": partial(_interruption, "kill"),
     "equality": partial(_equality, "reference"),
     "gpu up": _up,
     "gpu gate": _gate,
-    "matrix product": lambda site, step: devices.matrix(site.trace(step.job)),
-    "snapshot copy": lambda site, step: devices.copy(site.trace(step.job)),
-    "fork server": lambda site, step: devices.fork(site.trace(step.job)),
-    "gpu tests": lambda site, step: devices.tests(site.trace(step.job)),
-    "efa layout": lambda site, step: devices.efa(site.trace(step.job)),
-    "all-reduce": lambda site, step: devices.all_reduce(site.trace(step.job), site.cluster),
-    "vit": lambda site, step: devices.vit(site.access, site.trace(step.job)),
+    "matrix product": lambda rig, step: devices.matrix(rig.trace(step.job)),
+    "snapshot copy": lambda rig, step: devices.copy(rig.trace(step.job)),
+    "fork server": lambda rig, step: devices.fork(rig.trace(step.job)),
+    "gpu tests": lambda rig, step: devices.tests(rig.trace(step.job)),
+    "efa layout": lambda rig, step: devices.efa(rig.trace(step.job)),
+    "all-reduce": lambda rig, step: devices.all_reduce(rig.trace(step.job), rig.cluster),
+    "vit": lambda rig, step: devices.vit(rig.access, rig.trace(step.job)),
     "gpu reference": _reference,
     "gpu preempt": partial(_interruption, "preempt"),
     "gpu kill": partial(_interruption, "kill"),
-    "state transfer": lambda site, step: devices.transfer(site.trace(step.job)),
+    "state transfer": lambda rig, step: devices.transfer(rig.trace(step.job)),
     "gpu equality": partial(_equality, "gpu reference"),
     "moved up": _up,
-    "placement": lambda site, step: devices.placement(site.facts_of("all-reduce"), site.trace(step.job), site.cluster),
+    "placement": lambda rig, step: devices.placement(rig.facts_of("all-reduce"), rig.trace(step.job), rig.cluster),
     "down": _down,
     "left": _left,
 }

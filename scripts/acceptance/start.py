@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
-from scripts import cluster as clusters
+from scripts import site as sites
 from scripts.acceptance import plan, report, ways
 from scripts.acceptance.checks import checks
 from scripts.acceptance.record import Keeper
+from scripts.acceptance.rig import Rig
 from scripts.acceptance.runner import Runner
-from scripts.acceptance.site import Site
 from scripts.acceptance.steps import STEPS
 from scripts.home import home
-from scripts.make_command import make
+from scripts.make_command import make_command
 from spotrun.errors import SpotrunError
 
 
@@ -24,21 +23,22 @@ def accept(file: str, again: bool, only_list: bool, say: Callable[[str], None]) 
     again: also what has passed already. Raises `SpotrunError` if the cluster is up, and not by an acceptance: this one
     takes it down at the end.
     """
-    cluster = clusters.load(file)
+    operated = sites.of_file(file)
+    cluster = operated.cluster
     folder = home() / "acceptance" / cluster.name
-    keeper = Keeper(folder, functools.partial(clusters.bucket, cluster, file), cluster.name)
+    keeper = Keeper(folder, operated.bucket, cluster.name)
     record = keeper.load(cluster.digest)
     chosen = plan.todo(STEPS, record.results, again, record.standing, cluster)
     say(report.overview(chosen, cluster))
     if only_list:
         return 0, report.document(STEPS, record, cluster)
-    site = Site(cluster, file, folder, chosen, ways.into_node)
-    if not record.standing and site.is_up():
+    rig = Rig(cluster, file, folder, chosen, ways.into_node)
+    if not record.standing and rig.is_up():
         raise SpotrunError(
             f"cluster {cluster.name} is up, and an acceptance takes its cluster down at the end:"
-            f" `{make(file, 'down')}` first, or name a cluster file with another name"
+            f" `{make_command(file, 'down')}` first, or name a cluster file with another name"
         )
-    runner = Runner(cluster, STEPS, checks(site), keeper, say, record)
-    site.facts_of = lambda step: runner.record.results[step].facts if step in runner.record.results else {}
+    runner = Runner(cluster, STEPS, checks(rig), keeper, say, record)
+    rig.facts_of = lambda step: runner.record.results[step].facts if step in runner.record.results else {}
     code = runner.run(again)
     return code, report.document(STEPS, runner.record, cluster)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts import remote
-from spotrun.cloud import prices
+from scripts import cloud_site
+from spotrun.cloud import asking, prices
 from spotrun.cloud.base import Shortfall
 from spotrun.cloud.gcp import GcpCloud, api
 from spotrun.errors import CloudError, PartialError
@@ -362,10 +362,11 @@ def test_an_operator_takes_no_zone_for_empty_that_does_not_answer(
     store = Store(str(tmp_path))
     store.put(host_key("demo", "demo--spot-b-0"), b"{}")
     gce.out = {B}
-    with pytest.raises(CloudError, match=f"zone {B} is out"):
-        remote._refuse_leftovers(CLUSTER)
-    with pytest.raises(CloudError, match=f"zone {B} is out"):
-        remote._forget_gone(CLUSTER, store)
+    with asking(CLUSTER) as ask:
+        with pytest.raises(CloudError, match=f"zone {B} is out"):
+            cloud_site._machines(ask)
+        with pytest.raises(CloudError, match=f"zone {B} is out"):
+            cloud_site._forget_gone(CLUSTER, store, ask)
     assert store.exists(host_key("demo", "demo--spot-b-0"))
 
 

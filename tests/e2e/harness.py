@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.soak.checks import samples
-from scripts import bundle, cluster, control
+from scripts import bundle, control
+from scripts import site as sites
+from scripts.home import home
 from spotrun.cloud.local import cloud as client
 from spotrun.cloud.local.cloud import LocalCloud
 from spotrun.errors import SpotrunError
@@ -55,8 +57,8 @@ class Harness:
         self._error: BaseException | None = None
         self._follower: threading.Thread | None = None
         self._closing = False
-        cluster.up(spec)
-        self.access = cluster.access(spec)
+        sites.site(spec).up()
+        self.access = sites.site(spec).access()
 
     def submit(self, **options: Any) -> Job:
         """Run the toy script. Options of the script by their names, everything else is of the job file."""
@@ -127,7 +129,7 @@ class Harness:
         """Ask the local cloud itself."""
 
         async def run() -> Any:
-            cloud = client.find(self.spec.name, cluster.home())
+            cloud = client.find(self.spec.name, home())
             assert cloud is not None, "the local cloud does not run"
             try:
                 return await ask(cloud)
@@ -144,7 +146,7 @@ class Harness:
 
     def close(self) -> None:
         self._closing = True
-        client.down(self.spec.name, cluster.home())
+        client.down(self.spec.name, home())
         if self._follower:
             self._follower.join(30)
 

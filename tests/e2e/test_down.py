@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import cluster
+from scripts import site as sites
 from spotrun.errors import SpotrunError
 from spotrun.spec import ClusterSpec
 from tests.e2e.conftest import SPEC
@@ -23,14 +23,14 @@ def test_down_and_up_with_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         harness.until(lambda s: s["job"]["checkpoint"], "a checkpoint")
         harness.kill_head()
         with pytest.raises(SpotrunError, match=f"not ended yet: {job.id}; "):
-            cluster.down(spec, force=False)
-        assert "is down" in cluster.down(spec, force=True)
-        status = cluster.up(spec)
+            sites.take_down(sites.site(spec), force=False)
+        assert "is down" in sites.take_down(sites.site(spec), force=True)
+        status = sites.site(spec).up()
         assert (status["job"], status["held"]) == (None, [job.id])
         assert harness.ctl("jobs") == [{"job": job.id, "phase": "held"}]
         assert [pool["target"] for pool in harness.status()["pools"]] == [0]
         job.go()
-        harness.access = cluster.access(spec)
+        harness.access = sites.site(spec).access()
         harness.ctl("relaunch", "--job", job.id)
         assert harness.until_ended()["phase"] == "succeeded"
         assert sample_ids(job.out, 1) == {0: list(range(400))}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.cluster import home
+from scripts.home import home
 from spotrun.cloud.local.layout import Layout
 from spotrun.head.fleet.repair import LIMIT
 from spotrun.head.fleet.replacements import Record

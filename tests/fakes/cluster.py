@@ -152,7 +152,7 @@ def machines(folder: Path) -> Iterator[Machines]:
         server = await asyncssh.create_server(
             lambda: _Jump(found.connections), "127.0.0.1", 0, server_host_keys=[found.key],
             process_factory=found.session, encoding=None,
-            authorized_client_keys=str(found.access.door.key) + ".pub",
+            authorized_client_keys=str(found.access.transport.key) + ".pub",
         )  # fmt: skip
         found.port = server.get_port()
         started.set()

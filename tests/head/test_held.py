@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts import cluster, display, queue
+from scripts import display, queue
+from scripts import site as sites
 from spotrun.cloud.local.layout import Layout, base_environment
 from spotrun.errors import SpotrunError
 from spotrun.spec import ClusterSpec
@@ -143,20 +144,20 @@ def test_down_asks_the_bucket_when_the_head_is_dead(home: Path, machine: subproc
     store.put(job_key("toy-1", "state.json"), b'{"phase": "succeeded"}')
     store.put(job_key("toy-2", "state.json"), b'{"phase": "running"}')
     with pytest.raises(SpotrunError, match="c: not ended yet: toy-2, toy-3; `make stop` saves a job's state and"):
-        cluster.down(SPEC, force=False)
+        sites.take_down(sites.site(SPEC), force=False)
     for junk in (b"{", b'{"format": 2, "jobs": []}'):
         store.put(queue_key("c"), junk)
         with pytest.raises(SpotrunError, match="its queue in the bucket is broken; `make down FORCE=1` passes over it"):
-            cluster.down(SPEC, force=False)
+            sites.take_down(sites.site(SPEC), force=False)
     assert machine.poll() is None
-    assert "is down" in cluster.down(SPEC, force=True)
+    assert "is down" in sites.take_down(sites.site(SPEC), force=True)
     assert wait_for(lambda: machine.poll() is not None, what="that the machine has ended")
 
 
 def test_down_of_what_is_down_asks_nobody(home: Path) -> None:
     store = bucket(home)
     store.put(queue_key("c"), b'{"format": 1, "jobs": ["toy-1"]}')
-    assert "is down" in cluster.down(SPEC, force=False)
+    assert "is down" in sites.take_down(sites.site(SPEC), force=False)
 
 
 def test_down_refuses_when_the_bucket_does_not_answer(home: Path, machine: subprocess.Popen[str]) -> None:
@@ -164,5 +165,5 @@ def test_down_refuses_when_the_bucket_does_not_answer(home: Path, machine: subpr
     folder.parent.mkdir(parents=True)
     folder.symlink_to(folder)
     with pytest.raises(SpotrunError, match=r"what runs is not known: .*; `make down FORCE=1` passes over it"):
-        cluster.down(SPEC, force=False)
+        sites.take_down(sites.site(SPEC), force=False)
     assert machine.poll() is None

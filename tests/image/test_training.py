@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from scripts import bundle, cluster, control
+from scripts import bundle, control
+from scripts import site as sites
 from scripts.ssh import Access
 from spotrun.cloud.local import cloud
 from spotrun.cloud.local.layout import Layout
@@ -35,7 +36,7 @@ def access(image: Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     Store(str(layout.bucket)).put(cluster_key(SPEC.name), SPEC.document().encode())
     cloud.up(SPEC, home, role)
     try:
-        found = cluster.access(SPEC)
+        found = sites.site(SPEC).access()
         control.await_head(found, SPEC.digest)
         yield found
     finally:

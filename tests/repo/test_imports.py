@@ -44,7 +44,7 @@ SDKS = {
     "google": ("agent/spotrun/cloud/gcp", "agent/spotrun/store/client.py"),
     "boto3": ("agent/spotrun/cloud/aws",),
     "botocore": ("agent/spotrun/cloud/aws",),
-    "fabric": ("scripts/ssh.py",),
+    "fabric": ("scripts/ssh.py", "scripts/fab.py"),
     "paramiko": ("scripts/ssh.py", "scripts/control.py"),
     "rich": ("scripts/display.py",),
     "pathspec": ("scripts/bundle.py",),

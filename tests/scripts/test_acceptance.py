@@ -18,8 +18,8 @@ from scripts.acceptance.checks import CHECKS
 from scripts.acceptance.devices import figures
 from scripts.acceptance.jobs import plans
 from scripts.acceptance.record import Facts, Failed, Keeper, NotRun, Record, Result
+from scripts.acceptance.rig import cluster_file, stage_job
 from scripts.acceptance.runner import INTERRUPTED, Runner
-from scripts.acceptance.site import cluster_file, stage_job
 from scripts.acceptance.steps import MACHINES, STAGES, STEPS, Step
 from spotrun.cloud import Left
 from spotrun.errors import CloudError, SpotrunError

@@ -8,15 +8,15 @@ from typing import Any, cast
 
 import pytest
 
-from scripts import cluster as clusters
 from scripts.acceptance import accounts, devices
 from scripts.acceptance.checks import CHECKS
 from scripts.acceptance.probes.words import transport
 from scripts.acceptance.record import Failed, NotRun
-from scripts.acceptance.site import Site
+from scripts.acceptance.rig import Rig
 from scripts.acceptance.start import accept
 from scripts.acceptance.steps import STEPS
 from scripts.acceptance.trace import Trace, _parsed
+from scripts.home import home
 from spotrun.cloud.local.layout import Layout
 from spotrun.errors import SpotrunError
 from spotrun.spec import load_cluster
@@ -128,7 +128,7 @@ class Played:
 
 def check(name: str, **traces: Trace) -> Any:
     step = next(step for step in STEPS if step.name == name)
-    return partial(CHECKS[name], cast(Site, Played(**traces)), step)
+    return partial(CHECKS[name], cast(Rig, Played(**traces)), step)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_a_cluster_that_is_up_is_left_alone(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("SPOTRUN_HOME", str(tmp_path / "home"))
     file = tmp_path / "cluster.yaml"
     file.write_text("name: mine\ncloud: local\npools: [{name: spot, zone: local-a, max: 2}]\n")
-    layout = Layout.of(clusters.home(), "mine")
+    layout = Layout.of(home(), "mine")
     layout.make()
     layout.key.touch()
     layout.record.touch()

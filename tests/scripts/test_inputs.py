@@ -11,7 +11,8 @@ from invoke.context import Context
 from invoke.exceptions import Exit
 
 import fabfile
-from scripts import inputs, make_command
+from scripts import inputs
+from scripts.make_command import make_command
 from spotrun.cloud.local import cloud
 from spotrun.cloud.local.layout import Layout
 from spotrun.errors import SpotrunError, StoreError
@@ -82,8 +83,8 @@ WRONG = [
 def test_a_mistake_is_one_line_and_status_2(
     standin: Machines, fab: Fab, task: str, options: dict[str, object], said: str
 ) -> None:
-    said = said.replace("CLUSTER=… `", make_command.make(str(standin.cluster), "x").split()[2] + "`")
-    said = said.replace("CLUSTER=…", make_command.make(str(standin.cluster), "x").split()[2])
+    said = said.replace("CLUSTER=… `", make_command(str(standin.cluster), "x").split()[2] + "`")
+    said = said.replace("CLUSTER=…", make_command(str(standin.cluster), "x").split()[2])
     code, out, err = fab(task, **options)
     assert (code, out) == (2, "")
     assert said in err
@@ -132,7 +133,7 @@ def test_a_job_that_is_not_there_names_a_make_target(standin: Machines, fab: Fab
     standin.write(refuse="spotrun: there is no job nope in /bucket")
     code, _, err = fab("stop", id="nope")
     assert code == 2
-    named = make_command.make(str(standin.cluster), "status")
+    named = make_command(str(standin.cluster), "status")
     assert err == f"spotrun: there is no job nope in /bucket; `{named}` names the newest jobs\n"
     standin.write(status_json=status(step=1), jobs_json=[{"job": "digits-1", "phase": "running"}])
     assert "other jobs" not in fab("status")[1]
@@ -201,7 +202,8 @@ def test_down_with_another_home_says_so(tmp_path: Path, monkeypatch: pytest.Monk
         code, _, err = fab("down", cluster=str(file))
         assert code == 2
         assert (
-            f"one of that name is up with its state in {right}: `SPOTRUN_HOME={right} make down CLUSTER={file}`" in err
+            f"a cluster of that name is up with its state in {right}: `SPOTRUN_HOME={right} make down CLUSTER={file}`"
+            in err
         )
         assert cloud.find(name, right) is not None
         monkeypatch.setenv("SPOTRUN_HOME", str(right))

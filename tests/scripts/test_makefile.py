@@ -47,12 +47,13 @@ TARGETS = {
 
 @pytest.fixture
 def venv(tmp_path: Path) -> Path:
-    """A virtual environment, as far as the Makefile looks, whose `fab` tells what it is called with."""
+    """A virtual environment, as far as the Makefile looks, whose Python tells what `scripts.fab` is called with."""
     folder = tmp_path / "venv"
     (folder / "bin").mkdir(parents=True)
-    program = folder / "bin/fab"
+    program = folder / "bin/python"
     program.write_text(
-        f"#!{sys.executable}\nimport json, os, sys\njson.dump([sys.argv[1:], dict(os.environ)], sys.stdout)\n"
+        f"#!{sys.executable}\nimport json, os, sys\nassert sys.argv[1:3] == ['-m', 'scripts.fab']\n"
+        "json.dump([sys.argv[3:], dict(os.environ)], sys.stdout)\n"
     )
     program.chmod(0o755)
     for name in (".installed", ".installed-aws", ".installed-gcp"):
@@ -142,9 +143,8 @@ def standin(tmp_path: Path) -> Iterator[Machines]:
 
 @pytest.fixture
 def real(venv: Path) -> Path:
-    """The virtual environment with the real `fab`."""
-    program = venv / "bin/fab"
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m fabric "$@"\n')
+    """The virtual environment with the real Python."""
+    (venv / "bin/python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     return venv
 
 

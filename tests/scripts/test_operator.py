@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import functools
 import io
 import json
 import os
@@ -20,11 +19,11 @@ from typing import Any, cast
 import asyncssh
 import pytest
 from aiohttp import web
-from invoke.exceptions import CommandTimedOut
-from invoke.runners import Result
 from rich.console import Console
 
-from scripts import cluster, control, display, faults, jobs, logs, make_command, report, ssh
+from scripts import control, display, faults, jobs, logs, report, ssh
+from scripts import site as sites
+from scripts.make_command import LOCAL, here, make_command
 from scripts.transports import Direct
 from spotrun.cloud.local.layout import Layout
 from spotrun.errors import SpotrunError, StoreError
@@ -195,7 +194,7 @@ def test_follow_ends_when_the_cluster_is_taken_down(standin: Machines, monkeypat
             super().show(status)
             layout.record.unlink()
 
-    look = functools.partial(cluster.access, load_cluster(standin.cluster), str(standin.cluster))
+    look = sites.site(load_cluster(standin.cluster), str(standin.cluster)).access
     look()
     seen = Down()
     with pytest.raises(ssh.Unreachable, match="cluster c is not up; `make up"):
@@ -515,7 +514,7 @@ def test_a_users_mistake_is_status_2_and_one_line(standin: Machines) -> None:
     refused = fab(standin, "kill", "--node", "x-1")
     assert (refused.returncode, refused.stderr) == (2, "spotrun: there is no node x-1; there are spot-0, spot-1\n")
     unnamed = fab(standin, "kill")
-    listing = make_command.make(str(standin.cluster), "status")
+    listing = make_command(str(standin.cluster), "status")
     assert (unnamed.returncode, unnamed.stderr) == (2, f"spotrun: no node named: NODE=<name>; `{listing}` lists them\n")
     standin.cluster.write_text("name: c\ncloud: locl\npools: []\n")
     wrong = fab(standin, "status")
@@ -533,7 +532,7 @@ def test_what_is_out_of_reach_is_status_3(standin: Machines) -> None:
     assert "its host key has changed" in changed.stderr
     shutil.rmtree(standin.home)
     away = fab(standin, "stop")
-    bring = make_command.make(str(standin.cluster), "up")
+    bring = make_command(str(standin.cluster), "up")
     assert (away.returncode, away.stderr) == (3, f"spotrun: cluster c is not up; `{bring}` brings it up\n")
 
 
@@ -567,27 +566,24 @@ def test_down_refuses_while_a_job_runs(standin: Machines, monkeypatch: pytest.Mo
     monkeypatch.setenv("SPOTRUN_HOME", str(standin.home))
     jobs_json = [{"job": "digits-0", "phase": "failed"}, *({"job": f"digits-{n}", "phase": "queued"} for n in (1, 2))]
     standin.write(jobs_json=jobs_json)
-    spec = cluster.load(str(standin.cluster))
+    spec = sites.load(str(standin.cluster))
     with pytest.raises(SpotrunError, match="not ended yet: digits-1, digits-2; `make stop` saves a job's state"):
-        cluster.down(spec, force=False)
+        sites.take_down(sites.site(spec), force=False)
     proposed = r"`make stop CLUSTER=my\.yaml` .* `make down CLUSTER=my\.yaml FORCE=1`"
     with pytest.raises(SpotrunError, match=proposed):
-        cluster.down(spec, force=False, file="my.yaml")
+        sites.take_down(sites.site(spec, "my.yaml"), force=False)
     standin.store.delete([host_key("c", "head")])
-    assert "is down" in cluster.down(spec, force=False), "no job runs where no head came up"
+    assert "is down" in sites.take_down(sites.site(spec), force=False), "no job runs where no head came up"
 
 
 def test_hints_name_the_cluster() -> None:
-    assert make_command.make(make_command.LOCAL, "stop") == "make stop"
-    assert make_command.make("a b.yaml", "down", "FORCE=1") == "make down CLUSTER='a b.yaml' FORCE=1"
+    assert make_command(LOCAL, "stop") == "make stop"
+    assert make_command("a b.yaml", "down", "FORCE=1") == "make down CLUSTER='a b.yaml' FORCE=1"
     said = "job x is held; `make relaunch ID=x` runs it on, `make stop` does not"
-    assert make_command.here(said, make_command.LOCAL) == said
+    assert here(said, LOCAL) == said
     again = "`make relaunch CLUSTER=gcp.yaml ID=x`"
-    assert (
-        make_command.here(said, "gcp.yaml")
-        == f"job x is held; {again} runs it on, `make stop CLUSTER=gcp.yaml` does not"
-    )
-    assert make_command.here(make_command.here(said, "gcp.yaml"), "gcp.yaml") == make_command.here(said, "gcp.yaml")
+    assert here(said, "gcp.yaml") == f"job x is held; {again} runs it on, `make stop CLUSTER=gcp.yaml` does not"
+    assert here(here(said, "gcp.yaml"), "gcp.yaml") == here(said, "gcp.yaml")
     parked = {"job": "y", "text": "y is not readable; `make stop ID=y`"}
     shown = display.text({**status(), "held": ["x"], "parked": parked}, file="gcp.yaml")
     assert again in shown
@@ -600,7 +596,7 @@ def test_a_heads_refusal_names_the_cluster(standin: Machines) -> None:
     assert done.returncode == 2
     assert (
         done.stderr
-        == f"spotrun: job x is held; `{make_command.make(str(standin.cluster), 'relaunch', 'ID=x')}` runs it on\n"
+        == f"spotrun: job x is held; `{make_command(str(standin.cluster), 'relaunch', 'ID=x')}` runs it on\n"
     )
 
 
@@ -611,6 +607,19 @@ def test_control_c_detaches(standin: Machines) -> None:
         assert "spot-1 joined" in process.stdout.readline()
         said = interrupted(process)
         assert "detached; the job goes on. Follow it again with: make follow CLUSTER=" in said
+
+
+@pytest.mark.parametrize("program", ["fabric", "scripts.fab"])
+def test_control_c_shows_no_traceback_while_modules_load(standin: Machines, tmp_path: Path, program: str) -> None:
+    """It did, in the first second of a command. `scripts.fab` is how the Makefile calls it."""
+    loading = tmp_path / "loading"
+    slow = tmp_path / "modules/spotrun/__init__.py"  # the first of spotrun's own modules, as slow as on a cold disk
+    slow.parent.mkdir(parents=True)
+    slow.write_text(f"import time\nopen({str(loading)!r}, 'w').close()\ntime.sleep(60)\n")
+    paths = {"PYTHONPATH": str(tmp_path / "modules")}
+    with interruptible(standin, "status", program=program, **paths) as process:
+        wait_for(loading.exists, what="the modules to load")
+        assert interrupted(process) == ""
 
 
 def test_control_c_ends_a_run(standin: Machines) -> None:
@@ -629,25 +638,45 @@ def test_control_c_ends_a_run(standin: Machines) -> None:
 def test_an_output_that_does_not_end_in_time_is_told_in_a_line(
     standin: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ssh.StrictConnection, "run", late)
+    monkeypatch.setattr(ssh, "GRACE", 0.3)
     outcomes: list[ssh.Outcome] = []
-    assert not ssh.run(standin.access, ["head"], "yes", 5, outcomes.append)
-    text = "no end of its output 20 s after TIMEOUT=5; write a large output to a file\n"
+    assert not ssh.run(standin.access, ["head"], "setsid sleep 5 & echo y", 0.2, outcomes.append)
+    text = "no end of its output 0.3 s after TIMEOUT=0.2; write a large output to a file\n"
     assert outcomes == [ssh.Outcome("head", 255, text, reached=False)]
 
 
-def late(*_: object, **__: object) -> None:
-    raise CommandTimedOut(Result(stdout="y\n" * 9, command="yes"), 25)
+def test_an_output_is_shown_as_it_comes_and_only_its_end_is_kept(
+    standin: Machines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The output of a `run` was in memory as a whole, and was shown at its end."""
+    monkeypatch.setattr(ssh, "KEPT", 1000)
+    gate = tmp_path / "gate"
+    heard: list[str] = []
+
+    def hear(node: str, text: str) -> None:
+        heard.append(text)
+        gate.touch()  # the command goes on once its first line has come
+
+    outcomes: list[ssh.Outcome] = []
+    command = f"echo first; while [ ! -e {gate} ]; do sleep 0.05; done; seq 100000; printf '%s' no end >&2"
+    assert ssh.run(standin.access, ["head"], command, 60, outcomes.append, hear)
+    whole = "first\n" + "".join(f"{number}\n" for number in range(1, 100_001)) + "no"
+    assert "".join(heard).startswith(whole)
+    assert all(len(each) <= 2 * ssh.LINE for each in heard)
+    assert outcomes[0].output == "".join(heard)[-1000:]
+    assert outcomes[0].left_out == len("".join(heard)) - 1000
 
 
 @contextlib.contextmanager
-def interruptible(standin: Machines, task: str, *words: str) -> Iterator[subprocess.Popen[str]]:
+def interruptible(
+    standin: Machines, task: str, *words: str, program: str = "fabric", **variables: str
+) -> Iterator[subprocess.Popen[str]]:
     """A task as it runs at a terminal, wherever the tests run: Ctrl-C reaches it."""
-    command = [sys.executable, "-m", "fabric", task, "--cluster", str(standin.cluster), *words]
+    command = [sys.executable, "-m", program, task, "--cluster", str(standin.cluster), *words]
     with subprocess.Popen(
         command,
         cwd=ROOT,
-        env={**os.environ, "SPOTRUN_HOME": str(standin.home)},
+        env={**os.environ, "SPOTRUN_HOME": str(standin.home), **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -32,7 +32,7 @@ Say = Callable[[str, str], Path]
 
 @dataclass(frozen=True)
 class Relayed:
-    """A door whose tunnel is a program of its own, as a cloud's is. A percent sign is in its words."""
+    """A transport whose tunnel is a program of its own, as a cloud's is. A percent sign is in its words."""
 
     user: str
     key: Path
@@ -56,10 +56,10 @@ def standin(tmp_path: Path) -> Iterator[Machines]:
 
 
 @pytest.fixture
-def door(standin: Machines, tmp_path: Path) -> Relayed:
+def transport(standin: Machines, tmp_path: Path) -> Relayed:
     table = tmp_path / "table.json"
     table.write_text('{"head": "127.0.0.1"}')
-    return Relayed("spotrun", standin.access.door.key, table)
+    return Relayed("spotrun", standin.access.transport.key, table)
 
 
 @pytest.fixture
@@ -78,45 +78,45 @@ def say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Say:
     return put
 
 
-def access(standin: Machines, door: Relayed) -> ssh.Access:
-    return ssh.Access("c", standin.store, door, standin.folder)
+def access(standin: Machines, transport: Relayed) -> ssh.Access:
+    return ssh.Access("c", standin.store, transport, standin.folder)
 
 
-def test_through_a_tunnel(standin: Machines, door: Relayed) -> None:
+def test_through_a_tunnel(standin: Machines, transport: Relayed) -> None:
     """The head's own command, a node behind it, and nothing left of the tunnel."""
     standin.write(status_json={"job": None})
-    way = access(standin, door)
+    way = access(standin, transport)
     assert control.ask(way, "status") == {"job": None}
     outcomes: list[ssh.Outcome] = []
     assert ssh.run(way, ["head", "spot-1"], "echo here", 20, outcomes.append)
     assert [(each.node, each.output) for each in outcomes] == [("head", "here\n"), ("spot-1", "here\n")]
-    assert set(door.table.with_name("admitted").read_text().split()) == {"head", "spot-1"}
-    assert not tunnels(door)
+    assert set(transport.table.with_name("admitted").read_text().split()) == {"head", "spot-1"}
+    assert not tunnels(transport)
 
 
-def test_ssh_itself_through_a_tunnel(standin: Machines, door: Relayed) -> None:
+def test_ssh_itself_through_a_tunnel(standin: Machines, transport: Relayed) -> None:
     """OpenSSH, to a node: a proxy command within a proxy command, each read by a shell and for percent signs."""
-    way = access(standin, door)
+    way = access(standin, transport)
     for node in ("head", "spot-1"):
         command = [*ssh.shell_command(way, node), "echo $((6 * 7))"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL)
         assert (done.stdout, done.returncode) == ("42\n", 0), done.stderr
 
 
-def test_a_tunnel_that_ends_says_why(standin: Machines, door: Relayed) -> None:
-    door.table.write_text("{}")
+def test_a_tunnel_that_ends_says_why(standin: Machines, transport: Relayed) -> None:
+    transport.table.write_text("{}")
     with pytest.raises(Unreachable, match="no SSH connection: ERROR: head is not connected"):
-        control.ask(access(standin, door), "status")
+        control.ask(access(standin, transport), "status")
 
 
-def test_a_wrong_host_key_through_a_tunnel(standin: Machines, door: Relayed) -> None:
+def test_a_wrong_host_key_through_a_tunnel(standin: Machines, transport: Relayed) -> None:
     record = HostRecord.model_validate_json(standin.store.get(host_key("c", "head")))
     other = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIIBQ0y1jD4mWwFhW0lG1ZpT3J2QYc0uZ6bqVxX2M4y1A"
     wrong = record.model_copy(update={"keys": (other,)})
     standin.store.put(host_key("c", "head"), wrong.model_dump_json().encode())
     with pytest.raises(Unreachable, match="refused: its host key has changed"):
-        control.ask(access(standin, door), "status")
-    assert not tunnels(door)
+        control.ask(access(standin, transport), "status")
+    assert not tunnels(transport)
 
 
 def test_the_end_of_a_tunnel_takes_all_that_it_started(tmp_path: Path) -> None:
@@ -133,12 +133,12 @@ def test_iap(say: Say, tmp_path: Path) -> None:
     ensure_key(tmp_path / "key")
     profile = {"loginProfile": {"posixAccounts": [{"username": "other"}, {"username": "me_org", "primary": True}]}}
     calls = say("gcloud", f"echo {shlex.quote(json.dumps(profile))}")
-    door = Iap("my-project", tmp_path / "key")
-    assert door.user == door.user == "me_org"
+    transport = Iap("my-project", tmp_path / "key")
+    assert transport.user == transport.user == "me_org"
     assert calls.read_text().splitlines() == [
         f"compute os-login ssh-keys add --key-file {tmp_path}/key.pub --ttl 12h --project my-project --format json"
     ], "asked once"
-    program, *words = door.tunnel(HEAD)
+    program, *words = transport.tunnel(HEAD)
     assert program.endswith("/gcloud")
     assert " ".join(words) == (
         "compute start-iap-tunnel c--head-x1y2 22 --listen-on-stdin --project my-project --zone us-central1-b"
@@ -149,17 +149,17 @@ def test_iap(say: Say, tmp_path: Path) -> None:
 def test_ssm(say: Say, tmp_path: Path) -> None:
     say("session-manager-plugin", "")
     calls = say("aws", "echo '{\"Success\": true}'")
-    door = Ssm("us-east-1", tmp_path / "key")
+    transport = Ssm("us-east-1", tmp_path / "key")
     head = HEAD.model_copy(update={"machine": "i-0123"})
-    program, *words = door.tunnel(head)
+    program, *words = transport.tunnel(head)
     assert program.endswith("/aws")
     assert " ".join(words) == (
         "ssm start-session --target i-0123 --document-name AWS-StartSSHSession --parameters portNumber=22"
         " --region us-east-1"
     )
-    door.admit(head)
-    door.admit(head)
-    door.admit(head.model_copy(update={"machine": "i-4567"}))
+    transport.admit(head)
+    transport.admit(head)
+    transport.admit(head.model_copy(update={"machine": "i-4567"}))
     assert [line.split()[3] for line in calls.read_text().splitlines()] == ["i-0123", "i-4567"], "a key holds a while"
 
 
@@ -194,8 +194,8 @@ def test_no_session_manager_plugin(say: Say, tmp_path: Path) -> None:
         Ssm("us-east-1", tmp_path / "key").tunnel(HEAD)
 
 
-def tunnels(door: Relayed) -> list[int]:
-    return running(str(door.table))
+def tunnels(transport: Relayed) -> list[int]:
+    return running(str(transport.table))
 
 
 def running(text: str) -> list[int]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, TypeVar
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from spotrun.cloud.base import Cloud, Instance, Left, Market, Problem, Shortfall, State
 from spotrun.errors import CloudError
@@ -12,7 +13,19 @@ from spotrun.errors import CloudError
 if TYPE_CHECKING:
     from spotrun.spec import ClusterSpec
 
-__all__ = ["Cloud", "Instance", "Left", "Market", "Problem", "Shortfall", "State", "account", "ask", "connect"]
+__all__ = [
+    "Ask",
+    "Cloud",
+    "Instance",
+    "Left",
+    "Market",
+    "Problem",
+    "Shortfall",
+    "State",
+    "account",
+    "asking",
+    "connect",
+]
 
 
 T = TypeVar("T")
@@ -35,17 +48,28 @@ def account(cluster: ClusterSpec) -> str:
     return cluster.project or ""
 
 
-def ask(cluster: ClusterSpec, question: Callable[[Cloud], Awaitable[T]]) -> T:
-    """The answer to one question, over a connection of its own. Blocking. Raises `CloudError`."""
+class Ask(Protocol):
+    """Puts a question to a cloud. Blocking. Raises `CloudError`."""
 
-    async def put() -> T:
-        cloud = connect(cluster)
+    def __call__(self, question: Callable[[Cloud], Awaitable[T]]) -> T: ...
+
+
+@contextlib.contextmanager
+def asking(cluster: ClusterSpec) -> Iterator[Ask]:
+    """For questions over one connection to the cluster's cloud. The first question opens the connection."""
+    opened: list[Cloud] = []
+
+    async def put(question: Callable[[Cloud], Awaitable[T]]) -> T:
+        if not opened:
+            opened.append(connect(cluster))
+        return await question(opened[0])
+
+    with asyncio.Runner() as runner:
         try:
-            return await question(cloud)
+            yield lambda question: runner.run(put(question))
         finally:
-            await cloud.close()
-
-    return asyncio.run(put())
+            for cloud in opened:
+                runner.run(cloud.close())
 
 
 def connect(cluster: ClusterSpec) -> Cloud:

@@ -13,9 +13,12 @@ from typing import Any
 
 import pytest
 
-from scripts import cluster, preflight, remote, stacks
+from scripts import cloud_site, preflight, stacks
+from scripts import site as sites
 from scripts.ssh import Unreachable
 from scripts.stacks import Place
+from scripts.transports import Iap, Ssm
+from spotrun.cloud import asking
 from spotrun.errors import CloudError, CredentialsError, QuotaError, SpotrunError, StoreError
 from spotrun.spec import ClusterSpec
 from spotrun.spec.names import bucket_url
@@ -119,11 +122,20 @@ def file(folder: Path, text: str = AWS) -> str:
 
 
 def spec(folder: Path, text: str = AWS) -> ClusterSpec:
-    return cluster.load(file(folder, text))
+    return sites.load(file(folder, text))
+
+
+def at(folder: Path, text: str = AWS) -> sites.Site:
+    return sites.of_file(file(folder, text))
 
 
 def bucket(folder: Path) -> Store:
     return Store(bucket_url(spec(folder), moto_server.ACCOUNT), "us-east-1")
+
+
+def check_quotas(folder: Path) -> None:
+    with asking(spec(folder)) as ask:
+        preflight.check_quotas(spec(folder), ask)
 
 
 def calls(folder: Path) -> list[str]:
@@ -171,10 +183,10 @@ def test_no_credentials(aws: Moto, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
     described, path = spec(tmp_path), file(tmp_path)
     for ask in (
-        lambda: cluster.up(described, path),
-        lambda: cluster.down(described, False, path),
-        lambda: cluster.plan(described, path),
-        lambda: cluster.access(described, path),
+        lambda: sites.site(described, path).up(),
+        lambda: sites.take_down(sites.site(described, path), force=False),
+        lambda: sites.site(described, path).plan(),
+        lambda: sites.site(described, path).access(),
     ):
         with pytest.raises(CredentialsError) as caught:
             ask()
@@ -188,7 +200,7 @@ def test_a_zone_that_does_not_offer_a_machine_type_on_aws(aws: Moto, tmp_path: P
     preflight.check_offers(spec(tmp_path), file(tmp_path))
     text = AWS.replace("us-east-1b", "us-east-1e").replace("machine: g5.2xlarge, max", "machine: p9.big, max")
     with pytest.raises(SpotrunError) as caught:
-        cluster.up(spec(tmp_path, text), file(tmp_path, text))
+        at(tmp_path, text).up()
     one, other = str(caught.value).splitlines()
     assert "pool spot: zone us-east-1a does not offer machine type p9.big; no zone of the region does" in one
     assert "pool steady: zone us-east-1e does not offer machine type g5.2xlarge; zones of the region that do: " in other
@@ -230,38 +242,38 @@ def test_a_quota_that_is_too_small(aws: Moto, tmp_path: Path, capsys: pytest.Cap
     """For a single machine: an error. For all of them: a word, since fewer may do."""
     aws.quota("L-3819A6DF", 20)
     aws.quota("L-DB2E81BA", 64)
-    preflight.check_quotas(spec(tmp_path))
+    check_quotas(tmp_path)
     assert capsys.readouterr().err.count("pool spot: quota ") == 1
     aws.quota("L-3819A6DF", 7)
     aws.quota("L-DB2E81BA", 0)
     with pytest.raises(QuotaError) as caught:
-        preflight.check_quotas(spec(tmp_path))
+        check_quotas(tmp_path)
     lines = str(caught.value).splitlines()
     assert [line.split(":")[0] for line in lines] == ["pool spot", "pool steady"]
     assert "us-east-1 is 7; the pool's max takes 32: ask for more at console.aws.amazon.com/servicequotas" in lines[0]
     with pytest.raises(QuotaError):
-        cluster.up(spec(tmp_path), file(tmp_path))
+        at(tmp_path).up()
     assert calls(tmp_path) == []
 
 
 def test_a_wrong_cluster_file_never_reaches_terraform(aws: Moto, tmp_path: Path) -> None:
     with pytest.raises(SpotrunError, match="max"):
-        cluster.load(file(tmp_path, AWS.replace("max: 4", "max: 0")))
+        sites.load(file(tmp_path, AWS.replace("max: 4", "max: 0")))
     with pytest.raises(SpotrunError, match="cloud local has no plan"):
-        cluster.plan(spec(tmp_path, "name: c\ncloud: local\npools:\n- {name: p, zone: local-a}\n"), file(tmp_path))
+        sites.site(spec(tmp_path, "name: c\ncloud: local\npools:\n- {name: p, zone: local-a}\n"), file(tmp_path)).plan()
     assert calls(tmp_path) == []
 
 
 def test_not_up(aws: Moto, tmp_path: Path) -> None:
     with pytest.raises(SpotrunError, match="cluster c is not up; `make up CLUSTER="):
-        cluster.access(spec(tmp_path), file(tmp_path))
+        at(tmp_path).access()
 
 
 def test_no_bucket(aws: Moto, tmp_path: Path) -> None:
     """As before the first `make up`."""
     other = spec(tmp_path, AWS.replace("name: c", "name: other"))
     with pytest.raises((StoreError, SpotrunError), match="other"):
-        cluster.access(other, file(tmp_path))
+        sites.site(other, file(tmp_path)).access()
 
 
 def test_logs_can_be_told_from_checkpoints(aws: Moto, tmp_path: Path) -> None:
@@ -281,10 +293,10 @@ def test_down_refuses_while_jobs_run(aws: Moto, tmp_path: Path) -> None:
     """Also when the head is out of reach: the bucket has the list."""
     bucket(tmp_path).put(queue_key("c"), b'["digits-1", "digits-2"]')
     with pytest.raises(SpotrunError, match=r"not ended yet: digits-1, digits-2; `make stop CLUSTER=.* FORCE=1`"):
-        cluster.down(spec(tmp_path), False, file(tmp_path))
+        sites.take_down(at(tmp_path), force=False)
     bucket(tmp_path).put(queue_key("c"), b"{")
     with pytest.raises(SpotrunError, match="its queue in the bucket is broken"):
-        cluster.down(spec(tmp_path), False, file(tmp_path))
+        sites.take_down(at(tmp_path), force=False)
     assert not any("destroy" in call for call in calls(tmp_path))
 
 
@@ -293,7 +305,7 @@ def test_checkpoints_are_never_deleted(aws: Moto, tmp_path: Path) -> None:
     for job in range(12):
         store.put(checkpoint_key(f"job-{job:02d}", 7), b"{}")
     with pytest.raises(SpotrunError, match=r"holds checkpoints of job-00, .*job-09 and 2 more, which spotrun never"):
-        cluster.down(spec(tmp_path), True, file(tmp_path), everything=True)
+        sites.take_down(at(tmp_path), force=True, everything=True)
     assert not any("destroy" in call for call in calls(tmp_path))
     assert store.exists(checkpoint_key("job-11", 7))
 
@@ -305,7 +317,7 @@ def test_down(aws: Moto, made: stacks.Stacks, tmp_path: Path, monkeypatch: pytes
     own = (head_key("c"), replaced_key("c"), host_key("c", "head"), host_key("c", "i-1"), unfit_key("c", "i-1"))
     for key in (*own, "jobs/job-1/state.json"):
         store.put(key, b"{}")
-    said = cluster.down(spec(tmp_path), False, file(tmp_path))
+    said = sites.take_down(at(tmp_path), force=False)
     assert said.startswith(
         "cluster c is down; its network and its bucket stay, s3://spotrun-c-123456789012-us-east-1; "
     )
@@ -313,7 +325,7 @@ def test_down(aws: Moto, made: stacks.Stacks, tmp_path: Path, monkeypatch: pytes
     assert [call for call in calls(tmp_path) if "destroy" in call] == [
         "c-pools destroy -input=false -auto-approve -refresh=false -no-color"
     ]
-    assert cluster.down(spec(tmp_path), False, file(tmp_path), everything=True) == "nothing is left of cluster c"
+    assert sites.take_down(at(tmp_path), force=False, everything=True) == "nothing is left of cluster c"
     assert store.list("") == []
     assert [call.split()[0] for call in calls(tmp_path) if "destroy" in call] == ["c-pools", "c-pools", "c-base"]
 
@@ -337,7 +349,7 @@ def test_up_deletes_what_gone_machines_have_left(
     aws: Moto, made: stacks.Stacks, machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stacks, "synthesize", lambda *_: made)
-    monkeypatch.setattr(remote, "BOOT", 0.0)  # no head comes up here
+    monkeypatch.setattr(cloud_site, "BOOT", 0.0)  # no head comes up here
     monkeypatch.setenv("STATE", VPC)
     aws.image("spotrun-up")
     (made.folder / "stacks/c-pools/cdk.tf.json").write_text(json.dumps(images(owners=["self"])))
@@ -348,7 +360,7 @@ def test_up_deletes_what_gone_machines_have_left(
     for key in (*stay, host_key("c", "i-gone"), unfit_key("c", "i-gone")):
         store.put(key, b"{}")
     with pytest.raises(Unreachable, match="the head of cluster c does not come up"):
-        cluster.up(spec(tmp_path), file(tmp_path))
+        at(tmp_path).up()
     assert [call.split()[:2] for call in calls(tmp_path) if "apply" in call] == [
         ["c-base", "apply"],
         ["c-pools", "apply"],
@@ -362,7 +374,7 @@ def test_up_without_a_head_holds_the_queue(
 ) -> None:
     """As after a `down` that was broken off: Terraform still has some of the cluster, but nothing runs a job."""
     monkeypatch.setattr(stacks, "synthesize", lambda *_: made)
-    monkeypatch.setattr(remote, "BOOT", 0.0)  # no head comes up here
+    monkeypatch.setattr(cloud_site, "BOOT", 0.0)  # no head comes up here
     monkeypatch.setenv("STATE", known("aws_autoscaling_group", name=name))
     aws.image("spotrun-up")
     (made.folder / "stacks/c-pools/cdk.tf.json").write_text(json.dumps(images(owners=["self"])))
@@ -371,7 +383,7 @@ def test_up_without_a_head_holds_the_queue(
     store = bucket(tmp_path)
     store.put(queue_key("c"), b'{"jobs": ["job-1"]}')
     with pytest.raises(Unreachable, match="the head of cluster c does not come up"):
-        cluster.up(spec(tmp_path), file(tmp_path))
+        at(tmp_path).up()
     assert store.exists(up_key("c")) == held
 
 
@@ -383,7 +395,7 @@ def test_down_that_finds_machines_left(
     store = bucket(tmp_path)
     store.put(head_key("c"), b"{}")
     with pytest.raises(CloudError, match=rf"still has machines \({machine}\), and Terraform knows nothing of them"):
-        cluster.down(spec(tmp_path), True, file(tmp_path))
+        sites.take_down(at(tmp_path), force=True)
     assert store.exists(head_key("c"))
 
 
@@ -396,14 +408,14 @@ def test_up_of_what_another_checkout_made(
     with pytest.raises(
         SpotrunError, match=r"is up, but Terraform knows nothing of it here: its state is in .*second one"
     ):
-        cluster.up(spec(tmp_path), file(tmp_path))
+        at(tmp_path).up()
     assert not any("apply" in call for call in calls(tmp_path))
 
 
 def test_what_users_put_into_the_bucket_stays(aws: Moto, tmp_path: Path) -> None:
     bucket(tmp_path).put("data/train.parquet", b"x")
     with pytest.raises(SpotrunError, match=r"holds what spotrun did not write \(data/train.parquet\), which spotrun"):
-        cluster.down(spec(tmp_path), True, file(tmp_path), everything=True)
+        sites.take_down(at(tmp_path), force=True, everything=True)
 
 
 def test_down_goes_on_where_it_was_broken_off(
@@ -412,7 +424,7 @@ def test_down_goes_on_where_it_was_broken_off(
     """The bucket went, the network did not."""
     monkeypatch.setattr(stacks, "synthesize", lambda *_: made)
     aws.client("s3").delete_bucket(Bucket=bucket(tmp_path).url.removeprefix("s3://"))
-    assert "nothing is left" in cluster.down(spec(tmp_path), False, file(tmp_path), everything=True)
+    assert "nothing is left" in sites.take_down(at(tmp_path), force=False, everything=True)
 
 
 def test_terraform_that_could_not_save(made: stacks.Stacks, aws: Moto, tmp_path: Path) -> None:
@@ -500,7 +512,7 @@ def known(type: str, **attributes: str) -> str:
     ],
 )
 def test_moves(wanted: Place, said: list[str]) -> None:
-    assert remote.moves(Place("gcp", "us-east1", "gs://b", "p"), wanted) == said
+    assert cloud_site.moves(Place("gcp", "us-east1", "gs://b", "p"), wanted) == said
 
 
 @pytest.mark.parametrize(
@@ -534,16 +546,16 @@ def test_a_cluster_does_not_move(
     where: dict[str, str], aws: Moto, made: stacks.Stacks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Terraform would find nothing in the new place, and forget the machines in the old one: `down` is no better."""
-    monkeypatch.setattr(remote, "BOOT", 0.0)  # not to wait for a head if it goes on
+    monkeypatch.setattr(cloud_site, "BOOT", 0.0)  # not to wait for a head if it goes on
     monkeypatch.setattr(stacks, "synthesize", lambda *_: made)
     standing = {"bucket": bucket(tmp_path).url.removeprefix("s3://"), **where}
     monkeypatch.setenv("STATE", known("aws_s3_bucket", **standing))
     for code in ("L-3819A6DF", "L-DB2E81BA"):
         aws.quota(code, 64)
     asks: tuple[Callable[[], Any], ...] = (
-        lambda: cluster.up(spec(tmp_path), file(tmp_path)),
-        lambda: cluster.down(spec(tmp_path), True, file(tmp_path), everything=True),
-        lambda: cluster.plan(spec(tmp_path), file(tmp_path)),
+        lambda: at(tmp_path).up(),
+        lambda: sites.take_down(at(tmp_path), force=True, everything=True),
+        lambda: at(tmp_path).plan(),
     )
     for ask in asks:
         with pytest.raises(SpotrunError, match=r"(region|bucket) is .* and was .*: a cluster does not move; .* ALL=1`"):
@@ -556,7 +568,7 @@ def test_a_description_of_elsewhere_is_told_before_terraform_is_asked(aws: Moto,
     elsewhere = spec(tmp_path, AWS.replace("us-east-1", "us-west-2"))
     bucket(tmp_path).put(cluster_key("c"), elsewhere.document().encode())
     with pytest.raises(SpotrunError, match="region is us-east-1 and was us-west-2: a cluster does not move"):
-        cluster.up(spec(tmp_path), file(tmp_path))
+        at(tmp_path).up()
     assert calls(tmp_path) == []
 
 
@@ -569,14 +581,14 @@ def images(architecture: str = "x86_64", name: str = "spotrun-*", **more: Any) -
 
 def test_up_without_an_image(aws: Moto, made: stacks.Stacks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is told before Terraform makes anything."""
-    monkeypatch.setattr(remote, "BOOT", 0.0)  # not to wait for a head if it goes on
+    monkeypatch.setattr(cloud_site, "BOOT", 0.0)  # not to wait for a head if it goes on
     monkeypatch.setattr(stacks, "synthesize", lambda *_: made)
     (made.folder / "stacks/c-pools/cdk.tf.json").write_text(json.dumps(images(name="none-*", owners=["self"])))
     for code in ("L-3819A6DF", "L-DB2E81BA"):
         aws.quota(code, 64)
     said = r"there is no image none-\* for x86_64 in us-east-1 of this account: `make image CLUSTER=.*c.yaml` bakes one"
     with pytest.raises(SpotrunError, match=said):
-        cluster.up(spec(tmp_path), file(tmp_path))
+        at(tmp_path).up()
     assert {call.split()[1] for call in calls(tmp_path)} == {"init", "state"}
 
 
@@ -586,8 +598,16 @@ def test_images_on_aws(aws: Moto, tmp_path: Path) -> None:
     for there in (images(name="mine-*", owners=["self"]), images(name="mine-1", owners=["self"]), images(name=image)):
         preflight.check_images(described, there, path)
     for absent, about, said in (
-        (images(name="mine-2", owners=["self"]), named, "no image mine-2 for x86_64 .*: mend key image, or leave it"),
-        (images(name="ami-0123456789abcdef0"), named, "no image ami-0123456789abcdef0 for x86_64 in us-east-1: mend"),
+        (
+            images(name="mine-2", owners=["self"]),
+            named,
+            "no image mine-2 for x86_64 .*: fix key image, or leave it",
+        ),
+        (
+            images(name="ami-0123456789abcdef0"),
+            named,
+            "no image ami-0123456789abcdef0 for x86_64 in us-east-1: fix",
+        ),
         (images("arm64", "mine-1", owners=["self"]), described, "for arm64 .*`make image .*` bakes none for ARM"),
     ):
         with pytest.raises(SpotrunError, match=said):
@@ -632,17 +652,17 @@ def test_what_cannot_change_while_it_is_up(change: str, said: list[str], tmp_pat
         "max: 4": AWS.replace("max: 4", "max: 8"),
         "zone: us-east-1a": AWS.replace("us-east-1b", "us-east-1a"),
     }.get(change, f"{AWS}{change}\n")
-    assert remote.rebuilds(spec(tmp_path), spec(tmp_path, text)) == said
+    assert cloud_site.rebuilds(spec(tmp_path), spec(tmp_path, text)) == said
 
 
 def test_up_refuses_what_cannot_change(aws: Moto, tmp_path: Path) -> None:
     bucket(tmp_path).put(cluster_key("c"), spec(tmp_path).document().encode())
     changed = AWS + "network: {nat: false}\n"
     with pytest.raises(SpotrunError, match=r"network\.nat: this cannot change while it is up; `make down CLUSTER="):
-        cluster.up(spec(tmp_path, changed), file(tmp_path, changed))
+        at(tmp_path, changed).up()
     assert calls(tmp_path) == []
 
 
 def test_remote_knows_the_way_of_each_cloud(tmp_path: Path) -> None:
-    assert type(remote._door(spec(tmp_path, GCP), tmp_path)).__name__ == "Iap"
-    assert type(remote._door(spec(tmp_path), tmp_path)).__name__ == "Ssm"
+    assert isinstance(cloud_site.transport(spec(tmp_path, GCP), tmp_path), Iap)
+    assert isinstance(cloud_site.transport(spec(tmp_path), tmp_path), Ssm)

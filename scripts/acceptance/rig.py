@@ -1,4 +1,4 @@
-"""The cluster that an acceptance is about, as it stands at the moment, and the jobs that run on it."""
+"""The cluster that an acceptance tries, as it stands at the moment, and the jobs that run on it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from scripts import cluster as clusters
 from scripts import control, jobs
+from scripts import site as sites
 from scripts.acceptance import plan, trace
 from scripts.acceptance.jobs import LOCAL_NOTICE, Plan, plans
 from scripts.acceptance.record import Facts
@@ -24,7 +24,7 @@ _GONE, _AGAIN = 600.0, 5.0  # seconds for machines to be given up, and between t
 _IGNORED = shutil.ignore_patterns("__pycache__", "*.yaml")
 
 
-class Site:
+class Rig:
     """One acceptance's cluster.
 
     cluster, file: as the operator named it. folder: for what is written for it on this computer. wanted: the steps of
@@ -39,25 +39,25 @@ class Site:
         self._plans = plans(cluster.cloud)
         self._submitted: dict[str, str] = {}
         self._seen: dict[str, Trace | SpotrunError] = {}
-        self._standing: tuple[ClusterSpec, str] | None = None
+        self._standing: sites.Site | None = None
 
-    def spec(self, stage: Stage) -> tuple[ClusterSpec, str]:
-        """The cluster as a stage has it, and its cluster file; this is written if it is not the operator's own."""
+    def site(self, stage: Stage) -> sites.Site:
+        """The cluster as a stage has it. Its cluster file is written if it is not the operator's own."""
         found = plan.cluster_of(self.cluster, stage)
         if found is self.cluster:
-            return found, self.file
+            return sites.site(found, self.file)
         file = self.folder / ("moved.yaml" if stage == "moved" else "small.yaml")
         self.folder.mkdir(parents=True, exist_ok=True)
         file.write_text(cluster_file(found))
-        return found, str(file)
+        return sites.site(found, str(file))
 
     def up(self, stage: Stage) -> Facts:
         """Bring it up as a stage has it, as `make up` does."""
-        spec, file = self.spec(stage)
-        if self._standing is not None and self._standing[0] != spec:
+        site = self.site(stage)
+        if self._standing is not None and self._standing.cluster != site.cluster:
             self._await_no_machines()
-        status = clusters.up(spec, file)
-        self._standing = spec, file
+        status = site.up()
+        self._standing = site
         return {"head's epoch": int(status["head"]["epoch"]), "pools": len(status["pools"])}
 
     def _await_no_machines(self) -> None:
@@ -70,12 +70,12 @@ class Site:
 
     def down(self) -> Facts:
         """Take it down, as `make down FORCE=1` does."""
-        return {"said": clusters.down(self.cluster, True, self.file)}
+        return {"said": sites.site(self.cluster, self.file).down(everything=False)}
 
     def is_up(self) -> bool:
         """Whether a head has come up, by whatever hand."""
         try:
-            clusters.access(self.cluster, self.file)
+            sites.site(self.cluster, self.file).access()
         except Unreachable:
             return False
         except SpotrunError:
@@ -85,7 +85,7 @@ class Site:
     @property
     def access(self) -> Access:
         """The way into the cluster as it stands."""
-        return clusters.access(*(self._standing or self.spec("head")))
+        return (self._standing or self.site("head")).access()
 
     def trace(self, name: str) -> Trace:
         """What came of a job, which is run once. Raises what it failed with, to each step that reads it."""
@@ -119,7 +119,7 @@ class Site:
         return next((each for each in later if each not in self._submitted), "")
 
     def _submit(self, name: str, access: Access) -> str:
-        spec, _ = self._standing or self.spec("head")
+        spec = (self._standing or self.site("head")).cluster
         file = stage_job(self.folder / "jobs" / name.replace(" ", "-"), name, self._plans[name])
         self._submitted[name] = jobs.submit(access, spec, str(file), lambda _: None)
         return self._submitted[name]

@@ -1,0 +1,233 @@
+"""A cluster in a cloud, as its operator's commands see it: stacks by Terraform, the bucket, the way in."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+from scripts import control, preflight, queue, stacks
+from scripts.home import home
+from scripts.make_command import make_command
+from scripts.ssh import HEAD, Access, Unreachable
+from scripts.transports import Iap, Ssm, Transport
+from spotrun import cloud
+from spotrun.cloud.local.layout import ensure_key
+from spotrun.errors import CloudError, NotFound, SpecError, SpotrunError
+from spotrun.machine import private_paths
+from spotrun.spec import ClusterSpec, described
+from spotrun.spec.names import bucket_url
+from spotrun.store import Store, cluster_key, head_key, host_key, replaced_key
+
+BOOT = 900.0  # seconds that a new head may take: its machine, its image's boot, its first look at the bucket
+_LISTED = 10  # names in a message
+
+
+@dataclass(frozen=True)
+class CloudSite:
+    """A `Site` whose machines Terraform and a cloud make."""
+
+    cluster: ClusterSpec
+    file: str
+
+    def access(self) -> Access:
+        if not self._published():
+            raise Unreachable(f"cluster {self.cluster.name} is not up; `{self._make('up')}` brings it up")
+        return self._access
+
+    def bucket(self) -> Store:
+        """The bucket, which may not be made yet."""
+        return self._access.store
+
+    def plan(self) -> bool:
+        preflight.check_tools(self.cluster)
+        return self._stacks(bucket_url(self.cluster, cloud.account(self.cluster))).plan()
+
+    def ready(self) -> control.Status:
+        """`up`, unless the head is there already and knows this description: training alone needs no Terraform."""
+        description = self.bucket().find(cluster_key(self.cluster.name))
+        if not self._published() or description != self.cluster.document().encode():
+            return self.up()
+        # The bucket says that it is up as described: Terraform cannot repair the way in.
+        return control.await_head(self._access, self.cluster.digest, BOOT)
+
+    def up(self) -> control.Status:
+        cluster, store = self.cluster, self.bucket()
+        self._refuse_rebuild()
+        preflight.check_tools(cluster)
+        preflight.check_offers(cluster, self.file)
+        with cloud.asking(cluster) as ask:
+            preflight.check_quotas(cluster, ask)
+            made = self._stacks(store.url)
+            if not made.exists("pools") and _machines(ask):
+                raise SpotrunError(
+                    f"cluster {cluster.name} is up, but Terraform knows nothing of it here: {self._other_state()};"
+                    " it would make a second one beside it"
+                )
+            preflight.check_images(cluster, made.document("pools"), self.file)
+            if not made.has_head():  # also after a `down` that was broken off
+                queue.hold(store, cluster.name)
+            made.apply()
+            _forget_gone(cluster, store, ask)
+        return control.await_head(self._access, cluster.digest, BOOT)
+
+    def unfinished(self) -> list[str]:
+        """The bucket says it: the head may be out of reach."""
+        return queue.unfinished(self.bucket(), self.cluster.name, self._make("down", "FORCE=1"))
+
+    def down(self, everything: bool) -> str:
+        """Have Terraform take the machines away. A bucket with checkpoints is never deleted."""
+        cluster, store = self.cluster, self.bucket()
+        if everything:
+            self._refuse_contents()
+        made = self._stacks(store.url)
+        made.destroy("pools")
+        with cloud.asking(cluster) as ask:
+            if left := _machines(ask):
+                raise CloudError(
+                    f"cluster {cluster.name} still has machines ({', '.join(left)}), and Terraform knows nothing of"
+                    f" them here: {self._other_state()}"
+                )
+        # With these objects in the bucket, the cluster would seem to be up.
+        store.delete([head_key(cluster.name), replaced_key(cluster.name), *_of_machines(cluster, store)])
+        if not everything:
+            queue.hold(store, cluster.name)  # `cdktf deploy` can bring the cluster up too
+            rest = f"its network and its bucket stay, {store.url}; `{self._make('down', 'ALL=1')}` removes them too"
+            return f"cluster {cluster.name} is down; {rest}"
+        self._refuse_contents()  # a job may have written until its machines ended
+        store.delete(_list(store, ""))
+        made.destroy("base")
+        return f"nothing is left of cluster {cluster.name}"
+
+    @functools.cached_property
+    def _access(self) -> Access:
+        """The way in, whether or not a head is there yet. One login for all that a command does."""
+        folder = home() / "clusters" / self.cluster.name
+        private_paths.make_folder(folder.parent)
+        private_paths.make_folder(folder)
+        key = home() / "id_ed25519"
+        ensure_key(key)
+        url = bucket_url(self.cluster, cloud.account(self.cluster))
+        store = Store.as_operator(url, self.cluster.region)
+        return Access(self.cluster.name, store, transport(self.cluster, key), folder, self.file)
+
+    def _published(self) -> bool:
+        """Whether a head has put its host keys into the bucket: the cluster is up, or comes up."""
+        return self.bucket().find(host_key(self.cluster.name, HEAD)) is not None
+
+    def _make(self, target: str, *variables: str) -> str:
+        return make_command(self.file, target, *variables)
+
+    def _stacks(self, bucket: str) -> stacks.Stacks:
+        """The stacks. Raises `SpotrunError` if the cluster stands elsewhere than its file says now.
+
+        Terraform would look for it in the new place, find nothing, and forget machines that run on in the old one.
+        """
+        made = stacks.synthesize(self.cluster, self.file, home())
+        if there := made.place():
+            self._refuse_move(there, _place(self.cluster, bucket))
+        return made
+
+    def _refuse_move(self, there: stacks.Place, wanted: stacks.Place) -> None:
+        if changes := moves(there, wanted):
+            raise SpotrunError(
+                f"{self.file}: {', '.join(changes)}: a cluster does not move; put that back, or first have it as it was"
+                f" and `{self._make('down', 'ALL=1')}`"
+            )
+
+    def _refuse_rebuild(self) -> None:
+        """Raise `SpotrunError` if the network of a cluster that is up would change: AWS refuses that after minutes."""
+        document = self.bucket().find(cluster_key(self.cluster.name))  # of stack pools: there while the cluster is up
+        if document is None:
+            return
+        try:
+            before = described(document)
+        except SpecError:
+            return  # of another version; Terraform will tell
+        url = self.bucket().url
+        self._refuse_move(_place(before, url), _place(self.cluster, url))
+        if changes := rebuilds(before, self.cluster):
+            raise SpotrunError(
+                f"{self.file}: {', '.join(changes)}: this cannot change while it is up; `{self._make('down')}` first"
+            )
+
+    def _refuse_contents(self) -> None:
+        """Raise `SpotrunError` that names what spotrun must not delete from the bucket: checkpoints, users' data."""
+        store = self.bucket()
+        keys = _list(store, "")
+        jobs = sorted({key.split("/")[1] for key in keys if key.startswith("jobs/") and "/checkpoints/" in key})
+        own = (f"clusters/{self.cluster.name}/", "code/", "jobs/")
+        others = [key for key in keys if not key.startswith(own)]
+        if not jobs and not others:
+            return
+        what = [f"checkpoints of {_some(jobs)}"] if jobs else []
+        what += [f"what spotrun did not write ({_some(others)})"] if others else []
+        tool = "gcloud storage rm --recursive" if self.cluster.cloud == "gcp" else "aws s3 rm --recursive"
+        raise SpotrunError(
+            f"bucket {store.url} holds {' and '.join(what)}, which spotrun never deletes: copy what you need, remove it"
+            f" (`{tool} {store.url}/…`), then `{self._make('down', 'ALL=1')}` again"
+        )
+
+    def _other_state(self) -> str:
+        """Where Terraform keeps its state, and where else the state of this cluster may be."""
+        if self.cluster.state is not None:
+            return f"state is {self.cluster.state}; was the cluster made with another state, or none?"
+        return f"its state is in {home() / 'terraform'}; the cluster was made with another state (key state)"
+
+
+def transport(cluster: ClusterSpec, key: Path) -> Transport:
+    """The way to the SSH servers of the cluster's cloud."""
+    return Iap(cluster.project or "", key) if cluster.cloud == "gcp" else Ssm(cluster.region, key)
+
+
+def moves(there: stacks.Place, wanted: stacks.Place) -> list[str]:
+    """What of the place would change. Pure."""
+    before, after = vars(there), vars(wanted)
+    return [f"{key} is {after[key]} and was {before[key]}" for key in before if before[key] != after[key]]
+
+
+def rebuilds(before: ClusterSpec, after: ClusterSpec) -> list[str]:
+    """What would make the cloud replace the network, in which machines stand. Pure."""
+    if after.cloud != "aws":
+        return []
+    changed = [
+        f"network.{key}" for key in ("cidr", "nat") if getattr(before.network, key) != getattr(after.network, key)
+    ]
+    zones = {after.head.zone, *(pool.zone for pool in after.pools)}
+    left = sorted({before.head.zone, *(pool.zone for pool in before.pools)} - zones)
+    return [*changed, *(f"zone {zone} is not used any more" for zone in left)]
+
+
+def _place(cluster: ClusterSpec, bucket: str) -> stacks.Place:
+    return stacks.Place(cluster.cloud, cluster.region, bucket, cluster.project)
+
+
+def _machines(ask: cloud.Ask) -> list[str]:
+    """The machines that there are. Raises `CloudError` also if one zone does not answer: it may have some."""
+    nodes = ask(lambda each: each.nodes())
+    return [node.name for node in nodes if node.state in ("provisioning", "running")]
+
+
+def _of_machines(cluster: ClusterSpec, store: Store) -> list[str]:
+    """Keys of what machines say of themselves: how to reach them, and why they take no job."""
+    return [key for what in ("hosts", "unfit") for key in _list(store, f"clusters/{cluster.name}/{what}")]
+
+
+def _forget_gone(cluster: ClusterSpec, store: Store, ask: cloud.Ask) -> None:
+    """Delete what machines have left that are gone: an EC2 machine's name never comes back to overwrite it."""
+    left = _of_machines(cluster, store)  # before the machines are listed: each is there before it writes
+    if left:
+        known = {HEAD, *(node.name for node in ask(lambda each: each.nodes()))}
+        store.delete([key for key in left if Path(key).stem not in known])
+
+
+def _list(store: Store, prefix: str) -> list[str]:
+    """All keys; none of a bucket that is gone, as after a `down` that was broken off."""
+    try:
+        return store.list(prefix)
+    except NotFound:
+        return []
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")

@@ -1,0 +1,11 @@
+"""`fab`, as the Makefile calls it: Ctrl-C shows no traceback while Fabric loads either."""
+
+from __future__ import annotations
+
+from scripts import interrupts
+
+if __name__ == "__main__":
+    interrupts.exit_quietly()
+    from fabric.main import program
+
+    program.run()
