@@ -120,6 +120,7 @@ lint: $(VENV)/.installed-dev $(CHECKOV)/.installed ## check style, types, images
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/mypy
+	@$(VENV)/bin/python -m scripts.commits
 	@$(VENV)/bin/python -m images.lint $(call yes,STRICT,strict)
 	@rm -rf build/stacks
 	@$(VENV)/bin/python -m infra.lint build/stacks clusters/*.yaml
