@@ -221,7 +221,7 @@ def test_a_sign_is_judged_by_the_head_s_clock() -> None:
 async def test_signs_are_read_and_those_of_gone_machines_removed(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     listed: set[str] | None = None
-    signs = Signs(store, "c", lambda: listed)
+    signs = Signs(store, "c", lambda: listed, time.time)
     for name in (A, B):
         store.put(alive_key("c", name), record(at=1.0).model_dump_json().encode())
     signs.want(frozenset((A, "x")))
@@ -239,7 +239,7 @@ async def test_signs_are_read_and_those_of_gone_machines_removed(tmp_path: Path)
 async def test_a_sign_that_cannot_be_read_proves_nothing(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     store.put(alive_key("c", A), b"{")
-    signs = Signs(store, "c", set)
+    signs = Signs(store, "c", set, time.time)
     signs.want(frozenset((A,)))
     task = asyncio.create_task(signs.run())
     try:

@@ -13,6 +13,7 @@ from aiohttp import ClientSession, UnixConnector, web
 
 from spotrun.cloud.base import Instance, Problem
 from spotrun.errors import CloudError, PartialError, SpotrunError
+from spotrun.head.clock import Clock
 from spotrun.head.fleet import repair
 from spotrun.head.fleet.replacements import Record
 from spotrun.head.head import Head
@@ -107,13 +108,14 @@ class World:
         self.store = Store(str(root))
         self.cloud = MemoryCloud()
         self.root = root
+        self.clock: Callable[[], float] = Clock()
         self.orders: dict[str, list[Order]] = {}
         self.sends: dict[str, Callable[[Order], None]] = {}
         self.head = self.new_head()
 
     def new_head(self, epoch: int = 1) -> Head:
-        self.head = Head(self.cluster, self.store, self.cloud, epoch)
-        self.head._began = self.head._awake_since = time.time() - 100
+        self.head = Head(self.cluster, self.store, self.cloud, epoch, clock=self.clock)
+        self.head._began = self.head._awake_since = self.clock() - 100
         return self.head
 
     def receive(self, name: str, link: str = "", **values: Any) -> None:
@@ -147,7 +149,7 @@ class World:
 
     async def turn(self, times: int = 1) -> None:
         for _ in range(times):
-            await self.head._turn(time.time())
+            await self.head._turn(self.clock())
 
     async def look(self) -> None:
         """One look of `watch_cloud`."""

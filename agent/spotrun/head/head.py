@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,6 +18,7 @@ from spotrun.cloud.base import Cloud
 from spotrun.errors import ConflictError, SpotrunError, StoreError, UnreadableError
 from spotrun.head import accounting, demand, lease, parking, submission
 from spotrun.head.agents import Agents, Send
+from spotrun.head.clock import Clock
 from spotrun.head.fleet import repair, retirement
 from spotrun.head.fleet.pools import Fleet
 from spotrun.head.fleet.replacements import Replacements
@@ -58,17 +58,19 @@ class Head:
         poll_seconds: float = 5.0,
         description: str = "",
         held: Lease | None = None,
+        clock: Callable[[], float] | None = None,
     ) -> None:
-        """description: digest of the cluster's description as it is in the bucket. held: this head's lease."""
+        """description: digest of the cluster's description in the bucket. held: this head's lease. clock: epoch seconds."""
         self.cluster = cluster
         self.description = description or cluster.digest
         self.epoch = epoch
         self.store = store
         self.lease = held
+        self.clock = clock or Clock()
         self.journal = Journal(store, cluster.name)
         self.fleet = Fleet(cluster, cloud)
         self.agents = Agents(self.add_event, partial(notice_fit.notice_of, cluster))
-        self.signs = Signs(store, cluster.name, self.fleet.listed)
+        self.signs = Signs(store, cluster.name, self.fleet.listed, self.clock)
         self.replacements = Replacements(
             cluster.name, self.description, store, self.fleet.recreate, self._wanted, lambda: self._changed.set()
         )
@@ -90,7 +92,7 @@ class Head:
 
     def receive(self, report: Report, send: Send) -> None:
         """An agent's newest report came in over a link."""
-        if self.agents.receive(report, send, time.time(), self.fleet.made(report.node)):
+        if self.agents.receive(report, send, self.clock(), self.fleet.made(report.node)):
             self._look_now.set()
         self._changed.set()
 
@@ -106,7 +108,7 @@ class Head:
 
     async def submit(self, job: dict[str, object], code: str) -> str:
         """Queue a job; its id. Raises `SpecError`."""
-        state = submission.accept(job, code, self.cluster, self.fleet.unpriced(), time.time())
+        state = submission.accept(job, code, self.cluster, self.fleet.unpriced(), self.clock())
         state = await self.journal.create(state)
         if unknown := sorted(job.keys() - JobSpec.model_fields.keys()):
             self.add_event("job", f"{state.id}: this head is of another version, it ignores {', '.join(unknown)}")
@@ -132,7 +134,7 @@ class Head:
             async with self.published:
                 await self.published.wait()
         state = state.replace(phase="queued", reason="", ended=None, restarts=0, failure=None, stopping="", ending=None)
-        await self.journal.replace(state.replace(counted_at=0.0, ordered_at=time.time()))
+        await self.journal.replace(state.replace(counted_at=0.0, ordered_at=self.clock()))
         if self.job is not None and self.job.id == job:
             self.job = None
         await self._enqueue(job)
@@ -166,7 +168,7 @@ class Head:
 
     def status(self) -> dict[str, Any]:
         """The status document as of now."""
-        view = self._view(time.time()) if self.job else None
+        view = self._view(self.clock()) if self.job else None
         document = status(self.cluster, self.epoch, self.job, view, self.fleet, self.events)
         document["head"]["description"] = self.description
         return {
@@ -178,7 +180,7 @@ class Head:
 
     def add_event(self, kind: str, text: str) -> None:
         """Add to the job's events."""
-        self.events.append({"at": time.time(), "kind": kind, "text": text})
+        self.events.append({"at": self.clock(), "kind": kind, "text": text})
         del self.events[:-EVENTS]
         log.info("%s: %s", kind, text)
 
@@ -186,7 +188,7 @@ class Head:
 
     async def run(self) -> None:
         """Own the job, for ever."""
-        beside = [asyncio.create_task(work) for work in (self.signs.run(), self._clock())]
+        beside = [asyncio.create_task(work) for work in (self.signs.run(), self._watch_clock())]
         try:
             await self._turns()
         finally:
@@ -197,14 +199,14 @@ class Head:
 
     async def _turns(self) -> None:
         await self.journal.read_queue()
-        self._began = self._ticked_at = self._awake_since = time.time()
+        self._began = self._ticked_at = self._awake_since = self.clock()
         while True:
             busy = bool(self.journal.queue)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(TICK if busy else IDLE_TICK):  # wait_for may swallow a cancellation
                     await self._changed.wait()
             self._changed.clear()
-            now = time.time()
+            now = self.clock()
             self._tick(now)
             try:
                 await self._turn(now)
@@ -215,11 +217,11 @@ class Head:
                 log.warning("%s", error)
                 await asyncio.sleep(1.0)
 
-    async def _clock(self) -> None:
+    async def _watch_clock(self) -> None:
         """Notice when this process was suspended. A long turn does not count: reports arrive during it."""
         while True:
             await asyncio.sleep(TICK)
-            self._tick(time.time())
+            self._tick(self.clock())
 
     def _tick(self, now: float) -> None:
         if now - self._ticked_at > GAP:
@@ -316,7 +318,7 @@ class Head:
         return retirement.mark(view)
 
     def _wanted(self, action: Recreate) -> bool:
-        return self.job is not None and wanted(self._view(time.time()), action)
+        return self.job is not None and wanted(self._view(self.clock()), action)
 
     async def _enqueue(self, job: str) -> None:
         await self.journal.enqueue(job)
@@ -333,10 +335,10 @@ class Head:
             queue = await self.journal.read_queue()
         if self.parked is not None and self.parked.job not in queue[:1]:
             self.parked = None
-        if not queue or (self.parked and self.parked.waits(queue[0], time.time())):
+        if not queue or (self.parked and self.parked.waits(queue[0], self.clock())):
             return
         try:
-            job, events = await self.journal.take_up(queue[0], self.epoch)
+            job, events = await self.journal.take_up(queue[0], self.epoch, self.clock())
             self.parked = None
             # What was noted before the first job is its own (nodes that join again); the last job's is not.
             noted = [] if self.job is not None else [e for e in self.events if e not in events]
@@ -344,7 +346,7 @@ class Head:
         except StoreError:
             raise
         except UnreadableError as error:
-            before, self.parked = self.parked, Parked(queue[0], str(error), time.time())
+            before, self.parked = self.parked, Parked(queue[0], str(error), self.clock())
             if before is None or before.reason != self.parked.reason:
                 self.add_event("job", parking.text(self.parked))
         except SpotrunError as error:  # its state is gone
@@ -363,7 +365,7 @@ class Head:
                 await self._check_epoch()
                 for problem in await self.fleet.look():
                     self.add_event("cloud", f"pool {problem.pool}: {problem.message}")
-                needed = demand.needed(self.journal.queue, self.job, self.agents.busy(), time.time())
+                needed = demand.needed(self.journal.queue, self.job, self.agents.busy(), self.clock())
                 if needed is not None:
                     await self._scale(needed)
                 self._forget()
@@ -378,7 +380,7 @@ class Head:
     async def _scale(self, needed: int) -> None:
         if self.job is None:
             return await self.fleet.scale(needed, ())
-        view = self._view(time.time())
+        view = self._view(self.clock())
         for pool in sorted(repair.exhausted(view) - self._exhausted):
             self.add_event("cloud", f"pool {pool}: {repair.problems(view)[pool]}")
         self._exhausted = repair.exhausted(view)

@@ -160,14 +160,18 @@ class Journal:
                 f"{self.store.url}: jobs/{job}/state.json is not readable: {problem(error)}"
             ) from None
 
-    async def take_up(self, job: str, epoch: int) -> tuple[JobState, list[dict[str, Any]]]:
-        """A job that head `epoch` takes over, and its events. Its checkpoints are those that the bucket really has."""
+    async def take_up(self, job: str, epoch: int, now: float) -> tuple[JobState, list[dict[str, Any]]]:
+        """A job that head `epoch` takes over, and its events. Its checkpoints are those that the bucket really has.
+
+        If the clock of the last head was ahead of this head's clock, times after `now` become `now`.
+        """
         state = await self.read(job, own=True)
         events = _events(await self._fenced.find(job_key(job, "events.jsonl")))
         complete = await asyncio.to_thread(checkpoints.complete, self.store, job, strict=True)
         self._written, self._events = None, None
         # The new epoch makes this state another object, so an older head that still runs does not replace it.
-        return state.replace(checkpoints=tuple(complete), epoch=epoch), events
+        state = state.replace(checkpoints=tuple(complete), epoch=epoch)
+        return state.replace(saved_at=min(state.saved_at, now), ordered_at=min(state.ordered_at, now)), events
 
     async def events(self, job: str) -> list[dict[str, Any]]:
         """The events of a job that is not the active one."""

@@ -32,8 +32,10 @@ SWEEP = 600.0  # seconds between two looks for signs of machines that are gone
 class Signs:
     """The signs of one cluster. machines: names of those that the cloud lists; None while it does not answer."""
 
-    def __init__(self, store: Store, cluster: str, machines: Callable[[], set[str] | None]) -> None:
-        self._store, self._cluster, self._machines = store, cluster, machines
+    def __init__(
+        self, store: Store, cluster: str, machines: Callable[[], set[str] | None], clock: Callable[[], float]
+    ) -> None:
+        self._store, self._cluster, self._machines, self._clock = store, cluster, machines, clock
         self._found: dict[str, Sign] = {}
         self._wanted: frozenset[str] = frozenset()
         self._wake = asyncio.Event()
@@ -105,7 +107,7 @@ class Signs:
         key = alive_key(self._cluster, name)
         record = _record(key, await self._in_thread(self._read, key))
         if name in self._wanted:
-            self._found[name] = silence.seen(self._found.get(name), record, time.time())
+            self._found[name] = silence.seen(self._found.get(name), record, self._clock())
 
     def _read(self, key: str) -> bytes | None:
         return self._store.find(key, RECORD)

@@ -6,7 +6,6 @@ behind a parked job wait. The head tries to read the state again from time to ti
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -97,7 +96,7 @@ async def take_out(head: Head, job: str) -> bool:
         if state.ended_already:
             return False
         reason = "stopped by the operator before it ran"
-        await head.journal.replace(state.replace(phase="stopped", reason=reason, ended=time.time()))
+        await head.journal.replace(state.replace(phase="stopped", reason=reason, ended=head.clock()))
     return True
 
 
