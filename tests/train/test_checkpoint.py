@@ -23,7 +23,8 @@ from spotrun.store import Store, checkpoint_key
 from spotrun.train import download
 from spotrun.train.encoding import decode
 from spotrun.train.restore import restore
-from spotrun.train.snapshot import Reader, Writer
+from spotrun.train.slot_files import Reader
+from spotrun.train.snapshot import Writer
 from spotrun.wire import FileRef, Manifest, StateRef
 
 

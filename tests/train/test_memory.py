@@ -17,8 +17,9 @@ from torch import nn
 import spotrun
 from spotrun.state import slots
 from spotrun.state.control import EXIT_DRAINED, Context, Control
-from spotrun.train.loading import load
-from spotrun.train.snapshot import Reader, Writer
+from spotrun.train.slot_files import Reader
+from spotrun.train.snapshot import Writer
+from spotrun.train.training_state import load
 from tests.helpers import SLOW
 
 RANKS = 8

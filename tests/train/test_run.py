@@ -31,8 +31,7 @@ import spotrun
 from spotrun.errors import SpotrunError
 from spotrun.state import exit_note, slots
 from spotrun.state.control import EXIT_DRAINED, EXIT_PEER, Context, Control
-from spotrun.train import distributed, failures, restore
-from spotrun.train import run as training
+from spotrun.train import boundary, distributed, failures, restore
 from spotrun.train.failures import is_peer_failure
 from spotrun.train.snapshot import Writer
 from spotrun.wire import Failure
@@ -77,7 +76,7 @@ def train(environment: dict[str, str], plan: Plan) -> None:
     log = (out / "log.txt").open("a")
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
-    training.leave_together = functools.partial(leave_together, plan)  # type: ignore[attr-defined]
+    boundary.leave_together = functools.partial(leave_together, plan)  # type: ignore[attr-defined]
     run = spotrun.init(seed=5)
     hidden = 700  # more than one DDP bucket of 1 MB
     model = run.ddp(
@@ -539,8 +538,8 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def settle(run: spotrun.Run) -> None:
     """Wait for the snapshot under way, as the end of the process would."""
-    assert run._writer is not None
-    run._writer.settle()
+    assert run._boundary.writer is not None
+    run._boundary.writer.settle()
 
 
 def values(loader: Any, epochs: int, stop: int | None = None, accumulate: int = 1) -> tuple[list[Any], torch.Tensor]:
@@ -640,11 +639,11 @@ def test_resuming_equals_going_on(alone: Path, kind: str, caplog: pytest.LogCapt
     seen, weights = values(loader(), 3)
     shutil.rmtree(alone)
     first, _ = values(loader(), 3, stop=8)
-    assert ("passing over" in caplog.text) is False
+    assert ("skipping the" in caplog.text) is False
     second, again = values(loader(), 3)
     assert first + second == seen
     assert torch.equal(weights, again)
-    assert ("passing over 2 batches" in caplog.text) is kind.startswith("plain")
+    assert ("skipping the 2 batches" in caplog.text) is kind.startswith("plain")
     third, same = values(loader(), 3)  # nothing left to do
     assert third == []
     assert torch.equal(weights, same)

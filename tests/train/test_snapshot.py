@@ -28,7 +28,8 @@ from spotrun.state.control import SIZE, Control
 from spotrun.train.encoding import DTYPES, Encoder, decode
 from spotrun.train.group_health import GroupHealth
 from spotrun.train.metrics import Metrics
-from spotrun.train.snapshot import Reader, Writer, next_interval
+from spotrun.train.slot_files import Reader
+from spotrun.train.snapshot import Writer, next_interval
 from spotrun.train.staging import Staging
 from tests.helpers import wait_for
 
@@ -104,7 +105,7 @@ class Scaled(torch.Tensor):
     [
         (
             {"x": torch.ones(2).as_subclass(Scaled)},
-            r"optimizer\.x is a tests\.test_snapshot\.Scaled; a snapshot can hold",
+            r"optimizer\.x is a tests\.train\.test_snapshot\.Scaled; a snapshot can hold",
         ),
         (torch.nn.LazyLinear(3).state_dict(), r"optimizer\.weight has no values yet: call the module once"),
         ({"x": torch.nested.nested_tensor([torch.ones(2)])}, r"optimizer\.x is a tensor that a snapshot cannot hold"),

@@ -24,7 +24,7 @@ from spotrun.errors import CorruptError, NotFound, SpotrunError, StoreError
 from spotrun.state import slots
 from spotrun.state.control import Context
 from spotrun.train.distributed import rank_and_world
-from spotrun.train.snapshot import map_file
+from spotrun.train.slot_files import map_file
 
 log = logging.getLogger(__name__)
 

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import logging
 import math
-import mmap
-import os
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,11 +21,11 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from spotrun.errors import CorruptError, SpotrunError
-from spotrun.state import shards, slots
+from spotrun.state import slots
 from spotrun.state.control import NONE, Control
-from spotrun.train.encoding import DTYPES, TORCH, Encoder
+from spotrun.train.encoding import Encoder
 from spotrun.train.progress import Progress
+from spotrun.train.slot_files import Entries, SlotFile, layout
 from spotrun.train.staging import Copying, Stage
 
 log = logging.getLogger(__name__)
@@ -36,10 +34,7 @@ STALL_SHARE = 0.01  # of training time that adaptive snapshots may cost
 PATIENCE = 10.0  # seconds an urgent snapshot waits for a slot that is being uploaded
 FALL_BACK = 1.0  # seconds after which it takes the slot of the newest snapshot instead
 PINNED = 5.0  # seconds in which the agent must begin to read a slot it asked for
-SMALL = 4096  # bytes of a tensor that is not worth sharing
 EAGER = 64 << 20  # bytes of a slot that is laid out at once; a larger one is laid out beside training if it can be
-_POPULATE = 32 << 20  # bytes in one call that fills a map with pages: Python does nothing else meanwhile
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14; not in the mmap module
 
 
 def next_interval(stall: float, step_seconds: float) -> int:
@@ -47,19 +42,6 @@ def next_interval(stall: float, step_seconds: float) -> int:
     if stall <= 0 or step_seconds <= 0:
         return 1
     return max(1, math.ceil(stall / (STALL_SHARE * max(step_seconds, 1e-6))))
-
-
-Entries = tuple[shards.Entry, ...]
-
-
-@dataclass
-class _Slot:
-    """A mapped slot file; `flat` is the whole map, `views` are tensors in it, laid out as `entries`."""
-
-    entries: Entries
-    mapped: mmap.mmap
-    flat: torch.Tensor
-    views: dict[str, torch.Tensor]
 
 
 @dataclass
@@ -90,7 +72,7 @@ class Writer:
         self._trouble = trouble
         self._folder, self._job, self._generation, self._control = folder, job, generation, control
         folder.mkdir(parents=True, exist_ok=True)
-        self._slots: dict[int, _Slot] = {}
+        self._slots: dict[int, SlotFile] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._running: Future[None] | None = None
         found = slots.newest(folder, job)
@@ -137,7 +119,7 @@ class Writer:
         target = 1 - self._newest
         with slots.writing(self._folder, target) as free:
             if free:
-                self._lay_out(target, _layout(tensors))
+                self._lay_out(target, layout(tensors))
 
     def make_room(self, state: Callable[[Encoder], Any]) -> None:
         """Do as `prepare`, beside training: the first step has made the optimizer's state."""
@@ -169,7 +151,7 @@ class Writer:
             encoder = Encoder()
             tree = state(encoder)
             laying = time.monotonic()
-            entries = _layout(encoder.tensors)
+            entries = layout(encoder.tensors)
             if entries and entries[-1].stop > EAGER and not wait and not self._fits(target, entries):
                 self._running = self._pool.submit(self._make_room, held, target, entries)
                 on_error.pop_all()
@@ -319,79 +301,10 @@ class Writer:
         """Map the slot's file with room for these tensors, unless it is so already. Needs the slot's lock."""
         if self._fits(slot, entries):
             return
-        head = shards.header(entries)
         slots.revoke(self._folder, slot)
         old = self._slots.pop(slot, None)
         if self._stage is not None and old is not None:
             self._stage.unpin(old.flat)
-        path = slots.data_path(self._folder, slot)
-        mapped = map_file(path, len(head) + (entries[-1].stop if entries else 0))
-        mapped[: len(head)] = head
-        flat = torch.frombuffer(mapped, dtype=torch.uint8)
+        self._slots[slot] = new = SlotFile.create(slots.data_path(self._folder, slot), entries)
         if self._stage is not None:
-            self._stage.pin(flat)
-        self._slots[slot] = _Slot(entries, mapped, flat, _views(flat, entries, len(head)))
-
-
-def _layout(tensors: dict[str, torch.Tensor]) -> Entries:
-    return shards.layout([(name, DTYPES[t.dtype], tuple(t.shape)) for name, t in tensors.items()])
-
-
-class Reader:
-    """A committed slot, read. The map may be written again soon: what is to be kept must be copied."""
-
-    def __init__(self, folder: Path, slot: int) -> None:
-        path = slots.data_path(folder, slot)
-        entries, begin = shards.read_header(path)
-        with path.open("rb") as file:
-            # Private and writable only because torch warns of read-only memory.
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        self._path = path
-        self._flat = torch.frombuffer(mapped, dtype=torch.uint8)
-        self._views = _views(self._flat, entries, begin)
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """A copy of the tensor."""
-        return self._find(name).clone()
-
-    def view(self, name: str) -> torch.Tensor:
-        """The tensor in the map, to be copied from at once. A small one is a copy: optimizers keep their counters."""
-        found = self._find(name)
-        return found.clone() if found.nbytes <= SMALL else found
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor is in the map."""
-        return tensor.device.type == "cpu" and 0 <= tensor.data_ptr() - self._flat.data_ptr() < self._flat.numel()
-
-    def _find(self, name: str) -> torch.Tensor:
-        if name not in self._views:
-            raise CorruptError(f"snapshot {self._path} has no tensor {name}, though its record does")
-        return self._views[name]
-
-
-def _views(flat: torch.Tensor, entries: Entries, begin: int) -> dict[str, torch.Tensor]:
-    return {
-        entry.name: flat[begin + entry.start : begin + entry.stop].view(TORCH[entry.dtype]).view(entry.shape)
-        for entry in entries
-    }
-
-
-def map_file(path: Path, size: int) -> mmap.mmap:
-    """The file, of that size and with all its pages, mapped to be written."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        os.ftruncate(handle, size)
-        # Without this a full tmpfs would kill the process (SIGBUS) in the middle of a copy.
-        os.posix_fallocate(handle, 0, size)
-        mapped = mmap.mmap(handle, size)
-    except OSError as error:
-        raise SpotrunError(
-            f"no room for a snapshot of {size / 1e6:.0f} MB in {path.parent}: {error.strerror}. "
-            "Two of them must fit: use machines with more memory, or make that file system larger"
-        ) from None
-    finally:
-        os.close(handle)
-    with suppress(OSError, ValueError):
-        for start in range(0, size, _POPULATE):
-            mapped.madvise(_POPULATE_WRITE, start, min(_POPULATE, size - start))
-    return mapped
+            self._stage.pin(new.flat)

@@ -1,0 +1,171 @@
+"""The step boundary: heartbeat, snapshot, drain. Also what comes before the first step: restoring the state."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from spotrun.state.control import EXIT_DRAINED, EXIT_PEER, NONE, Context, Control
+from spotrun.train import failures
+from spotrun.train.copy_guard import CopyGuard
+from spotrun.train.distributed import leave_together, rank_and_world
+from spotrun.train.encoding import Encoder, refuse_sharded
+from spotrun.train.group_health import GroupHealth
+from spotrun.train.metrics import Clock, Metrics
+from spotrun.train.restore import restore
+from spotrun.train.rng import reseed
+from spotrun.train.snapshot import PATIENCE, Writer, next_interval
+from spotrun.train.staging import stage_for
+from spotrun.train.training_state import TrainingState
+
+log = logging.getLogger(__name__)
+
+
+class Boundary:
+    """What a worker does between two steps. Without spotrun (context and control are None) it does nothing.
+
+    metrics: what the script logs. clock: measures steps. writer: takes snapshots, on local rank 0.
+    guard: protects the copies of a GPU's state, where there is a writer.
+    """
+
+    def __init__(
+        self,
+        context: Context | None,
+        control: Control | None,
+        state: TrainingState,
+        device: torch.device,
+        local_rank: int,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self.metrics, self.clock = Metrics(), Clock()
+        self.writer: Writer | None = None
+        self.guard: CopyGuard | None = None
+        self._context, self._control, self._state = context, control, state
+        self._device, self._local_rank, self._group = device, local_rank, group
+        self._rank = rank_and_world()[0]
+        self._snapped = 0  # step of the newest snapshot
+        self._fence = threading.Lock()
+
+    def begin(self) -> None:
+        """Restore the saved state, if there is one, and prepare the first snapshot."""
+        if self._context is None or self._control is None:
+            return
+        control, state = self._control, self._state
+        with self.exit_if_a_peer_fails():
+            refuse_sharded(state.objects)
+            state.encode(Encoder())  # every rank checks what a snapshot can hold before it fetches a state
+            found = restore(self._context, self._local_rank, self._group)
+            if found is not None:
+                state.load(Path(self._context.slots), *found)
+                reseed(state.seed, state.step, 0, self._rank)
+            if self._local_rank == 0:
+                self._prepare_writer(self._context, control)
+        if found is not None:
+            control.copied = control.committed = state.step
+        self._snapped = state.step
+        control.restored = time.time()
+        control.base = control.step = state.step
+
+    def end_step(self) -> None:
+        """Tell the agent that a step has ended, take a snapshot if one is due, and leave if the agent says so."""
+        control, step = self._control, self._state.step
+        if control is None:
+            return
+        self.clock.tick(control)
+        with self._fence:  # a full fence: the agent writes stop_at, then reads step
+            control.step = step
+        stop_at, snapshot_at = control.stop_at, control.snapshot_at
+        draining = stop_at != NONE and step == stop_at
+        with self.exit_if_a_peer_fails():
+            self._snapshot(draining or step == snapshot_at)
+        self.publish(now=draining)
+        if draining:
+            self._leave(control)
+        self.clock.resume()
+
+    def finish(self) -> None:
+        """Snapshot the finished state, and wait until the snapshot is committed."""
+        with self.exit_if_a_peer_fails():
+            self._snapshot(forced=True)
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait until the snapshot under way is committed."""
+        if self.writer is not None:
+            with self.exit_if_a_peer_fails():
+                self.writer.settle()
+
+    def publish(self, now: bool = False) -> None:
+        """Show what the script logs, if it is time, or now."""
+        if self._control is not None:
+            self.metrics.publish(self._control, now)
+
+    def estimate(self, total_steps: int) -> None:
+        """Tell the agent how many steps the job has."""
+        if self._control is not None:
+            self._control.total_steps = total_steps
+
+    @contextmanager
+    def exit_if_a_peer_fails(self) -> Iterator[None]:
+        """Under spotrun, end this process with its own exit code if another worker is gone: the script is not at fault.
+
+        Elsewhere, the error goes to the script.
+        """
+        try:
+            yield
+        except Exception as error:
+            if self._context is None or self._control is None or not failures.is_peer_failure(error):
+                raise
+            failures.end(
+                self._context, self._control, self._rank, f"step {self._state.step}: another worker is gone", error
+            )
+
+    def _prepare_writer(self, context: Context, control: Control) -> None:
+        stage, trouble = stage_for(self._device), GroupHealth().trouble
+        self.writer = writer = Writer(Path(context.slots), context.job, context.generation, control, stage, trouble)
+        # With a limit: on a GPU, the copy may be queued behind a collective whose peer is gone.
+        failures.before_leaving(lambda: writer.settle(max(PATIENCE, 2 * writer.progress.expected)))
+        encoder = Encoder()
+        self._state.encode(encoder)
+        writer.prepare(encoder.tensors)
+        self.guard = CopyGuard(writer, stage, self._state.optimizers) if stage is not None else None
+
+    def _snapshot(self, forced: bool) -> None:
+        """Take a snapshot if it is forced or due."""
+        if self.writer is None or self._context is None:
+            return
+        if self.guard is not None:
+            self.guard.end_step()
+        step, fixed, stall = self._state.step, self._context.snapshot_interval, self.writer.stall()
+        if fixed:
+            due = step % fixed == 0
+        else:  # the cost of the last snapshot may be unknown yet: the host can be steps ahead of a GPU
+            due = stall is not None and step - self._snapped >= next_interval(stall, self.clock.step_seconds)
+        if not (due or forced or (self.writer.dropped and stall is not None)):
+            if self._control is not None and self._control.base == step - 1:
+                self.writer.make_room(self._state.encode)  # the first step has made the optimizer's state
+            return
+        # A forced snapshot must not be dropped: all of it is copied before training goes on.
+        beside = set() if forced or self.guard is None else self.guard.beside()
+        if self.writer.take(step, self._state.encode, beside, wait=forced or fixed > 0):
+            self._snapped = step
+        elif forced or fixed:
+            log.warning("no snapshot of step %d: its slot is still being read", step)
+
+    def _leave(self, control: Control) -> None:
+        """End this process at its stop step."""
+        code = EXIT_DRAINED
+        leave_together(self._device, self._group)
+        self.settle()
+        # A drain without its snapshot loses steps. The exit code must show that.
+        if self.writer is not None and self.writer.newest_step != self._state.step:
+            code = EXIT_PEER
+        control.exit = code
+        failures.leave(code)

@@ -1,0 +1,104 @@
+"""Slot files in memory: a mapped file with room for a state's tensors, and reading a committed slot."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from spotrun.errors import CorruptError, SpotrunError
+from spotrun.state import shards, slots
+from spotrun.train.encoding import DTYPES, TORCH
+
+SMALL = 4096  # bytes of a tensor that is not worth sharing
+_POPULATE = 32 << 20  # bytes in one call that fills a map with pages: Python does nothing else meanwhile
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14; not in the mmap module
+
+Entries = tuple[shards.Entry, ...]
+
+
+def layout(tensors: dict[str, torch.Tensor]) -> Entries:
+    """Where each tensor lies in a slot file."""
+    return shards.layout([(name, DTYPES[t.dtype], tuple(t.shape)) for name, t in tensors.items()])
+
+
+@dataclass
+class SlotFile:
+    """A slot's file, mapped to be written."""
+
+    entries: Entries
+    mapped: mmap.mmap  # the whole file
+    flat: torch.Tensor  # the whole map, as bytes
+    views: dict[str, torch.Tensor]  # the tensors in the map, by name
+
+    @classmethod
+    def create(cls, path: Path, entries: Entries) -> SlotFile:
+        """The file with its header and room for these tensors. Raises `SpotrunError` if memory does not suffice."""
+        header = shards.header(entries)
+        mapped = map_file(path, len(header) + (entries[-1].stop if entries else 0))
+        mapped[: len(header)] = header
+        flat = torch.frombuffer(mapped, dtype=torch.uint8)
+        return cls(entries, mapped, flat, _views(flat, entries, len(header)))
+
+
+class Reader:
+    """Reads a committed slot. The slot may be overwritten soon: copy what is kept."""
+
+    def __init__(self, folder: Path, slot: int) -> None:
+        self._path = slots.data_path(folder, slot)
+        entries, begin = shards.read_header(self._path)
+        with self._path.open("rb") as file:
+            # Private and writable only because torch warns of read-only memory.
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        self._flat = torch.frombuffer(mapped, dtype=torch.uint8)
+        self._views = _views(self._flat, entries, begin)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A copy of the tensor."""
+        return self._find(name).clone()
+
+    def view(self, name: str) -> torch.Tensor:
+        """The tensor in the map, to be copied at once. A small tensor is a copy: optimizers keep their counters."""
+        found = self._find(name)
+        return found.clone() if found.nbytes <= SMALL else found
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor is in the map."""
+        return tensor.device.type == "cpu" and 0 <= tensor.data_ptr() - self._flat.data_ptr() < self._flat.numel()
+
+    def _find(self, name: str) -> torch.Tensor:
+        if name not in self._views:
+            raise CorruptError(f"snapshot {self._path} has no tensor {name}, though its record does")
+        return self._views[name]
+
+
+def map_file(path: Path, size: int) -> mmap.mmap:
+    """The file, of that size and with all its pages, mapped to be written."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        os.ftruncate(handle, size)
+        # Without this a full tmpfs would kill the process (SIGBUS) in the middle of a copy.
+        os.posix_fallocate(handle, 0, size)
+        mapped = mmap.mmap(handle, size)
+    except OSError as error:
+        raise SpotrunError(
+            f"no room for a snapshot of {size / 1e6:.0f} MB in {path.parent}: {error.strerror}. "
+            "Two of them must fit: use machines with more memory, or make that file system larger"
+        ) from None
+    finally:
+        os.close(handle)
+    with suppress(OSError, ValueError):
+        for start in range(0, size, _POPULATE):
+            mapped.madvise(_POPULATE_WRITE, start, min(_POPULATE, size - start))
+    return mapped
+
+
+def _views(flat: torch.Tensor, entries: Entries, begin: int) -> dict[str, torch.Tensor]:
+    return {
+        entry.name: flat[begin + entry.start : begin + entry.stop].view(TORCH[entry.dtype]).view(entry.shape)
+        for entry in entries
+    }
