@@ -63,7 +63,7 @@ def test_a_change_before_the_guard_drops_the_snapshot(
     writer.settle()
     assert read(tmp_path / "slots")[0] == 1
     assert (control.copied, control.committed, writer.newest_step) == (1, 1, 1)
-    assert "the snapshot of step 2 is dropped: state.x changed while it was copied" in caplog.text
+    assert "the snapshot of step 2 is dropped: state.x changed during the copy" in caplog.text
     assert writer.dropped
     take(writer, 4, x)  # what has changed early once is not copied beside training again
     assert not writer.dropped

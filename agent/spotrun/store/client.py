@@ -1,4 +1,4 @@
-"""The bucket: one small synchronous interface over obstore, see `store.keys` for what lies where.
+"""The bucket: one small synchronous interface over obstore. `store.keys` says what lies where.
 
 Callers in an event loop use `asyncio.to_thread`. URLs: `gs://…`, `s3://…`, `file:///…` or a plain path. The usual
 environment variables of each cloud apply (`AWS_ENDPOINT_URL`, `GOOGLE_APPLICATION_CREDENTIALS`, …).
@@ -28,40 +28,38 @@ Version = tuple[tuple[str, str], ...]  # of an object: how the bucket tells it f
 Credentials = Any  # one of obstore's credential providers; they share no type
 _SMALL = 1 << 20  # bytes of a document at most
 _PART = 8 << 20  # bytes of an upload's part
-_RANGE, _AT_ONCE = 32 << 20, 4  # bytes of a download's part, and how many parts are fetched at once
+_RANGE, _AT_ONCE = 32 << 20, 4  # bytes of a download's part, and how many parts are downloaded at once
 _LOCK = 10.0  # seconds to wait for another process that replaces an object in the same folder
 # A bucket that does not exist is a FileNotFoundError, a key that no bucket can have (a//b, ../a) a ValueError.
 _ERRORS = (BaseError, OSError, ValueError)
 
 
 class Store:
-    """The bucket at `url`. Every method raises `StoreError` naming the key when the bucket does not answer."""
+    """The bucket at `url`. Every method raises `StoreError`, naming the key, if the bucket does not answer."""
 
     def __init__(self, url: str, region: str = "", credentials: Credentials | None = None) -> None:
-        """region: of an S3 bucket. credentials: instead of those that the environment or the machine has."""
+        """region: of an S3 bucket. credentials: default: those of the environment or the machine."""
         self.url = url
-        options: dict[str, Any] = {}
-        quick: dict[str, Any] = {}
+        options: dict[str, Any] = {"credential_provider": credentials} if credentials else {}
+        if region and url.startswith("s3://"):
+            options["region"] = region
         try:
             if "://" not in url or url.startswith("file://"):
                 root = Path(unquote(urlsplit(url).path) if "://" in url else url).absolute()
                 root.mkdir(parents=True, exist_ok=True)
                 self._store: ObjectStore = LocalStore(root)
+                self._quick: ObjectStore = self._store
             else:
-                options = {"credential_provider": credentials} if credentials else {}
-                if region and url.startswith("s3://"):
-                    options["region"] = region
                 self._store = from_url(url, **options)
-                quick = _quick()
-            self._quick = from_url(url, **options, **quick) if quick else self._store
+                self._quick = from_url(url, **options, **_quick())
         except _ERRORS as error:
             raise StoreError(f"{self.url}: not a bucket that can be used: {_why(error)}") from None
 
     @classmethod
     def as_operator(cls, url: str, region: str = "") -> Store:
-        """The bucket with what the clouds' own command line tools are logged in with: profiles, single sign-on, ….
+        """The bucket with the login of the cloud's own command line tools: profiles, single sign-on and so on.
 
-        Raises `StoreError` if they are not logged in.
+        Raises `StoreError` if these tools are not logged in.
         """
         credentials: Credentials | None = None
         try:
@@ -79,46 +77,40 @@ class Store:
             login = "aws sso login" if url.startswith("s3://") else "gcloud auth application-default login"
             raise StoreError(f"{url}: no credentials for the bucket, sign in with `{login}`: {_why(error)}") from None
         store = cls(url, region, credentials)
-        store._quick = store._store  # a person's line may be slow, and a person waits
+        store._quick = store._store  # an operator's network may be slow
         return store
 
     def get(self, key: str, most: int | None = None) -> bytes:
-        """The object's bytes. Raises `NotFound`, and `StoreError` if there are more than `most`."""
-        try:
+        """The object's bytes. Raises `NotFound`, and `StoreError` if the object has more than `most` bytes."""
+        with self._asking("read", key):
             found = obstore.get(self._quick, key)
             if most is not None and found.meta["size"] > most:
                 raise StoreError(f"{self.url}: {key} has {found.meta['size']} bytes; at most {most} are read")
             return bytes(found.bytes())
-        except FileNotFoundError:
-            raise NotFound(f"{self.url}: no object {key}") from None
-        except _ERRORS as error:
-            raise StoreError(f"{self.url}: cannot read {key}: {_why(error)}") from error
 
     def find(self, key: str, most: int | None = None) -> bytes | None:
-        """The object's bytes, or None if there is none. most: as for `get`."""
+        """The object's bytes; None if there is no object. most: as in `get`."""
         try:
             return self.get(key, most)
         except NotFound:
             return None
 
     def put(self, key: str, data: bytes | Path) -> None:
-        """Write or replace an object, whole or not at all; a `Path` is uploaded in parts."""
-        # S3's lifecycle rules tell objects by their beginnings and tags, and logs have no beginning of their own.
+        """Write or replace an object, whole or not at all. A `Path` is uploaded in parts."""
+        # S3's lifecycle rules select objects by prefix and tag, and logs have no prefix of their own.
         tags = LOG_TAG if key.endswith(".log") and self.url.startswith("s3://") else None
-        try:
+        with self._asking("write", key):
             if isinstance(data, Path):
                 # At most 10,000 parts: https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html, GCS alike
                 part = max(_PART, data.stat().st_size // 9000)
                 obstore.put(self._store, key, data, tags=tags, chunk_size=part)
             else:
                 obstore.put(self._quick if len(data) <= _SMALL else self._store, key, data, tags=tags)
-        except _ERRORS as error:
-            raise StoreError(f"{self.url}: cannot write {key}: {_why(error)}") from error
 
     def keep(self, key: str, path: Path) -> None:
-        """Write an object that is never replaced. If it is there already with the same bytes, that is a success.
+        """Write an object that is never replaced. An object with the same bytes already there is a success.
 
-        This happens when the answer to an upload got lost. A node may not have the right to replace a checkpoint.
+        This happens when the answer to an upload is lost: a node may have no right to replace a checkpoint.
         """
         try:
             self.put(key, path)
@@ -127,24 +119,22 @@ class Store:
                 raise
 
     def create(self, key: str, data: bytes) -> bool:
-        """Write the object unless there is one already; False then. This is what fences writers."""
-        try:
-            obstore.put(self._quick, key, data, mode="create")
-        except AlreadyExistsError:
-            return False
-        except _ERRORS as error:
-            raise StoreError(f"{self.url}: cannot create {key}: {_why(error)}") from error
+        """Write the object unless there is one already; False then. This fences writers."""
+        with self._asking("create", key):
+            try:
+                obstore.put(self._quick, key, data, mode="create")
+            except AlreadyExistsError:
+                return False
         return True
 
     def read(self, key: str) -> tuple[bytes | None, Version | None]:
-        """The object's bytes and version; None and None if there is none."""
+        """The object's bytes and version; (None, None) if there is no object."""
         try:
-            found = obstore.get(self._quick, key)
-            return bytes(found.bytes()), _version(found.meta)
-        except FileNotFoundError:
+            with self._asking("read", key):
+                found = obstore.get(self._quick, key)
+                return bytes(found.bytes()), _version(found.meta)
+        except NotFound:
             return None, None
-        except _ERRORS as error:
-            raise StoreError(f"{self.url}: cannot read {key}: {_why(error)}") from error
 
     def replace(self, key: str, data: bytes, version: Version | None) -> Version:
         """Replace an object that has this version, or create it if the version is None. Returns the new version.
@@ -153,7 +143,7 @@ class Store:
         answer to a write may get lost, and obstore then writes again.
         """
         try:
-            with self._alone(key, version):
+            with self._alone(key, version), self._asking("write", key, AlreadyExistsError, PreconditionError):
                 mode: Any = "create" if version is None else dict(version)
                 folder = isinstance(self._store, LocalStore) and version is not None
                 return _version(obstore.put(self._quick, key, data, mode="overwrite" if folder else mode))
@@ -164,8 +154,69 @@ class Store:
             if isinstance(self._store, LocalStore) and Path(str(self._store.prefix), key).is_dir():
                 raise StoreError(f"{self.url}: cannot write {key}: a folder is in its place") from None
             raise ConflictError(f"{self.url}: another process has written {key}") from None
+
+    def fetch(self, key: str, path: Path) -> None:
+        """Download an object into a file, in ranges, some at a time. Raises `NotFound`.
+
+        Each range is a request of its own: obstore cancels a request after three minutes, even if data still arrives.
+        """
+        size = self.size(key)
+        with self._asking("read", key), path.open("wb") as file, ThreadPoolExecutor(_AT_ONCE) as pool:
+
+            def get(start: int) -> None:
+                os.pwrite(file.fileno(), self.part(key, start, min(start + _RANGE, size)), start)
+
+            list(pool.map(get, range(0, size, _RANGE)))
+
+    def size(self, key: str) -> int:
+        """The number of the object's bytes. Raises `NotFound`."""
+        with self._asking("look up", key):
+            return int(obstore.head(self._quick, key)["size"])
+
+    def age(self, key: str) -> float | None:
+        """Seconds since the object was written, by this machine's clock; None if there is no object."""
+        try:
+            with self._asking("look up", key):
+                return time.time() - float(obstore.head(self._quick, key)["last_modified"].timestamp())
+        except NotFound:
+            return None
+
+    def exists(self, key: str) -> bool:
+        """Whether there is an object of that key."""
+        return self.age(key) is not None
+
+    def part(self, key: str, start: int, end: int) -> bytes:
+        """The object's bytes from `start` up to, but without, `end`; at least one byte. Raises `NotFound`."""
+        with self._asking("read", key):
+            return bytes(obstore.get_range(self._store, key, start=start, end=end))
+
+    def list(self, prefix: str) -> list[str]:
+        """All keys below a folder, sorted. Raises `NotFound` if there is no such bucket."""
+        with self._asking("list", prefix):
+            try:
+                return sorted(item["path"] for batch in obstore.list(self._quick, prefix) for item in batch)
+            except _ERRORS as error:
+                if "NoSuchBucket" in str(error):  # S3's and GCS's own code; obstore has no class for it here
+                    raise NotFound(f"{self.url}: there is no such bucket") from None
+                raise
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Remove objects. A key without an object is no error."""
+        for key in keys:
+            with self._asking("delete", key), contextlib.suppress(FileNotFoundError):
+                obstore.delete(self._quick, key)
+
+    @contextlib.contextmanager
+    def _asking(self, verb: str, key: str, *kept: type[Exception]) -> Iterator[None]:
+        """Turn obstore's errors, except those `kept`, into `StoreError`; `NotFound`: no object to read."""
+        try:
+            yield
+        except kept:
+            raise
         except _ERRORS as error:
-            raise StoreError(f"{self.url}: cannot write {key}: {_why(error)}") from error
+            if isinstance(error, FileNotFoundError) and verb in ("read", "look up"):
+                raise NotFound(f"{self.url}: no object {key}") from None
+            raise StoreError(f"{self.url}: cannot {verb} {key}: {_why(error)}") from error
 
     @contextlib.contextmanager
     def _alone(self, key: str, version: Version | None) -> Iterator[None]:
@@ -173,7 +224,8 @@ class Store:
         if not isinstance(self._store, LocalStore) or version is None:
             yield
             return
-        handle = os.open(str(self._store.prefix), os.O_RDONLY)
+        with self._asking("write", key):
+            handle = os.open(str(self._store.prefix), os.O_RDONLY)
         try:
             deadline = time.monotonic() + _LOCK
             while not _locked(handle):
@@ -186,54 +238,6 @@ class Store:
         finally:
             os.close(handle)
 
-    def fetch(self, key: str, path: Path) -> None:
-        """Download an object into a file, in ranges, some at a time. Raises `NotFound`.
-
-        Each range is a request of its own: obstore gives a request up when it has gone on for three minutes, whether or
-        not it gets on.
-        """
-        try:
-            size = obstore.head(self._quick, key)["size"]
-            with path.open("wb") as file, ThreadPoolExecutor(_AT_ONCE) as pool:
-
-                def get(start: int) -> None:
-                    end = min(start + _RANGE, size)
-                    os.pwrite(file.fileno(), obstore.get_range(self._store, key, start=start, end=end), start)
-
-                for _ in pool.map(get, range(0, size, _RANGE)):
-                    pass
-        except FileNotFoundError:
-            raise NotFound(f"{self.url}: no object {key}") from None
-        except _ERRORS as error:
-            raise StoreError(f"{self.url}: cannot read {key}: {_why(error)}") from error
-
-    def size(self, key: str) -> int:
-        """The number of the object's bytes. Raises `NotFound`."""
-        try:
-            return int(obstore.head(self._quick, key)["size"])
-        except FileNotFoundError:
-            raise NotFound(f"{self.url}: no object {key}") from None
-        except _ERRORS as error:
-            raise StoreError(f"{self.url}: cannot look up {key}: {_why(error)}") from error
-
-    def age(self, key: str) -> float | None:
-        """Seconds since the object was written, by this machine's clock; None if there is none."""
-        try:
-            return time.time() - float(obstore.head(self._quick, key)["last_modified"].timestamp())
-        except FileNotFoundError:
-            return None
-        except _ERRORS as error:
-            raise StoreError(f"{self.url}: cannot look up {key}: {_why(error)}") from error
-
-    def part(self, key: str, start: int, end: int) -> bytes:
-        """The object's bytes from `start` up to, but without, `end`; at least one byte. Raises `NotFound`."""
-        try:
-            return bytes(obstore.get_range(self._store, key, start=start, end=end))
-        except FileNotFoundError:
-            raise NotFound(f"{self.url}: no object {key}") from None
-        except _ERRORS as error:
-            raise StoreError(f"{self.url}: cannot read {key}: {_why(error)}") from error
-
     def _holds(self, key: str, path: Path) -> bool:
         """Whether the object is there and has the bytes of the file."""
         try:
@@ -245,35 +249,6 @@ class Store:
                 return all(self.part(key, at, min(at + _RANGE, size)) == file.read(_RANGE) for at in starts)
         except (SpotrunError, OSError):
             return False
-
-    def exists(self, key: str) -> bool:
-        """Whether there is an object of that key."""
-        try:
-            obstore.head(self._quick, key)
-        except FileNotFoundError:
-            return False
-        except _ERRORS as error:
-            raise StoreError(f"{self.url}: cannot look up {key}: {_why(error)}") from error
-        return True
-
-    def list(self, prefix: str) -> list[str]:
-        """All keys below a folder, sorted. Raises `NotFound` if there is no such bucket."""
-        try:
-            return sorted(item["path"] for batch in obstore.list(self._quick, prefix) for item in batch)
-        except _ERRORS as error:
-            if "NoSuchBucket" in str(error):  # S3's and GCS's own code; obstore has no class for it here
-                raise NotFound(f"{self.url}: there is no such bucket") from None
-            raise StoreError(f"{self.url}: cannot list {prefix}: {_why(error)}") from error
-
-    def delete(self, keys: Sequence[str]) -> None:
-        """Remove objects; those that are not there are passed over."""
-        for key in keys:
-            try:
-                obstore.delete(self._quick, key)
-            except FileNotFoundError:
-                continue
-            except _ERRORS as error:
-                raise StoreError(f"{self.url}: cannot delete {key}: {_why(error)}") from error
 
 
 def _locked(handle: int) -> bool:
@@ -290,11 +265,11 @@ def _version(found: Any) -> Version:
 
 
 def _quick() -> dict[str, Any]:
-    """For documents: whoever waits for one, the head between a notice and an order, say, waits for 20 s at the most.
+    """Options for documents: a request takes at most 20 s. The head may wait for one between a notice and an order.
 
-    A request that got lost would else be waited for for 30 s, and tried for three minutes.
+    With obstore's defaults, a lost request would take 30 s, and its retries three minutes.
     """
-    # Given any options, obstore does not look for this one itself.
+    # If it is given any options, obstore does not read this variable.
     plain = os.environ.get("AWS_ALLOW_HTTP", "").lower() == "true"
     plain = plain or '"http://' in os.environ.get("GOOGLE_SERVICE_ACCOUNT_KEY", "")
     return {
@@ -304,5 +279,5 @@ def _quick() -> dict[str, Any]:
 
 
 def _why(error: Exception) -> str:
-    """The first line: obstore's errors go on for a page."""
+    """The first line: obstore's errors are a page long."""
     return str(error).partition("\n")[0] or type(error).__name__

@@ -1,4 +1,4 @@
-"""How `run.steps` goes through a loader: which batch belongs to which step, and how much it weighs."""
+"""Which batch of a loader belongs to which step, and how much it weighs."""
 
 from __future__ import annotations
 
@@ -15,19 +15,14 @@ from spotrun.train.sampler import ElasticSampler, share, taken
 
 @dataclass(frozen=True)
 class Batch:
-    """One batch of one rank.
+    """One batch of one rank."""
 
-    weight: what its mean loss is multiplied by, so that DDP's mean over ranks is the mean over all samples of the step.
-    last: the step is complete with it. end: position in the epoch (samples, or batches without an ElasticSampler)
-    after it. own: this rank's positions, if known. number: which batch of its step.
-    """
-
-    weight: float
-    last: bool
-    end: int
-    samples: int
-    number: int = 0
-    own: range | None = None
+    weight: float  # factor for its mean loss: makes DDP's mean over ranks the mean over all samples of the step
+    last: bool  # this batch completes the step
+    end: int  # position in the epoch after this batch: samples, or batches without an ElasticSampler
+    samples: int  # of this rank; 0: the batch only repeats samples
+    number: int = 0  # of the batch in its step, from 0
+    own: range | None = None  # this rank's positions in the epoch, if known
 
     @property
     def padding(self) -> bool:
@@ -35,7 +30,7 @@ class Batch:
 
 
 def check(loader: Any, tracked: Iterable[object]) -> None:
-    """Raises `SpotrunError` unless the loader's ElasticSampler, if there is one, is what is tracked."""
+    """Raise `SpotrunError` unless the loader's sampler is the tracked ElasticSampler, or there is no ElasticSampler."""
     sampler = sampler_of(loader)
     samplers = [item for item in tracked if isinstance(item, ElasticSampler)]
     if sampler is not None and all(item is not sampler for item in samplers):
@@ -50,7 +45,7 @@ def check(loader: Any, tracked: Iterable[object]) -> None:
 def elastic(
     position: int, n: int, batch: int, world: int, rank: int, accumulate: int = 1, drop_last: bool = False
 ) -> Iterator[Batch]:
-    """The rest of an epoch of `n` samples, from `position` on."""
+    """The rest of an epoch of `n` samples of an ElasticSampler, from `position` on."""
     while taken(position, n, batch, world, drop_last):
         rounds: list[tuple[int, int]] = []
         at = position
@@ -66,7 +61,7 @@ def elastic(
 
 
 def plain(consumed: int, total: int | None, batch: int, accumulate: int = 1) -> Iterator[Batch]:
-    """The rest of an epoch of a loader that knows nothing of us: `total` batches, None if it does not say."""
+    """The rest of an epoch of any other loader, of `total` batches; None: unknown."""
     for start in itertools.count(consumed, accumulate):
         if total is not None and start >= total:
             return

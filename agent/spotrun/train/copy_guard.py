@@ -1,7 +1,7 @@
-"""Which tensors may be copied beside training, and the moment when they must be safe.
+"""Which tensors may be copied beside training, and when their copies must be complete.
 
-A snapshot's copies of a GPU's state run beside the next step until the guard, which is the end of the step's last
-backward pass, an optimizer's step, or the end of `run.steps`. What changes a tensor before that would tear its copy.
+A snapshot's copies of a GPU's state run beside the next step. They must be complete at the guard: the end of the step's
+last backward pass, an optimizer's step, or the end of `run.steps`. A tensor that changes earlier has a torn copy.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from spotrun.train.staging import Stage
 
 
 class CopyGuard:
-    """Calls the writer's guard, and knows of which tensors that guard is early enough.
+    """Calls the writer's guard, and knows for which tensors that guard comes early enough.
 
-    Call it at each such moment; as a context, it is called at the end.
+    Call it at each such moment. As a context manager, it calls itself at the end.
     """
 
     def __init__(self, writer: Writer, stage: Stage, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._writer, self._stage, self._optimizers = writer, stage, optimizers
         self._captured: set[int] = set()  # `id` of optimizers
-        self._called = False  # in the step under way
-        self._trusted = False  # it was called in the step before
+        self._called = False  # in this step
+        self._trusted = False  # it was called in the last step
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(self._before_step)
 
@@ -42,14 +42,14 @@ class CopyGuard:
         self()
 
     def end_step(self) -> None:
-        """A step ended. One without a guard is replayed from a CUDA graph, or the script goes its own way."""
+        """A step has ended. If it called no guard, a CUDA graph replayed it, or the loop is unusual."""
         self._trusted, self._called = self._called, False
 
     def beside(self) -> set[int]:
-        """Data pointers of tensors that nothing is known to change but a tracked optimizer's step.
+        """Data pointers of tensors that, as far as is known, only a tracked optimizer's step changes.
 
-        Left out is an optimizer whose step is, or may be, in a CUDA graph: its replay calls no guard and raises no
-        version. All are left out if the last step had no guard.
+        Without the tensors of an optimizer whose step may be in a CUDA graph: a replay calls no guard and raises no
+        version. Empty if the last step called no guard.
         """
         pointers: set[int] = set()
         for optimizer in self._optimizers if self._trusted else ():

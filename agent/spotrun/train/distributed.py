@@ -1,4 +1,4 @@
-"""Where this process is: its rank, its device, its process group."""
+"""This process among the others: its rank, its device, its process groups."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch.distributed as dist
 from spotrun.errors import SpotrunError
 from spotrun.machine.gpus import gpu_count
 
-# Of collectives. Long, for rank 0 may be downloading a checkpoint; that a peer is gone is found out by other means.
+# Of collectives. Long: rank 0 may be downloading a checkpoint, and dead peers are noticed in other ways.
 TIMEOUT = timedelta(minutes=30)
-PARTING = 5.0  # seconds that one who leaves waits for the others: a late one may not come
+LEAVE_WAIT = 5.0  # seconds that a leaving worker waits for the others, which may never come
 log = logging.getLogger(__name__)
 
 
@@ -29,14 +29,14 @@ def rank_and_world() -> tuple[int, int]:
 def choose_device(local_rank: int, insist: bool = False) -> torch.device:
     """This worker's GPU where the machine has GPUs, else the CPU.
 
-    insist: raise `SpotrunError` where torch cannot use the GPUs of this machine; without it, that is a warning. With
-    CUDA_VISIBLE_DEVICES set to nothing, the CPU is meant.
+    insist: raise `SpotrunError` if torch cannot use the GPUs of this machine; otherwise that is a warning. An empty
+    CUDA_VISIBLE_DEVICES asks for the CPU.
     """
     if not torch.cuda.is_available():
         if (there := gpu_count()) and os.environ.get("CUDA_VISIBLE_DEVICES", "0") not in ("", "-1"):
             message = (
                 f"this machine has {there} GPUs, but torch {torch.__version__} cannot use them: {_why_no_cuda()}. "
-                "To train on the CPU all the same, set CUDA_VISIBLE_DEVICES to nothing"
+                "To train on the CPU, set CUDA_VISIBLE_DEVICES to an empty value"
             )
             if insist:
                 raise SpotrunError(message)
@@ -61,24 +61,24 @@ def _why_no_cuda() -> str:
 
 
 def join_process_group(device: torch.device, backend: str | None) -> None:
-    """Form the process group that torchrun's variables describe; without them, or if there is one, do nothing."""
+    """Form the process group that torchrun's variables describe, unless they are missing or a group exists."""
     if "WORLD_SIZE" in os.environ and "RANK" in os.environ and not dist.is_initialized():
         backend = backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
         dist.init_process_group(backend, timeout=TIMEOUT)
 
 
 def cpu_group(device: torch.device) -> dist.ProcessGroup | None:
-    """A group that takes CPU tensors; None where the default one does."""
+    """A group that takes CPU tensors; None if the default group does."""
     if not dist.is_initialized() or device.type == "cpu" or "gloo" in str(dist.get_backend_config()):
         return None
     return dist.new_group(backend="gloo", timeout=TIMEOUT)  # type: ignore[no-any-return]
 
 
-def leave_together(device: torch.device, group: dist.ProcessGroup | None, patience: float = PARTING) -> None:
-    """Before this process leaves: wait until every rank has what this one sends, for at most `patience` seconds.
+def leave_together(device: torch.device, group: dist.ProcessGroup | None, patience: float = LEAVE_WAIT) -> None:
+    """Wait until every rank has received what this one sends, for at most `patience` seconds. Call it before exiting.
 
-    That a collective's kernel has finished here does not mean that its data has arrived. It has once every rank says
-    that its own device has finished. group: as `cpu_group` returned it.
+    A collective's kernel can finish here before its data has arrived elsewhere. The data has arrived when every rank
+    says that its own device has finished. group: the result of `cpu_group`.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -86,7 +86,7 @@ def leave_together(device: torch.device, group: dist.ProcessGroup | None, patien
     if whole is None or whole.size() == 1:
         return
     try:
-        # By messages of its own kind: one that waits in another collective is not disturbed.
+        # It has messages of its own kind, so it does not disturb a rank that waits in another collective.
         whole.monitored_barrier(timedelta(seconds=patience), False)
     except Exception as error:
         log.warning("leaving before every other worker is done: %s", str(error).partition("\n")[0])

@@ -1,4 +1,4 @@
-"""Bringing a checkpoint from the bucket into a slot, shard by shard, believing nothing that is not checksummed."""
+"""Downloading a checkpoint from the bucket into a slot, shard by shard. Everything is checked by its checksum."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from spotrun.wire import FileRef
 def fetch(store: Store, job: str, step: int, folder: Path, slot: int) -> slots.Record:
     """Download the checkpoint of that step into the slot and commit it.
 
-    Raises `CorruptError`, naming the key, if anything about it is not as the manifest and the record say.
+    Raises `CorruptError`, naming the key, if anything differs from the manifest or the record.
     """
     try:
         manifest = checkpoints.read_manifest(store, job, step)
@@ -46,7 +46,7 @@ def fetch(store: Store, job: str, step: int, folder: Path, slot: int) -> slots.R
     try:
         slots.verify(folder, slot, record)
     except CorruptError as error:
-        raise CorruptError(f"{key}: its shards do not make the whole: {error}") from None
+        raise CorruptError(f"{key}: its shards do not add up to the snapshot: {error}") from None
     slots.commit(folder, slot, record)
     return record
 

@@ -1,7 +1,7 @@
-"""A training state as JSON and tensors: what state_dict() gives, without pickle and without loss.
+"""A training state as JSON and tensors: encodes what state_dict() returns, exactly and without pickle.
 
-JSON values stand for themselves (None, bool, int, finite float, str, list, dict with string keys). Everything else is a
-dict with the key "$": {"$": "tensor", "v": name}, {"$": "tuple", "v": […]} and so on.
+JSON values stand for themselves (None, bool, int, finite float, str, list, dict with string keys). Any other value is
+a dict with the key "$": {"$": "tensor", "v": name}, {"$": "tuple", "v": […]} and so on.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _KINDS = "tensors, numbers, strings, bytes, None, and lists, tuples and dicts of
 
 
 class Stateful(Protocol):
-    """What `run.track` takes: modules, optimizers, schedulers, scalers, samplers, anything with these two methods."""
+    """An object that `run.track` takes: a module, an optimizer, a scheduler: anything with these two methods."""
 
     def state_dict(self) -> Any: ...
 
@@ -65,14 +65,14 @@ def refuse_sharded(tracked: Mapping[str, Stateful]) -> None:
 
 
 class Encoder:
-    """Collects the tensors of what it encodes in `tensors`. One met twice (tied weights) is kept once."""
+    """Encodes values and collects their tensors in `tensors`. A tensor met twice (tied weights) is kept once."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self._seen: dict[tuple[object, ...], str] = {}
 
     def encode(self, value: Any, path: str) -> Any:
-        """JSON for the value. Raises `SpotrunError`, naming the path, for what cannot be kept."""
+        """JSON for the value. Raises `SpotrunError`, naming the path, for a value that a snapshot cannot hold."""
         kind = type(value)
         if value is None or kind in (bool, int, str):
             return value
@@ -108,7 +108,7 @@ class Encoder:
 
     def _array(self, value: Any, path: str) -> Any:
         try:
-            # A copy, since a torch tensor may neither be read-only nor of foreign byte order.
+            # A copy: a torch tensor can neither be read-only nor have a foreign byte order.
             tensor = torch.from_numpy(numpy.array(value))
         except TypeError:
             raise SpotrunError(f"{path} is a numpy {value.dtype} array, which a snapshot cannot hold") from None
@@ -134,7 +134,7 @@ class Encoder:
 
 
 def _plain(tensor: torch.Tensor, path: str) -> torch.Tensor:
-    """The tensor's own values. Raises `SpotrunError` for a subclass: its values may be only a part, or elsewhere."""
+    """The tensor's values. Raises `SpotrunError` for a subclass, whose values may be incomplete or elsewhere."""
     if is_lazy(tensor):
         raise SpotrunError(f"{path} has no values yet: call the module once, before run.track, to give it its shape")
     plain = tensor.detach()  # of a Parameter: a Tensor
@@ -146,12 +146,12 @@ def _plain(tensor: torch.Tensor, path: str) -> torch.Tensor:
         raise SpotrunError(f"{path} is a {kind.__name__}{_NOT_SHARDED}. {_INSTEAD}")
     raise SpotrunError(
         f"{path} is a {kind.__module__}.{kind.__name__}; a snapshot can hold plain tensors, but no subclass of them. "
-        "Give a plain tensor in state_dict(), or leave it out of it"
+        "Return a plain tensor from state_dict(), or leave it out"
     )
 
 
 def decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
-    """What was encoded. `tensor(name)` gives a tensor's value, each name being asked for once."""
+    """The value that was encoded. `tensor(name)` returns a tensor; it is called once for each name."""
     kept: dict[str, torch.Tensor] = {}
 
     def get(name: str) -> torch.Tensor:

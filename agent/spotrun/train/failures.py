@@ -1,4 +1,4 @@
-"""Telling a peer's death from an error of the user's code, and leaving the process in good order."""
+"""Telling a peer's death from an error of the user's code, and ending the process cleanly."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from spotrun.state.control import EXIT_PEER, Context, Control
 
 log = logging.getLogger(__name__)
 
-# What gloo, NCCL and the TCPStore write into a plain RuntimeError when another process is gone.
+# Texts of gloo, NCCL and the TCPStore in a plain RuntimeError when another process is gone.
 _PEER = re.compile(
     r"gloo|NCCL|TCPStore|Connection closed by peer|Connection reset by peer|Connection refused|Broken pipe|"
     r"Socket (closed|Timeout|error)|socket (has|was) |Timed out waiting .* (recv|send|operation)"
 )
 
-# Called, the last one first, before the process leaves by `leave`: they wait for a snapshot whose commit is under way.
-# The first is the launcher's, which then ends the process's children.
+# `leave` calls these, the newest first: they wait until a snapshot is committed. The first is the launcher's: it ends
+# the process's children.
 _settlers: list[Callable[[], object]] = []
 
 
@@ -34,7 +34,7 @@ def is_peer_failure(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, dist.DistError):
             return True
-        # An exception of another class, ConnectionError say, comes from the script's own traffic.
+        # Other classes, such as ConnectionError, come from the script's own traffic.
         if type(error) is RuntimeError and _PEER.search(str(error)):
             return True
         error = error.__cause__
@@ -42,12 +42,12 @@ def is_peer_failure(error: BaseException | None) -> bool:
 
 
 def before_leaving(settle: Callable[[], object]) -> None:
-    """Have `settle` called before this process leaves by `leave`."""
+    """Have `leave` call `settle` before it ends this process."""
     _settlers.append(settle)
 
 
 def end(context: Context, control: Control, rank: int, what: str, error: BaseException) -> NoReturn:
-    """Leave because of a peer, and say so in the log and to the agent. what: what this means, in a few words."""
+    """End this process because a peer failed, and tell the log and the agent. what: the meaning, in a few words."""
     message = f"{what}: {exit_note.summary(str(error))}"
     log.warning("%s", message)
     with contextlib.suppress(OSError):
@@ -57,9 +57,9 @@ def end(context: Context, control: Control, rank: int, what: str, error: BaseExc
 
 
 def leave(code: int) -> NoReturn:
-    """End this process at once with the code: commit what is in flight, flush the output, run no destructors.
+    """End this process with the code. Commit a snapshot under way and flush the output first.
 
-    Destructors of a process group may wait for peers that are gone.
+    No destructors run: those of a process group may wait for peers that are gone.
     """
     for settle in reversed(_settlers):
         with contextlib.suppress(Exception):

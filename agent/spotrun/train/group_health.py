@@ -1,9 +1,9 @@
-"""Whether what the process groups of this process have computed can be believed.
+"""Whether the results of this process's collectives can be trusted.
 
-The kernel of an aborted NCCL collective returns as if it had succeeded, and what follows computes with half a sum. A
-script may abort, and so does torch after an error if it is told to (TORCH_NCCL_ASYNC_ERROR_HANDLING 1 or 2). A snapshot
-is therefore committed only if, once it is copied, no group was aborted and no group reports an error. torch's watchdog
-of NCCL records an error before it aborts anything (ProcessGroupNCCL.cpp, `Watchdog::runLoop`).
+The kernel of an aborted NCCL collective returns as if it had succeeded, so the step goes on with an incomplete sum. A
+script can abort a group. torch aborts after an error if TORCH_NCCL_ASYNC_ERROR_HANDLING is 1 or 2. A copied snapshot is
+therefore committed only if no group was aborted and no group reports an error. torch's NCCL watchdog records an error
+before it aborts anything (ProcessGroupNCCL.cpp, `Watchdog::runLoop`).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _watched = False
 
 
 class GroupHealth:
-    """What has happened to the process groups since this object was made."""
+    """Aborts and errors of the process groups since this object was made."""
 
     def __init__(self) -> None:
         _watch()
         self._before = _aborts
 
     def trouble(self) -> str:
-        """Why results cannot be believed; "" if they can. Ask once the device has computed them."""
+        """Why results cannot be trusted; "" if they can. Ask after the device has computed them."""
         if _aborts != self._before:
             return "a process group was aborted"
         for group in list(dist.distributed_c10d._world.pg_map):
@@ -44,9 +44,9 @@ def _error(group: Any) -> str:
 
 
 def _watch() -> None:
-    """Count aborts from now on. torch has no way to ask a group whether it was aborted.
+    """Count aborts from now on. torch cannot say whether a group was aborted.
 
-    An abort counts before it begins: once the kernels return, it is known.
+    An abort counts before it begins, so it is known when the aborted kernels return.
     """
     global _watched
     if not _watched:

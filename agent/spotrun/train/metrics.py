@@ -1,4 +1,4 @@
-"""What a worker tells about itself while it trains: numbers the script logs, and where its time goes."""
+"""What a worker reports while it trains: the numbers that the script logs, and where its time goes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Metrics:
         self._fresh = True
 
     def publish(self, control: Control, now: bool = False) -> None:
-        """Write them to the control block if it is time; JSON has no infinities and NaNs, so those are left out."""
+        """Write the values to the control block, if it is time or `now`. JSON has no infinities and NaNs: left out."""
         moment = time.monotonic()
         if not self._fresh or (not now and moment - self._published < EVERY):
             return
@@ -39,7 +39,7 @@ class Metrics:
         control.write_metrics({name: number for name in self._values if math.isfinite(number := self._number(name))})
 
     def _number(self, name: str) -> float:
-        """The value as a number; NaN, and a word in the log, for what is none: a display must not end a job."""
+        """The value as a number. Anything else becomes NaN, with a warning: a display must not end a job."""
         try:
             return float(self._values[name])
         except (TypeError, ValueError, RuntimeError) as error:
@@ -50,7 +50,7 @@ class Metrics:
 
 
 class Clock:
-    """Measures steps. step_seconds: of a usual step, without snapshots; 0 until two are done."""
+    """Measures steps. step_seconds: of a usual step, without snapshots; 0 until two steps are done."""
 
     def __init__(self) -> None:
         self.step_seconds = 0.0
@@ -59,7 +59,7 @@ class Clock:
         self._ticks = 0
 
     def tick(self, control: Control) -> None:
-        """A step is done: tell when, how long it took and how many samples it had."""
+        """A step is done: report its time, its duration and its samples."""
         now = time.time()
         control.stepped_at = now
         control.samples += self.samples
@@ -70,7 +70,7 @@ class Clock:
         if self._resumed is not None:
             took = time.monotonic() - self._resumed
             control.stepping += took
-            # Moving average over about five steps; the first step pays for what is set up lazily.
+            # Moving average over about five steps, without the first: it pays for lazy set-up.
             if self._ticks > 1:
                 self.step_seconds += (took - self.step_seconds) * (0.2 if self.step_seconds else 1.0)
 

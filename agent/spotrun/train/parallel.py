@@ -1,4 +1,4 @@
-"""The model as the training script holds it: the user's module, with a DDP instance behind it that can be replaced."""
+"""The model as the training script holds it: the user's module, with a replaceable DDP instance behind it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _BUCKET = 250 << 20  # bytes a broadcast of buffers takes at once, as DDP does
 class Parallel(nn.Module):
     """Runs `module` through DDP where there is more than one worker; otherwise the module itself.
 
-    Neither is a registered submodule: parameters, names and state_dict are those of the user's module. Buffers (the
-    running statistics of a BatchNorm, say) are copied from rank 0 at the end of each step instead of at the beginning
-    of the next, so that every rank's snapshot is the whole truth.
+    Neither is a registered submodule: parameters, names and state_dict are those of the user's module. Buffers (such as
+    the running statistics of a BatchNorm) are copied from rank 0 at the end of each step, not at the beginning of the
+    next. So every rank's state is the same when a snapshot is taken.
     """
 
     def __init__(self, module: nn.Module, device: torch.device, **options: Any) -> None:
@@ -31,7 +31,7 @@ class Parallel(nn.Module):
         self.__dict__["module"] = module.to(device)
         self.__dict__["_options"] = dict(options)
         self.__dict__["_device"] = device
-        # Both names that DDP has for it.
+        # DDP has two names for this option.
         shares = (self._options.pop(name, True) for name in ("broadcast_buffers", "forward_sync_buffers"))
         self.__dict__["_share_buffers"] = all(list(shares))
         self.__dict__["_used"] = None
@@ -39,7 +39,7 @@ class Parallel(nn.Module):
         self.rebuild()
 
     def rebuild(self) -> None:
-        """Wrap the module for the process group of now; every rank takes part."""
+        """Wrap the module for the current process group. Every rank must call this."""
         ddp = None
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             module, options = self.module, {"forward_sync_buffers": False, **self._options}
@@ -65,7 +65,7 @@ class Parallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """As DDP's: gradients of what is computed in here are only summed up, and averaged over the ranks later."""
+        """As in DDP: gradients computed in this context are added up, and averaged over the ranks later."""
         with nullcontext() if self._ddp is None else self._ddp.no_sync():
             yield
 
@@ -81,7 +81,7 @@ class Parallel(nn.Module):
         if buffers := [buffer.detach() for buffer in self.module.buffers()]:
             dist._broadcast_coalesced(_get_default_group(), buffers, _BUCKET, 0)  # type: ignore[attr-defined]
 
-    # What nn.Module does by walking registered submodules goes to the user's module.
+    # nn.Module does these by walking registered submodules. Here they go to the user's module.
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         return self.module.named_modules(*args, **kwargs)  # type: ignore[no-any-return]
@@ -116,10 +116,10 @@ class Parallel(nn.Module):
 
 
 class _Used:
-    """Which parameters got a gradient. DDP refuses unused ones unless it looks for them; on the CPU, this class does.
+    """Which parameters got a gradient. DDP refuses unused ones unless it looks for them; on CPU, this class does.
 
-    So a script that would fail on GPUs fails on the CPU too, with the same remedy, and where DDP would raise: in the
-    next forward pass.
+    So a script that would fail on GPUs fails on the CPU too, at the same place (the next forward pass), and with the
+    same remedy.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -131,7 +131,7 @@ class _Used:
                 each.register_post_accumulate_grad_hook(partial(self._see, name))  # type: ignore[no-untyped-call]
 
     def begin(self, counts: bool) -> None:
-        """A forward pass begins. counts: its backward pass averages gradients over the ranks."""
+        """A forward pass begins. counts: whether its backward pass averages gradients over the ranks."""
         missing = [name for name in self._names if name not in self._seen]
         if self._seen and missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -148,7 +148,7 @@ class _Used:
 
 
 class _Spare(nn.Module):
-    """The module beside a parameter that nobody uses: DDP warns, on every rank, when it looked for one in vain."""
+    """The module and one unused parameter: DDP warns, on every rank, if it looks for unused ones and finds none."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Page-locked host memory: a device copies into it by itself, while the host goes on.
+"""Page-locked host memory: a device copies into it while the host goes on.
 
-A slot's own mapping is locked, chunk by chunk. So a snapshot needs no second buffer, and no memory is rounded up to a
-power of two, as torch's own allocator of pinned memory does.
+A slot's mapping is locked chunk by chunk. A snapshot then needs no second buffer. torch's own pinned allocator
+would also round each size up to a power of two.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from itertools import pairwise
 
 log = logging.getLogger(__name__)
 
-CHUNK = 256 << 20  # bytes locked at once: the driver holds up other calls meanwhile
+CHUNK = 256 << 20  # bytes locked in one call, which blocks other calls of the driver
 
 
 class PinnedMemory:
-    """Locks regions of memory. register, unregister: cudaHostRegister(address, size), cudaHostUnregister(address).
+    """Locks regions of memory.
 
-    Both return CUDA's error code, 0 for success.
+    register: cudaHostRegister(address, size). unregister: cudaHostUnregister(address). Both return CUDA's error code; 0
+    is success.
     """
 
     def __init__(
@@ -28,13 +29,13 @@ class PinnedMemory:
         self._regions: dict[int, int] = {}  # size, by address
 
     def add(self, address: int, size: int) -> None:
-        """Lock a mapping, which begins at a page. What cannot be locked is left as it is: copies to it hold up."""
+        """Lock a mapping that begins at a page. If this fails, the mapping stays unlocked, and copies to it block."""
         self._regions[address] = size
         for at in range(0, size, self._chunk):
             if code := self._register(address + at, min(self._chunk, size - at)):
                 log.warning(
-                    "cannot lock %d MB of memory for snapshots (cudaHostRegister: error %d); each of them holds up "
-                    "training for the time of its copy, and is taken less often",
+                    "cannot lock %d MB of memory for snapshots (cudaHostRegister: error %d). Training waits during "
+                    "each copy, so snapshots are taken less often",
                     size >> 20,
                     code,
                 )
@@ -43,12 +44,12 @@ class PinnedMemory:
                 return
 
     def remove(self, address: int) -> None:
-        """Unlock a mapping, before it goes."""
+        """Unlock a mapping. Call it before the mapping is closed."""
         if (size := self._regions.pop(address, None)) is not None:
             self._unlock(address, size)
 
     def pieces(self, address: int, size: int) -> list[range]:
-        """Cut `size` bytes from `address` on into runs that each lie in one chunk: CUDA copies into one at a time."""
+        """Cut `size` bytes at `address` into ranges within one chunk each: one CUDA copy cannot span two chunks."""
         base = next((base for base, length in self._regions.items() if base <= address < base + length), None)
         if base is None or size == 0:
             return [range(size)]

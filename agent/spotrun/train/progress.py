@@ -1,7 +1,7 @@
-"""What the agent is told of a snapshot under way: how far it is, and how long it may take.
+"""Telling the agent how far a snapshot is, and how long it may take.
 
-The agent ends a worker whose peer is gone only once its snapshot is committed, and waits for that as long as the
-snapshot may take. A state of 100 GB takes longer than one of 1 MB.
+When a worker's peer is gone, the agent ends the worker after its snapshot is committed. The agent waits for as
+long as the snapshot may take: a state of 100 GB takes longer than one of 1 MB.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections import deque
 
 from spotrun.state.control import Control
 
-SLOW = 0.5e9  # bytes per second that are copied and hashed at least, until it is measured
+SLOW = 0.5e9  # bytes per second: assumed rate of copying and hashing, until it is measured
 
 
 class Progress:
-    """Writes the control block, if there is one. One snapshot at a time."""
+    """Of one snapshot at a time, written to the control block, if there is one."""
 
     def __init__(self, control: Control | None) -> None:
         self._control = control
@@ -25,7 +25,7 @@ class Progress:
 
     @property
     def expected(self) -> float:
-        """Seconds that the newest snapshot takes from its beginning to its record, by the slowest of the last."""
+        """Seconds that the newest snapshot takes from its beginning to its record, at the slowest recent pace."""
         return self._size * max(self._paces, default=1 / SLOW)
 
     def begin(self, step: int, size: int) -> None:
@@ -36,7 +36,7 @@ class Progress:
             self._control.begun = step
 
     def copied(self, step: int) -> None:
-        """The state is in memory; its hash and its record are missing."""
+        """The state is in memory, without its hash and its record."""
         if self._control is not None:
             self._control.copied = step
 
@@ -49,6 +49,6 @@ class Progress:
             self._control.committed = step
 
     def dropped(self) -> None:
-        """The snapshot will not count: nobody has to wait for it."""
+        """The snapshot will not count, so nobody has to wait for it."""
         if self._control is not None:
             self._control.begun = self._control.copied = self._control.committed

@@ -1,8 +1,8 @@
-"""Agreeing on the state to go on from, and bringing it to every node.
+"""Agreeing on the state to continue from, and bringing it to every node.
 
-Each node offers its newest whole snapshot; rank 0 looks for a newer checkpoint. The best by (generation, step) is
-taken; nodes without it get it, record and file as they are, into a slot of their own. It goes from the donor to the
-first of them and on from each to the next: no node sends it twice. Ranks that need nothing take no part.
+Each node offers its newest whole snapshot. Rank 0 looks for a newer checkpoint. The best offer by (generation, step)
+wins. Each node that lacks this state receives the record and the file, unchanged, in a slot of its own. The state goes
+from node to node in a chain, so no node sends it twice. Ranks that need nothing take no part.
 """
 
 from __future__ import annotations
@@ -31,29 +31,25 @@ log = logging.getLogger(__name__)
 Order = tuple[int, int]  # (generation, step)
 NOTHING: Order = (-1, -1)
 CHUNK = 64 << 20  # bytes in one message
-READER_PATIENCE = 300.0  # seconds that the agent may take to copy its part of a large snapshot to disk
+READER_PATIENCE = 300.0  # seconds: limit for the agent to copy its part of a large snapshot to disk
 
 
 def best_of(offers: Sequence[Order]) -> tuple[Order, int]:
-    """(the best offer, the first rank that has it). `NOTHING` if nobody has anything."""
+    """(the best offer, the first rank that has it). The offer is `NOTHING` if no rank has a state."""
     best = max(offers)
     return best, offers.index(best)
 
 
 @dataclass(frozen=True)
 class Route:
-    """The way of a state to the nodes that lack it.
+    """The way of a state to the nodes that lack it."""
 
-    chain: ranks that pass it on, one to the next; the donor is the first, the others lead the nodes that lack it.
-    waiting: other ranks of these nodes, each with the one that leads its node.
-    """
-
-    chain: tuple[int, ...]
-    waiting: Mapping[int, int]
+    chain: tuple[int, ...]  # ranks that pass the state on: the donor, then the leader of each node that lacks it
+    waiting: Mapping[int, int]  # the other ranks of these nodes, each with the leader of its node
 
 
 def route(offers: Sequence[Sequence[int]]) -> Route:
-    """The way of the best state. offers: of every rank, in order: generation, step, and its number on its node."""
+    """The way of the best state. offers: (generation, step, local rank) of every rank, in order."""
     best, donor = best_of([(offer[0], offer[1]) for offer in offers])
     chain, waiting, leader = [donor], {}, 0
     for rank, (*offer, local_rank) in enumerate(offers):
@@ -67,13 +63,13 @@ def route(offers: Sequence[Sequence[int]]) -> Route:
 
 
 def restore(context: Context, local_rank: int, group: dist.ProcessGroup | None) -> tuple[int, slots.Record] | None:
-    """Bring the best state there is into a slot of this node: (slot, record), on every rank. None: a fresh start.
+    """Bring the best state into a slot of this node: (slot, record), on every rank. None: there is no state.
 
-    group: one that takes CPU tensors; None for the default one. Every rank must call this.
+    group: takes CPU tensors; None: the default group. Every rank must call this.
     """
     folder = Path(context.slots)
     folder.mkdir(parents=True, exist_ok=True)
-    # One process per node looks; the others of the node find the result in the same folder.
+    # One process of each node looks. The others find the result in the same folder.
     own = _offer(folder, context.job) if local_rank == 0 else NOTHING
     best, _ = best_of([(found[0], found[1]) for found in _gather(own, group)])
     if rank_and_world()[0] == 0 and (fetched := _newer_checkpoint(context, folder, best)):
@@ -90,12 +86,12 @@ def restore(context: Context, local_rank: int, group: dist.ProcessGroup | None) 
 
 
 def _offer(folder: Path, job: str) -> Order:
-    """The newest whole snapshot here. Damaged ones lose their record, so that they are overwritten first."""
+    """The newest whole snapshot here. A damaged one loses its record, so that it is overwritten first."""
     for slot, record in slots.newest(folder, job):
         try:
             slots.verify(folder, slot, record)
         except CorruptError as error:
-            log.warning("%s; passed over", error)
+            log.warning("%s; skipped", error)
             slots.revoke(folder, slot)
             continue
         return record.order
@@ -103,11 +99,11 @@ def _offer(folder: Path, job: str) -> Order:
 
 
 def _newer_checkpoint(context: Context, folder: Path, best: Order) -> Order | None:
-    """Fetch the newest whole checkpoint that is newer than `best`, if there is one."""
+    """Download the newest whole checkpoint that is newer than `best`, if there is one."""
     newer = [order for order in context.checkpoints if tuple(order) > best]
     if not newer:
         return None
-    # Imported only now: most restarts find the state in memory.
+    # Imported late: most restarts find the state in memory.
     from spotrun.store import Store
     from spotrun.train import download
 
@@ -118,14 +114,14 @@ def _newer_checkpoint(context: Context, folder: Path, best: Order) -> Order | No
             with _held(folder, slot):
                 return _patiently(partial(download.fetch, store, context.job, step, folder, slot))
         except (CorruptError, NotFound) as error:
-            log.warning("checkpoint passed over: %s", error)
+            log.warning("checkpoint skipped: %s", error)
         except StoreError as error:
             if best == NOTHING:
                 raise
-            log.warning("going on with what is in memory: %s", error)
+            log.warning("continuing with the state in memory: %s", error)
             return None
     if best == NOTHING:
-        # Beginning anew would look like success, and push out checkpoints that someone could still mend.
+        # A start at step 0 would look like success, and its checkpoints would replace those that can be repaired.
         raise SpotrunError(
             f"none of the {len(newer)} checkpoints of job {context.job} can be read; the warnings above name the files."
             " Restore them in the bucket and relaunch the job, or submit it as a new one"
@@ -134,7 +130,7 @@ def _newer_checkpoint(context: Context, folder: Path, best: Order) -> Order | No
 
 
 def _patiently(fetch: Callable[[], slots.Record]) -> Order:
-    """Try again while the bucket is away: the job has nothing better to do."""
+    """Retry while the bucket does not answer: the job cannot do anything else."""
     for pause in (1.0, 2.0, 4.0, 8.0, 16.0):
         try:
             return fetch().order
@@ -147,13 +143,13 @@ def _patiently(fetch: Callable[[], slots.Record]) -> Order:
 
 
 def _free_slot(folder: Path, job: str) -> int:
-    """The slot that does not hold this node's newest snapshot."""
+    """The slot without this node's newest snapshot."""
     found = slots.newest(folder, job)
     return 1 - found[0][0] if found else 0
 
 
 def _gather(own: Sequence[int], group: dist.ProcessGroup | None) -> list[list[int]]:
-    """What every rank says."""
+    """The values of every rank."""
     _, world = rank_and_world()
     if world == 1:
         return [list(own)]
@@ -163,7 +159,7 @@ def _gather(own: Sequence[int], group: dist.ProcessGroup | None) -> list[list[in
 
 
 def _bring(folder: Path, job: str, way: Route, group: dist.ProcessGroup | None) -> None:
-    """Play this rank's part, if it has one."""
+    """Do this rank's part of the transfer, if it has one."""
     rank, _ = rank_and_world()
     if rank in way.waiting:
         dist.recv(torch.empty(1), way.waiting[rank], group=group)
@@ -190,7 +186,7 @@ def _bring(folder: Path, job: str, way: Route, group: dist.ProcessGroup | None) 
 def _pass_on_record(
     record: slots.Record | None, before: int | None, after: int | None, group: dist.ProcessGroup | None
 ) -> slots.Record:
-    """Send the record, or receive it and send it on."""
+    """Send the record to the next rank, after receiving it if it is None."""
     text = b"" if record is None else json.dumps(asdict(record)).encode()
     size = torch.tensor([len(text)])
     _pass_on(size, before, after, group)
@@ -204,7 +200,7 @@ def _pass_on_record(
 
 
 def _pass_on(data: torch.Tensor, before: int | None, after: int | None, group: dist.ProcessGroup | None) -> None:
-    """Receive into `data` from rank `before`, and send it to rank `after`, in chunks; None: there is no such rank."""
+    """Receive `data` from rank `before` and send it to rank `after`, in chunks. None: there is no such rank."""
     sent = []
     for chunk in data.split(CHUNK):  # type: ignore[no-untyped-call]
         if before is not None:
@@ -217,7 +213,7 @@ def _pass_on(data: torch.Tensor, before: int | None, after: int | None, group: d
 
 @contextmanager
 def _held(folder: Path, slot: int) -> Iterator[None]:
-    """Lock a slot to write it; an uploader of the last generation may still be reading it."""
+    """Lock a slot for writing. An uploader of the last generation may still be reading it."""
     deadline = time.monotonic() + READER_PATIENCE
     while True:
         with slots.writing(folder, slot) as free:
@@ -232,7 +228,7 @@ def _held(folder: Path, slot: int) -> Iterator[None]:
 
 
 def _buffer(path: Path, size: int, write: bool) -> torch.Tensor:
-    """The file's bytes as a tensor: shared and new to write it, a private map to read it."""
+    """The file's bytes as a tensor: a new file in a shared map (write), or a private map of the file."""
     if not write:
         with path.open("rb") as file:
             return torch.frombuffer(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY), dtype=torch.uint8)

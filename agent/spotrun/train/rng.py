@@ -1,7 +1,7 @@
 """Random numbers as a function of (seed, step, rank).
 
-Instead of saving generator states, every generator is seeded anew before each batch. So they need no room in a
-snapshot, any rank's snapshot serves all, and a resumed step draws what the undisturbed one drew.
+Every generator is seeded before each batch, so a snapshot holds no generator states. Any rank's snapshot serves all
+ranks, and a resumed step draws the same numbers as an undisturbed one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Which sample is seen when, and by whom: a global order that does not depend on the number of workers.
+"""Which rank sees which sample when: a global order that does not depend on the number of workers.
 
-An epoch's permutation is a function of (seed, epoch). A step takes the next batch times world positions of it, of which
-rank r gets every world-th from the r-th on. So the position alone says what has been seen, whatever the world was along
-the way.
+An epoch's permutation is a function of (seed, epoch). A step takes its next batch * world positions. Rank r gets
+every world-th of them, from the r-th on. So the position alone says what has been seen, even if the world size changes.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from spotrun.train.distributed import rank_and_world
 
 
 def taken(position: int, n: int, batch: int, world: int, drop_last: bool = False) -> int:
-    """How many samples the step at `position` of `n` takes over all ranks; 0: the epoch is over."""
+    """How many of `n` samples the step at `position` takes, over all ranks; 0: the epoch is over."""
     left = max(0, n - position)
     if drop_last and left < batch * world:
         return 0
@@ -27,18 +26,18 @@ def taken(position: int, n: int, batch: int, world: int, drop_last: bool = False
 
 
 def share(position: int, n: int, batch: int, world: int, rank: int) -> range:
-    """Positions that the rank gets in the step at `position`. Shares differ by at most one; the last may be empty."""
+    """The rank's positions in the step at `position`. Shares differ by at most one sample; the last may be empty."""
     return range(position + rank, min(n, position + batch * world), world)
 
 
 class ElasticSampler(Sampler[int]):
-    """Draws each sample exactly once an epoch, whatever the number of workers is along the way.
+    """Draws each sample exactly once an epoch, even if the number of workers changes.
 
     Give it to a `DataLoader` as `sampler`, track it (`run.track(sampler=sampler)`) and iterate with
-    `run.steps(loader)`, which tells it the batch size and moves `position` at each step boundary. All ranks make the
-    same number of steps: a rank that would go without a sample in the last one gets repeated samples, and
-    `run.padding` is True for it. An epoch's tail may leave a rank one sample: a model with BatchNorm, which cannot
-    train on one, wants a loader with `drop_last=True`.
+    `run.steps(loader)`, which sets the batch size and moves `position` at each step boundary. All ranks make the same
+    number of steps. A rank that has no sample left in the last step gets repeated samples, and its `run.padding` is
+    True. The last step of an epoch may leave a rank one sample. BatchNorm cannot train on one sample: use
+    `drop_last=True` with it.
     """
 
     def __init__(self, dataset: Sized, seed: int = 0, shuffle: bool = True) -> None:
@@ -54,16 +53,16 @@ class ElasticSampler(Sampler[int]):
         self._order: tuple[tuple[int, int], torch.Tensor] | None = None
 
     def bind(self, batch: int, drop_last: bool) -> None:
-        """Set what the loader does with the indices; the tail of an epoch depends on it."""
+        """Set the loader's options. The end of an epoch depends on them."""
         self.batch, self.drop_last = batch, drop_last
 
     def set_epoch(self, epoch: int) -> None:
-        """Start an epoch, unless it is the one begun already."""
+        """Start an epoch, unless it is the current one."""
         if epoch != self.epoch:
             self.epoch, self.position = epoch, 0
 
     def indices(self, positions: range) -> list[int]:
-        """Samples at these positions of the epoch's permutation."""
+        """The samples at these positions of the epoch's permutation."""
         if not self.shuffle:
             return list(positions)
         if self._order is None or self._order[0] != (self.seed, self.epoch):
@@ -78,7 +77,7 @@ class ElasticSampler(Sampler[int]):
         position = self.position
         while count := taken(position, self.n, self.batch, world, self.drop_last):
             own = share(position, self.n, self.batch, world, rank)
-            # Two samples to pad with, where they fit: BatchNorm refuses to train on one.
+            # Pad with two samples, if they fit: BatchNorm cannot train on one.
             yield from self.indices(own if len(own) else range(min(2, self.batch, self.n)))
             position += count
 

@@ -1,7 +1,7 @@
-"""Snapshots: the training state in the node's memory after a step, at the price of one memory copy.
+"""Snapshots: the training state in the node's memory after a step. Training waits for one memory copy.
 
-The two slot files (see `spotrun.state.slots`) are mapped and filled with pages beforehand. The training thread copies
-the tensors into one; a background thread hashes it and writes the commit record.
+The two slot files (see `spotrun.state.slots`) are mapped and filled with pages in advance. The training thread copies
+the tensors into one of them. A background thread hashes that slot and writes the commit record.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from spotrun.train.staging import Copying, Stage
 
 log = logging.getLogger(__name__)
 
-STALL_SHARE = 0.01  # of training time that adaptive snapshots may cost
-PATIENCE = 10.0  # seconds an urgent snapshot waits for a slot that is being uploaded
-FALL_BACK = 1.0  # seconds after which it takes the slot of the newest snapshot instead
-PINNED = 5.0  # seconds in which the agent must begin to read a slot it asked for
-EAGER = 64 << 20  # bytes of a slot that is laid out at once; a larger one is laid out beside training if it can be
+STALL_SHARE = 0.01  # share of training time that adaptive snapshots may cost
+PATIENCE = 10.0  # seconds that an urgent snapshot waits for a slot that is being uploaded
+FALL_BACK = 1.0  # seconds after which it may overwrite the newest snapshot instead
+RESERVED = 5.0  # seconds in which the agent must begin to read a slot that it asked for
+EAGER = 64 << 20  # bytes: a larger slot is laid out beside training, unless the snapshot is urgent
 
 
 def next_interval(stall: float, step_seconds: float) -> int:
@@ -46,18 +46,18 @@ def next_interval(stall: float, step_seconds: float) -> int:
 
 @dataclass
 class _Stall:
-    """What a snapshot cost training. copying: what may hold up the device; None once that is in `seconds`."""
+    """What a snapshot cost training."""
 
     seconds: float
-    copying: Copying | None
+    copying: Copying | None  # copies that may delay the device; None when their delay is part of `seconds`
 
 
 class Writer:
-    """Writes this node's snapshots; one per node (the state is the same on all its ranks).
+    """Writes this node's snapshots. One writer per node: the state is the same on all ranks.
 
-    control: gets `copied`, `committed` and `stall`; its `snapshot_at` pins the slot of that step until the agent has
-    had time to lock it. stage: copies tensors of a GPU. trouble: asked once a snapshot is copied; with an answer but ""
-    the snapshot is not committed.
+    control: receives `copied`, `committed` and `stall`. The slot of its `snapshot_at` step stays untouched until the
+    agent had time to lock it. stage: copies tensors of a GPU. trouble: called when a snapshot is copied; the snapshot
+    is committed only if it returns "".
     """
 
     def __init__(
@@ -78,19 +78,19 @@ class Writer:
         found = slots.newest(folder, job)
         self._newest = found[0][0] if found else 1
         self._steps = {slot: record.step for slot, record in found}
-        self._committed = dict.fromkeys(slots.SLOTS, (-math.inf, 0))  # when, and the slot's last reading then
+        self._committed = dict.fromkeys(slots.SLOTS, (-math.inf, 0))  # when, and `last_read` of the slot then
         self._stage = stage
-        self._copying: Copying | None = None  # until its guard
-        self._torn: frozenset[str] = frozenset()  # tensors that were seen to change too early: never again beside
-        self.dropped = False  # the last snapshot was torn, and no other was taken since
-        self._stalls = deque([_Stall(0.0, None)], maxlen=3)  # so that the first few are taken whatever they cost
+        self._copying: Copying | None = None  # copies that wait for their guard
+        self._torn: frozenset[str] = frozenset()  # tensors that changed too early: never again copied beside training
+        self.dropped = False  # whether the last snapshot was torn
+        self._stalls = deque([_Stall(0.0, None)], maxlen=3)  # the first few snapshots are taken at any cost
         self.newest_step = NONE
         self.progress = Progress(control)
 
     def stall(self) -> float | None:
-        """Seconds for which a snapshot holds up training, without layouts. None: those of the last are not known yet.
+        """Seconds that a snapshot delays training, without layouts. None: not known yet for the last snapshot.
 
-        The least of the last few: the process may have been stopped in one.
+        The minimum of the last few: the process may have been stopped during one.
         """
         for each in self._stalls:
             if each.copying is not None and (seconds := each.copying.seconds()) is not None:
@@ -103,26 +103,26 @@ class Writer:
         return min(each.seconds for each in self._stalls if each.copying is None)
 
     def guard(self) -> None:
-        """Call before anything changes tensors copied beside training: the device waits for a copy still under way."""
+        """Call before tensors that are copied beside training change: the device waits for their copies."""
         copying, self._copying = self._copying, None
         if copying is not None:
             copying.guard()
 
     def doubt(self) -> None:
-        """Call instead of `guard` while a CUDA graph is recorded: a replay changes tensors, and nothing shows that."""
+        """Call instead of `guard` while a CUDA graph is recorded: its replay changes tensors unnoticed."""
         copying, self._copying = self._copying, None
         if copying is not None:
             copying.doubt()
 
     def prepare(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Lay out the slot to be written next, so that the first snapshot costs no more than the others."""
+        """Lay out the next slot, so that the first snapshot costs no more than the others."""
         target = 1 - self._newest
         with slots.writing(self._folder, target) as free:
             if free:
                 self._lay_out(target, layout(tensors))
 
     def make_room(self, state: Callable[[Encoder], Any]) -> None:
-        """Do as `prepare`, beside training: the first step has made the optimizer's state."""
+        """`prepare` beside training. Call it when the first step has made the optimizer's state."""
         if self._running is None or self._running.done():
             self._collect()
             encoder = Encoder()
@@ -130,11 +130,11 @@ class Writer:
             self._running = self._pool.submit(self.prepare, encoder.tensors)
 
     def take(self, step: int, state: Callable[[Encoder], Any], beside: set[int], wait: bool) -> bool:
-        """Snapshot what `state(encoder)` encodes. False: not now, since the last one is not committed or is being read,
-        or since the tensors have changed their shapes and a large slot is being laid out for them.
+        """Snapshot what `state(encoder)` encodes. False: no snapshot now, because the last one is not committed, the
+        slot is being read, or a large slot is being laid out for tensors of new shapes.
 
-        beside: data pointers of tensors that nothing changes before the next `guard`. wait: rather wait for the commit,
-        and up to `PATIENCE` for the reader.
+        beside: data pointers of tensors that nothing changes before the next `guard`. wait: the snapshot is urgent, so
+        wait for the last commit, and up to `PATIENCE` seconds for the reader.
         """
         if wait:
             self.settle()
@@ -173,7 +173,7 @@ class Writer:
         return True
 
     def settle(self, timeout: float | None = None) -> None:
-        """Wait until the snapshot under way is committed. Raises what went wrong with it, `TimeoutError` too."""
+        """Wait until the snapshot under way is committed. Raises its error, or `TimeoutError`."""
         if self._running is not None:
             self._running.result(timeout)
 
@@ -183,15 +183,15 @@ class Writer:
             running.result()
 
     def _claim(self, held: ExitStack, wait: bool) -> int | None:
-        """Lock the slot that does not hold the newest snapshot; or the other one, if that is read for long."""
+        """Lock the slot of the older snapshot, or the other one if the older one is being read for long."""
         began = time.monotonic()
         target = 1 - self._newest
         while True:
-            if not self._pinned(target) and held.enter_context(slots.writing(self._folder, target)):
+            if not self._reserved(target) and held.enter_context(slots.writing(self._folder, target)):
                 return target
             held.close()
             waited = time.monotonic() - began
-            # What is being read is whole: it remains, should this process die while it overwrites the newer one.
+            # The slot being read is whole. It remains if this process dies while it overwrites the newer one.
             if wait and waited > FALL_BACK and slots.read(self._folder, target) is not None:
                 if held.enter_context(slots.writing(self._folder, 1 - target)):
                     return 1 - target
@@ -200,14 +200,14 @@ class Writer:
                 return None
             time.sleep(0.005)
 
-    def _pinned(self, slot: int) -> bool:
-        """Whether the agent asked for the snapshot in this slot and may not have locked it yet."""
+    def _reserved(self, slot: int) -> bool:
+        """Whether the agent asked for the snapshot in this slot and may still lock it."""
         if self._control is None or self._control.snapshot_at == NONE:
             return False
         if self._steps.get(slot) != self._control.snapshot_at:
             return False
         since, last_read = self._committed[slot]
-        return time.monotonic() - since < PINNED and slots.last_read(self._folder, slot) == last_read
+        return time.monotonic() - since < RESERVED and slots.last_read(self._folder, slot) == last_read
 
     def _copy(
         self, tensors: dict[str, torch.Tensor], views: dict[str, torch.Tensor], beside: set[int]
@@ -220,7 +220,7 @@ class Writer:
                 views[name].copy_(tensor.resolve_conj().resolve_neg())
         if self._stage is None or not staged:
             return None
-        # An inference tensor has no version, so nobody could tell whether it changed.
+        # An inference tensor has no version, so a change would go unnoticed.
         aside = {
             name: tensor
             for name, tensor in staged.items()
@@ -259,16 +259,16 @@ class Writer:
         other = 1 - target
         if self._fits(other, entries):
             return
-        # The other slot gets the same layout now, while training goes on.
+        # Lay out the other slot in the same way, while training goes on.
         with ExitStack() as lock:
-            if not self._pinned(other) and lock.enter_context(slots.writing(self._folder, other)):
+            if not self._reserved(other) and lock.enter_context(slots.writing(self._folder, other)):
                 self._lay_out(other, entries)
 
     def _drop(self, target: int, step: int, changed: list[str]) -> None:
-        """Leave the slot without a record: some tensors in it may be half of this step and half of what came after."""
+        """Leave the slot without a record: some of its tensors may be partly of this step, partly of a later one."""
         log.warning(
-            "the snapshot of step %d is dropped: %s changed while it was copied. Something changed it before "
-            "run.backward had ended. From now on it is copied first, and the GPU waits for that",
+            "the snapshot of step %d is dropped: %s changed during the copy, before run.backward had ended. "
+            "From now on it is copied first, and the GPU waits for that copy",
             step,
             changed[0] if len(changed) == 1 else f"{changed[0]} and {len(changed) - 1} other tensors",
         )
@@ -278,19 +278,19 @@ class Writer:
         self.dropped = True
 
     def _check_trouble(self, step: int) -> None:
-        """Raises `DistBackendError` if what was copied cannot be believed. The slot stays without a record."""
+        """Raise `DistBackendError` if the copied state cannot be trusted. The slot stays without a record."""
         if trouble := self._trouble():
             self.progress.dropped()
             raise dist.DistBackendError(f"no snapshot of step {step}: {trouble}")
 
     def _revoke_twin(self, slot: int) -> None:
-        """The same step was in the other slot, from before the script's last words: only one may count."""
+        """Only one snapshot of a step may count: drop the other one, which is of a moment before the epoch's end."""
         with slots.writing(self._folder, slot) as free:
             if free:
                 slots.revoke(self._folder, slot)
 
     def _fits(self, slot: int, entries: Entries) -> bool:
-        """Whether the slot is laid out so."""
+        """Whether the slot has this layout."""
         return slot in self._slots and self._slots[slot].entries == entries
 
     def _make_room(self, held: ExitStack, target: int, entries: Entries) -> None:
@@ -298,7 +298,7 @@ class Writer:
             self._lay_out(target, entries)
 
     def _lay_out(self, slot: int, entries: Entries) -> None:
-        """Map the slot's file with room for these tensors, unless it is so already. Needs the slot's lock."""
+        """Map the slot's file with room for these tensors, unless it has this layout. Needs the slot's lock."""
         if self._fits(slot, entries):
             return
         slots.revoke(self._folder, slot)

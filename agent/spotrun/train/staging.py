@@ -1,4 +1,4 @@
-"""Copying a CUDA state into a slot without holding up training: locked memory and a side stream."""
+"""Copying a CUDA state into a slot beside training: page-locked memory and a side stream."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Copy(Protocol):
     """Copies under way on a device."""
 
     def guard(self) -> None:
-        """Put what the current stream is given from now on behind the copies. The host does not wait."""
+        """Have the current stream's later work wait for the copies. The host does not wait."""
 
     def wait(self) -> None:
         """Wait on the host, in any thread, until the targets are filled."""
 
     def seconds(self) -> float | None:
-        """How long they hold up what the current stream is given, measured by the device. None: not known yet."""
+        """How long they delay the current stream, measured by the device. None: not known yet."""
 
 
 class Stage(Protocol):
@@ -34,23 +34,23 @@ class Stage(Protocol):
         """Whether the tensor is on that device."""
 
     def capturing(self) -> bool:
-        """Whether the current stream is being recorded into a CUDA graph: nothing runs, and nothing may be awaited."""
+        """Whether the current stream is recording a CUDA graph: nothing runs, and waiting is forbidden."""
 
     def pin(self, memory: torch.Tensor) -> None:
-        """Have the device copy into this mapping by itself; `unpin` before it goes. From any thread."""
+        """Let the device copy into this mapping directly. Call `unpin` before it is closed. From any thread."""
 
     def unpin(self, memory: torch.Tensor) -> None:
-        """Take `pin` back."""
+        """Undo `pin`."""
 
     def start(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], beside: Sequence[bool]) -> Copy:
-        """Begin to copy (source, target) pairs. beside: not in the current stream's order, but beside what follows."""
+        """Begin to copy (source, target) pairs. beside: whether to copy each beside training, on another stream."""
 
 
 class Copying:
-    """A snapshot's copies under way, and whether what is copied beside training changed too early.
+    """A snapshot's copies under way, and whether a tensor that is copied beside training changed too early.
 
-    Every in-place operation on a tensor raises the `_version` that it shares with its views and detached copies. The
-    copies are torn if a version has changed when `guard` is called, or when they are over without a call of it.
+    Every in-place operation on a tensor raises its `_version`, which its views and detached copies share. A copy is
+    torn if the version has changed when `guard` is called, or when the copies end without a call of `guard`.
     """
 
     def __init__(self, copy: Copy, beside: Mapping[str, torch.Tensor]) -> None:
@@ -60,12 +60,12 @@ class Copying:
         self._changed: list[str] | None = None
 
     def guard(self) -> None:
-        """Call before what was copied may change."""
+        """Call before the copied tensors may change."""
         self._check()
         self._copy.guard()
 
     def doubt(self) -> None:
-        """Count all that is copied beside training as changed."""
+        """Count every tensor that is copied beside training as changed."""
         with self._lock:
             if self._changed is None:
                 self._changed = [name for name, _, _ in self._versions]
@@ -76,7 +76,7 @@ class Copying:
         return self._copy.seconds()
 
     def land(self) -> list[str]:
-        """Wait for the copies: names of the tensors that changed before they were safe. None of them: all is whole."""
+        """Wait for the copies. Returns the names of tensors that changed too early; empty: every copy is whole."""
         self._copy.wait()
         return self._check()
 
@@ -89,15 +89,15 @@ class Copying:
 
 
 def stage_for(device: torch.device) -> Stage | None:
-    """What copies from this device; None for the CPU, whose tensors are copied at once."""
+    """The `Stage` of this device; None for the CPU, whose tensors are copied at once."""
     return Staging(device) if device.type == "cuda" else None
 
 
 class Staging:
     """The `Stage` of a CUDA device.
 
-    What is copied beside training goes through a side stream; `guard` lets the device (not the host) wait for that.
-    All other tensors are copied on the current stream, hence before anything may change them.
+    Copies beside training run on a side stream; at `guard`, the device (not the host) waits for them. All other copies
+    run on the current stream, so nothing on that stream can change a tensor before its copy.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -112,7 +112,7 @@ class Staging:
         return torch.cuda.is_current_stream_capturing()
 
     def pin(self, memory: torch.Tensor) -> None:
-        with torch.cuda.device(self._device):  # a new thread is on the first device, and would take memory there
+        with torch.cuda.device(self._device):  # a new thread would take memory on the first device
             self._pins.add(memory.data_ptr(), memory.numel())
 
     def unpin(self, memory: torch.Tensor) -> None:
@@ -132,7 +132,7 @@ class Staging:
         return _Staged(held, last, (began, _now()))
 
     def _copy(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Begin to copy; the result must be held until the copy is over."""
+        """Begin to copy. Keep the result until the copy is over."""
         pieces = self._pins.pieces(target.data_ptr(), target.nbytes)
         if len(pieces) == 1:
             target.copy_(source, non_blocking=True)
@@ -146,7 +146,7 @@ class Staging:
     def _register(self, address: int, size: int) -> int:
         if code := int(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE)):  # type: ignore[no-untyped-call]
             with suppress(RuntimeError):
-                torch.zeros(1, device=self._device)  # or the next kernel's launch would raise this error as its own
+                torch.zeros(1, device=self._device)  # clears the error, or the next kernel would raise it
         return code
 
     def _unregister(self, address: int) -> int:
@@ -156,15 +156,15 @@ class Staging:
 class _Staged:
     """Copies of `Staging` under way.
 
-    held: what is copied from. beside: when the copies beside training are over; None if there are none. in_order:
-    begin and end of the copies on the current stream.
+    held: the sources. beside: end of the copies beside training; None: there are none. in_order: begin and end of the
+    copies on the current stream.
     """
 
     def __init__(
         self, held: list[torch.Tensor], beside: torch.cuda.Event | None, in_order: tuple[torch.cuda.Event, ...]
     ) -> None:
         self._held, self._beside = held, beside
-        self._spans = [in_order]  # in which the current stream did nothing else
+        self._spans = [in_order]  # times in which the current stream only copied or waited
 
     def guard(self) -> None:
         if self._beside is not None:
@@ -181,20 +181,20 @@ class _Staged:
     def seconds(self) -> float | None:
         ends = [end for _, end in self._spans]
         if self._beside is not None and len(ends) == 1:
-            ends.append(self._beside)  # over before a guard: nothing waits for them any more
+            ends.append(self._beside)  # they ended before a guard, so nothing waits for them
         if not all(end.query() for end in ends):  # type: ignore[no-untyped-call]
             return None
         return sum(float(begin.elapsed_time(end)) for begin, end in self._spans) / 1e3
 
 
 def _event() -> torch.cuda.Event:
-    """One that measures time, and for which the host waits asleep."""
+    """An event that measures time. The host sleeps while it waits for it."""
     event: torch.cuda.Event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
     return event
 
 
 def _now() -> torch.cuda.Event:
-    """The moment when the current stream comes to here."""
+    """The moment when the current stream reaches this point."""
     event = _event()
     event.record(torch.cuda.current_stream())
     return event
