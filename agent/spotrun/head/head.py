@@ -16,7 +16,7 @@ from typing import Any
 
 from spotrun.cloud.base import Cloud
 from spotrun.errors import ConflictError, SpotrunError, StoreError, UnreadableError
-from spotrun.head import accounting, demand, lease, parking, submission
+from spotrun.head import accounting, demand, job_queue, lease, parking, submission
 from spotrun.head.agents import Agents, Send
 from spotrun.head.clock import Clock
 from spotrun.head.fleet import repair, retirement
@@ -41,7 +41,6 @@ log = logging.getLogger(__name__)
 TICK = 0.25  # seconds between looks while a job is active; reports wake the loop at once
 IDLE_TICK = 2.0
 GAP = 2.0  # seconds: after a pause this long, the head no longer trusts what it knows about silent nodes
-EVENTS = 1000  # newest ones of a job that are kept
 
 Change = Callable[[JobState, float], JobState]
 
@@ -60,7 +59,7 @@ class Head:
         held: Lease | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        """description: digest of the cluster's description in the bucket. held: this head's lease. clock: epoch seconds."""
+        """poll_seconds: between two looks at the cloud. description: digest of cluster.json. clock: epoch seconds."""
         self.cluster = cluster
         self.description = description or cluster.digest
         self.epoch = epoch
@@ -112,8 +111,14 @@ class Head:
         state = await self.journal.create(state)
         if unknown := sorted(job.keys() - JobSpec.model_fields.keys()):
             self.add_event("job", f"{state.id}: this head is of another version, it ignores {', '.join(unknown)}")
-        await self._enqueue(state.id)
+        await self.enqueue(state.id)
         return state.id
+
+    async def enqueue(self, job: str) -> None:
+        """Put a job at the end of the queue."""
+        await self.journal.enqueue(job)
+        self._changed.set()
+        self._look_now.set()
 
     async def relaunch(self, job: str) -> None:
         """Continue an ended or a held job from its newest checkpoint; restart the workers of an active one.
@@ -121,23 +126,7 @@ class Head:
         A job that has not ended and is not in the queue is put back into it.
         """
         async with self._relaunching:
-            await self._relaunch(job)
-
-    async def _relaunch(self, job: str) -> None:
-        if job in self.journal.held:
-            return await self._enqueue(job)
-        state = await self.load(job)
-        if not state.ended_already and not parking.astray(self, state):
-            await self.change(lambda active, now: apply(active, EndGeneration(cause=Cause(kind="relaunch")), now), job)
-            return
-        while job in await self.journal.read_queue():  # its end is not in the bucket yet
-            async with self.published:
-                await self.published.wait()
-        state = state.replace(phase="queued", reason="", ended=None, restarts=0, failure=None, stopping="", ending=None)
-        await self.journal.replace(state.replace(counted_at=0.0, ordered_at=self.clock()))
-        if self.job is not None and self.job.id == job:
-            self.job = None
-        await self._enqueue(job)
+            await job_queue.relaunch(self, job)
 
     async def change(self, change: Change, job: str | None = None) -> JobState:
         """Have the loop change the active job; the job once that is in the bucket.
@@ -181,7 +170,7 @@ class Head:
     def add_event(self, kind: str, text: str) -> None:
         """Add to the job's events."""
         self.events.append({"at": self.clock(), "kind": kind, "text": text})
-        del self.events[:-EVENTS]
+        del self.events[: -job_queue.EVENTS]
         log.info("%s: %s", kind, text)
 
     # The loop.
@@ -233,7 +222,7 @@ class Head:
             await self.lease.check()
         await self.replacements.read()
         async with self.taking:
-            await self._next_job()
+            await job_queue.activate(self)
         for answer in self.replacements.answers():
             self.add_event("cloud", answer)
         requests, self._requests = self._requests, []
@@ -319,39 +308,6 @@ class Head:
 
     def _wanted(self, action: Recreate) -> bool:
         return self.job is not None and wanted(self._view(self.clock()), action)
-
-    async def _enqueue(self, job: str) -> None:
-        await self.journal.enqueue(job)
-        self._changed.set()
-        self._look_now.set()
-
-    async def _next_job(self) -> None:
-        """The first job in the queue is the active one until its end is in the bucket."""
-        queue = await self.journal.read_queue()
-        if self.job is not None and queue and queue[0] == self.job.id:
-            if not self.job.ended_already or not self.journal.has(self.job):
-                return
-            await self.journal.dequeue(self.job.id)
-            queue = await self.journal.read_queue()
-        if self.parked is not None and self.parked.job not in queue[:1]:
-            self.parked = None
-        if not queue or (self.parked and self.parked.waits(queue[0], self.clock())):
-            return
-        try:
-            job, events = await self.journal.take_up(queue[0], self.epoch, self.clock())
-            self.parked = None
-            # What was noted before the first job is its own (nodes that join again); the last job's is not.
-            noted = [] if self.job is not None else [e for e in self.events if e not in events]
-            self.job, self.events = job, sorted(events + noted, key=lambda e: float(e["at"]))[-EVENTS:]
-        except StoreError:
-            raise
-        except UnreadableError as error:
-            before, self.parked = self.parked, Parked(queue[0], str(error), self.clock())
-            if before is None or before.reason != self.parked.reason:
-                self.add_event("job", parking.text(self.parked))
-        except SpotrunError as error:  # its state is gone
-            self.add_event("job", f"passed over: {error}")
-            await self.journal.dequeue(queue[0])
 
     # The machines.
 

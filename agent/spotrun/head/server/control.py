@@ -17,7 +17,7 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from spotrun.errors import SpotrunError, StoreError
-from spotrun.head import parking
+from spotrun.head import job_queue
 from spotrun.head.head import Head
 from spotrun.head.job_state import JobState, Stop, apply
 from spotrun.head.status import job_status
@@ -68,7 +68,7 @@ class ControlServer:
 
         if job is not None:
             job = str(job)
-            if await parking.take_out(self._head, job):
+            if await job_queue.take_out(self._head, job):
                 return web.json_response({"job": job})
             state = await self._head.load(job)
             if state.ended_already:
@@ -94,7 +94,7 @@ class ControlServer:
 
     async def _jobs(self, _: web.Request) -> web.Response:
         unended = [*self._head.jobs, *self._head.journal.held]
-        found = [{"job": job, "phase": await parking.phase(self._head, job)} for job in unended]
+        found = [{"job": job, "phase": await job_queue.phase(self._head, job)} for job in unended]
         newest = await self._head.journal.newest(NEWEST)
         found += [{"job": state.id, "phase": state.phase} for state in newest if state.id not in unended]
         return web.json_response(found)

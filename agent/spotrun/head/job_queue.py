@@ -1,0 +1,123 @@
+"""The jobs that have not ended: which one is active, and what operators change about the others."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from spotrun.errors import SpotrunError, StoreError, UnreadableError
+from spotrun.head import parking
+from spotrun.head.job_state import Cause, EndGeneration, JobState, apply
+from spotrun.head.parking import Parked
+
+if TYPE_CHECKING:
+    from spotrun.head.head import Head
+
+EVENTS = 1000  # newest ones of a job that are kept
+
+
+async def phase(head: Head, job: str) -> str:
+    """The phase of a job that has not ended."""
+    if job in head.journal.held:
+        return "held"
+    try:
+        return (await head.load(job)).phase
+    except UnreadableError:
+        return "parked"
+    except StoreError:
+        raise
+    except SpotrunError:  # its state has been deleted
+        return "gone"
+
+
+async def activate(head: Head) -> None:
+    """Make the first job in the queue the active one. A job stays active until its end is in the bucket."""
+    queue = await head.journal.read_queue()
+    if head.job is not None and queue and queue[0] == head.job.id:
+        if not head.job.ended_already or not head.journal.has(head.job):
+            return
+        await head.journal.dequeue(head.job.id)
+        queue = await head.journal.read_queue()
+    if head.parked is not None and head.parked.job not in queue[:1]:
+        head.parked = None
+    if not queue or (head.parked and head.parked.waits(queue[0], head.clock())):
+        return
+    try:
+        job, events = await head.journal.take_up(queue[0], head.epoch, head.clock())
+    except StoreError:
+        raise
+    except UnreadableError as error:
+        before, head.parked = head.parked, Parked(queue[0], str(error), head.clock())
+        if before is None or before.reason != head.parked.reason:
+            head.add_event("job", parking.text(head.parked))
+    except SpotrunError as error:  # its state has been deleted
+        head.add_event("job", f"left out: {error}")
+        await head.journal.dequeue(queue[0])
+    else:
+        head.parked = None
+        # Events before the first job belong to it: nodes that connect again. Later ones belong to the last job.
+        new = [] if head.job is not None else [event for event in head.events if event not in events]
+        head.job, head.events = job, sorted(events + new, key=lambda event: float(event["at"]))[-EVENTS:]
+
+
+async def relaunch(head: Head, job: str) -> None:
+    """See `Head.relaunch`, which never runs this twice at the same time."""
+    if job in head.journal.held:
+        return await head.enqueue(job)
+    state = await head.load(job)
+    if not state.ended_already and not _is_astray(head, state):
+        await head.change(lambda active, now: apply(active, EndGeneration(cause=Cause(kind="relaunch")), now), job)
+        return
+    while job in await head.journal.read_queue():  # its end is not in the bucket yet
+        async with head.published:
+            await head.published.wait()
+    state = state.replace(phase="queued", reason="", ended=None, restarts=0, failure=None, stopping="", ending=None)
+    await head.journal.replace(state.replace(counted_at=0.0, ordered_at=head.clock()))
+    if head.job is not None and head.job.id == job:
+        head.job = None
+    await head.enqueue(job)
+
+
+async def take_out(head: Head, job: str) -> bool:
+    """Take a job that waits out of the queue; False if the job is active, has ended, or is not in the queue.
+
+    The phase of the job becomes `stopped`. The state of a parked job is not changed.
+    """
+    async with head.taking:
+        if head.job is not None and head.job.id == job:
+            return False
+        if job not in (*head.jobs, *head.journal.held) and not await _find_astray(head, job):
+            return False
+        await head.journal.dequeue(job)
+        try:
+            state = await head.journal.read(job, own=True)
+        except UnreadableError:
+            head.add_event("job", f"{job}: the operator has taken it out of the queue; its state has not been changed")
+            return True
+        except StoreError:
+            raise
+        except SpotrunError:
+            head.add_event("job", f"{job}: the operator has taken it out of the queue; its state has been deleted")
+            return True
+        if state.ended_already:
+            return False
+        reason = "stopped by the operator before it ran"
+        await head.journal.replace(state.replace(phase="stopped", reason=reason, ended=head.clock()))
+    return True
+
+
+def _is_astray(head: Head, state: JobState) -> bool:
+    """Whether a job of this cluster has not ended, and is not in the queue.
+
+    Its state and the queue are two objects. A head may be killed, or the bucket may refuse, between the two writes.
+    """
+    known = [*head.jobs, *head.journal.held, *([head.job.id] if head.job else [])]
+    return state.cluster == head.cluster.name and not state.ended_already and state.id not in known
+
+
+async def _find_astray(head: Head, job: str) -> bool:
+    try:
+        return _is_astray(head, await head.journal.read(job))
+    except StoreError:
+        raise
+    except SpotrunError:  # there is no such job, or its state cannot be read
+        return False
