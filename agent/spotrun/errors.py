@@ -1,4 +1,4 @@
-"""The exceptions a user or a caller may meet. All derive from `SpotrunError`; its text is fit to print as it is."""
+"""The exceptions of this package. All derive from `SpotrunError`; their texts are written for users."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class SpotrunError(Exception):
-    """Root of the tree: something went wrong that the message explains, with what to do about it."""
+    """Root of the tree. The message says what is wrong and what to do about it."""
 
 
 class SpecError(SpotrunError):
@@ -31,7 +31,7 @@ class UnreadableError(SpotrunError):
 
 
 class CorruptError(SpotrunError):
-    """A snapshot, checkpoint or bundle is not what its record says. The message names the file."""
+    """A snapshot, checkpoint or bundle differs from its record. The message names the file."""
 
 
 class SetupError(SpotrunError):
@@ -43,13 +43,13 @@ class LinkError(SpotrunError):
 
 
 class CloudError(SpotrunError):
-    """The cloud refused. Subclasses tell apart what the caller must treat differently."""
+    """The cloud refused. Callers treat the subclasses differently."""
 
 
 class PartialError(CloudError):
-    """Some pools could not be asked about, as when a zone is out.
+    """The cloud did not answer for some pools, because a zone is out, for example.
 
-    known: the answer as far as it goes, of the type that the method returns. missing: pool → why it is not in it.
+    known: the answer for the other pools, of the type that the method returns. missing: pool → the reason.
     """
 
     def __init__(self, known: Any, missing: Mapping[str, str]) -> None:
@@ -58,16 +58,16 @@ class PartialError(CloudError):
 
 
 class StockoutError(CloudError):
-    """The zone has no such machine at the moment; another zone or a later try may have."""
+    """The zone has no such machine at the moment. Another zone may have one, or this zone later."""
 
 
 class GoneError(CloudError):
-    """What was asked for is not there."""
+    """The requested object does not exist."""
 
 
 class QuotaError(CloudError):
-    """The account may not have that many; trying again changes nothing."""
+    """The account may not have that many. Retrying does not help."""
 
 
 class CredentialsError(CloudError):
-    """The cloud does not know who asks, or that one may not do this. The message says what to do about it."""
+    """The credentials are missing, or have no right to do this. The message says what to do."""

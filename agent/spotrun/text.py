@@ -1,6 +1,6 @@
-"""Make text from outside safe for a terminal, and make values valid for JSON. Pure.
+"""Make text from outside safe for a terminal, and values valid for JSON. Pure.
 
-Names, events, logs and messages come from machines where a job's code runs. An escape sequence in them could overwrite
+Names, events, logs and messages come from machines that run a job's code. An escape sequence in them could overwrite
 earlier lines on an operator's terminal, set the window's title, or on some terminals type input.
 """
 
@@ -35,12 +35,12 @@ def clean(text: str) -> str:
 
 
 def line(text: str) -> str:
-    """The clean text on one line, so that a part of it cannot look like another line of the output."""
+    """The clean text on one line, so that no part of it can look like a line of the output."""
     return re.sub("[\n\t]+", " ", clean(text))
 
 
 def tidy(value: Any, long: tuple[str, ...] = ("traceback",)) -> Any:
-    """A JSON value in which every text is clean and on one line. long: keys whose text keeps its line breaks."""
+    """The JSON value with every text clean and on one line. long: keys whose text keeps its line breaks."""
     if isinstance(value, str):
         return line(value)
     if isinstance(value, list | tuple):

@@ -1,9 +1,8 @@
 """What head and agents say to each other: two whole documents, re-sent whenever they change.
 
-The head sends each agent an `Order`: everything that agent should be doing. The agent answers with a `Report`:
-everything that is. Both are complete in themselves, so a lost message, a new connection or a new head needs no
-replay: the newest document counts (as in a Kubernetes spec and status). Each is one JSON text frame over a
-WebSocket. Nothing here does I/O.
+The head sends each agent an `Order`: everything that the agent should do. The agent sends a `Report`: everything that
+it does. Both are complete, so nothing has to be replayed after a lost message, a new connection or a new head: the
+newest document counts (as in a Kubernetes spec and status). Each is one JSON text frame over a WebSocket. No I/O here.
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-MAX_MESSAGE = 1 << 20  # bytes; a larger frame is refused and the link closed
+MAX_MESSAGE = 1 << 20  # bytes; a larger frame is refused and the connection closed
 FORMAT = 1  # of the documents in the bucket: see `Kept`
-NODE_HEADER = "Spotrun-Node"  # header of an agent's request for a link: the node's name; `Authorization` has its secret
+NODE_HEADER = "Spotrun-Node"  # header of an agent's request to connect: the node's name. `Authorization` has its secret
 REFUSAL_HEADER = "Spotrun-Refusal"  # header of the answer to a refused request: the reason
 
 
 class Document(BaseModel):
-    """A frozen message part. A loss may be NaN, for which JSON has no number.
+    """A frozen message part. A logged number may be NaN, for which JSON has no number.
 
     Unknown keys are ignored: the other side may be of another version.
     """
@@ -41,17 +40,14 @@ def _known(value: int) -> int:
 
 
 class Kept(Document):
-    """A document that is kept in the bucket.
+    """A document in the bucket."""
 
-    format: of the document. A new key does not change the format. It goes up only when a reader of the older format
-    would get the document wrong. A document of a higher format cannot be read.
-    """
-
-    format: Annotated[int, AfterValidator(_known)] = FORMAT
+    # It goes up only when readers of the older format would misread the document, not for each new key.
+    format: Annotated[int, AfterValidator(_known)] = FORMAT  # a higher one cannot be read
 
 
 class StateRef(Document):
-    """A saved training state, ordered by (generation, step): the later generation counts, whatever its step."""
+    """A saved training state, ordered by (generation, step): a later generation is newer, even with a smaller step."""
 
     generation: int = Field(ge=0)
     step: int = Field(ge=0)
@@ -61,7 +57,7 @@ class Member(Document):
     """One node of a generation. Its place in `Generation.members` is its node rank."""
 
     node: str
-    boot: str  # the agent's incarnation: a node that came back is another member
+    boot: str  # id of the agent's process: a node that comes back is another member
     address: str
 
 
@@ -95,18 +91,18 @@ class Order(Document):
 
     kind: Literal["order"] = "order"
     epoch: int  # of the head that speaks; an agent ignores a lower one than it has seen
-    bundle: Bundle | None = None  # None: hold nothing, end everything
-    generation: Generation | None = None  # None: no workers; be ready. Workers of any other generation are ended
+    bundle: Bundle | None = None  # None: no job, end everything
+    generation: Generation | None = None  # None: no workers, but be ready. Workers of other generations are ended
     stop_at: int | None = None  # every worker of `generation` snapshots after this step and exits (drain)
     save: SaveOrder | None = None  # checkpoint at this step of `generation`
-    upload: StateRef | None = None  # with `generation` None: put this local snapshot into the bucket (save has parts)
+    upload: StateRef | None = None  # with `generation` None: upload this local snapshot; `save` has the parts
     dump: bool = False  # write the stacks of all workers to the log, then end them (they hang)
 
 
 class Failure(Document):
     """Why a worker ended early."""
 
-    kind: Literal["user", "peer", "signal", "hang", "setup"]  # peer: a collective failed, so someone else died
+    kind: Literal["user", "peer", "signal", "hang", "setup"]  # peer: a collective failed, so another worker died
     rank: int
     at: float  # epoch seconds
     message: str  # one line
@@ -119,7 +115,7 @@ class Worker(Document):
     rank: int
     pid: int
     step: int  # steps completed since the job began; -1 before the state is restored
-    base: int = -1  # the step at which it took up the work, this generation
+    base: int = -1  # the step at which it began in this generation
     stepped_at: float  # epoch seconds of the last completed step, 0 before the first
     samples: float = 0.0  # seen by this process in this generation
     total_steps: int = 0  # the script's own estimate of the job's length; 0: unknown
@@ -128,22 +124,22 @@ class Worker(Document):
     phases: tuple[float, float, float, float, float] = (0.0, 0.0, 0.0, 0.0, 0.0)
     stall: float = 0.0  # seconds spent copying snapshots, this generation
     stepping: float = 0.0  # seconds spent in steps, this generation
-    took: float = 0.0  # seconds from the beginning of the last snapshot until it counted; 0: none yet
+    took: float = 0.0  # seconds from the beginning of the last snapshot to its commit; 0: none yet
 
 
 class Part(Document):
-    """One uploaded piece of a checkpoint: the head writes the manifest when it has all."""
+    """One uploaded part of a checkpoint. The head writes the manifest when all parts are uploaded."""
 
     step: int
     generation: int
     index: int
     parts: int
     files: tuple[FileRef, ...]
-    whole: str = ""  # xxh3 of the snapshot it was cut from: parts of different ones make no checkpoint
+    whole: str = ""  # xxh3 of the snapshot that it was cut from: all parts must have the same one
 
 
 class FileRef(Document):
-    """An object of a checkpoint, with what it must be."""
+    """An object of a checkpoint, with its size and checksum."""
 
     name: str  # below the checkpoint's folder
     size: int
@@ -169,7 +165,7 @@ class Notice(Document):
 
 
 class Trouble(Document):
-    """Why this node's part of a checkpoint is not in the bucket yet; the node tries again by itself."""
+    """Why this node's part of a checkpoint is not in the bucket yet. The node retries."""
 
     step: int  # of the checkpoint that failed last
     message: str  # one line
@@ -179,7 +175,7 @@ class Trouble(Document):
 
 
 class Report(Document):
-    """Agent to head: what is."""
+    """Agent to head: what the agent does."""
 
     kind: Literal["report"] = "report"
     node: str
@@ -190,8 +186,8 @@ class Report(Document):
     ssh_port: int = 22
     devices: int = 1  # worker processes this node takes when the job says "auto"
     job: str | None = None
-    # checking: whether this machine is fit is not known yet. unfit: something is wrong with it. Neither takes a job.
-    # idle: no job. preparing: code, packages, forkserver. ready: could start at once. starting/running: workers live.
+    # checking: the machine is being checked. unfit: a check has failed. Neither takes a job.
+    # idle: no job. preparing: code, packages, fork server. ready: can start at once. starting, running: workers live.
     # drained: all workers stopped at stop_at. failed: a worker ended early. succeeded: all workers exited 0.
     # Phases from starting on are about `generation`.
     phase: Literal[
@@ -199,17 +195,17 @@ class Report(Document):
     ] = "idle"
     doing: str = ""  # the step that the node is at, such as "importing torch"; empty unless it prepares or starts
     doing_since: float = 0.0  # epoch seconds when that step began, by the node's clock
-    unfit: tuple[str, ...] = ()  # what is wrong with the machine, a line each
-    generation: int = 0  # the newest one this agent took part in, of this job
-    store: str = ""  # "host:port" for a generation to come in which this node is first
+    unfit: tuple[str, ...] = ()  # what is wrong with the machine, one line each
+    generation: int = 0  # the newest generation of this job that this agent took part in
+    store: str = ""  # "host:port" for the next generation, if this node is its first member
     workers: tuple[Worker, ...] = ()
     failure: Failure | None = None  # the first of this node's workers to fail in `generation`, or the set-up's
-    snapshot: StateRef | None = None  # the newest committed one in this node's memory
-    parts: tuple[Part, ...] = ()  # uploaded, manifest not yet seen
-    late: int | None = None  # stop or save step that came too late for a worker here: choose a later one
+    snapshot: StateRef | None = None  # the newest committed snapshot in this node's memory
+    parts: tuple[Part, ...] = ()  # uploaded, but the manifest has not been seen
+    late: int | None = None  # stop or save step that arrived too late for a worker here: choose a later one
     trouble: Trouble | None = None  # with uploads of parts to the bucket; None after one has succeeded
     notice: Notice | None = None
-    coming: Notice | None = None  # a notice whose end is far: the node trains on, and says it as `notice` in time
+    coming: Notice | None = None  # a notice with a distant deadline: the node trains on, and reports `notice` later
     stacks: str = ""  # bucket key of the stacks written on `dump`
 
 
@@ -224,19 +220,15 @@ class HeadRecord(Kept):
 
 
 class QueueRecord(Kept):
-    """clusters/<name>/queue.json: ids of the jobs not yet ended, the active one first.
+    """clusters/<name>/queue.json: the jobs that have not ended."""
 
-    held: ids of jobs that had not ended when the cluster went down. They wait for the operator.
-    up: the hash of the `UpRecord` that was in the bucket when the other jobs were queued; "": there was none.
-    """
-
-    jobs: tuple[str, ...]
-    held: tuple[str, ...] = ()
-    up: str = ""
+    jobs: tuple[str, ...]  # ids, the active job first
+    held: tuple[str, ...] = ()  # ids of jobs that had not ended when the cluster went down: they wait for the operator
+    up: str = ""  # hash of the `UpRecord` that was in the bucket when `jobs` were queued; "": there was none
 
 
 class UpRecord(Kept):
-    """clusters/<name>/up.json. When a head first reads a new one, it holds the jobs that are in the queue."""
+    """clusters/<name>/up.json. A head that reads a new one holds the jobs in the queue."""
 
     id: str
     at: float
@@ -252,13 +244,13 @@ class HostRecord(Kept):
     address: str
     port: int
     keys: tuple[str, ...]  # "ssh-ed25519 AAAA…" lines
-    machine: str = ""  # what the cloud's own way in knows it by: GCE's name, EC2's instance id
+    machine: str = ""  # its id for the cloud's own access: GCE's name, EC2's instance id
     zone: str = ""
-    token_sha256: str = ""  # `hash_of` the secret that this node's agent shows to the head; "" in the head's record
+    token_sha256: str = ""  # `hash_of` the secret of this node's agent; "" in the head's record
 
 
 class AliveRecord(Kept):
-    """clusters/<name>/alive/<node>.json: a node's sign of life, written again and again while it has a job."""
+    """clusters/<name>/alive/<node>.json: a node's sign of life, written repeatedly while the node has a job."""
 
     node: str
     boot: str
@@ -266,11 +258,11 @@ class AliveRecord(Kept):
     every: float  # seconds between two signs
     job: str
     generation: int  # as in Report
-    step: int  # the newest step that a worker of this node has completed; -1: none yet
+    step: int  # the newest step that a worker of this node has completed; -1: none
 
 
 class UnfitRecord(Kept):
-    """clusters/<name>/unfit/<node>.json: why a machine of that name was last not fit to train."""
+    """clusters/<name>/unfit/<node>.json: why the newest unfit machine of that name was not fit to train."""
 
     node: str
     boot: str

@@ -1,4 +1,4 @@
-"""Checkpoints in the bucket: which are complete, and removing old ones. No torch: the head asks.
+"""Checkpoints in the bucket: which are complete, and removing old ones. No torch: the head imports this.
 
 A checkpoint is complete when its manifest, written last and create-only, lists every file with size and checksum.
 """
@@ -27,9 +27,9 @@ _GENERATION = re.compile(r"g(\d+)-")
 
 
 def complete(store: Store, job: str, strict: bool = False) -> list[StateRef]:
-    """Complete checkpoints of the job, newest first. A checkpoint with a broken manifest is left out, with a warning.
+    """Complete checkpoints of the job, newest first. A broken manifest is skipped with a warning.
 
-    strict: raise `UnreadableError` if a manifest has a newer format, as its checkpoint may have the newest state.
+    strict: raise `UnreadableError` if a manifest has a newer format: its checkpoint may be the newest state.
     """
     found, newer = _manifests(store, job, _folders(store, job))
     if newer and strict:
@@ -39,9 +39,10 @@ def complete(store: Store, job: str, strict: bool = False) -> list[StateRef]:
 
 
 def prune(store: Store, job: str, keep: int) -> None:
-    """Remove complete checkpoints beyond the newest `keep`, and what is left of older incomplete ones.
+    """Remove complete checkpoints except the newest `keep`, and the files of older incomplete ones.
 
-    Call it when no checkpoint is being uploaded. A manifest goes first: a removal cut short leaves an incomplete one.
+    Call it while no checkpoint is being uploaded. The manifest is removed first, so an interrupted removal leaves an
+    incomplete checkpoint.
     """
     folders = _folders(store, job)
     manifests, newer = _manifests(store, job, folders)
@@ -63,7 +64,7 @@ def prune(store: Store, job: str, keep: int) -> None:
 
 
 def read_manifest(store: Store, job: str, step: int) -> Manifest:
-    """The manifest of a checkpoint. Raises `NotFound`; `ValueError`, naming the key, if it is junk."""
+    """The manifest of a checkpoint. Raises `NotFound`, or `ValueError`, naming the key, if it is invalid."""
     key = checkpoint_key(job, step)
     text = store.get(key)
     try:
@@ -72,7 +73,7 @@ def read_manifest(store: Store, job: str, step: int) -> Manifest:
         kind = _Newer if any(each["loc"] == ("format",) for each in error.errors()) else ValueError
         raise kind(f"{key} is not a manifest: {problem(error)}") from None
     if (manifest.job, manifest.step) != (job, step):
-        raise ValueError(f"{key} speaks of job {manifest.job}, step {manifest.step}")
+        raise ValueError(f"{key} is of job {manifest.job}, step {manifest.step}")
     if any(not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", file.name) for file in manifest.files):
         raise ValueError(f"{key} lists a file outside its folder")
     return manifest
@@ -88,7 +89,7 @@ def _newest_file(step: int, names: set[str]) -> tuple[int, int]:
 
 
 def _folders(store: Store, job: str) -> dict[int, set[str]]:
-    """Names of the files below each step's folder."""
+    """Names of the files in each step's folder."""
     folders: dict[int, set[str]] = {}
     for key in store.list(checkpoints_key(job)):
         if match := _FOLDER.search(key.removeprefix(checkpoints_key(job))):
@@ -97,7 +98,7 @@ def _folders(store: Store, job: str) -> dict[int, set[str]]:
 
 
 def _manifests(store: Store, job: str, folders: dict[int, set[str]]) -> tuple[dict[int, Manifest], dict[int, str]]:
-    """By step: manifests of complete checkpoints, and what is wrong with manifests of a newer format."""
+    """By step: manifests of complete checkpoints, and error messages of manifests of a newer format."""
     found: dict[int, Manifest] = {}
     newer: dict[int, str] = {}
     for step, names in folders.items():
@@ -108,13 +109,13 @@ def _manifests(store: Store, job: str, folders: dict[int, set[str]]) -> tuple[di
         except NotFound:
             continue  # removed since it was listed
         except ValueError as error:
-            log.warning("checkpoint passed over: %s", error)
+            log.warning("checkpoint skipped: %s", error)
             if isinstance(error, _Newer):
                 newer[step] = str(error)
             continue
         missing = {file.name for file in manifest.files} - names
         if missing:
-            log.warning("checkpoint passed over: %s is missing", checkpoint_key(job, step, min(missing)))
+            log.warning("checkpoint skipped: %s is missing", checkpoint_key(job, step, min(missing)))
             continue
         found[step] = manifest
     return found, newer

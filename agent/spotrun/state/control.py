@@ -1,8 +1,8 @@
 """The control block: one small shared file between an agent and each of its workers.
 
-The worker writes where it is (step, time, phases, what it logged); the agent writes where to stop. Each number is one
-aligned 8-byte store, so neither side ever waits for the other, and reading costs nanoseconds. It is the heartbeat
-and the hang detector. Standard library only: it is imported by the agent (no torch) and by training scripts.
+The worker writes its progress (step, times, logged numbers). The agent writes the step at which to stop. Each number is
+one aligned 8-byte store, so neither side waits for the other, and reading takes nanoseconds. The block is the heartbeat
+and the hang detector. Standard library only: both the agent (without torch) and training scripts import it.
 """
 
 from __future__ import annotations
@@ -14,77 +14,47 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 SIZE = 4096
-TEXT = 1024  # from here on: the JSON text of what run.log() was given
+TEXT = 1024  # offset of the JSON text with the numbers of run.log()
 NONE = -1
 
-# Exit codes of a worker, chosen among those that neither Python, shells nor signals use.
+# Exit codes of a worker. Python, shells and signals use none of these.
 EXIT_DRAINED = 86  # stopped at the step it was told to, snapshot committed
 EXIT_PEER = 87  # a collective failed: another rank is gone
 
-# Slot of each number (8 bytes each). Floats are kept as their bit pattern in a view of their own.
-_INTS = (
-    "generation",
-    "pid",
-    "rank",
-    "step",
-    "stop_at",
-    "snapshot_at",
-    "copied",
-    "committed",
-    "total_steps",
-    "exit",
-    "base",
-    "begun",
-)
-_FLOATS = (
-    "stepped_at",
-    "forked",
-    "entered",
-    "grouped",
-    "restored",
-    "stepped_first",
-    "stall",
-    "stepping",
-    "samples",
-    "expected",
-    "took",
-)
-
 
 class Control:
-    """A mapped control block. Every name in `_INTS` and `_FLOATS` is an attribute that reads and writes the file.
+    """A mapped control block. Each number is an attribute that reads and writes the file, the `int` ones first.
 
-    step: steps completed since the job began; `NONE` until the state is restored.
-    stop_at, snapshot_at: written by the agent; `NONE` for nothing. The worker obeys when step == that number.
-    begun, copied, committed: step of the newest snapshot that was begun, that is copied to memory, and whose record is
-    written. expected: seconds that it may take to be committed. took: those that the last one took; 0: none yet.
-    base: the step at which this process took up the work (what it restored); `NONE` until then.
-    exit: exit code that the worker is about to use; `NONE` while it runs.
+    Times are epoch seconds, 0 before the event. The agent writes `stop_at` and `snapshot_at`, and the worker obeys when
+    its step equals that number. The worker writes all other numbers. `NONE`: nothing yet.
     """
 
     generation: int
     pid: int
     rank: int
-    step: int
-    stop_at: int
-    snapshot_at: int
-    copied: int
-    committed: int
-    total_steps: int
-    exit: int
-    base: int
-    begun: int
-    stepped_at: float
+    step: int  # steps completed since the job began; NONE until the state is restored
+    stop_at: int  # drain at this step
+    snapshot_at: int  # snapshot at this step
+    copied: int  # step of the newest snapshot that is in memory
+    committed: int  # step of the newest snapshot that has its record
+    total_steps: int  # the script's estimate of the job's length
+    exit: int  # exit code that the worker is about to use
+    base: int  # step at which this process began: that of the restored state
+    begun: int  # step of the newest snapshot that was begun
+    stepped_at: float  # end of the newest step
     forked: float
-    entered: float
-    grouped: float
-    restored: float
-    stepped_first: float
-    stall: float
-    stepping: float
-    samples: float
-    expected: float
-    took: float
+    entered: float  # `spotrun.init` was called
+    grouped: float  # the process group was formed
+    restored: float  # the state was restored
+    stepped_first: float  # end of this process's first step
+    stall: float  # seconds spent copying snapshots
+    stepping: float  # seconds spent in steps
+    samples: float  # seen by this process
+    expected: float  # seconds that the snapshot under way may take until it is committed
+    took: float  # seconds that the last snapshot took; 0: none yet
+    _map: mmap.mmap
+    _ints: memoryview
+    _floats: memoryview
 
     def __init__(self, path: Path, create: bool = False) -> None:
         flags = os.O_RDWR | (os.O_CREAT | os.O_TRUNC if create else 0)
@@ -99,16 +69,12 @@ class Control:
         finally:
             os.close(handle)
         view = memoryview(self._map)
-        self.__dict__["_ints"] = view[: len(_INTS) * 8].cast("q")
-        start = len(_INTS) * 8
-        self.__dict__["_floats"] = view[start : start + len(_FLOATS) * 8].cast("d")
+        start = len(_INT_AT) * 8
+        self.__dict__["_ints"] = view[:start].cast("q")
+        self.__dict__["_floats"] = view[start : start + len(_FLOAT_AT) * 8].cast("d")
         if create:
             for name in ("step", "stop_at", "snapshot_at", "copied", "committed", "exit", "base", "begun"):
                 setattr(self, name, NONE)
-
-    _map: mmap.mmap
-    _ints: memoryview
-    _floats: memoryview
 
     def __getattr__(self, name: str) -> float:
         if name in _INT_AT:
@@ -126,14 +92,14 @@ class Control:
             raise AttributeError(f"a control block has no {name}")
 
     def write_metrics(self, metrics: dict[str, float]) -> None:
-        """Publish what run.log() was given; a reader that comes in between sees no metrics, never half of them."""
+        """Publish the numbers of run.log(). A reader sees all of them or none."""
         text = json.dumps(metrics).encode()[: SIZE - TEXT - 8]
         self._map[TEXT : TEXT + 8] = bytes(8)
         self._map[TEXT + 8 : TEXT + 8 + len(text)] = text
         self._map[TEXT : TEXT + 8] = len(text).to_bytes(8, "little")
 
     def read_metrics(self) -> dict[str, float]:
-        """What the worker logged last; empty if nothing, or if it is being written right now."""
+        """The numbers that the worker logged last; empty if there are none, or if they are being written."""
         size = int.from_bytes(self._map[TEXT : TEXT + 8], "little")
         if not 0 < size <= SIZE - TEXT - 8:
             return {}
@@ -149,32 +115,29 @@ class Control:
         self._map.close()
 
 
-_INT_AT = {name: index for index, name in enumerate(_INTS)}
-_FLOAT_AT = {name: index for index, name in enumerate(_FLOATS)}
+_INT_AT, _FLOAT_AT = (
+    {name: at for at, name in enumerate(name for name, kind in Control.__annotations__.items() if kind == wanted)}
+    for wanted in ("int", "float")
+)
 
 
 def _is_number(value: object) -> bool:
-    """Whether it is a number that a report can hold. JSON allows whole numbers of any size, a report does not."""
+    """Whether a report can hold the number: JSON allows integers of any size, a report does not."""
     return isinstance(value, float) or (isinstance(value, int) and abs(value) < 1 << 1000)
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a worker is told by its launcher, in one environment variable (`SPOTRUN_CONTEXT`, JSON).
-
-    slots: the folder in tmpfs that holds this node's snapshots of this job (see `spotrun.state.slots`).
-    snapshot_interval: steps; 0: adaptive.
-    checkpoints: (generation, step) of complete checkpoints in the bucket, newest first.
-    """
+    """What the launcher tells a worker, in one environment variable (`SPOTRUN_CONTEXT`, JSON)."""
 
     job: str
     generation: int
     node: str
-    control: str
-    slots: str
-    bucket: str
-    snapshot_interval: int = 0
-    checkpoints: list[tuple[int, int]] = field(default_factory=list)
+    control: str  # path of the worker's control block
+    slots: str  # folder in tmpfs with this node's snapshots of this job (see `spotrun.state.slots`)
+    bucket: str  # URL
+    snapshot_interval: int = 0  # steps; 0: adaptive
+    checkpoints: list[tuple[int, int]] = field(default_factory=list)  # (generation, step), complete, newest first
 
     VARIABLE = "SPOTRUN_CONTEXT"
 

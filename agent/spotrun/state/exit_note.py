@@ -1,6 +1,6 @@
-"""Why a worker ended early: a file beside its control block, which it writes itself, and what NCCL wrote into its log.
+"""Why a worker ended early: a note that the worker writes beside its control block, and NCCL's reason in its log.
 
-Standard library only: the agent reads what a training script has written.
+Standard library only: training scripts write the note, and the agent reads it.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from pathlib import Path
 LONGEST = 1000  # characters of a message
 TRACEBACK = 20000  # characters
 
-# How torch begins the reason for which its watchdog of NCCL ends a process (ProcessGroupNCCL.cpp, `Watchdog::run`).
+# torch's NCCL watchdog writes this before the reason why it ends a process (ProcessGroupNCCL.cpp, `Watchdog::run`).
 _ENDED = "Process group watchdog thread terminated with exception: "
 _STACK = re.compile(r"Exception raised from |frame #\d|\[rank\d+\]:")
 
 
 def path_for(control: str | Path) -> Path:
-    """Where the worker with that control block says why it ended early."""
-    return Path(f"{control}.failure")  # not with_suffix: what follows the dot in its name is the local rank
+    """The note of the worker with that control block."""
+    return Path(f"{control}.failure")  # not with_suffix: the part after the dot is the local rank
 
 
 def write(control: str | Path, kind: str, rank: int, message: str, traceback: str = "") -> None:
-    """Write them: a JSON object (kind, rank, at, message, traceback)."""
+    """Write the note: a JSON object (kind, rank, at, message, traceback)."""
     path = path_for(control)
     values = {"kind": kind, "rank": rank, "at": time.time(), "message": message[:LONGEST]}
     partial = path.with_suffix(".part")
@@ -34,7 +34,7 @@ def write(control: str | Path, kind: str, rank: int, message: str, traceback: st
 
 
 def summary(text: str) -> str:
-    """An error's message as one line: its first one, and what NCCL says below `Last error:`."""
+    """An error's message on one line: its first line, and NCCL's text after `Last error:`."""
     lines = [line.strip() for line in text.strip().splitlines()]
     found: list[str] = []
     for number, line in enumerate(lines):
@@ -49,6 +49,6 @@ def summary(text: str) -> str:
 
 
 def nccl_reason(tail: str) -> str:
-    """Why torch has ended the process that wrote this log, in one line; "" if NCCL was not the reason."""
+    """NCCL's reason, on one line, for which torch ended the process that wrote this log; "": there is none."""
     _, found, text = tail.rpartition(_ENDED)
     return summary(text) if found else ""

@@ -1,4 +1,4 @@
-"""The safetensors format, and cutting a snapshot into the shards of a checkpoint. No torch: the agent does the cutting.
+"""The safetensors format, and cutting a snapshot into the shards of a checkpoint. No torch: the agent cuts them.
 
 Format (https://huggingface.co/docs/safetensors, "Format"): 8 bytes little-endian header length, a JSON header that
 gives each tensor's dtype, shape and byte range, then the tensors' bytes without gaps.
@@ -31,7 +31,7 @@ MAX_HEADER = 100 << 20  # the limit of the safetensors library
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a file; its bytes are [start, stop) counted from the end of the header."""
+    """One tensor of a file. Its bytes are [start, stop), counted from the end of the header."""
 
     name: str
     dtype: str
@@ -41,7 +41,7 @@ class Entry:
 
 
 def layout(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[Entry, ...]:
-    """Place (name, dtype, shape) tensors one after the other: widest elements first, so that all are aligned."""
+    """Place (name, dtype, shape) tensors one after another: widest elements first, so that all are aligned."""
     entries: list[Entry] = []
     at = 0
     for name, dtype, shape in sorted(tensors, key=lambda tensor: -ITEM[tensor[1]]):
@@ -52,7 +52,7 @@ def layout(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[Entry, 
 
 
 def header(entries: Sequence[Entry]) -> bytes:
-    """The file's beginning, up to the first tensor's bytes. Offsets count from the first entry's start."""
+    """The file's bytes before the first tensor. Offsets count from the first entry's start."""
     base = entries[0].start if entries else 0
     fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
     for entry in entries:
@@ -81,14 +81,14 @@ def read_header(path: Path) -> tuple[tuple[Entry, ...], int]:
 
 
 def parse_header(text: bytes | str) -> tuple[Entry, ...]:
-    """Tensors in file order, from a file's JSON header. Raises `ValueError` unless they follow without a gap."""
+    """Tensors in file order, from a file's JSON header. Raises `ValueError` if there is a gap between them."""
     try:
         entries = [
             Entry(name, str(value["dtype"]), tuple(map(int, value["shape"])), *map(int, value["data_offsets"]))
             for name, value in json.loads(text).items()
             if name != "__metadata__"
         ]
-        # Of those that begin together the empty ones come first.
+        # At the same offset, empty tensors come first.
         entries.sort(key=lambda entry: (entry.start, entry.stop))
         at = 0
         for entry in entries:
@@ -96,14 +96,14 @@ def parse_header(text: bytes | str) -> tuple[Entry, ...]:
                 raise ValueError(f"tensor {entry.name} is out of place")
             at = entry.stop
     except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise ValueError(f"its header is junk ({type(error).__name__}: {error})") from None
+        raise ValueError(f"its header is invalid ({type(error).__name__}: {error})") from None
     return tuple(entries)
 
 
 def partition(sizes: Sequence[int], parts: int) -> list[range]:
-    """Cut a row of tensors of these sizes (bytes) into `parts` runs, each at most sum/parts + the largest.
+    """Cut tensors of these sizes (bytes) into `parts` runs of at most sum/parts + the largest size.
 
-    A tensor goes to the part that its middle byte falls into.
+    A tensor goes to the part in which its middle byte lies.
     """
     total = sum(sizes)
     runs = [0] * parts
@@ -116,12 +116,12 @@ def partition(sizes: Sequence[int], parts: int) -> list[range]:
 
 
 def shard_name(generation: int, index: int, parts: int) -> str:
-    """`index` counts from 0, names from 1, as is usual for sharded safetensors."""
+    """`index` counts from 0. Names count from 1, as usual for sharded safetensors."""
     return f"g{generation}-shard-{index + 1:05d}-of-{parts:05d}.safetensors"
 
 
 def state_name(generation: int, parts: int) -> str:
-    """The number of parts is in every name: a late upload of another cut must not overwrite a file of this one."""
+    """Every name has the number of parts, so a late upload of other parts overwrites no file of these."""
     return f"g{generation}-state-of-{parts:05d}.json"
 
 
@@ -133,7 +133,7 @@ def write_part(folder: Path, slot: int, index: int, parts: int, out_dir: Path) -
     """Write this node's part of a checkpoint: (object name, file, size, xxh3) of each file written to `out_dir`.
 
     The caller holds `slots.reading(folder, slot)`. Part 0 also writes the record and the index of all shards. Raises
-    `CorruptError` if the slot holds no whole snapshot.
+    `CorruptError` if the slot has no whole snapshot.
     """
     record = slots.read(folder, slot)
     source = slots.data_path(folder, slot)
@@ -170,7 +170,7 @@ def _write_shard(source: Path, begin: int, entries: Sequence[Entry], target: Pat
 
 
 def append(shard: Path, entries: Sequence[Entry], target: Path) -> None:
-    """Put a shard's tensors behind what `target` holds already. Raises `CorruptError` unless they are `entries`."""
+    """Append a shard's tensors to `target`. Raises `CorruptError` if they are not `entries`."""
     found, begin = read_header(shard)
     wanted = [(entry.name, entry.dtype, entry.shape) for entry in entries]
     if [(entry.name, entry.dtype, entry.shape) for entry in found] != wanted:

@@ -1,8 +1,8 @@
 """Snapshots on tmpfs: two slots, each a safetensors file and a commit record, written in turn.
 
-A slot's record is removed before the slot is written and put back (by rename) after, with size and checksum, so a
-slot with a record is whole whenever its writer died. The uploader takes a shared lock while it copies out of a slot;
-the writer passes over a slot so locked. No torch here: the agent reads slots too.
+A writer removes a slot's record, writes the data, and then writes a new record (by rename) with size and checksum. So a
+slot with a record is whole, even if a writer dies. The uploader holds a shared lock while it copies a slot, and the
+writer skips a locked slot. No torch here: the agent reads slots too.
 
     <folder>/0.safetensors  <folder>/0.json  <folder>/1.safetensors  <folder>/1.json  <folder>/0.lock …
 """
@@ -31,21 +31,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Record:
-    """A committed snapshot. `state` is what is not a tensor, as JSON values (see train/snapshot.py).
-
-    size: bytes of the data file. xxh3: hex digest (128 bits) of the whole data file.
-    """
+    """A committed snapshot."""
 
     job: str
     generation: int
     step: int
-    size: int
-    xxh3: str
-    state: Any
+    size: int  # bytes of the data file
+    xxh3: str  # hex digest (128 bits) of the data file
+    state: Any  # everything but the tensors, as JSON values (see train/encoding.py)
 
     @property
     def order(self) -> tuple[int, int]:
-        """Later is newer: a later generation counts whatever its step."""
+        """Newer snapshots compare greater. A later generation is newer, even with a smaller step."""
         return (self.generation, self.step)
 
 
@@ -58,7 +55,7 @@ def record_path(folder: Path, slot: int) -> Path:
 
 
 def commit(folder: Path, slot: int, record: Record) -> None:
-    """Make the slot count. Its data must be in place."""
+    """Write the slot's record. Its data must be complete."""
     target = record_path(folder, slot)
     partial = target.with_suffix(".part")
     text = json.dumps(asdict(record))
@@ -67,26 +64,26 @@ def commit(folder: Path, slot: int, record: Record) -> None:
 
 
 def revoke(folder: Path, slot: int) -> None:
-    """Take back the slot's record, before its data is overwritten."""
+    """Remove the slot's record. Call it before the data is overwritten."""
     record_path(folder, slot).unlink(missing_ok=True)
 
 
 def read(folder: Path, slot: int) -> Record | None:
-    """The slot's record; None if there is none or it is not a record (then said in the log)."""
+    """The slot's record; None if it is missing or damaged. Damage is logged."""
     path = record_path(folder, slot)
     try:
         outer = json.loads(path.read_text())
         # A learning rate with a flipped bit is as bad as a weight with one.
         if xxhash.xxh3_128_hexdigest(outer["record"].encode()) != outer["xxh3"]:
-            raise ValueError("it is not what was written")
+            raise ValueError("its checksum is wrong")
         record = Record(**json.loads(outer["record"]))
         if not all(isinstance(value, int) and value >= 0 for value in (record.generation, record.step, record.size)):
-            raise ValueError("its numbers are none")
+            raise ValueError("its numbers are invalid")
         return record
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        log.warning("snapshot record %s is not readable, passed over: %s", path, error)
+        log.warning("snapshot record %s cannot be read, skipped: %s", path, error)
         return None
 
 
@@ -97,7 +94,7 @@ def newest(folder: Path, job: str) -> list[tuple[int, Record]]:
 
 
 def digest(path: Path) -> tuple[int, str]:
-    """(size, xxh3 of 128 bits as hex) of a file. The hash lets the GIL go."""
+    """(size, xxh3 of 128 bits as hex) of a file. Hashing releases the GIL."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size == 0:
@@ -107,7 +104,7 @@ def digest(path: Path) -> tuple[int, str]:
 
 
 def verify(folder: Path, slot: int, record: Record) -> None:
-    """Raises `CorruptError`, naming the file, unless the slot's data is what the record says."""
+    """Raise `CorruptError`, naming the file, if the slot's data differs from the record."""
     path = data_path(folder, slot)
     try:
         size, found = digest(path)
@@ -122,7 +119,7 @@ def verify(folder: Path, slot: int, record: Record) -> None:
 
 @contextmanager
 def reading(folder: Path, slot: int) -> Iterator[None]:
-    """Hold the slot still while copying out of it. The kernel lets go if this process dies."""
+    """Lock the slot while copying from it. If this process dies, the kernel unlocks it."""
     with (folder / f"{slot}.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)
         now = time.time_ns()
@@ -134,7 +131,7 @@ def reading(folder: Path, slot: int) -> Iterator[None]:
 
 
 def last_read(folder: Path, slot: int) -> int:
-    """When someone last began `reading` the slot: epoch nanoseconds, only good for comparing. 0: never."""
+    """Time of the last `reading` of the slot, in epoch nanoseconds, only for comparison. 0: never."""
     try:
         return os.stat(folder / f"{slot}.lock").st_mtime_ns
     except FileNotFoundError:
@@ -143,7 +140,7 @@ def last_read(folder: Path, slot: int) -> int:
 
 @contextmanager
 def writing(folder: Path, slot: int) -> Iterator[bool]:
-    """Whether the slot may be written now; never waits."""
+    """Lock the slot to write it, without waiting. Yields whether this succeeded."""
     with (folder / f"{slot}.lock").open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -5,7 +5,7 @@ from __future__ import annotations
 # How keys begin, or what is within a job's; the stacks of `infra` give nodes their rights by these.
 CODE, DATA, JOBS = "code/", "data/", "jobs/"  # bundles; what operators put there for jobs to read; the jobs' own
 CHECKPOINTS, LOGS, METRICS, SYSTEM = "checkpoints", "logs", "metrics", "system"  # of a job
-RECORD = 64 << 10  # bytes of a node's record at most: a job's code could write a larger one
+RECORD = 64 << 10  # bytes: limit for a node's record, which a job's code could overwrite with a larger one
 LOG_TAG = {"spotrun-kind": "log"}  # on S3, whose rules cannot tell logs by the end of their keys
 
 
@@ -19,17 +19,17 @@ def head_key(cluster: str) -> str:
 
 
 def cluster_key(cluster: str) -> str:
-    """The cluster's description (`ClusterSpec` as JSON): whoever brings the cluster up writes it, the head reads it."""
+    """The cluster's description (`ClusterSpec` as JSON): `make up` writes it, the head reads it."""
     return f"clusters/{cluster}/cluster.json"
 
 
 def epoch_key(cluster: str, epoch: int) -> str:
-    """Created, never replaced: the head that creates it is head number `epoch`."""
+    """Never replaced. The head that creates it is head number `epoch`."""
     return f"clusters/{cluster}/epochs/{epoch:06d}"
 
 
 def queue_key(cluster: str) -> str:
-    """Ids of the jobs not yet ended, the active one first (JSON list)."""
+    """Ids of the jobs that have not ended (`wire.QueueRecord`)."""
     return f"clusters/{cluster}/queue.json"
 
 
@@ -43,7 +43,7 @@ def host_key(cluster: str, node: str) -> str:
 
 
 def unfit_key(cluster: str, node: str) -> str:
-    """Why that node takes no job; of the newest machine of that name that did not."""
+    """Why the newest unfit machine of that name took no job (`wire.UnfitRecord`)."""
     return f"clusters/{cluster}/unfit/{node}.json"
 
 
@@ -53,12 +53,12 @@ def alive_key(cluster: str, node: str) -> str:
 
 
 def replaced_key(cluster: str) -> str:
-    """Machines for which the cloud was asked for others lately (`head.replacements`)."""
+    """Machines whose replacement was requested lately (`head.fleet.replacements`)."""
     return f"clusters/{cluster}/replaced.json"
 
 
 def acceptance_key(cluster: str, name: str) -> str:
-    """Of `make acceptance`: state.json, report.md, report.json."""
+    """Files of `make acceptance`: state.json, report.md, report.json."""
     return f"clusters/{cluster}/acceptance/{name}"
 
 
