@@ -19,6 +19,8 @@ from spotrun.spec import ClusterSpec
 
 # Dollars for a GB and a month of the bucket: docs/gcp.md and docs/aws.md.
 _BUCKET = {"gcp": 0.020, "aws": 0.023}
+# The head's event about a notice whose end is far.
+_COMING = r"will be taken at .* UTC: maintenance"
 _REFUSED = r"\b403\b|Forbidden|AccessDenied|UnauthorizedOperation|PERMISSION_DENIED|may not do"
 
 
@@ -69,6 +71,21 @@ def notice_order(found: Trace) -> Facts:
     if not any(line["key"] == "preempted" and line["value"] == "TRUE" for line in seen):
         raise Failed("simulateMaintenanceEvent did not set `preempted`", {"order": order})
     return {"order": order}
+
+
+def maintenance_notice(found: Trace) -> Facts:
+    """Whether a machine trained on after word of maintenance whose time is far: the agent reports it as coming."""
+    told = [text for text in found.events if re.search(_COMING, text)]
+    seen = [line for line in found.all("notice") if line["key"] == "maintenance-event"]
+    facts: Facts = {"metadata": ", ".join(str(line["value"]) for line in seen) or "no change"}
+    facts |= {"event": told[0] if told else "none", "steps": int(found.last["step"])}
+    if interruptions := [each["kind"] for each in found.last["interruptions"]]:
+        raise Failed(f"the machine did not train on: {', '.join(interruptions)}", facts)
+    if not seen:
+        raise NotRun("simulateMaintenanceEvent gave this machine no word of maintenance while the job ran")
+    if not told:
+        raise Failed("the metadata server announced maintenance, and the agent did not report it", facts)
+    return facts
 
 
 def disk_encryption(cluster: ClusterSpec) -> Facts:

@@ -11,6 +11,7 @@ from scripts.acceptance.record import Facts, Failed, NotRun
 from scripts.acceptance.rig import Rig
 from scripts.acceptance.steps import Step
 from scripts.home import home
+from scripts.ssh import Access
 from spotrun import cloud
 from spotrun.errors import SpotrunError
 
@@ -148,6 +149,15 @@ def _left(rig: Rig, _: Step) -> Facts:
     return accounts.left(rig.cluster, rig.file)
 
 
+def _judge(judge: Callable[[trace.Trace], Facts]) -> Check:
+    """A check that only reads what came of the step's job."""
+    return lambda rig, step: judge(rig.trace(step.job))
+
+
+def _on_head(ask: Callable[[Access], Facts]) -> Check:
+    return lambda rig, _: ask(rig.access)
+
+
 CHECKS: Mapping[str, Check] = {
     "tools": _tools,
     "login": _login,
@@ -159,15 +169,15 @@ CHECKS: Mapping[str, Check] = {
     "up": _up,
     "ways in": _ways_in,
     "host keys": _host_keys,
-    "grants": lambda rig, _: accounts.grants(rig.access),
-    "guest agent": lambda rig, _: accounts.guest_agent(rig.access),
-    "instance connect": lambda rig, _: accounts.instance_connect(rig.access),
+    "grants": _on_head(accounts.grants),
+    "guest agent": _on_head(accounts.guest_agent),
+    "instance connect": _on_head(accounts.instance_connect),
     "join": _join,
     "gate": _gate,
     "node ssh": _node_ssh,
     "notice": _notice,
     "replacement": _replacement,
-    "notice order": lambda rig, step: accounts.notice_order(rig.trace(step.job)),
+    "notice order": _judge(accounts.notice_order),
     "shutdown budget": partial(_interruption, "preempt"),
     "disk encryption": lambda rig, _: accounts.disk_encryption(rig.cluster),
     "reference": _reference,
@@ -176,18 +186,20 @@ CHECKS: Mapping[str, Check] = {
     "equality": partial(_equality, "reference"),
     "gpu up": _up,
     "gpu gate": _gate,
-    "matrix product": lambda rig, step: devices.matrix(rig.trace(step.job)),
-    "snapshot copy": lambda rig, step: devices.copy(rig.trace(step.job)),
-    "fork server": lambda rig, step: devices.fork(rig.trace(step.job)),
-    "gpu tests": lambda rig, step: devices.tests(rig.trace(step.job)),
-    "efa layout": lambda rig, step: devices.efa(rig.trace(step.job)),
+    "matrix product": _judge(devices.matrix),
+    "snapshot copy": _judge(devices.copy),
+    "fork server": _judge(devices.fork),
+    "gpu tests": _judge(devices.tests),
+    "efa layout": _judge(devices.efa),
     "all-reduce": lambda rig, step: devices.all_reduce(rig.trace(step.job), rig.cluster),
     "vit": lambda rig, step: devices.vit(rig.access, rig.trace(step.job)),
     "gpu reference": _reference,
     "gpu preempt": partial(_interruption, "preempt"),
     "gpu kill": partial(_interruption, "kill"),
-    "state transfer": lambda rig, step: devices.transfer(rig.trace(step.job)),
+    "state transfer": _judge(devices.transfer),
+    "nccl segments": _judge(devices.segments),
     "gpu equality": partial(_equality, "gpu reference"),
+    "maintenance notice": _judge(accounts.maintenance_notice),
     "moved up": _up,
     "placement": lambda rig, step: devices.placement(rig.facts_of("all-reduce"), rig.trace(step.job), rig.cluster),
     "down": _down,

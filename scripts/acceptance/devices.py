@@ -130,3 +130,14 @@ def transfer(found: Trace) -> Facts:
         raise SpotrunError("the books do not say how long the state took")
     seconds = phases[4] - phases[3]
     return {"state GB": round(size / 1e9, 2), "restored s": round(seconds, 2), "GB/s": round(size / 1e9 / seconds, 2)}
+
+
+def segments(found: Trace) -> Facts:
+    """NCCL's shared memory that no process used at the end of a job whose machines were taken."""
+    lines = found.all("segments")
+    if not lines:
+        raise SpotrunError("the probe of shared memory printed nothing")
+    facts: Facts = {"machines": len(lines), "segments": sum(int(line["segments"]) for line in lines)}
+    if left := [f"{line['node']}: {path}" for line in lines for path in line["left"]]:
+        raise Failed(f"left by killed workers: {', '.join(left)}", facts)
+    return facts

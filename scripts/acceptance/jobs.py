@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,30 +27,27 @@ class Taken:
 
 @dataclass(frozen=True)
 class Plan:
-    """A job of an acceptance.
-
-    folder, script, args, nodes, settings: as in a job file; settings: its other keys. take: machines that are taken,
-    one after the other. ways: whether the ways into a node are tried while it runs. expects: the probes whose lines its
-    log must have.
-    """
+    """A job of an acceptance. script, args, nodes: as in a job file."""
 
     script: str = "train.py"
     args: tuple[str, ...] = ()
     nodes: int = 1
-    folder: Path = PROBES
-    settings: dict[str, Any] | None = None
-    take: tuple[Taken, ...] = ()
-    ways: bool = False
-    expects: tuple[str, ...] = ("train",)
+    folder: Path = PROBES  # the job's folder
+    settings: dict[str, Any] | None = None  # the other keys of its job file
+    take: tuple[Taken, ...] = ()  # machines that are taken, one after the other
+    ways: bool = False  # whether the ways into a node are tried while it runs
+    expects: tuple[str, ...] = ("train",)  # the probes whose lines its log must have
+    steady: bool = False  # whether it runs on on-demand machines with GPUs only
 
-    def job_file(self, name: str) -> dict[str, Any]:
-        """What its job file says."""
+    def job_file(self, name: str, steady: Sequence[str] = ()) -> dict[str, Any]:
+        """What its job file says. steady: the pools for a job with `steady`."""
         return {
             "name": name.replace(" ", "-"),
             "script": self.script,
             "args": list(self.args),
             "nodes": self.nodes,
             **(self.settings or {}),
+            **({"pools": list(steady)} if self.steady else {}),
         }
 
 
@@ -84,7 +82,8 @@ def plans(cloud: str) -> dict[str, Plan]:
         "moved pair": pair,
         "gpu vit": Plan(args=("--batch-size=256", "--steps=300"), nodes=2, folder=VIT, expects=()),
         "gpu reference": Plan(args=(*train, *heavy), nodes=2),
-        "gpu faults": replace(faults, args=(*faults.args, *heavy)),
+        "gpu faults": replace(faults, args=(*faults.args, *heavy), expects=("train", "segments")),
+        "gpu maintenance": Plan(args=(*train, "--hold=60", "--watch"), take=(Taken("preempt", 60),), steady=True),
     }
 
 

@@ -22,6 +22,11 @@ def has_gpus(pool: PoolSpec) -> bool:
     return pool.accelerator is not None or pool.machine in GPUS
 
 
+def steady(cluster: ClusterSpec) -> list[str]:
+    """The pools with on-demand machines with GPUs: before maintenance, Google gives these an hour of notice."""
+    return [pool.name for pool in cluster.pools if has_gpus(pool) and pool.market == "on-demand"]
+
+
 def small(cluster: ClusterSpec) -> ClusterSpec:
     """The cluster with machines without GPUs instead of its own, one pool a zone; itself where none has GPUs.
 
@@ -59,6 +64,8 @@ def missing(step: Step, cluster: ClusterSpec) -> str:
         if most < (2 if step.needs == "two gpus" else 1):
             wanted = "two machines with GPUs" if step.needs == "two gpus" else "a machine with GPUs"
             return f"it needs {wanted}, and the cluster's pools have at most {most}"
+    if step.name == "maintenance notice" and not steady(cluster):
+        return "no pool of the cluster has on-demand machines with GPUs"
     if step.name == "efa layout" and not cluster.network.efa:
         return "network.efa is false in the cluster file"
     return ""

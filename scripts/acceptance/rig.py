@@ -120,7 +120,9 @@ class Rig:
 
     def _submit(self, name: str, access: Access) -> str:
         spec = (self._standing or self.site("head")).cluster
-        file = stage_job(self.folder / "jobs" / name.replace(" ", "-"), name, self._plans[name])
+        file = stage_job(
+            self.folder / "jobs" / name.replace(" ", "-"), name, self._plans[name], plan.steady(self.cluster)
+        )
         self._submitted[name] = jobs.submit(access, spec, str(file), lambda _: None)
         return self._submitted[name]
 
@@ -137,14 +139,14 @@ def _given(value: object) -> object:
     return [_given(each) for each in value] if isinstance(value, list) else value
 
 
-def stage_job(folder: Path, name: str, planned: Plan) -> Path:
+def stage_job(folder: Path, name: str, planned: Plan, steady: Sequence[str] = ()) -> Path:
     """Copy a job's folder to `folder` with a job file of its own; that file's path."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(planned.folder, folder, ignore=_IGNORED)
     if planned.script == "tests.py":
         _add_tests(folder)
     file = folder / "job.yaml"
-    file.write_text(json.dumps(planned.job_file(name)) + "\n")
+    file.write_text(json.dumps(planned.job_file(name, steady)) + "\n")
     return file
 
 

@@ -18,31 +18,28 @@ PATIENCE = 3.0  # a step may take so many times as long as is usual
 
 @dataclass(frozen=True)
 class Step:
-    """One thing to try.
+    """One thing to try."""
 
-    name: as reports and checks call it. stage: when it is done, and with how many machines. needs: what the cluster
-    must have for it. proves: what holds if it passes. minutes: how long it usually takes. remedy: what to do if it
-    fails. gate: if it fails, the rest of its stage is not run. sets_up: the stages whose cluster it brings up; it is
-    done again before any step of these. clouds: where it can be tried; empty: everywhere. job: the job that it reads,
-    of `jobs.PLANS`.
-    """
-
-    name: str
-    stage: Stage
-    needs: Needs
-    proves: str
-    minutes: float
-    remedy: str
-    gate: bool = False
-    sets_up: tuple[Stage, ...] = ()
-    clouds: tuple[str, ...] = ()
-    job: str = ""
+    name: str  # as reports and checks call it
+    stage: Stage  # when it is done, and with how many machines
+    needs: Needs  # what the cluster must have for it
+    proves: str  # what is true if it passes
+    minutes: float  # how long it usually takes
+    remedy: str  # what to do if it fails
+    gate: bool = False  # if it fails, the rest of its stage is not run
+    sets_up: tuple[Stage, ...] = ()  # the stages whose cluster it brings up; it is done again before any step of these
+    clouds: tuple[str, ...] = ()  # where it can be tried; empty: everywhere
+    job: str = ""  # the job that it reads, of `jobs.plans`
 
     @property
     def limit(self) -> float:
         """Seconds that it may take."""
         return 60 * self.minutes * PATIENCE
 
+
+# Remedies that several steps have.
+_PAUSE = "the parts of the pause in the report say where the time went"
+_TERRAFORM = "Terraform's words are on stderr"
 
 _DESK = (
     Step(
@@ -149,11 +146,11 @@ _MACHINES = (
     ),
     Step(
         "preempt", "machines", "local", "one of two machines is taken with notice: no step is lost", 5,
-        "the parts of the pause in the report say where the time went", job="faults",
+        _PAUSE, job="faults",
     ),
     Step(
         "kill", "machines", "local", "one of two machines is taken without notice: training goes on", 1,
-        "the parts of the pause in the report say where the time went", job="faults",
+        _PAUSE, job="faults",
     ),
     Step(
         "equality", "machines", "local", "the disturbed run ends with the undisturbed run's bits", 0.1,
@@ -164,7 +161,7 @@ _MACHINES = (
 _GPU = (
     Step(
         "gpu up", "gpu", "gpu", "the cluster follows its own file, with its own pools", 3,
-        "Terraform's words are on stderr", gate=True, sets_up=("gpu", "gpus"),
+        _TERRAFORM, gate=True, sets_up=("gpu", "gpus"),
     ),
     Step(
         "gpu gate", "gpu", "gpu", "driver, GPUs and adapters pass every line of the health gate", 8,
@@ -209,26 +206,35 @@ _GPUS = (
     ),
     Step(
         "gpu preempt", "gpus", "two gpus", "one of two GPU machines is taken with notice: no step is lost", 8,
-        "the parts of the pause in the report say where the time went", job="gpu faults",
+        _PAUSE, job="gpu faults",
     ),
     Step(
         "gpu kill", "gpus", "two gpus", "one of two GPU machines is taken without notice: training goes on", 6,
-        "the parts of the pause in the report say where the time went", job="gpu faults",
+        _PAUSE, job="gpu faults",
     ),
     Step(
         "state transfer", "gpus", "two gpus", "a newcomer gets 4 GB of state; the report has the rate", 0.1,
         "a tenth of the all-reduce's speed is the network between zones or a wrong interface", job="gpu faults",
     ),
     Step(
+        "nccl segments", "gpus", "two gpus", "no shared memory of NCCL is left by workers that were killed", 0.1,
+        "`make run CMD='ls -l /dev/shm'` shows the files; report them with the agent's log", job="gpu faults",
+    ),
+    Step(
         "gpu equality", "gpus", "two gpus", "with one GPU a machine, the bits are those of the undisturbed run", 0.1,
         "report both digests: a step was lost or done twice", job="gpu faults",
+    ),
+    Step(
+        "maintenance notice", "gpus", "gpu", "a machine with an hour of notice before maintenance trains on", 8,
+        "the events in the report say what the agent saw; `make logs` has what the metadata server said",
+        clouds=("gcp",), job="gpu maintenance",
     ),
 )  # fmt: skip
 
 _MOVED = (
     Step(
         "moved up", "moved", "two gpus", "the cluster follows a change of network.placement", 3,
-        "Terraform's words are on stderr", gate=True, sets_up=("moved",),
+        _TERRAFORM, gate=True, sets_up=("moved",),
     ),
     Step(
         "placement", "moved", "two gpus", "what network.placement is worth: the speed with it and without it", 6,

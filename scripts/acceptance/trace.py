@@ -38,21 +38,17 @@ class How:
 
 @dataclass
 class Trace:
-    """What came of a job.
+    """What came of a job."""
 
-    job: its id. last: the last status of it. marks: when something was seen first, epoch seconds. lines: what its
-    probes printed. taken: (kind, node) of the machines that were taken. nodes: every machine that was seen with it.
-    ways: what the ways into a node said; `ways_error`: why one failed.
-    """
-
-    job: str
-    last: Status = field(default_factory=dict)
-    marks: dict[str, float] = field(default_factory=dict)
-    lines: list[dict[str, Any]] = field(default_factory=list)
-    taken: list[tuple[str, str]] = field(default_factory=list)
-    nodes: dict[str, float] = field(default_factory=dict)
-    ways: Facts | None = None
-    ways_error: str = ""
+    job: str  # its id
+    last: Status = field(default_factory=dict)  # its last status
+    marks: dict[str, float] = field(default_factory=dict)  # when something was seen first, epoch seconds
+    lines: list[dict[str, Any]] = field(default_factory=list)  # what its probes printed
+    taken: list[tuple[str, str]] = field(default_factory=list)  # (kind, node) of the machines that were taken
+    nodes: dict[str, float] = field(default_factory=dict)  # every machine that was seen with it
+    events: dict[str, None] = field(default_factory=dict)  # the texts of the head's events, in order
+    ways: Facts | None = None  # what the ways into a node said
+    ways_error: str = ""  # why one of them failed
 
     def said(self, probe: str) -> dict[str, Any]:
         """The newest line of a probe. Raises `SpotrunError` if there is none."""
@@ -87,6 +83,7 @@ class Watch:
         if job is None:
             return
         note(self._trace, job, nodes, time.time())
+        self._trace.events |= dict.fromkeys(str(event["text"]) for event in status["events"])
         if time.monotonic() > self._deadline:
             with contextlib.suppress(SpotrunError):
                 control.ask(self._access, "stop", "--job", self._trace.job)

@@ -8,8 +8,9 @@ from typing import Any, cast
 
 import pytest
 
-from scripts.acceptance import accounts, devices
+from scripts.acceptance import accounts, devices, plan
 from scripts.acceptance.checks import CHECKS
+from scripts.acceptance.jobs import plans
 from scripts.acceptance.probes.words import transport
 from scripts.acceptance.record import Failed, NotRun
 from scripts.acceptance.rig import Rig
@@ -19,7 +20,7 @@ from scripts.acceptance.trace import Trace, _parsed
 from scripts.home import home
 from spotrun.cloud.local.layout import Layout
 from spotrun.errors import SpotrunError
-from spotrun.spec import load_cluster
+from spotrun.spec import PoolSpec, load_cluster
 
 ROOT = Path(__file__).parents[2]
 G5 = load_cluster(ROOT / "clusters/aws-g5.yaml")
@@ -30,7 +31,7 @@ H100 = "NVIDIA H100 80GB HBM3"
 def seen(*lines: dict[str, Any], interruptions: tuple[dict[str, Any], ...] = ()) -> Trace:
     return Trace(
         "job",
-        last={"interruptions": list(interruptions), "generation": 2},
+        last={"interruptions": list(interruptions), "generation": 2, "step": 300},
         lines=[{"rank": 0, **line} for line in lines],
     )
 
@@ -114,6 +115,54 @@ def test_what_pytest_says_of_a_gpu() -> None:
     with pytest.raises(Failed, match=r"1 failed, 7 passed; failed: .*test_y"):
         devices.tests(seen(line))
     assert devices.tests(seen(line | {"status": 0})) == {"pytest": "1 failed, 7 passed"}
+
+
+def test_shared_memory_that_killed_workers_left() -> None:
+    tidy = {"probe": "segments", "node": "a", "segments": 2, "left": []}
+    assert devices.segments(seen(tidy, tidy | {"node": "b"})) == {"machines": 2, "segments": 4}
+    with pytest.raises(Failed, match="left by killed workers: b: /dev/shm/nccl-x"):
+        devices.segments(seen(tidy, tidy | {"node": "b", "left": ["/dev/shm/nccl-x"]}))
+    with pytest.raises(SpotrunError, match="printed nothing"):
+        devices.segments(seen())
+
+
+MAINTENANCE = {"probe": "notice", "key": "maintenance-event", "value": "TERMINATE_ON_HOST_MAINTENANCE", "at": 1.0}
+COMING = "c--gpu-0 will be taken at 16:40 UTC: maintenance; it trains on until shortly before"
+
+
+@pytest.mark.parametrize(
+    ("lines", "event", "interruptions", "error", "why"),
+    [
+        ((MAINTENANCE,), COMING, (), None, ""),
+        ((MAINTENANCE,), "c--gpu-0 will be taken: maintenance", (), Failed, "the agent did not report it"),
+        ((MAINTENANCE,), COMING, ({"kind": "preempt"},), Failed, "did not train on: preempt"),
+        ((), "", (), NotRun, "no word of maintenance"),
+    ],
+    ids=["it trains on", "no event that it is coming", "it was drained at once", "no word in the metadata"],
+)
+def test_an_hour_of_notice_before_maintenance(
+    lines: Any, event: str, interruptions: Any, error: type[Exception] | None, why: str
+) -> None:
+    found = seen(*lines, interruptions=interruptions)
+    found.events[event] = None
+    if error is None:
+        assert accounts.maintenance_notice(found)["event"] == COMING
+        return
+    with pytest.raises(error, match=why):
+        accounts.maintenance_notice(found)
+
+
+def test_that_notice_is_tried_on_on_demand_machines_only() -> None:
+    step = next(step for step in STEPS if step.name == "maintenance notice")
+    spot = load_cluster(ROOT / "clusters/gcp-l4.yaml").model_copy(update={"pools": ()})
+    pool = {"zone": "us-central1-a", "machine": "g2-standard-8", "max": 1}
+    pools = [PoolSpec(name=market, market=market, **pool) for market in ("spot", "on-demand")]
+    mixed = spot.model_copy(update={"pools": tuple(pools)})
+    assert plan.missing(step, mixed) == ""
+    only_spot = plan.missing(step, spot.model_copy(update={"pools": tuple(pools[:1])}))
+    assert only_spot == "no pool of the cluster has on-demand machines with GPUs"
+    assert plan.missing(step, load_cluster(ROOT / "clusters/local.yaml")) == "it is about gcp, and this is local"
+    assert plans("gcp")["gpu maintenance"].job_file("x", plan.steady(mixed))["pools"] == ["on-demand"]
 
 
 class Played:

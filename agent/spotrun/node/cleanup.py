@@ -31,14 +31,20 @@ def remove_nccl_segments(folder: Path | None = None, proc: Path = Path("/proc"))
     A living worker has its segments open or mapped from their creation on. So no segment in use is removed, whether of
     the next generation or of another machine of a local cloud. Files of other users are left alone.
     """
+    found = unused_nccl_segments(folder, proc)
+    for path in found:
+        Path(path).unlink(missing_ok=True)
+    if found:
+        log.info("removed the shared memory of dead workers: %s", ", ".join(found))
+    return found
+
+
+def unused_nccl_segments(folder: Path | None = None, proc: Path = Path("/proc")) -> list[str]:
+    """The paths of NCCL's segments of this user that no process has open or mapped."""
     folder = folder or SHARED_MEMORY
     found = {str(path) for path in folder.glob("nccl-*") if _is_ours(path)}  # listed first: later ones are not touched
     if found:
         found -= set(_used_files(proc, f"{folder}/nccl-"))
-    for path in found:
-        Path(path).unlink(missing_ok=True)
-    if found:
-        log.info("removed the shared memory of dead workers: %s", ", ".join(sorted(found)))
     return sorted(found)
 
 

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from words import tell, watch_metadata
 
 import spotrun
+from spotrun.node.cleanup import SHARED_MEMORY, unused_nccl_segments
 
 SLOW = 0.3  # seconds of a step while a machine is to be taken
 
@@ -61,6 +62,8 @@ def main() -> None:
             optimizer.zero_grad()
             run.log(loss=loss)
             time.sleep(SLOW if run.step >= hold else args.pause)
+    if generation > 1 and run.local_rank == 0:
+        tell("segments", segments=len(list(SHARED_MEMORY.glob("nccl-*"))), left=unused_nccl_segments())
     if run.is_main:
         state = {"mib": args.mib, "world": run.world_size, "device": run.device.type}
         tell("train", digest=_digest(model, optimizer), steps=run.step, **state)
