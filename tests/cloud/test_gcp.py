@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from spotrun.head.fleet.repair import Outlook
 
 from scripts import cloud_site
 from spotrun.cloud import asking, prices
@@ -19,7 +20,6 @@ from spotrun.cloud.base import Shortfall
 from spotrun.cloud.gcp import GcpCloud, api
 from spotrun.errors import CloudError, PartialError
 from spotrun.head.fleet.pools import Fleet
-from spotrun.head.fleet.repair import Outlook
 from spotrun.spec import ClusterSpec
 from spotrun.store import Store, host_key
 from tests.fakes import gce as fakegce

@@ -9,9 +9,8 @@ import pytest
 
 from scripts.home import home
 from spotrun.cloud.local.layout import Layout
-from spotrun.head.fleet.repair import LIMIT
+from spotrun.head.fleet.record import LIMIT, Replacement
 from spotrun.head.fleet.replacements import Record
-from spotrun.head.job_state import Replacement
 from spotrun.spec import ClusterSpec
 from spotrun.store import Store, replaced_key, unfit_key
 from spotrun.wire import UnfitRecord

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 import pytest
@@ -10,13 +11,18 @@ from spotrun.head.capacity import Decision, Observation, Pool, decide
 
 
 def pool(name: str, running: int = 0, size: int | None = None, most: int = 4, short: bool = False) -> Pool:
-    names = tuple(f"{name}-{i}" for i in range(running))
-    return Pool(name, most, running if size is None else size, names, short)
+    states = {f"{name}-{i}": "ready" for i in range(running)}
+    return Pool(name, most, running if size is None else size, states, "short" if short else "open")
 
 
 def away(name: str, running: int = 0, size: int | None = None, most: int = 4) -> Pool:
     """One whose zone does not answer."""
-    return replace(pool(name, running, size, most, short=True), away=True)
+    return replace(pool(name, running, size, most), supply="away")
+
+
+def having(pool: Pool, **states: Collection[str]) -> Pool:
+    """The pool, some of whose machines are in other states."""
+    return replace(pool, states=pool.states | {name: state for state, names in states.items() for name in names})
 
 
 ONE, LAST = frozenset({"a-0"}), frozenset({"a-3"})
@@ -63,61 +69,59 @@ CASES: dict[str, tuple[Observation, Decision]] = {
         Decision({}),
     ),
     "one is of no use, another is on its way in its place: nobody stands in": (
-        Observation((replace(pool("a", 2), unusable=ONE, coming=ONE), pool("b")), 2, frozenset({"a-1"})),
+        Observation((having(pool("a", 2), replacing=ONE), pool("b")), 2, frozenset({"a-1"})),
         Decision({}),
     ),
     "it goes first once there are too many": (
-        Observation((replace(pool("a", 3), unusable=ONE, coming=ONE), pool("b")), 2, frozenset({"a-1"})),
+        Observation((having(pool("a", 3), replacing=ONE), pool("b")), 2, frozenset({"a-1"})),
         Decision({}, ("a-0",)),
     ),
     "but not before": (
-        Observation((replace(pool("a", 1), unusable=ONE, coming=ONE), pool("b", 1)), 2, frozenset({"b-0"})),
+        Observation((having(pool("a", 1), replacing=ONE), pool("b", 1)), 2, frozenset({"b-0"})),
         Decision({}),
     ),
     "all are of no use, others are on their way: the healthy ones of another pool stay": (
-        Observation((replace(pool("a", 4), unusable=ALL, coming=ALL), pool("b", 4)), 4),
+        Observation((having(pool("a", 4), replacing=ALL), pool("b", 4)), 4),
         Decision({}),
     ),
     "one of them serves: one healthy one is too much": (
-        Observation((replace(pool("a", 4), unusable=MEMBERS, coming=MEMBERS), pool("b", 4)), 4),
+        Observation((having(pool("a", 4), replacing=MEMBERS), pool("b", 4)), 4),
         Decision({}, ("b-3",)),
     ),
     "the healthy ones are members now: the others go": (
-        Observation(
-            (replace(pool("a", 4), unusable=ALL, coming=ALL), pool("b", 4)), 4, frozenset(pool("b", 4).running)
-        ),
+        Observation((having(pool("a", 4), replacing=ALL), pool("b", 4)), 4, frozenset(pool("b", 4).states)),
         Decision({}, ("a-3", "a-2", "a-1", "a-0")),
     ),
     "one is given up, no other pool has room: one more of this one": (
-        Observation((replace(pool("a", 4, most=8), unusable=LAST),), 4, MEMBERS),
+        Observation((having(pool("a", 4, most=8), abandoned=LAST),), 4, MEMBERS),
         Decision({"a": 5}),
     ),
     "that one is not there yet": (
-        Observation((replace(pool("a", 4, 5, most=8), unusable=LAST),), 4, MEMBERS),
+        Observation((having(pool("a", 4, 5, most=8), abandoned=LAST),), 4, MEMBERS),
         Decision({}),
     ),
     "it has not shown yet whether it is fit": (
-        Observation((replace(pool("a", 5, most=8), unusable=LAST, unproven=frozenset({"a-4"})),), 4, MEMBERS),
+        Observation((having(pool("a", 5, most=8), abandoned=LAST, booting={"a-4"}),), 4, MEMBERS),
         Decision({}),
     ),
     "it is fit: the other one goes": (
-        Observation((replace(pool("a", 5, most=8), unusable=LAST),), 4, MEMBERS),
+        Observation((having(pool("a", 5, most=8), abandoned=LAST),), 4, MEMBERS),
         Decision({}, ("a-3",)),
     ),
     "it is of no use either: one more": (
-        Observation((replace(pool("a", 5, most=8), unusable=LAST | {"a-4"}),), 4, MEMBERS),
+        Observation((having(pool("a", 5, most=8), abandoned=LAST | {"a-4"}),), 4, MEMBERS),
         Decision({"a": 6}),
     ),
     "not for ever: those are paid for": (
-        Observation((replace(pool("a", 7, most=8), unusable=LAST | {"a-4", "a-5", "a-6"}),), 4, MEMBERS),
+        Observation((having(pool("a", 7, most=8), abandoned=LAST | {"a-4", "a-5", "a-6"}),), 4, MEMBERS),
         Decision({}),
     ),
     "not more than there may be, though one is given up": (
-        Observation((replace(pool("a", 4), unusable=LAST),), 4, MEMBERS),
+        Observation((having(pool("a", 4), abandoned=LAST),), 4, MEMBERS),
         Decision({}),
     ),
     "one is given up, another pool has room": (
-        Observation((replace(pool("a", 4, most=8), unusable=LAST), pool("b")), 4, MEMBERS),
+        Observation((having(pool("a", 4, most=8), abandoned=LAST), pool("b")), 4, MEMBERS),
         Decision({"b": 1}),
     ),
     "a zone does not answer: the next pool stands in for what is not known to be there": (
@@ -135,12 +139,44 @@ CASES: dict[str, tuple[Observation, Decision]] = {
         Decision({}, ("a-2", "a-1")),
     ),
     "one there is given up": (
-        Observation((replace(away("a", 2, most=8), unusable=ONE),), 2, frozenset({"a-1"})),
+        Observation((having(away("a", 2, most=8), abandoned=ONE),), 2, frozenset({"a-1"})),
         Decision({}),
     ),
     "the last job ended while a zone does not answer": (
         Observation((away("a", 3), pool("b", 1)), 0),
         Decision({"b": 0}),
+    ),
+    "one of two is abandoned, the next pool is empty: it stands in": (
+        Observation((having(pool("a", 2), abandoned={"a-1"}), pool("b")), 2),
+        Decision({"b": 1}),
+    ),
+    "one of two is abandoned, the next pool stands in already": (
+        Observation((having(pool("a", 2), abandoned={"a-1"}), pool("b", 1)), 2),
+        Decision({}),
+    ),
+    "one is abandoned, the machine that stands in is a member: the abandoned one goes": (
+        Observation((having(pool("a", 2), abandoned={"a-0"}), pool("b", 1)), 2, frozenset({"b-0"})),
+        Decision({}, ("a-0",)),
+    ),
+    "a replacement serves: the machine that stood in is too much": (
+        Observation((pool("a", 2), pool("b", 1)), 2),
+        Decision({}, ("b-0",)),
+    ),
+    "a closed pool is emptied, and the next one stands in": (
+        Observation((replace(having(pool("a", 2), abandoned={"a-0", "a-1"}), supply="closed"), pool("b")), 2),
+        Decision({"b": 2}, ("a-1", "a-0")),
+    ),
+    "a closed pool gets no machines that are not there yet": (
+        Observation((replace(pool("a", 0, 2), supply="closed"), pool("b")), 2),
+        Decision({"a": 0, "b": 2}),
+    ),
+    "a closed pool stays empty": (
+        Observation((replace(pool("a"), supply="closed"), pool("b", 0, 2)), 2),
+        Decision({}),
+    ),
+    "the last job ended: abandoned machines go too": (
+        Observation((having(pool("a", 2), abandoned={"a-1"}), pool("b")), 0),
+        Decision({"a": 0}),
     ),
     "what was never born is taken back by size": (
         Observation((pool("a", 3), pool("b", 0, 2)), 3),

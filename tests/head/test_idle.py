@@ -11,14 +11,13 @@ import pytest
 
 from spotrun.head.conditions import conditions
 from spotrun.head.demand import needed
-from spotrun.head.job_state import Idle, JobState, Progress, Recreate, Rest, Start, apply
+from spotrun.head.fleet.record import Recreate
+from spotrun.head.job_state import Idle, JobState, Progress, Rest, Start, apply
 from spotrun.head.planner import idle
 from spotrun.head.planner.idle import AGAIN, AGAIN_MOST, PROBE
-from spotrun.head.planner.plan import plan, wanted
 from spotrun.head.view import Machine, View
-from spotrun.spec import JobSpec
 from spotrun.wire import StateRef
-from tests.head.views import NOW, job, member, notice, spare, spec
+from tests.head.views import NOW, job, member, notice, planned, spare, spec, wanted
 from tests.head.views import view as view_of
 from tests.head.world import World
 
@@ -26,7 +25,6 @@ A, B, C = "a", "b", "c"
 HOLD = 600.0
 HELD = StateRef(generation=1, step=40)
 TWO = spec(nodes=2)
-RULES = JobSpec.kept(TWO)
 
 
 def machine(name: str, **changes: Any) -> Machine:
@@ -113,8 +111,8 @@ CASES: dict[str, tuple[View, tuple[Rest, ...]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_decide(name: str) -> None:
     given, expected = CASES[name]
-    assert idle.decide(given, JobSpec.kept(given.job.spec)) == expected
-    assert tuple(each for each in plan(given) if isinstance(each, Rest)) == expected
+    assert idle.decide(given) == expected
+    assert tuple(each for each in planned(given) if isinstance(each, Rest)) == expected
 
 
 SINCE = Idle(since=NOW)
@@ -166,18 +164,18 @@ def test_no_machine_is_asked_for_while_they_are_given_back() -> None:
 def test_what_is_given_back_is_not_replaced() -> None:
     silent = heard(A, reported_at=NOW - 400, connected=False)
     action = Recreate(A, "p", created=NOW - 5000)
-    assert plan(view(short(10), silent)) == (action,)
-    assert plan(view(short(idle=GIVEN), silent)) == ()
+    assert planned(view(short(10), silent)) == (action,)
+    assert planned(view(short(idle=GIVEN), silent)) == ()
     assert not wanted(view(short(idle=GIVEN), silent), action)
 
 
 def test_a_job_that_has_enough_begins_whatever_was_before() -> None:
-    actions = plan(view(short(idle=RESTING, generation=1), heard(A), heard(B)))
+    actions = planned(view(short(idle=RESTING, generation=1), heard(A), heard(B)))
     assert any(isinstance(each, Start) for each in actions)
 
 
 def test_a_noticed_machine_is_no_reason_to_begin() -> None:
-    assert not any(isinstance(each, Start) for each in plan(view(short(), heard(A), heard(B, notice=notice()))))
+    assert not any(isinstance(each, Start) for each in planned(view(short(), heard(A), heard(B, notice=notice()))))
 
 
 def test_years_of_waiting_cost_a_few_minutes_a_day() -> None:
@@ -189,7 +187,7 @@ def test_years_of_waiting_cost_a_few_minutes_a_day() -> None:
         there += tick if held else 0
         given = replace(view(state, *([heard(A, reported_at=float(now))] if held else [])), now=float(now))
         state = idle.observe(state, given)
-        for action in idle.decide(replace(given, job=state), RULES):
+        for action in idle.decide(replace(given, job=state)):
             state = apply(state, action, now)
             asked += [now] if action.idle.until else []
     assert there < HOLD + len(asked) * (PROBE + 2 * tick) + tick

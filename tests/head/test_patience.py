@@ -9,18 +9,21 @@ from typing import Any
 
 import pytest
 
-from spotrun.head.job_state import Ending, Finish, JobState, Progress, Recreate, Save, Saving, Start, apply
-from spotrun.head.planner import absent, patience
-from spotrun.head.planner.absent import HOLDER
+from spotrun.head.fleet.record import Recreate
+from spotrun.head.job_state import Ending, Finish, JobState, Progress, Save, Saving, Start, apply
+from spotrun.head.planner import liveness, patience
 from spotrun.head.planner.patience import MARGIN
-from spotrun.head.planner.plan import SAVE_PATIENCE, plan, wanted
-from spotrun.head.view import ALONE, Machine, View
+from spotrun.head.planner.plan import SAVE_PATIENCE
+from spotrun.head.timeouts import TIMEOUTS
+from spotrun.head.view import Machine, View
 from spotrun.wire import StateRef, Worker
 from tests.head.views import NOW as EARLIER
-from tests.head.views import frozen, job, member, node, notice, spare, spec
+from tests.head.views import frozen, job, member, node, notice, planned, spare, spec, wanted
 from tests.head.views import view as view_of
 from tests.head.world import World
 
+ALONE = TIMEOUTS.alone
+HOLDER = TIMEOUTS.last_holder
 NOW = EARLIER + 36000.0
 A, B, C, D = "a", "b", "c", "d"
 MADE = NOW - 5000
@@ -136,11 +139,21 @@ CASES: dict[str, tuple[View, tuple[Recreate, ...]]] = {
         tuple(Recreate(name, "p", created=MADE) for name in (A, B, C)),
     ),
     "a member of the generation that runs may train on": (
-        view(job(A, B, C, spec=THREE, ordered_at=NOW - 100), machines=tuple(map(unheard, (A, B, C))), head=2 * HOLDER),
+        view(
+            job(A, B, C, spec=THREE, ordered_at=NOW - 100),
+            machines=tuple(map(unheard, (A, B, C))),
+            head=2 * HOLDER,
+        ),
         (),
     ),
     "it is going": (
-        view(left(A, B, C), heard(A), heard(B), machines=(machine(C, state="stopping", answered=0.0),), head=HOLDER),
+        view(
+            left(A, B, C),
+            heard(A),
+            heard(B),
+            machines=(machine(C, state="stopping", answered=0.0),),
+            head=HOLDER,
+        ),
         (),
     ),
     "the cloud cannot be asked": (view(left(A, B, C), heard(A), heard(B), machines=(), head=HOLDER), ()),
@@ -150,7 +163,7 @@ CASES: dict[str, tuple[View, tuple[Recreate, ...]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_machines_that_a_new_head_does_not_hear(name: str) -> None:
     given, expected = CASES[name]
-    assert tuple(each for each in plan(given) if isinstance(each, Recreate)) == expected
+    assert tuple(each for each in planned(given) if isinstance(each, Recreate)) == expected
     assert all(wanted(given, each) for each in expected)
 
 
@@ -160,9 +173,9 @@ def test_a_successor_begins_once_the_leaving_nodes_state_is_not_worth_more() -> 
     leaving = [node(n, phase="drained", notice=notice(), snapshot=HELD, reported_at=NOW - 0.1) for n in (A, B)]
     spares = [heard(n) for n in (C, D)]
     given = left(A, B, saving=saving, spec=spec(nodes=2), ordered_at=NOW - LIVED - MARGIN + 1)
-    assert plan(view(given, *leaving, *spares, head=1000)) == ()
+    assert planned(view(given, *leaving, *spares, head=1000)) == ()
     given = given.model_copy(update={"ordered_at": NOW - LIVED - MARGIN - 1})
-    (action,) = plan(view(given, *leaving, *spares, head=1000))
+    (action,) = planned(view(given, *leaving, *spares, head=1000))
     assert isinstance(action, Start)
 
 
@@ -184,24 +197,24 @@ def silent(seconds: float, connected: bool = True) -> Any:
 def test_the_end_of_a_job_waits_for_a_silent_node_as_long_as_its_state_is_worth(connected: bool) -> None:
     state = ending(checkpoints=(StateRef(generation=1, step=90),))
     worth = 3.0 + MARGIN
-    assert not any(isinstance(each, Finish) for each in plan(view(state, silent(worth - 1, connected), head=1000)))
-    assert plan(view(state, silent(worth + 1, connected), head=1000)) == (LOST,)
+    assert not any(isinstance(each, Finish) for each in planned(view(state, silent(worth - 1, connected), head=1000)))
+    assert planned(view(state, silent(worth + 1, connected), head=1000)) == (LOST,)
 
 
 def test_the_end_of_a_job_waits_for_an_upload_that_goes_on() -> None:
     """The last state is the job's result: it gets its time from a node that is heard."""
     saving = Saving(ref=HELD, holders=(A,), since=NOW - 400)
     given = view(ending(saving=saving), node(A, phase="drained", snapshot=HELD, reported_at=NOW - 0.1), head=1000)
-    assert plan(given) == ()
+    assert planned(given) == ()
 
 
 def test_the_end_of_a_job_says_what_is_lost_with_nodes_that_a_new_head_never_heard() -> None:
     goal = Ending(phase="stopped", reason="so", deadline=NOW + SAVE_PATIENCE)
-    (action,) = plan(view(left(A, B, ending=goal), heard(C), head=30))
+    (action,) = planned(view(left(A, B, ending=goal), heard(C), head=30))
     why = "so; the state after step 120 is lost, a, b are not heard; there is no checkpoint"
     assert action == Finish("stopped", why)
     saved = left(A, B, ending=goal, checkpoints=(StateRef(generation=1, step=120),))
-    assert plan(view(saved, heard(C), head=30)) == (Finish("stopped", "so"),)
+    assert planned(view(saved, heard(C), head=30)) == (Finish("stopped", "so"),)
 
 
 def test_a_silent_node_takes_no_part_in_saving() -> None:
@@ -214,14 +227,14 @@ def test_a_silent_node_takes_no_part_in_saving() -> None:
         machines=(machine(A), machine(B)),
         head=1000,
     )
-    assert Save(HELD, (A,)) in plan(given)
+    assert Save(HELD, (A,)) in planned(given)
 
 
 def test_what_has_joined_is_remembered() -> None:
     given = view(left(A, joined={B: MADE, C: MADE}), machines=(machine(A), unheard(B), machine(C, created=NOW)), head=9)
-    found = absent.remember(given.job, given)
+    found = liveness.remember_joined(given.job, given)
     assert found.joined == {A: MADE, B: MADE}, "the machine called c is another one now and has not joined"
-    assert absent.remember(found, view(found, machines=(), head=9)) is found
+    assert liveness.remember_joined(found, view(found, machines=(), head=9)) is found
 
 
 def test_work_is_known_after_the_generation_has_ended() -> None:

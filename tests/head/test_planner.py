@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from spotrun.head.fleet.record import Recreate
 from spotrun.head.job_state import (
     AbortSave,
     Cause,
@@ -19,16 +20,14 @@ from spotrun.head.job_state import (
     Finish,
     Interruption,
     Progress,
-    Recreate,
     Save,
     Saving,
     Start,
     Stop,
     apply,
 )
-from spotrun.head.planner.plan import plan
-from spotrun.head.view import View, lost
-from spotrun.spec import JobSpec
+from spotrun.head.planner.liveness import interrupted
+from spotrun.head.view import View
 from spotrun.wire import Member, Notice, StateRef
 from tests.head.views import (
     NOW,
@@ -40,10 +39,12 @@ from tests.head.views import (
     failure,
     frozen,
     job,
+    listed,
     member,
     node,
     notice,
     part,
+    planned,
     spare,
     spec,
     start,
@@ -313,19 +314,19 @@ CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
         (Finish("failed", "set-up failed on a: boom"),),
     ),
     "a dead machine that the cloud still counts, needed": (
-        view(job(), spare(A), frozen(B, 4, snapshot=None), expected=2),
+        view(job(), spare(A), frozen(B, 4, snapshot=None), expected=2, machines=listed(A, B)),
         (Recreate(B, "p"),),
     ),
     "a dead machine that alone holds the state gets a moment": (
-        view(job(), spare(A), frozen(B, 4), expected=2),
+        view(job(), spare(A), frozen(B, 4), expected=2, machines=listed(A, B)),
         (Save(StateRef(generation=1, step=48), (B,)),),
     ),
     "no machine is replaced because the head sees none": (
-        view(job(), frozen(A, 40, snapshot=None), frozen(B, 40, snapshot=None)),
+        view(job(), frozen(A, 40, snapshot=None), frozen(B, 40, snapshot=None), machines=listed(A, B)),
         (),
     ),
     "no machine is replaced while the last state goes into the bucket": (
-        view(job(ending=Ending(phase="succeeded", deadline=NOW + 9)), node(A), frozen(B, 40)),
+        view(job(ending=Ending(phase="succeeded", deadline=NOW + 9)), node(A), frozen(B, 40), machines=listed(A, B)),
         (Save(StateRef(generation=1, step=48), (A,)),),
     ),
     "another job's set-up failure is not this one's": (
@@ -451,13 +452,13 @@ CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_plan(name: str) -> None:
     given, expected = CASES[name]
-    assert plan(given) == expected
+    assert planned(given) == expected
 
 
 def test_survivors_keep_their_order_whatever_their_names() -> None:
     """The first rank serves the store: it must be one that has the state, not a newcomer whose name sorts first."""
     given = view(job("z", "y"), failed("z", "peer"), node("y", connected=False), spare("a"))
-    (action,) = plan(given)
+    (action,) = planned(given)
     assert isinstance(action, Start)
     assert [m.node for m in action.members] == ["z", "a"]
 
@@ -490,7 +491,6 @@ def test_generation_numbers_are_never_used_twice() -> None:
 
 def test_lost_needs_two_signals() -> None:
     """Every combination of one signal alone leaves the member alone."""
-    rules = JobSpec(script="t.py", nodes={"min": 2, "max": 3})  # type: ignore[arg-type]
     one_signal = [
         (node(A), node(B, connected=False), node(C)),
         (node(A), node(B, cloud="gone"), node(C)),
@@ -499,7 +499,7 @@ def test_lost_needs_two_signals() -> None:
         (node(A), frozen(B, 30), node(C)),
     ]
     for nodes in one_signal:
-        assert lost(view(job(A, B, C), *nodes), rules) == {}
+        assert interrupted(view(job(A, B, C), *nodes)) == {}
 
 
 def test_loss_entries_are_plain_data() -> None:

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from spotrun.errors import StoreError
-from spotrun.head.fleet import repair
+from spotrun.head.fleet.record import LIMIT, Replacement
 from spotrun.head.fleet.replacements import Record
-from spotrun.head.job_state import Replacement, Stop, apply
-from spotrun.head.view import REJOIN
+from spotrun.head.job_state import Stop, apply
+from spotrun.head.timeouts import TIMEOUTS
 from spotrun.store import epoch_key, replaced_key
 from spotrun.wire import Notice
 from tests.head.world import CODE, JOB, World, stepping
@@ -64,8 +64,8 @@ async def test_an_unfit_machine_whose_agent_keeps_restarting_is_replaced(
     world.receive("p-0", boot="b0", phase="checking", store="")
     world.receive("p-0", boot="b0", phase="unfit", unfit=["no driver"], store="")
     seen = world.head.agents.known["p-0"]
-    seen.since -= repair.GRACE
-    seen.unfit_since -= repair.GRACE
+    seen.since -= TIMEOUTS.unfit
+    seen.unfit_since -= TIMEOUTS.unfit
     if made_anew:
         world.cloud.made["p-0"] = time.time() - 1
         await world.look()
@@ -81,8 +81,8 @@ async def test_a_machine_that_does_not_join_is_replaced_though_turns_take_long(w
     """Such a turn makes a gap: the head waits until agents could be heard again, not for another boot."""
     job = await world.with_machines()
     world.receive("p-1", job=job)
-    world.head._began = time.time() - repair.BOOT_TIMEOUT - 1
-    world.head._awake_since = time.time() - REJOIN - 1
+    world.head._began = time.time() - TIMEOUTS.boot - 1
+    world.head._awake_since = time.time() - TIMEOUTS.rejoin - 1
     await world.turn()
     await world.head.replacements.answered()
     assert world.recreated == ["p-0"]
@@ -191,7 +191,7 @@ async def test_a_machine_that_came_to_be_fit_while_the_bucket_was_away_stays(
     world.unfit("p-0")
     with pytest.raises(StoreError):
         await world.turn()
-    assert [each.tries for each in world.head.replacements.replaced] == [2]
+    assert world.head.replacements.replaced == (refused,)
     await meanwhile(world, "p-0")
     record.rmdir()
     record.write_bytes(content)
@@ -206,13 +206,13 @@ async def test_a_machine_that_came_to_be_fit_while_others_were_asked_about_stays
 ) -> None:
     await world.with_machines()
     world.cloud.hold.clear()
-    world.head.replacements._at_once = asyncio.Semaphore(1)
+    world.head.replacements.at_once = 1
     for name in ("p-0", "p-1"):
         world.unfit(name)
     await world.turn()
     while not world.recreated:
         await asyncio.sleep(0)
-    assert len(world.replaced()) == 2
+    assert [each.node for each in world.replaced()] == ["p-0"]
     await meanwhile(world, "p-1")
     world.cloud.hold.set()
     await world.head.replacements.answered()
@@ -232,7 +232,7 @@ async def test_a_head_killed_between_writing_and_asking_loses_nothing(world: Wor
     world.unfit("p-0")
     await world.turn()
     assert world.recreated == []
-    await world.head._turn(time.time() + repair.AGAIN)
+    await world.head._turn(time.time() + TIMEOUTS.retry)
     await world.head.replacements.answered()
     assert world.recreated == ["p-0"]
     assert [(each.node, each.tries) for each in world.replaced()] == [("p-0", 2)]
@@ -263,7 +263,7 @@ async def test_calls_under_way_end_with_the_head(world: World) -> None:
 
 async def test_the_limit_is_the_clusters_not_each_jobs(world: World) -> None:
     await world.with_machines()
-    for number in range(repair.LIMIT):
+    for number in range(LIMIT):
         world.cloud.made["p-0"] = 2.0 + number
         await world.look()
         world.unfit("p-0")
@@ -281,7 +281,7 @@ async def test_the_limit_is_the_clusters_not_each_jobs(world: World) -> None:
         await world.turn(2)
         assert head.job is not None
         assert head.job.id == second
-        assert world.recreated == ["p-0"] * repair.LIMIT
+        assert world.recreated == ["p-0"] * LIMIT
 
 
 async def test_a_cluster_described_anew_begins_to_count_anew(world: World) -> None:

@@ -12,14 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spotrun.cloud.base import Instance
-from spotrun.head.fleet import repair, retirement
-from spotrun.head.job_state import Cause, Drain, EndGeneration, JobState, Recreate, Start
-from spotrun.head.planner.plan import plan, wanted
+from spotrun.head.fleet import record, retirement
+from spotrun.head.fleet.record import Recreate
+from spotrun.head.job_state import Cause, Drain, EndGeneration, JobState, Start
+from spotrun.head.timeouts import TIMEOUTS
 from spotrun.head.view import Machine, Node, View
 from spotrun.spec import PoolSpec
 from spotrun.spec.notices import RETIRE_LEAD
 from spotrun.wire import StateRef
-from tests.head.views import NOW, job, node, notice, spare, spec, view
+from tests.head.views import NOW, job, node, notice, planned, spare, spec, view, wanted
 from tests.head.world import World, stepping
 
 DAY = 86400.0
@@ -48,7 +49,7 @@ def marked(job: JobState, *nodes: Node, machines: tuple[Machine, ...]) -> View:
 def test_machines_that_are_made_together_retire_one_after_the_other(count: int, life: float) -> None:
     found = retirement.planned([listed(f"p-{i}", life=life) for i in range(count)], POOLS)
     times = [found[f"p-{i}"] for i in range(count)]
-    lead, gap = min(RETIRE_LEAD, retirement.SHARE * life), min(retirement.GAP, retirement.SHARE * life / 8)
+    lead, gap = min(RETIRE_LEAD, retirement.SHARE * life), min(TIMEOUTS.retirement_gap, retirement.SHARE * life / 8)
     assert max(times) == pytest.approx(life - lead)
     assert all(later - earlier >= 0.99 * gap for earlier, later in pairwise(times))
     assert min(times) >= life / 2
@@ -78,7 +79,7 @@ FAR, SOON = 1000.0, 100.0  # seconds until the end: time enough to wait, and non
 
 def test_a_member_retires_while_the_job_can_go_on() -> None:
     machines = (machine("a", FAR, -1), machine("b", FAR, -1), machine("c", FAR, 300))
-    (drain,) = plan(marked(job("a", "b", "c"), node("a"), node("b"), node("c"), machines=machines))
+    (drain,) = planned(marked(job("a", "b", "c"), node("a"), node("b"), node("c"), machines=machines))
     assert isinstance(drain, Drain)
     assert drain.cause == Cause(kind="end", node="a"), "one at a time, though two are due"
     assert NOW < drain.deadline <= NOW + 60
@@ -89,17 +90,17 @@ def test_nobody_retires_early_while_a_machine_is_missing() -> None:
     two = (node("a"), node("b"))
     early = (machine("a", FAR, -1), machine("b", FAR, 300))
     elastic = job("a", "b", spec=spec(nodes={"min": 1, "max": 3}))
-    assert plan(retirement.mark(view(elastic, *two, machines=early, expected=3))) == ()
-    (drain,) = plan(retirement.mark(view(elastic, *two, machines=early, expected=2)))
+    assert planned(retirement.mark(view(elastic, *two, machines=early, expected=3))) == ()
+    (drain,) = planned(retirement.mark(view(elastic, *two, machines=early, expected=2)))
     assert isinstance(drain, Drain)
     late = (machine("a", SOON, -1), machine("b", FAR, 300))
-    (drain,) = plan(retirement.mark(view(elastic, *two, machines=late, expected=3)))
+    (drain,) = planned(retirement.mark(view(elastic, *two, machines=late, expected=3)))
     assert isinstance(drain, Drain)
 
 
 def test_a_notice_is_graver() -> None:
     machines = (machine("a", FAR, -1), machine("b", FAR, 300), machine("c", FAR, 300))
-    (drain,) = plan(marked(job("a", "b", "c"), node("a"), node("b", notice=notice()), node("c"), machines=machines))
+    (drain,) = planned(marked(job("a", "b", "c"), node("a"), node("b", notice=notice()), node("c"), machines=machines))
     assert isinstance(drain, Drain)
     assert drain.cause.kind == "preempt"
     assert drain.deadline == NOW + 27
@@ -117,7 +118,7 @@ def test_a_job_that_needs_all_its_nodes_waits_as_long_as_it_can(nodes: int, left
     there = (node("a"), node("b"), spare("c"))[:nodes]
     machines = (machine("a", left, -1), machine("b", FAR, 300))
     fixed = job("a", "b", spec=spec(nodes={"min": 2, "max": 2}))
-    found = plan(marked(fixed, *there, machines=machines))
+    found = planned(marked(fixed, *there, machines=machines))
     assert [each.cause.node for each in found if isinstance(each, Drain)] == ([expected] if expected else [])
 
 
@@ -125,13 +126,13 @@ def test_all_whose_end_is_near_retire_together() -> None:
     """They end together, and nobody stands in: their state gets into the bucket before that."""
     machines = (machine("a", SOON, -300), machine("b", SOON, -1))
     fixed = job("a", "b", spec=spec(nodes={"min": 2, "max": 2}))
-    (drain,) = plan(marked(fixed, node("a"), node("b"), machines=machines))
+    (drain,) = planned(marked(fixed, node("a"), node("b"), machines=machines))
     assert isinstance(drain, Drain)
     assert drain.cause.node == "a, b"
     assert drain.deadline <= NOW + SOON
     drained = [node(name, phase="drained", snapshot=StateRef(generation=1, step=50)) for name in ("a", "b")]
     waiting = fixed.model_copy(update={"current": None, "phase": "waiting"})
-    found = plan(marked(waiting, *drained, machines=machines))
+    found = planned(marked(waiting, *drained, machines=machines))
     assert not any(isinstance(each, Recreate | Start) for each in found), "they hold the only state"
     assert found, "which is put into the bucket"
 
@@ -144,7 +145,7 @@ def test_a_machine_that_has_retired_is_replaced() -> None:
     seen = marked(rest, left, *others, machines=machines)
     clock = time.strftime("%H:%M UTC", time.gmtime(NOW + FAR))
     action = Recreate("a", "p", f"its cloud ends it at {clock}", NOW + FAR - DAY, planned=True)
-    assert plan(seen) == (action,)
+    assert planned(seen) == (action,)
     assert wanted(seen, action)
     for early in (
         spare("a", since=NOW - 1),  # its logs may not be in the bucket yet
@@ -152,14 +153,14 @@ def test_a_machine_that_has_retired_is_replaced() -> None:
         spare("a", since=NOW - 60, connected=False),
     ):
         seen = marked(rest, early, *others, machines=machines)
-        assert not any(isinstance(each, Recreate) for each in plan(seen))
+        assert not any(isinstance(each, Recreate) for each in planned(seen))
         assert not wanted(seen, action)
 
 
 def test_its_successor_is_a_node_like_any_other() -> None:
     fresh = (machine("a", DAY, DAY - 500), machine("b", FAR, 300))
     seen = marked(job("b", spec=spec(nodes={"min": 1, "max": 2})), spare("a"), node("b"), machines=fresh)
-    (grow,) = plan(seen)
+    (grow,) = planned(seen)
     assert isinstance(grow, Drain)
     assert grow.cause.kind == "grow"
 
@@ -167,13 +168,13 @@ def test_its_successor_is_a_node_like_any_other() -> None:
 def test_known_ends_do_not_count_as_machines_that_never_served() -> None:
     replaced: tuple[Any, ...] = ()
     for name in "abcd":
-        replaced = repair.asked(replaced, Recreate(name, "p", "its cloud ends it", 1.0, planned=True), NOW)
-    assert not repair.exhausted(view(job(), replaced=replaced))
+        replaced = record.ask(replaced, Recreate(name, "p", "its cloud ends it", 1.0, planned=True), NOW)
+    assert not record.exhausted(replaced, NOW)
 
 
 def test_a_record_of_another_version_is_read() -> None:
     """What a version before known ends wrote, and what a later one may."""
-    from spotrun.head.job_state import Replacement
+    from spotrun.head.fleet.record import Replacement
 
     old = Replacement.model_validate({"node": "a", "pool": "p", "at": 1.0, "why": "no driver"})
     assert not old.planned
@@ -186,7 +187,7 @@ def test_a_hold_says_why() -> None:
     draining: Any = {"step": 50, "cause": Cause(kind="end", node="a, b"), "deadline": NOW + 20}
     fixed = job("a", "b", spec=spec(nodes={"min": 2, "max": 2}), draining=draining, phase="draining")
     drained = [node(name, phase="drained") for name in ("a", "b")]
-    (hold,) = plan(marked(fixed, *drained, machines=machines))
+    (hold,) = planned(marked(fixed, *drained, machines=machines))
     assert hold == EndGeneration(cause=Cause(kind="end", node="a, b"))
 
 
@@ -225,7 +226,7 @@ async def test_the_head_drains_and_replaces_a_machine_before_its_end(tmp_path: P
     assert [member.node for member in world.head.job.last] == ["p-1"]
     world.receive("p-1", job=job, phase="running", generation=2, snapshot=StateRef(generation=2, step=step))
     world.receive("p-0", job=job, snapshot=StateRef(generation=1, step=step))
-    world.head.agents.known["p-0"].since -= retirement.SETTLE
+    world.head.agents.known["p-0"].since -= TIMEOUTS.last_logs
     await world.turn()
     await world.head.replacements.answered()
     assert world.recreated == ["p-0"]

@@ -10,23 +10,25 @@ from typing import Any
 
 import pytest
 
-from spotrun.head.job_state import Cause, EndGeneration, Ending, Finish, JobState, Progress, Recreate
+from spotrun.head.fleet.record import Recreate
+from spotrun.head.job_state import Cause, EndGeneration, Ending, Finish, JobState, Progress
 from spotrun.head.life_signs import Signs
 from spotrun.head.planner import silence
 from spotrun.head.planner.patience import MARGIN
-from spotrun.head.planner.plan import plan
 from spotrun.head.status import job_status
-from spotrun.head.view import ALONE, Machine, Sign, View
+from spotrun.head.timeouts import TIMEOUTS
+from spotrun.head.view import Machine, Sign, View
 from spotrun.spec import JobSpec
 from spotrun.store import Store, alive_key
 from spotrun.wire import AliveRecord, Order, StateRef
 from tests.fakes.node import world as machines
-from tests.head.views import NOW, frozen, job, member, node, spare, spec
+from tests.head.views import NOW, frozen, job, member, node, planned, spare, spec
 from tests.head.views import view as view_of
 from tests.head.world import World, stepping
 from tests.helpers import await_for
 
 A, B = "a", "b"
+ALONE = TIMEOUTS.alone
 MADE = 1.0
 PATIENCE = 120.0  # seconds that an agent with torch may take on a busy machine
 HANG = 10.0  # seconds; the bound on silence is 30 s then, and signs come every 2 s
@@ -124,7 +126,11 @@ CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
         (Recreate(A, "p", created=MADE),),
     ),
     "its sign goes on: it may be the head that is cut off": (
-        view(running(last=(member(A),), generation=1, ordered_at=NOW - 1), silent(for_=ALONE - 1), signs={A: FRESH}),
+        view(
+            running(last=(member(A),), generation=1, ordered_at=NOW - 1),
+            silent(for_=ALONE - 1),
+            signs={A: FRESH},
+        ),
         (),
     ),
 }
@@ -133,17 +139,17 @@ CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_plan(name: str) -> None:
     given, expected = CASES[name]
-    found = plan(given)
+    found = planned(given)
     assert tuple(each for each in found if not type(each).__name__.startswith("Save")) == expected
 
 
 def test_a_stop_waits_for_no_node_whose_sign_has_stopped() -> None:
     ended = running(ending=Ending(phase="stopped", reason="so", deadline=NOW + 1000), reached=10**6, ordered_at=NOW)
     given = view(ended, silent(for_=40, snapshot=StateRef(generation=1, step=48)), signs={A: GONE})
-    (action,) = plan(given)
+    (action,) = planned(given)
     assert isinstance(action, Finish)
     assert action.reason == "so; the state after step 48 is lost, it was not saved by a; there is no checkpoint"
-    assert not any(isinstance(each, Finish) for each in plan(replace(given, signs={A: FRESH})))
+    assert not any(isinstance(each, Finish) for each in planned(replace(given, signs={A: FRESH})))
 
 
 @pytest.mark.parametrize(
@@ -162,15 +168,15 @@ def test_a_stop_waits_for_no_node_whose_sign_has_stopped() -> None:
     ids=["too early", "not looked", "no answer", "cut", "stuck", "dead", "no cloud", "reported_at", "waiting"],
 )
 def test_news(given: View, kind: str | None) -> None:
-    found = silence.news(given, RULES)
+    found = silence.news(given)
     assert (found[0] if found else None) == kind
     if found:
         assert found[1].startswith("the only node, a, has been silent for 15 s or more")
 
 
 def test_operators_are_told_within_the_first_minute_whatever_the_timeouts() -> None:
-    rules = JobSpec.kept(spec(nodes=2, hang_timeout=3600))
-    found = silence.news(view(running(A, B), frozen(A, 21), frozen(B, 21)), rules)
+    patient = running(A, B, spec=spec(nodes=2, hang_timeout=3600))
+    found = silence.news(view(patient, frozen(A, 21), frozen(B, 21)))
     assert found is not None
     assert found[1].startswith("all 2 nodes have been silent for 20 s or more; looking in the bucket")
 
@@ -190,12 +196,11 @@ def test_what_a_lost_generation_did_is_known_from_its_signs() -> None:
 
 
 def test_signs_are_looked_for_only_while_nobody_is_heard() -> None:
-    rules = JobSpec.kept(TWO)
-    assert silence.watched(view(running(A, B), node(A), frozen(B, 31)), rules) == set()
-    assert silence.watched(view(running(A, B), frozen(A, 4), frozen(B, 4)), rules) == {A, B}
+    assert silence.watched(view(running(A, B), node(A), frozen(B, 31))) == set()
+    assert silence.watched(view(running(A, B), frozen(A, 4), frozen(B, 4))) == {A, B}
     waits = running(last=(member(A),))
-    assert silence.watched(view(waits, frozen(A, 4)), rules) == {A}
-    assert silence.watched(view(waits, frozen(A, 4), spare(B)), rules) == set()
+    assert silence.watched(view(waits, frozen(A, 4))) == {A}
+    assert silence.watched(view(waits, frozen(A, 4), spare(B))) == set()
 
 
 def record(at: float, step: int = 5, boot: str = "b1") -> AliveRecord:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from spotrun.head.fleet.classify import classify
+from spotrun.head.fleet.decide import decide
+from spotrun.head.fleet.decide import wanted as wanted_now
+from spotrun.head.fleet.record import Recreate
 from spotrun.head.job_state import Cause, JobState, Progress, Start
-from spotrun.head.view import Node, View
+from spotrun.head.planner.plan import plan
+from spotrun.head.view import Machine, Node, View
 from spotrun.spec import JobSpec
 from spotrun.wire import Failure, Generation, Member, Notice, Part, Report, StateRef, Worker
 
@@ -73,6 +78,11 @@ def view(job: JobState, *nodes: Node, **changes: Any) -> View:
     return View(**{"now": NOW, "job": job, "nodes": nodes, "expected": 3, "waiting_since": NOW - 1, **changes})
 
 
+def listed(*names: str) -> tuple[Machine, ...]:
+    """Machines that run, and whose agents have joined."""
+    return tuple(Machine(name, "p", "running", created=0.0, answered=1.0) for name in names)
+
+
 def failure(kind: str, rank: int = 0, at: float = NOW - 0.1, message: str = "boom") -> Failure:
     return Failure(kind=kind, rank=rank, at=at, message=message)  # type: ignore[arg-type]
 
@@ -96,3 +106,13 @@ def start(*names: str, cause: Cause | None = None, store: str | None = None) -> 
 
 def frozen(name: str, seconds: float, **changes: Any) -> Node:
     return node(name, reported_at=NOW - seconds, stepped_at=NOW - seconds, **changes)
+
+
+def planned(view: View) -> tuple[Any, ...]:
+    """All that the head does now: for the job, then about single machines."""
+    return (*plan(view), *decide(view).recreate)
+
+
+def wanted(view: View, action: Recreate) -> bool:
+    """Whether that machine should still be replaced."""
+    return action in wanted_now(view, classify(view))

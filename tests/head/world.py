@@ -14,11 +14,12 @@ from aiohttp import ClientSession, UnixConnector, web
 from spotrun.cloud.base import Instance, Problem
 from spotrun.errors import CloudError, PartialError, SpotrunError
 from spotrun.head.clock import Clock
-from spotrun.head.fleet import repair
+from spotrun.head.fleet.record import Replacement
 from spotrun.head.fleet.replacements import Record
 from spotrun.head.head import Head
-from spotrun.head.job_state import JobState, Replacement
+from spotrun.head.job_state import JobState
 from spotrun.head.server.control import ControlServer
+from spotrun.head.timeouts import TIMEOUTS
 from spotrun.spec import ClusterSpec
 from spotrun.store import Store, job_key, queue_key, replaced_key
 from spotrun.wire import Order, Report, Worker, read_queue
@@ -127,7 +128,7 @@ class World:
     def unfit(self, name: str, why: str = "no driver") -> None:
         """It has said for long enough that it is unfit."""
         self.receive(name, phase="unfit", unfit=[why], store="")
-        self.head.agents.known[name].since -= repair.GRACE
+        self.head.agents.known[name].since -= TIMEOUTS.unfit
 
     @property
     def recreated(self) -> list[str]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from spotrun.head.fleet import retirement as ends
+from spotrun.head.fleet import retirement
 from spotrun.head.fleet.pools import Fleet
 from spotrun.head.job_state import JobState
 from spotrun.head.orders import bundle_of, order_for
@@ -139,11 +139,6 @@ class Agents:
         """Whether any that is connected holds a job still."""
         return any(seen.send is not None and seen.report.job for seen in self.known.values())
 
-    def leaving(self) -> list[str]:
-        """Nodes under notice: they count in their pools still, but not for long."""
-        connected = [(name, seen.report.notice) for name, seen in self.known.items() if seen.send is not None]
-        return [name for name, notice in connected if notice is not None and notice.kind != "rebalance"]
-
     def nodes(self, fleet: Fleet) -> tuple[Node, ...]:
         """Each as decisions see it."""
         states = {name: fleet.state_of(name, seen.reported_at, seen.report.pool) for name, seen in self.known.items()}
@@ -155,14 +150,14 @@ class Agents:
     def machines(self, fleet: Fleet) -> tuple[Machine, ...]:
         """All that the cloud lists, with what was heard of them."""
         pools = {pool.name: pool for pool in fleet.cluster.pools}
-        retires = ends.planned(fleet.instances or (), pools)
+        ends = retirement.planned(fleet.instances or (), pools)
         found = []
         for each in fleet.instances or ():
             seen = self.known.get(each.name)
             answered = seen.answered if seen else 0.0
             state = "unknown" if each.pool in fleet.away else each.state
-            kind, retirement = pools[each.pool].machine or "", retires.get(each.name, 0.0)
-            found.append(Machine(each.name, each.pool, state, each.created, answered, kind, each.ends, retirement))
+            kind, retires = pools[each.pool].machine or "", ends.get(each.name, 0.0)
+            found.append(Machine(each.name, each.pool, state, each.created, answered, kind, each.ends, retires))
         return tuple(found)
 
 

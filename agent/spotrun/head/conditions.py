@@ -15,8 +15,7 @@ def conditions(view: View) -> list[dict[str, object]]:
 
 def _silent(view: View) -> dict[str, object] | None:
     """No node is heard."""
-    spec = view.job.spec
-    since, news = silence.since(view, spec), silence.news(view, spec)
+    since, news = silence.since(view), silence.news(view)
     return {"since": since, "text": news[1]} if since is not None and news else None
 
 

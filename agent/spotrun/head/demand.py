@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from spotrun.head.job_state import JobState
 from spotrun.head.planner import idle
-
-SCALE_DOWN_AFTER = 10.0  # seconds that agents have to upload their last logs before their machines go
+from spotrun.head.timeouts import TIMEOUTS
 
 
 def needed(queue: Sequence[str] | None, job: JobState | None, busy: bool, now: float) -> int | None:
@@ -26,4 +25,4 @@ def needed(queue: Sequence[str] | None, job: JobState | None, busy: bool, now: f
     if queue and (job is None or queue[0] != job.id):
         return None
     ended = job.ended if job and job.ended else 0.0
-    return None if busy and now - ended < SCALE_DOWN_AFTER else 0
+    return None if busy and now - ended < TIMEOUTS.last_logs else 0

@@ -16,20 +16,23 @@ from typing import Any
 
 from spotrun.cloud.base import Cloud
 from spotrun.errors import ConflictError, SpotrunError, StoreError, UnreadableError
-from spotrun.head import accounting, demand, job_queue, lease, parking, submission
+from spotrun.head import accounting, capacity, demand, job_queue, lease, parking, submission
 from spotrun.head.agents import Agents, Send
 from spotrun.head.clock import Clock
-from spotrun.head.fleet import repair, retirement
+from spotrun.head.fleet import retirement
+from spotrun.head.fleet.classify import classify
+from spotrun.head.fleet.decide import decide, wanted
 from spotrun.head.fleet.pools import Fleet
+from spotrun.head.fleet.record import Recreate, exhausted
 from spotrun.head.fleet.replacements import Replacements
-from spotrun.head.job_state import Cause, EndGeneration, Finish, JobState, Recreate, Rest, apply, saved
+from spotrun.head.job_state import Cause, EndGeneration, Finish, JobState, Rest, apply, saved
 from spotrun.head.journal import Journal
 from spotrun.head.lease import Lease
 from spotrun.head.life_signs import Signs
 from spotrun.head.orders import manifests
 from spotrun.head.parking import Parked
-from spotrun.head.planner import absent, idle, notice_fit, silence
-from spotrun.head.planner.plan import plan, wanted
+from spotrun.head.planner import idle, liveness, notice_fit, silence
+from spotrun.head.planner.plan import plan
 from spotrun.head.status import event, status
 from spotrun.head.view import View
 from spotrun.spec import ClusterSpec, JobSpec
@@ -252,9 +255,10 @@ class Head:
             self.agents.order(self.job, self.epoch)
         async with self.published:
             self.published.notify_all()
-        if self.replacements.pending:
+        recreate = decide(self._view(now)).recreate if self.job is not None else ()
+        if self.replacements.pending(recreate):
             await self._check_epoch()
-            await self.replacements.begin()
+            await self.replacements.begin(recreate, now)
 
     async def _advance(self, job: JobState, now: float) -> JobState:
         """Observe, count, complete checkpoints, plan, apply."""
@@ -267,7 +271,7 @@ class Head:
         view = self._view(now)
         self.signs.listen(view, self.add_event)
         job = idle.observe(silence.observe(job, view), view)
-        job = absent.remember(accounting.count(accounting.observe(job, view), view, self.fleet.prices), view)
+        job = liveness.remember_joined(accounting.count(accounting.observe(job, view), view, self.fleet.prices), view)
         if interrupted and job.interruptions[-1].seconds is not None:
             loss = job.interruptions[-1]
             self.add_event("recovered", f"after {loss.seconds:.1f} s, {loss.steps_lost} steps lost ({loss.kind})")
@@ -280,8 +284,6 @@ class Head:
             if said := event(job, action):
                 self.add_event(*said)
             job = apply(job, action, now)
-            if isinstance(action, Recreate):
-                self.replacements.want(action, now)
             if isinstance(action, Finish | EndGeneration | Rest):
                 self._look_now.set()
         return job
@@ -307,7 +309,10 @@ class Head:
         return retirement.mark(view)
 
     def _wanted(self, action: Recreate) -> bool:
-        return self.job is not None and wanted(self._view(self.clock()), action)
+        if self.job is None:
+            return False
+        view = self._view(self.clock())
+        return any((e.node, e.created) == (action.node, action.created) for e in wanted(view, classify(view)))
 
     # The machines.
 
@@ -335,14 +340,15 @@ class Head:
 
     async def _scale(self, needed: int) -> None:
         if self.job is None:
-            return await self.fleet.scale(needed, ())
+            found = capacity.decide(capacity.Observation(self.fleet.pools(), needed))
+            return await self.fleet.scale(found.sizes, found.remove)
         view = self._view(self.clock())
-        for pool in sorted(repair.exhausted(view) - self._exhausted):
-            self.add_event("cloud", f"pool {pool}: {repair.problems(view)[pool]}")
-        self._exhausted = repair.exhausted(view)
-        # Also of a generation that has ended: they may hold the only copy of the state.
-        members = [member.node for member in self.job.last]
-        return await self.fleet.scale(needed, members, repair.outlook(view), self.agents.leaving())
+        fleet = decide(view, self.fleet.pools(), needed)
+        spent = exhausted(view.replaced, view.now)
+        for pool in sorted(spent - self._exhausted):
+            self.add_event("cloud", f"pool {pool}: {fleet.reasons[pool]}")
+        self._exhausted = spent
+        return await self.fleet.scale(fleet.resize, fleet.remove)
 
     async def _check_epoch(self) -> None:
         await lease.check(self.lease, self.store, self.cluster.name, self.epoch)

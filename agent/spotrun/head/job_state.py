@@ -80,24 +80,6 @@ class Idle(Document):
     until: float = 0.0
 
 
-class Replacement(Document):
-    """A machine for which the cloud was asked for another.
-
-    created: the machine's own time, which tells it from its successor of the same name. why: what was wrong with one
-    that never served; "": it had served, and was lost. at: when the cloud was last asked. refused: what it said instead
-    of doing so. planned: the machine was well and its end was known; that does not count against the limit.
-    """
-
-    node: str
-    pool: str
-    at: float
-    why: str = ""
-    created: float = 0.0
-    tries: int = 1
-    refused: str = ""
-    planned: bool = False
-
-
 class Progress(Document):
     """What the current generation has done, from its members' reports."""
 
@@ -265,20 +247,7 @@ class Rest:
     why: str
 
 
-@dataclass(frozen=True)
-class Recreate:
-    """Replace a machine that is lost but that the cloud still counts. The fields are as in `Replacement`."""
-
-    node: str
-    pool: str = ""
-    why: str = ""
-    created: float = 0.0
-    planned: bool = False
-
-
-Action = (
-    Start | EndGeneration | Drain | Save | AbortSave | Fail | Dump | Stop | Conclude | Resume | Finish | Rest | Recreate
-)
+Action = Start | EndGeneration | Drain | Save | AbortSave | Fail | Dump | Stop | Conclude | Resume | Finish | Rest
 
 
 def apply(job: JobState, action: Action, now: float) -> JobState:
@@ -331,8 +300,6 @@ def apply(job: JobState, action: Action, now: float) -> JobState:
             return job.model_copy(update=final | {"saving": None, "ending": None, "idle": None})
         case Rest():
             return job.model_copy(update={"idle": action.idle})
-        case Recreate():
-            return job  # the cluster's, not the job's: see `head.replacements`
 
 
 def saved(job: JobState, complete: tuple[StateRef, ...], manifest: Manifest, now: float) -> JobState:

@@ -50,9 +50,8 @@ class Signs:
 
     def listen(self, view: View, add_event: AddEvent) -> None:
         """Choose which signs to look for. Make an event when the news about silent nodes change."""
-        spec = view.job.spec
-        self.want(silence.watched(view, spec))
-        said = silence.news(view, spec)
+        self.want(silence.watched(view))
+        said = silence.news(view)
         if said and said[0] != self._said:
             add_event("silence", said[1])
         elif not said and self._said and view.job.current is not None:

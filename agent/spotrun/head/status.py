@@ -8,7 +8,7 @@ from typing import Any
 from spotrun.cloud.base import Instance
 from spotrun.head import accounting, node_time
 from spotrun.head.conditions import conditions
-from spotrun.head.fleet import repair
+from spotrun.head.fleet.decide import decide
 from spotrun.head.fleet.pools import Fleet
 from spotrun.head.job_state import (
     ENDED,
@@ -25,6 +25,7 @@ from spotrun.head.job_state import (
     Stop,
 )
 from spotrun.head.planner import idle, silence
+from spotrun.head.planner.liveness import eligible
 from spotrun.head.view import View
 from spotrun.spec import ClusterSpec
 
@@ -43,7 +44,7 @@ def status(
     """Everything an operator may want to know, as JSON values."""
     instances = fleet.instances or []
     problems = {problem.pool: problem.message for problem in fleet.problems}
-    for pool, problem in (repair.problems(view) if view and view.job.phase not in ENDED else {}).items():
+    for pool, problem in (decide(view).reasons if view and view.job.phase not in ENDED else {}).items():
         problems[pool] = "; ".join(filter(None, [problem, problems.get(pool)]))
     nodes = _nodes(view, instances)
     found = job_status(job, view) if job else None
@@ -71,7 +72,7 @@ def status(
 def job_status(job: JobState, view: View | None = None) -> dict[str, Any]:
     """A job alone; also of one that ended long ago, from its state.json."""
     progress = job.progress
-    silent = view is not None and silence.since(view, job.spec) is not None
+    silent = view is not None and silence.since(view) is not None
     newest = [n.report.snapshot for n in view.nodes if n.report.job == job.id and n.report.snapshot] if view else []
     failure = None
     if job.failure:
@@ -144,7 +145,7 @@ def _awaited(view: View, nodes: Sequence[dict[str, Any]]) -> str:
     if job.phase not in ("queued", "waiting") or job.stopping or idle.resting(job):
         return ""
     spec = job.spec
-    ready = {node.name for node in view.eligible(spec)}
+    ready = {node.name for node in eligible(view)}
     # Machines that leave are not waited for.
     coming = [node for node in nodes if node["state"] in ("provisioning", "running") and not node["notice"]]
     missing = [f"{node['name']} ({node['phase'] or node['state']})" for node in coming if node["name"] not in ready]

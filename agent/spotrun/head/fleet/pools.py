@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
 from spotrun.cloud.base import Cloud, Instance, Problem
 from spotrun.errors import PartialError, SpotrunError
 from spotrun.head import capacity
-from spotrun.head.fleet.repair import ALL_WELL, Outlook
 from spotrun.spec import ClusterSpec
 
 log = logging.getLogger(__name__)
@@ -67,19 +66,27 @@ class Fleet:
         """What keeps pools from their sizes, as far as is known."""
         return [each for each in self._problems if each.pool not in self.away] + list(self.away.values())
 
-    async def scale(
-        self, needed: int, keep: Iterable[str], outlook: Outlook = ALL_WELL, leaving: Iterable[str] = ()
-    ) -> None:
-        """Bring the pools to `needed` machines, never taking one of `keep` that is of use.
+    def pools(self) -> tuple[capacity.Pool, ...]:
+        """Each pool as the cloud told it last, for `decide`."""
+        short = {problem.pool for problem in self.problems} | self._refused
+        return tuple(
+            capacity.Pool(
+                pool.name,
+                pool.max,
+                self.sizes.get(pool.name, 0),
+                dict.fromkeys(sorted(self.names(pool.name)), "ready"),
+                "away" if pool.name in self.away else "short" if pool.name in short else "open",
+            )
+            for pool in self.cluster.pools
+        )
 
-        For each of `leaving`, which are under notice, one more is asked of its pool.
+    async def scale(self, sizes: Mapping[str, int], remove: Sequence[str] = ()) -> None:
+        """Give the pools these sizes, and delete machines.
 
         Raises the last pool's refusal, once all have been asked: the others stand in for a pool that refused.
         """
-        seen = self._observe(needed, frozenset(keep) - outlook.unusable, outlook, frozenset(leaving))
-        decision = capacity.decide(seen)
         refusal: SpotrunError | None = None
-        for pool, size in decision.sizes.items():
+        for pool, size in sizes.items():
             try:
                 await self._cloud.resize(pool, size)
                 self.sizes[pool] = size
@@ -87,8 +94,8 @@ class Fleet:
             except SpotrunError as error:
                 refusal = error
                 self._refused.add(pool)
-        if decision.remove:
-            await self._cloud.remove(list(decision.remove))
+        if remove:
+            await self._cloud.remove(list(remove))
         if refusal:
             raise refusal
 
@@ -159,32 +166,6 @@ class Fleet:
             for pool in self.cluster.pools
             if pool.name in missing
         }
-
-    def _observe(
-        self, needed: int, keep: frozenset[str], outlook: Outlook, leaving: frozenset[str]
-    ) -> capacity.Observation:
-        short = {problem.pool for problem in self.problems} | self._refused
-        names = {
-            pool.name: frozenset(self.names(pool.name)) - (outlook.silent if pool.name in self.away else frozenset())
-            for pool in self.cluster.pools
-        }
-        pools = tuple(
-            capacity.Pool(
-                name=pool.name,
-                max=pool.max,
-                size=self.sizes.get(pool.name, 0),
-                running=tuple(sorted(names[pool.name])),
-                short=pool.name in short,
-                unusable=outlook.unusable & names[pool.name],
-                closed=pool.name in outlook.closed,
-                leaving=len(leaving & names[pool.name]),
-                coming=outlook.coming & names[pool.name],
-                unproven=(outlook.unproven & names[pool.name]) - keep,
-                away=pool.name in self.away,
-            )
-            for pool in self.cluster.pools
-        )
-        return capacity.Observation(pools, needed, keep)
 
 
 async def _known(question: Callable[[], Awaitable[T]]) -> tuple[T, dict[str, str]]:

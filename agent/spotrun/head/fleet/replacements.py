@@ -1,41 +1,35 @@
-"""What the cloud is asked to do about single machines, so that no order to an agent waits for its answer.
+"""Asks the cloud to replace machines, so that no order to an agent waits for its answer.
 
-What is to be asked is written into the bucket first (`clusters/<name>/replaced.json`): a head that is killed at any
-point leaves one that counts on, and that asks again about a machine that is still there. Each call is a task of its
-own; what came of it is an event that the next turn takes in.
+Each turn says which machines should be replaced now. A request is written to the bucket first
+(`clusters/<name>/replaced.json`): a head that is killed at any point leaves a record that counts on, and the next head
+asks again for a machine that is still there. Each request is a task of its own. Its answer becomes an event.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from spotrun.errors import SpotrunError
 from spotrun.head.fenced import FencedStore
-from spotrun.head.fleet import repair
-from spotrun.head.job_state import Recreate, Replacement
+from spotrun.head.fleet.record import Asked, Recreate, Replacement, ask, refuse
 from spotrun.store import Store, replaced_key
 from spotrun.wire import Kept
 
 log = logging.getLogger(__name__)
 
-AT_ONCE = 4  # calls; some clouds look at all their pools for each
-
 
 class Record(Kept):
-    """clusters/<name>/replaced.json. description: the cluster's then; with another, machines are made anew."""
+    """clusters/<name>/replaced.json."""
 
     description: str
+    """Digest of the cluster's description. Another description makes other machines, so the count starts again."""
     machines: tuple[Replacement, ...] = ()
 
 
 class Replacements:
-    """One cluster's. recreate: asks the cloud. still: whether a call is wanted yet. wake: called when an answer came.
-
-    Between a decision and its call the bucket may be away, or other calls take their time: meanwhile the machine may
-    have become fit and a member, or have a successor of its name.
-    """
+    """The requests of one cluster."""
 
     def __init__(
         self,
@@ -46,103 +40,85 @@ class Replacements:
         still: Callable[[Recreate], bool],
         wake: Callable[[], None],
     ) -> None:
-        self.replaced: tuple[Replacement, ...] = ()
+        """recreate: asks the cloud. still: whether a machine should still be replaced. wake: an answer came."""
+        self.replaced: Asked = ()
+        self.at_once = 4  # requests; some clouds look at all their pools for each
         self._key, self._description, self._fenced = replaced_key(cluster), description, FencedStore(store)
         self._recreate, self._still, self._wake = recreate, still, wake
-        self._written: tuple[Replacement, ...] | None = None  # None: not read yet
-        self._waiting: list[Recreate] = []
-        self._asking: dict[asyncio.Task[str | None], Recreate] = {}
-        self._before: dict[Recreate, Replacement | None] = {}  # what was on record of a machine until it was wanted
-        self._at_once = asyncio.Semaphore(AT_ONCE)
+        self._written: Asked | None = None  # None: not read yet
+        self._asking: dict[asyncio.Task[str], Recreate] = {}
 
     async def read(self) -> None:
         """What earlier heads have asked; from the bucket the first time. Raises `StoreError`."""
         if self._written is None:
             self._written = self.replaced = self._parsed(await self._fenced.find(self._key))
 
-    def want(self, action: Recreate, now: float) -> None:
-        """Note what is to be asked; `begin` asks."""
-        if action.node in {each.node for each in (*self._waiting, *self._asking.values())}:
-            return  # no answer yet
-        self._before[action] = repair.on_record(self.replaced, action)
-        self.replaced = repair.asked(self.replaced, action, now)
-        self._waiting.append(action)
-
-    @property
-    def pending(self) -> bool:
+    def pending(self, wanted: Sequence[Recreate]) -> bool:
         """Whether there is something to write or to ask."""
-        return bool(self._waiting) or (self._written is not None and self.replaced != self._written)
+        return bool(self._free(wanted)) or (self._written is not None and self.replaced != self._written)
 
-    async def begin(self) -> None:
-        """Write down what is new, then ask. Raises `StoreError`; then nothing was asked, and the next call will."""
-        for action in [each for each in self._waiting if not self._still(each)]:
-            self._waiting.remove(action)
-            self._undo(action)
-        if self.replaced != self._written:
-            replaced = self.replaced
-            record = Record(description=self._description, machines=replaced)
-            await self._fenced.put(self._key, record.model_dump_json().encode())
-            self._written = replaced
-        for action in self._waiting:
+    async def begin(self, wanted: Sequence[Recreate], now: float) -> None:
+        """Write the requests down, then ask. Raises `StoreError`; then nothing was asked or counted."""
+        actions, replaced = self._free(wanted), self.replaced
+        for action in actions:
+            replaced = ask(replaced, action, now)
+        record = Record(description=self._description, machines=replaced)
+        await self._fenced.put(self._key, record.model_dump_json().encode())
+        self.replaced = self._written = replaced
+        for action in actions:
             task = asyncio.create_task(self._ask(action), name=f"recreate {action.node}")
             self._asking[task] = action
             task.add_done_callback(lambda _: self._wake())
-        self._waiting.clear()
 
     def answers(self) -> list[str]:
-        """What came of calls since the last time, a line each."""
+        """What came of requests since the last call, a line each."""
         lines = []
         for task in [task for task in self._asking if task.done()]:
             action, refusal = self._asking.pop(task), task.result()
-            if refusal is None:
-                self._undo(action)
-                continue
-            del self._before[action]
             what = f"{action.node}: {action.why or 'does not answer'}"
             if refusal:
-                self.replaced = repair.refused(self.replaced, action, refusal)
+                self.replaced = refuse(self.replaced, action, refusal)
                 lines.append(f"{what}: the cloud does not put another in its place: {refusal}")
             else:
                 lines.append(f"{what}: asked the cloud for another in its place")
         return lines
 
     async def answered(self) -> None:
-        """Wait until every call that was begun has its answer."""
+        """Wait until every request has its answer."""
         await asyncio.gather(*self._asking, return_exceptions=True)
 
     async def close(self) -> None:
-        """End the calls under way: the next head asks again about machines that are still there."""
+        """End the requests under way: the next head asks again for machines that are still there."""
         for task in self._asking:
             task.cancel()
         await self.answered()
         self._asking.clear()
 
-    async def _ask(self, action: Recreate) -> str | None:
-        """ "" or the cloud's refusal; None if it was not asked, as that was not wanted any more."""
+    def _free(self, wanted: Sequence[Recreate]) -> list[Recreate]:
+        """The requests that can be made now. The others are due again in a later turn."""
+        asked = {each.node for each in self._asking.values()}
+        return [each for each in wanted if each.node not in asked][: max(0, self.at_once - len(asked))]
+
+    async def _ask(self, action: Recreate) -> str:
+        """Empty, or why the cloud does not replace the machine."""
+        if not self._still(action):  # the bucket may have taken its time
+            return "it was not asked, since the machine serves again or is another one"
         try:
-            async with self._at_once:
-                if not self._still(action):
-                    return None
-                await self._recreate(action.node)
+            await self._recreate(action.node)
         except SpotrunError as error:
             return str(error)
         except Exception as error:
-            # What a cloud's library lets through would end this head, and the next one at the same call.
+            # An error from a cloud's library would end this head, and the next one at the same request.
             log.exception("recreate %s", action.node)
             return f"{type(error).__name__}: {error}"
         return ""
 
-    def _undo(self, action: Recreate) -> None:
-        """The cloud was not asked: that does not count."""
-        log.info("%s: is not to be replaced any more", action.node)
-        self.replaced = repair.undone(self.replaced, action, self._before.pop(action))
-
-    def _parsed(self, data: bytes | None) -> tuple[Replacement, ...]:
+    def _parsed(self, data: bytes | None) -> Asked:
         if data is None:
             return ()
         try:
             record = Record.model_validate_json(data)
         except ValueError as error:
-            log.warning("%s is not readable, counting begins anew: %s", self._key, str(error).partition("\n")[0])
+            log.warning("%s is not readable, the count starts at 0: %s", self._key, str(error).partition("\n")[0])
             return ()
         return record.machines if record.description == self._description else ()

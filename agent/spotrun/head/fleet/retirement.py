@@ -8,20 +8,17 @@ never later than shortly before its end.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from spotrun.cloud.base import Instance
-from spotrun.head.job_state import Recreate
-from spotrun.head.planner import patience
+from spotrun.head.planner.liveness import eligible
+from spotrun.head.timeouts import TIMEOUTS
 from spotrun.head.view import View
-from spotrun.spec import JobSpec, PoolSpec
+from spotrun.spec import PoolSpec
 from spotrun.spec.notices import RETIRE_LEAD
 
-GAP = 300.0  # seconds between two that retire: a successor boots meanwhile
 SHARE = 0.25  # of a machine's time that the lead, and the gaps of all machines of a pool, take at the most
-SETTLE = 10.0  # seconds that an agent has to upload its last logs before its machine is replaced
 
 
 def planned(instances: Iterable[Instance], pools: Mapping[str, PoolSpec]) -> dict[str, float]:
@@ -36,7 +33,7 @@ def planned(instances: Iterable[Instance], pools: Mapping[str, PoolSpec]) -> dic
         life, pool = each.ends - each.created, pools.get(each.pool)
         at = max(each.created + life / 2, min(_latest(each.ends, each.created), limit))
         found[each.name] = at
-        limit = at - min(GAP, SHARE * life / (pool.max if pool else 1))
+        limit = at - min(TIMEOUTS.retirement_gap, SHARE * life / (pool.max if pool else 1))
     return found
 
 
@@ -44,34 +41,13 @@ def mark(view: View) -> View:
     """The view in which nodes that retire now say so (`Node.due`)."""
     if not any(each.retires for each in view.machines):
         return view
-    due = _due(view, view.job.spec)
+    due = _due(view)
     return replace(view, nodes=tuple(replace(n, due=due[n.name]) if n.name in due else n for n in view.nodes))
 
 
-def spent(view: View) -> tuple[Recreate, ...]:
-    """Machines that have retired: the generation goes on without them, and the state is elsewhere too."""
-    if view.job.ending is not None:
-        return ()
-    created = {each.name: each.created for each in view.machines}
-    holders = view.job.saving.holders if view.job.saving else ()
-    staying = (patience.state(n) for n in view.nodes if n.connected and not n.noticed and n.report.job == view.job.id)
-    safe = max([view.job.newest, *staying])
-    return tuple(
-        Recreate(n.name, n.report.pool, f"its cloud ends it at {_clock(n.due)}", created.get(n.name, 0.0), planned=True)
-        for n in view.nodes
-        if n.due
-        and n.connected
-        and n.cloud == "running"
-        and n.expendable(view)
-        and n.name not in holders
-        and view.now - n.since >= SETTLE
-        and (n.report.job != view.job.id or patience.state(n) <= safe)
-    )
-
-
-def _due(view: View, spec: JobSpec) -> dict[str, float]:
+def _due(view: View) -> dict[str, float]:
     """Nodes that retire now, with their machines' ends: one at a time, unless the end is near."""
-    able = {node.name for node in view.eligible(spec)}
+    able = {node.name for node in eligible(view)}
     full = len(able) >= view.expected  # a zone that has no machine for a successor has kept the job from one already
     found: dict[str, float] = {}
     for each in sorted(view.machines, key=lambda machine: (machine.retires, machine.name)):
@@ -79,14 +55,10 @@ def _due(view: View, spec: JobSpec) -> dict[str, float]:
             continue
         others = able - {each.name, *found}
         last = view.now >= _latest(each.ends, each.created)
-        if last or (full and not found and len(others) >= spec.nodes.min):
+        if last or (full and not found and len(others) >= view.job.spec.nodes.min):
             found[each.name] = each.ends
     return found
 
 
 def _latest(ends: float, created: float) -> float:
     return ends - min(RETIRE_LEAD, SHARE * (ends - created))
-
-
-def _clock(at: float) -> str:
-    return time.strftime("%H:%M UTC", time.gmtime(at))

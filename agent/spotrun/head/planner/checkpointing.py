@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from spotrun.head import view as health
 from spotrun.head.job_state import AbortSave, Action, Finish, Resume, Save
 from spotrun.head.planner import patience
+from spotrun.head.planner.liveness import reports, silent
 from spotrun.head.view import Node, View
-from spotrun.spec import JobSpec
 from spotrun.wire import StateRef, Trouble
 
 DRAIN_AHEAD = 0.3  # seconds between choosing a step and reaching it: several times as long as an order takes to arrive
@@ -23,7 +22,7 @@ ELSEWHERE = 30.0  # seconds of failing after which other nodes take over a node'
 NEWER = 300.0  # seconds before a failing checkpoint is given up for a newer one, which costs another copy
 
 
-def secure(view: View, spec: JobSpec) -> tuple[Action, ...] | None:
+def secure(view: View) -> tuple[Action, ...] | None:
     """Put the newest snapshot of a reachable node into the bucket; None: the bucket already has the newest state."""
     job = view.job
     newer = patience.unsaved(view)
@@ -33,7 +32,7 @@ def secure(view: View, spec: JobSpec) -> tuple[Action, ...] | None:
         if newer or view.blind():
             return ()
         return (AbortSave("no node holds a state that is not in the bucket"),) if job.saving else None
-    holders = [n for n in holders if not health.silent(view, n, spec)] or holders
+    holders = [n for n in holders if not silent(view, n)] or holders
     best = max(patience.state(node) for node in holders)
     names = _able(node for node in holders if patience.state(node) == best)
     ref = StateRef(generation=best[0], step=best[1])
@@ -46,13 +45,13 @@ def secure(view: View, spec: JobSpec) -> tuple[Action, ...] | None:
     return (AbortSave("a node does not have that snapshot any more"),) if again else ()
 
 
-def checkpoint(view: View, spec: JobSpec, here: list[Node]) -> tuple[Action, ...]:
+def checkpoint(view: View, here: list[Node]) -> tuple[Action, ...]:
     """Begin a checkpoint when the interval has passed; give up one that does not succeed."""
     job = view.job
     if job.saving:
-        return _go_on(view, spec, here)
+        return _go_on(view, here)
     since = max(job.saved_at, job.started or view.now)
-    if job.progress.step <= job.progress.base or view.now - since < spec.checkpoint_interval:
+    if job.progress.step <= job.progress.base or view.now - since < view.job.spec.checkpoint_interval:
         return ()
     step = ahead(view, here, DRAIN_AHEAD)
     if job.progress.total_steps and step >= job.progress.total_steps:
@@ -60,7 +59,7 @@ def checkpoint(view: View, spec: JobSpec, here: list[Node]) -> tuple[Action, ...
     return (Save(StateRef(generation=job.generation, step=step), _members(view, here)),)
 
 
-def closing(view: View, spec: JobSpec) -> Finish | Resume:
+def closing(view: View) -> Finish | Resume:
     """The end of a job. Its last state is in the bucket, or the head no longer waits for that.
 
     If the script had finished and its last state vanished with its nodes, the lost work is done again. The job fails if
@@ -73,7 +72,7 @@ def closing(view: View, spec: JobSpec) -> Finish | Resume:
     if last <= job.newest:
         unheard = patience.unheard(view) if ending.phase == "stopped" else ""
         return Finish(ending.phase, "; ".join(filter(None, [ending.reason, unheard])))
-    reachable = [node for node in holders if node.connected and not health.silent(view, node, spec)]
+    reachable = [node for node in holders if reports(view, node)]
     kept = f"the newest checkpoint is of step {job.newest[1]}" if job.checkpoints else "there is no checkpoint"
     names = ", ".join(sorted(node.name for node in holders)) or "the nodes that held it"
     lost = f"the state after step {last[1]} is lost, it was not saved by {names}"
@@ -84,7 +83,7 @@ def closing(view: View, spec: JobSpec) -> Finish | Resume:
     return Finish(phase, "; ".join(filter(None, [ending.reason, lost + why, kept])))
 
 
-def _go_on(view: View, spec: JobSpec, here: list[Node]) -> tuple[Action, ...]:
+def _go_on(view: View, here: list[Node]) -> tuple[Action, ...]:
     """Give up the checkpoint under way, if it must be given up."""
     job = view.job
     assert job.saving is not None
@@ -97,7 +96,7 @@ def _go_on(view: View, spec: JobSpec, here: list[Node]) -> tuple[Action, ...]:
         return (AbortSave("a worker was past the step already"),)
     failing = [n for n in here if n.name in saving.holders and (t := n.report.trouble) and t.step == saving.ref.step]
     others = set(saving.holders) - {node.name for node in failing}
-    long = waited > max(NEWER, spec.checkpoint_interval) or (others and any(map(_steady, failing)))
+    long = waited > max(NEWER, view.job.spec.checkpoint_interval) or (others and any(map(_steady, failing)))
     if failing and long:
         return (AbortSave(f"{failing[0].name} could not save its part: {_message(failing[0].report.trouble)}"),)
     return (AbortSave(f"not complete after {SAVE_PATIENCE:.0f} s"),) if waited > SAVE_PATIENCE else ()

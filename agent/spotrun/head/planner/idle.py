@@ -8,12 +8,12 @@ head continues the same wait.
 
 from __future__ import annotations
 
-from spotrun.head import view as health
-from spotrun.head.fleet import repair
+from spotrun.head.fleet.classify import classify
 from spotrun.head.job_state import Idle, JobState, Rest
-from spotrun.head.planner import absent, patience
-from spotrun.head.view import View
-from spotrun.spec import JobSpec
+from spotrun.head.planner import patience
+from spotrun.head.planner.liveness import had_joined, reports
+from spotrun.head.timeouts import TIMEOUTS
+from spotrun.head.view import GONE, View
 
 PROBE = 120.0  # seconds that one try lasts
 AGAIN = 60.0  # seconds until the next try; doubled each time …
@@ -34,14 +34,14 @@ def observe(job: JobState, view: View) -> JobState:
     return job
 
 
-def decide(view: View, spec: JobSpec) -> tuple[Rest, ...]:
+def decide(view: View) -> tuple[Rest, ...]:
     """Give the machines back, ask again, or neither."""
     idle, now = view.job.idle, view.now
     if idle is None or not view.listed:
         return ()
-    found, least = len(usable(view)), spec.nodes.min
+    found, least = len(usable(view)), view.job.spec.nodes.min
     if not idle.next:
-        if now - idle.since < spec.hold_idle or not _saved(view, spec, idle):
+        if now - idle.since < view.job.spec.hold_idle or not _saved(view, idle):
             return ()
         why = f"{found} of the {least} machines that it needs, for {_minutes(now - idle.since)}: they are given back"
         return (_later(idle, now, why),)
@@ -50,7 +50,7 @@ def decide(view: View, spec: JobSpec) -> tuple[Rest, ...]:
             return ()
         began = idle.model_copy(update={"tries": idle.tries + 1, "until": now + PROBE})
         return (Rest(began, f"asking the cloud for machines again, for {_minutes(PROBE)} (try {began.tries})"),)
-    if now < idle.until or not _saved(view, spec, idle):
+    if now < idle.until or not _saved(view, idle):
         return ()
     return (_later(idle, now, f"still {found} of {least} machines: given back"),)
 
@@ -65,32 +65,33 @@ def condition(view: View) -> dict[str, object] | None:
     idle = view.job.idle
     if idle is None or view.job.current is not None:
         return None
-    spec = view.job.spec
-    found = f"{len(usable(view))} of {spec.nodes.min} machines"
+    found = f"{len(usable(view))} of {view.job.spec.nodes.min} machines"
     if resting(view.job):
         text = f"waiting, machines given back; next try in {_minutes(idle.next - view.now)}"
     elif idle.until:
         text = f"waiting, asking the cloud again: {found}, for {_minutes(idle.until - view.now)} more"
     else:
-        text = f"waiting with {found}; they are given back in {_minutes(idle.since + spec.hold_idle - view.now)}"
+        text = (
+            f"waiting with {found}; they are given back in {_minutes(idle.since + view.job.spec.hold_idle - view.now)}"
+        )
     return {"since": idle.since, "text": text}
 
 
 def usable(view: View) -> set[str]:
     """Machines that are there for the job, or are booting."""
-    bad = repair.unusable(view)
+    bad = {name for name, each in classify(view).items() if each.unusable}
     listed = {each.name for each in view.machines if each.state in ("provisioning", "running")}
-    connected = {node.name for node in view.nodes if node.connected and node.cloud not in health.GONE}
+    connected = {node.name for node in view.nodes if node.connected and node.cloud not in GONE}
     return (listed | connected).difference(bad)
 
 
-def _saved(view: View, spec: JobSpec, idle: Idle) -> bool:
+def _saved(view: View, idle: Idle) -> bool:
     """Whether every state is in the bucket. For the state of a silent machine, wait as long as that state is worth."""
     holders = patience.unsaved(view)
-    if view.blind() or any(node.connected and not health.silent(view, node, spec) for node in holders):
+    if view.blind() or any(reports(view, node) for node in holders):
         return False
-    away = holders or any(absent.served(view, each) for each in view.machines)
-    return not away or view.now - idle.since > patience.patience(view.job, absent.HOLDER)
+    away = holders or any(had_joined(view, each) for each in view.machines)
+    return not away or view.now - idle.since > patience.patience(view.job, TIMEOUTS.last_holder)
 
 
 def _later(idle: Idle, now: float, why: str) -> Rest:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from spotrun.head import view as health
 from spotrun.head.job_state import JobState
 from spotrun.head.planner import silence
+from spotrun.head.planner.liveness import reports
 from spotrun.head.view import Node, View
-from spotrun.spec import JobSpec
 from spotrun.wire import StateRef
 
 MARGIN = 20.0  # seconds: agents find a new head in 10 s, and a network failure often ends within seconds
@@ -34,10 +33,10 @@ def unsaved(view: View) -> list[Node]:
     return [node for node in mine if state(node) > view.job.newest]
 
 
-def out_of_reach(view: View, spec: JobSpec, most: float) -> bool:
+def out_of_reach(view: View, most: float) -> bool:
     """Whether nodes that hold the newest state have been silent for longer than that state is worth."""
     holders = unsaved(view)
-    if not holders or any(node.connected and not health.silent(view, node, spec) for node in holders):
+    if not holders or any(reports(view, node) for node in holders):
         return False
     if all(silence.stopped(view, node.name) for node in holders):
         return True

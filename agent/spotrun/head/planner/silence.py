@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from spotrun.head.job_state import JobState
-from spotrun.head.view import ALONE, Node, Sign, View, silent
-from spotrun.spec import JobSpec
+from spotrun.head.planner.liveness import reports, silent
+from spotrun.head.timeouts import TIMEOUTS
+from spotrun.head.view import Sign, View
 from spotrun.wire import AliveRecord
 
 TELL = 20.0  # seconds of silence before an event says so, and before a stop no longer waits for the nodes
@@ -21,32 +22,31 @@ RECENT = 30.0  # seconds for which an answer of the bucket is used
 LONGEST = 20.0  # the most seconds between two signs, even if a node's sign names more
 
 
-def since(view: View, spec: JobSpec) -> float | None:
+def since(view: View) -> float | None:
     """Since when no member of the generation is heard; None: there is no member, or one was heard a moment ago."""
     members = view.members()
     if not members:
         return None
     heard = max(view.began if node is None else node.reported_at for node in members)
     found = max(heard, view.awake_since)
-    return found if view.now - found > spec.heartbeat_timeout else None
+    return found if view.now - found > view.job.spec.heartbeat_timeout else None
 
 
 def names(view: View) -> frozenset[str]:
     """Nodes whose connection is still open, and that are not heard."""
-    spec = view.job.spec
-    return frozenset(node.name for node in view.nodes if node.connected and silent(view, node, spec))
+    return frozenset(node.name for node in view.nodes if node.connected and silent(view, node))
 
 
-def lost(view: View, spec: JobSpec) -> dict[str, str]:
-    """Members that count as lost because two signals agree: name → kind. `health.lost` has all other interruptions."""
-    quiet, current = since(view, spec), view.job.current
-    if quiet is None or current is None or view.now - quiet <= spec.silence_timeout:
+def interrupted(view: View) -> dict[str, str]:
+    """Members that are lost because all are silent and a second signal agrees: name → kind. See also `liveness`."""
+    quiet, current = since(view), view.job.current
+    if quiet is None or current is None or view.now - quiet <= view.job.spec.silence_timeout:
         return {}
-    # Machines that are gone are left out: `health.lost` has them. If the cloud does not answer, no node is lost.
+    # `liveness.interrupted` has the machines that are gone. If the cloud does not answer, no node is lost.
     listed = {each.name for each in view.machines if each.state == "running"}
     members = [member for member in current.members if member.node in listed]
     dead = [each for each in members if stopped(view, each.node) or _another(view, each.node, each.boot)]
-    if not dead and len(members) == len(current.members) and stuck(view, spec):
+    if not dead and len(members) == len(current.members) and stuck(view):
         dead = members
     noticed = {node.name for node in view.nodes if node.noticed}
     return {each.node: "preempt" if each.node in noticed else "silent" for each in dead}
@@ -60,34 +60,34 @@ def stopped(view: View, node: str) -> bool:
     return sign.looked - sign.changed > MISSED * min(sign.every or LONGEST, LONGEST) + SLOW
 
 
-def stuck(view: View, spec: JobSpec) -> bool:
+def stuck(view: View) -> bool:
     """Whether the members show signs of life, but none of them has completed a step for too long."""
     signs = _signs(view)
     if not signs or any(view.now - sign.looked > RECENT for sign in signs):
         return False
     begun = max(_step(view, sign) for sign in signs) > max(view.job.progress.base, -1)
-    patience = spec.hang_timeout if begun else spec.start_timeout
+    patience = view.job.spec.hang_timeout if begun else view.job.spec.start_timeout
     return min(sign.looked for sign in signs) - max(sign.advanced for sign in signs) > patience
 
 
-def given_up(view: View, spec: JobSpec) -> bool:
+def given_up(view: View) -> bool:
     """Whether a stop need not wait for the members, because none has been heard for some time."""
-    quiet = since(view, spec)
-    return quiet is not None and view.now - quiet > min(TELL, spec.silence_timeout)
+    quiet = since(view)
+    return quiet is not None and view.now - quiet > min(TELL, view.job.spec.silence_timeout)
 
 
-def alone(view: View, node: str, spec: JobSpec) -> float:
+def alone(view: View, node: str) -> float:
     """Seconds to wait for a silent node while no other is heard: the head may be the one that is cut off."""
-    return min(ALONE, spec.silence_timeout) if stopped(view, node) else ALONE
+    return min(TIMEOUTS.alone, view.job.spec.silence_timeout) if stopped(view, node) else TIMEOUTS.alone
 
 
-def watched(view: View, spec: JobSpec) -> frozenset[str]:
+def watched(view: View) -> frozenset[str]:
     """Nodes whose signs of life the head needs: the members of a silent generation, or the last of a waiting job."""
     if view.job.current is not None:
-        if since(view, spec) is None:
+        if since(view) is None:
             return frozenset()
         return frozenset(member.node for member in view.job.current.members)
-    if any(_heard(view, spec, node) for node in view.nodes):
+    if any(reports(view, node) for node in view.nodes):
         return frozenset()
     return frozenset(member.node for member in view.job.last)
 
@@ -122,21 +122,21 @@ def seen(before: Sign | None, record: AliveRecord | None, now: float) -> Sign:
     )
 
 
-def news(view: View, spec: JobSpec) -> tuple[str, str] | None:
+def news(view: View) -> tuple[str, str] | None:
     """(kind, text) for operators, if every member has been silent for some time. New news have another kind."""
-    quiet = since(view, spec)
-    told = min(TELL, spec.silence_timeout / 2)
+    quiet = since(view)
+    told = min(TELL, view.job.spec.silence_timeout / 2)
     if quiet is None or view.now - quiet < told or view.job.current is None:
         return None
     names = [member.node for member in view.job.current.members]
     who = f"the only node, {names[0]}, has" if len(names) == 1 else f"all {len(names)} nodes have"
-    return _judged(view, spec, f"{who} been silent for {told:.0f} s or more")
+    return _judged(view, f"{who} been silent for {told:.0f} s or more")
 
 
-def _judged(view: View, spec: JobSpec, who: str) -> tuple[str, str]:
+def _judged(view: View, who: str) -> tuple[str, str]:
     signs = _signs(view)
     assert view.job.current is not None
-    limit = f"after {spec.silence_timeout:.0f} s of silence"
+    limit = f"after {view.job.spec.silence_timeout:.0f} s of silence"
     if not view.machines:
         return "cloud", f"{who}; the cloud does not answer either: nothing is ended or replaced"
     if len(signs) < len(view.job.current.members) or any(view.now - sign.looked > RECENT for sign in signs):
@@ -163,7 +163,3 @@ def _step(view: View, sign: Sign) -> int:
 def _another(view: View, node: str, boot: str) -> bool:
     sign = view.signs.get(node)
     return sign is not None and sign.boot not in ("", boot)
-
-
-def _heard(view: View, spec: JobSpec, node: Node) -> bool:
-    return node.connected and not silent(view, node, spec)

@@ -8,28 +8,27 @@ from typing import Any
 
 import pytest
 
-from spotrun.head.capacity import Decision, Observation, Pool, decide
-from spotrun.head.fleet import repair
-from spotrun.head.fleet.repair import (
-    AGAIN,
-    AGAIN_MOST,
-    BOOT_TIMEOUT,
-    BOOT_TIMEOUT_METAL,
-    GRACE,
-    LIMIT,
-    SAVING,
-    WINDOW,
-)
-from spotrun.head.job_state import Ending, JobState, Recreate, Replacement
-from spotrun.head.planner.absent import HOLDER
-from spotrun.head.planner.plan import plan
-from spotrun.head.view import ALONE, REJOIN, Machine, View
+from spotrun.head.capacity import Pool
+from spotrun.head.fleet import classify, decide, record
+from spotrun.head.fleet.record import LIMIT, Recreate, Replacement
+from spotrun.head.job_state import Ending, JobState
+from spotrun.head.timeouts import TIMEOUTS
+from spotrun.head.view import Machine, View
 from spotrun.node.health import gate
 from spotrun.wire import StateRef
 from tests.head.views import NOW as EARLIER
-from tests.head.views import job, member, node, spare
+from tests.head.views import job, member, node, planned, spare
 from tests.head.views import view as view_of
 
+ALONE = TIMEOUTS.alone
+REJOIN = TIMEOUTS.rejoin
+AGAIN = TIMEOUTS.retry
+AGAIN_MOST = TIMEOUTS.retry_most
+BOOT_TIMEOUT = TIMEOUTS.boot
+BOOT_TIMEOUT_METAL = TIMEOUTS.boot_metal
+GRACE = TIMEOUTS.unfit
+SAVING = TIMEOUTS.unfit_holder
+WINDOW = TIMEOUTS.replacement_window
 NOW = EARLIER + 10 * WINDOW
 A, B, C = "a", "b", "c"
 MADE = NOW - 5000
@@ -43,6 +42,11 @@ def machine(name: str, **changes: Any) -> Machine:
     """One that has been there for a while and whose agent has joined."""
     values = {"name": name, "pool": "p", "state": "running", "created": MADE, "answered": NOW - 1}
     return Machine(**{**values, **changes})
+
+
+def away(name: str) -> Machine:
+    """One whose zone does not answer."""
+    return machine(name, state="unknown")
 
 
 def booting(name: str, **changes: Any) -> Machine:
@@ -91,6 +95,10 @@ def left(*members: str, **changes: Any) -> JobState:
 def begun(at: float) -> dict[str, float]:
     """A head that began then and has had no gap."""
     return {"began": at, "awake_since": at}
+
+
+def states(view: View) -> dict[str, str]:
+    return {name: each.state for name, each in classify.classify(view).items()}
 
 
 BAD = Recreate(A, "p", WHY, MADE)
@@ -232,7 +240,12 @@ CASES: dict[str, tuple[View, tuple[Recreate, ...]]] = {
         (),
     ),
     "the same, and none is heard: it may be cut off": (
-        view(waiting(), machines=(booting(A, created=LATE - ALONE),), began=LATE - ALONE, awake_since=NOW - ALONE + 1),
+        view(
+            waiting(),
+            machines=(booting(A, created=LATE - ALONE),),
+            began=LATE - ALONE,
+            awake_since=NOW - ALONE + 1,
+        ),
         (),
     ),
     "bare metal takes longer": (
@@ -280,16 +293,16 @@ CASES: dict[str, tuple[View, tuple[Recreate, ...]]] = {
         (Recreate(A, "p", NO_AGENT, LATE),),
     ),
     "a member that this head has never heard of may train on": (
-        view(job(A, B, ordered_at=NOW - 100), machines=TWO, **begun(NOW - 2 * HOLDER)),
+        view(job(A, B, ordered_at=NOW - 100), machines=TWO, **begun(NOW - 2 * TIMEOUTS.last_holder)),
         (),
     ),
-    "a member of the last generation has served: another rule's": (
-        view(left(A, B), spare(C, reported_at=NOW), machines=(*TWO, machine(C)), **begun(LATE - HOLDER)),
-        (),
+    "a member of the last generation that does not report has served: its replacement is not limited": (
+        view(left(A, B), spare(C, reported_at=NOW), machines=(*TWO, machine(C)), **begun(LATE - TIMEOUTS.last_holder)),
+        (Recreate(A, "p", created=MADE), Recreate(B, "p", created=MADE)),
     ),
-    "so has one whose agent an earlier head has heard": (
+    "a machine whose agent reported to an earlier head has served: its replacement is not limited": (
         view(waiting(joined={A: MADE}), spare(C, reported_at=NOW), machines=(booting(A), machine(C)), **begun(LATE)),
-        (),
+        (Recreate(A, "p", created=MADE),),
     ),
     "a machine made since the generation ended holds nothing": (
         view(
@@ -300,9 +313,9 @@ CASES: dict[str, tuple[View, tuple[Recreate, ...]]] = {
         ),
         (Recreate(A, "p", NO_AGENT, LATE),),
     ),
-    "one that was heard and has fallen silent is another rule's": (
+    "a machine that has fallen silent has served: its replacement is not limited": (
         view(waiting(), spare(A, reported_at=NOW - 5000, connected=False), machines=(machine(A),)),
-        (),
+        (Recreate(A, "p", created=MADE),),
     ),
 }
 
@@ -310,33 +323,33 @@ CASES: dict[str, tuple[View, tuple[Recreate, ...]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_replacements(name: str) -> None:
     given, expected = CASES[name]
-    assert repair.replacements(given) == expected
+    assert decide.decide(given).recreate == expected
 
 
 def test_the_planner_asks_for_them() -> None:
-    assert plan(view(waiting(), unfit(A), machines=(machine(A),))) == (BAD,)
+    assert planned(view(waiting(), unfit(A), machines=(machine(A),))) == (BAD,)
 
 
 def test_the_planner_leaves_those_alone_that_have_not_served() -> None:
     """They would not count against the limit."""
     silent = checking(A, NOW - 300, reported_at=NOW - 200, connected=False)
     machines = (booting(A, created=NOW - 600), machine(B))
-    assert plan(view(waiting(), silent, spare(B, reported_at=NOW), machines=machines)) == ()
+    assert planned(view(waiting(), silent, spare(B, reported_at=NOW), machines=machines)) == ()
 
 
 def test_an_unfit_one_that_falls_silent_is_replaced_once_and_counts() -> None:
     silent = unfit(A, reported_at=NOW - 200, connected=False)
-    assert plan(view(waiting(), silent, spare(B, reported_at=NOW), machines=(machine(A), machine(B)))) == (BAD,)
+    assert planned(view(waiting(), silent, spare(B, reported_at=NOW), machines=(machine(A), machine(B)))) == (BAD,)
 
 
 def test_one_that_served_and_was_lost_is_asked_about_now_and_then() -> None:
     silent = spare(A, reported_at=NOW - 400, connected=False)
     action = Recreate(A, "p", created=MADE)
     given = view(waiting(), silent, machines=(machine(A, answered=NOW - 400),))
-    assert plan(given) == (action,)
-    given = replace(given, replaced=repair.asked((), action, NOW))
-    assert plan(given) == ()
-    assert plan(replace(given, now=NOW + AGAIN)) == (action,)
+    assert planned(given) == (action,)
+    given = replace(given, replaced=record.ask((), action, NOW))
+    assert planned(given) == ()
+    assert planned(replace(given, now=NOW + AGAIN)) == (action,)
 
 
 def test_the_head_waits_until_the_agent_has_looked_again() -> None:
@@ -349,7 +362,7 @@ def test_the_head_waits_until_the_agent_has_looked_again() -> None:
     + [(kind, BOOT_TIMEOUT_METAL) for kind in ("c7i.metal-24xl", "c3-standard-192-metal")],
 )
 def test_boot_timeout(kind: str, expected: float) -> None:
-    assert repair.boot_timeout(kind) == expected
+    assert classify.boot_timeout(kind) == expected
 
 
 def asking(seconds: int, refusal: str = "", made_anew: bool = True) -> tuple[list[float], View]:
@@ -359,11 +372,11 @@ def asking(seconds: int, refusal: str = "", made_anew: bool = True) -> tuple[lis
         created = max((each.at for each in given.replaced), default=NOW - 100) + 1 if made_anew else NOW - 100
         nodes = (unfit(A, reported_at=float(now)),)
         given = replace(given, now=float(now), nodes=nodes, machines=(machine(A, created=created),))
-        for action in plan(given):
+        for action in planned(given):
             assert isinstance(action, Recreate)
             times.append(now - NOW)
-            replaced = repair.asked(given.replaced, action, now)
-            given = replace(given, replaced=repair.refused(replaced, action, refusal) if refusal else replaced)
+            replaced = record.ask(given.replaced, action, now)
+            given = replace(given, replaced=record.refuse(replaced, action, refusal) if refusal else replaced)
     return times, given
 
 
@@ -371,63 +384,68 @@ def test_what_was_asked_for_is_counted_until_the_limit_and_no_further() -> None:
     """Each machine made in another's place is unfit as well."""
     times, given = asking(int(WINDOW) - 100)
     assert len(times) == LIMIT
-    assert repair.exhausted(given) == {"p"}
+    assert record.exhausted(given.replaced, given.now) == {"p"}
 
 
 def test_a_cloud_that_refuses_is_asked_ever_more_rarely_and_counts_nothing() -> None:
     times, given = asking(int(WINDOW) - 100, "Rate exceeded", made_anew=False)
     gaps = [after - before for before, after in itertools.pairwise(times)]
     assert gaps == [AGAIN, 2 * AGAIN, 4 * AGAIN, 8 * AGAIN, AGAIN_MOST, AGAIN_MOST]
-    assert repair.exhausted(given) == set()
+    assert record.exhausted(given.replaced, given.now) == set()
     assert len(given.replaced) == 1
     said = f"a takes no job: {WHY}; the cloud does not replace it: Rate exceeded"
-    assert repair.problems(given) == {"p": said}
+    assert decide.decide(given).reasons == {"p": said}
 
 
 def test_records_are_not_kept_without_end() -> None:
     replaced: tuple[Replacement, ...] = ()
     for number in range(1000):
-        replaced = repair.asked(replaced, Recreate(A, "p", WHY, NOW + number), NOW + number * 60)
+        replaced = record.ask(replaced, Recreate(A, "p", WHY, NOW + number), NOW + number * 60)
     assert len(replaced) == WINDOW / 60
 
 
 def test_others_stand_in_only_for_machines_that_are_given_up() -> None:
     """Whoever stands in becomes a member, and stays, perhaps at a higher price."""
     fresh = view(waiting(), unfit(A), machines=(machine(A), machine(B)), replaced=was_replaced(1, name=A, created=MADE))
-    seen = repair.outlook(fresh)
-    assert (seen.unusable, seen.coming) == ({A}, {A})
+    assert states(fresh)[A] == "replacing"
     spent = replace(fresh, replaced=was_replaced(900, 600, 300))
-    assert repair.outlook(spent).coming == set()
+    assert states(spent)[A] == "abandoned"
     late = replace(fresh, nodes=(unfit(A, since=NOW - BOOT_TIMEOUT),))
-    assert repair.outlook(late).coming == set(), "nothing came of it"
+    assert states(late)[A] == "abandoned", "nothing came of it"
 
 
 def test_nobody_comes_in_the_place_of_one_in_a_zone_that_does_not_answer() -> None:
-    seen = repair.outlook(view(waiting(), unfit(A), machines=(machine(A, state="unknown"),)))
-    assert (seen.unusable, seen.coming) == ({A}, set())
+    assert states(view(waiting(), unfit(A), machines=(machine(A, state="unknown"),))) == {A: "abandoned"}
 
 
 @pytest.mark.parametrize(
     ("seen", "expected"),
     [
-        (view(waiting(), spare(A, reported_at=NOW), machines=(machine(A),)), set()),
-        (view(waiting(), spare(A, reported_at=NOW - 1, connected=False), machines=(machine(A),)), set()),
-        (view(waiting(), spare(A, reported_at=NOW - 60), machines=(machine(A), machine(B))), {A, B}),
-        (view(job(A, B), node(A, reported_at=NOW - 60), machines=(machine(A), machine(B), machine(C))), {C}),
-        (view(left(A), machines=(machine(A),)), {A}),
-        (view(left(A), machines=(machine(A),), awake_since=NOW - 1), set()),
+        (view(waiting(), spare(A, reported_at=NOW), machines=(away(A),)), set()),
+        (view(waiting(), spare(A, reported_at=NOW - 1, connected=False), machines=(away(A),)), set()),
+        (view(waiting(), spare(A, reported_at=NOW - 60), machines=(away(A), away(B))), {A, B}),
+        (view(job(A, B), node(A, reported_at=NOW - 60), machines=(away(A), away(B), away(C))), {C}),
+        (view(left(A), machines=(away(A),)), {A}),
+        (view(left(A), machines=(away(A),), awake_since=NOW - 1), set()),
     ],
-    ids=["reported_at", "until a moment ago", "not heard", "the generation counts on it", "its last", "a new head"],
+    ids=[
+        "it reports",
+        "it reported a moment ago",
+        "it is silent",
+        "a member is silent",
+        "a last member is silent",
+        "a new head",
+    ],
 )
-def test_machines_that_are_not_heard(seen: View, expected: set[str]) -> None:
-    assert repair.outlook(seen).silent == expected
+def test_a_silent_machine_in_a_zone_that_does_not_answer_is_unknown(seen: View, expected: set[str]) -> None:
+    assert {name for name, state in states(seen).items() if state == "unknown"} == expected
 
 
 def test_machines_that_have_not_shown_what_they_are_good_for() -> None:
     nodes = (checking(A, NOW - 10), unfit(B, since=NOW - 1), spare(C, reported_at=NOW))
     machines = (booting(A, created=NOW - 60), machine(B), machine(C), booting("d", created=NOW - 60))
-    seen = repair.outlook(view(waiting(), *nodes, machines=machines))
-    assert (seen.unusable, seen.unproven) == (set(), {A, B, "d"})
+    found = states(view(waiting(), *nodes, machines=machines))
+    assert found == {A: "checking", B: "unfit", C: "ready", "d": "booting"}
 
 
 SPENT = was_replaced(900, 600, 300)
@@ -462,54 +480,21 @@ SPENT = was_replaced(900, 600, 300)
     ],
 )
 def test_a_pool_is_closed_when_none_of_its_machines_serves(given: View, expected: set[str]) -> None:
-    assert repair.closed(given) == expected
+    (pool,) = decide.observe(given, classify.classify(given), [Pool("p", 4, 2)], 1).pools
+    assert ({"p"} if pool.supply == "closed" else set()) == expected
 
 
 def test_what_operators_read() -> None:
     given = view(waiting(), unfit(A), spare(B, reported_at=NOW), machines=(machine(A), machine(B, pool="q")))
-    assert repair.problems(given) == {"p": f"a takes no job: {WHY}"}
+    assert decide.decide(given).reasons == {"p": f"a takes no job: {WHY}"}
     given = view(waiting(), machines=(), replaced=SPENT)
     at = NOW - 900 + WINDOW
-    assert repair.problems(given) == {
+    assert decide.decide(given).reasons == {
         "p": f"3 machines took no job and were replaced, the last since: {WHY}; no more are before "
         f"{int(at // 3600) % 24:02}:{int(at // 60) % 60:02} UTC"
     }
-    assert repair.problems(view(waiting(), spare(A, reported_at=NOW), machines=(machine(A),))) == {}
+    assert decide.decide(view(waiting(), spare(A, reported_at=NOW), machines=(machine(A),))).reasons == {}
 
 
-P = Pool("p", max=4, size=2, running=("p-0", "p-1"))
-Q = Pool("q", max=4, size=0)
-UNFIT = frozenset(("p-1",))
-
-
-@pytest.mark.parametrize(
-    ("seen", "expected"),
-    [
-        (Observation((P, Q), 2), Decision({})),
-        (Observation((replace(P, unusable=UNFIT), Q), 2), Decision({"q": 1})),
-        (Observation((replace(P, unusable=UNFIT), replace(Q, size=1, running=("q-0",))), 2), Decision({})),
-        # The other pool's machine is a member now: nobody waits for that one any more, and it goes first.
-        (
-            Observation(
-                (replace(P, unusable=frozenset(("p-0",))), replace(Q, size=1, running=("q-0",))), 2, frozenset(("q-0",))
-            ),
-            Decision({}, ("p-0",)),
-        ),
-        # It has been replaced by one that serves: the one that stood in is too much.
-        (Observation((P, replace(Q, size=1, running=("q-0",))), 2), Decision({}, ("q-0",))),
-        (
-            Observation((replace(P, unusable=frozenset(P.running), closed=True), Q), 2),
-            Decision({"q": 2}, ("p-1", "p-0")),
-        ),
-        (Observation((Pool("p", 4, 2, closed=True), Q), 2), Decision({"p": 0, "q": 2})),
-        (Observation((Pool("p", 4, 0, closed=True), replace(Q, size=2)), 2), Decision({})),
-        (Observation((replace(P, unusable=UNFIT), Q), 0), Decision({"p": 0})),
-    ],
-    ids=["all serve", "another stands in", "it does", "not waited for", "mended", "closed", "pending", "stays", "end"],
-)
-def test_capacity(seen: Observation, expected: Decision) -> None:
-    assert decide(seen) == expected
-
-
-def test_a_member_never_counts_as_useless() -> None:
-    assert member(A).node not in repair.unusable(view(job(A), node(A, reported_at=NOW), machines=(machine(A),)))
+def test_a_member_is_never_unusable() -> None:
+    assert states(view(job(A), node(A, reported_at=NOW), machines=(machine(A),))) == {A: "ready"}

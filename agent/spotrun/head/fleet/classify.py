@@ -1,0 +1,197 @@
+"""What is each machine's condition? `classify(view)` is pure, and its tests are data.
+
+Each machine that the cloud lists has exactly one state:
+
+- booting: its agent has not joined yet. checking: its agent checks whether the machine is fit.
+- ready: its agent serves jobs. leaving: the cloud takes the machine.
+- unfit: its agent says that the machine is not fit, but not for long enough for a replacement.
+- silent: its agent had joined and does not report. unknown: in addition, its zone does not answer.
+- replacing: another machine is expected in its place. abandoned: none is, and no job can use the machine.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+from spotrun.head.fleet.record import Recreate, exhausted
+from spotrun.head.planner import patience, silence
+from spotrun.head.planner.liveness import eligible, had_joined, reports, silent
+from spotrun.head.timeouts import TIMEOUTS
+from spotrun.head.view import GONE, Machine, Node, View
+
+State = Literal[
+    "booting", "checking", "ready", "leaving", "unfit", "silent", "replacing", "abandoned", "unknown"
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A machine's state, and why the machine is in it."""
+
+    machine: Machine
+    state: State
+    reason: str = ""
+    since: float = 0.0
+    """Since when, epoch seconds; of a machine that was never fit, when its time was over."""
+    replacement: Recreate | None = None
+    """What the cloud should be asked for; None: nothing."""
+
+    @property
+    def unusable(self) -> bool:
+        """Whether the machine has never served and no job can count on it."""
+        return self.replacement is not None and self.replacement.unfit
+
+
+def classify(view: View) -> dict[str, Condition]:
+    """The condition of each machine that the cloud lists, by name."""
+    known = {node.name: node for node in view.nodes}
+    reporting = [node for node in view.nodes if reports(view, node)]
+    found = {}
+    for machine in view.machines:
+        node = known.get(machine.name)
+        found[machine.name] = (
+            _unknown(view, machine, node)
+            or _never_served(view, machine, node)
+            or _lost(view, reporting, machine, node)
+            or _retired(view, machine, node)
+            or _in_service(view, machine, node)
+        )
+    return found
+
+
+def boot_timeout(kind: str) -> float:
+    """Seconds that a machine of this type gets. Bare metal: `g4dn.metal`, `c7i.metal-24xl`, `c3-…-metal`."""
+    return TIMEOUTS.boot_metal if "metal" in kind else TIMEOUTS.boot
+
+
+def _unknown(view: View, machine: Machine, node: Node | None) -> Condition | None:
+    """Neither its zone nor its agent answers. A member of the generation counts as there."""
+    members = {member.node for member in view.job.current.members} if view.job.current else set()
+    if machine.state != "unknown" or machine.name in members:
+        return None
+    # A new head first waits until agents have found it.
+    quiet = silent(view, node) if node is not None else view.now - view.awake_since > TIMEOUTS.rejoin
+    since = node.reported_at if node is not None else view.awake_since
+    return Condition(machine, "unknown", "its zone does not answer", since) if quiet else None
+
+
+def _never_served(view: View, machine: Machine, node: Node | None) -> Condition | None:
+    """A machine that was never fit. Another one is expected in its place, but not for ever."""
+    fault = _fault(view, machine, node)
+    if fault is None:
+        return None
+    why, since = fault
+    hopeless = (
+        machine.state == "unknown"  # nothing can be asked of its zone
+        or view.now - since >= boot_timeout(machine.kind)
+        or machine.pool in exhausted(view.replaced, view.now)
+    )
+    state: State = "abandoned" if hopeless else "replacing"
+    return Condition(machine, state, why, since, Recreate(machine.name, machine.pool, why, machine.created))
+
+
+def _fault(view: View, machine: Machine, node: Node | None) -> tuple[str, float] | None:
+    """What keeps a machine from serving, and since when."""
+    connected = node is not None and node.connected
+    if node is not None and machine.joined:
+        if node.report.phase == "unfit":  # also of a disconnected one, which may be shutting down
+            why = "; ".join(node.report.unfit) or "unfit"
+            holder = node.connected and _alone_holds_the_state(view, node)
+            patience = TIMEOUTS.unfit_holder if holder else TIMEOUTS.unfit
+            return (why, node.since) if view.now - node.since >= patience else None
+        if not connected or node.report.phase != "checking":
+            return None  # a machine that served: see `_lost`
+    if machine.state != "running" or had_joined(view, machine):
+        return None
+    reporting = any(n.connected for n in view.nodes)  # if none is, this head may be the one that is cut off
+    since = max(machine.created, machine.answered, view.began) + boot_timeout(machine.kind)
+    since += 0.0 if reporting or node is not None else TIMEOUTS.alone
+    # After a gap, agents get only the time that they need to report again, not the whole time-out a second time.
+    if view.now <= max(since, view.awake_since + (TIMEOUTS.rejoin if reporting else TIMEOUTS.alone)):
+        return None
+    minutes = f"within {boot_timeout(machine.kind) / 60:.0f} minutes"
+    if connected and node is not None and node.report.phase == "checking":
+        return f"it could not tell {minutes} whether it is fit", since
+    return f"its agent has not joined {minutes}", since
+
+
+def _alone_holds_the_state(view: View, node: Node) -> bool:
+    held = {n.name: patience.state(n) for n in view.nodes if n.connected and n.report.job == view.job.id}
+    own = held.pop(node.name, (-1, -1))
+    return own > view.job.newest and all(generation < own[0] for generation, _ in held.values())
+
+
+def _lost(view: View, reporting: list[Node], machine: Machine, node: Node | None) -> Condition | None:
+    """A machine that served, and whose agent has not reported for longer than the head waits."""
+    if machine.state != "running":
+        return None
+    if node is not None:
+        served = machine.joined and node.report.phase != "unfit"
+        if not served or not silent(view, node) or not node.expendable(view):
+            return None
+        since, most = max(node.reported_at, view.awake_since), _patience(view, reporting, node)
+    else:
+        members = {member.node for member in view.job.current.members} if view.job.current else set()
+        if machine.name in members or not had_joined(view, machine):
+            return None
+        since, most = max(view.began, view.awake_since), _patience_after_restart(view, reporting, machine)
+    if view.now - since <= most:
+        return None
+    wanted = Recreate(machine.name, machine.pool, created=machine.created)
+    return Condition(machine, "replacing", "its agent does not report", since, wanted)
+
+
+def _patience(view: View, reporting: list[Node], node: Node) -> float:
+    """How long the head waits for an agent: not at all if the job waits for machines and others hold the state."""
+    if not reporting:
+        return silence.alone(view, node.name)
+    safe = max([view.job.newest, *(patience.state(n) for n in reporting if n.report.job == view.job.id)])
+    only = node.report.job == view.job.id and patience.state(node) > safe
+    short = len(eligible(view)) < view.job.spec.nodes.min
+    return 0.0 if short and not only else TIMEOUTS.silent
+
+
+def _patience_after_restart(view: View, reporting: list[Node], machine: Machine) -> float:
+    """The same for an agent that has not reported to this head, so that nobody knows what state it holds."""
+    job = view.job
+    alone = 0.0 if reporting else silence.alone(view, machine.name)
+    held = (n.report.snapshot.generation for n in reporting if n.report.job == job.id and n.report.snapshot)
+    if max(held, default=-1) >= job.generation or all(each.node != machine.name for each in job.last):
+        return max(alone, patience.MARGIN)
+    return max(alone, patience.patience(job, TIMEOUTS.last_holder))
+
+
+def _retired(view: View, machine: Machine, node: Node | None) -> Condition | None:
+    """A machine that has retired: the generation goes on without it, and others or the bucket hold its state too."""
+    if node is None or not node.due or not node.connected or machine.state != "running" or not node.expendable(view):
+        return None
+    job = view.job
+    staying = (patience.state(n) for n in view.nodes if n.connected and not n.noticed and n.report.job == job.id)
+    kept = node.report.job != job.id or patience.state(node) <= max([job.newest, *staying])
+    uploading = job.saving is not None and node.name in job.saving.holders
+    if uploading or not kept or view.now - node.since < TIMEOUTS.last_logs:
+        return None
+    why = f"its cloud ends it at {time.strftime('%H:%M UTC', time.gmtime(node.due))}"
+    wanted = Recreate(machine.name, machine.pool, why, machine.created, planned=True)
+    return Condition(machine, "replacing", why, node.since, wanted)
+
+
+def _in_service(view: View, machine: Machine, node: Node | None) -> Condition:
+    """The condition of a machine of which nothing is asked."""
+    if machine.state in GONE:
+        return Condition(machine, "leaving", "the cloud ends it")
+    if node is None or (not machine.joined and node.report.phase != "checking"):
+        if node is None and (machine.joined or had_joined(view, machine)):
+            return Condition(machine, "silent", "its agent has not reported to this head", view.began)
+        return Condition(machine, "booting", since=machine.created)
+    if node.noticed:
+        return Condition(machine, "leaving", "it retires" if node.due else "under notice", node.since)
+    if node.report.phase == "unfit":
+        return Condition(machine, "unfit", "; ".join(node.report.unfit), node.since)
+    if node.report.phase == "checking":
+        return Condition(machine, "checking", since=node.since)
+    if not reports(view, node):
+        return Condition(machine, "silent", "its agent does not report", node.reported_at)
+    return Condition(machine, "ready", node.report.phase, node.since)

@@ -1,0 +1,101 @@
+"""Which machines the cloud was asked to replace, how often, and when it may be asked again. Pure.
+
+Replacements are limited, since with a broken image every machine is unfit. They are counted for the whole cluster, not
+for each job, and kept in the bucket, so that a new head continues the count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from spotrun.head.timeouts import TIMEOUTS
+from spotrun.wire import Document
+
+LIMIT = 3  # unfit machines of a pool that are replaced within `TIMEOUTS.replacement_window`
+
+
+@dataclass(frozen=True)
+class Recreate:
+    """A request to the cloud: another machine in the place of this one."""
+
+    node: str
+    pool: str = ""
+    why: str = ""
+    """What is wrong with a machine that never served; empty for a machine that served and no longer answers."""
+    created: float = 0.0
+    """When the cloud made the machine: tells it from its successor of the same name."""
+    planned: bool = False
+    """The machine is well, and its end is known."""
+
+    @property
+    def unfit(self) -> bool:
+        """Whether the machine never served: such replacements are limited."""
+        return bool(self.why) and not self.planned
+
+
+class Replacement(Document):
+    """What the cloud was asked about one machine. The fields that `Recreate` has too mean the same."""
+
+    node: str
+    pool: str
+    at: float
+    """When the cloud was last asked."""
+    why: str = ""
+    created: float = 0.0
+    tries: int = 1
+    """How often the cloud was asked."""
+    refused: str = ""
+    """Why the last request was not carried out. A refused request does not count against the limit."""
+    planned: bool = False
+
+
+Asked = tuple[Replacement, ...]
+
+
+def ask(replaced: Asked, action: Recreate, now: float) -> Asked:
+    """The record with one more request. Each machine has one entry; old entries are dropped."""
+    before = _find(replaced, action)
+    kept = (each for each in replaced if each is not before and now - each.at < TIMEOUTS.replacement_window)
+    tries = before.tries + 1 if before else 1
+    return (*kept, Replacement(at=now, tries=tries, **asdict(action)))
+
+
+def refuse(replaced: Asked, action: Recreate, why: str) -> Asked:
+    """The record after the cloud did not replace the machine. The time of the next request stays."""
+    return tuple(each.model_copy(update={"refused": why}) if _same(each, action) else each for each in replaced)
+
+
+def may_ask(replaced: Asked, action: Recreate, now: float) -> bool:
+    """Whether the pool is within its limit, and the cloud has had its time since the last request for this machine."""
+    others = [each for each in counted(replaced, action.pool, now) if not _same(each, action)]
+    if action.unfit and len(others) >= LIMIT:
+        return False
+    before = _find(replaced, action)
+    return before is None or now - before.at >= min(TIMEOUTS.retry_most, TIMEOUTS.retry * 2 ** (before.tries - 1))
+
+
+def counted(replaced: Asked, pool: str, now: float) -> list[Replacement]:
+    """The replacements that count against the pool's limit, the oldest first."""
+    recent = (each for each in replaced if each.pool == pool and now - each.at < TIMEOUTS.replacement_window)
+    return [each for each in recent if each.why and not each.refused and not each.planned]
+
+
+def exhausted(replaced: Asked, now: float) -> frozenset[str]:
+    """Pools in which no more unfit machines are replaced for now."""
+    return frozenset(pool for pool in {each.pool for each in replaced} if len(counted(replaced, pool, now)) >= LIMIT)
+
+
+def refusal(replaced: Asked, action: Recreate) -> str:
+    """Why the cloud did not replace this machine when it was last asked; empty if it did not refuse."""
+    before = _find(replaced, action)
+    return before.refused if before else ""
+
+
+def _find(replaced: Sequence[Replacement], action: Recreate) -> Replacement | None:
+    return next((each for each in replaced if _same(each, action)), None)
+
+
+def _same(record: Replacement, action: Recreate) -> bool:
+    """Whether both mean the same machine, not its successor of that name."""
+    return (record.node, record.created) == (action.node, action.created)

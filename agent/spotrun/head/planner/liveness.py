@@ -1,0 +1,120 @@
+"""Which nodes report, which can train, and which members of a generation are interrupted. Pure.
+
+An interruption takes two independent signals: the link (closed, or silent for `heartbeat_timeout`), and one of: the
+cloud says the machine is gone, other members' collectives failed, or no member has completed a step since. So the
+head's own blindness (every node silent at once, or the head suspended) never counts as an interruption.
+"""
+
+from __future__ import annotations
+
+from spotrun.head.job_state import JobState
+from spotrun.head.timeouts import TIMEOUTS
+from spotrun.head.view import GONE, Machine, Node, View
+
+HEARTBEAT = 0.5  # seconds between an agent's reports
+
+
+def silent(view: View, node: Node) -> bool:
+    """Whether the node has not reported for so long that something is wrong."""
+    return view.now - max(node.reported_at, view.awake_since) > view.job.spec.heartbeat_timeout
+
+
+def reports(view: View, node: Node) -> bool:
+    """Whether the node is connected and not silent."""
+    return node.connected and not silent(view, node)
+
+
+def eligible(view: View) -> list[Node]:
+    """Nodes that could be in a generation that begins now."""
+    return [
+        node
+        for node in view.nodes
+        if reports(view, node)
+        and node.report.job == view.job.id
+        and node.report.phase not in ("checking", "unfit", "idle", "preparing")
+        and not node.setup_failure
+        and not node.noticed
+        and node.cloud not in GONE
+        and node.report.store
+    ]
+
+
+def had_joined(view: View, machine: Machine) -> bool:
+    """Whether the machine's agent had joined before this head began, and has not reported since."""
+    job = view.job
+    if any(node.name == machine.name for node in view.nodes):
+        return False
+    member = any(each.node == machine.name for each in job.last) and machine.created <= job.ordered_at
+    return member or job.joined.get(machine.name) == machine.created
+
+
+def remember_joined(job: JobState, view: View) -> JobState:
+    """The job with the machines whose agents have joined, for the next head. Unchanged if the cloud does not answer."""
+    if not view.machines:
+        return job
+    joined = {
+        each.name: each.created for each in view.machines if each.joined or job.joined.get(each.name) == each.created
+    }
+    return job if joined == job.joined else job.model_copy(update={"joined": joined})
+
+
+def interrupted(view: View) -> dict[str, str]:
+    """Members that the current generation has lost: name → kind (`kill`, `preempt`, `silent`)."""
+    current = view.job.current
+    if current is None:
+        return {}
+    found: dict[str, str] = {}
+    newest = {node.name: node for node in view.nodes}
+    for member, node in zip(current.members, view.members(), strict=True):
+        others = [n for n in view.members() if n is not None and n is not node]
+        if node is not None:
+            kind = _interruption(view, node, others)
+        else:
+            kind = "kill" if _vanished(view, member.node, newest.get(member.node), others) else None
+        if kind:
+            found[member.node] = kind
+    return found
+
+
+def _vanished(view: View, name: str, successor: Node | None, others: list[Node]) -> bool:
+    """Whether a member is lost whose agent has not reported to this head: it may be on its way from the last head."""
+    quiet = view.now - view.awake_since > 2 * view.job.spec.heartbeat_timeout
+    if quiet and name in view.vanished:
+        return True
+    if successor is not None:
+        return True  # another agent of the same name reports
+    return quiet and (_stalled(view, others, view.awake_since) or _peers_failed(view, others))
+
+
+def _interruption(view: View, node: Node, others: list[Node]) -> str | None:
+    if reports(view, node):
+        return None
+    kind = "preempt" if node.noticed else "kill" if not node.connected else "silent"
+    if node.gone:
+        return kind
+    if not others:
+        return None  # only the cloud can give a second signal
+    stalled = silent(view, node) and _stalled(view, others, node.reported_at)
+    return kind if stalled or _peers_failed(view, others) else None
+
+
+def _peers_failed(view: View, others: list[Node]) -> bool:
+    """Whether a collective failed elsewhere in this generation."""
+    return any(
+        n.report.generation == view.job.generation and n.report.failure and n.report.failure.kind == "peer"
+        for n in others
+    )
+
+
+def _stalled(view: View, others: list[Node], last: float) -> bool:
+    """Whether the others report but complete no step: a step takes the whole generation.
+
+    last: when the member in question last reported.
+    """
+    reporting = [n for n in others if n.connected and view.now - n.reported_at < 3 * HEARTBEAT]
+    if not reporting:
+        return False
+    newest = max((w.stepped_at for n in reporting for w in n.report.workers), default=0.0)
+    waited = view.now - max(newest, view.job.ordered_at)
+    quiet = view.now - max(last, view.awake_since)
+    return waited > max(1.0, 3 * view.job.progress.pace) or min(waited, quiet) > TIMEOUTS.slow_step
