@@ -7,7 +7,7 @@ from tests.e2e.harness import Harness
 
 def test_user_code_that_raises(cluster: Harness) -> None:
     """FAILED after max_restarts, with the first failing rank's traceback; never taken for a preemption."""
-    cluster.submit(nodes={"min": 3, "max": 3}, epochs=1, samples=600, fail="1@20", max_restarts=2)
+    cluster.submit(nodes={"min": 2, "max": 2}, epochs=1, samples=600, fail="1@20", max_restarts=2)
     final = cluster.until_ended()
     assert (final["phase"], final["restarts"]) == ("failed", 3)
     assert {loss["kind"] for loss in final["interruptions"]} == {"crash"}
@@ -32,7 +32,7 @@ def test_a_script_that_hangs(cluster: Harness) -> None:
 
 def test_stop_and_relaunch(cluster: Harness) -> None:
     """Stopped at a step whose state is in the bucket; relaunched, it goes on from exactly there."""
-    job = cluster.submit(nodes={"min": 2, "max": 2}, epochs=2, samples=2000, batch=4, slow=40)
+    job = cluster.submit(nodes={"min": 2, "max": 2}, epochs=2, samples=800, batch=4, slow=40)
     cluster.until_step(30)
     cluster.ctl("stop")
     stopped = cluster.until_ended()
@@ -44,4 +44,4 @@ def test_stop_and_relaunch(cluster: Harness) -> None:
     job.go()
     final = cluster.until_ended()
     assert final["phase"] == "succeeded"
-    assert final["step"] == 2 * 250
+    assert final["step"] == 2 * 100
