@@ -6,10 +6,13 @@ Tests marked `gpu` need CUDA devices. Without one they are skipped; under `--gpu
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
 
+SHARED = "TESTS_SHARED"  # the variable: a folder for all workers of this run
 # What `make test-fast` leaves out: whole clusters, torch, machines, and many or large programs.
 SLOW = ("e2e", "image", "train")
 
@@ -23,6 +26,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--gpu"):
         config.option.markexpr = "gpu"
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # several tests at a time share the cores
+    if not hasattr(config, "workerinput"):  # workers inherit the environment
+        folder = tempfile.mkdtemp(prefix="spotrun-tests-")
+        os.environ[SHARED] = folder
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist: how many workers `-n auto` starts
@@ -38,6 +45,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items[:] = spread(items, getattr(config, "workerinput", {}).get("workercount", 1))
     wanted = [(item, mark) for item in items if (mark := item.get_closest_marker("gpu"))]
     if not wanted:
         return
@@ -49,6 +57,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item, mark in wanted:
         if reason := missing(int(mark.kwargs.get("devices", 1)), devices):
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def spread(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
+    """The end-to-end tests, which take longest, come first in the shares of half of the workers.
+
+    `--dist worksteal` gives each worker an equal share of the list, in order.
+    """
+    long = [item for item in items if "e2e" in item.path.parts]
+    found = [item for item in items if "e2e" not in item.path.parts]
+    lanes = max(1, workers // 2)
+    for lane in range(lanes):
+        share = long[len(long) * lane // lanes : len(long) * (lane + 1) // lanes]
+        start = len(items) * 2 * lane // workers
+        found[start:start] = share
+    return found
 
 
 def missing(needs: int, devices: int) -> str:

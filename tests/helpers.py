@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import inspect
+import os
 import time
 from collections.abc import Awaitable, Callable
+from hashlib import sha256
+from pathlib import Path
 from typing import TypeVar
+
+from tests.conftest import SHARED
 
 T = TypeVar("T")
 SLOW = 4.0  # how much longer than on a quiet machine anything may take: a limit is there for what never comes
@@ -41,3 +47,13 @@ async def await_for(look: Callable[[], T | Awaitable[T]], timeout: float = 30.0,
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {timeout:g} s: {what or look}")
         await asyncio.sleep(0.02)
+
+
+def once(name: str, make: Callable[[], str]) -> str:
+    """What `make` returns: one worker calls it, and all workers of this run get the result."""
+    path = Path(os.environ[SHARED]) / sha256(name.encode()).hexdigest()
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            path.write_text(make())
+    return path.read_text()

@@ -28,6 +28,8 @@ def fab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fab]:
             [str(program), *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout
         )
 
+    up = run("up")
+    assert up.returncode == 0, up.stderr
     yield run
     down = run("down", "--force")
     assert down.returncode == 0, down.stderr
@@ -53,9 +55,6 @@ def test_the_main_job(fab: Fab, tmp_path: Path) -> None:
     assert float(preempt[-2]) > 0
     assert int(kill[-1]) >= 0
     assert any(words[:1] == ["goodput"] for words in report)
-
-
-def test_what_the_workers_printed(fab: Fab) -> None:
     logs = fab("logs")
     assert logs.returncode == 0, logs.stderr
     assert "test accuracy" in logs.stdout

@@ -6,6 +6,7 @@ import pytest
 
 from tests.e2e.footprint import assert_small
 from tests.e2e.harness import Harness, digest_of, sample_ids, undisturbed
+from tests.helpers import once
 
 EPOCHS, SAMPLES, BATCH = 3, 600, 2
 
@@ -13,7 +14,8 @@ EPOCHS, SAMPLES, BATCH = 3, 600, 2
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The digest of the final state of an undisturbed run: plain torchrun, three ranks."""
-    return undisturbed(tmp_path_factory.mktemp("undisturbed"), ranks=3, epochs=EPOCHS, samples=SAMPLES, batch=BATCH)
+    out = tmp_path_factory.mktemp("undisturbed")
+    return once("undisturbed", lambda: undisturbed(out, ranks=3, epochs=EPOCHS, samples=SAMPLES, batch=BATCH))
 
 
 @pytest.mark.parametrize("sequence", [("preempt", "kill", "preempt"), ("freeze", "cut")], ids="-".join)

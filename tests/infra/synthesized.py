@@ -1,4 +1,4 @@
-"""The stacks of a cluster file as tests read them. Synthesis is slow, so each is done once a session."""
+"""The stacks of a cluster file as tests read them. Synthesis is slow, so each is done once a run."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from spotrun.spec import ClusterSpec, load_cluster
+from tests.helpers import once
 
 ROOT = Path(__file__).parents[2]
 CLOUD_FILES = sorted(
@@ -56,17 +57,20 @@ def described(text: str, folder: Path) -> ClusterSpec:
 
 @functools.cache
 def _synthesized(spec: str) -> Cluster:
+    base, pools = (Stack(document) for document in json.loads(once(spec, lambda: _synthesize(spec))))
+    return Cluster(ClusterSpec.model_validate_json(spec), base, pools)
+
+
+def _synthesize(spec: str) -> str:
+    """Both stacks, as one JSON text."""
     from infra.app import synthesize
 
     cluster = ClusterSpec.model_validate_json(spec)
     with tempfile.TemporaryDirectory(prefix="spotrun-stacks-") as name:
         folder = Path(name)
         synthesize(cluster, folder, folder / "home")
-        base, pools = (
-            Stack(_plain(json.loads((folder / "stacks" / f"{cluster.name}-{stack}" / "cdk.tf.json").read_text())))
-            for stack in ("base", "pools")
-        )
-    return Cluster(cluster, base, pools)
+        files = [folder / "stacks" / f"{cluster.name}-{stack}" / "cdk.tf.json" for stack in ("base", "pools")]
+        return json.dumps([_plain(json.loads(file.read_text())) for file in files])
 
 
 def of(spec: ClusterSpec) -> Cluster:
