@@ -300,7 +300,7 @@ async def test_throttling_is_waited_out_up_to_a_point(aws: Moto, proxy: Proxy) -
     assert len((await named(mine))["spot"]) == 2
     proxy.hook = lambda proxy, fields: refuse("Throttling", "x") if fields["Action"] == "SetDesiredCapacity" else None
     proxy.asked.clear()
-    with pytest.raises(CloudError, match="too many requests, SetDesiredCapacity was put off each time"):
+    with pytest.raises(CloudError, match="too many requests, SetDesiredCapacity was delayed each time"):
         await mine.resize("spot", 3)
     assert len(proxy.of("SetDesiredCapacity")) == 4
 
@@ -445,8 +445,8 @@ async def test_prices(aws: Moto, proxy: Proxy, caplog: pytest.LogCaptureFixture)
         assert await mine.prices() == {"spot": 0.00001, "steady": 1.212}
     assert len(proxy.of("DescribeSpotPriceHistory")) == 1
     assert [record.getMessage() for record in caplog.records] == [
-        "pool unknown: the price of spot g5.999xlarge is not known; it counts as nothing",
-        "pool old: the price of on-demand p2.xlarge is not known; it counts as nothing",
+        "pool unknown: the price of spot g5.999xlarge is unknown; it counts as 0",
+        "pool old: the price of on-demand p2.xlarge is unknown; it counts as 0",
     ]
     proxy.hook = lambda proxy, fields: refuse("AccessDenied", "not authorized to perform: ec2:DescribeSpotPriceHistory")
     blind = AwsCloud(spec("price"))

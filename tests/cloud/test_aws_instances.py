@@ -13,7 +13,7 @@ from spotrun.cloud import Instance, Problem, Shortfall
 from spotrun.cloud.aws import activities, instances, interruption, quotas
 from spotrun.cloud.aws.cloud import newest_prices
 from spotrun.cloud.aws.errors import cause, refusal
-from spotrun.cloud.aws.instances import Departures, Group, Lowering, group_of
+from spotrun.cloud.aws.instances import Departures, Lowering, ScalingGroup, group_of
 from spotrun.errors import CloudError, CredentialsError, QuotaError, StockoutError
 from spotrun.spec import ClusterSpec, PoolSpec
 
@@ -50,13 +50,13 @@ REFUSALS: dict[str, tuple[Any, type[CloudError], str]] = {
     "not allowed, without it": (
         answer("UnauthorizedOperation", "You are not authorized. Encoded authorization failure message: Zm9v"),
         CredentialsError,
-        "AWS: whoever asks may not do RunInstances (UnauthorizedOperation): grant it in IAM",
+        "AWS: your account may not do RunInstances (UnauthorizedOperation): grant it in IAM",
     ),
     "expired": (answer("ExpiredToken"), CredentialsError, "have expired (ExpiredToken): sign in again"),
     "request expired": (answer("RequestExpired"), CredentialsError, "have expired"),
     "unknown key": (answer("InvalidClientTokenId"), CredentialsError, "does not know these credentials"),
     "unknown key to EC2": (answer("AuthFailure"), CredentialsError, "does not know these credentials"),
-    "throttled": (answer("RequestLimitExceeded"), CloudError, "too many requests, RunInstances was put off each time"),
+    "throttled": (answer("RequestLimitExceeded"), CloudError, "too many requests, RunInstances was delayed each time"),
     "anything else": (answer("ValidationError", "x" * 400), CloudError, "RunInstances: ValidationError: xxx"),
     "no credentials": (
         sdk.NoCredentialsError(),
@@ -74,7 +74,7 @@ REFUSALS: dict[str, tuple[Any, type[CloudError], str]] = {
     "SSO token of a session": (
         sdk.TokenRetrievalError(provider="sso", error_msg="Token has expired"),
         CredentialsError,
-        "cannot be used any more",
+        "no longer work",
     ),
     "no answer": (
         sdk.ReadTimeoutError(endpoint_url="https://ec2"),
@@ -174,9 +174,9 @@ def test_which_failed_launch_explains_a_shortage(name: str) -> None:
     assert (found and found["StartTime"]) == (None if expected is None else at(expected))
 
 
-def group(size: int, members: dict[str, str] | None = None, **values: Any) -> Group:
+def group(size: int, members: dict[str, str] | None = None, **values: Any) -> ScalingGroup:
     arn = "arn:aws-us-gov:autoscaling:us-gov-west-1:123456789012:autoScalingGroup:uuid:autoScalingGroupName/x--spot"
-    return Group("spot", "x--spot", arn, "us-east-1a", size, 0, members or {}, **values)
+    return ScalingGroup("spot", "x--spot", arn, "us-east-1a", size, 0, members or {}, **values)
 
 
 def test_a_problem_keeps_its_time_while_its_kind_is_the_same() -> None:

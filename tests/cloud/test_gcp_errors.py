@@ -84,7 +84,7 @@ async def test_what_is_asked_again_is_done_once(cloud: GcpCloud, gce: FakeGce) -
         (400, "ZONE_RESOURCE_POOL_EXHAUSTED", "Try a different zone.", StockoutError, "Try a different zone"),
         (404, "notFound", "The resource 'x' was not found", GoneError, "`make up` makes it"),
         (400, "invalid", "Invalid value", CloudError, "400: Invalid value"),
-        (429, "rateLimitExceeded", "Too many", CloudError, "asks to be left alone for a moment"),
+        (429, "rateLimitExceeded", "Too many", CloudError, "is busy, try again in a moment"),
     ],
 )
 async def test_refusals(

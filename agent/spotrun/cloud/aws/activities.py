@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from spotrun.cloud.aws.errors import cause, tidy
-from spotrun.cloud.aws.instances import Group
+from spotrun.cloud.aws.instances import ScalingGroup
 from spotrun.cloud.base import NEAR, Problem
 from spotrun.spec import PoolSpec
 
@@ -21,22 +21,27 @@ _FAILED = ("Failed", "Cancelled")
 
 
 def problem(
-    pool: PoolSpec, group: Group, said: Iterable[ActivityTypeDef], since: float, now: float, last: Problem | None = None
+    pool: PoolSpec,
+    group: ScalingGroup,
+    said: Iterable[ActivityTypeDef],
+    since: float,
+    now: float,
+    last: Problem | None = None,
 ) -> Problem | None:
-    """What keeps a pool from its size, if it lacks machines and AWS says why.
+    """Why a pool is smaller than its size, if AWS gives a reason.
 
-    said: activities, newest first; no more of them are taken than it needs. since: the last time the pool had its
-    size; what failed before says nothing about now. last: what was found the last time: if it is the same still, it
-    keeps its time.
+    said: activities, newest first; only as many are read as are needed.
+    since: when the pool last had its size. Older failures say nothing about the present.
+    last: the problem found last time. If the kind is the same, its time is kept.
     """
     missing = group.size - len(group.counted)
     if missing <= 0:
         return None
     if group.suspended is not None:
         why = tidy(group.suspended) or "no reason given"
-        mend = f"aws autoscaling resume-processes --auto-scaling-group-name {group.name} --scaling-processes Launch"
+        command = f"aws autoscaling resume-processes --auto-scaling-group-name {group.name} --scaling-processes Launch"
         return _lasting(
-            Problem(pool.name, "other", f"{group.name} launches nothing ({why}): {missing} missing; `{mend}`", now),
+            Problem(pool.name, "other", f"{group.name} launches nothing ({why}): {missing} missing; `{command}`", now),
             last,
         )
     failure = last_failure(said, since)
@@ -55,7 +60,7 @@ def problem(
 
 
 def last_failure(said: Iterable[ActivityTypeDef], since: float) -> ActivityTypeDef | None:
-    """The newest launch that failed, unless one that began after its end has succeeded."""
+    """The newest failed launch, unless a launch that began after its end succeeded."""
     recovered = 0.0
     for activity in said:
         began = activity["StartTime"].timestamp()
@@ -66,7 +71,7 @@ def last_failure(said: Iterable[ActivityTypeDef], since: float) -> ActivityTypeD
         if activity["StatusCode"] == "Successful":
             recovered = max(recovered, began)
         elif activity["StatusCode"] in _FAILED:
-            # Of some machines asked for at once one may come and another not: both begin at the same moment.
+            # Of several machines that were requested together, one may succeed and another fail: both begin together.
             ended = activity.get("EndTime", activity["StartTime"]).timestamp()
             return activity if recovered <= ended else None
     return None

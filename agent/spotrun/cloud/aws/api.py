@@ -1,4 +1,4 @@
-"""boto3's clients, and the one way to call them: from an event loop, in threads, with errors that spotrun knows."""
+"""boto3's clients, and calls to them in threads, with spotrun's own errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Four attempts with a backoff that doubles from at most 1 s: a cloud that does not answer is given up after a minute.
+# Four attempts; the pause between them doubles, from at most 1 s. Without an answer a call fails after a minute.
 # https://docs.aws.amazon.com/sdkref/latest/guide/feature-retry-behavior.html
 _CONFIG = Config(
     connect_timeout=4,
@@ -32,7 +32,7 @@ _CONFIG = Config(
 
 
 class Clients:
-    """A region's clients, each made when it is first needed. Those may be shared by threads, their making may not."""
+    """A region's clients. Each is made when it is first needed, by one thread at a time; threads may share clients."""
 
     def __init__(self, region: str) -> None:
         self.region = region
@@ -71,7 +71,7 @@ class Clients:
             if self._session is None:
                 self._session = boto3.session.Session(region_name=self.region)
                 if self._session.get_credentials() is None:
-                    # A machine whose metadata server did not answer this once must not go without for ever.
+                    # The metadata server may have failed to answer only this once, so the next call looks again.
                     self._session = None
                     raise NoCredentialsError
             if service not in self._made:

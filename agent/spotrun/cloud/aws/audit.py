@@ -1,4 +1,4 @@
-"""What an operator may do in an account, by trying, and what of a cluster is in it. Only `make acceptance` asks."""
+"""What an operator may do in an account, found by trying, and what exists of a cluster. For `make acceptance` only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spotrun.cloud.base import Left
 from spotrun.errors import CredentialsError
 from spotrun.spec import ClusterSpec, names
 
-# What EC2 answers to a call that would have been allowed, had it not been a dry run:
+# EC2's answer to a dry run of a call that would have been allowed:
 # https://docs.aws.amazon.com/AWSEC2/latest/APIReference/CommonParameters.html
 _ALLOWED = "DryRunOperation"
 _GONE = {"terminated", "shutting-down", "deleted", "deleting", "failed"}
@@ -26,7 +26,7 @@ Attempt = tuple[str, Callable[[], Any]]
 
 
 def permissions(cluster: ClusterSpec) -> tuple[list[str], list[str]]:
-    """(what is allowed, what is refused), of what stacks and tasks call. It makes nothing. Raises `CloudError`."""
+    """Of the calls of stacks and tasks: (the allowed ones, the refused ones). Makes nothing. Raises `CloudError`."""
     clients = Clients(cluster.region)
     allowed: list[str] = []
     refused: list[str] = []
@@ -39,7 +39,7 @@ def permissions(cluster: ClusterSpec) -> tuple[list[str], list[str]]:
 
 
 def left(cluster: ClusterSpec) -> list[Left]:
-    """All that carries the cluster's tag and is not gone. Blocking. Raises `CloudError`."""
+    """Everything with the cluster's tag that still exists. Blocking. Raises `CloudError`."""
     clients = Clients(cluster.region)
     try:
         return call(lambda: list(_left(clients, cluster)))
@@ -48,7 +48,7 @@ def left(cluster: ClusterSpec) -> list[Left]:
 
 
 def disk_keys(cluster: ClusterSpec) -> list[str]:
-    """The KMS keys of the cluster's disks, by ARN; none of those that are not encrypted. Raises `CloudError`."""
+    """The ARNs of the KMS keys of the cluster's encrypted disks. Raises `CloudError`."""
     clients = Clients(cluster.region)
     ours: Any = [{"Name": f"tag:{names.CLUSTER}", "Values": [cluster.name]}]
     try:
@@ -59,7 +59,7 @@ def disk_keys(cluster: ClusterSpec) -> list[str]:
 
 
 def _may(attempt: Callable[[], Any]) -> bool:
-    """Whether the account lets us. What is wrong with the request itself was found after that was decided."""
+    """Whether the account may do it. AWS checks rights first, so a complaint about the request means: allowed."""
     try:
         attempt()
     except ClientError as error:
@@ -76,7 +76,7 @@ def _may(attempt: Callable[[], Any]) -> bool:
 
 
 def _attempts(clients: Clients, cluster: ClusterSpec) -> Iterator[Attempt]:
-    """Dry runs where EC2 has them, with the tags that Terraform gives; elsewhere questions."""
+    """Dry runs where EC2 has them, with Terraform's tags; otherwise calls that only read."""
     ec2, name = clients.ec2, names.group(cluster.name, names.HEAD)
 
     def tagged(kind: str) -> Any:

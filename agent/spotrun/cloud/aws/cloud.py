@@ -1,7 +1,7 @@
-"""The pools of a cluster on AWS, as the head and the operator see them.
+"""The `Cloud` protocol on AWS.
 
-The head asks often, so it asks for little: a look takes three requests to Auto Scaling and one to EC2 for up to 50
-pools and 1000 machines, one more for each pool that lacks machines, and one for prices every few minutes.
+The head asks often, so each look is cheap. For up to 50 pools and 1000 machines it takes three requests to Auto Scaling
+and one to EC2, one more for each pool that lacks machines, and one for prices every few minutes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from botocore.exceptions import ClientError
 from spotrun.cloud import prices as table
 from spotrun.cloud.aws import activities, instances, interruption, quotas
 from spotrun.cloud.aws.api import Clients, ask, call
-from spotrun.cloud.aws.instances import Group
+from spotrun.cloud.aws.instances import ScalingGroup
 from spotrun.cloud.base import Instance, Problem, Shortfall
 from spotrun.errors import CloudError
 from spotrun.spec import ClusterSpec, PoolSpec, names
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
     from mypy_boto3_ec2.type_defs import InstanceTypeDef, SpotPriceTypeDef
 
 _GROUPS, _MACHINES, _ACTIVITIES = 50, 1000, 100  # the most that AWS gives at once
-_PRICES_FOR = 300.0  # seconds that prices are kept; AWS moves them a few times a day
-_LOOK_BACK = 900.0  # seconds before its own start in which a new head takes a failed launch to hold still
-_GONE = "No managed instance found"  # what Auto Scaling says of a machine that has left its group meanwhile
+_PRICES_FOR = 300.0  # seconds to keep prices; AWS changes them a few times a day
+_LOOK_BACK = 900.0  # seconds: to a new head, a launch that failed this long before its start still counts
+_GONE = "No managed instance found"  # Auto Scaling's message if a machine has already left its group
 log = logging.getLogger(__name__)
 
 
 class AwsCloud:
-    """The `Cloud` protocol, and placement scores. Machines are named by their instance ids.
+    """The `Cloud` protocol, and placement scores. A machine's name is its instance id.
 
-    page: how much to ask for at once; default: as much as AWS gives.
+    page: how many items to ask for at once; default: as many as AWS gives.
     """
 
     def __init__(self, cluster: ClusterSpec, page: int | None = None) -> None:
@@ -45,22 +45,22 @@ class AwsCloud:
         self._clients = Clients(cluster.region)
         self._page = page
         self._changing = threading.Lock()
-        self._taken: set[str] = set()  # whom this has had terminated, until their groups say so too
-        self._whole: dict[str, float] = {}  # pool: when it was last seen to have its size
+        self._taken: set[str] = set()  # machines that were terminated here, until their groups list them so
+        self._whole: dict[str, float] = {}  # pool: when it last had its size
         self._problems: dict[str, Problem] = {}
         self._spot: dict[tuple[str, str], float] = {}  # (machine type, zone): dollars an hour
         self._spot_until = 0.0
         self._unpriced: set[str] = set()
 
     async def nodes(self) -> list[Instance]:
-        """Every machine of the cluster, the head's too, but for those that have ended."""
+        """Every machine of the cluster, also the head's, except machines that have ended."""
         return [machine for machine in await ask(self._known) if machine.state != "terminated"]
 
     async def sizes(self) -> dict[str, int]:
         return {pool: group.size for pool, group in (await ask(self._groups)).items() if pool != names.HEAD}
 
     async def resize(self, pool: str, size: int) -> None:
-        """As in the protocol. Lowering the size ends no live machine, except to 0: the size may stay higher."""
+        """As in the protocol. Only size 0 ends live machines; another size may stay higher for them."""
         spec = self._cluster.pool(pool)
         if spec is None:
             known = ", ".join(sorted(each.name for each in self._cluster.pools))
@@ -70,17 +70,17 @@ class AwsCloud:
         await ask(self._resize, pool, size)
 
     async def remove(self, names: Sequence[str]) -> None:
-        """As in the protocol. One that has ended already is passed over, and its pool's size stays."""
+        """As in the protocol. A machine that has already ended is skipped, and its pool keeps its size."""
         await ask(self._take, instances.removal, list(names))
 
     async def recreate(self, names: Sequence[str]) -> None:
-        """As in the protocol; the new machine has a name of its own. One that has ended already is passed over."""
+        """As in the protocol. The new machine has another name. A machine that has already ended is skipped."""
         await ask(self._take, instances.replacement, list(names))
 
     async def preempt(self, name: str, notice: float | None = None) -> None:
         """As in the protocol. EC2's notice is 120 s long; see `interruption.interrupt` for others.
 
-        `notice` 0 has any machine of the cluster terminated at once, on-demand too; its group makes another.
+        `notice` 0 terminates any machine of the cluster at once, also on-demand; its group makes another.
         """
         if notice is not None and notice <= 0:
             return await self.recreate([name])
@@ -92,14 +92,14 @@ class AwsCloud:
             raise CloudError(f"machine {name} is {machine.state}; wait until it is running")
         group = (await ask(self._groups)).get(machine.pool)
         if group is None:
-            raise CloudError(f"machine {name} is in pool {machine.pool}, which is not in the cluster file any more")
+            raise CloudError(f"machine {name} is in pool {machine.pool}, which is no longer in the cluster file")
         await interruption.interrupt(self._clients, self._cluster.name, group.arn, name, notice)
 
     async def prices(self) -> dict[str, float]:
-        """As in the protocol: spot prices as they are, others from the shipped table.
+        """As in the protocol: spot prices from EC2, on-demand prices from the shipped table.
 
-        Prices that cannot be had are estimated from the table, or left out; the log says so once. They are no reason
-        for a head not to see its machines.
+        A spot price that EC2 does not give is taken from the table, or left out. The log says so once. Missing prices
+        never keep a head from seeing its machines.
         """
         try:
             await ask(self._refresh_spot_prices)
@@ -116,10 +116,10 @@ class AwsCloud:
         return await ask(quotas.look, self._clients, self._cluster)
 
     async def placement_scores(self) -> dict[str, int]:
-        """How likely each spot pool is to get all of its machines, from 1 to 10, as far as AWS says.
+        """How likely each spot pool is to get all its machines, from 1 to 10. Pools that AWS does not score are absent.
 
-        It scores low whatever names fewer than three machine types, so these only compare pools with each other, and
-        it answers few different questions a day.
+        AWS gives low scores to requests with fewer than three machine types, so use the scores only to compare pools.
+        It answers few different requests a day.
         https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/how-sps-works.html
         """
         return await ask(self._placement_scores)
@@ -129,12 +129,12 @@ class AwsCloud:
 
     # What there is.
 
-    def _groups(self) -> dict[str, Group]:
-        """By pool, and the head's. Pools that Terraform has not made are absent."""
+    def _groups(self) -> dict[str, ScalingGroup]:
+        """The groups by pool, with the head's. Pools that Terraform has not made are absent."""
         pools = {names.group(self._cluster.name, p): p for p in (names.HEAD, *(p.name for p in self._cluster.pools))}
         wanted = list(pools)
         paginator = self._clients.autoscaling.get_paginator("describe_auto_scaling_groups")
-        found: dict[str, Group] = {}
+        found: dict[str, ScalingGroup] = {}
         for first in range(0, len(wanted), _GROUPS):
             pages = paginator.paginate(
                 AutoScalingGroupNames=wanted[first : first + _GROUPS],
@@ -161,7 +161,7 @@ class AwsCloud:
     # Changes.
 
     def _take(self, rule: instances.Rule, asked: list[str]) -> None:
-        """Have groups terminate machines. Raises the last refusal, once all have been asked for."""
+        """Have groups terminate machines. Tries all of them, then raises the last refusal."""
         with self._changing:
             groups = list(self._groups().values())
             known = instances.instances(self._cluster, groups, self._described())
@@ -205,7 +205,7 @@ class AwsCloud:
         except ClientError as error:
             if _GONE not in error.response["Error"]["Message"]:
                 raise
-            log.info("%s has left its group by itself", name)
+            log.info("%s has already left its group", name)
 
     # What is short, and what it costs.
 
@@ -230,7 +230,7 @@ class AwsCloud:
         return list(found.values())
 
     def _activities(self, group: str) -> Iterator[ActivityTypeDef]:
-        """Newest first. Asked for page by page, as they are needed: AWS keeps those of six weeks."""
+        """Newest first. Each page is requested when it is needed, because AWS keeps six weeks of activities."""
         pages = self._clients.autoscaling.get_paginator("describe_scaling_activities").paginate(
             AutoScalingGroupName=group, PaginationConfig={"PageSize": self._page or _ACTIVITIES}
         )
@@ -245,7 +245,7 @@ class AwsCloud:
             InstanceTypes=sorted({pool.machine for pool in spot}),  # type: ignore[misc]
             ProductDescriptions=["Linux/UNIX"],
             Filters=[{"Name": "availability-zone", "Values": sorted({pool.zone for pool in spot})}],
-            StartTime=datetime.now(UTC),  # what holds now: the last price set before
+            StartTime=datetime.now(UTC),  # the price that is valid now: the last one set before
             PaginationConfig={"PageSize": self._page or _MACHINES},
         )
         self._spot = newest_prices(each for page in pages for each in page["SpotPriceHistory"])
@@ -264,10 +264,8 @@ class AwsCloud:
     def _say_once(self, pool: PoolSpec, price: float | None) -> None:
         if pool.name not in self._unpriced:
             self._unpriced.add(pool.name)
-            instead = (
-                "it counts as nothing" if price is None else f"${price:g} an hour, of the shipped table, stands in"
-            )
-            log.warning("pool %s: the price of %s %s is not known; %s", pool.name, pool.market, pool.machine, instead)
+            instead = "it counts as 0" if price is None else f"the shipped table's ${price:g} an hour is used"
+            log.warning("pool %s: the price of %s %s is unknown; %s", pool.name, pool.market, pool.machine, instead)
 
     def _placement_scores(self) -> dict[str, int]:
         spot = [pool for pool in self._cluster.pools if pool.market == "spot"]

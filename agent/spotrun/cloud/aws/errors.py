@@ -47,25 +47,25 @@ _UNKNOWN = frozenset(
 )
 _DENIED = frozenset({"AccessDenied", "AccessDeniedException", "UnauthorizedOperation"})
 
-# The same in Auto Scaling's words, where it leaves the code out.
+# Auto Scaling's words where it does not give a code.
 _WORDS: tuple[tuple[Literal["stockout", "quota"], str], ...] = (
     ("stockout", r"no Spot capacity|not? (currently )?have sufficient .{1,40} capacity|not have enough capacity"),
     ("quota", r"vCPU limit|spot instance count exceeded|instance\(s\) are already running|quota allows for \d+ more"),
 )
-_SIGN_IN = "sign in again (`aws sso login`, `aws configure`, or whatever else gives you credentials)"
+_SIGN_IN = "sign in again (`aws sso login`, `aws configure`, or in your own way)"
 _NO_CREDENTIALS = (sdk.NoCredentialsError, sdk.PartialCredentialsError, sdk.ProfileNotFound)
 _NO_ANSWER = (sdk.ConnectionError, sdk.HTTPClientError)
 _STALE: tuple[type[sdk.BotoCoreError], ...] = (
     sdk.SSOError,
     sdk.TokenRetrievalError,
     sdk.CredentialRetrievalError,
-    getattr(sdk, "LoginError", sdk.SSOError),  # of `aws login`: newer than the oldest boto3 that will do
+    getattr(sdk, "LoginError", sdk.SSOError),  # of `aws login`: the oldest supported boto3 lacks it
 )
 _LONGEST = 300  # characters of AWS's own words
 
 
 def refusal(error: sdk.ClientError | sdk.BotoCoreError) -> CloudError:
-    """What to raise for an error of the SDK: one line that says what went wrong, and what to do if that is known."""
+    """The exception for an error of the SDK, in one line: what went wrong and, if known, what to do."""
     if isinstance(error, sdk.ClientError):
         detail = error.response.get("Error", {})
         return _answer(detail.get("Code", "unknown"), tidy(detail.get("Message", "")), error.operation_name)
@@ -76,7 +76,7 @@ def refusal(error: sdk.ClientError | sdk.BotoCoreError) -> CloudError:
             " AWS_PROFILE"
         )
     if isinstance(error, _STALE):
-        return CredentialsError(f"AWS: the credentials cannot be used any more ({said}): {_SIGN_IN}")
+        return CredentialsError(f"AWS: the credentials no longer work ({said}): {_SIGN_IN}")
     if isinstance(error, _NO_ANSWER):
         return CloudError(f"AWS does not answer ({type(error).__name__}): {said}")
     return CloudError(f"AWS: {said}")
@@ -93,7 +93,7 @@ def cause(message: str) -> Literal["stockout", "quota", "other"]:
 
 
 def tidy(message: str) -> str:
-    """AWS's words in one line, without what only AWS can read."""
+    """AWS's message in one line, without the part that only AWS can read."""
     line = " ".join(message.split())
     line = line.partition(" Encoded authorization failure message")[0].removesuffix(" Launching EC2 instance failed.")
     return line if len(line) <= _LONGEST else line[: _LONGEST - 1] + "…"
@@ -112,8 +112,8 @@ def _answer(code: str, message: str, operation: str) -> CloudError:
     if code in _DENIED:
         action = re.search(r"perform:? ([a-z0-9-]+:\w+)", message)
         user = re.search(r"User: (\S+)", message)
-        who, what = user[1] if user else "whoever asks", action[1] if action else operation
+        who, what = user[1] if user else "your account", action[1] if action else operation
         return CredentialsError(f"AWS: {who} may not do {what} ({code}): grant it in IAM")
     if code in THROTTLED:
-        return CloudError(f"AWS: too many requests, {operation} was put off each time ({code}); try again later")
+        return CloudError(f"AWS: too many requests, {operation} was delayed each time ({code}); try again later")
     return CloudError(f"AWS: {said}")

@@ -1,4 +1,4 @@
-"""Machine images: whether they are there, which were baked, what uses them. Asked by the operator, never by a head."""
+"""Machine images: which exist, which were baked, what uses them. Only operators call this, never a head."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ALIVE = ["pending", "running", "stopping", "stopped"]
 
 
 def exist(region: str, owners: Sequence[str], filters: Mapping[str, Sequence[str]]) -> bool:
-    """Whether Terraform's `aws_ami` would find any. owners: none: anyone's. Blocking. Raises `CloudError`."""
+    """Whether Terraform's `aws_ami` would find an image. No owners: any owner. Blocking. Raises `CloudError`."""
     clients = Clients(region)
     asked: list[FilterTypeDef] = [{"Name": name, "Values": values} for name, values in filters.items()]
     try:
@@ -39,7 +39,7 @@ def has_default_network(region: str) -> bool:
 
 
 def baked(region: str) -> list[Image]:
-    """The images of this account that `make image` has made, the newest first. Blocking. Raises `CloudError`."""
+    """The account's images that `make image` made, newest first. Blocking. Raises `CloudError`."""
     clients = Clients(region)
     try:
         return call(_baked, clients.ec2)
@@ -48,7 +48,7 @@ def baked(region: str) -> list[Image]:
 
 
 def remove(region: str, image: Image) -> None:
-    """Deregister an image, and delete its snapshots. Blocking. Raises `CloudError`."""
+    """Deregister an image and delete its snapshots. Blocking. Raises `CloudError`."""
     clients = Clients(region)
 
     def work() -> None:
@@ -87,7 +87,7 @@ def _snapshots(image: ImageTypeDef) -> tuple[str, ...]:
 
 
 def _sizes(ec2: EC2Client, snapshots: Iterable[str]) -> dict[str, float]:
-    """GB by snapshot; one that is gone is left out."""
+    """GB by snapshot. Deleted snapshots are absent."""
     asked: list[FilterTypeDef] = [{"Name": "snapshot-id", "Values": sorted(snapshots)}]
     if not asked[0]["Values"]:
         return {}
@@ -100,7 +100,7 @@ def _sizes(ec2: EC2Client, snapshots: Iterable[str]) -> dict[str, float]:
 
 
 def _users(ec2: EC2Client) -> defaultdict[str, set[str]]:
-    """By image: the launch templates and machines of the region that start from it."""
+    """By image: the region's launch templates and machines that start from it."""
     found: defaultdict[str, set[str]] = defaultdict(set)
     templates = ec2.get_paginator("describe_launch_template_versions").paginate(Versions=["$Latest", "$Default"])
     for version in (each for page in templates for each in page["LaunchTemplateVersions"]):

@@ -1,7 +1,7 @@
-"""What AWS says of groups and instances, as pools and nodes. Pure.
+"""AWS's groups and instances, translated into pools and machines. Pure.
 
-Two services answer, each with delay: Auto Scaling knows whom a group counts, EC2 what a machine is and whether it
-lives. A machine is listed if either has it and EC2 does not say that it has ended.
+Two services answer, each with a delay. Auto Scaling knows which machines a group counts. EC2 knows what a machine is
+and whether it runs. A machine is listed if either service has it, unless EC2 says that it has ended.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from mypy_boto3_autoscaling.type_defs import AutoScalingGroupTypeDef
     from mypy_boto3_ec2.type_defs import InstanceTypeDef
 
-# EC2's states: https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/ec2-instance-lifecycle.html. One that has stopped
-# never comes back: spot requests of a group are one-time, and it replaces what does not run.
+# EC2's states: https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/ec2-instance-lifecycle.html. A stopped machine
+# never comes back: a group's spot requests are one-time, and the group replaces machines that do not run.
 _STATES: dict[str, State] = {
     "pending": "provisioning",
     "running": "running",
@@ -29,27 +29,33 @@ _STATES: dict[str, State] = {
     "stopped": "stopping",
     "terminated": "terminated",
 }
-# Lifecycle states of members that a group has given up, and counts no more.
+# How the lifecycle states of members begin that a group no longer counts.
 # https://docs.aws.amazon.com/autoscaling/ec2/userguide/ec2-auto-scaling-lifecycle.html
 _LEAVING = ("Terminat", "Detach")
 
 
 @dataclass(frozen=True)
-class Group:
-    """A pool's Auto Scaling group. members: lifecycle states by instance id. suspended: why it launches nothing.
-
-    placed: whether its machines are in a placement group.
-    """
+class ScalingGroup:
+    """A pool's Auto Scaling group."""
 
     pool: str
+    """The pool's name."""
     name: str
+    """The group's name."""
     arn: str
+    """The group's ARN."""
     zone: str
+    """Its zones, separated by commas."""
     size: int
+    """The desired capacity."""
     min: int
+    """The least capacity."""
     members: Mapping[str, str]
+    """Lifecycle states by instance id."""
     suspended: str | None = None
+    """Why the group launches nothing; None: it does."""
     placed: bool = False
+    """Whether its machines are in a placement group."""
 
     @property
     def counted(self) -> list[str]:
@@ -59,27 +65,31 @@ class Group:
 
 @dataclass(frozen=True)
 class Departures:
-    """take: whom to have the group terminate, and whether its size goes down by that. astray: who is in no group."""
+    """Which machines to end."""
 
     take: tuple[tuple[str, bool], ...]
+    """The machines that groups should terminate, and whether that lowers the group's size."""
     astray: tuple[str, ...] = ()
+    """Machines that run but are in no group."""
 
 
 @dataclass(frozen=True)
 class Lowering:
-    """take: dead members to remove, each with a size lower by one. size: the size to set after that; None: set none."""
+    """How to lower a group's size."""
 
     take: tuple[str, ...] = ()
+    """Dead members to remove; each removal lowers the size by one."""
     size: int | None = None
+    """The size to set after that; None: set none."""
 
 
 # (asked, groups, known, taken): see `removal`.
-Rule = Callable[[Sequence[str], Sequence[Group], Sequence[Instance], AbstractSet[str]], Departures]
+Rule = Callable[[Sequence[str], Sequence[ScalingGroup], Sequence[Instance], AbstractSet[str]], Departures]
 
 
-def group_of(pool: str, said: AutoScalingGroupTypeDef) -> Group:
+def group_of(pool: str, said: AutoScalingGroupTypeDef) -> ScalingGroup:
     suspended = {each.get("ProcessName", ""): each.get("SuspensionReason", "") for each in said["SuspendedProcesses"]}
-    return Group(
+    return ScalingGroup(
         pool=pool,
         name=said["AutoScalingGroupName"],
         arn=said.get("AutoScalingGroupARN", ""),
@@ -92,8 +102,8 @@ def group_of(pool: str, said: AutoScalingGroupTypeDef) -> Group:
     )
 
 
-def instances(cluster: ClusterSpec, groups: Iterable[Group], said: Iterable[InstanceTypeDef]) -> list[Instance]:
-    """The machines that are there or on their way, and those that have ended (state `terminated`)."""
+def instances(cluster: ClusterSpec, groups: Iterable[ScalingGroup], said: Iterable[InstanceTypeDef]) -> list[Instance]:
+    """The machines that exist or are being made, and machines that have ended (state `terminated`)."""
     member_of = {name: group for group in groups for name in group.members}
     found: dict[str, Instance] = {}
     for machine in said:
@@ -117,7 +127,7 @@ def instances(cluster: ClusterSpec, groups: Iterable[Group], said: Iterable[Inst
         )
     for name, group in member_of.items():
         if name not in found and name in group.counted:
-            # EC2 does not show it yet. Its age is not known, and must not make it look like another's successor.
+            # EC2 does not list it yet. Its age is unknown; 0 keeps it from looking like the successor of another.
             spec = cluster.pool(group.pool)
             market = spec.market if spec else "on-demand"
             found[name] = Instance(name, group.pool, group.zone, "", "provisioning", market, 0.0, name)
@@ -125,12 +135,12 @@ def instances(cluster: ClusterSpec, groups: Iterable[Group], said: Iterable[Inst
 
 
 def removal(
-    asked: Sequence[str], groups: Sequence[Group], known: Sequence[Instance], taken: AbstractSet[str]
+    asked: Sequence[str], groups: Sequence[ScalingGroup], known: Sequence[Instance], taken: AbstractSet[str]
 ) -> Departures:
-    """Whom to take so that each of `asked` goes and lowers its pool's size, once. taken: who was taken before.
+    """Which machines to end so that each of `asked` goes and lowers its pool's size once.
 
-    Whoever has ended already is passed over: its group makes another, and the size stays. Raises `CloudError` for the
-    head and for names that no machine has.
+    taken: machines that were ended before. A machine that has already ended is skipped: its group makes another, and
+    the size stays. Raises `CloudError` for the head and for unknown names.
     """
     machines = _named(asked, known)
     if any(machine.pool == names.HEAD for machine in machines):
@@ -142,7 +152,7 @@ def removal(
         group = member_of.get(name)
         if group is None or name in taken:
             continue
-        # At its least, the group refuses to count down; as it wants no more than that, it will not replace it either.
+        # At its least size, a group refuses a lower one.
         lower = sizes[group.pool] > group.min
         sizes[group.pool] -= lower
         take.append((name, lower))
@@ -150,21 +160,21 @@ def removal(
 
 
 def replacement(
-    asked: Sequence[str], groups: Sequence[Group], known: Sequence[Instance], taken: AbstractSet[str]
+    asked: Sequence[str], groups: Sequence[ScalingGroup], known: Sequence[Instance], taken: AbstractSet[str]
 ) -> Departures:
-    """Whom to take so that each of `asked` is replaced. Raises `CloudError` for names that no machine has."""
+    """Which machines to end so that each of `asked` is replaced. Raises `CloudError` for unknown names."""
     machines = _named(asked, known)
     member_of = {name: group for group in groups for name in group.counted}
     wanted = [name for name in dict.fromkeys(machine.name for machine in machines) if name in member_of]
     return Departures(tuple((name, False) for name in wanted if name not in taken), _astray(machines, member_of, taken))
 
 
-def lowering(size: int, group: Group, known: Sequence[Instance], taken: AbstractSet[str]) -> Lowering:
+def lowering(size: int, group: ScalingGroup, known: Sequence[Instance], taken: AbstractSet[str]) -> Lowering:
     """How to lower a group to `size` without ending a live machine. With size 0, every machine ends.
 
-    If a group's size is set below the number of its members, the group itself chooses which member to end. A
-    member that died a moment ago still counts. So dead members are removed by name, and the size is never set below the
-    number of the members that stay. Members that are leaving count as members, as AWS's guide does not say otherwise.
+    If a group's size is set below the number of its members, the group chooses which member to end. A member that
+    died a moment ago still counts as a member. So dead members are removed by name, and the size is never set below the
+    number of members that stay. Leaving members count too, because AWS's guide does not exclude them.
 
     taken: as in `removal`.
     """
@@ -178,7 +188,7 @@ def lowering(size: int, group: Group, known: Sequence[Instance], taken: Abstract
 
 
 def find(name: str, known: Sequence[Instance]) -> Instance:
-    """Raises `CloudError` that lists the machines if there is none of this name."""
+    """The machine of this name. Raises `CloudError` that lists the machines if there is none."""
     return _named([name], known)[0]
 
 
@@ -191,5 +201,7 @@ def _named(asked: Sequence[str], known: Sequence[Instance]) -> list[Instance]:
     return [by_name[name] for name in asked]
 
 
-def _astray(machines: Sequence[Instance], member_of: Mapping[str, Group], taken: AbstractSet[str]) -> tuple[str, ...]:
+def _astray(
+    machines: Sequence[Instance], member_of: Mapping[str, ScalingGroup], taken: AbstractSet[str]
+) -> tuple[str, ...]:
     return tuple(m.name for m in machines if m.state == "running" and m.name not in member_of and m.name not in taken)

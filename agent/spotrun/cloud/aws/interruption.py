@@ -24,10 +24,10 @@ log = logging.getLogger(__name__)
 
 
 async def interrupt(clients: Clients, cluster: str, group_arn: str, instance: str, notice: float | None) -> None:
-    """Have EC2 interrupt a spot instance; returns once it is under way.
+    """Have EC2 interrupt a spot instance. Returns when the interruption has begun. Raises `CloudError`.
 
-    notice: seconds; EC2's word always comes two minutes before the end, and a longer notice only puts both off, after
-    a rebalance recommendation that comes at once. Rounded to whole minutes, from 2 to 15. Raises `CloudError`.
+    notice: seconds, rounded to whole minutes from 2 to 15. EC2's own notice always comes two minutes before the end. A
+    longer `notice` delays both, and EC2 sends a rebalance recommendation at once.
     """
     made = await ask(lambda: clients.fis.create_experiment_template(**template(cluster, group_arn, instance, notice)))
     which = made["experimentTemplate"]["id"]
@@ -39,7 +39,7 @@ async def interrupt(clients: Clients, cluster: str, group_arn: str, instance: st
         )
         await _begin(clients, started["experiment"]["id"], instance)
     finally:
-        # A running experiment does not need it any more, and an account may only have so many.
+        # A running experiment no longer needs its template, and an account may have only so many.
         try:
             await ask(lambda: clients.fis.delete_experiment_template(id=which))
         except CloudError as error:
@@ -47,9 +47,9 @@ async def interrupt(clients: Clients, cluster: str, group_arn: str, instance: st
 
 
 def template(cluster: str, group_arn: str, instance: str, notice: float | None) -> dict[str, Any]:
-    """The experiment: this instance, this action, nothing that would stop it. Pure.
+    """The experiment: this instance, this action, no stop condition. Pure.
 
-    group_arn: of the instance's group, which tells partition, region and account.
+    group_arn: the ARN of the instance's group. It has the partition, region and account.
     """
     _, partition, _, region, account, *_ = group_arn.split(":")
     return {
@@ -79,7 +79,7 @@ def _minutes(notice: float | None) -> int:
 
 
 async def _begin(clients: Clients, experiment: str, instance: str) -> None:
-    """Wait until the experiment runs. There is nothing to be told it by, so it is asked."""
+    """Poll until the experiment runs: FIS sends no events."""
     for _ in range(_PATIENCE):
         state: ExperimentStateTypeDef = (await ask(lambda: clients.fis.get_experiment(id=experiment)))["experiment"][
             "state"
@@ -91,4 +91,4 @@ async def _begin(clients: Clients, experiment: str, instance: str) -> None:
         if status not in ("pending", "initiating"):
             return
         await asyncio.sleep(1.0)
-    log.warning("experiment %s, which is to interrupt %s, has not begun yet", experiment, instance)
+    log.warning("experiment %s has not begun to interrupt %s yet", experiment, instance)

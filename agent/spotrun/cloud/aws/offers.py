@@ -1,6 +1,6 @@
-"""Which zones offer the machine types of a cluster; asked by the operator before `make up`, never by a head.
+"""Which zones offer a cluster's machine types. Operators ask before `make up`; a head never does.
 
-The letters of zones differ between accounts, so no list that is shipped could tell.
+The letters of zones differ between accounts, so a shipped list cannot tell.
 https://docs.aws.amazon.com/AWSEC2/latest/APIReference/API_DescribeInstanceTypeOfferings.html
 """
 

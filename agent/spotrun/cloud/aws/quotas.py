@@ -1,4 +1,4 @@
-"""What an account may have, beside what pools take: EC2 counts the vCPUs of a family's running machines.
+"""The account's quotas, compared with what the pools need. EC2 counts the vCPUs of a family's running machines.
 
 Quotas and their codes: https://docs.aws.amazon.com/ec2/latest/instancetypes/ec2-instance-quotas.html
 """
@@ -16,14 +16,16 @@ from spotrun.spec import ClusterSpec, names
 
 @dataclass(frozen=True)
 class Quota:
-    """As Service Quotas has it; its value is a number of vCPUs."""
+    """A quota of Service Quotas. Its value is a number of vCPUs."""
 
     code: str
+    """Such as L-3819A6DF."""
     name: str
+    """What AWS calls it."""
 
 
 _STANDARD = "Standard (A, C, D, H, I, M, R, T, Z)"
-# Letters that a machine type begins with, and its quotas; P has a second one for spot.
+# The letters at the start of a machine type, and its quotas. P has a second quota for spot.
 _FAMILIES: dict[str, dict[Market, Quota]] = {
     family: {"on-demand": Quota(running, f"Running On-Demand {name} instances"), "spot": Quota(spot, spots)}
     for family, name, running, spot, spots in (
@@ -42,7 +44,7 @@ _ALIASES = {"vt": "g", "gr": "g"} | dict.fromkeys(["a", "c", "d", "h", "i", "im"
 
 
 def quota_of(machine: str, market: Market) -> Quota | None:
-    """Which quota a machine type counts against; None if it is not known here (P6 on spot, hpc, mac, u)."""
+    """The quota that counts a machine type; None if it is not known here (P6 on spot, hpc, mac, u)."""
     match = re.match(r"([a-z]+)(\d+)", machine)
     if match is None:
         return None
@@ -53,10 +55,10 @@ def quota_of(machine: str, market: Market) -> Quota | None:
 
 
 def shortfalls(cluster: ClusterSpec, vcpus: Mapping[str, int], allowed: Mapping[str, float]) -> list[Shortfall]:
-    """Pools, and the head, that the account's quotas do not let have all their machines. Pure.
+    """The pools, and the head, for whose machines the account's quotas are too small. Pure.
 
-    vcpus: by machine type. allowed: the quotas' values by code; one that is absent says nothing. Each pool is held
-    against its quota alone, as pools stand in for each other.
+    vcpus: by machine type. allowed: the quotas' values by code; nothing is said about absent quotas. Each pool is
+    compared with its quota alone, because pools stand in for each other.
     """
     found = []
     for pool, machine, market, count in _wanted(cluster):
@@ -68,7 +70,7 @@ def shortfalls(cluster: ClusterSpec, vcpus: Mapping[str, int], allowed: Mapping[
 
 
 def look(clients: Clients, cluster: ClusterSpec) -> list[Shortfall]:
-    """`shortfalls`, as the account is now. Blocking."""
+    """`shortfalls` with the account's present quotas. Blocking."""
     wanted = list(_wanted(cluster))
     pages = clients.ec2.get_paginator("describe_instance_types").paginate(
         InstanceTypes=sorted({machine for _, machine, _, _ in wanted})  # type: ignore[misc]
@@ -89,7 +91,7 @@ def _wanted(cluster: ClusterSpec) -> Iterable[tuple[str, str, Market, int]]:
 
 
 def _value(clients: Clients, code: str) -> float | None:
-    """The account's own value, else what accounts begin with; None if the region does not have the quota."""
+    """The account's value, or the default of new accounts; None if the region does not have the quota."""
     quotas = clients.quotas
     for read in (quotas.get_service_quota, quotas.get_aws_default_service_quota):
         try:

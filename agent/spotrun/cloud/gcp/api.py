@@ -1,4 +1,4 @@
-"""google-cloud-compute for one project: its clients are made once, and every call ends in bounded time."""
+"""google-cloud-compute for one project. Clients are made once, and every call ends in bounded time."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ T = TypeVar("T")
 
 ENDPOINT = "GOOGLE_COMPUTE_CUSTOM_ENDPOINT"  # the variable of Terraform's google provider
 _SCOPE = "https://www.googleapis.com/auth/cloud-platform"
-_THREADS = 16  # a zone that hangs holds one for each of its pools, and the others must not wait for those
+_THREADS = 16  # a zone that hangs takes one for each of its pools; other zones must not wait
 _ATTEMPT = 10.0  # seconds for one request
 _PATIENCE = 20.0  # seconds for a request with its retries
-_LIMIT = 30.0  # seconds for a call, which may be of several pages
+_LIMIT = 30.0  # seconds for a call, which may have several pages
 _SETTLE = 5.0  # seconds to wait for an operation; the head looks again anyway
 OPTIONS: dict[str, Any] = {
     "retry": Retry(predicate=errors.transient, initial=0.5, maximum=5.0, multiplier=2.0, timeout=_PATIENCE),
@@ -59,9 +59,9 @@ class Clients:
 
 
 class Api:
-    """Calls to Compute Engine, in threads of their own: a hung one must not hold up who uses the loop's threads.
+    """Calls to Compute Engine, in separate threads, so that a call that hangs does not block the loop's own threads.
 
-    With GOOGLE_COMPUTE_CUSTOM_ENDPOINT set (`http://127.0.0.1:8080/compute/v1/`) it is asked, without credentials.
+    With GOOGLE_COMPUTE_CUSTOM_ENDPOINT (`http://127.0.0.1:8080/compute/v1/`) calls go there, without credentials.
     """
 
     def __init__(self, project: str) -> None:
@@ -76,13 +76,13 @@ class Api:
         try:
             async with asyncio.timeout(_LIMIT):
                 return await loop.run_in_executor(self._threads, lambda: call(self._clients()))
-        except Exception as error:  # whatever a client raises; the head must outlive it
+        except Exception as error:  # a client may raise anything, and the head must survive it
             raise errors.explain(error, what, self.project) from error
 
     async def change(self, what: str, zone: str, call: Callable[[Clients, str], compute_v1.Operation]) -> None:
-        """Have a change accepted, and wait a little for its end. Raises `CloudError` if Google refuses it by then.
+        """Send a change, and wait a little for its end. Raises `CloudError` if Google refuses the change by then.
 
-        call: takes a request id, by which Google does the same request only once, however often it is sent.
+        call: takes a request id. Google executes requests with the same id only once.
         """
         identity = str(uuid.uuid4())
         operation = await self.ask(what, lambda clients: call(clients, identity))
@@ -102,7 +102,7 @@ class Api:
         limit = ConstantTimeout(_SETTLE)  # type: ignore[no-untyped-call]
         try:
             return clients.operations.wait(request, retry=None, timeout=limit)
-        except requests.exceptions.Timeout:  # Google holds the answer until the operation ends: it goes on
+        except requests.exceptions.Timeout:  # Google answers when the operation ends; the operation continues
             return operation
 
     def _clients(self) -> Clients:
@@ -125,13 +125,13 @@ def _endpoint() -> str:
 
 
 def credentials() -> Credentials:
-    """What is signed in here. Raises `google.auth.exceptions.GoogleAuthError`."""
+    """The credentials of this computer. Raises `google.auth.exceptions.GoogleAuthError`."""
     if _endpoint():
         return AnonymousCredentials()  # type: ignore[no-untyped-call]
     for name in ("google.auth", "urllib3.connectionpool"):
-        logging.getLogger(name).setLevel(logging.ERROR)  # what they warn of, we say if it comes to that
+        logging.getLogger(name).setLevel(logging.ERROR)  # we report such problems ourselves, if they matter
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # a person's own credentials are what an operator has
+        warnings.simplefilter("ignore", UserWarning)  # it warns about personal credentials, which operators have
         default, _ = google.auth.default(scopes=[_SCOPE])
     found: Credentials = default
     return found

@@ -1,4 +1,4 @@
-"""What an operator may do in a project, by asking, and what of a cluster is in it. Only `make acceptance` asks."""
+"""What an operator may do in a project, and what exists of a cluster there. For `make acceptance` only."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SERVER = "https://cloudresourcemanager.googleapis.com/v1/"
 _LONGEST = 20.0  # seconds for an answer
 _MONTH = 730  # hours
 _GB, _ADDRESS = 0.10 / _MONTH, 0.005  # dollars, as docs/gcp.md has them
-# One of each kind of thing that the stacks make, and what the way in takes.
+# One permission for each kind of thing that the stacks make, and those that SSH needs.
 WANTED = (
     "compute.firewalls.create",
     "compute.instanceGroupManagers.create",
@@ -45,12 +45,12 @@ WANTED = (
 
 
 def permissions(cluster: ClusterSpec) -> tuple[list[str], list[str]]:
-    """(what is allowed, what is refused) in the project, of `WANTED`. Blocking. Raises `CloudError`."""
+    """Of `WANTED`: (the allowed ones, the refused ones) in the project. Blocking. Raises `CloudError`."""
     project = cluster.project or ""
     session = AuthorizedSession(credentials())  # type: ignore[no-untyped-call]
     try:
         allowed = _ask(session, project, WANTED)
-        if allowed is None:  # one that a project cannot be asked about spoils the whole question
+        if allowed is None:  # one of them does not exist for projects, and spoils the whole request
             each = {name: _ask(session, project, (name,)) for name in WANTED}
             known = [name for name in WANTED if each[name] is not None]
             return [name for name in known if each[name]], [name for name in known if not each[name]]
@@ -62,12 +62,12 @@ def permissions(cluster: ClusterSpec) -> tuple[list[str], list[str]]:
 
 
 def left(cluster: ClusterSpec) -> list[Left]:
-    """All machines, disks and addresses that carry the cluster's label. Blocking. Raises `CloudError`."""
+    """All machines, disks and addresses with the cluster's label. Blocking. Raises `CloudError`."""
     return asyncio.run(_left(cluster))
 
 
 def _ask(session: AuthorizedSession, project: str, wanted: Sequence[str]) -> list[str] | None:
-    """What of it is allowed; None if a project cannot be asked about one of them.
+    """The allowed ones; None if one of `wanted` is not a permission of projects.
 
     https://cloud.google.com/resource-manager/reference/rest/v1/projects/testIamPermissions
     """
@@ -76,7 +76,7 @@ def _ask(session: AuthorizedSession, project: str, wanted: Sequence[str]) -> lis
     if answer.status_code == 400:
         return None
     if answer.status_code != 200:
-        raise CloudError(f"project {project}: what you may do is not known: {answer.status_code}: {answer.text[:300]}")
+        raise CloudError(f"project {project}: your permissions are unknown: {answer.status_code}: {answer.text[:300]}")
     return list(answer.json().get("permissions", []))
 
 

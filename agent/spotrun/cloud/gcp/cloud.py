@@ -1,9 +1,9 @@
 """The `Cloud` protocol on Google Compute Engine.
 
-A preemption with notice is `simulateMaintenanceEvent`, which is how Google has one tested on a spot machine
-(https://cloud.google.com/compute/docs/instances/simulating-host-maintenance): the metadata server says so, and the
-machine ends within 30 s, or the pool's `notice` later. Google offers no other notice. Without notice,
-`instances.delete`: nothing is announced either, and the machine's system gets its power button pressed.
+A preemption with notice is `simulateMaintenanceEvent`, Google's own way to test one on a spot machine
+(https://cloud.google.com/compute/docs/instances/simulating-host-maintenance). The metadata server gives notice, and the
+machine ends within 30 s, or after the pool's `notice`. Google offers no other notice. A preemption without notice is
+`instances.delete`: it is not announced, and presses the machine's power button.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class GcpCloud:
         self._problems: dict[str, list[Problem]] = {}
 
     async def nodes(self) -> list[Instance]:
-        # Zone by zone: an aggregated list leaves out, without an error, what Google cannot reach at the moment.
+        # Zone by zone: an aggregated list silently omits zones that Google cannot reach at the moment.
         zones = sorted(set(self._zones.values()))
         found, silent = await _ask_each({zone: self._nodes_in(zone) for zone in zones})
         known = sorted((each for part in found.values() for each in part), key=lambda each: each.name)
@@ -63,7 +63,7 @@ class GcpCloud:
         if not 0 <= size <= spec.max:
             raise CloudError(f"pool {pool}: size {size} is not allowed; its cluster file says 0 to {spec.max}")
         if size:
-            await self._drop_unborn(pool, size)
+            await self._delete_pending(pool, size)
 
         def call(clients: Clients, identity: str) -> compute_v1.Operation:
             request = compute_v1.ResizeInstanceGroupManagerRequest(**self._group(pool), size=size, request_id=identity)
@@ -83,7 +83,7 @@ class GcpCloud:
         await asyncio.gather(*(self._recreate(pool, each) for pool, each in wanted.items() if each))
 
     async def preempt(self, name: str, notice: float | None = None) -> None:
-        """As in the protocol. `notice` 0 is a `kill`, of any machine; any other than the pool's own is refused."""
+        """As in the protocol. `notice` 0 kills any machine. Of others, only the pool's own is allowed."""
         if notice is not None and notice <= 0:
             return await self.kill(name)
         node = await self._find(name)
@@ -105,7 +105,7 @@ class GcpCloud:
         await self.api.change(f"machine {node.name}: preempt", node.zone, call)
 
     async def kill(self, name: str) -> None:
-        """Take a machine without notice; its group makes another. Returns before it is gone."""
+        """Take a machine without notice. Its group makes another. Returns before the machine is gone."""
         node = await self._find(name)
         if node.state == "terminated":
             raise CloudError(f"machine {node.name} is terminated already")
@@ -121,7 +121,7 @@ class GcpCloud:
         await self.api.change(f"machine {node.name}: kill", node.zone, call)
 
     async def prices(self) -> dict[str, float]:
-        """From the table that is shipped; a pool that is not in it is left out."""
+        """From the shipped table. Pools that are not in it are absent."""
         found = {pool.name: _price(pool) for pool in self.cluster.pools}
         return {name: price for name, price in found.items() if price is not None}
 
@@ -131,7 +131,7 @@ class GcpCloud:
         return [problem for pool in self.cluster.pools for problem in known[pool.name]]
 
     async def shortfalls(self) -> list[Shortfall]:
-        """As in the protocol, for the head's machine too; asked of the project's and the region's quotas."""
+        """As in the protocol, also for the head's machine, from the project's and the region's quotas."""
         region = compute_v1.GetRegionRequest(project=self.api.project, region=self.cluster.region)
         project = compute_v1.GetProjectRequest(project=self.api.project)
         regional, general, nodes = await asyncio.gather(
@@ -186,7 +186,7 @@ class GcpCloud:
     async def _problems_of(self, pool: PoolSpec) -> list[Problem]:
         try:
             members = await self._members(pool.name)
-        except GoneError as error:  # one pool's group is no reason not to see the others'
+        except GoneError as error:  # one missing group must not hide the others
             last = self._problems.get(pool.name) or [Problem(pool.name, "other", str(error), time.time())]
             self._problems[pool.name] = last
             return last
@@ -198,8 +198,8 @@ class GcpCloud:
         )
         return self._problems[pool.name]
 
-    async def _drop_unborn(self, pool: str, size: int) -> None:
-        """Shrink a pool towards `size` by what is not there yet: a resize lets Google choose whom to end."""
+    async def _delete_pending(self, pool: str, size: int) -> None:
+        """Shrink a pool towards `size` by machines that do not exist yet: a resize lets Google choose which to end."""
         surplus = await self._size(pool) - size
         if surplus <= 0:
             return
@@ -213,7 +213,7 @@ class GcpCloud:
         def call(urls: list[str], clients: Clients, identity: str) -> compute_v1.Operation:
             body = compute_v1.InstanceGroupManagersDeleteInstancesRequest(
                 instances=urls,
-                skip_instances_on_validation_error=True,  # one that is being deleted already must not stop the others
+                skip_instances_on_validation_error=True,  # one that is already being deleted must not stop the others
             )
             request = compute_v1.DeleteInstancesInstanceGroupManagerRequest(
                 **self._group(pool),
@@ -269,13 +269,13 @@ class GcpCloud:
         return found
 
     async def _find_members(self, names: Sequence[str]) -> dict[str, list[Member]]:
-        """By pool. Asked of the groups: they know machines that are being made as well. Raises if one is unknown."""
+        """By pool, from the groups, which also know machines that are being made. Raises if a name is unknown."""
         known, silent = await _ask_each({pool: self._members(pool) for pool in self._zones})
         found: dict[str, list[Member]] = {}
         for name in names:
             each = next(((p, m) for p in known for m in known[p] if name in (m.name, m.id) or name == p == HEAD), None)
             if each is None:
-                if silent:  # it may be there
+                if silent:  # the machine may be there
                     raise next(iter(silent.values()))
                 raise _unknown(name, (m.name for members in known.values() for m in members))
             found.setdefault(each[0], []).append(each[1])
@@ -283,7 +283,7 @@ class GcpCloud:
 
 
 async def _ask_each(questions: Mapping[str, Awaitable[T]]) -> tuple[dict[str, T], dict[str, CloudError]]:
-    """The answers, and what others were refused with. Raises the first refusal if there is no answer at all."""
+    """The answers and the refusals. Raises the first refusal if there is no answer at all."""
     said = dict(zip(questions, await asyncio.gather(*questions.values(), return_exceptions=True), strict=True))
     refused = {name: each for name, each in said.items() if isinstance(each, CloudError)}
     found: dict[str, T] = {}

@@ -1,4 +1,4 @@
-"""What Google's refusals mean, and what to do about each. Pure."""
+"""What Google's errors mean, and what to do about each. Pure."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _PASSING = (
     requests.exceptions.ChunkedEncodingError,
 )
 _SIGN_IN = "sign in with `gcloud auth application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS"
-_LONGEST = 400  # characters of Google's own words in one of our lines
+_LONGEST = 400  # characters of Google's own message in one of our lines
 
 
 def kind_of(code: str) -> Kind:
-    """What a code of an operation or of a managed instance says, or a reason in an HTTP error.
+    """The kind of an error code of an operation or a managed instance, or of a reason in an HTTP error.
 
-    The codes are those that Kubernetes' autoscaler and SkyPilot tell apart on the same API
-    (https://cloud.google.com/compute/docs/troubleshooting/troubleshooting-vm-creation lists them).
+    Kubernetes' autoscaler and SkyPilot distinguish the same codes on this API. The list is at
+    https://cloud.google.com/compute/docs/troubleshooting/troubleshooting-vm-creation.
     """
     if code.endswith("RESOURCE_POOL_EXHAUSTED") or code in (
         "ZONE_RESOURCE_POOL_EXHAUSTED_WITH_DETAILS",
@@ -47,17 +47,17 @@ def kind_of(code: str) -> Kind:
 
 
 def transient(error: BaseException) -> bool:
-    """Whether the same request may do better in a moment."""
+    """Whether the same request may succeed in a moment."""
     return isinstance(error, _PASSING) or bool(_reasons(error) & _THROTTLED)
 
 
 def refusal(what: str, code: str, message: str) -> CloudError:
-    """The exception for an operation that ended with an error. what: what was asked of the cloud."""
+    """The exception for an operation that ended with an error. what: the request, for the message."""
     return _EXCEPTIONS[kind_of(code)](f"{what}: {code}: {one_line(message)}")
 
 
 def explain(error: BaseException, what: str, project: str) -> CloudError:
-    """The exception for a request that failed, in one line. what: what was asked of the cloud."""
+    """The exception for a request that failed, in one line. what: the request, for the message."""
     if isinstance(error, google.RetryError) and error.cause is not None:
         error = error.cause
     if isinstance(error, auth.DefaultCredentialsError):
@@ -70,13 +70,13 @@ def explain(error: BaseException, what: str, project: str) -> CloudError:
         return _explain_answer(error, what, project)
     if isinstance(error, auth.TransportError | requests.exceptions.RequestException | TimeoutError):
         return CloudError(
-            f"{what}: Google does not answer ({_cause(error)}); see whether this machine reaches googleapis.com"
+            f"{what}: Google does not answer ({_cause(error)}); check whether this machine reaches googleapis.com"
         )
     return CloudError(f"{what}: {type(error).__name__}: {one_line(error)}")
 
 
 def one_line(text: object) -> str:
-    """Google's words in our line: no line breaks, and not too many of them."""
+    """Google's message in one line, shortened if it is long."""
     words = " ".join(str(text).split()).rstrip(".")
     return words if len(words) <= _LONGEST else words[: _LONGEST - 1] + "…"
 
@@ -87,12 +87,12 @@ def _explain_answer(error: google.GoogleAPICallError, what: str, project: str) -
         enable = f"gcloud services enable compute.googleapis.com --project {project}"
         return CloudError(f"{what}: project {project} has not enabled the Compute Engine API: `{enable}`")
     if transient(error):
-        return CloudError(f"{what}: Google Compute Engine asks to be left alone for a moment ({error.code}: {said})")
+        return CloudError(f"{what}: Google Compute Engine is busy, try again in a moment ({error.code}: {said})")
     for kind in map(kind_of, sorted(reasons)):
         if kind != "other":
             return _EXCEPTIONS[kind](f"{what}: {said}")
     if isinstance(error, google.Unauthorized):
-        return CredentialsError(f"{what}: Google does not know who asks ({said}); {_SIGN_IN}")
+        return CredentialsError(f"{what}: Google does not accept the credentials ({said}); {_SIGN_IN}")
     if isinstance(error, google.Forbidden):
         return CredentialsError(f"{what}: {said}; {_grant(said, project)}")
     if isinstance(error, google.NotFound):
@@ -108,7 +108,7 @@ def _grant(said: str, project: str) -> str:
 
 
 def _cause(error: BaseException) -> str:
-    """What lies at the bottom of an error of the network, without the names of the layers above."""
+    """The innermost cause of a network error, without the names of the layers above it."""
     if isinstance(error, auth.TransportError) and error.__cause__ is not None:
         error = error.__cause__
     inner = getattr(error.args[0], "reason", None) if error.args else None  # urllib3's MaxRetryError
@@ -117,7 +117,7 @@ def _cause(error: BaseException) -> str:
 
 
 def _reasons(error: BaseException) -> set[str]:
-    """What an HTTP error calls its causes, in the old form (errors[].reason) and the new (details[].reason)."""
+    """The reasons in an HTTP error, in the old form (errors[].reason) and the new one (details[].reason)."""
     if not isinstance(error, google.GoogleAPICallError):
         return set()
     old: Iterable[object] = error.errors or ()

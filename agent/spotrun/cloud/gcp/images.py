@@ -1,4 +1,4 @@
-"""Machine images: whether one is there, which were baked, what uses them. Asked by the operator, never by a head."""
+"""Machine images: which exist, which were baked, what uses them. Only operators call this, never a head."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _PATH = re.compile(r"projects/([^/]+)/global/images/(family/)?([^/]+)")
 
 
 def exists(project: str, path: str) -> bool:
-    """Whether an image, or any of a family, is at projects/<project>/global/images/[family/]<name>.
+    """Whether there is an image at projects/<project>/global/images/[family/]<name>. Blocking. Raises `CloudError`.
 
-    project: who asks. Blocking. Raises `CloudError`.
+    project: the project that asks.
     """
     match = _PATH.fullmatch(path)
     assert match is not None, path  # the stacks' own checks
@@ -46,7 +46,7 @@ def exists(project: str, path: str) -> bool:
 
 
 def baked(project: str) -> list[Image]:
-    """The images of the project that `make image` has made, the newest first. Blocking. Raises `CloudError`."""
+    """The project's images that `make image` made, newest first. Blocking. Raises `CloudError`."""
     return _ask(project, "images", lambda clients: _baked(clients, project))
 
 
@@ -57,7 +57,7 @@ def remove(project: str, image: Image) -> None:
         request = compute_v1.DeleteImageRequest(project=project, image=image.id)
         begun = clients.images.delete_unary(request, **OPTIONS)
         rest = compute_v1.WaitGlobalOperationRequest(project=project, operation=begun.name)
-        return clients.image_operations.wait(rest, **OPTIONS)  # at the most two minutes, and Google goes on
+        return clients.image_operations.wait(rest, **OPTIONS)  # waits at most two minutes; Google continues
 
     what = f"image {image.name}"
     for error in _ask(project, what, call).error.errors:

@@ -1,4 +1,4 @@
-"""What Google says of machines and groups, in our words. Pure."""
+"""Google's machines and groups, translated into our words. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STATES: dict[str, State] = {
     "PROVISIONING": "provisioning",
     "STAGING": "provisioning",
     "RUNNING": "running",
-    "REPAIRING": "stopping",  # its host failed; nothing runs there until it is back
+    "REPAIRING": "stopping",  # its host failed, and nothing runs there until the repair
     "PENDING_STOP": "stopping",
     "STOPPING": "stopping",
     "SUSPENDING": "stopping",
@@ -30,42 +30,51 @@ STATES: dict[str, State] = {
 }
 _LEAVING = {"DELETING", "ABANDONING"}
 _MAKING = {"CREATING", "CREATING_WITHOUT_RETRIES", "RECREATING"}
-_RECENT = 600.0  # seconds; a group keeps its errors for longer, and they say nothing of today
+_RECENT = 600.0  # seconds; a group keeps its errors for longer, but old ones say nothing about the present
 
 
 @dataclass(frozen=True)
 class Member:
-    """An entry of a group: a machine that it has or wants to have. there: there is a machine at this moment."""
+    """An entry of a group: a machine that the group has or wants."""
 
     name: str
+    """The machine's name."""
     id: str
+    """The machine's id; empty if there is no machine."""
     there: bool
+    """Whether the machine exists at this moment."""
     action: str
+    """What the group does with it."""
     errors: tuple[tuple[str, str], ...] = ()
+    """Code and message of each error of the last attempt."""
 
     @property
     def pending(self) -> bool:
-        """Wanted, and not there."""
+        """Wanted, but it does not exist yet."""
         return not self.there and self.action not in _LEAVING
 
     @property
     def replaceable(self) -> bool:
-        """There, and not being replaced or removed already."""
+        """It exists, and is not being replaced or removed."""
         return self.there and self.action not in _LEAVING | _MAKING
 
 
 @dataclass(frozen=True)
 class Failure:
-    """An error from a group's record. at: epoch seconds."""
+    """An error from a group's record."""
 
     name: str
+    """The machine's name."""
     code: str
+    """Google's code."""
     message: str
+    """Google's message."""
     at: float
+    """Epoch seconds."""
 
 
 def instance(found: compute_v1.Instance) -> Instance:
-    """A machine of the cluster as the protocol has it; its label says which pool it belongs to."""
+    """A machine of the cluster, for the protocol. Its label names its pool."""
     spot = found.scheduling.provisioning_model == "SPOT" or found.scheduling.preemptible
     return Instance(
         name=found.name,
@@ -103,10 +112,10 @@ def diagnose(
     now: float,
     placed: bool = False,
 ) -> list[Problem]:
-    """What keeps a pool from its size; nothing once it has it.
+    """Why a pool is smaller than its size; empty if it has its size.
 
-    failures: the group's record. before: the pool's problems at the last look. One of those stays while machines are
-    missing: between two attempts Google says nothing of the last one's error. placed: network.placement is true.
+    failures: the group's record. before: the pool's problems at the last look. They stay while machines are missing,
+    because between two attempts Google does not repeat the last error. placed: network.placement is true.
     """
     missing = {each.name: each for each in members if each.pending}
     if not missing:
@@ -127,13 +136,13 @@ def _describe(pool: PoolSpec, kind: Kind, code: str, message: str, missing: int,
     if kind == "stockout":
         what = f"{pool.market} {pool.machine}"
         return f"zone {pool.zone} has no more {what} at present: {missing} missing ({code})" + (NEAR if placed else "")
-    # Google names one machine first, and the problem is not its own.
+    # Google names one machine first, but the problem is not only that machine's.
     told = one_line(message).rpartition("creation failed: ")[2]
     return f"{missing} missing: {code}: {told}"
 
 
 def _end(found: compute_v1.Instance) -> float:
-    """When Google ends the machine because of `max_run_duration`; 0: never. It knows once the machine runs."""
+    """When Google ends the machine because of `max_run_duration`; 0: never. Google knows it once the machine runs."""
     known = _epoch(found.resource_status.scheduling.termination_timestamp)
     seconds = found.scheduling.max_run_duration.seconds
     return known or (_epoch(found.creation_timestamp) + seconds if seconds else 0.0)

@@ -1,4 +1,4 @@
-"""Which zones offer a cluster's machine and accelerator types; asked by the operator before `make up`, never by a head.
+"""Which zones offer a cluster's machine and accelerator types. Operators ask before `make up`; a head never does.
 
 https://cloud.google.com/compute/docs/reference/rest/v1/machineTypes/get and …/acceleratorTypes/get
 """
@@ -34,7 +34,7 @@ async def _missing(cluster: ClusterSpec) -> list[Lack]:
 
 
 async def _offered(api: Api, need: Need) -> bool:
-    """Whether the zone has it. A zone that there is not has nothing."""
+    """Whether the zone offers it. A zone that does not exist offers nothing."""
 
     def call(clients: Clients) -> object:
         if need.kind == "accelerator":
@@ -53,7 +53,7 @@ async def _offered(api: Api, need: Need) -> bool:
 
 
 async def _zones(api: Api, region: str, kind: Kind, name: str) -> list[str]:
-    """The zones of a region that have it: a hint only, as Google leaves out what it cannot reach at the moment."""
+    """The region's zones that offer it. Only a hint: Google omits zones that it cannot reach at the moment."""
 
     def call(clients: Clients) -> list[str]:
         only = f"name = {name}"

@@ -1,8 +1,8 @@
-"""Whether the project's quotas let each pool have its machines; asked before `make up` makes anything. Pure.
+"""Whether the project's quotas allow each pool its machines. `make up` asks before it makes anything. Pure.
 
-`regions.get` and `projects.get` show the older quotas. Those of newer machine families (H100 and later, the vCPUs of G2
-and A3) are counted by family and are only in the Cloud Quotas API; for them nothing is said here, and a pool's
-problems say QUOTA_EXCEEDED when it comes to that.
+`regions.get` and `projects.get` show the older quotas. Quotas of newer machine families (H100 and later, the vCPUs of
+G2 and A3) are only in the Cloud Quotas API, so nothing is known about them here. If such a quota is too small, the
+pool's problems say QUOTA_EXCEEDED.
 """
 
 from __future__ import annotations
@@ -21,23 +21,28 @@ from spotrun.spec.names import HEAD
 
 @dataclass(frozen=True)
 class Quota:
-    """limit, used: in the metric's own unit."""
+    """A quota, in its metric's own unit."""
 
     limit: float
+    """What the project may use."""
     used: float
+    """What the project uses now."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What one machine takes. gpu: the metric that counts its GPUs. vcpus: 0 if the machine type is not known here.
-    ssd: GB of Persistent Disk on SSD.
-    """
+    """What one machine takes of the quotas."""
 
     family: str
+    """The family of its machine type."""
     vcpus: int
+    """0: not known."""
     gpu: str = ""
+    """The metric that counts its GPUs."""
     gpus: int = 0
+    """How many GPUs that metric counts."""
     ssd: float = 0.0
+    """GB of Persistent Disk on SSD."""
 
 
 def read(found: Iterable[compute_v1.Quota]) -> dict[str, Quota]:
@@ -46,9 +51,9 @@ def read(found: Iterable[compute_v1.Quota]) -> dict[str, Quota]:
 
 
 def compare(cluster: ClusterSpec, quotas: Mapping[str, Quota], running: Mapping[str, int]) -> list[Shortfall]:
-    """Each pool by itself: pools stand in for one another, and are not all full at a time.
+    """The shortfalls of each pool alone: pools stand in for each other, and are never all full.
 
-    running: machines that the cluster has, by pool. What these use is not somebody else's.
+    running: the cluster's present machines by pool. What they use still counts as available to the cluster.
     """
     head = PoolSpec(name="x", zone=cluster.head.zone, machine=cluster.head.machine, market="on-demand", disk=IMAGE_GB)
     pools = {HEAD: head, **{pool.name: pool for pool in cluster.pools}}
@@ -79,7 +84,7 @@ def shape(pool: PoolSpec) -> Shape:
 
 
 def _needs(one: Shape, market: Market, quotas: Mapping[str, Quota]) -> dict[str, float]:
-    """What one machine takes of each quota that counts it, as far as it is shown."""
+    """What one machine takes of each quota that counts it and that Compute Engine shows."""
     family = f"{one.family.upper()}_CPUS"
     general = "CPUS" if one.family in ("n1", "e2", "f1", "g1") else ""
     cpus = family if family in quotas else general
@@ -95,10 +100,10 @@ def _needs(one: Shape, market: Market, quotas: Mapping[str, Quota]) -> dict[str,
 
 
 def _counted(standard: str, preemptible: str, market: Market, quotas: Mapping[str, Quota]) -> str:
-    """Which of the two quotas counts a machine. Spot machines take of the standard one until the project has been
-    granted a preemptible one, which then counts them all; one that was never granted is shown as 0.
+    """Which of the two quotas counts a machine. https://cloud.google.com/compute/resource-usage
 
-    https://cloud.google.com/compute/resource-usage
+    Spot machines count against the standard quota until Google grants the project a preemptible quota. After that they
+    count against the preemptible one only. A preemptible quota that was never granted shows as 0.
     """
     if market != "spot":
         return standard
