@@ -1,3 +1,3 @@
-"""What stands in a cloud, as CDKTF stacks: `<cluster>-base` lives as long as the cluster, `<cluster>-pools` from
+"""What exists in a cloud, as CDKTF stacks. `<cluster>-base` exists as long as the cluster, `<cluster>-pools` from
 `make up` to `make down`. Imports only `spotrun.spec`,
 `spotrun.errors` and `spotrun.store.keys` of ours."""

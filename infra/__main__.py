@@ -1,7 +1,7 @@
 """Write the stacks of the cluster file that CLUSTER names: `CLUSTER=clusters/gcp-l4.yaml python -m infra`.
 
-`cdktf` runs this, see cdktf.json. Into CDKTF_OUTDIR, or ./cdktf.out. Exits with 2, a word on stderr and nothing written
-if there is anything wrong with the file.
+`cdktf` runs this (see cdktf.json). The stacks go into CDKTF_OUTDIR, or ./cdktf.out. If the file is wrong, this writes
+nothing, says why on stderr, and exits with 2.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _write(file: str, outdir: Path) -> None:
     cluster = load_cluster(file)
     if cluster.cloud == "local":
         raise SpotrunError(f"{file}: cloud local has no stacks; `make up` brings it up without Terraform")
-    from infra.app import synthesize  # starts Node.js, which a wrong file need not wait for
+    from infra.app import synthesize  # starts Node.js, so only after the checks
 
     home = Path(os.environ.get("SPOTRUN_HOME") or ".spotrun").absolute()  # as scripts.home
     try:

@@ -1,4 +1,4 @@
-"""Which stacks a cluster has, and where Terraform keeps what it knows of them."""
+"""Which stacks a cluster has, and where Terraform keeps their state."""
 
 from __future__ import annotations
 
@@ -10,22 +10,24 @@ from spotrun.errors import SpotrunError
 from spotrun.spec import ClusterSpec
 from spotrun.spec.names import BUCKET, CLUSTER, EFAS, GPUS, POOL, ROLE
 
-_OWN = {BUCKET, CLUSTER, EFAS, GPUS, POOL, ROLE}  # what machines read about themselves; on AWS from their tags
-# AWS takes 50 tags, and a machine has a Name besides.
+_OWN = {BUCKET, CLUSTER, EFAS, GPUS, POOL, ROLE}  # what machines read about themselves, on AWS from tags
+# AWS allows 50 tags, and a machine also has the tag Name.
 # https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/Using_Tags.html#tag-restrictions
 _LABELS = 50 - len(_OWN) - 1
 
 
 def synthesize(cluster: ClusterSpec, outdir: Path, home: Path) -> None:
-    """Write both stacks of a cluster of a cloud into `outdir`. home: where the operator's state is.
+    """Write both stacks of a cluster into `outdir`. home: the folder with the operator's state.
 
-    Raises `SpotrunError`, before anything is written, for what a cloud cannot give.
+    Raises `SpotrunError`, before it writes anything, for what the cloud would refuse.
     """
     _check(cluster)
     try:
         outdir.mkdir(parents=True, exist_ok=True)  # CDKTF makes only the last folder of a path
     except OSError as error:
-        raise SpotrunError(f"{outdir} cannot be made: {error.strerror}; CDKTF_OUTDIR names another folder") from None
+        raise SpotrunError(
+            f"{outdir} cannot be created: {error.strerror}; set CDKTF_OUTDIR to another folder"
+        ) from None
     app = cdk.new_app(str(outdir))
     base, pools = _stacks(app, cluster)
     pools.add_dependency(base)
@@ -36,11 +38,11 @@ def synthesize(cluster: ClusterSpec, outdir: Path, home: Path) -> None:
 
 def _check(cluster: ClusterSpec) -> None:
     if re.search(r"[$%]\{", cluster.model_dump_json()):
-        raise SpotrunError("a value holds ${ or %{, which Terraform would take for code")
+        raise SpotrunError("a value contains ${ or %{, which Terraform would run as code")
     if taken := sorted(_OWN & set(cluster.labels)):
-        raise SpotrunError(f"labels: {', '.join(taken)}: spotrun gives these itself; take another name")
+        raise SpotrunError(f"labels: {', '.join(taken)}: spotrun sets these itself; choose other names")
     if cluster.cloud == "aws" and len(cluster.labels) > _LABELS:
-        raise SpotrunError(f"labels: {len(cluster.labels)} of them; AWS's tags leave room for {_LABELS}")
+        raise SpotrunError(f"labels: {len(cluster.labels)} of them; AWS leaves room for {_LABELS}")
     if cluster.cloud == "gcp":
         gcp.check(cluster)
 
@@ -65,6 +67,6 @@ def _keep_state(stack: cdk.TerraformStack, cluster: ClusterSpec, home: Path) -> 
     if scheme == "gs":
         cdk.GcsBackend(stack, bucket=bucket, prefix=f"{folder}/{name}")
         return
-    region = cluster.region if cluster.cloud == "aws" else None  # else that of AWS_REGION, as for any S3 backend
+    region = cluster.region if cluster.cloud == "aws" else None  # otherwise AWS_REGION, as for any S3 backend
     cdk.S3Backend(stack, bucket=bucket, key=f"{folder}/{name}.tfstate", region=region, encrypt=True)
-    stack.add_override("terraform.backend.s3.use_lockfile", True)  # newer than CDKTF's own list of arguments
+    stack.add_override("terraform.backend.s3.use_lockfile", True)  # CDKTF does not know this argument

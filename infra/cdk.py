@@ -1,10 +1,10 @@
-"""The only module that knows CDKTF; all else says `from infra import cdk`.
+"""The only module that imports CDKTF. All others use `from infra import cdk`.
 
-CDKTF has been archived since December 2025, and https://github.com/open-constructs/cdk-terrain goes on with it, as
-`cdktn`: to move there is to change this file.
+CDKTF has been archived since December 2025. Its successor is `cdktn`, https://github.com/open-constructs/cdk-terrain: a
+move there changes only this file.
 
-A provider's package imports all of its 1,500 to 2,200 modules when it is imported itself: half a minute and a
-gigabyte. So an empty package stands in for it in `sys.modules`, and a stack loads those of its modules that it needs.
+A provider's package imports all its 1,500 to 2,200 modules at once, which takes half a minute and a gigabyte. So an
+empty package replaces it in `sys.modules`, and a stack loads only the modules that it needs.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import Any
 
 from spotrun.errors import SpotrunError
 
-# jsii fails with a traceback from its innards without either of them, so look first.
+# Without one of them jsii fails with an internal traceback, so check first.
 if not shutil.which(os.environ.get("JSII_NODE") or "node"):
     raise SpotrunError("the stacks need Node.js 20 or newer, and there is none: install it, see https://nodejs.org")
 if importlib.util.find_spec("cdktf") is None:
     raise SpotrunError("the stacks need cdktf, which is not installed: pip install -e '.[infra]'")
 
-# Before the import, whose Node.js process inherits it: no eight lines about Node.js 20 at every run. It works.
+# Set before the import, whose Node.js process inherits it: without it, each run prints eight lines about Node.js 20.
 os.environ.setdefault("JSII_SILENCE_WARNING_END_OF_LIFE_NODE_VERSION", "20")
 
 from cdktf import (
@@ -63,15 +63,15 @@ __all__ = [
 
 
 def new_app(outdir: str) -> App:
-    """An app that writes into `outdir`, whose resources have in Terraform the very names they have in a stack."""
+    """An app that writes into `outdir`. Its resources have the same names in Terraform as in a stack."""
     return App(outdir=outdir, context={"excludeStackIdFromLogicalIds": "true", "allowSepCharsInLogicalIds": "true"})
 
 
 def google(name: str) -> Resource:
     """Makes a resource (`compute_firewall`), a data source (`data_google_project`) or the `provider`, in a stack.
 
-    Called with the stack, an id that is unique in it, and the arguments; nested blocks are dictionaries. An argument
-    that the provider's schema lacks is a TypeError, in blocks too. ModuleNotFoundError: there is no such resource.
+    Call it with the stack, an id that is unique in the stack, and the arguments. Nested blocks are dictionaries. An
+    argument that the provider does not know raises TypeError, also in blocks. ModuleNotFoundError: no such resource.
     """
     return functools.partial(_make, "cdktf_cdktf_provider_google", name)
 
@@ -85,10 +85,10 @@ def _make(package: str, name: str, stack: TerraformStack, id: str, /, **argument
     if package not in sys.modules:
         sys.modules[package] = _stand_in(package)
     module = importlib.import_module(f"{package}.{name}")
-    resource = getattr(module, min(module.__all__, key=len))  # its blocks' names all begin with the resource's own
+    resource = getattr(module, min(module.__all__, key=len))  # the names of its blocks begin with the resource's name
     if name != "provider":
         return resource(stack, id, **_typed(resource, arguments))
-    # CDKTF turns every - in the keys of a provider's maps into _, in those of default labels and tags too.
+    # CDKTF turns every - in the keys of a provider's maps into _, also in default labels and tags.
     nested = {key: value for key, value in arguments.items() if isinstance(value, dict | list)}
     provider = resource(stack, id, **{key: value for key, value in arguments.items() if key not in nested})
     for key, value in nested.items():
@@ -99,7 +99,7 @@ def _make(package: str, name: str, stack: TerraformStack, id: str, /, **argument
 def _typed(owner: type, arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments with an object of its class for each block.
 
-    The generated classes do that by themselves, but not within lists; there they lose what is not in camelCase.
+    The generated classes do that themselves, but not inside lists, where they lose keys that are not in camelCase.
     """
     hints = typing.get_type_hints(owner.__init__)  # type: ignore[misc]  # a class, not an instance
     return {key: _block(value, hints.get(key)) for key, value in arguments.items()}
@@ -113,7 +113,7 @@ def _block(value: Any, hint: Any) -> Any:
 
 
 def _block_class(hint: Any) -> type | None:
-    """The class among the alternatives that a hint names; None where dictionaries are just that, such as labels."""
+    """The class among the alternatives of a type hint; None for plain dictionaries, such as labels."""
     if isinstance(hint, type) and hasattr(hint, "__jsii_type__") and not getattr(hint, "_is_protocol", False):
         return hint
     return next(filter(None, map(_block_class, typing.get_args(hint))), None)

@@ -1,6 +1,6 @@
 """Write the stacks of several cluster files at once, for Checkov to read: python -m infra.lint <folder> <file>...
 
-One Node.js for all of them, where `python -m infra` starts one for each. Files of cloud local are passed over.
+One Node.js serves all files; `python -m infra` starts one for each. Files of cloud local are skipped.
 """
 
 from __future__ import annotations

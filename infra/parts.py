@@ -1,4 +1,4 @@
-"""What a machine is told about itself, so that its agent can tell whether anything of it is missing."""
+"""What a machine's metadata say of its parts. Its agent compares them with what it finds."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from spotrun.spec.names import EFAS, GPUS
 
 
 def parts(pool: PoolSpec, efas: int = 0) -> dict[str, str]:
-    """How many GPUs and EFAs a machine of the pool is made with; nothing of what nobody can say.
+    """How many GPUs and EFAs a machine of the pool has, as metadata. Unknown numbers are absent.
 
-    efas: those in its template; a machine type may have more.
+    efas: the number in its template; the machine type may have more.
     """
     attached = pool.accelerator.count if pool.accelerator else machine_types.GPUS.get(pool.machine)
     counts = {GPUS: attached, EFAS: efas}

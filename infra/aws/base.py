@@ -1,6 +1,6 @@
-"""The stack that lives as long as the cluster: network, bucket, identities.
+"""The stack that exists as long as the cluster: network, bucket, identities.
 
-Stack `pools` knows or finds all of it by name, so it needs no access to this one's state.
+Stack `pools` finds everything in it by name, so it needs no access to this stack's state.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Base(AwsStack):
         identity.make(self, self._bucket().arn)
 
     def _bucket(self) -> Any:
-        # Not force_destroy, so that AWS refuses to delete it with anything in it.
+        # Without force_destroy AWS refuses to delete a bucket that is not empty.
         bucket = cdk.aws("s3_bucket")(self, "bucket", bucket=self.bucket, force_destroy=False)
         cdk.aws("s3_bucket_public_access_block")(
             self,

@@ -1,7 +1,7 @@
-"""The way out of a cluster that is up: to the internet, or to AWS's own services alone.
+"""The way out of a cluster that is up: to the internet, or only to AWS's own services.
 
-Either costs by the hour, so it is in stack `pools`, and a cluster that is down pays for neither. It is in the head's
-zone, where the others reach it, as each zone would cost again.
+Both cost by the hour, so they belong to stack `pools`: a cluster that is down does not pay for them. They are only in
+the head's zone, because each further zone would cost the same again. The other zones reach them there.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from infra import cdk
 from infra.aws.network import ENDPOINTS, PRIVATE, PUBLIC, label
 from infra.aws.stack import AwsStack
 
-# What machines call besides S3.
+# What machines call in addition to S3.
 # https://docs.aws.amazon.com/vpc/latest/privatelink/aws-services-privatelink-support.html
-# Not ec2messages: agents of Systems Manager since 3.3.40 do without.
+# ec2messages is absent: Systems Manager's agents do not need it since 3.3.40.
 # https://docs.aws.amazon.com/systems-manager/latest/userguide/setup-create-vpc.html
 SERVICES = ("autoscaling", "ec2", "fis", "servicequotas", "ssm", "ssmmessages")
 
 
 def make(stack: AwsStack, subnet: Any) -> list[Any]:
-    """What must be there before the head is, whose agent gives up on Systems Manager for long when it is not in reach.
+    """What must exist before the head: if Systems Manager's agent cannot connect, it pauses for long before it retries.
 
-    subnet: the private one of the head's zone.
+    subnet: the private subnet of the head's zone.
     """
     return [_nat(stack)] if stack.cluster.network.nat else _endpoints(stack, subnet)
 

@@ -1,4 +1,4 @@
-"""Who may do what: the nodes, the head, and the service that takes spot machines away in tests."""
+"""The rights of the nodes, of the head, and of the service that interrupts spot machines in tests."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from spotrun.store import keys
 MACHINE = "i-"  # the ids of EC2's machines begin with this; nodes are named by these ids
 Statement = dict[str, Any]
 
-# The agent of Systems Manager, so that sessions work, and no more: AmazonSSMManagedInstanceCore lets it read every
-# parameter of the account.
+# What Systems Manager's agent needs for sessions. AmazonSSMManagedInstanceCore would also let it read every parameter
+# of the account.
 # https://docs.aws.amazon.com/systems-manager/latest/userguide/getting-started-create-iam-instance-profile.html
 SESSIONS = (
     "ssm:UpdateInstanceInformation",
@@ -23,7 +23,7 @@ SESSIONS = (
     "ssmmessages:OpenControlChannel",
     "ssmmessages:OpenDataChannel",
 )
-# What `spotrun.cloud.aws` calls. None of these can be narrowed to a cluster; all only look.
+# What `spotrun.cloud.aws` calls. These calls only read, and IAM cannot narrow them to a cluster.
 LOOKS = (
     "autoscaling:DescribeAutoScalingGroups",
     "autoscaling:DescribeScalingActivities",
@@ -39,7 +39,7 @@ RESIZES = ("autoscaling:SetDesiredCapacity", "autoscaling:TerminateInstanceInAut
 
 
 def profile(cluster: str, role: str) -> str:
-    """The name of a role, and of the instance profile that gives it to machines. IAM has one space for all regions."""
+    """The name of a role and of its instance profile. IAM's names are shared by all regions."""
     return group(cluster, role)
 
 
@@ -51,7 +51,7 @@ def make(stack: AwsStack, bucket_arn: str) -> None:
     for role, statements in ((NODE, node), (HEAD, head)):
         made = _role(stack, role, "ec2.amazonaws.com", statements)
         cdk.aws("iam_instance_profile")(stack, f"{role}-profile", name=profile(name, role), role=made.name)
-    # Who interrupts machines is the service, as told by the head; it may do so to this cluster's.
+    # The head asks the service, and the service interrupts machines. It may do so only to this cluster's machines.
     own = {"StringEquals": {f"aws:ResourceTag/{CLUSTER}": name}}
     interrupts = [
         _allow("Interrupt", ["ec2:SendSpotInstanceInterruptions"], stack.arn("ec2", "instance/*"), own),
@@ -78,10 +78,11 @@ def _role(
 
 
 def _files(bucket: str, cluster: objects.Cluster) -> list[Statement]:
-    """What a node may do with the bucket. It may list it, because otherwise S3 does not say that an object is missing.
+    """What a node may do with the bucket. It may list the bucket: without that right, S3 hides that an object is
+    missing.
 
-    The names of the checkpoint files that nodes write begin with g, for generation; only the head writes the manifest.
-    IAM has no variable for the asking machine's id that would fit into a key, so nodes may write each other's records.
+    The checkpoint files that nodes write have names that begin with g, for generation. Only the head writes the
+    manifest. IAM has no variable for the machine's id that fits into a key, so nodes can write each other's records.
     """
     job, own = f"{bucket}/{keys.JOBS}*", {kind: f"{bucket}/{cluster.records(kind)}*" for kind in objects.RECORDS}
     growing = {kind: f"{job}/{kind}/*" for kind in objects.GROWING}
@@ -118,7 +119,7 @@ def _head(stack: AwsStack) -> list[Statement]:
 
 
 def _experiments(stack: AwsStack, name: str) -> list[Statement]:
-    """Interruptions on demand: an experiment's template, the experiment, and what is to carry it out.
+    """Interruptions on demand: an experiment's template, the experiment, and the role of the service.
 
     https://docs.aws.amazon.com/service-authorization/latest/reference/list_awsfaultinjectionservice.html
     """
@@ -138,7 +139,7 @@ def _experiments(stack: AwsStack, name: str) -> list[Statement]:
             stack.arn("iam", f"role/{profile(name, FIS)}"),
             {"StringEquals": {"iam:PassedToService": "fis.amazonaws.com"}},
         ),
-        # The first experiment of an account makes the service's own role, if whoever starts it may.
+        # The first experiment of an account makes the service's own role, which needs this right.
         _allow(
             "Service",
             ["iam:CreateServiceLinkedRole"],

@@ -1,8 +1,7 @@
-"""The cluster's network: subnets for each zone in use, and who may talk to whom. The way out is `egress`'s.
+"""The cluster's network: a subnet for each zone in use, and the rules between machines. The way out is in `egress`.
 
-Only the operator comes in, and only through Systems Manager, whose agent on the head calls out: there is no rule that
-lets anything in from outside, and no machine has a public address. There are no flow logs: each line of them costs, and
-nothing here would read them.
+Only operators come in, through Systems Manager, whose agent on the head calls out. So no rule lets anything in from
+outside, and no machine has a public address. There are no flow logs: each line costs, and nothing reads them.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ from spotrun.spec.names import HEAD_PORT
 
 NODES, HEAD, ENDPOINTS = "nodes", "head", "endpoints"  # security groups
 PRIVATE, PUBLIC = "private", "public"
-_PARTS = 3  # bits: the range is cut in 8, seven of them for zones a to g, the last for what is not private
+_PARTS = 3  # bits: the range has 8 parts, seven for zones a to g, the last for the public subnets
 
 
 def label(cluster: str, *what: str) -> str:
-    """The name of a security group, and the tag Name of what has none: by these, stack `pools` finds them."""
+    """The name of a security group, or the tag Name of other things. Stack `pools` finds them by it."""
     return "-".join([cluster, *what])
 
 
 class Network:
-    """Of the stack that it is made in."""
+    """The network, as a part of stack `base`."""
 
     def __init__(self, stack: AwsStack) -> None:
         self._stack, self._cluster = stack, stack.cluster
@@ -36,10 +35,10 @@ class Network:
             "vpc",
             cidr_block=spec.cidr,
             enable_dns_support=True,
-            enable_dns_hostnames=True,  # endpoints answer to their services' own names
+            enable_dns_hostnames=True,  # endpoints have the names of their services
             **stack.named(name),
         )
-        # Every network has one, and machines that name none would get it.
+        # Every network has this group, and machines without a group would get it.
         cdk.aws("default_security_group")(
             stack, "default-group", vpc_id=self._vpc.id, **stack.named(label(name, "unused"))
         )
@@ -97,9 +96,9 @@ class Network:
         )
 
     def _inside(self) -> None:
-        """Between the cluster's machines. DNS, time and metadata need no rule, AWS lets them pass."""
+        """Between the cluster's machines. DNS, time and metadata need no rule."""
         nodes, head = self._nodes.id, self._head.id
-        # All, in both directions, between members of the group itself: EFA wants it in these very words.
+        # EFA requires exactly this: everything, in both directions, between members of the group.
         # https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/efa-start-nccl.html#nccl-start-base-setup
         self._in("nodes-from-nodes", nodes, None, referenced_security_group_id=nodes)
         self._out("nodes-to-nodes", nodes, None, referenced_security_group_id=nodes)
@@ -109,7 +108,7 @@ class Network:
         self._out("nodes-to-head", nodes, HEAD_PORT, referenced_security_group_id=head)
 
     def _outside(self, zones: list[str]) -> None:
-        """The internet, by HTTPS, through what `egress` puts into a public subnet."""
+        """The internet by HTTPS, through the NAT gateway that `egress` puts into a public subnet."""
         gateway = cdk.aws("internet_gateway")(
             self._stack, "internet", vpc_id=self._vpc.id, **self._stack.named(self._cluster.name)
         )
@@ -126,7 +125,7 @@ class Network:
             self._out(f"{what}-to-internet", group.id, 443, cidr_ipv4="0.0.0.0/0")
 
     def _apart(self, storage: Any) -> None:
-        """The bucket, and endpoints of AWS's own services."""
+        """Without the internet: the bucket, and endpoints of AWS's own services."""
         group = self._group(ENDPOINTS)
         for what, members in ((NODES, self._nodes), (HEAD, self._head)):
             self._in(f"endpoints-from-{what}", group.id, 443, referenced_security_group_id=members.id)
@@ -148,8 +147,8 @@ class Network:
 
 
 def part(zone: str) -> int:
-    """Which part of the network's range a zone has; it stays the same when others come and go. Raises `SpecError`."""
+    """The zone's part of the network's range. It does not depend on the other zones. Raises `SpecError`."""
     index = ord(zone[-1]) - ord("a")
     if index >= (1 << _PARTS) - 1:
-        raise SpecError(f"zone {zone}: AWS has no zone of that letter; zones are a to f, and in no region all of them")
+        raise SpecError(f"zone {zone}: AWS has no zone with this letter; take one from a to f that the region has")
     return index

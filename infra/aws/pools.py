@@ -1,4 +1,4 @@
-"""The stack of a cluster that is up: the head's machine, and for each pool the group that the head will size."""
+"""The stack of a cluster that is up: the head's machine, and a group for each pool, whose size the head sets."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from spotrun.spec import ClusterSpec, PoolSpec, machine_types
 from spotrun.spec.names import BUCKET, CLUSTER, HEAD, NODE, POOL, ROLE, group
 from spotrun.store.keys import cluster_key
 
-_ENDING = "30m"  # how long a group's machines may take to end; those with 8 GPUs take their time
+_ENDING = "30m"  # the longest that a group's machines may take to end; machines with 8 GPUs are slow
 
 
 class Pools(AwsStack):
     """The cluster's description for its head, the head, and the pools at size 0.
 
-    What is in `base`, which is there before this, is found by its names.
+    Stack `base` exists before this stack, which finds its parts by their names.
     """
 
     def __init__(self, app: cdk.App, id: str, cluster: ClusterSpec, base: Base) -> None:
@@ -40,7 +40,7 @@ class Pools(AwsStack):
             key=cluster_key(cluster.name),
             content=cluster.document(),
             content_type="application/json",
-            # An object takes ten tags at the most, and a cluster may have more labels.
+            # An object has at most ten tags, and a cluster may have more labels.
             override_provider={"default_tags": {"tags": {}}},
         )
         self._head()
@@ -48,11 +48,11 @@ class Pools(AwsStack):
             self._pool(pool)
 
     def _head(self) -> None:
-        """One machine that the group makes anew when it is lost.
+        """One machine. The group replaces it when it is lost.
 
-        Its address changes then: Auto Scaling refuses templates that fix it ("does not support Private IP addresses",
-        https://github.com/terraform-aws-modules/terraform-aws-autoscaling/issues/263). Who looks for the head finds
-        its address in the bucket.
+        The new machine has another address: Auto Scaling refuses templates with a fixed one ("does not support Private
+        IP addresses", https://github.com/terraform-aws-modules/terraform-aws-autoscaling/issues/263). Agents and
+        operators read the head's address in the bucket.
         """
         tags = self._tags(HEAD)
         template = self._template(HEAD, self.cluster.head.machine, None, network.HEAD, (PRIMARY,), tags)
@@ -65,7 +65,7 @@ class Pools(AwsStack):
             desired_capacity=1,
             depends_on=egress.make(self, self._subnet(self.cluster.head.zone)),
             launch_template={"id": template.id, "version": _version(template)},
-            # A head of another machine type comes with the next `make up`; training goes on without one meanwhile.
+            # A new machine type replaces the head at the next `make up`. Training continues without a head meanwhile.
             instance_refresh={
                 "strategy": "Rolling",
                 "preferences": {"min_healthy_percentage": 0, "max_healthy_percentage": 100},
@@ -87,7 +87,7 @@ class Pools(AwsStack):
             min_size=0,
             max_size=pool.max,
             desired_capacity=0,
-            lifecycle={"ignore_changes": ["desired_capacity"]},  # how many there are now is the head's to say
+            lifecycle={"ignore_changes": ["desired_capacity"]},  # the head sets the size
             mixed_instances_policy={
                 "launch_template": {
                     "launch_template_specification": {"launch_template_id": template.id, "version": _version(template)},
@@ -96,11 +96,11 @@ class Pools(AwsStack):
                 "instances_distribution": distribution(pool),
             },
             placement_group=placement.name if placement else None,
-            # AWS replaces machines before they are lost, and moves them between zones, as it sees fit. Whether the
-            # training is worth moving is the head's to say; the notice is enough for it.
+            # By default AWS replaces machines before they are lost, and moves them between zones. The head decides
+            # whether to move the training, and the notice is enough for that.
             capacity_rebalance=False,
             suspended_processes=["AZRebalance"],
-            # Where a size is lowered without a word on who goes: those whose state is the youngest.
+            # If AWS chooses which machines go, it takes the youngest: they have the least state.
             termination_policies=["NewestInstance"],
         )
 
@@ -133,9 +133,9 @@ class Pools(AwsStack):
                 "http_endpoint": "enabled",
                 "http_tokens": "required",
                 "http_put_response_hop_limit": 1,
-                "instance_metadata_tags": "enabled",  # by them a machine knows what it is
+                "instance_metadata_tags": "enabled",  # a machine learns from them what it is
             },
-            # The group tags machines as well, but only these tags are there for sure when a machine first looks.
+            # The group also tags machines, but only these tags surely exist when a machine first looks.
             tag_specifications=[
                 {"resource_type": kind, "tags": tags} for kind in ("instance", "volume", "network-interface")
             ],
@@ -148,7 +148,7 @@ class Pools(AwsStack):
             name=group(self.cluster.name, pool),
             vpc_zone_identifier=[self._subnet(zone).id],
             health_check_type="EC2",
-            wait_for_capacity_timeout="0",  # the head waits, and tells what is missing
+            wait_for_capacity_timeout="0",  # the head waits, and reports what is missing
             timeouts={
                 "delete": _ENDING
             },  # of the group's machines first: what they are placed by can only go after them
@@ -157,7 +157,7 @@ class Pools(AwsStack):
         )
 
     def _tags(self, pool: str) -> dict[str, str]:
-        """What a machine reads about itself is among them."""
+        """The tags of a machine, also what it reads about itself."""
         return {
             **self.tags,
             "Name": group(self.cluster.name, pool),
@@ -174,11 +174,11 @@ class Pools(AwsStack):
         return self._subnets[zone]
 
     def _image(self, architecture: str) -> Any:
-        """The image to start from: the cluster file's, by id or by name, or the newest of the account's `spotrun-*`."""
+        """The image to start from: the cluster file's, by id or name, or the account's newest `spotrun-*`."""
         if architecture not in self._images:
             name = self.cluster.image or "spotrun-*"
             wanted = {"image-id" if name.startswith("ami-") else "name": name, "architecture": architecture}
-            # An id may be anyone's: whoever writes one knows whose it is.
+            # An id may name an image of any account.
             owners = None if name.startswith("ami-") else ["self"]
             self._images[architecture] = cdk.aws("data_aws_ami")(
                 self,
@@ -191,16 +191,16 @@ class Pools(AwsStack):
 
 
 def distribution(pool: PoolSpec) -> dict[str, Any]:
-    """Which machines a group is to get: all from one market, at most at the on-demand price."""
+    """Which machines a group gets: all from one market, at most at the on-demand price."""
     return {
         "on_demand_base_capacity": 0,
         "on_demand_percentage_above_base_capacity": 0 if pool.market == "spot" else 100,
-        "spot_allocation_strategy": "capacity-optimized",  # the least likely to be taken away soon
+        "spot_allocation_strategy": "capacity-optimized",  # the least likely to be interrupted soon
     }
 
 
 def _interface(interface: Interface, group: str, alone: bool) -> dict[str, Any]:
-    """alone: EC2 knows the word on public addresses for machines with one interface; the subnets give none anyway."""
+    """alone: only a single interface can have the key for public addresses. The subnets give none anyway."""
     return {
         "device_index": interface.device,
         "network_card_index": interface.card,

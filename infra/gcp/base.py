@@ -1,7 +1,7 @@
-"""The stack that lives as long as the cluster: network, bucket, identities.
+"""The stack that exists as long as the cluster: network, bucket, identities.
 
-Its names are all known beforehand, so stack `pools` refers to them by name: it can be planned before this one is
-there, and needs no access to its state.
+All its names are known in advance, and stack `pools` uses these names. So `pools` can be planned before this stack
+exists, and needs no access to its state.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from spotrun.spec import ClusterSpec
 from spotrun.spec.names import HEAD, HEAD_PORT, NODE, bucket, group
 from spotrun.store import keys
 
-IAP = "35.235.240.0/20"  # where IAP's tunnels come from: https://cloud.google.com/iap/docs/using-tcp-forwarding
+IAP = "35.235.240.0/20"  # the addresses of IAP's tunnels: https://cloud.google.com/iap/docs/using-tcp-forwarding
 LOG_DAYS = 90
 
 BUCKET_ROLE = "roles/storage.objectUser"  # the head's, for all objects of the bucket
-# What the head may besides, which is what `spotrun.cloud.gcp` calls. Lists cannot be narrowed. Neither can groups:
-# IAM's conditions do not know an instance group manager's name, and Compute's v1 API does not let it carry a tag
-# (https://cloud.google.com/iam/docs/conditions-resource-attributes). So the head could resize any group of the project,
-# though it can give none another template. A project for the cluster alone keeps others' groups from it.
+# What the head may do in addition: what `spotrun.cloud.gcp` calls. IAM cannot narrow lists. It cannot narrow groups
+# either: conditions do not know an instance group manager's name, and in Compute's v1 API it cannot have a tag
+# (https://cloud.google.com/iam/docs/conditions-resource-attributes). So the head could resize every group of the
+# project, but it cannot change their templates. A separate project for the cluster protects other groups.
 HEAD_PERMISSIONS = (
     "compute.instanceGroupManagers.get",  # sizes, members, errors
     "compute.instanceGroupManagers.update",  # resize, delete and recreate members
@@ -30,7 +30,7 @@ HEAD_PERMISSIONS = (
     "compute.regions.get",
     "compute.zoneOperations.get",
 )
-# Only on this cluster's machines: IAM's conditions do know the names of those.
+# Only on this cluster's machines: conditions do know the names of machines.
 HEAD_MACHINE_PERMISSIONS = ("compute.instances.delete", "compute.instances.simulateMaintenanceEvent")
 
 
@@ -66,8 +66,8 @@ class Base(GcpStack):
             labels=self.labels,
             uniform_bucket_level_access=True,
             public_access_prevention="enforced",
-            force_destroy=False,  # Google refuses to delete a bucket with anything in it
-            # Off: the least is 7 days, for each of which every checkpoint that a newer one replaced would be paid for.
+            force_destroy=False,  # Google refuses to delete a bucket that is not empty
+            # Off: the shortest retention is 7 days, and every replaced checkpoint would cost for that long.
             soft_delete_policy={"retention_duration_seconds": 0},
             versioning={"enabled": False},
             lifecycle_rule=[
@@ -80,7 +80,7 @@ class Base(GcpStack):
         )
         node, head = accounts
         self._grant("head-bucket", made, head, BUCKET_ROLE)
-        # Lists cannot be limited: a condition sees only the bucket's name. A list shows only names of objects.
+        # Conditions cannot limit lists: they see only the bucket's name. A list shows only the names of objects.
         self._grant("node-list", made, node, "roles/storage.legacyBucketReader")
         for what, (role, expression) in node_rights(self.bucket, self.cluster.name).items():
             condition = {
@@ -148,7 +148,7 @@ class Base(GcpStack):
         return network
 
     def _firewall(self, network: Any, node: str, head: str) -> None:
-        """All that may come in anywhere; who is who is told by service accounts, which no machine can give itself."""
+        """Everything that may come in. The rules use service accounts, which no machine can choose for itself."""
         ssh = [{"protocol": "tcp", "ports": ["22"]}]
         agents = [{"protocol": "tcp", "ports": [str(HEAD_PORT)]}]
         self._rule(network, "iap-to-head", head, ssh, source_ranges=[IAP])
@@ -170,10 +170,10 @@ class Base(GcpStack):
 
 
 def node_rights(bucket: str, cluster: str) -> dict[str, tuple[str, str]]:
-    """What a node may do with the bucket's objects. For each kind: a role, and the condition under which it holds.
+    """What a node may do with the bucket's objects. For each kind: a role, and its condition.
 
-    Replacing an object needs the right to delete it, so checkpoints are created and never replaced. The machines of a
-    cluster share a service account: a node may write another node's records, but not the head's.
+    Replacing an object needs the right to delete it, so nodes can create checkpoints but not replace them. The machines
+    of a cluster share a service account: a node can write another node's records, but not the head's.
     https://cloud.google.com/iam/docs/conditions-attribute-reference#extract
     """
     mine, root = objects.Cluster(cluster, group(cluster, "")), f"projects/_/buckets/{bucket}/objects/"

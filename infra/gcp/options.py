@@ -1,4 +1,4 @@
-"""How Google is to run a pool's machines: the options of instance templates that follow from the cluster file. Pure."""
+"""How Google runs a pool's machines: options of instance templates, from the cluster file. Pure."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def placement(pool: PoolSpec) -> Placement:
     found = google_placement(pool.machine)
     if found is None:
         raise SpotrunError(
-            f"pool {pool.name}: Google places no {pool.machine} close to others; take another machine type, or"
-            " network.placement out of the cluster file"
+            f"pool {pool.name}: Google places no {pool.machine} close to others; choose another machine type, or"
+            " remove network.placement from the cluster file"
         )
     return found
 
 
 def terms(pool: PoolSpec) -> dict[str, str]:
-    """What a machine is told of the notice that Google gives it: whole seconds, where they are not the usual ones."""
+    """The metadata about Google's notices: whole seconds, where they differ from the usual ones."""
     found: dict[str, str] = {}
     if pool.notice is not None:
         found[PREEMPT_NOTICE] = f"{pool.notice:.0f}"
@@ -54,9 +54,9 @@ def terms(pool: PoolSpec) -> dict[str, str]:
 
 
 def scheduling(pool: PoolSpec, placed: bool = False) -> dict[str, Any]:
-    """How Google is to treat a pool's machines: what it may take, and what it does with those it has taken.
+    """How Google runs a pool's machines: which it may take, and what it does with machines that it has taken.
 
-    placed: the machines are close to each other by a policy.
+    placed: a policy puts the machines close to each other.
     """
     spot, seconds = pool.market == "spot", run_seconds(pool)
     fixed = spot or placed or has_gpus(pool)  # cannot be moved to another host while they run
@@ -66,29 +66,29 @@ def scheduling(pool: PoolSpec, placed: bool = False) -> dict[str, Any]:
         "automatic_restart": not spot,
     }
     if spot:
-        found["preemptible"] = True  # the API's old word for it, which it wants besides
+        found["preemptible"] = True  # the API also wants its old word for spot
     if spot or seconds:
-        found["instance_termination_action"] = "DELETE"  # a stopped one would be paid for, and its group would wait
+        found["instance_termination_action"] = "DELETE"  # a stopped machine would cost money, and its group would wait
     if seconds:
         found["max_run_duration"] = {"seconds": seconds}
     return found
 
 
 def run_seconds(pool: PoolSpec) -> int | None:
-    """After how long Google ends a machine of the pool. Raises `SpotrunError` if it cannot be that long."""
+    """Seconds after which Google ends a machine of the pool. Raises `SpotrunError` if Google refuses the number."""
     if pool.max_run_duration is None:
         return None
     seconds = round(pool.max_run_duration)
     if not _RUN[0] <= seconds <= _RUN[1]:
-        raise SpotrunError(f"pool {pool.name}: max_run_duration is {seconds} s; Google takes 30s to 120d")
+        raise SpotrunError(f"pool {pool.name}: max_run_duration is {seconds} s; Google allows 30s to 120d")
     return seconds
 
 
 def image(name: str | None, project: str) -> dict[str, str]:
-    """What Terraform's `google_compute_image` is asked for: a project, and a name or a family, whose newest it finds.
+    """The arguments of Terraform's `google_compute_image`: a project, and a name or a family (the newest image of it).
 
-    name: the cluster file's: a path as Google writes it, or an image's name in the project; None: family `spotrun`.
-    Raises `SpotrunError`.
+    name: as in the cluster file: Google's path, or an image's name in the project; None: family `spotrun`. Raises
+    `SpotrunError`.
     """
     if name is None:
         return {"project": project, "family": "spotrun"}

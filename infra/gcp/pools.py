@@ -1,4 +1,4 @@
-"""The stack of a cluster that is up: the head's machine, and for each pool the group that the head will size."""
+"""The stack of a cluster that is up: the head's machine, and a group for each pool, whose size the head sets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spotrun.spec.machine_types import Placement
 from spotrun.spec.names import BUCKET, CLUSTER, HEAD, NODE, POOL, ROLE, bucket_url, group
 from spotrun.store.keys import cluster_key
 
-# The provider's version is one that is known to have `preemption_notice_duration`.
+# A version that is known to have `preemption_notice_duration`.
 BETA = {"source": "hashicorp/google-beta", "version": "7.36.0"}
 
 
@@ -24,8 +24,8 @@ class Pools(GcpStack):
     def __init__(self, app: cdk.App, id: str, cluster: ClusterSpec, base: Base) -> None:
         super().__init__(app, id, cluster)
         self._base = base
-        # Looked up by Terraform, not by Google at each machine's start: a machine that replaces another starts from the
-        # image of its peers, whatever `make image` has baked since. The next `make up` takes the newer one.
+        # Terraform looks up the image, not Google at each machine's start. So a machine that replaces another starts
+        # from the image of its peers, even after a `make image`. The next `make up` takes the newer image.
         wanted = options.image(cluster.image, self.project)
         self._image: str = cdk.google("data_google_compute_image")(self, "image", **wanted).self_link
         cdk.google("storage_bucket_object")(
@@ -54,9 +54,9 @@ class Pools(GcpStack):
             self.cluster.head.zone,
             template,
             target_size=1,
-            # A head of another machine type comes with the next `make up`; training goes on without one meanwhile.
+            # A new machine type replaces the head at the next `make up`. Training continues without a head meanwhile.
             update_policy=_updates("PROACTIVE"),
-            # Its first address is kept through every recreation, until the group itself is deleted.
+            # The head keeps its address until the group itself is deleted.
             stateful_internal_ip=[{"interface_name": "nic0", "delete_rule": "ON_PERMANENT_INSTANCE_DELETION"}],
         )
 
@@ -69,7 +69,7 @@ class Pools(GcpStack):
             options.scheduling(pool, placed=kind is not None),
             disk={"disk_type": options.boot_disk(pool.machine), "disk_size_gb": pool.disk},
             has=parts(pool) | options.terms(pool),
-            # NVIDIA's driver is not signed by anyone whom Secure Boot trusts when it is built for the running kernel.
+            # NVIDIA's driver is built for the running kernel, so it has no signature that Secure Boot trusts.
             shielded_instance_config=_shielded(secure_boot=not options.has_gpus(pool)),
             guest_accelerator=[pool.accelerator.model_dump()] if pool.accelerator else None,
             resource_policies=[policy.id] if policy and kind == "compact" else None,
@@ -81,19 +81,19 @@ class Pools(GcpStack):
             pool.zone,
             template,
             target_size=0,
-            lifecycle={"ignore_changes": ["target_size"]},  # how many there are now is the head's to say
-            # No machine is taken for an update: the next ones are new, and between jobs there are none.
+            lifecycle={"ignore_changes": ["target_size"]},  # the head sets the size
+            # An update ends no machine. Later machines use the new template, and between jobs there are no machines.
             update_policy=_updates("OPPORTUNISTIC"),
-            # A preempted machine comes back as the group's template is now, not as it was when the machine was made:
+            # A preempted machine is recreated from the group's present template, not from its old one:
             # https://cloud.google.com/compute/docs/instance-groups/update-on-repair
             instance_lifecycle_policy={"default_action_on_failure": "REPAIR", "force_update_on_repair": "YES"},
             resource_policies={"workload_policy": policy.id} if policy and kind == "workload" else None,
         )
 
     def _give_notice(self, template: Any, seconds: int) -> None:
-        """Have Google wait between the word that a machine is preempted and the power button.
+        """Have Google wait between the notice of a preemption and the power button.
 
-        A preview: of Google's providers only google-beta has the argument, and CDKTF's classes do not.
+        This is a preview: only provider google-beta has the argument, and CDKTF's classes do not.
         """
         provider = {"project": self.project, "region": self.cluster.region, "default_labels": self.labels}
         self.add_override("terraform.required_providers.google-beta", BETA)
@@ -102,7 +102,7 @@ class Pools(GcpStack):
         template.add_override("scheduling.preemption_notice_duration", {"seconds": seconds})
 
     def _place(self, pool: PoolSpec, kind: Placement) -> Any:
-        """Google's machines for large clusters take their own kind of policy, which is the group's."""
+        """The policy that puts machines close to each other. Machines for large clusters need one on their group."""
         policy: dict[str, Any] = {"group_placement_policy": {"collocation": "COLLOCATED"}}
         if kind == "workload":
             policy = {"workload_policy": {"type": "HIGH_THROUGHPUT"}}
@@ -124,7 +124,7 @@ class Pools(GcpStack):
         return cdk.google("compute_region_instance_template")(
             self,
             f"{pool}-template",
-            # Templates cannot be changed: a new one is made first, and the group told of it.
+            # Templates cannot change: Terraform makes a new one, then gives it to the group.
             name_prefix=f"{group(self.cluster.name, pool)[:36]}-",  # the provider adds 26 characters, of at most 63
             lifecycle={"create_before_destroy": True},
             region=self.cluster.region,
@@ -160,7 +160,7 @@ class Pools(GcpStack):
 
 
 def _updates(kind: str) -> dict[str, Any]:
-    """Machines keep their names through updates, and never are there two for one."""
+    """Machines keep their names through updates, and no machine ever exists twice."""
     return {
         "type": kind,
         "minimal_action": "REPLACE",

@@ -1,4 +1,4 @@
-"""What both stacks of a cluster in Google Cloud share."""
+"""The common base of both stacks of a cluster in Google Cloud."""
 
 from __future__ import annotations
 

@@ -183,15 +183,15 @@ def test_pools_come_after_base(tmp_path: Path) -> None:
         (None, "there is no such cluster file"),
         ("name: demo\ncloud: local\npools: [{name: a, zone: local-a}]\n", "cloud local has no stacks"),
         (GCP.replace("us-central1-a", "us-east1-b"), "is not in region us-central1"),
-        (GCP + 'image: "${file(\\"/etc/passwd\\")}"\n', "which Terraform would take for code"),
+        (GCP + 'image: "${file(\\"/etc/passwd\\")}"\n', "which Terraform would run as code"),
         (GCP + "image: some/where/else\n", "image is 'some/where/else'; allowed: "),
         (
             GCP.replace("g2-standard-8", "n1-standard-8") + "network: {placement: true}\n",
             "Google places no n1-standard-8",
         ),
         (GCP.replace("g2-standard-8", "g2-standard-8, max_run_duration: 5s"), "max_run_duration is 5 s"),
-        (GCP + "labels: {spotrun-gpus: three}\n", "labels: spotrun-gpus: spotrun gives these itself"),
-        (AWS + labels(44), "labels: 44 of them; AWS's tags leave room for 43"),
+        (GCP + "labels: {spotrun-gpus: three}\n", "labels: spotrun-gpus: spotrun sets these itself"),
+        (AWS + labels(44), "labels: 44 of them; AWS leaves room for 43"),
     ],
 )
 def test_a_wrong_file_never_reaches_terraform(tmp_path: Path, text: str | None, said: str) -> None:
@@ -216,7 +216,9 @@ def test_a_folder_that_cannot_be_made_is_said_in_a_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     done = infra(tmp_path, str(CLOUD_FILES[0]), CDKTF_OUTDIR=str(tmp_path / "file/out"))
     assert (done.returncode, done.stdout) == (2, "")
-    assert re.fullmatch(r"spotrun: .*/file/out cannot be made: .*; CDKTF_OUTDIR names another folder\n", done.stderr)
+    assert re.fullmatch(
+        r"spotrun: .*/file/out cannot be created: .*; set CDKTF_OUTDIR to another folder\n", done.stderr
+    )
 
 
 def test_missing_node_is_said_in_a_line(tmp_path: Path) -> None:

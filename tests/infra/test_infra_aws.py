@@ -170,7 +170,7 @@ def test_groups_are_in_the_subnets_of_their_zones(closed: Cluster) -> None:
 
 
 def test_a_zone_that_no_region_has_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="zone us-east-1h: AWS has no zone of that letter"):
+    with pytest.raises(SpecError, match="zone us-east-1h: AWS has no zone with this letter"):
         made("pools: [{name: a, zone: us-east-1h, machine: g5.xlarge}]\n", tmp_path)
 
 

@@ -44,7 +44,7 @@ def test_machines_that_cannot_be_placed_are_refused(machine: str) -> None:
 
 @pytest.mark.parametrize("length", ["29s", "121d"])
 def test_runs_that_google_does_not_take_are_refused(length: str) -> None:
-    with pytest.raises(SpotrunError, match="Google takes 30s to 120d"):
+    with pytest.raises(SpotrunError, match="Google allows 30s to 120d"):
         options.scheduling(pool("g2-standard-8", max_run_duration=length))
 
 

@@ -161,7 +161,7 @@ CLUSTER_MISTAKES = {
     ),
     "no project's id": (
         GCP.replace("my-project", "My project"),
-        [":4: project: 'My project': is not a project's id, which is not its name and not its number"],
+        [":4: project: 'My project': is not a project's id (not its name and not its number)"],
     ),
     "machine of another cloud": (
         GCP.replace("g2-standard-8", "g5.2xlarge"),
@@ -208,7 +208,7 @@ CLUSTER_MISTAKES = {
     ),
     "a region of another AWS": (
         AWS.replace("us-east-1b", "cn-north-1a").replace("us-east-1", "cn-north-1"),
-        [":3: region: 'cn-north-1': is in China, whose AWS is a cloud of its own that spotrun does not know"],
+        [":3: region: 'cn-north-1': is in China, where AWS is a separate cloud that spotrun does not support"],
     ),
     "range with host bits": (
         AWS + "network: {cidr: 10.0.0.1/16}\n",
@@ -220,26 +220,27 @@ CLUSTER_MISTAKES = {
     ),
     "disk smaller than the image": (
         AWS.replace("g5.2xlarge}", "g5.2xlarge, disk: 29}"),
-        [":5: pools[0].disk: 29: is smaller than spotrun's own image, which has 30 GB"],
+        [":5: pools[0].disk: 29: is smaller than spotrun's own image of 30 GB"],
     ),
     "GPUs before Turing": (
         AWS.replace("g5.2xlarge", "p3.8xlarge"),
         [
-            ":5: pools[0].machine: 'p3.8xlarge': has GPUs before Turing (V100), which spotrun's own image cannot use;"
-            " set image"
+            ":5: pools[0].machine: 'p3.8xlarge': has GPUs older than Turing (V100); spotrun's own image cannot use"
+            " them; set image"
         ],
     ),
     "GPUs before Turing attached": (
         GCP.replace("g2-standard-8}", "n1-standard-8, accelerator: {type: nvidia-tesla-p4-vws}}"),
         [
-            ":6: pools[0].accelerator: {'type': 'nvidia-tesla-p4-vws'}: has GPUs before Turing (P4),"
-            " which spotrun's own image cannot use; set image"
+            ":6: pools[0].accelerator: {'type': 'nvidia-tesla-p4-vws'}: has GPUs older than Turing (P4);"
+            " spotrun's own image cannot use them; set image"
         ],
     ),
     "state without a folder": (
         AWS + "state: s3://bucket\n",
         [
-            ":6: state: 's3://bucket': is not such a folder; allowed: a folder in a bucket, gs://<bucket>/<folder> or s3://<bucket>/<folder>"
+            ":6: state: 's3://bucket': is not a folder in a bucket; allowed: a folder in a bucket,"
+            " gs://<bucket>/<folder> or s3://<bucket>/<folder>"
         ],
     ),
     "state of the local cloud": (
@@ -263,7 +264,7 @@ CLUSTER_MISTAKES = {
     ),
     "pool called head": (
         CLUSTER.replace("name: p", "name: head"),
-        [":4: pools[0].name: 'head': is the head's own name; choose another"],
+        [":4: pools[0].name: 'head': is reserved for the head; choose another"],
     ),
     "capacity of no zone": (
         CLUSTER + "local: {capacity: {local-b: 1}}\n",

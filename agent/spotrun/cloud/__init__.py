@@ -1,4 +1,4 @@
-"""The clouds. `connect` is the way in; each cloud's module is imported only when it is used."""
+"""The clouds. Start with `connect`. Each cloud's module is imported only when it is used."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ T = TypeVar("T")
 
 
 def account(cluster: ClusterSpec) -> str:
-    """Whose cluster it is: the AWS account's id, the Google Cloud project's.
+    """The id of the cluster's AWS account or Google Cloud project.
 
-    Raises `CloudError` if there are no credentials here, or not the SDK.
+    Raises `CloudError` if this computer has no credentials, or lacks the SDK.
     """
     try:
         if cluster.cloud == "aws":
@@ -73,7 +73,7 @@ def asking(cluster: ClusterSpec) -> Iterator[Ask]:
 
 
 def connect(cluster: ClusterSpec) -> Cloud:
-    """The cloud of a cluster, seen from its head. Raises `CloudError` if it cannot be reached from here."""
+    """The cluster's cloud, seen from its head. Raises `CloudError` if this computer cannot reach it."""
     if cluster.cloud == "local":
         from spotrun.cloud.local.cloud import LocalCloud
 

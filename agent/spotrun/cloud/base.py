@@ -1,4 +1,4 @@
-"""What the head and the operator ask of a cloud: one small protocol, one module a cloud behind it."""
+"""What the head and operators ask of a cloud: one small protocol, with one package for each cloud."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-# Ends the message of a stockout in a pool whose machines are close to each other by network.placement.
+# The end of the message about a stockout, if network.placement puts the pool's machines close to each other.
 NEAR = (
     "; network.placement may be the reason, since machines close to each other are scarcer: set `placement: false`"
     " in the cluster file and run `make up` between jobs"
@@ -17,94 +17,104 @@ State = Literal["provisioning", "running", "stopping", "terminated"]
 
 @dataclass(frozen=True)
 class Instance:
-    """One machine as the cloud lists it.
-
-    name: stable within its pool; a machine that was recreated has it again. id: unique to each incarnation.
-    created: epoch seconds. ends: when the cloud will end it by itself, as it was told to; 0: never.
-    """
+    """One machine as the cloud lists it."""
 
     name: str
+    """Unique in the cluster. A recreated machine has the same name, except on AWS."""
     pool: str
+    """The name of its pool; `head` for the head's machine."""
     zone: str
+    """Its zone."""
     address: str
+    """Its private IP address; empty if it has none yet."""
     state: State
+    """As the cloud lists it."""
     market: Market
+    """spot or on-demand."""
     created: float
+    """Epoch seconds."""
     id: str
+    """Unique to each incarnation."""
     ends: float = 0.0
+    """Epoch seconds when the cloud ends it because of `max_run_duration`; 0: never."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Why a pool has fewer machines than its size. `at`: epoch seconds when it was first seen."""
+    """Why a pool has fewer machines than its size."""
 
     pool: str
+    """The pool's name."""
     kind: Literal["stockout", "quota", "other"]
+    """What the cloud lacks."""
     message: str
+    """One line for the operator."""
     at: float
+    """Epoch seconds when the problem was first seen."""
 
 
 @dataclass(frozen=True)
 class Shortfall:
-    """A quota that does not let a pool have all the machines that its cluster file allows.
-
-    quota: what the cloud calls it. has: what it allows, in its own unit. needs: what `max` machines of the pool take.
-    used: what others than this cluster have of it already; 0 where the cloud does not say.
-    """
+    """A quota that is too small for `max` machines of a pool."""
 
     pool: str
+    """The pool's name."""
     quota: str
+    """What the cloud calls the quota."""
     has: float
+    """What the quota allows, in its own unit."""
     needs: float
+    """What `max` machines of the pool take."""
     used: float = 0.0
+    """What others than this cluster already use; 0 if the cloud does not say."""
 
 
 @dataclass(frozen=True)
 class Left:
-    """Something in the account that carries the cluster's label.
-
-    kind: what the cloud calls it. name: its id or name. hourly: dollars for an hour; None: not known. stays: whether
-    `down` leaves it for the next `up`.
-    """
+    """Something in the account that has the cluster's label."""
 
     kind: str
+    """What the cloud calls it."""
     name: str
+    """Its id or name."""
     hourly: float | None = 0.0
+    """Dollars an hour; None: not known."""
     stays: bool = False
+    """Whether `make down` leaves it for the next `make up`."""
 
 
 class Cloud(Protocol):
-    """Pools and their nodes. Every method raises `CloudError` when the cloud refuses or does not answer."""
+    """Pools and their machines. Every method raises `CloudError` if the cloud refuses or does not answer."""
 
     async def nodes(self) -> list[Instance]:
-        """Every machine of the cluster, the head's (pool `head`) too. Raises `PartialError` if some zones are out."""
+        """Every machine of the cluster, also the head's (pool `head`). Raises `PartialError` if some zones are out."""
 
     async def sizes(self) -> dict[str, int]:
-        """The size that each pool was told to have; without the head's. Raises `PartialError` as `nodes` does."""
+        """The size that each pool should have, without the head's. Raises `PartialError` as `nodes` does."""
 
     async def resize(self, pool: str, size: int) -> None:
         """Set the number of machines of a pool. Returns before the pool has them.
 
-        A lower size is for machines that never came. To take a machine away, use `remove`, which names it.
+        Use a lower size for machines that never came. To take a machine away, use `remove`, which names it.
         """
 
     async def remove(self, names: Sequence[str]) -> None:
-        """Delete these machines, and lower the size of each one's pool accordingly."""
+        """Delete these machines, and lower the size of each pool by the number of its deleted machines."""
 
     async def recreate(self, names: Sequence[str]) -> None:
-        """Replace these machines by new ones; of the same names where the cloud gives names (not on EC2)."""
+        """Replace these machines by new ones. The new machines have the same names, except on AWS."""
 
     async def preempt(self, name: str, notice: float | None = None) -> None:
-        """Take a spot machine as the cloud would, `notice` seconds after saying so; None: as long as is usual."""
+        """Take a spot machine as the cloud would, `notice` seconds after the notice; None: the usual time."""
 
     async def prices(self) -> dict[str, float]:
-        """Dollars for an hour of one machine of each pool."""
+        """Dollars an hour for one machine of each pool."""
 
     async def problems(self) -> list[Problem]:
-        """What keeps pools from their sizes at this moment; the last known where one pool's zone does not answer."""
+        """Why pools are smaller than their sizes now; the last known reasons where a pool's zone does not answer."""
 
     async def shortfalls(self) -> list[Shortfall]:
-        """Quotas that do not let the pools have all the machines that the cluster file allows."""
+        """Quotas that are too small for all the machines that the cluster file allows."""
 
     async def close(self) -> None:
-        """Let go of connections."""
+        """Close connections."""

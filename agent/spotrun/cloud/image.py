@@ -1,4 +1,4 @@
-"""A machine image that `make image` has baked, as both clouds' `images` modules tell of it."""
+"""A machine image that `make image` baked, as the `images` modules of both clouds describe it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from dataclasses import dataclass
 class Image:
     """One image, and what is stored for it."""
 
-    # What it is called, spotrun-<date>-<time>.
     name: str
-    # How the cloud's own calls name it: an AMI's id, on Google Cloud the name.
+    """spotrun-<date>-<time>."""
     id: str
-    # When it was made, in epoch seconds.
+    """What the cloud's calls take: an AMI's id, on Google Cloud the name."""
     made: float
-    # What is billed, in GB; on AWS the volume's size if the snapshot's own is not told.
+    """Epoch seconds."""
     gigabytes: float
-    # Ids of the snapshots that it consists of; Google's images have none.
+    """What is billed. On AWS, the volume's size if the size of the snapshot is unknown."""
     snapshots: tuple[str, ...] = ()
-    # Names of the templates and machines of clusters that start from it.
+    """Ids of its snapshots. Google's images have none."""
     users: tuple[str, ...] = ()
+    """Names of the templates and machines that start from it."""

@@ -1,4 +1,4 @@
-"""What a cluster file asks of each zone, and what a zone does not offer. Pure; the clouds' own modules ask."""
+"""What a cluster file needs from each zone, and what a zone does not offer. Pure; each cloud's module asks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Lack:
 
 
 def needs(cluster: ClusterSpec) -> tuple[Need, ...]:
-    """All that the head and the pools need, the head first."""
+    """What the head and the pools need, the head first."""
     found = [Need(HEAD, cluster.head.zone, "machine", cluster.head.machine)]
     for pool in cluster.pools:
         name = f"pool {pool.name}"

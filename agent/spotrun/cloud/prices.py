@@ -1,4 +1,4 @@
-"""What machines cost, from the table shipped beside this file: `prices.csv`; prices.SOURCE.md says where it is from."""
+"""What machines cost, from the shipped table `prices.csv`. prices.SOURCE.md has its sources."""
 
 from __future__ import annotations
 
@@ -20,17 +20,20 @@ class _Row(NamedTuple):
 
 
 def on_demand(cloud: str, place: str, machine: str, accelerator: str = "", count: int = 0) -> float | None:
-    """Dollars for an hour of one machine at the list price; None if the table has none.
+    """Dollars an hour for one machine, at the list price; None if the table has none.
 
-    place: a region or a zone. accelerator, count: what is attached to a machine of Google's N1 family, as in a cluster
-    file (`nvidia-tesla-t4`, 1); every other machine type implies its own.
+    place: a region or a zone. accelerator, count: the GPUs attached to a machine of Google's N1 family, as in a cluster
+    file (`nvidia-tesla-t4`, 1). Other machine types have their own GPUs.
     """
     return _median(row.on_demand for row in _rows(cloud, place, machine, accelerator, count))
 
 
 def spot(cloud: str, place: str, machine: str, accelerator: str = "", count: int = 0) -> float | None:
-    """As `on_demand`, for a spot machine, at the table's date. The median of the region's zones, unless `place` is a
-    zone that the table has by that name (Google Cloud's; AWS's are there by id)."""
+    """As `on_demand`, for a spot machine, at the table's date.
+
+    The median of the region's zones, unless `place` is a zone in the table. The table has Google Cloud's zones by name,
+    and AWS's by id.
+    """
     return _median(row.spot for row in _rows(cloud, place, machine, accelerator, count))
 
 
@@ -54,7 +57,7 @@ def _median(prices: Iterable[float | None]) -> float | None:
 
 @functools.cache
 def _table() -> dict[tuple[str, str, str, int], list[_Row]]:
-    """Rows by cloud, machine type and what is attached to it."""
+    """Rows by cloud, machine type and attached GPUs."""
     table: dict[tuple[str, str, str, int], list[_Row]] = defaultdict(list)
     file = importlib.resources.files("spotrun.cloud") / "prices.csv"
     for cells in csv.DictReader(file.read_text(encoding="utf-8").splitlines()):

@@ -1,4 +1,4 @@
-"""The limits of a code bundle. Operators pack only within these limits, and nodes refuse a larger bundle."""
+"""The limits of a code bundle. Operators do not pack a larger bundle, and nodes refuse one."""
 
 from __future__ import annotations
 

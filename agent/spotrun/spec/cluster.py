@@ -1,4 +1,4 @@
-"""The cluster file: what stands in a cloud. `load_cluster` reads one."""
+"""The cluster file: what exists in a cloud. `load_cluster` reads one."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from spotrun.errors import SpecError
 from spotrun.spec.fields import DURATION, INTERVAL, LABEL, Bool, Duration, Int, Interval, Spec, Str, label
 from spotrun.spec.file import Conflict, File, Place, nearest, refuse
 from spotrun.spec.machine_types import EFAS, OLD_GPUS
+from spotrun.spec.notices import GCE_LONG_NOTICE
 
 FORMAT = 1  # of the description in the bucket; a new key does not change it
 _DEFAULT_HEAD = {"local": "local", "gcp": "e2-small", "aws": "t3.small"}
@@ -45,35 +46,28 @@ def _cidr(value: str) -> str:
 # https://www.rfc-editor.org/rfc/rfc1918
 _PRIVATE = tuple(ipaddress.IPv4Network(each) for each in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16"))
 _Label = Annotated[str, Strict(), AfterValidator(label(40))]
-# GB, of spotrun's own image (disk_gb in images/variables.pkr.hcl): a cloud starts no machine with a smaller disk.
+# GB of spotrun's own image (disk_gb in images/variables.pkr.hcl). No cloud starts a machine with a smaller disk.
 IMAGE_GB = 30
-NOTICE = 120.0  # seconds, the one notice besides the usual that Google gives (a preview since April 2026)
 _POLICY = "arn:aws:iam::<account>:policy/<name>"
 _STATE = "a folder in a bucket, gs://<bucket>/<folder> or s3://<bucket>/<folder>"
 
 
 class HeadSpec(Spec):
-    """The head's machine; it is always on-demand. Defaults: a small machine in the first pool's zone."""
+    """The head's machine, always on-demand. Default: a small machine in the first pool's zone."""
 
     machine: Str = Field(default="", description="a machine type, such as e2-small or t3.small")
     zone: Str = Field(default="", description="a zone of the region")
 
 
 class AcceleratorSpec(Spec):
-    """GPUs to attach to a machine of Google's N1 family; every other machine type implies its own."""
+    """GPUs attached to a machine of Google's N1 family. Every other machine type has its own GPUs, or none."""
 
     type: Str = Field(description="an accelerator type, such as nvidia-tesla-t4")
     count: Int = Field(default=1, ge=1, le=8, description="a whole number from 1 to 8")
 
 
 class PoolSpec(Spec):
-    """A group of equal machines. The head sets how many there are, from 0 to `max`.
-
-    max_run_duration: seconds after which the cloud ends a machine; machines are drained and replaced before that, one
-    after the other (https://cloud.google.com/compute/docs/instances/limit-vm-runtime).
-    notice: seconds between Google's word that a spot machine is preempted and its power button; by default they come
-    together, 30 s before the end (https://cloud.google.com/compute/docs/instances/spot#preemption-process).
-    """
+    """A group of equal machines. The head sets its size, from 0 to `max`."""
 
     name: Annotated[str, Strict(), AfterValidator(label(20))] = Field(description=LABEL.format(20))
     zone: Str = Field(description="a zone of the region")
@@ -83,29 +77,29 @@ class PoolSpec(Spec):
     disk: Int = Field(default=100, ge=20, description="the boot disk in GB, a whole number, at least 20")
     accelerator: AcceleratorSpec | None = Field(default=None, description="keys type and count")
     max_run_duration: Interval | None = Field(default=None, description=INTERVAL)
+    """Seconds after which the cloud ends a machine. The head replaces machines before that, one after the other.
+    https://cloud.google.com/compute/docs/instances/limit-vm-runtime"""
     notice: Interval | None = Field(default=None, description="120s")
+    """Seconds between Google's notice of a preemption and the power button. Default: both at once, 30 s before the end.
+    https://cloud.google.com/compute/docs/instances/spot#preemption-process"""
 
 
 class NetworkSpec(Spec):
-    """What the machines' network should offer.
-
-    placement: machines of a pool close to each other; on AWS that is the default. nat: a way out to the internet, to
-    install a job's requirements, say; without one there are only the cloud's own endpoints.
-    """
+    """What the machines' network offers."""
 
     efa: Bool = Field(default=False, description="true or false")
+    """Elastic Fabric Adapters, on AWS."""
     placement: Bool | None = Field(default=None, description="true or false")
+    """Whether a pool's machines are close to each other. Default: true on AWS, false on Google Cloud."""
     nat: Bool = Field(default=True, description="true or false")
+    """A way out to the internet, for example for a job's requirements. Without it: only the cloud's own endpoints."""
     cidr: Annotated[str, Strict(), AfterValidator(_cidr)] = Field(
         default="10.77.0.0/16", description="a private IPv4 range from /16 to /20, such as 10.77.0.0/16"
     )
 
 
 class LocalSpec(Spec):
-    """How the local cloud should behave.
-
-    capacity: machines that a zone has at most; a zone that is absent has as many as are asked for.
-    """
+    """How the local cloud behaves."""
 
     metadata: Literal["gce", "ec2"] = "gce"
     boot_delay: Duration = Field(default=0.2, description=DURATION)
@@ -113,14 +107,11 @@ class LocalSpec(Spec):
     capacity: dict[str, Annotated[int, Strict(), Field(ge=0)]] = Field(
         default={}, description="a zone: a whole number, 0 or more"
     )
+    """The most machines that a zone gives. A zone that is absent has no limit."""
 
 
 class ClusterSpec(Spec):
-    """What a cluster file describes. Keys whose default depends on others are filled in.
-
-    state: where Terraform keeps what it knows; by default in the operator's checkout. labels: on all that is made.
-    permissions_boundary: an AWS policy; no role of the cluster's machines has rights beyond it.
-    """
+    """What a cluster file describes. Keys whose default depends on other keys are filled in."""
 
     name: Annotated[str, Strict(), AfterValidator(label(20))] = Field(description=LABEL.format(20))
     cloud: Literal["local", "gcp", "aws"]
@@ -132,10 +123,13 @@ class ClusterSpec(Spec):
     image: Str | None = Field(default=None, description="a machine image's name")
     network: NetworkSpec = Field(default=NetworkSpec(), description="keys efa, placement, nat and cidr")
     state: Str | None = Field(default=None, description=_STATE)
+    """Where Terraform keeps its state. Default: in the operator's checkout."""
     permissions_boundary: Str | None = Field(
         default=None, description="a policy's ARN, such as arn:aws:iam::123456789012:policy/spotrun-boundary"
     )
+    """An AWS policy that limits the rights of every role of the cluster."""
     labels: dict[_Label, _Label] = Field(default={}, description="a label: its value, " + LABEL.format(40))
+    """On everything that the stacks make."""
     local: LocalSpec = Field(default=LocalSpec(), description="keys metadata, boot_delay, recreate_delay and capacity")
 
     def pool(self, name: str) -> PoolSpec | None:
@@ -143,7 +137,7 @@ class ClusterSpec(Spec):
         return next((pool for pool in self.pools if pool.name == name), None)
 
     def document(self) -> str:
-        """The description of the cluster as the bucket keeps it: `described` reads it."""
+        """The description of the cluster for the bucket. `described` reads it."""
         return json.dumps({"format": FORMAT, **self.model_dump(mode="json")}, separators=(",", ":"))
 
     @property
@@ -166,7 +160,7 @@ class ClusterSpec(Spec):
 
     @model_serializer(mode="wrap")
     def _dump(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """What does not belong to this cloud is left out, so that what is written can be read."""
+        """Leaves out what does not belong to this cloud, so that the result can be read again."""
         values: dict[str, Any] = handler(self)
         values.pop("network" if self.cloud == "local" else "local", None)
         if self.permissions_boundary is None:
@@ -180,7 +174,7 @@ def load_cluster(path: Path | str) -> ClusterSpec:
 
 
 def described(document: bytes) -> ClusterSpec:
-    """A cluster from its description in the bucket. Keys of another version are ignored. Raises `SpecError`."""
+    """The cluster from its description in the bucket. Ignores keys of other versions. Raises `SpecError`."""
     try:
         values = json.loads(document)
         if isinstance(values, dict) and (found := values.pop("format", FORMAT)) != FORMAT:
@@ -196,7 +190,7 @@ def described(document: bytes) -> ClusterSpec:
 
 
 def digest(document: bytes) -> str:
-    """A hash of a description in the bucket. It covers also the keys that this version does not know."""
+    """A hash of a description in the bucket, also of the keys that this version does not know."""
     return hashlib.sha256(document).hexdigest()[:16]
 
 
@@ -205,7 +199,7 @@ def _cluster_conflicts(spec: ClusterSpec, region: str) -> Iterator[Conflict]:
     if not region:
         yield ("region",), f"is missing; cloud {spec.cloud} needs one, such as us-central1 or us-east-1"
     elif spec.cloud == "aws" and region.startswith("cn-"):
-        yield ("region",), "is in China, whose AWS is a cloud of its own that spotrun does not know"
+        yield ("region",), "is in China, where AWS is a separate cloud that spotrun does not support"
         region = ""
     elif not re.fullmatch(forms[spec.cloud], region):
         yield ("region",), f"is not a region of cloud {spec.cloud}"
@@ -254,7 +248,7 @@ def _address_conflicts(spec: ClusterSpec) -> Iterator[Conflict]:
     if spec.cloud == "gcp" and spec.project is None:
         yield ("project",), "is missing; cloud gcp needs the project's id"
     elif spec.cloud == "gcp" and not re.fullmatch(r"([a-z0-9.-]+:)?[a-z][-a-z0-9]{4,28}[a-z0-9]", spec.project or ""):
-        yield ("project",), "is not a project's id, which is not its name and not its number"
+        yield ("project",), "is not a project's id (not its name and not its number)"
     scheme = spec.bucket.partition("://")[0] if spec.bucket and "://" in spec.bucket else "file"
     bucket = rf"{_SCHEMES[spec.cloud]}://[a-z0-9][a-z0-9._-]{{1,61}}[a-z0-9]"
     if spec.bucket and (
@@ -265,7 +259,7 @@ def _address_conflicts(spec: ClusterSpec) -> Iterator[Conflict]:
     if spec.cloud == "aws" and boundary is not None and not _is_policy(boundary, spec.region):
         yield ("permissions_boundary",), "is not the ARN of a policy in this region's part of AWS; allowed: " + _POLICY
     if spec.state is not None and not re.fullmatch(r"(gs|s3)://[a-z0-9][a-z0-9._-]+[a-z0-9]/[\w./-]*\w", spec.state):
-        yield ("state",), f"is not such a folder; allowed: {_STATE}"
+        yield ("state",), f"is not a folder in a bucket; allowed: {_STATE}"
 
 
 def _is_policy(arn: str, region: str) -> bool:
@@ -284,7 +278,7 @@ def _pool_conflicts(spec: ClusterSpec, pool: PoolSpec, place: Place) -> Iterator
     elif pool.machine:
         yield from _machine_conflict(cloud, pool.machine, (*place, "machine"))
     if pool.name == "head":
-        yield (*place, "name"), "is the head's own name; choose another"
+        yield (*place, "name"), "is reserved for the head; choose another"
     for key in ("accelerator", "notice"):
         if getattr(pool, key) is not None and cloud != "gcp":
             yield (*place, key), f"is only for cloud gcp, this is {cloud}"
@@ -305,22 +299,22 @@ def _pool_conflicts(spec: ClusterSpec, pool: PoolSpec, place: Place) -> Iterator
 def _notice_conflict(pool: PoolSpec, place: Place) -> Iterator[Conflict]:
     if pool.market != "spot":
         yield (*place, "notice"), f"is only for spot machines, this pool is {pool.market}"
-    elif pool.notice != NOTICE:
+    elif pool.notice != GCE_LONG_NOTICE:
         yield (
             (*place, "notice"),
-            f"is not a notice that Google gives; allowed: {NOTICE:.0f}s, or no key for the usual 30s",
+            f"is not a notice that Google gives; allowed: {GCE_LONG_NOTICE:.0f}s, or no key for the usual 30s",
         )
 
 
 def _unfit_for_the_image(pool: PoolSpec, place: Place) -> Iterator[Conflict]:
-    """What spotrun's own image cannot run on, and another may."""
+    """What spotrun's own image cannot run on, though another image may."""
     if pool.disk < IMAGE_GB:
-        yield (*place, "disk"), f"is smaller than spotrun's own image, which has {IMAGE_GB} GB"
+        yield (*place, "disk"), f"is smaller than spotrun's own image of {IMAGE_GB} GB"
     accelerator = pool.accelerator.type.removesuffix("-vws") if pool.accelerator else ""
     for key, kind in (("machine", pool.machine.partition(".")[0]), ("accelerator", accelerator)):
         if kind in OLD_GPUS:
             gpu = OLD_GPUS[kind]
-            yield (*place, key), f"has GPUs before Turing ({gpu}), which spotrun's own image cannot use; set image"
+            yield (*place, key), f"has GPUs older than Turing ({gpu}); spotrun's own image cannot use them; set image"
 
 
 def _machine_conflict(cloud: str, machine: str, place: Place) -> Iterator[Conflict]:

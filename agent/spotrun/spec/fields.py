@@ -1,4 +1,4 @@
-"""Types of values that both files have, and what messages say is allowed for them."""
+"""Types of values in both files, and the words for what is allowed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def label(limit: int) -> Callable[[str], str]:
 
 
 def text(value: object) -> object:
-    """Numbers become text, as a shell would have them; YAML's yes, no, on, off are too easily meant as text."""
+    """Numbers become text. Booleans are errors: YAML also reads yes, no, on and off as booleans."""
     if isinstance(value, bool):
         raise ValueError("YAML reads this as a boolean: put it in quotes")
     return str(value) if isinstance(value, int | float) else value
@@ -77,7 +77,7 @@ class Spec(BaseModel):
 
     @classmethod
     def kept(cls, values: object) -> Self:
-        """Read back what this version or another one wrote: unknown keys are ignored. Raises `ValueError`."""
+        """Read what this version or another one wrote. Ignores unknown keys. Raises `ValueError`."""
         return cls.model_validate(values, extra="ignore")
 
     @model_serializer(mode="wrap")

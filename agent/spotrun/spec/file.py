@@ -1,7 +1,7 @@
-"""A YAML file read into a pydantic model, with messages that a user can act on.
+"""Reads a YAML file into a pydantic model, with messages that a user can act on.
 
-One line a problem: `file:line: key: value: what is wrong; allowed: what is; did you mean key?`. "Allowed" is the
-description of the model's field. Knows nothing of what the files are about: that is `spec`.
+One line for each problem: `file:line: key: value: what is wrong; allowed: what is; did you mean key?`. "Allowed" is the
+description of the model's field. What the files are about is in the other modules of `spec`.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class File:
         except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path with a zero byte
             raise SpecError(f"{path}: cannot read this {kind}: {error}") from None
         if len(content) > LIMIT:
-            raise SpecError(f"{path}: this is no {kind}: it has more than {LIMIT >> 10} kB")
+            raise SpecError(f"{path}: this is not a {kind}: it has more than {LIMIT >> 10} kB")
         try:
             loader = yaml.SafeLoader(text)
             self.root = loader.get_single_node()
             if _weight(self.root, {}) > LIMIT:
-                raise SpecError(f"{path}: this is no {kind}: its aliases stand for more than {LIMIT} values")
+                raise SpecError(f"{path}: this is not a {kind}: its aliases stand for more than {LIMIT} values")
             self._refuse_duplicates(self.root, ())
             data = loader.construct_document(self.root) if self.root is not None else None
         except yaml.YAMLError as error:
@@ -52,7 +52,7 @@ class File:
             where = f":{mark.line + 1}" if mark else ""
             problem = getattr(error, "problem", None) or str(error).splitlines()[0]
             raise SpecError(f"{path}{where}: this is not YAML: {problem}") from None
-        except (ValueError, RecursionError) as error:  # a date that does not exist, lists too deep
+        except (ValueError, RecursionError) as error:  # an impossible date, lists that are too deep
             raise SpecError(f"{path}: this is not YAML that can be read: {error}") from None
         if data is None:
             raise SpecError(f"{path}: this {kind} is empty")
@@ -86,7 +86,7 @@ class File:
         if kind == "invalid_key":
             return [self.say(place[:-1] or ("top level",), f"the key {place[-1]} is not text; put it in quotes")]
         if kind == "too_short" and self._value(place)[1]:
-            return []  # the list's items are wrong, each with a message of its own
+            return []  # each wrong item of the list has its own message
         parent, field = _field(model, place)
         allowed = _allowed(field)
         if kind == "extra_forbidden":
@@ -144,9 +144,9 @@ class File:
 
 
 def _weight(node: Any, known: dict[int, int]) -> int:
-    """How many values a node stands for, with those that aliases repeat."""
+    """The number of values in a node, counting each use of an alias."""
     if id(node) not in known:
-        known[id(node)] = LIMIT + 1  # a node that contains itself has no end
+        known[id(node)] = LIMIT + 1  # a node may contain itself
         inner: Iterable[Any] = ()
         if isinstance(node, yaml.SequenceNode):
             inner = node.value
@@ -157,7 +157,7 @@ def _weight(node: Any, known: dict[int, int]) -> int:
 
 
 def refuse(conflicts: Iterable[Conflict]) -> None:
-    """For a model's validator: fail with all of them at once, or pass if there is none."""
+    """For a model's validator: raise an error with all conflicts, if there are any."""
     found = list(conflicts)
     if found:
         text = "; ".join(f"{dotted(place)}: {message}" for place, message in found)
@@ -165,7 +165,7 @@ def refuse(conflicts: Iterable[Conflict]) -> None:
 
 
 def nearest(word: str, known: list[str]) -> str:
-    """The hint that ends a message: the known word that `word` may have been meant for, if any is near."""
+    """A hint for the end of a message: the known word closest to `word`, if any is close."""
     found = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     return f"; did you mean {found[0]}?" if found else ""
 
@@ -177,7 +177,7 @@ def dotted(place: Place) -> str:
 
 
 def _field(model: type[BaseModel], place: Place) -> tuple[type[BaseModel] | None, Any]:
-    """The model that holds the key at `place`, and its field there; None for what has no such."""
+    """The model with the key at `place`, and the field of that key; None where there is none."""
     parent: type[BaseModel] | None = model
     field: Any = None
     for index, part in enumerate(place):

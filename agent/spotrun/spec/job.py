@@ -14,7 +14,7 @@ from spotrun.spec.cluster import ClusterSpec
 from spotrun.spec.fields import DURATION, INTERVAL, LABEL, Duration, Int, Interval, Spec, Text, label
 from spotrun.spec.file import Conflict, File, nearest, refuse
 
-# Set by the launcher for each worker; a job that set them would break its own process group.
+# The launcher sets these for each worker. A job that changed them would break its own process group.
 _RESERVED_ENV = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
 
 

@@ -1,6 +1,6 @@
-"""What things are called in a cloud: the stacks make them by these names, the head and the tasks find them by these.
+"""Names, tags and ports in a cloud. The stacks make things by these names; the head and the tasks find them by these.
 
-Cluster and pool names hold no double hyphen (see `fields.label`), so `--` keeps `a-b` + `c` apart from `a` + `b-c`.
+Cluster and pool names contain no double hyphen (see `fields.label`), so `--` separates them without doubt.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ HEAD_PORT = 8470  # where the head listens for agents
 # What machines are: the values of ROLE. HEAD is also the pool of the head's machine.
 HEAD, NODE = "head", "node"
 FIS = "fis"  # on AWS, the role of the service that interrupts spot machines in tests
-# Keys of labels (GCP), tags (AWS), and of what a machine reads in its metadata.
+# Keys of labels (Google Cloud), tags (AWS), and of a machine's metadata.
 CLUSTER, POOL, ROLE, BUCKET = "spotrun-cluster", "spotrun-pool", "spotrun-role", "spotrun-bucket"
-# In a pool's metadata (tags on AWS): how many GPUs and EFAs each machine has, whole numbers. Without them the machine
-# goes by what its type has.
+# In a pool's metadata (tags on AWS): how many GPUs and EFAs each machine has, whole numbers. Without them, the numbers
+# of the machine type count.
 GPUS, EFAS = "spotrun-gpus", "spotrun-efas"
-# In a pool's metadata on Google Cloud: seconds between the word that a machine is preempted, or stops for maintenance,
-# and that end. Without them 30 and 60.
+# In a pool's metadata on Google Cloud: seconds between the notice of a preemption, or of maintenance, and the end.
+# Without them: 30 and 60.
 PREEMPT_NOTICE, MAINTENANCE_NOTICE = "spotrun-preempt-notice", "spotrun-maintenance-notice"
 
 
@@ -30,9 +30,9 @@ def group(cluster: str, pool: str) -> str:
 
 
 def bucket(cluster: ClusterSpec, account: str) -> str:
-    """The bucket's name, without its scheme. account: the AWS account's id, or the Google Cloud project's.
+    """The bucket's name, without its scheme. account: the id of the AWS account or of the Google Cloud project.
 
-    Bucket names are one space for all customers of a cloud, hence the account in it; at most 63 characters.
+    All customers of a cloud share the names of buckets, so the name contains the account. At most 63 characters.
     """
     if cluster.bucket and "://" in cluster.bucket:
         return cluster.bucket.partition("://")[2]

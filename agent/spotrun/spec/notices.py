@@ -9,6 +9,9 @@ from __future__ import annotations
 GCE_NOTICE = 30.0
 """From Google's notice of a preemption to the end, unless the pool has the key `notice`."""
 
+GCE_LONG_NOTICE = 120.0
+"""The only other notice that Google gives: a preview, since April 2026."""
+
 EC2_NOTICE = 120.0
 """From the notice of an EC2 spot interruption to the end."""
 

@@ -1,15 +1,16 @@
-"""The local cloud: a daemon with the semantics of a managed instance group, whose machines are process trees.
+"""The local cloud: a daemon that behaves like managed instance groups. Its machines are process trees.
 
-It needs Linux and nothing else: no root, no containers. `client.up` starts it, `client.down` ends it.
+It needs Linux, but no root and no containers. `cloud.up` starts it, `cloud.down` ends it.
 
-    client.py    the cloud protocol over HTTP, faults on demand, up and down
-    daemon.py    the process of the cloud itself
-    machines.py  pools and machines: what is wanted, what is there, and the way from one to the other
-    group.py     the decisions of machines.py, as pure functions
-    api.py       the daemon's HTTP interface
-    metadata.py  what a machine can ask about itself, as GCE and as EC2 answer it
-    node.py      the first process of a machine: starts the role, holds the SSH server (sshd.py)
-    procs.py     finding, stopping and killing the processes of a machine
-    cut.py       taking a machine off the network
-    layout.py    files, addresses, ports and names
+    cloud.py      the cloud protocol over HTTP, faults on demand, up and down
+    daemon.py     the process of the cloud itself
+    server.py     the daemon's HTTP interface
+    pools.py      pools and machines: what is wanted, what exists, and the loop between them
+    reconcile.py  the decisions of pools.py, as pure functions
+    machine.py    one machine, as the daemon knows it
+    metadata.py   a machine's metadata server, Google's or EC2's
+    init.py       a machine's first process: starts the role and the SSH server (sshd.py)
+    procs.py      finds, stops and kills the processes of a machine
+    cut.py        takes a machine off the network
+    layout.py     files, addresses, ports and names
 """

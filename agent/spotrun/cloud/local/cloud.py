@@ -1,4 +1,4 @@
-"""The local cloud as its callers see it: the cloud protocol over HTTP, faults on demand, and its start and end."""
+"""The local cloud for its callers: the cloud protocol over HTTP, faults on demand, start and end."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ if TYPE_CHECKING:
 
     from spotrun.spec import ClusterSpec
 
-_TIMEOUT = 60.0  # seconds for one request; the longest is the end of a machine of many processes
+_TIMEOUT = 60.0  # seconds for one request; the end of a machine with many processes takes longest
 _START = 60.0
 _END = 20.0
-_LOCKED = 180.0  # seconds to wait for another `up` or `down`: more than one takes that is well
-_ANSWER = 10.0  # seconds for what a daemon that is well answers at once
+_LOCKED = 180.0  # seconds to wait for another `up` or `down`, longer than one usually takes
+_ANSWER = 10.0  # seconds for requests that a healthy daemon answers at once
 
 
 class LocalCloud:
     """The `Cloud` protocol, and faults on demand. One event loop at a time.
 
-    endpoint, token: of the daemon; default: from SPOTRUN_LOCAL_CLOUD and SPOTRUN_LOCAL_CLOUD_TOKEN, which the head's
-    machine has. Machines are named by name or id; `head` means the head's.
+    endpoint, token: the daemon's. Default: SPOTRUN_LOCAL_CLOUD and SPOTRUN_LOCAL_CLOUD_TOKEN, which only the head's
+    machine has. Methods take a machine's name or id; `head` is the head's machine.
     """
 
     def __init__(self, endpoint: str | None = None, token: str | None = None) -> None:
@@ -57,7 +57,7 @@ class LocalCloud:
         self.token = token or os.environ.get("SPOTRUN_LOCAL_CLOUD_TOKEN", "")
         if not (self.endpoint and self.token):
             raise CloudError(
-                "where the local cloud is, is not known here: SPOTRUN_LOCAL_CLOUD and SPOTRUN_LOCAL_CLOUD_TOKEN "
+                "the local cloud's address is unknown: SPOTRUN_LOCAL_CLOUD and SPOTRUN_LOCAL_CLOUD_TOKEN "
                 "are not both set; only the head's machine has them"
             )
         self._session: aiohttp.ClientSession | None = None
@@ -78,7 +78,7 @@ class LocalCloud:
         await self._ask("POST", "recreate", names=list(names))
 
     async def preempt(self, name: str, notice: float | None = None) -> None:
-        """As in the protocol. `notice` 0 is a `kill`, of any machine."""
+        """As in the protocol. `notice` 0 kills any machine."""
         await self._ask("POST", "preempt", name=name, notice=notice)
 
     async def prices(self) -> dict[str, float]:
@@ -91,19 +91,19 @@ class LocalCloud:
         return []
 
     async def kill(self, name: str) -> None:
-        """Take a machine without a word; it is gone when this returns, and is recreated later."""
+        """Take a machine without notice. It is gone when this returns, and is recreated later."""
         await self._ask("POST", "kill", name=name)
 
     async def freeze(self, name: str) -> None:
-        """Stop every process of a machine where it stands."""
+        """Stop every process of a machine."""
         await self._ask("POST", "freeze", name=name)
 
     async def thaw(self, name: str) -> None:
-        """Let a frozen machine go on."""
+        """Let a frozen machine continue."""
         await self._ask("POST", "thaw", name=name)
 
     async def cut(self, name: str) -> None:
-        """Take a machine off the network; see `spotrun.cloud.local.cut` for what that reaches."""
+        """Take a machine off the network. `spotrun.cloud.local.cut` says what it can still reach."""
         await self._ask("POST", "cut", name=name)
 
     async def join(self, name: str) -> None:
@@ -111,7 +111,7 @@ class LocalCloud:
         await self._ask("POST", "join", name=name)
 
     async def stockout(self, zone: str, on: bool) -> None:
-        """Have a zone give no more machines, or give them again. Those it has given stay."""
+        """Have a zone give no more machines, or give them again. Its present machines stay."""
         await self._ask("POST", "stockout", zone=zone, on=on)
 
     async def close(self) -> None:
@@ -149,11 +149,11 @@ def up(
     role_command: Sequence[str] | None = None,
     starting: Callable[[], None] = lambda: None,
 ) -> LocalCloud:
-    """Start the local cloud of a cluster, with its head; or find it running, and make it follow a changed cluster file.
+    """Start a cluster's local cloud, with its head. If it already runs, apply changes of the cluster file.
 
-    home: the folder that holds the state of local clusters (`<home>/local/<cluster>`). What a killed daemon left is
-    removed first. role_command: what machines run instead of `spotrun agent` and `spotrun head`; `{role}` in it
-    becomes `agent` or `head`. starting: called before the local cloud is started, but not if it runs.
+    First removes what a killed daemon left. home: the folder with the state of local clusters (in `local/<cluster>`).
+    role_command: what machines run instead of `spotrun agent` and `spotrun head`; `{role}` in it becomes `agent` or
+    `head`. starting: called before the local cloud starts, but not if it already runs.
     """
     if not sys.platform.startswith("linux"):
         raise CloudError(f"the local cloud needs Linux, this is {sys.platform}; use a cluster file of another cloud")
@@ -166,7 +166,7 @@ def up(
                 _post(cloud, "configure", config.to_json())
                 write_json(layout.config, config.to_json())
             return cloud
-        if pid := _daemon(layout):  # busy, or stopped: what it runs is not to be swept away
+        if pid := _daemon(layout):  # busy, or stopped: its machines must not be swept away
             raise CloudError(f"the local cloud (pid {pid}) runs but does not answer; `make down` ends it")
         _sweep(layout)
         if os.path.lexists(layout.tmpfs):  # our own folder has just been removed
@@ -197,7 +197,7 @@ def alive(cluster: str, home: Path) -> bool:
 
 
 def down(cluster: str, home: Path) -> None:
-    """End a cluster, however its daemon fares: no process, no port and nothing in memory stays. The bucket does."""
+    """End a cluster, even if its daemon hangs. No process, port or memory stays; the bucket stays."""
     layout = Layout.of(home, cluster)
     if not layout.state.is_dir():
         return
@@ -207,7 +207,7 @@ def down(cluster: str, home: Path) -> None:
 
 
 def homes(cluster: str) -> list[Path]:
-    """The homes whose cluster of that name is up on this machine. Only those that this user can see."""
+    """The homes on this computer with a running cluster of that name, as far as this user can see them."""
     found = set()
     for pid in procs.pids():
         if procs.mark_of(pid).endswith(f"/{DAEMON}"):
@@ -286,7 +286,7 @@ def _start(layout: Layout) -> None:
         raise CloudError(f"the local cloud did not start within {_START:g} s; see {layout.log}") from None
     if result.returncode:
         written = layout.log.read_text(errors="replace")[began:] if layout.log.exists() else ""
-        last = (written.strip() or result.stderr.strip() or "no word why").splitlines()[-1]
+        last = (written.strip() or result.stderr.strip() or "it gave no reason").splitlines()[-1]
         raise CloudError(f"the local cloud did not start: {last}; see {layout.log}")
 
 
@@ -300,7 +300,7 @@ def _daemon(layout: Layout) -> int | None:
 
 
 def _stop_daemon(layout: Layout) -> None:
-    """Have the daemon end its machines, if it is well: nobody else can collect its dead children."""
+    """Have the daemon end its machines, if it can: only the daemon can reap its dead children."""
     if pid := _daemon(layout):
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGTERM)
@@ -308,7 +308,7 @@ def _stop_daemon(layout: Layout) -> None:
 
 
 def _sweep(layout: Layout) -> None:
-    """Remove whatever there is of a cluster in processes, memory and sockets."""
+    """Remove a cluster's processes, memory and sockets."""
     procs.kill(lambda: procs.of_cluster(layout.unique))
     remove_tree(layout.tmpfs)
     layout.record.unlink(missing_ok=True)

@@ -1,13 +1,13 @@
-"""Taking a machine off the network: its TCP sockets and the other ends of them go silent, without root.
+"""Takes a machine off the network: its TCP sockets, and their other ends, go silent. Needs no root.
 
-No reset, no end of file: packets in either direction are dropped by the kernel, so both sides see what they would see
-of a pulled cable. It works by borrowing the sockets of other processes (`pidfd_getfd`) and attaching a filter that
-drops whatever arrives (`SO_ATTACH_FILTER` with a one-instruction program). Listening sockets of the machine drop SYNs
-the same way, and what its processes open during the cut is found and filtered within some 10 ms.
+There is no reset and no end of file. The kernel drops packets in both directions, as if a cable were pulled. For this,
+the daemon borrows the sockets of other processes (`pidfd_getfd`) and attaches a filter that drops everything
+(`SO_ATTACH_FILTER` with a one-instruction program). The machine's listening sockets drop SYNs in the same way. Sockets
+that its processes open during the cut are found and filtered within about 10 ms.
 
-What stays reachable for a machine that is cut off is the hardest case for fencing, and is what a partition of
-a real cloud's network often leaves: its metadata server (a real machine's is on its own host), its bucket while that
-is a folder, and established connections between its own processes.
+A machine that is cut off still reaches three things: its metadata server (a real machine's is on its own host), its
+bucket if that is a folder, and established connections between its own processes. A partition of a real cloud's network
+often leaves the same. It is the hardest case for fencing.
 """
 
 from __future__ import annotations
@@ -42,17 +42,22 @@ _filter = struct.pack("@HL", 1, ctypes.addressof(_program))
 
 @dataclass
 class _Cut:
-    """One machine's cut. `ends`: of its connections, by inode. `lost`: ends of peers not found yet, with tries."""
+    """One machine's cut."""
 
     pids: set[int] = field(default_factory=set)
+    """The machine's processes at the last search."""
     done: set[int] = field(default_factory=set)
+    """Inodes of sockets that need no more work."""
     ends: dict[int, Ends] = field(default_factory=dict)
+    """The ends of its connections, by inode."""
     lost: dict[Ends, int] = field(default_factory=dict)
+    """Ends of peers that are not found yet, with the number of tries."""
     sweeps: int = 0
+    """How often the machine was swept."""
 
 
 class Cutter:
-    """All cuts of one cluster. Blocking, for use by one thread at a time."""
+    """All cuts of one cluster. Blocking; for one thread at a time."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
@@ -61,7 +66,7 @@ class Cutter:
         self._strangers: dict[int, Ends | None] = {}  # ends of other machines' sockets, seen while looking for peers
 
     def cut(self, machine: str) -> None:
-        """Silence a machine. Raises `CloudError` where the kernel does not allow it; then nothing is cut."""
+        """Silence a machine. Raises `CloudError` if the kernel does not allow it; then nothing is cut."""
         self._cuts[machine] = _Cut()
         try:
             self.sweep(machine)
@@ -69,12 +74,12 @@ class Cutter:
             self.join(machine)
             raise CloudError(
                 f"cannot cut {machine} off: the kernel refuses access to its sockets ({error}); "
-                "needed is Linux 5.6 or newer that lets a process trace its descendants (no seccomp filter against "
+                "it needs Linux 5.6 or newer that lets a process trace its descendants (no seccomp filter against "
                 "pidfd_getfd, kernel.yama.ptrace_scope at most 1)"
             ) from error
 
     def sweep(self, machine: str) -> None:
-        """Silence what the machine has opened since. Raises OSError if the kernel does not allow it."""
+        """Silence new sockets of the machine. Raises OSError if the kernel does not allow it."""
         cut = self._cuts.get(machine)
         if cut is None:
             return
@@ -119,7 +124,7 @@ class Cutter:
             self._strangers.clear()
 
     def forget(self, machine: str) -> None:
-        """The machine is gone. Its peers never hear of it."""
+        """The machine is gone. Its peers are not told."""
         self._cuts.pop(machine, None)
 
     def _note(self, cut: _Cut, inode: int, sock: socket.socket) -> None:
@@ -145,7 +150,7 @@ class Cutter:
         self._filtered.setdefault(inode, set()).add(machine)
 
     def _find_peers(self, machine: str, cut: _Cut) -> None:
-        """Silence the other ends, among the cluster's processes. One not accepted yet shows up later."""
+        """Silence the other ends in the cluster's processes. A connection that is not accepted yet shows up later."""
         if min(cut.lost.values()) > _EAGER and cut.sweeps % _LOOK_FOR_PEERS:
             return
         others = (procs.of_cluster(self._layout.unique) | {os.getpid()}) - cut.pids
@@ -167,7 +172,7 @@ class Cutter:
 
 
 def _sockets(pids: Iterable[int]) -> Iterator[tuple[int, int, int]]:
-    """(inode, pid, fd) of each socket, once each."""
+    """(inode, pid, fd) of each socket, without repetition."""
     seen: set[int] = set()
     for pid in pids:
         try:
@@ -199,7 +204,7 @@ def _borrow(pid: int, fd: int) -> socket.socket | None:
         os.close(process)
     try:
         return socket.socket(fileno=handle)
-    except OSError:  # the number was reused for something else meanwhile
+    except OSError:  # the number was reused in the meantime
         os.close(handle)
         return None
 
@@ -213,7 +218,7 @@ def _state(sock: socket.socket) -> int:
 
 
 def _ends(sock: socket.socket) -> Ends | None:
-    """The ends of a TCP connection; None of anything else. IPv4 in IPv6 clothes reads as IPv4."""
+    """The ends of a TCP connection; None of anything else. IPv4 mapped to IPv6 reads as IPv4."""
     if not _is_tcp(sock) or _state(sock) not in _ESTABLISHED_TO_CLOSING:
         return None
     try:

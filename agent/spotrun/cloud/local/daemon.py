@@ -1,9 +1,9 @@
-"""The local cloud's daemon: pools with sizes on one side, machines on the other, and a loop that makes them agree.
+"""The local cloud's daemon: it runs the pools, the HTTP interface and the metadata servers.
 
     python -m spotrun.cloud.local.daemon <state folder>
 
-It goes into the background once its interface answers. It keeps its state in memory only: if it is killed, `up` first
-removes what it left, as after a power cut. SIGTERM ends it with all of its machines.
+It goes into the background when its interface answers. Its state is only in memory: if it is killed, the next `up`
+first removes what it left. SIGTERM ends it with all its machines.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ log = logging.getLogger("cloud")
 
 
 def claim_subnet(unique: str) -> tuple[str, socket.socket]:
-    """Three bytes of a loopback network that no other cluster uses, and the socket that says so while it is open."""
+    """The first three bytes of an unused loopback network, and a socket that claims it while it is open."""
     start = int(unique, 16)
     for attempt in range(_SUBNETS):
         number = (start + attempt * 7919) % _SUBNETS
@@ -81,7 +81,7 @@ async def serve(layout: Layout, ready: Callable[[], None]) -> None:
 
 
 def _detach(log_file: Path) -> Callable[[], None]:
-    """Go on in a child process of its own session; the parent ends when the child is ready, or fails."""
+    """Continue in a child process with its own session. The parent ends when the child is ready, or fails."""
     from_child, to_parent = os.pipe()
     if os.fork():
         os.close(to_parent)
@@ -104,7 +104,7 @@ def _detach(log_file: Path) -> Callable[[], None]:
 
 def main(argv: list[str]) -> None:
     layout = Layout(Path(argv[0]))
-    # nohup and `&` have these ignored, by all that this starts; a machine's processes are not to inherit that.
+    # nohup and `&` ignore these signals, also in children. A machine's processes must not inherit that.
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
     # The machines' files are private to the operator. Files that a worker writes get the umask of the user's shell.

@@ -1,9 +1,9 @@
-"""The first process of a machine of the local cloud, as an init and an sshd are on a real one.
+"""The first process of a local machine: its init and its SSH server.
 
     python -m spotrun.cloud.local.init <address> <ssh keys folder> <operator's public key> -- <role command…>
 
-It starts the role and starts it again when it ends, serves SSH, and collects orphans. It prints a line when SSH
-answers. It runs in the environment that every process of the machine is to have.
+It starts the role, restarts it when it ends, serves SSH, and reaps orphans. It prints a line when SSH answers. All
+processes of the machine inherit its environment.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from spotrun.cloud.local import procs
 
-_FIRST_PAUSE, _LONGEST_PAUSE, _STEADY = 0.2, 5.0, 10.0  # seconds; as systemd's Restart= with steps would be set
+_FIRST_PAUSE, _LONGEST_PAUSE, _STEADY = 0.2, 5.0, 10.0  # seconds; like systemd's RestartSteps=
 log = logging.getLogger("node")
 
 
@@ -28,7 +28,7 @@ async def run(address: str, keys: Path, operator: Path, command: list[str]) -> N
     procs.become_subreaper()
     collect_orphans(asyncio.get_running_loop())
     role = asyncio.create_task(keep_running(command))
-    await asyncio.sleep(0)  # the role starts first: importing the SSH server takes a while
+    await asyncio.sleep(0)  # the role starts first, because importing the SSH server is slow
     from spotrun.cloud.local import sshd
 
     server = await sshd.serve(address, sorted(keys.glob("ssh_host_*_key")), operator)
@@ -37,7 +37,7 @@ async def run(address: str, keys: Path, operator: Path, command: list[str]) -> N
 
 
 async def keep_running(command: list[str]) -> None:
-    """Run a command for ever: again when it ends, after a pause that grows while it does not last."""
+    """Run a command again and again. The pause before a restart grows while the command ends soon."""
     pause = _FIRST_PAUSE
     while True:
         began = time.monotonic()
@@ -55,7 +55,7 @@ async def keep_running(command: list[str]) -> None:
 
 
 def collect_orphans(loop: asyncio.AbstractEventLoop) -> None:
-    """Reap dead children that asyncio does not know. Its own it reaps at once: whatever is seen twice is an orphan."""
+    """Reap dead children that asyncio does not know: asyncio reaps its own before this sees them twice."""
     seen: set[int] = set()
     planned: list[asyncio.TimerHandle] = []
 

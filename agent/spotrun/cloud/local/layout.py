@@ -1,4 +1,4 @@
-"""Where things are: files, marks and ports of a local cluster, and what its daemon is configured with."""
+"""Files, marks and ports of a local cluster, and its daemon's configuration."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from spotrun.spec.names import HEAD
 
 SSH_PORT = 2222
 METADATA_PORT = 8169
-MARK = "SPOTRUN_NODE_MARK"  # the variable that all processes of a machine carry
+MARK = "SPOTRUN_NODE_MARK"  # this variable marks all processes of a machine
 HEAD_MACHINE = f"{HEAD}-0"
-DAEMON = "@daemon"  # the daemon's own place among the marks; no machine can have this name
-# What a machine takes over from the shell that brought the cluster up; everything else stays out.
+DAEMON = "@daemon"  # the daemon's mark; no machine can have this name
+# The variables that a machine inherits from the shell of `make up`. All others are dropped.
 _INHERITED = ("HOME", "USER", "LOGNAME", "LANG", "TZ", "TMPDIR", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 _INHERITED_PREFIXES = ("LC_", "CUDA_", "NVIDIA_", "PIP_", "UV_", "SSL_CERT_")
 _PROXIES = ("http_proxy", "https_proxy", "no_proxy", "all_proxy")
@@ -34,41 +34,54 @@ _PROXIES = ("http_proxy", "https_proxy", "no_proxy", "all_proxy")
 
 @dataclass(frozen=True)
 class Pool:
-    """A pool as the daemon needs it. max_run_duration: seconds after which a machine is ended; 0: never."""
+    """A pool, for the daemon."""
 
     name: str
+    """The pool's name."""
     zone: str
+    """Its zone."""
     machine: str
+    """Its machine type."""
     market: Market
+    """spot or on-demand."""
     max: int
+    """The most machines."""
     max_run_duration: float = 0.0
+    """Seconds after which the cloud ends a machine; 0: never."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """What `up` tells the daemon.
-
-    role: command of a machine's role process; `{role}` in it becomes `agent` or `head`.
-    """
+    """The daemon's configuration, which `up` sends."""
 
     cluster: str
+    """The cluster's name."""
     region: str
+    """The cluster's region."""
     bucket: str
+    """The bucket's URL."""
     head: Pool
+    """The head's machine, as a pool of one."""
     pools: tuple[Pool, ...]
+    """The cluster file's pools."""
     metadata: Literal["gce", "ec2"] = "gce"
+    """Whose metadata server the machines see."""
     boot_delay: float = 0.2
+    """Seconds until a new machine runs."""
     recreate_delay: float = 1.0
+    """Seconds after a machine's end until its replacement begins."""
     capacity: Mapping[str, int] = field(default_factory=dict)
+    """The most machines by zone; absent zones have no limit."""
     role: tuple[str, ...] = (sys.executable, "-m", "spotrun.cli", "{role}")
+    """The command of a machine's role; `{role}` in it becomes `agent` or `head`."""
 
     @property
     def fixed(self) -> tuple[str, ...]:
-        """What a machine is told when it is made. It cannot change later."""
+        """What machines are told when they are made, so it cannot change later."""
         return self.cluster, self.region, self.bucket, self.metadata
 
     def to_json(self) -> dict[str, Any]:
-        """A key that is not used is left out: the daemon that reads this may be of an older version."""
+        """Leaves out an unused key, which a daemon of an older version would not know."""
         values = asdict(self)
         for pool in (values["head"], *values["pools"]):
             if not pool["max_run_duration"]:
@@ -77,7 +90,7 @@ class Config:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Config:
-        """Raises TypeError, KeyError or ValueError if it is not a configuration."""
+        """The reverse of `to_json`. Raises TypeError, KeyError or ValueError if `values` is not a configuration."""
         found = dict(values)
         found["head"] = Pool(**found["head"])
         found["pools"] = tuple(Pool(**pool) for pool in found["pools"])
@@ -91,7 +104,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Layout:
-    """The files of one cluster, all below `state` but those in memory."""
+    """The files of one cluster: below `state`, except those in memory."""
 
     state: Path
 
@@ -101,12 +114,12 @@ class Layout:
 
     @property
     def unique(self) -> str:
-        """A short name of this cluster at this home; no two clusters of this machine share it."""
+        """A short name for this cluster in this home, unique on this computer."""
         return hashlib.sha256(str(self.state).encode()).hexdigest()[:12]
 
     @property
     def tmpfs(self) -> Path:
-        """The folder in memory that holds a folder for each machine."""
+        """The folder in memory, with a folder for each machine."""
         root = Path("/dev/shm")
         if not (root.is_dir() and os.access(root, os.W_OK)):
             root = Path(tempfile.gettempdir())
@@ -137,7 +150,7 @@ class Layout:
         """Make the folders, private to this user. Raises `NotOursError` if one belongs to another user."""
         home = self.state.parent.parent
         if home.is_dir():
-            private_paths.check_folder(home)  # it may be any folder of the user, so its mode is not changed
+            private_paths.check_folder(home)  # it may be any folder of the user, so its mode stays
         for path in (self.state.parent, self.state, self.bucket):
             private_paths.make_folder(path)
 
@@ -149,7 +162,7 @@ class Layout:
 
 
 def write_json(path: Path, values: object) -> None:
-    """Whole or not at all, readable by its owner only."""
+    """Write a file completely or not at all, readable only by its owner."""
     partial = path.with_suffix(".part")
     with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
         json.dump(values, file)
@@ -157,7 +170,7 @@ def write_json(path: Path, values: object) -> None:
 
 
 def ensure_key(path: Path) -> str:
-    """An SSH key pair at `path` and `path.pub`, made unless there is one; the public line."""
+    """Make an SSH key pair at `path` and `path.pub` unless it exists. Returns the public line."""
     public = path.with_name(path.name + ".pub")
     if not (path.exists() and public.exists()):
         key = Ed25519PrivateKey.generate()
@@ -170,7 +183,7 @@ def ensure_key(path: Path) -> str:
 
 
 def base_environment(mark: str) -> dict[str, str]:
-    """A clean environment for the daemon, from which those of the machines derive."""
+    """A clean environment for the daemon, which its machines inherit."""
     names = {name for name in os.environ if name in _INHERITED or name.lower() in _PROXIES}
     names |= {name for name in os.environ if name.startswith(_INHERITED_PREFIXES)}
     kept = {name: os.environ[name] for name in names}
@@ -184,12 +197,12 @@ def base_environment(mark: str) -> dict[str, str]:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder and all in it, if it is there."""
+    """Remove a folder with its content, if it exists."""
     shutil.rmtree(path, ignore_errors=True)
 
 
 def prepare(folder: Path, memory: Path, keep_keys: bool) -> None:
-    """The disk and memory of a new machine: empty, with host keys of its own. The head's keys outlive it."""
+    """Make the disk and memory of a new machine: empty, with new host keys. The head keeps its host keys."""
     for path in (folder / "scratch", memory, *(() if keep_keys else (folder / "ssh",))):
         remove_tree(path)
         path.mkdir(parents=True, mode=0o700)
@@ -199,5 +212,5 @@ def prepare(folder: Path, memory: Path, keep_keys: bool) -> None:
 
 
 def new_id(flavour: str) -> str:
-    """The id of a new machine, as that cloud makes them. flavour: gce or ec2."""
+    """The id of a new machine, in the form of that cloud. flavour: gce or ec2."""
     return str(secrets.randbelow(9 * 10**18) + 10**18) if flavour == "gce" else f"i-{secrets.token_hex(9)[:17]}"

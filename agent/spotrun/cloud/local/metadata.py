@@ -1,9 +1,9 @@
-"""What a machine can ask about itself: GCE's metadata server and EC2's (IMDSv2), with their own paths and manners.
+"""The metadata servers of GCE and of EC2 (IMDSv2), with their own paths and rules.
 
 https://cloud.google.com/compute/docs/metadata/querying-metadata
 https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/instancedata-data-retrieval.html
 
-A request is about the machine at whose address it came in, so one application serves all machines.
+One application serves all machines: the local address of a request tells which machine asks.
 """
 
 from __future__ import annotations
@@ -31,26 +31,34 @@ _LONGEST_TTL = 21600
 
 @dataclass(frozen=True)
 class Facts:
-    """A machine, as its metadata show it. terminate_at, rebalance_at: epoch seconds, once there is a notice.
-
-    account: the id of the project or the account; the default is an id that no real one has.
-    """
+    """What a machine's metadata say."""
 
     name: str
+    """The machine's name."""
     id: str
+    """Its id."""
     zone: str
+    """Its zone."""
     region: str
+    """Its region."""
     machine: str
+    """Its machine type."""
     address: str
+    """Its IP address."""
     market: Market
+    """spot or on-demand."""
     attributes: Mapping[str, str] = field(default_factory=dict)
+    """Attributes on GCE, tags on EC2."""
     terminate_at: float | None = None
+    """Epoch seconds when the machine ends, once there is a notice."""
     rebalance_at: float | None = None
+    """Epoch seconds of EC2's rebalance recommendation, once there is one."""
     account: str = ""
+    """The id of the project or account. Default: an id that no real one has."""
 
 
 class Subject:
-    """A machine's facts as they change."""
+    """A machine's facts, which change."""
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
@@ -62,7 +70,7 @@ class Subject:
         self._wake()
 
     def end(self) -> None:
-        """The machine is no more: whoever waits is let go."""
+        """The machine is gone: wake every waiting request."""
         self.gone = True
         self._wake()
 
@@ -103,7 +111,7 @@ def gce_tree(facts: Facts) -> Tree:
         "hostname": f"{facts.name}.c.local.internal",
         "id": facts.id,
         "machine-type": f"projects/0/machineTypes/{facts.machine}",
-        "maintenance-event": "NONE",  # a spot machine's end is announced by `preempted` alone
+        "maintenance-event": "NONE",  # only `preempted` announces a spot machine's end
         "name": facts.name,
         "network-interfaces": {"0": {"ip": facts.address, "network": "projects/0/networks/default"}},
         "preempted": "TRUE" if facts.terminate_at is not None else "FALSE",
@@ -151,7 +159,7 @@ def ec2_tree(facts: Facts) -> Tree:
 
 async def _gce(request: web.Request, subject: Subject) -> web.StreamResponse:
     if "X-Forwarded-For" in request.headers:
-        return _refuse_gce(403, "requests that were forwarded are not answered")
+        return _refuse_gce(403, "forwarded requests are refused")
     if request.headers.get("Metadata-Flavor") != "Google":
         return _refuse_gce(403, "missing the header Metadata-Flavor: Google")
     if request.method not in ("GET", "HEAD"):
@@ -211,7 +219,7 @@ def _redirect(request: web.Request) -> web.Response:
 
 
 def _camel(tree: Tree) -> Any:
-    """As GCE's JSON has it: names in camel case except in attributes, numbered folders as lists."""
+    """As in GCE's JSON: names in camel case, except in attributes; numbered folders as lists."""
     if tree and all(name.isdecimal() for name in tree):
         return [_camel(item) if isinstance(item, dict) else item for item in tree.values()]
     found: dict[str, Any] = {}
@@ -242,7 +250,7 @@ async def _ec2(request: web.Request, subject: Subject, secret: bytes) -> web.Str
 
 
 def _grant(request: web.Request, subject: Subject, secret: bytes) -> web.Response:
-    """A session token: its end, signed for this machine."""
+    """A session token: its expiry time, signed for this machine."""
     if request.method != "PUT":
         return web.Response(status=405, headers={"Allow": "OPTIONS, PUT"})
     if "X-Forwarded-For" in request.headers:

@@ -1,4 +1,4 @@
-"""The machines of a local cluster, and the loop that makes what is there what is wanted."""
+"""The pools and machines of a local cluster, and the loop that creates and ends machines."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from spotrun.spec.names import BUCKET, CLUSTER, HEAD, NODE, POOL, ROLE
 from spotrun.spec.notices import EC2_NOTICE, GCE_NOTICE
 
 NOTICE = {"gce": GCE_NOTICE, "ec2": EC2_NOTICE}
-PRICES = {"spot": 0.3, "on-demand": 1.0}  # dollars an hour, made up; the ratio is what clouds usually have
+PRICES = {"spot": 0.3, "on-demand": 1.0}  # dollars an hour, invented; the ratio is usual in clouds
 _SWEEP = 0.01  # seconds between two looks for new sockets of a machine that is cut off
-_FIRST_HOST, _LAST_HOST = 10, 254  # last byte of the machines' addresses; the gateway is 1 and the head 2
+_FIRST_HOST, _LAST_HOST = 10, 254  # last byte of the machines' addresses; the daemon has 1, the head 2
 log = logging.getLogger("cloud")
 
 
@@ -98,7 +98,7 @@ class LocalPools:
             self._end(machine)
 
     def find(self, name: str, alive: bool = False) -> Machine:
-        """A machine by its name or id; `head` will do for the head. Raises `CloudError`."""
+        """A machine by name or id; `head` is the head's. Raises `CloudError`."""
         found = self.machines.get(HEAD_MACHINE if name == HEAD else name)
         found = found or next((machine for machine in self.machines.values() if machine.id == name), None)
         if found is None:
@@ -136,7 +136,7 @@ class LocalPools:
         await asyncio.to_thread(procs.resume, self._search(machine))
 
     async def cut(self, name: str) -> None:
-        """Take a machine off the network; again: reach now what it has opened since."""
+        """Take a machine off the network. A repeated call silences its new sockets at once."""
         machine = self.find(name, alive=True)
         async with self._cutting:
             await asyncio.to_thread(self._cutter.sweep if machine.cut else self._cutter.cut, machine.name)
@@ -158,7 +158,7 @@ class LocalPools:
         self._wake.set()
 
     def configure(self, config: Config) -> None:
-        """Follow a changed cluster file, as `terraform apply` would; machines that are there stay as they are."""
+        """Apply a changed cluster file, as `terraform apply` would. Existing machines do not change."""
         if config.fixed != self.config.fixed:
             what = "name, region, bucket and metadata flavour"
             raise CloudError(f"{what} of a running cluster cannot change: `make down` first")
@@ -173,7 +173,7 @@ class LocalPools:
     # The loop.
 
     async def run(self) -> None:
-        """Make what is there what is wanted, whenever either changes. Never returns."""
+        """Create and end machines whenever what exists or what is wanted changes. Never returns."""
         await self._metadata.setup()
         while True:
             self._wake.clear()
@@ -207,7 +207,7 @@ class LocalPools:
         for pool, index in plan.create:
             try:
                 self._begin(pools[pool], index)
-            except CloudError as error:  # no address is free; the machines that are there stay
+            except CloudError as error:  # no address is free; the existing machines stay
                 self._short[pool] = before.get(pool) or Problem(pool, "quota", str(error), time.time())
         return plan.wake
 
@@ -235,16 +235,16 @@ class LocalPools:
         self.machines[machine.name] = machine
         machine.life = asyncio.create_task(self._live(machine))
         machine.life.add_done_callback(lambda _: self._ended(machine))  # even if it never ran
-        self._wake.set()  # to look again when its time is up
+        self._wake.set()  # the loop must also wait for this machine's end
 
     def _end(self, machine: Machine) -> None:
-        """Take a machine at once; returns before it is gone."""
+        """Take a machine at once. Returns before it is gone."""
         if not machine.dying and machine.life is not None:
             machine.dying, machine.state, machine.due = True, "stopping", math.inf
             machine.life.cancel()
 
     async def _live(self, machine: Machine) -> None:
-        """From a machine's creation to its end, whoever brings that about."""
+        """Run a machine from its creation to its end."""
         site: web.BaseSite | None = None
         try:
             await asyncio.sleep(self.config.boot_delay)
@@ -260,7 +260,7 @@ class LocalPools:
             )
         except asyncio.CancelledError:
             log.info("%s is taken", machine.name)
-        except Exception as error:  # whatever kept this machine from starting must not end the others
+        except Exception as error:  # a machine that cannot start must not end the others
             log.exception("%s", machine.name)
             self._blame(machine, f"it could not be started: {error}")
         machine.dying, machine.state, machine.due = True, "stopping", math.inf
@@ -278,7 +278,7 @@ class LocalPools:
         )
 
     async def _listen(self, machine: Machine) -> web.BaseSite:
-        """Begin to tell a machine of itself."""
+        """Start the machine's metadata server."""
         site = web.TCPSite(self._metadata, machine.address, METADATA_PORT, reuse_address=True)
         await site.start()
         return site
@@ -313,7 +313,7 @@ class LocalPools:
             MARK: self.layout.mark(machine.name),
             "SPOTRUN_NODE": machine.name,
             "SPOTRUN_TMPFS": str(memory),
-            "TMPDIR": str(memory / "tmp"),  # what a killed process leaves there ends with the machine
+            "TMPDIR": str(memory / "tmp"),  # what a killed process leaves there goes with the machine
             "SPOTRUN_SCRATCH": str(scratch),
             "SPOTRUN_SSH_KEYS": str(keys),
             "SPOTRUN_SSH_PORT": str(SSH_PORT),
@@ -327,7 +327,7 @@ class LocalPools:
         return values
 
     async def _clear(self, machine: Machine, site: web.BaseSite | None) -> None:
-        """Leave nothing of a machine: no process, no port, nothing in memory."""
+        """Remove everything of a machine: processes, ports, memory."""
         machine.subject.end()
         await self._stop_cutting(machine)
         async with self._cutting:
@@ -336,7 +336,7 @@ class LocalPools:
         async with self._spawning:
             known = {other.pid for other in self.machines.values()}
             killed |= await asyncio.to_thread(procs.kill, lambda: procs.strays(known))
-        procs.reap(killed - {machine.pid})  # that one is asyncio's to collect
+        procs.reap(killed - {machine.pid})  # asyncio reaps that one
         if site is not None:
             with suppress(RuntimeError):  # it never started
                 await site.stop()
@@ -353,7 +353,7 @@ class LocalPools:
 
     async def _stop_cutting(self, machine: Machine) -> None:
         if machine.cut is not None:
-            async with self._cutting:  # a sweep under way in a thread ends first
+            async with self._cutting:  # a sweep that runs in a thread ends first
                 machine.cut.cancel()
             machine.cut = None
 
@@ -365,7 +365,7 @@ class LocalPools:
         return next((n.subject for n in self.machines.values() if n.address == address and not n.gone.is_set()), None)
 
     def _address(self, name: str) -> str:
-        """Stable for a name. When all are taken, that of a name that has no machine."""
+        """The same address each time for a name. If none is free, the address of a name without a machine."""
         if name not in self._addresses:
             free = [f"{self.subnet}.{host}" for host in range(_FIRST_HOST, _LAST_HOST + 1)]
             held = {address for owner, address in self._addresses.items()}

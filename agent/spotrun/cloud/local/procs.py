@@ -1,4 +1,4 @@
-"""The processes of a machine: all that carry its mark in their environment, and all that descend from those.
+"""The processes of a machine: those with its mark in their environment, and their descendants.
 
 Blocking: each call looks through /proc (a few milliseconds); in an event loop use `asyncio.to_thread`.
 """
@@ -17,11 +17,11 @@ from spotrun.cloud.local.layout import MARK
 
 _VARIABLE = f"{MARK}=".encode()
 _PR_SET_CHILD_SUBREAPER = 36
-_ROUNDS = 100  # of stopping or killing; each fork bomb of a sane size is over long before
+_ROUNDS = 100  # of stopping or killing, enough for any ordinary fork bomb
 
 
 def mark_of(pid: int) -> str:
-    """The mark in a process's environment; empty if it has none, is gone, or is someone else's."""
+    """The mark in a process's environment; empty if there is none, or the process is gone or another user's."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             environ = file.read()
@@ -59,7 +59,7 @@ def pids() -> list[int]:
 
 
 def find(accept: Callable[[str], bool]) -> set[int]:
-    """Live processes whose mark is accepted, and their descendants that have no mark of their own; never this one."""
+    """Live processes with an accepted mark, and their descendants without a mark. Never this process."""
     everyone = pids()
     marks = {pid: mark_of(pid) for pid in everyone}
     found = {pid for pid, mark in marks.items() if mark and accept(mark)}
@@ -77,14 +77,14 @@ def of_machine(mark: str) -> set[int]:
 
 
 def of_cluster(unique: str) -> set[int]:
-    """The processes of all of a cluster's machines, and its daemon unless this is it."""
+    """The processes of all machines of a cluster, and its daemon, unless this process is the daemon."""
     return find(lambda found: found.startswith(f"{unique}/"))
 
 
 def strays(known: set[int]) -> set[int]:
-    """Orphans without a mark that fell to this process when the machine they belonged to lost its first process.
+    """Orphans without a mark, which this process inherited when their machine lost its first process.
 
-    known: children that are none of these; nor may any be on its way, for one that just starts has no mark to be seen.
+    known: children that are not orphans. No child may be starting meanwhile: its mark is not visible yet.
     """
     parents = {pid: status(pid) for pid in pids()}
     found = {pid for pid, (_, parent) in parents.items() if parent == os.getpid() and pid not in known}
@@ -93,7 +93,7 @@ def strays(known: set[int]) -> set[int]:
 
 
 def stop(search: Callable[[], set[int]]) -> set[int]:
-    """SIGSTOP everything that the search finds, again and again until it finds nothing new. Returns all of them."""
+    """SIGSTOP everything that the search finds, until it finds nothing new. Returns all stopped pids."""
     stopped: set[int] = set()
     for _ in range(_ROUNDS):
         new = search() - stopped
@@ -110,11 +110,11 @@ def resume(search: Callable[[], set[int]]) -> None:
 
 
 def kill(search: Callable[[], set[int]], patience: float = 20.0) -> set[int]:
-    """End everything that the search finds; its sockets and files are let go when this returns.
+    """End everything that the search finds. When this returns, the sockets and files are closed.
 
-    Stopped first, so that nothing reacts to the death of something else. Those that are found only by their descent go
-    before those that carry a mark, so that whoever ends this halfway leaves nothing that cannot be found again. Returns
-    the pids that it killed.
+    Processes are stopped first, so that none reacts to the death of another. Processes without a mark, which are found
+    only as descendants, die first: so everything that is left can be found again if this is interrupted. Returns the
+    killed pids.
     """
     killed: set[int] = set()
     deadline = time.monotonic() + patience
@@ -128,25 +128,25 @@ def kill(search: Callable[[], set[int]], patience: float = 20.0) -> set[int]:
                 signal.pidfd_send_signal(handle, signal.SIGKILL)
         _await_end(handles, deadline)
         killed |= batch
-        if time.monotonic() > deadline:  # in an uninterruptible sleep: the kernel ends it when it wakes
+        if time.monotonic() > deadline:  # in an uninterruptible sleep; the kernel ends it when it wakes
             break
     return killed
 
 
 def become_subreaper() -> None:
-    """Have orphans of this tree become children of this process, instead of leaving the tree."""
+    """Make this process the parent of all orphans of its process tree."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def reap(children: Iterable[int]) -> None:
-    """Collect those of the given processes that are dead children of this one."""
+    """Reap the given processes that are dead children of this process."""
     for pid in children:
         with contextlib.suppress(OSError):
             os.waitpid(pid, os.WNOHANG)
 
 
 def await_exit(pid: int, patience: float) -> bool:
-    """Whether the process has ended, waiting for it at most `patience` seconds."""
+    """Wait for a process to end, at most `patience` seconds. Returns whether it has ended."""
     try:
         handle = os.pidfd_open(pid)
     except OSError:
@@ -155,7 +155,7 @@ def await_exit(pid: int, patience: float) -> bool:
 
 
 def _await_end(handles: list[int], deadline: float) -> bool:
-    """Wait until every process is dead with all of its threads, which is when a pidfd becomes readable."""
+    """Wait until every process is dead with all its threads: then its pidfd is readable."""
     ended = True
     for handle in handles:
         poll = select.poll()

@@ -1,4 +1,4 @@
-"""What a managed instance group decides, as pure functions: a view in, the plan out."""
+"""The decisions of a managed instance group. Pure: from a view to a plan."""
 
 from __future__ import annotations
 
@@ -13,40 +13,52 @@ from spotrun.spec.names import HEAD
 
 @dataclass(frozen=True)
 class Member:
-    """A machine that is there, or was.
-
-    due: epoch seconds. Of a stopping one: when it is taken (infinity: that is under way). Of a terminated one: when
-    it may be created again. ends: epoch seconds when its pool's `max_run_duration` ends it.
-    """
+    """A machine that exists, or existed."""
 
     pool: str
+    """Its pool's name."""
     index: int
+    """Its number in the pool."""
     state: State
+    """As the cloud lists it."""
     due: float = math.inf
+    """Epoch seconds when a stopping machine is taken (infinity: it goes now), or a terminated one may return."""
     ends: float = math.inf
+    """Epoch seconds when its pool's `max_run_duration` ends it."""
 
 
 @dataclass(frozen=True)
 class View:
-    """All that counts. wanted: the indexes of each pool's machines. dry: zones that give no machine at present."""
+    """Everything that `plan` needs."""
 
     now: float
+    """Epoch seconds."""
     pools: Mapping[str, Pool]
+    """By name, with the head's."""
     wanted: Mapping[str, frozenset[int]]
+    """The numbers of each pool's machines."""
     machines: Mapping[str, Member]
+    """By name."""
     capacity: Mapping[str, int] = field(default_factory=dict)
+    """The most machines by zone."""
     dry: frozenset[str] = frozenset()
+    """Zones that give no machine now."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to do now. short: how many machines of each pool its zone does not give. wake: when to look again."""
+    """What to do now."""
 
     create: tuple[tuple[str, int], ...] = ()
+    """Pool and number of each machine to create."""
     destroy: tuple[str, ...] = ()
+    """Machines to end."""
     forget: tuple[str, ...] = ()
+    """Ended machines that are no longer wanted."""
     short: Mapping[str, int] = field(default_factory=dict)
+    """By pool: how many machines its zone does not give."""
     wake: float = math.inf
+    """Epoch seconds of the next look."""
 
 
 def machine_name(pool: str, index: int) -> str:
@@ -54,7 +66,7 @@ def machine_name(pool: str, index: int) -> str:
 
 
 def plan(view: View) -> Plan:
-    """Create what is wanted and missing as far as the zones give it; destroy what is not wanted or whose time is up."""
+    """Create missing machines that the zones can give; destroy machines that are not wanted or whose time is over."""
     destroy, forget, dues = [], [], []
     for name, machine in view.machines.items():
         wanted = machine.index in view.wanted.get(machine.pool, frozenset())
@@ -90,7 +102,7 @@ def plan(view: View) -> Plan:
 
 
 def resized(wanted: frozenset[int], size: int) -> frozenset[int]:
-    """The indexes after a resize: the lowest free ones come, the highest ones go."""
+    """The numbers after a resize: the lowest free ones are added, the highest ones removed."""
     if size <= len(wanted):
         return frozenset(sorted(wanted)[:size])
     free = (index for index in range(len(wanted) + size) if index not in wanted)

@@ -1,4 +1,4 @@
-"""A machine's SSH server: commands, shells with a terminal, SFTP, connections onward (the head is the jump host)."""
+"""A machine's SSH server: commands, shells, SFTP, and forwarded connections (the head is the jump host)."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ import asyncssh
 from spotrun.cloud.local.layout import SSH_PORT
 
 _CHUNK = 65536
-_LINGER = 0.5  # seconds that output is waited for after a command's end: a daemon it left may hold the pipe for ever
+_LINGER = 0.5  # seconds to wait for output after a command ends: a daemon that it left may keep the pipe open
 log = logging.getLogger("sshd")
 Channel: TypeAlias = "asyncssh.SSHServerProcess[bytes]"
 
 
 class Server(asyncssh.SSHServer):
-    """Lets whoever holds the operator's key connect onward, as a jump host does."""
+    """Forwards connections, as a jump host does."""
 
     def begin_auth(self, username: str) -> bool:
         return True
@@ -37,7 +37,7 @@ class Server(asyncssh.SSHServer):
 
 
 async def serve(address: str, host_keys: Sequence[Path], operator: Path) -> asyncssh.SSHAcceptor:
-    """Listen at the machine's address. Any user name will do; only the operator's key opens."""
+    """Listen at the machine's address. Accepts every user name, but only the operator's key."""
     return await asyncssh.create_server(
         Server,
         address,
@@ -62,7 +62,7 @@ async def _session(channel: Channel) -> None:
     except OSError as error:
         channel.stderr.write(f"cannot run {command[0]}: {error}\n".encode())
         code = 255
-    except Exception:  # asyncssh would end the channel without a word
+    except Exception:  # asyncssh would silently end the channel
         log.exception("%s", command)
         code = 255
     with suppress(OSError, asyncssh.Error):  # the client is gone
@@ -72,8 +72,8 @@ async def _session(channel: Channel) -> None:
             channel.exit(code)
 
 
-# Popen and pipes of our own: until Python 3.13, asyncio's Process.wait() also waits for the end of its pipes, which
-# whatever the command leaves behind may hold for ever.
+# Own Popen and pipes: until Python 3.13, asyncio's Process.wait() also waits for the end of the pipes, and a daemon
+# that the command left may keep them open for ever.
 
 
 async def _with_pipes(channel: Channel, command: list[str]) -> int:
@@ -109,7 +109,7 @@ async def _with_terminal(channel: Channel, command: list[str]) -> int:
 
 
 class _Output:
-    """Carries output to the client. `moves` grows while there is something to carry."""
+    """Copies output to the client. `moves` grows with each piece."""
 
     def __init__(self, source: asyncio.StreamReader, target: asyncssh.SSHWriter[bytes]) -> None:
         self._source, self._target = source, target
@@ -134,7 +134,7 @@ async def _attend(
     outputs: list[_Output],
     terminal: int | None,
 ) -> int:
-    """Carry input and output until the process ends. A client that goes away hangs up, as a terminal's does."""
+    """Copy input and output until the process ends. If the client leaves, the process gets SIGHUP."""
     entry = asyncio.create_task(_copy_in(channel, process, stdin, terminal))
     gone = asyncio.create_task(channel.channel.wait_closed())
     end = asyncio.create_task(_exit_code(process))
@@ -153,7 +153,7 @@ async def _attend(
 
 
 async def _finish(outputs: list[_Output], gone: asyncio.Task[None]) -> None:
-    """Carry what is left of a process's output; a daemon that it left may hold the pipe for ever."""
+    """Copy the rest of a process's output. A daemon that it left may keep the pipe open for ever."""
     tasks, moves = {output.task for output in outputs}, -1
     while not gone.done() and not all(task.done() for task in tasks):
         before, moves = moves, sum(output.moves for output in outputs)
