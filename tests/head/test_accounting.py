@@ -71,7 +71,7 @@ def test_every_machine_that_runs_is_paid_for() -> None:
     counted = accounting.count(state, seen, {"p": 98.0, "q": 6.0})
     assert counted.cost == pytest.approx((8 * 98 + 6) / 6)
     assert counted.node_seconds == pytest.approx(9 * 600)
-    (stop,) = plan(replace(seen, job=counted))
+    (stop,) = plan(replace(seen, job=counted)).actions
     assert stop == Stop("the budget of $50 is spent")
 
 
@@ -84,7 +84,7 @@ def test_what_ran_before_its_price_was_known_is_paid_for() -> None:
     seen = view(before, machines=both[:1])
     counted = accounting.count(before, seen, {"p": 30.0})
     assert (counted.cost, counted.node_seconds) == (pytest.approx(60), 10800.0)
-    assert plan(replace(seen, job=counted)) == (Stop("the budget of $50 is spent"),)
+    assert plan(replace(seen, job=counted)).actions == (Stop("the budget of $50 is spent"),)
     assert accounting.count(counted, seen, {"p": 30.0, "q": 6.0}).cost == pytest.approx(66)
 
 

@@ -33,7 +33,7 @@ def running(since: float, **changes: Any) -> JobState:
 
 
 def acts(given: View) -> tuple[Action, ...]:
-    return tuple(each for each in plan(given) if isinstance(each, Save | AbortSave | Finish | Resume))
+    return tuple(each for each in plan(given).actions if isinstance(each, Save | AbortSave | Finish | Resume))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from spotrun.head.conditions import conditions
 from spotrun.head.demand import needed
 from spotrun.head.fleet.record import Recreate
-from spotrun.head.job_state import Idle, JobState, Progress, Rest, Start, apply
+from spotrun.head.job_state import Idle, JobState, Progress, SetIdle, Start, apply
 from spotrun.head.planner import idle
 from spotrun.head.planner.idle import AGAIN, AGAIN_MOST, PROBE
 from spotrun.head.view import Machine, View
@@ -47,10 +47,10 @@ def heard(name: str, **changes: Any) -> Any:
 
 
 GIVEN = Idle(since=NOW - HOLD - 1, next=NOW + AGAIN)
-BACK = Rest(GIVEN, "1 of the 2 machines that it needs, for 10 min: they are given back; next try in 60 s")
+BACK = SetIdle(GIVEN, "1 of the 2 machines that it needs, for 10 min: they are given back; next try in 60 s")
 RESTING = GIVEN.model_copy(update={"next": NOW - 1})
 ASKED = RESTING.model_copy(update={"tries": 3, "until": NOW + 1})
-CASES: dict[str, tuple[View, tuple[Rest, ...]]] = {
+CASES: dict[str, tuple[View, tuple[SetIdle, ...]]] = {
     "long enough: they are given back": (view(short(), heard(A)), (BACK,)),
     "not yet": (view(short(HOLD - 1), heard(A)), ()),
     "as long as the job file says": (view(short(31, spec=spec(nodes=2, hold_idle=60)), heard(A)), ()),
@@ -77,7 +77,7 @@ CASES: dict[str, tuple[View, tuple[Rest, ...]]] = {
     "it is time: the cloud is asked again": (
         view(short(idle=RESTING)),
         (
-            Rest(
+            SetIdle(
                 RESTING.model_copy(update={"tries": 1, "until": NOW + PROBE}),
                 "asking the cloud for machines again, for 2 min (try 1)",
             ),
@@ -90,7 +90,7 @@ CASES: dict[str, tuple[View, tuple[Rest, ...]]] = {
     "asked in vain: ever more rarely": (
         view(short(idle=RESTING.model_copy(update={"tries": 3, "until": NOW - 1})), heard(A)),
         (
-            Rest(
+            SetIdle(
                 RESTING.model_copy(update={"tries": 3, "next": NOW + 8 * AGAIN}),
                 "still 1 of 2 machines: given back; next try in 8 min",
             ),
@@ -99,7 +99,7 @@ CASES: dict[str, tuple[View, tuple[Rest, ...]]] = {
     "but not for ever": (
         view(short(idle=RESTING.model_copy(update={"tries": 30, "until": NOW - 1}))),
         (
-            Rest(
+            SetIdle(
                 RESTING.model_copy(update={"tries": 30, "next": NOW + AGAIN_MOST}),
                 "still 0 of 2 machines: given back; next try in 30 min",
             ),
@@ -112,7 +112,7 @@ CASES: dict[str, tuple[View, tuple[Rest, ...]]] = {
 def test_decide(name: str) -> None:
     given, expected = CASES[name]
     assert idle.decide(given) == expected
-    assert tuple(each for each in planned(given) if isinstance(each, Rest)) == expected
+    assert tuple(each for each in planned(given) if isinstance(each, SetIdle)) == expected
 
 
 SINCE = Idle(since=NOW)

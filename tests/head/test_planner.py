@@ -10,18 +10,18 @@ from spotrun.head.fleet.record import Recreate
 from spotrun.head.job_state import (
     AbortSave,
     Cause,
-    Conclude,
+    CountFailure,
     Drain,
     Draining,
-    Dump,
+    DumpStacks,
     EndGeneration,
     Ending,
-    Fail,
     Finish,
     Interruption,
     Progress,
     Save,
     Saving,
+    SetEnding,
     Start,
     Stop,
     apply,
@@ -162,15 +162,15 @@ CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
     "too few survivors wait": (view(job(A, B), failed(A, "peer"), node(B, connected=False)), (EndGeneration(KILL),)),
     "user code": (
         view(job(A, B, C), failed(A, "peer"), failed(B, "user", at=NOW - 0.2), node(C)),
-        (Fail(failure("user", at=NOW - 0.2), B), start(A, B, C, cause=Cause(kind="crash", node=B))),
+        (CountFailure(failure("user", at=NOW - 0.2), B), start(A, B, C, cause=Cause(kind="crash", node=B))),
     ),
     "user code once too often": (
         view(job(A, B, C, restarts=3), node(A), failed(B, "user"), node(C)),
-        (Fail(failure("user"), B), EndGeneration(), Finish("failed", "boom")),
+        (CountFailure(failure("user"), B), EndGeneration(), Finish("failed", "boom")),
     ),
     "the earliest failure counts": (
         view(job(A, B, C), failed(A, "user", at=NOW - 0.5), failed(B, "user"), node(C)),
-        (Fail(failure("user", at=NOW - 0.5), A), start(A, B, C, cause=Cause(kind="crash", node=A))),
+        (CountFailure(failure("user", at=NOW - 0.5), A), start(A, B, C, cause=Cause(kind="crash", node=A))),
     ),
     "a worker that dies on a node being taken is no crash": (
         view(job(A, B, C), node(A), failed(B, "signal", notice=notice()), node(C)),
@@ -186,7 +186,7 @@ CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
             failed(A, "signal", at=NOW - 2, reported_at=NOW),
             *(failed(n, "peer", at=NOW - 2.1, reported_at=NOW) for n in (B, C)),
         ),
-        (Fail(failure("signal", at=NOW - 2), A), start(A, B, C, cause=Cause(kind="crash", node=A))),
+        (CountFailure(failure("signal", at=NOW - 2), A), start(A, B, C, cause=Cause(kind="crash", node=A))),
     ),
     "killed by a signal since a peer was lost": (
         view(job(A, B, C), failed(A, "signal"), node(B, connected=False, cloud="gone"), node(C)),
@@ -207,7 +207,7 @@ CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
             job(saving=Saving(ref=StateRef(generation=1, step=48), holders=(A, B), since=NOW), stopping="so"),
             *(node(A, phase="drained", parts=(part(0, "x"),)), node(B, phase="drained", parts=(part(1, "y"),))),
         ),
-        (Conclude(Ending(phase="stopped", reason="so", state=StateRef(generation=1, step=48))),),
+        (SetEnding(Ending(phase="stopped", reason="so", state=StateRef(generation=1, step=48))),),
     ),
     "peers failed: first see who is gone": (
         view(job(A, B, C), failed(A, "peer"), failed(B, "peer"), node(C)),
@@ -218,7 +218,7 @@ CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
             job(A, B, C),
             *(failed(n, "peer", at=NOW - 2, reported_at=NOW) for n in (A, B, C)),
         ),
-        (Fail(failure("peer", at=NOW - 2), A), start(A, B, C, cause=Cause(kind="crash", node=A))),
+        (CountFailure(failure("peer", at=NOW - 2), A), start(A, B, C, cause=Cause(kind="crash", node=A))),
     ),
     "grow": (
         view(job(A, B), node(A), node(B), spare(C)),
@@ -250,7 +250,7 @@ CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
     ),
     "stop while waiting": (
         view(job(stopping="stopped by the operator"), spare(A)),
-        (Conclude(Ending(phase="stopped", reason="stopped by the operator")),),
+        (SetEnding(Ending(phase="stopped", reason="stopped by the operator")),),
     ),
     "the budget is spent": (
         view(job(A, B, cost=2.5, spec=spec(budget=2.5)), node(A), node(B)),
@@ -261,7 +261,7 @@ CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
             job(A, B, progress=Progress(base=0, step=50, stepped_at=NOW - 301, pace=0.1)),
             *(node(A, stepped_at=NOW - 301), node(B, stepped_at=NOW - 301)),
         ),
-        (Dump(),),
+        (DumpStacks(),),
     ),
     "no hang: the start may take longer": (
         view(
@@ -404,7 +404,7 @@ CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
             job(A, B, progress=Progress(base=0, step=50, stepped_at=NOW - 301, pace=0.1)),
             *(node(A, phase="succeeded", stepped_at=NOW - 301), node(B, stepped_at=NOW - 301)),
         ),
-        (Dump(),),
+        (DumpStacks(),),
     ),
     "no member takes the generation up": (
         view(

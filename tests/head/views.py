@@ -110,7 +110,7 @@ def frozen(name: str, seconds: float, **changes: Any) -> Node:
 
 def planned(view: View) -> tuple[Any, ...]:
     """All that the head does now: for the job, then about single machines."""
-    return (*plan(view), *decide(view).recreate)
+    return (*plan(view).actions, *decide(view).recreate)
 
 
 def wanted(view: View, action: Recreate) -> bool:

@@ -25,7 +25,7 @@ from spotrun.head.fleet.decide import decide, wanted
 from spotrun.head.fleet.pools import Fleet
 from spotrun.head.fleet.record import Recreate, exhausted
 from spotrun.head.fleet.replacements import Replacements
-from spotrun.head.job_state import Cause, EndGeneration, Finish, JobState, Rest, apply, saved
+from spotrun.head.job_state import Cause, EndGeneration, Finish, JobState, SetIdle, apply, saved
 from spotrun.head.journal import Journal
 from spotrun.head.lease import Lease
 from spotrun.head.life_signs import Signs
@@ -280,11 +280,11 @@ class Head:
             self.add_event("checkpoint", f"step {manifest.step} is in the bucket")
             job = saved(job, tuple(found), manifest, now)
         self.job = job
-        for action in plan(self._view(now)):
+        for action in plan(self._view(now)).actions:
             if said := event(job, action):
                 self.add_event(*said)
             job = apply(job, action, now)
-            if isinstance(action, Finish | EndGeneration | Rest):
+            if isinstance(action, Finish | EndGeneration | SetIdle):
                 self._look_now.set()
         return job
 

@@ -197,7 +197,7 @@ class AbortSave:
 
 
 @dataclass(frozen=True)
-class Fail:
+class CountFailure:
     """User code failed. Counts as a restart."""
 
     failure: Failure
@@ -206,7 +206,7 @@ class Fail:
 
 
 @dataclass(frozen=True)
-class Dump:
+class DumpStacks:
     """The workers hang: keep their stacks, end them."""
 
 
@@ -218,7 +218,7 @@ class Stop:
 
 
 @dataclass(frozen=True)
-class Conclude:
+class SetEnding:
     """Settle what the job will become, once its state is safe."""
 
     ending: Ending
@@ -240,14 +240,27 @@ class Finish:
 
 
 @dataclass(frozen=True)
-class Rest:
+class SetIdle:
     """Give the machines back, or ask for them again."""
 
     idle: Idle
     why: str
 
 
-Action = Start | EndGeneration | Drain | Save | AbortSave | Fail | Dump | Stop | Conclude | Resume | Finish | Rest
+Action = (
+    Start
+    | EndGeneration
+    | Drain
+    | Save
+    | AbortSave
+    | CountFailure
+    | DumpStacks
+    | Stop
+    | SetEnding
+    | Resume
+    | Finish
+    | SetIdle
+)
 
 
 def apply(job: JobState, action: Action, now: float) -> JobState:
@@ -283,14 +296,14 @@ def apply(job: JobState, action: Action, now: float) -> JobState:
             # Not at once again: what made it fail may still be there.
             retry = now - job.spec.checkpoint_interval + 2.0
             return job.model_copy(update={"saving": None, "saved_at": max(job.saved_at, retry)})
-        case Fail():
+        case CountFailure():
             found = {"restarts": job.restarts + 1, "failure": action.failure, "failed_node": action.node}
             return job.model_copy(update=found | {"stacks": action.stacks or job.stacks})
-        case Dump():
+        case DumpStacks():
             return job.model_copy(update={"dumping": True})
         case Stop():
             return job.model_copy(update={"stopping": action.reason})
-        case Conclude():
+        case SetEnding():
             return job.model_copy(update={"ending": action.ending})
         case Resume():
             return job.model_copy(update={"ending": None, "phase": "waiting", "saving": None})
@@ -298,7 +311,7 @@ def apply(job: JobState, action: Action, now: float) -> JobState:
             job = _end_generation(job, None, now)
             final = {"phase": action.phase, "reason": action.reason, "ended": now}
             return job.model_copy(update=final | {"saving": None, "ending": None, "idle": None})
-        case Rest():
+        case SetIdle():
             return job.model_copy(update={"idle": action.idle})
 
 

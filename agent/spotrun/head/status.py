@@ -14,23 +14,22 @@ from spotrun.head.job_state import (
     ENDED,
     AbortSave,
     Action,
+    CountFailure,
     Drain,
     EndGeneration,
-    Fail,
     Finish,
     JobState,
-    Rest,
     Resume,
+    SetIdle,
     Start,
     Stop,
 )
-from spotrun.head.planner import idle, silence
-from spotrun.head.planner.liveness import eligible
+from spotrun.head.planner import silence
+from spotrun.head.planner.plan import plan
 from spotrun.head.view import View
 from spotrun.spec import ClusterSpec
 
 EVENTS = 50  # newest ones in a status document
-NAMED = 4  # nodes that a reason names
 
 
 def status(
@@ -49,7 +48,7 @@ def status(
     nodes = _nodes(view, instances)
     found = job_status(job, view) if job else None
     if found and view:
-        found["reason"] = found["reason"] or _awaited(view, nodes)
+        found["reason"] = found["reason"] or plan(view).reason
     return {
         "cluster": cluster.name,
         "head": {"epoch": epoch, "description": cluster.digest},
@@ -139,24 +138,6 @@ def _nodes(view: View | None, instances: Sequence[Instance]) -> list[dict[str, A
     return found
 
 
-def _awaited(view: View, nodes: Sequence[dict[str, Any]]) -> str:
-    """Why a job does not train yet: 1 of 2 nodes ready; waiting for spot-1 (preparing). Empty if it waits for none."""
-    job = view.job
-    if job.phase not in ("queued", "waiting") or job.stopping or idle.resting(job):
-        return ""
-    spec = job.spec
-    ready = {node.name for node in eligible(view)}
-    # Machines that leave are not waited for.
-    coming = [node for node in nodes if node["state"] in ("provisioning", "running") and not node["notice"]]
-    missing = [f"{node['name']} ({node['phase'] or node['state']})" for node in coming if node["name"] not in ready]
-    if not missing and len(ready) >= spec.nodes.min:
-        return ""
-    wanted = f"{spec.nodes.min}" if spec.nodes.max == spec.nodes.min else f"{spec.nodes.min} to {spec.nodes.max}"
-    more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
-    awaited = ", ".join(missing[:NAMED]) + more if missing else "machines"
-    return f"{len(ready)} of {wanted} nodes ready; waiting for {awaited}"
-
-
 def event(job: JobState, action: Action) -> tuple[str, str] | None:
     """(kind, text) by which operators hear of an action; None for those that say nothing."""
     match action:
@@ -170,11 +151,11 @@ def event(job: JobState, action: Action) -> tuple[str, str] | None:
             return "generation", f"none; waiting for nodes{_why(action)}"
         case Drain():
             return "drain", f"all stop after step {action.step}{_why(action)}"
-        case Fail():
+        case CountFailure():
             return "failure", f"{action.node} rank {action.failure.rank}: {action.failure.message}"
         case AbortSave():
             return "checkpoint", f"given up: {action.reason}"
-        case Rest():
+        case SetIdle():
             return "job", action.why
         case Stop():
             return "job", action.reason

@@ -9,7 +9,7 @@ head continues the same wait.
 from __future__ import annotations
 
 from spotrun.head.fleet.classify import classify
-from spotrun.head.job_state import Idle, JobState, Rest
+from spotrun.head.job_state import Idle, JobState, SetIdle
 from spotrun.head.planner import patience
 from spotrun.head.planner.liveness import had_joined, reports
 from spotrun.head.timeouts import TIMEOUTS
@@ -34,7 +34,7 @@ def observe(job: JobState, view: View) -> JobState:
     return job
 
 
-def decide(view: View) -> tuple[Rest, ...]:
+def decide(view: View) -> tuple[SetIdle, ...]:
     """Give the machines back, ask again, or neither."""
     idle, now = view.job.idle, view.now
     if idle is None or not view.listed:
@@ -43,13 +43,13 @@ def decide(view: View) -> tuple[Rest, ...]:
     if not idle.next:
         if now - idle.since < view.job.spec.hold_idle or not _saved(view, idle):
             return ()
-        why = f"{found} of the {least} machines that it needs, for {_minutes(now - idle.since)}: they are given back"
+        why = f"{found} of the {least} machines that it needs, for {duration(now - idle.since)}: they are given back"
         return (_later(idle, now, why),)
     if not idle.until:
         if now < idle.next:
             return ()
         began = idle.model_copy(update={"tries": idle.tries + 1, "until": now + PROBE})
-        return (Rest(began, f"asking the cloud for machines again, for {_minutes(PROBE)} (try {began.tries})"),)
+        return (SetIdle(began, f"asking the cloud for machines again, for {duration(PROBE)} (try {began.tries})"),)
     if now < idle.until or not _saved(view, idle):
         return ()
     return (_later(idle, now, f"still {found} of {least} machines: given back"),)
@@ -67,12 +67,12 @@ def condition(view: View) -> dict[str, object] | None:
         return None
     found = f"{len(usable(view))} of {view.job.spec.nodes.min} machines"
     if resting(view.job):
-        text = f"waiting, machines given back; next try in {_minutes(idle.next - view.now)}"
+        text = f"waiting, machines given back; next try in {duration(idle.next - view.now)}"
     elif idle.until:
-        text = f"waiting, asking the cloud again: {found}, for {_minutes(idle.until - view.now)} more"
+        text = f"waiting, asking the cloud again: {found}, for {duration(idle.until - view.now)} more"
     else:
         text = (
-            f"waiting with {found}; they are given back in {_minutes(idle.since + view.job.spec.hold_idle - view.now)}"
+            f"waiting with {found}; they are given back in {duration(idle.since + view.job.spec.hold_idle - view.now)}"
         )
     return {"since": idle.since, "text": text}
 
@@ -85,6 +85,12 @@ def usable(view: View) -> set[str]:
     return (listed | connected).difference(bad)
 
 
+def duration(seconds: float) -> str:
+    """90 s, 5 min"""
+    whole = max(0, round(seconds))
+    return f"{whole} s" if whole < 120 else f"{round(whole / 60)} min"
+
+
 def _saved(view: View, idle: Idle) -> bool:
     """Whether every state is in the bucket. For the state of a silent machine, wait as long as that state is worth."""
     holders = patience.unsaved(view)
@@ -94,12 +100,6 @@ def _saved(view: View, idle: Idle) -> bool:
     return not away or view.now - idle.since > patience.patience(view.job, TIMEOUTS.last_holder)
 
 
-def _later(idle: Idle, now: float, why: str) -> Rest:
+def _later(idle: Idle, now: float, why: str) -> SetIdle:
     pause = min(AGAIN_MOST, AGAIN * 2**idle.tries)
-    return Rest(idle.model_copy(update={"next": now + pause, "until": 0.0}), f"{why}; next try in {_minutes(pause)}")
-
-
-def _minutes(seconds: float) -> str:
-    """90 s, 5 min"""
-    whole = max(0, round(seconds))
-    return f"{whole} s" if whole < 120 else f"{round(whole / 60)} min"
+    return SetIdle(idle.model_copy(update={"next": now + pause, "until": 0.0}), f"{why}; next try in {duration(pause)}")

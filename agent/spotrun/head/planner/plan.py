@@ -1,29 +1,30 @@
 """Who trains with whom, and what happens next: `plan(view)` is pure, and its tests are data.
 
-A rule runs through it: a generation is never ended because the *head* cannot see. That a node is lost takes two
-independent signals (see `health.lost`). Every rule looks at the whole view, so a head that has just been recreated
-comes to the same decisions as the one before it.
+A generation never ends because the head cannot see: an interruption takes two independent signals (see `liveness`).
+Every rule looks at the whole view, so a new head comes to the same decisions as the last one.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from spotrun.head.job_state import (
     Action,
     Cause,
-    Conclude,
+    CountFailure,
     Drain,
-    Dump,
+    DumpStacks,
     EndGeneration,
     Ending,
-    Fail,
     Finish,
     JobState,
+    SetEnding,
     Start,
     Stop,
 )
-from spotrun.head.planner import checkpointing, idle, patience, silence
+from spotrun.head.planner import checkpointing, idle, patience, silence, waiting
 from spotrun.head.planner.checkpointing import DRAIN_AHEAD, SAVE_PATIENCE
-from spotrun.head.planner.liveness import eligible, interrupted, silent
+from spotrun.head.planner.liveness import eligible, interrupted, reports, silent
 from spotrun.head.timeouts import TIMEOUTS
 from spotrun.head.view import Node, View
 from spotrun.wire import Failure, Member
@@ -33,8 +34,21 @@ MARGIN_BEFORE_DEADLINE = 3.0  # seconds before a noticed node goes at which its 
 GATHER = 10.0  # seconds a first generation waits for more than `min` nodes
 
 
-def plan(view: View) -> tuple[Action, ...]:
-    """What to do now; the caller applies the actions in order and plans again when anything changes."""
+@dataclass(frozen=True)
+class Plan:
+    """What one job does now. The caller applies the actions in order, and plans again when anything changes."""
+
+    actions: tuple[Action, ...]
+    reason: str = ""
+    """What the job waits for; empty: for nothing."""
+
+
+def plan(view: View) -> Plan:
+    """The actions of the job, and what it waits for."""
+    return Plan(_actions(view), waiting.reason(view))
+
+
+def _actions(view: View) -> tuple[Action, ...]:
     job = view.job
     if job.ended_already:
         return ()
@@ -50,7 +64,7 @@ def _assemble(view: View) -> tuple[Action, ...]:
     if job.failure and job.restarts > view.job.spec.max_restarts:
         return (Finish("failed", _reason(job)),)
     if job.stopping and job.ending is None:
-        return (Conclude(Ending(phase="stopped", reason=job.stopping, state=patience.newest(patience.unsaved(view)))),)
+        return (SetEnding(Ending(phase="stopped", reason=job.stopping, state=patience.newest(patience.unsaved(view)))),)
     ready = eligible(view)
     if job.ending is None:
         mine = [node for node in view.nodes if node.connected and node.report.job == job.id]
@@ -67,7 +81,7 @@ def _assemble(view: View) -> tuple[Action, ...]:
         return (checkpointing.closing(view),)
     if job.ending.deadline == 0:
         deadline = view.now + SAVE_PATIENCE
-        return (Conclude(job.ending.model_copy(update={"deadline": deadline})), *found)
+        return (SetEnding(job.ending.model_copy(update={"deadline": deadline})), *found)
     return found
 
 
@@ -79,7 +93,7 @@ def _ahead_of(view: View, ready: list[Node]) -> bool:
     job = view.job
     if job.current is None and view.now - job.ordered_at > patience.patience(job, SAVE_PATIENCE):
         return False
-    here = [n for n in view.nodes if n.connected and n.report.job == job.id and not silent(view, n)]
+    here = [n for n in view.nodes if reports(view, n) and n.report.job == job.id]
     newest = max(map(patience.state, here), default=(-1, -1))
     return newest > job.newest and newest[0] > max((patience.state(n)[0] for n in ready), default=newest[0])
 
@@ -113,7 +127,7 @@ def _supervise(view: View) -> tuple[Action, ...]:
 
 def _after_failure(view: View, failure: Failure, node: Node) -> tuple[Action, ...]:
     """Count it; again from the newest snapshot, or the end."""
-    fail = Fail(failure, node.name, node.report.stacks)
+    fail = CountFailure(failure, node.name, node.report.stacks)
     cause = Cause(kind="hang" if failure.kind == "hang" else "crash", node=node.name)
     if view.job.restarts + 1 > view.job.spec.max_restarts:
         return (fail, EndGeneration(cause=None, ending=None), Finish("failed", failure.message))
@@ -191,7 +205,7 @@ def _hang(view: View, here: list[Node]) -> tuple[Action, ...]:
         since, limit = job.progress.stepped_at, view.job.spec.hang_timeout
     # The head itself may have been away: give reports time to arrive before judging by them.
     since = max(since, view.awake_since)
-    return (Dump(),) if view.now - since > limit else ()
+    return (DumpStacks(),) if view.now - since > limit else ()
 
 
 def _unable(view: View, node: Node) -> bool:
