@@ -20,8 +20,7 @@ class Pool:
 
     name: str
     max: int
-    size: int
-    """What the cloud was asked for last."""
+    size: int  # what the cloud was asked for last
     states: Mapping[str, str] = field(default_factory=dict)
     """The pool's machines with their states, as in `fleet.classify`."""
     supply: Literal["open", "short", "away", "closed"] = "open"
@@ -59,18 +58,15 @@ class Observation:
     """What the policy sees."""
 
     pools: tuple[Pool, ...]
-    needed: int
-    """Machines that the job wants."""
-    keep: frozenset[str] = frozenset()
-    """Machines that must not be taken away: members."""
+    needed: int  # machines that the job wants
+    keep: frozenset[str] = frozenset()  # machines that must not be taken away: members
 
 
 @dataclass(frozen=True)
 class Decision:
     """What the pools should be."""
 
-    sizes: dict[str, int]
-    """Pools to resize."""
+    sizes: dict[str, int]  # pools to resize
     remove: tuple[str, ...] = ()
     """Machines to delete. Each lowers its pool's size by one."""
 

@@ -68,16 +68,12 @@ class Ending(Document):
 
 
 class Idle(Document):
-    """A job that has had fewer machines than it needs for some time; see `head.idle`.
-
-    since: when that began. tries: how often the cloud was asked again. next: when it is asked again; 0: the machines
-    are still kept. until: when the current try ends; 0: no try is under way.
-    """
+    """A job that has had fewer machines than it needs for some time; see `planner.idle`."""
 
     since: float
-    tries: int = 0
-    next: float = 0.0
-    until: float = 0.0
+    tries: int = 0  # how often the cloud was asked again
+    next: float = 0.0  # when it is asked again; 0: the machines are still kept
+    until: float = 0.0  # when the current try ends; 0: no try is under way
 
 
 class Progress(Document):

@@ -10,16 +10,12 @@ class Timeouts:
     """Each field says what is waited for, and why that long."""
 
     # Agents.
-    rejoin: float = 10.0
-    """For agents to find a new head, at the most."""
+    rejoin: float = 10.0  # for agents to find a new head, at the most
     alone: float = 300.0
     """Before a silent machine is replaced while no node reports: the head may be the one that is cut off."""
-    slow_step: float = 30.0
-    """Without a step and without the member's report: that tells as much as three slow steps."""
-    failure: float = 1.2
-    """For a node's fate to show after a collective failed: a little more than two reports."""
-    last_logs: float = 10.0
-    """For an agent to upload its last logs before its machine goes."""
+    slow_step: float = 30.0  # without a step and without the member's report: that tells as much as three slow steps
+    failure: float = 1.2  # for a node's fate to show after a collective failed: a little more than two reports
+    last_logs: float = 10.0  # for an agent to upload its last logs before its machine goes
 
     # Machines.
     boot: float = 900.0
@@ -33,16 +29,12 @@ class Timeouts:
     """The same, if the machine alone holds the newest state: its agent uploads that state meanwhile."""
     silent: float = 20.0
     """Before a silent machine is replaced that no job waits for, or that alone holds the newest state."""
-    last_holder: float = 3600.0
-    """For a machine that may alone hold the newest state, at the most."""
+    last_holder: float = 3600.0  # for a machine that may alone hold the newest state, at the most
     retry: float = 60.0
     """For the cloud to replace a machine before it is asked again. Each further wait is twice as long."""
-    retry_most: float = 900.0
-    """The longest wait between two such requests."""
-    replacement_window: float = 3600.0
-    """The time in which a pool's replacements are counted."""
-    retirement_gap: float = 300.0
-    """Between two machines that retire: a successor boots meanwhile."""
+    retry_most: float = 900.0  # the longest wait between two such requests
+    replacement_window: float = 3600.0  # the time in which a pool's replacements are counted
+    retirement_gap: float = 300.0  # between two machines that retire: a successor boots meanwhile
 
 
 TIMEOUTS = Timeouts()

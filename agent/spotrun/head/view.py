@@ -17,13 +17,10 @@ GONE = ("stopping", "terminated", "gone")
 class Node:
     """An agent as the head sees it."""
 
-    report: Report
-    """The newest one."""
+    report: Report  # the newest one
     connected: bool
-    reported_at: float
-    """When the newest report arrived."""
-    cloud: str | None = None
-    """The state of its machine, if the cloud has told it."""
+    reported_at: float  # when the newest report arrived
+    cloud: str | None = None  # the state of its machine, if the cloud has told it
     since: float = 0.0
     """When this head first heard of its present phase. An unfit phase goes on through checks after agent restarts."""
     due: float = 0.0
@@ -63,17 +60,12 @@ class Machine:
 
     name: str
     pool: str
-    state: str
-    """As in `Instance`; `unknown` if its zone has stopped answering."""
+    state: str  # as in `Instance`; `unknown` if its zone has stopped answering
     created: float
-    answered: float = 0.0
-    """When an agent of this name last reported another phase than checking."""
-    kind: str = ""
-    """The machine type."""
-    ends: float = 0.0
-    """As in `Instance`."""
-    retires: float = 0.0
-    """When it is drained and replaced because of that end (`retirement.planned`); 0: never."""
+    answered: float = 0.0  # when an agent of this name last reported another phase than checking
+    kind: str = ""  # the machine type
+    ends: float = 0.0  # as in `Instance`
+    retires: float = 0.0  # when it is drained and replaced because of that end (`retirement.planned`); 0: never
 
     @property
     def joined(self) -> bool:
@@ -85,16 +77,11 @@ class Machine:
 class Sign:
     """A node's sign of life in the bucket. Times are the head's. Undocumented fields are as in `AliveRecord`."""
 
-    changed: float
-    """When the head first saw this sign."""
-    advanced: float
-    """When the head first saw this step."""
-    looked: float
-    """When the bucket last answered a read of the sign."""
-    boot: str = ""
-    """Of the agent that wrote the sign; empty: there is no sign."""
-    clock: float = 0.0
-    """The time by the node's clock, only used to tell one sign from the next."""
+    changed: float  # when the head first saw this sign
+    advanced: float  # when the head first saw this step
+    looked: float  # when the bucket last answered a read of the sign
+    boot: str = ""  # of the agent that wrote the sign; empty: there is no sign
+    clock: float = 0.0  # the time by the node's clock, only used to tell one sign from the next
     every: float = 0.0
     job: str = ""
     generation: int = 0
@@ -108,22 +95,15 @@ class View:
     now: float
     job: JobState
     nodes: tuple[Node, ...]
-    expected: int = 0
-    """How many machines the pools have been asked for."""
-    waiting_since: float = 0.0
-    """When the newest node became ready, or the job was submitted."""
-    began: float = 0.0
-    """When this head started."""
-    awake_since: float = 0.0
-    """Since when this head has run without a gap."""
+    expected: int = 0  # how many machines the pools have been asked for
+    waiting_since: float = 0.0  # when the newest node became ready, or the job was submitted
+    began: float = 0.0  # when this head started
+    awake_since: float = 0.0  # since when this head has run without a gap
     vanished: frozenset[str] = frozenset()
     """Members that have not reported to this head, and whose machines the cloud no longer has."""
-    machines: tuple[Machine, ...] = ()
-    """All that the cloud lists; none if the cloud does not answer."""
-    listed: bool = True
-    """Whether the cloud answered."""
-    replaced: tuple[Replacement, ...] = ()
-    """The cluster's replacements, in order."""
+    machines: tuple[Machine, ...] = ()  # all that the cloud lists; none if the cloud does not answer
+    listed: bool = True  # whether the cloud answered
+    replaced: tuple[Replacement, ...] = ()  # the cluster's replacements, in order
     signs: Mapping[str, Sign] = field(default_factory=dict)
     """Signs of life by node name, of the nodes that the head looks for in the bucket (`silence.watched`)."""
 

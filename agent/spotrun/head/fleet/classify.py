@@ -33,10 +33,8 @@ class Condition:
     machine: Machine
     state: State
     reason: str = ""
-    since: float = 0.0
-    """Since when, epoch seconds; of a machine that was never fit, when its time was over."""
-    replacement: Recreate | None = None
-    """What the cloud should be asked for; None: nothing."""
+    since: float = 0.0  # since when, epoch seconds; of a machine that was never fit, when its time was over
+    replacement: Recreate | None = None  # what the cloud should be asked for; None: nothing
 
     @property
     def unusable(self) -> bool:

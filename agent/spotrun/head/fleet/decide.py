@@ -24,14 +24,12 @@ Conditions = Mapping[str, Condition]
 class FleetPlan:
     """What to ask of the cloud now."""
 
-    resize: Mapping[str, int] = field(default_factory=dict)
-    """The sizes of the pools that change."""
+    resize: Mapping[str, int] = field(default_factory=dict)  # the sizes of the pools that change
     remove: tuple[str, ...] = ()
     """Machines to delete. Each lowers its pool's size by one."""
     recreate: tuple[Recreate, ...] = ()
     """Machines to replace. Pools keep their sizes."""
-    reasons: Mapping[str, str] = field(default_factory=dict)
-    """What operators should know of a pool: one line."""
+    reasons: Mapping[str, str] = field(default_factory=dict)  # what operators should know of a pool: one line
 
 
 def decide(view: View, pools: Sequence[Pool] = (), needed: int | None = None) -> FleetPlan:

@@ -19,29 +19,26 @@ T = TypeVar("T")
 
 
 class Fleet:
-    """The pools of one cluster. instances: None while the cloud does not answer. last_list: its last answer, even then.
-
-    away: pools that it cannot be asked about, as their zone is out, and since when. Of those, `instances` and `sizes`
-    are the last known ones, nothing is asked for, and others stand in for what is not heard there.
-    """
+    """The pools of one cluster, as the cloud told them last."""
 
     def __init__(self, cluster: ClusterSpec, cloud: Cloud) -> None:
         self.cluster = cluster
-        self.instances: list[Instance] | None = None
+        self.instances: list[Instance] | None = None  # None while the cloud does not answer
         self.sizes: dict[str, int] = {}
+        # Pools whose zone does not answer, and since when. Their instances and sizes are the last known ones.
         self.away: dict[str, Problem] = {}
         self.prices: dict[str, float] = {}
-        self.last_list: list[Instance] | None = None  # None: the cloud has never answered
+        self.last_list: list[Instance] | None = None  # the last answer, if any, even while there is none now
         self.looked = asyncio.Condition()  # notified each time the cloud was asked, with or without an answer
         self._cloud = cloud
         self._problems: list[Problem] = []  # as the cloud told them last
-        self._unpriced = "the cloud has not been asked yet"  # why `prices` is not its word; "" if it is
+        self._unpriced = "the cloud has not been asked yet"  # why `prices` are not known; "" if they are
         self._refused: set[str] = set()  # pools that did not take their last size
 
     async def look(self) -> list[Problem]:
-        """Ask the cloud; problems that are new. Raises `CloudError` if machines are not known then.
+        """Ask the cloud. Returns new problems. Raises `CloudError` if the cloud does not list its machines.
 
-        Of problems and prices, and of pools whose zone is out, what was known before stands.
+        Problems, prices and pools about which the cloud does not answer stay as they were.
         """
         before = {(problem.pool, problem.message) for problem in self.problems}
         try:
@@ -49,7 +46,7 @@ class Fleet:
         finally:
             async with self.looked:
                 self.looked.notify_all()
-        # Each for itself: problems that cannot be told must not keep a budget from being held.
+        # One by one: a budget needs the prices even when the problems are not known.
         try:
             self.prices, self._unpriced = await self._cloud.prices(), ""
         except SpotrunError as error:
@@ -122,7 +119,7 @@ class Fleet:
         return next((each.created for each in self.instances or () if each.name == node), 0.0)
 
     def unpriced(self) -> str:
-        """Why a budget could not be held: what machines cost nobody knows, or not yet; "" if it can be."""
+        """Why the price of machines is not known, so that no budget can be kept; "" if it is known."""
         missing = ", ".join(pool.name for pool in self.cluster.pools if pool.name not in self.prices)
         if self._unpriced:
             return f"what machines cost is not known yet: {self._unpriced}; try again, or leave budget out"
@@ -131,9 +128,9 @@ class Fleet:
         return ""
 
     def state_of(self, node: str, reported_at: float, pool: str | None = None) -> str | None:
-        """The state of the machine that ran the agent last heard at `heard`; None if the cloud cannot be asked.
+        """The state of the machine whose agent reported last at `reported_at`; None if the cloud does not answer.
 
-        pool: as that agent said; None: not known, so that any which is away may have it.
+        pool: as the agent reported; None: not known, so it may be any pool whose zone does not answer.
         """
         if self.instances is None:
             return None
@@ -141,7 +138,7 @@ class Fleet:
         pool = instance.pool if instance else pool
         if pool in self.away or (pool is None and self.away):
             return None
-        # A machine made after this agent was last heard is its successor.
+        # A machine made after this agent's last report is a successor.
         return "gone" if instance is None or instance.created > reported_at else instance.state
 
     async def _list(self) -> None:
@@ -159,7 +156,7 @@ class Fleet:
         self.instances = self.last_list = [each for each in (*last, *found) if self.cluster.pool(each.pool)]
 
     def _note_away(self, missing: dict[str, str]) -> None:
-        now, before = time.time(), self.away  # the first words stay: the next ones are news of nothing
+        now, before = time.time(), self.away  # the first message stays: a changed one would be another event
         self.away = {
             pool.name: before.get(pool.name)
             or Problem(pool.name, "other", f"zone {pool.zone} does not answer: {missing[pool.name]}", now)

@@ -23,10 +23,8 @@ class Recreate:
     pool: str = ""
     why: str = ""
     """What is wrong with a machine that never served; empty for a machine that served and no longer answers."""
-    created: float = 0.0
-    """When the cloud made the machine: tells it from its successor of the same name."""
-    planned: bool = False
-    """The machine is well, and its end is known."""
+    created: float = 0.0  # when the cloud made the machine: tells it from its successor of the same name
+    planned: bool = False  # the machine is well, and its end is known
 
     @property
     def unfit(self) -> bool:
@@ -39,12 +37,10 @@ class Replacement(Document):
 
     node: str
     pool: str
-    at: float
-    """When the cloud was last asked."""
+    at: float  # when the cloud was last asked
     why: str = ""
     created: float = 0.0
-    tries: int = 1
-    """How often the cloud was asked."""
+    tries: int = 1  # how often the cloud was asked
     refused: str = ""
     """Why the last request was not carried out. A refused request does not count against the limit."""
     planned: bool = False

@@ -70,8 +70,8 @@ def closing(view: View) -> Finish | Resume:
     ending = job.ending
     last = max([(-1, -1), *map(patience.state, holders), *([(s.generation, s.step)] if (s := ending.state) else [])])
     if last <= job.newest:
-        unheard = patience.unheard(view) if ending.phase == "stopped" else ""
-        return Finish(ending.phase, "; ".join(filter(None, [ending.reason, unheard])))
+        missing = patience.unreported(view) if ending.phase == "stopped" else ""
+        return Finish(ending.phase, "; ".join(filter(None, [ending.reason, missing])))
     reachable = [node for node in holders if reports(view, node)]
     kept = f"the newest checkpoint is of step {job.newest[1]}" if job.checkpoints else "there is no checkpoint"
     names = ", ".join(sorted(node.name for node in holders)) or "the nodes that held it"
@@ -135,8 +135,8 @@ def ahead(view: View, here: list[Node], seconds: float) -> int:
     newest = max((w.step for n in here for w in n.report.workers), default=view.job.progress.step)
     stepped_at = max((w.stepped_at for n in here for w in n.report.workers), default=view.now)
     # Only steps since the last report are unknown: one long step before it does not stand for many short steps.
-    heard = max((n.reported_at for n in here), default=view.now)
-    since = max(0.0, view.now - max(stepped_at, heard))
+    reported_at = max((n.reported_at for n in here), default=view.now)
+    since = max(0.0, view.now - max(stepped_at, reported_at))
     return newest + max(1, math.ceil(round((since + seconds) / pace + min(2.0, 1.0 / pace), 6)))
 
 

@@ -28,7 +28,7 @@ def patience(job: JobState, most: float) -> float:
 
 
 def unsaved(view: View) -> list[Node]:
-    """Nodes, heard or not, that hold a newer state than the bucket."""
+    """Nodes, silent ones too, that hold a newer state than the bucket."""
     mine = (node for node in view.nodes if node.report.job == view.job.id and not node.gone)
     return [node for node in mine if state(node) > view.job.newest]
 
@@ -44,14 +44,14 @@ def out_of_reach(view: View, most: float) -> bool:
     return view.now - since > patience(view.job, most)
 
 
-def unheard(view: View) -> str:
-    """What may be lost with members of the newest generation that this head has never heard; "" if nothing."""
+def unreported(view: View) -> str:
+    """What may be lost with members of the newest generation that have not reported to this head; "" if nothing."""
     job, known = view.job, {node.name for node in view.nodes}
     names = ", ".join(member.node for member in job.last if member.node not in known)
     if not names or at_stake(job) <= 0:
         return ""
     kept = f"the newest checkpoint is of step {job.newest[1]}" if job.checkpoints else "there is no checkpoint"
-    return f"the state after step {job.reached} is lost, {names} are not heard; {kept}"
+    return f"the state after step {job.reached} is lost, {names} do not report; {kept}"
 
 
 def state(node: Node) -> tuple[int, int]:

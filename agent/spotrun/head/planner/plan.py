@@ -29,7 +29,7 @@ from spotrun.head.timeouts import TIMEOUTS
 from spotrun.head.view import Node, View
 from spotrun.wire import Failure, Member
 
-DRAIN_PATIENCE = 60.0  # seconds to wait for a drain nobody's machine depends on
+DRAIN_PATIENCE = 60.0  # seconds to wait for a drain that no machine's end depends on
 MARGIN_BEFORE_DEADLINE = 3.0  # seconds before a noticed node goes at which its drain is given up
 GATHER = 10.0  # seconds a first generation waits for more than `min` nodes
 
@@ -39,8 +39,7 @@ class Plan:
     """What one job does now. The caller applies the actions in order, and plans again when anything changes."""
 
     actions: tuple[Action, ...]
-    reason: str = ""
-    """What the job waits for; empty: for nothing."""
+    reason: str = ""  # what the job waits for; empty: for nothing
 
 
 def plan(view: View) -> Plan:
@@ -86,9 +85,9 @@ def _assemble(view: View) -> tuple[Action, ...]:
 
 
 def _ahead_of(view: View, ready: list[Node]) -> bool:
-    """Whether only nodes that are leaving hold what the last generation did: it must get into the bucket first.
+    """Whether only leaving nodes hold the last generation's state, so that it must get into the bucket first.
 
-    If one of these was in that generation it is not worth the wait: a snapshot interval is the most that is lost.
+    Not if a ready node was in that generation: then a snapshot interval is the most that can be lost.
     """
     job = view.job
     if job.current is None and view.now - job.ordered_at > patience.patience(job, SAVE_PATIENCE):
@@ -126,7 +125,7 @@ def _supervise(view: View) -> tuple[Action, ...]:
 
 
 def _after_failure(view: View, failure: Failure, node: Node) -> tuple[Action, ...]:
-    """Count it; again from the newest snapshot, or the end."""
+    """Count the failure. Restart from the newest snapshot, or end the job after too many."""
     fail = CountFailure(failure, node.name, node.report.stacks)
     cause = Cause(kind="hang" if failure.kind == "hang" else "crash", node=node.name)
     if view.job.restarts + 1 > view.job.spec.max_restarts:
@@ -143,7 +142,7 @@ def _restart(view: View, cause: Cause) -> Action:
 
 
 def _drain_on(view: View, here: list[Node], size: int) -> tuple[Action, ...]:
-    """Wait until all have stopped; choose a later step if one had passed it."""
+    """Wait until all workers have stopped. Choose a later step if one of them had passed the step already."""
     job = view.job
     assert job.draining is not None
     settled = [node for node in here if node.report.phase in ("drained", "failed", "succeeded")]
@@ -174,27 +173,27 @@ def _change(view: View, here: list[Node]) -> tuple[Action, ...]:
         return ()
     if stepping:
         return (Drain(checkpointing.ahead(view, here, DRAIN_AHEAD), cause, deadline),)
-    # Nothing was done yet that could be lost; but growing can wait for the first step.
+    # No work could be lost yet. Growth can wait for the first step.
     return () if cause.kind == "grow" else (_restart(view, cause),)
 
 
 def _worth_growing(view: View) -> bool:
-    """More nodes are ready, and the last change is long enough ago to have paid for itself."""
+    """Whether more nodes are ready, and the last change is long enough ago to have paid for itself."""
     job = view.job
     size = len(job.current.members) if job.current else 0
     if size >= view.job.spec.nodes.max or view.now - job.ordered_at < view.job.spec.grow_interval:
         return False
     left = (job.progress.total_steps - job.progress.step) * job.progress.pace
     if job.progress.total_steps and left < view.job.spec.grow_interval / 3:
-        return False  # the job is over before the pause is made good
+        return False  # the job ends before the growth pays for its pause
     names = {member.node for member in job.current.members} if job.current else set()
     return any(node.name not in names for node in eligible(view))
 
 
 def _hang(view: View, here: list[Node]) -> tuple[Action, ...]:
-    """All alive, none stepping for too long: keep the stacks and end it. The agents then report kind hang."""
+    """No worker steps for too long: keep the stacks and end the workers. The agents then report kind hang."""
     job = view.job
-    # One that has succeeded waits for nobody; those it leaves behind may hang all the same.
+    # A node that has succeeded does not wait for the others, which may still hang.
     if job.dumping or any(n.report.phase not in ("starting", "running", "succeeded") for n in here) or not here:
         return ()
     if any(silent(view, node) for node in here):
@@ -209,7 +208,7 @@ def _hang(view: View, here: list[Node]) -> tuple[Action, ...]:
 
 
 def _unable(view: View, node: Node) -> bool:
-    """Whether a member, though it is heard, has not taken up the generation and will not."""
+    """Whether a member reports, but has not taken up the generation and will not."""
     if node.report.generation >= view.job.generation or not node.connected or silent(view, node):
         return False
     waited = view.now - max(view.job.ordered_at, view.awake_since)
@@ -217,9 +216,9 @@ def _unable(view: View, node: Node) -> bool:
 
 
 def _user_failure(here: list[Node], lost: dict[str, str]) -> tuple[Failure, Node] | None:
-    """The earliest failure of the script itself; those on a node being taken do not count.
+    """The earliest failure of the script itself. Failures on a node that leaves do not count.
 
-    Not a worker's end by a signal: NCCL ends survivors so when a peer is gone. See `_network_failure`.
+    A worker's end by a signal does not count: NCCL ends survivors that way when a peer is gone (`_network_failure`).
     """
     found = [
         (node.report.failure, node)
@@ -231,19 +230,19 @@ def _user_failure(here: list[Node], lost: dict[str, str]) -> tuple[Failure, Node
 
 
 def _network_failure(view: View, here: list[Node]) -> tuple[Failure, Node] | None:
-    """A worker was killed, or collectives failed, though every node is well: after a while that counts as a failure."""
+    """A worker was killed, or collectives failed, but every node is well: after a while, that counts as a failure."""
     found = [(n.report.failure, n) for n in here if n.report.phase == "failed" and n.report.failure]
     if not found:
         return None
     failure, node = min(found, key=lambda item: (item[0].kind == "peer", item[0].at))
-    # First let every other member be heard after the failure: the dead one will not be.
+    # First let every member report after the failure: a dead one will not.
     if view.now - failure.at < TIMEOUTS.failure or any(n.reported_at < failure.at + TIMEOUTS.failure for n in here):
         return None
     return failure, node
 
 
 def _enough(view: View, ready: list[Node]) -> bool:
-    """Whether to begin with these: all that may be, or at least `min` and no more to be expected soon."""
+    """Whether to begin with these nodes: they are `max`, or at least `min` and no more are expected soon."""
     if len(ready) >= view.job.spec.nodes.max:
         return True
     if len(ready) < view.job.spec.nodes.min:

@@ -23,17 +23,17 @@ LONGEST = 20.0  # the most seconds between two signs, even if a node's sign name
 
 
 def since(view: View) -> float | None:
-    """Since when no member of the generation is heard; None: there is no member, or one was heard a moment ago."""
+    """Since when no member of the generation reports; None: there is no member, or one reported a moment ago."""
     members = view.members()
     if not members:
         return None
-    heard = max(view.began if node is None else node.reported_at for node in members)
-    found = max(heard, view.awake_since)
+    newest = max(view.began if node is None else node.reported_at for node in members)
+    found = max(newest, view.awake_since)
     return found if view.now - found > view.job.spec.heartbeat_timeout else None
 
 
 def names(view: View) -> frozenset[str]:
-    """Nodes whose connection is still open, and that are not heard."""
+    """Nodes that are connected but do not report."""
     return frozenset(node.name for node in view.nodes if node.connected and silent(view, node))
 
 
@@ -71,13 +71,13 @@ def stuck(view: View) -> bool:
 
 
 def given_up(view: View) -> bool:
-    """Whether a stop need not wait for the members, because none has been heard for some time."""
+    """Whether a stop need not wait for the members, because none has reported for some time."""
     quiet = since(view)
     return quiet is not None and view.now - quiet > min(TELL, view.job.spec.silence_timeout)
 
 
 def alone(view: View, node: str) -> float:
-    """Seconds to wait for a silent node while no other is heard: the head may be the one that is cut off."""
+    """Seconds to wait for a silent node while no other reports: the head may be the one that is cut off."""
     return min(TIMEOUTS.alone, view.job.spec.silence_timeout) if stopped(view, node) else TIMEOUTS.alone
 
 
