@@ -10,8 +10,8 @@ import pytest
 from spotrun.head.agents import Agents
 from spotrun.head.conditions import conditions
 from spotrun.head.job_state import AbortSave, Action, Ending, Finish, JobState, Resume, Save, Saving, apply
-from spotrun.head.planner.checkpointing import ELSEWHERE, NEWER, SAVE_PATIENCE
 from spotrun.head.planner.plan import plan
+from spotrun.head.timeouts import TIMEOUTS
 from spotrun.head.view import Node, View
 from spotrun.wire import Part, Report, StateRef, Trouble
 from tests.head.views import NOW, A, B, C, job, node, view
@@ -41,12 +41,12 @@ def acts(given: View) -> tuple[Action, ...]:
     [
         (view(running(9), failing(A, 5), node(B), node(C)), ()),
         (
-            view(running(40), failing(A, ELSEWHERE + 1), node(B), node(C)),
+            view(running(40), failing(A, TIMEOUTS.save_elsewhere + 1), node(B), node(C)),
             (AbortSave(f"a could not save its part: {FULL}"),),
         ),
-        (view(running(NEWER - 9), *(failing(n, NEWER - 9) for n in (A, B, C))), ()),
+        (view(running(TIMEOUTS.save_newer - 9), *(failing(n, TIMEOUTS.save_newer - 9) for n in (A, B, C))), ()),
         (
-            view(running(NEWER + 9), *(failing(n, NEWER + 9) for n in (A, B, C))),
+            view(running(TIMEOUTS.save_newer + 9), *(failing(n, TIMEOUTS.save_newer + 9) for n in (A, B, C))),
             (AbortSave(f"a could not save its part: {FULL}"),),
         ),
     ],
@@ -71,7 +71,7 @@ def test_all_take_part_if_all_fail() -> None:
 
 def ended(**changes: Any) -> JobState:
     """A job whose script has finished; its last state is that of step 48."""
-    goal = Ending(phase="succeeded", deadline=NOW + SAVE_PATIENCE, state=REF)
+    goal = Ending(phase="succeeded", deadline=NOW + TIMEOUTS.save, state=REF)
     return job(ending=goal, last=job(A).current.members, generation=1, **changes)  # type: ignore[union-attr]
 
 
@@ -79,7 +79,7 @@ SAVING = Saving(ref=REF, holders=(A, B), since=NOW - 60)
 
 
 def test_another_node_saves_the_last_state_if_one_cannot() -> None:
-    here = [failing(A, ELSEWHERE + 1, phase="drained"), node(B, phase="drained")]
+    here = [failing(A, TIMEOUTS.save_elsewhere + 1, phase="drained"), node(B, phase="drained")]
     assert acts(view(ended(saving=SAVING), *here)) == (Save(REF, (B,)),)
 
 

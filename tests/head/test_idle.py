@@ -14,7 +14,7 @@ from spotrun.head.demand import needed
 from spotrun.head.fleet.record import Recreate
 from spotrun.head.job_state import Idle, JobState, Progress, SetIdle, Start, apply
 from spotrun.head.planner import idle
-from spotrun.head.planner.idle import AGAIN, AGAIN_MOST, PROBE
+from spotrun.head.timeouts import TIMEOUTS
 from spotrun.head.view import Machine, View
 from spotrun.wire import StateRef
 from tests.head.views import NOW, job, member, notice, planned, spare, spec, wanted
@@ -46,7 +46,7 @@ def heard(name: str, **changes: Any) -> Any:
     return spare(name, **{"reported_at": NOW - 0.1, **changes})
 
 
-GIVEN = Idle(since=NOW - HOLD - 1, next=NOW + AGAIN)
+GIVEN = Idle(since=NOW - HOLD - 1, next=NOW + TIMEOUTS.probe_pause)
 BACK = SetIdle(GIVEN, "1 of the 2 machines that it needs, for 10 min: they are given back; next try in 60 s")
 RESTING = GIVEN.model_copy(update={"next": NOW - 1})
 ASKED = RESTING.model_copy(update={"tries": 3, "until": NOW + 1})
@@ -78,7 +78,7 @@ CASES: dict[str, tuple[View, tuple[SetIdle, ...]]] = {
         view(short(idle=RESTING)),
         (
             SetIdle(
-                RESTING.model_copy(update={"tries": 1, "until": NOW + PROBE}),
+                RESTING.model_copy(update={"tries": 1, "until": NOW + TIMEOUTS.probe}),
                 "asking the cloud for machines again, for 2 min (try 1)",
             ),
         ),
@@ -91,7 +91,7 @@ CASES: dict[str, tuple[View, tuple[SetIdle, ...]]] = {
         view(short(idle=RESTING.model_copy(update={"tries": 3, "until": NOW - 1})), heard(A)),
         (
             SetIdle(
-                RESTING.model_copy(update={"tries": 3, "next": NOW + 8 * AGAIN}),
+                RESTING.model_copy(update={"tries": 3, "next": NOW + 8 * TIMEOUTS.probe_pause}),
                 "still 1 of 2 machines: given back; next try in 8 min",
             ),
         ),
@@ -100,7 +100,7 @@ CASES: dict[str, tuple[View, tuple[SetIdle, ...]]] = {
         view(short(idle=RESTING.model_copy(update={"tries": 30, "until": NOW - 1}))),
         (
             SetIdle(
-                RESTING.model_copy(update={"tries": 30, "next": NOW + AGAIN_MOST}),
+                RESTING.model_copy(update={"tries": 30, "next": NOW + TIMEOUTS.probe_pause_most}),
                 "still 0 of 2 machines: given back; next try in 30 min",
             ),
         ),
@@ -190,9 +190,9 @@ def test_years_of_waiting_cost_a_few_minutes_a_day() -> None:
         for action in idle.decide(replace(given, job=state)):
             state = apply(state, action, now)
             asked += [now] if action.idle.until else []
-    assert there < HOLD + len(asked) * (PROBE + 2 * tick) + tick
-    assert len(asked) < 2 * day / AGAIN_MOST + 10
-    assert len(asked) > day / AGAIN_MOST
+    assert there < HOLD + len(asked) * (TIMEOUTS.probe + 2 * tick) + tick
+    assert len(asked) < 2 * day / TIMEOUTS.probe_pause_most + 10
+    assert len(asked) > day / TIMEOUTS.probe_pause_most
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ async def test_pools_are_emptied_and_asked_again_also_by_a_new_head(tmp_path: Pa
     await world.look()
     assert set(world.cloud.size.values()) == {0}, "nothing before it is time"
 
-    await shifted(world, name, next=-AGAIN - 1)
+    await shifted(world, name, next=-TIMEOUTS.probe_pause - 1)
     world.cloud.room = {"p": 2}
     await world.turn()
     await world.look()

@@ -12,8 +12,6 @@ import pytest
 from spotrun.head.fleet.record import Recreate
 from spotrun.head.job_state import Ending, Finish, JobState, Progress, Save, Saving, Start, apply
 from spotrun.head.planner import liveness, patience
-from spotrun.head.planner.patience import MARGIN
-from spotrun.head.planner.plan import SAVE_PATIENCE
 from spotrun.head.timeouts import TIMEOUTS
 from spotrun.head.view import Machine, View
 from spotrun.wire import StateRef, Worker
@@ -23,6 +21,7 @@ from tests.head.views import view as view_of
 from tests.head.world import World
 
 ALONE = TIMEOUTS.alone
+MARGIN = TIMEOUTS.state_margin
 HOLDER = TIMEOUTS.last_holder
 NOW = EARLIER + 36000.0
 A, B, C, D = "a", "b", "c", "d"
@@ -73,7 +72,7 @@ def heard(name: str, snapshot: StateRef | None = None, **changes: Any) -> Any:
 )
 def test_at_stake(given: JobState, expected: float) -> None:
     assert patience.at_stake(given) == pytest.approx(expected)
-    assert patience.patience(given, SAVE_PATIENCE) == pytest.approx(expected + MARGIN)
+    assert patience.patience(given, TIMEOUTS.save) == pytest.approx(expected + MARGIN)
     assert patience.patience(given, 7.0) == 7.0
 
 
@@ -114,7 +113,13 @@ CASES: dict[str, tuple[View, tuple[Recreate, ...]]] = {
         GONE,
     ),
     "a spare that an earlier head has heard holds nothing": (
-        view(left(A, B, joined={C: MADE}, reached=10**9), heard(A), heard(B), machines=MACHINES, head=MARGIN + 1),
+        view(
+            left(A, B, joined={C: MADE}, reached=10**9),
+            heard(A),
+            heard(B),
+            machines=MACHINES,
+            head=MARGIN + 1,
+        ),
         GONE,
     ),
     "a machine that has never joined boots: another rule's": (
@@ -180,7 +185,7 @@ def test_a_successor_begins_once_the_leaving_nodes_state_is_not_worth_more() -> 
 
 
 def ending(**changes: Any) -> JobState:
-    goal = Ending(phase="stopped", reason="so", deadline=NOW + SAVE_PATIENCE)
+    goal = Ending(phase="stopped", reason="so", deadline=NOW + TIMEOUTS.save)
     return left(A, ending=goal, ordered_at=NOW - 500, **changes)
 
 
@@ -209,7 +214,7 @@ def test_the_end_of_a_job_waits_for_an_upload_that_goes_on() -> None:
 
 
 def test_the_end_of_a_job_says_what_is_lost_with_nodes_that_a_new_head_never_heard() -> None:
-    goal = Ending(phase="stopped", reason="so", deadline=NOW + SAVE_PATIENCE)
+    goal = Ending(phase="stopped", reason="so", deadline=NOW + TIMEOUTS.save)
     (action,) = planned(view(left(A, B, ending=goal), heard(C), head=30))
     why = "so; the state after step 120 is lost, a, b do not report; there is no checkpoint"
     assert action == Finish("stopped", why)

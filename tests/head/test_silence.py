@@ -14,7 +14,6 @@ from spotrun.head.fleet.record import Recreate
 from spotrun.head.job_state import Cause, EndGeneration, Ending, Finish, JobState, Progress
 from spotrun.head.life_signs import Signs
 from spotrun.head.planner import silence
-from spotrun.head.planner.patience import MARGIN
 from spotrun.head.status import job_status
 from spotrun.head.timeouts import TIMEOUTS
 from spotrun.head.view import Machine, Sign, View
@@ -323,4 +322,4 @@ def test_the_bounds_follow_the_job_s_own() -> None:
     assert (RULES.silence_timeout, RULES.sign_interval) == (30.0, 2.0)
     default = JobSpec(script="t.py")
     assert (default.silence_timeout, default.sign_interval) == (300.0, 20.0)
-    assert MARGIN <= silence.TELL
+    assert TIMEOUTS.state_margin <= TIMEOUTS.tell_silence

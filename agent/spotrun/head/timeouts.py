@@ -35,6 +35,27 @@ class Timeouts:
     retry_most: float = 900.0  # the longest wait between two such requests
     replacement_window: float = 3600.0  # the time in which a pool's replacements are counted
     retirement_gap: float = 300.0  # between two machines that retire: a successor boots meanwhile
+    # Jobs.
+    gather: float = 10.0  # for more than `min` nodes, before the first generation
+    drain: float = 60.0  # for a drain that no machine's end depends on
+    drain_margin: float = 3.0  # before the end of a machine, when its drain is given up
+    probe: float = 120.0  # for machines, each time that a job which had given its machines back asks again
+    probe_pause: float = 60.0  # before the first of these times; doubled each time
+    probe_pause_most: float = 1800.0  # before any of them
+
+    # States.
+    state_margin: float = 20.0
+    """For a state, besides the time that its work took: agents find a new head in 10 s, and networks often recover."""
+    save: float = 1800.0  # for a checkpoint to get into the bucket: it may be large
+    save_again: float = 5.0  # before a new checkpoint replaces one whose snapshot is gone
+    save_elsewhere: float = 30.0  # of failing, before other nodes take over a node's part
+    save_newer: float = 300.0  # before a failing checkpoint is given up for a newer one, which costs another copy
+
+    # Silence of all members.
+    tell_silence: float = 20.0  # before an event says so, and before a stop no longer waits for the nodes
+    sign_write: float = 5.0  # for writing a sign of life
+    sign_recent: float = 30.0  # for which an answer of the bucket is used
+    sign_pause: float = 20.0  # between two signs, at the most, even if a node's sign names more
 
 
 TIMEOUTS = Timeouts()

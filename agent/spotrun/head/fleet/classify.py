@@ -157,7 +157,7 @@ def _patience_after_restart(view: View, reporting: list[Node], machine: Machine)
     alone = 0.0 if reporting else silence.alone(view, machine.name)
     held = (n.report.snapshot.generation for n in reporting if n.report.job == job.id and n.report.snapshot)
     if max(held, default=-1) >= job.generation or all(each.node != machine.name for each in job.last):
-        return max(alone, patience.MARGIN)
+        return max(alone, TIMEOUTS.state_margin)
     return max(alone, patience.patience(job, TIMEOUTS.last_holder))
 
 

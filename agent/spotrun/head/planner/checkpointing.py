@@ -12,14 +12,11 @@ from collections.abc import Iterable
 from spotrun.head.job_state import AbortSave, Action, Finish, Resume, Save
 from spotrun.head.planner import patience
 from spotrun.head.planner.liveness import reports, silent
+from spotrun.head.timeouts import TIMEOUTS
 from spotrun.head.view import Node, View
 from spotrun.wire import StateRef, Trouble
 
 DRAIN_AHEAD = 0.3  # seconds between choosing a step and reaching it: several times as long as an order takes to arrive
-SAVE_PATIENCE = 1800.0  # seconds for a checkpoint to get into the bucket: it may be large
-SAVE_AGAIN = 5.0  # seconds before a new checkpoint replaces one whose snapshot is gone
-ELSEWHERE = 30.0  # seconds of failing after which other nodes take over a node's part
-NEWER = 300.0  # seconds before a failing checkpoint is given up for a newer one, which costs another copy
 
 
 def secure(view: View) -> tuple[Action, ...] | None:
@@ -41,7 +38,7 @@ def secure(view: View) -> tuple[Action, ...] | None:
     if not job.saving or job.saving.ref != ref or not set(job.saving.holders) <= set(names):
         return (Save(ref, names),)
     gone = any(n.report.late == ref.step for n in holders if n.name in job.saving.holders)
-    again = gone and view.now - job.saving.since > SAVE_AGAIN
+    again = gone and view.now - job.saving.since > TIMEOUTS.save_again
     return (AbortSave("a node does not have that snapshot any more"),) if again else ()
 
 
@@ -96,10 +93,12 @@ def _go_on(view: View, here: list[Node]) -> tuple[Action, ...]:
         return (AbortSave("a worker was past the step already"),)
     failing = [n for n in here if n.name in saving.holders and (t := n.report.trouble) and t.step == saving.ref.step]
     others = set(saving.holders) - {node.name for node in failing}
-    long = waited > max(NEWER, view.job.spec.checkpoint_interval) or (others and any(map(_steady, failing)))
+    long = waited > max(TIMEOUTS.save_newer, view.job.spec.checkpoint_interval) or (
+        others and any(map(_steady, failing))
+    )
     if failing and long:
         return (AbortSave(f"{failing[0].name} could not save its part: {_message(failing[0].report.trouble)}"),)
-    return (AbortSave(f"not complete after {SAVE_PATIENCE:.0f} s"),) if waited > SAVE_PATIENCE else ()
+    return (AbortSave(f"not complete after {TIMEOUTS.save:.0f} s"),) if waited > TIMEOUTS.save else ()
 
 
 def _members(view: View, here: list[Node]) -> tuple[str, ...]:
@@ -118,7 +117,7 @@ def _able(nodes: Iterable[Node]) -> tuple[str, ...]:
 def _steady(node: Node) -> bool:
     """Whether a node has failed so long that other nodes take over. Both times are by the node's clock."""
     trouble = node.report.trouble
-    return trouble is not None and trouble.at - trouble.since >= ELSEWHERE
+    return trouble is not None and trouble.at - trouble.since >= TIMEOUTS.save_elsewhere
 
 
 def _message(trouble: Trouble | None) -> str:

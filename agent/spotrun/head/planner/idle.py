@@ -15,10 +15,6 @@ from spotrun.head.planner.liveness import had_joined, reports
 from spotrun.head.timeouts import TIMEOUTS
 from spotrun.head.view import GONE, View
 
-PROBE = 120.0  # seconds that one try lasts
-AGAIN = 60.0  # seconds until the next try; doubled each time …
-AGAIN_MOST = 1800.0  # … up to this
-
 
 def observe(job: JobState, view: View) -> JobState:
     """The job, with the time since when it has had fewer machines than it needs."""
@@ -48,8 +44,10 @@ def decide(view: View) -> tuple[SetIdle, ...]:
     if not idle.until:
         if now < idle.next:
             return ()
-        began = idle.model_copy(update={"tries": idle.tries + 1, "until": now + PROBE})
-        return (SetIdle(began, f"asking the cloud for machines again, for {duration(PROBE)} (try {began.tries})"),)
+        began = idle.model_copy(update={"tries": idle.tries + 1, "until": now + TIMEOUTS.probe})
+        return (
+            SetIdle(began, f"asking the cloud for machines again, for {duration(TIMEOUTS.probe)} (try {began.tries})"),
+        )
     if now < idle.until or not _saved(view, idle):
         return ()
     return (_later(idle, now, f"still {found} of {least} machines: given back"),)
@@ -101,5 +99,5 @@ def _saved(view: View, idle: Idle) -> bool:
 
 
 def _later(idle: Idle, now: float, why: str) -> SetIdle:
-    pause = min(AGAIN_MOST, AGAIN * 2**idle.tries)
+    pause = min(TIMEOUTS.probe_pause_most, TIMEOUTS.probe_pause * 2**idle.tries)
     return SetIdle(idle.model_copy(update={"next": now + pause, "until": 0.0}), f"{why}; next try in {duration(pause)}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spotrun.head.planner.plan import MARGIN_BEFORE_DEADLINE
+from spotrun.head.timeouts import TIMEOUTS
 from spotrun.spec import ClusterSpec
 from spotrun.spec.notices import EC2_NOTICE, GCE_NOTICE
 from spotrun.wire import Report
@@ -28,7 +28,7 @@ def too_long(report: Report, notice: float) -> str:
     if took == 0 or notice == 0:
         return ""
     pace = max((w.stepping / (w.step - w.base) for w in report.workers if w.step > w.base), default=0.0)
-    if took + pace <= notice - MARGIN_BEFORE_DEADLINE:
+    if took + pace <= notice - TIMEOUTS.drain_margin:
         return ""
     return (
         f"a drain of {report.node} takes about {took + pace:.0f} s: {took:.0f} s for the snapshot and {pace:.1f} s for "

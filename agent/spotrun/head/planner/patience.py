@@ -7,10 +7,9 @@ from collections.abc import Iterable
 from spotrun.head.job_state import JobState
 from spotrun.head.planner import silence
 from spotrun.head.planner.liveness import reports
+from spotrun.head.timeouts import TIMEOUTS
 from spotrun.head.view import Node, View
 from spotrun.wire import StateRef
-
-MARGIN = 20.0  # seconds: agents find a new head in 10 s, and a network failure often ends within seconds
 
 
 def at_stake(job: JobState) -> float:
@@ -24,7 +23,7 @@ def at_stake(job: JobState) -> float:
 
 def patience(job: JobState, most: float) -> float:
     """Seconds to wait for the state of the newest generation. most: an upper limit."""
-    return min(most, at_stake(job) + MARGIN)
+    return min(most, at_stake(job) + TIMEOUTS.state_margin)
 
 
 def unsaved(view: View) -> list[Node]:

@@ -23,15 +23,11 @@ from spotrun.head.job_state import (
     Stop,
 )
 from spotrun.head.planner import checkpointing, idle, patience, silence, waiting
-from spotrun.head.planner.checkpointing import DRAIN_AHEAD, SAVE_PATIENCE
+from spotrun.head.planner.checkpointing import DRAIN_AHEAD
 from spotrun.head.planner.liveness import eligible, interrupted, reports, silent
 from spotrun.head.timeouts import TIMEOUTS
 from spotrun.head.view import Node, View
 from spotrun.wire import Failure, Member
-
-DRAIN_PATIENCE = 60.0  # seconds to wait for a drain that no machine's end depends on
-MARGIN_BEFORE_DEADLINE = 3.0  # seconds before a noticed node goes at which its drain is given up
-GATHER = 10.0  # seconds a first generation waits for more than `min` nodes
 
 
 @dataclass(frozen=True)
@@ -76,10 +72,10 @@ def _assemble(view: View) -> tuple[Action, ...]:
     found = checkpointing.secure(view)
     if job.ending is None:
         return (*(found or ()), *idle.decide(view))
-    if found is None or view.now > job.ending.deadline > 0 or patience.out_of_reach(view, SAVE_PATIENCE):
+    if found is None or view.now > job.ending.deadline > 0 or patience.out_of_reach(view, TIMEOUTS.save):
         return (checkpointing.closing(view),)
     if job.ending.deadline == 0:
-        deadline = view.now + SAVE_PATIENCE
+        deadline = view.now + TIMEOUTS.save
         return (SetEnding(job.ending.model_copy(update={"deadline": deadline})), *found)
     return found
 
@@ -90,7 +86,7 @@ def _ahead_of(view: View, ready: list[Node]) -> bool:
     Not if a ready node was in that generation: then a snapshot interval is the most that can be lost.
     """
     job = view.job
-    if job.current is None and view.now - job.ordered_at > patience.patience(job, SAVE_PATIENCE):
+    if job.current is None and view.now - job.ordered_at > patience.patience(job, TIMEOUTS.save):
         return False
     here = [n for n in view.nodes if reports(view, n) and n.report.job == job.id]
     newest = max(map(patience.state, here), default=(-1, -1))
@@ -162,13 +158,13 @@ def _change(view: View, here: list[Node]) -> tuple[Action, ...]:
     stepping = job.progress.step >= 0 and job.progress.step > job.progress.base
     if noticed:
         told = [n.report.notice.deadline for n in noticed if n.report.notice and not n.due]
-        known = [min(n.due, view.now + DRAIN_PATIENCE) for n in noticed if n.due]
+        known = [min(n.due, view.now + TIMEOUTS.drain) for n in noticed if n.due]
         cause = Cause(kind="preempt" if told else "end", node=", ".join(n.name for n in noticed))
-        deadline = min(told + known) - MARGIN_BEFORE_DEADLINE
+        deadline = min(told + known) - TIMEOUTS.drain_margin
     elif job.stopping:
-        cause, deadline = Cause(kind="stop"), view.now + DRAIN_PATIENCE
+        cause, deadline = Cause(kind="stop"), view.now + TIMEOUTS.drain
     elif _worth_growing(view):
-        cause, deadline = Cause(kind="grow"), view.now + DRAIN_PATIENCE
+        cause, deadline = Cause(kind="grow"), view.now + TIMEOUTS.drain
     else:
         return ()
     if stepping:
@@ -247,7 +243,7 @@ def _enough(view: View, ready: list[Node]) -> bool:
         return True
     if len(ready) < view.job.spec.nodes.min:
         return False
-    return view.job.generation > 0 or view.expected <= len(ready) or view.now - view.waiting_since > GATHER
+    return view.job.generation > 0 or view.expected <= len(ready) or view.now - view.waiting_since > TIMEOUTS.gather
 
 
 def _start(job: JobState, ready: list[Node], cause: Cause | None) -> Start:

@@ -15,11 +15,7 @@ from spotrun.head.timeouts import TIMEOUTS
 from spotrun.head.view import Sign, View
 from spotrun.wire import AliveRecord
 
-TELL = 20.0  # seconds of silence before an event says so, and before a stop no longer waits for the nodes
 MISSED = 3  # missing signs in a row after which a node's signs count as stopped
-SLOW = 5.0  # seconds that writing a sign may take
-RECENT = 30.0  # seconds for which an answer of the bucket is used
-LONGEST = 20.0  # the most seconds between two signs, even if a node's sign names more
 
 
 def since(view: View) -> float | None:
@@ -55,15 +51,15 @@ def interrupted(view: View) -> dict[str, str]:
 def stopped(view: View, node: str) -> bool:
     """Whether the node's sign of life has stopped; False if the bucket has not answered lately."""
     sign = view.signs.get(node)
-    if sign is None or view.now - sign.looked > RECENT:
+    if sign is None or view.now - sign.looked > TIMEOUTS.sign_recent:
         return False
-    return sign.looked - sign.changed > MISSED * min(sign.every or LONGEST, LONGEST) + SLOW
+    return sign.looked - sign.changed > _due(sign)
 
 
 def stuck(view: View) -> bool:
     """Whether the members show signs of life, but none of them has completed a step for too long."""
     signs = _signs(view)
-    if not signs or any(view.now - sign.looked > RECENT for sign in signs):
+    if not signs or any(view.now - sign.looked > TIMEOUTS.sign_recent for sign in signs):
         return False
     begun = max(_step(view, sign) for sign in signs) > max(view.job.progress.base, -1)
     patience = view.job.spec.hang_timeout if begun else view.job.spec.start_timeout
@@ -73,7 +69,7 @@ def stuck(view: View) -> bool:
 def given_up(view: View) -> bool:
     """Whether a stop need not wait for the members, because none has reported for some time."""
     quiet = since(view)
-    return quiet is not None and view.now - quiet > min(TELL, view.job.spec.silence_timeout)
+    return quiet is not None and view.now - quiet > min(TIMEOUTS.tell_silence, view.job.spec.silence_timeout)
 
 
 def alone(view: View, node: str) -> float:
@@ -125,7 +121,7 @@ def seen(before: Sign | None, record: AliveRecord | None, now: float) -> Sign:
 def news(view: View) -> tuple[str, str] | None:
     """(kind, text) for operators, if every member has been silent for some time. New news have another kind."""
     quiet = since(view)
-    told = min(TELL, view.job.spec.silence_timeout / 2)
+    told = min(TIMEOUTS.tell_silence, view.job.spec.silence_timeout / 2)
     if quiet is None or view.now - quiet < told or view.job.current is None:
         return None
     names = [member.node for member in view.job.current.members]
@@ -139,13 +135,19 @@ def _judged(view: View, who: str) -> tuple[str, str]:
     limit = f"after {view.job.spec.silence_timeout:.0f} s of silence"
     if not view.machines:
         return "cloud", f"{who}; the cloud does not answer either: nothing is ended or replaced"
-    if len(signs) < len(view.job.current.members) or any(view.now - sign.looked > RECENT for sign in signs):
+    unknown = any(view.now - sign.looked > TIMEOUTS.sign_recent for sign in signs)
+    if unknown or len(signs) < len(view.job.current.members):
         return "bucket", f"{who}; looking in the bucket for signs of life, nothing is ended before that"
     if any(stopped(view, member.node) for member in view.job.current.members):
         return "dead", f"{who}, and the signs of life in the bucket have stopped: lost {limit}"
-    if any(sign.looked - sign.advanced > MISSED * min(sign.every or LONGEST, LONGEST) + SLOW for sign in signs):
+    if any(sign.looked - sign.advanced > _due(sign) for sign in signs):
         return "stuck", f"{who}; the signs of life in the bucket go on, but no step is completed: lost {limit}"
     return "cut", f"{who}, but the signs of life in the bucket go on: only the link is cut, training is left alone"
+
+
+def _due(sign: Sign) -> float:
+    """Seconds within which the next sign should have come."""
+    return MISSED * min(sign.every or TIMEOUTS.sign_pause, TIMEOUTS.sign_pause) + TIMEOUTS.sign_write
 
 
 def _signs(view: View) -> list[Sign]:
