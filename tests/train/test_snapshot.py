@@ -297,8 +297,9 @@ def test_the_agent_is_told_how_long_a_snapshot_may_take(tmp_path: Path) -> None:
     assert control.begun == control.committed
     assert control.took == 0
     for step in (3, 4):
+        expected = 0.1 if step == 3 else control.took
         assert writer.take(step, lambda encoder: encoder.encode(state, "state"), set(), wait=True)
-        assert control.expected == pytest.approx(0.1 if step == 3 else control.took, rel=0.01)
+        assert control.expected == pytest.approx(expected, rel=0.01)
         writer.settle()
     assert seen == [(3, -1), (4, 3)]
     assert control.begun == control.committed == 4

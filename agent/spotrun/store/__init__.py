@@ -1,46 +1,5 @@
-"""The bucket: a client, and the keys of what lies in it."""
+"""The bucket: a client, and the keys of its objects."""
 
-from spotrun.store.client import Store, Version
-from spotrun.store.keys import (
-    LOG_TAG,
-    RECORD,
-    acceptance_key,
-    alive_key,
-    checkpoint_key,
-    checkpoints_key,
-    cluster_key,
-    code_key,
-    epoch_key,
-    head_key,
-    host_key,
-    job_key,
-    lease_key,
-    log_key,
-    queue_key,
-    replaced_key,
-    unfit_key,
-    up_key,
-)
-
-__all__ = [
-    "LOG_TAG",
-    "RECORD",
-    "Store",
-    "Version",
-    "acceptance_key",
-    "alive_key",
-    "checkpoint_key",
-    "checkpoints_key",
-    "cluster_key",
-    "code_key",
-    "epoch_key",
-    "head_key",
-    "host_key",
-    "job_key",
-    "lease_key",
-    "log_key",
-    "queue_key",
-    "replaced_key",
-    "unfit_key",
-    "up_key",
-]
+from spotrun.store.client import Store as Store
+from spotrun.store.client import Version as Version
+from spotrun.store.keys import *  # noqa: F403

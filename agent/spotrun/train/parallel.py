@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -15,6 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from spotrun.errors import SpotrunError
 
+# Whether DDP copies buffers before each forward pass. Older versions of torch call it broadcast_buffers.
+_OPTIONS = inspect.signature(DistributedDataParallel).parameters
+_SYNC = "forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers"
 _BUCKET = 250 << 20  # bytes a broadcast of buffers takes at once, as DDP does
 
 
@@ -42,7 +46,7 @@ class Parallel(nn.Module):
         """Wrap the module for the current process group. Every rank must call this."""
         ddp = None
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            module, options = self.module, {"forward_sync_buffers": False, **self._options}
+            module, options = self.module, {_SYNC: False, **self._options}
             if self._device.type == "cuda":
                 options.setdefault("device_ids", [self._device.index])
             elif "find_unused_parameters" not in options:
