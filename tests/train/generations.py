@@ -1,0 +1,200 @@
+"""A job's workers as real processes with a gloo group, each with a slots folder and a control block of its own.
+
+The test is head and agent: it writes stop steps, kills, and starts the next generation.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import multiprocessing
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import spotrun
+from spotrun.state import slots
+from spotrun.state.control import Context, Control
+from spotrun.train import boundary, distributed
+
+SAMPLES, BATCH, EPOCHS = 104, 8, 3  # with 3 workers: 5 steps an epoch, the last of 8 samples (3, 3, 2)
+
+forked = multiprocessing.get_context("forkserver")
+forked.set_forkserver_preload(["torch", "torch._dynamo", "numpy", "spotrun.train.run"])
+
+
+class Noisy(Dataset[Any]):
+    """Samples with random noise added when they are fetched, so that the order of random numbers matters."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        generator = torch.Generator().manual_seed(index)
+        return torch.randn(16, generator=generator) + 0.1 * torch.randn(16), index % 4
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one worker does."""
+
+    out: str  # folder for what it saw
+    die_at: int = -1  # step in which it kills itself, before the gradients are exchanged
+    fail_at: int = -1  # step in which its script raises
+    accumulate: int = 1
+    gate: str = ""  # a FIFO from which it reads before it says that it is done
+    patience: float = 600.0  # seconds that it waits for the others when it leaves a drain
+
+
+def train(environment: dict[str, str], plan: Plan) -> None:
+    """The training script, in a process of its own."""
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    out = Path(plan.out)
+    out.mkdir(exist_ok=True)
+    log = (out / "log.txt").open("a")
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    boundary.leave_together = functools.partial(leave_together, plan)  # type: ignore[attr-defined]
+    run = spotrun.init(seed=5)
+    hidden = 700  # more than one DDP bucket of 1 MB
+    model = run.ddp(
+        nn.Sequential(
+            nn.Linear(16, hidden),
+            nn.BatchNorm1d(hidden),
+            nn.ReLU(),
+            nn.Dropout(0.2),
+            nn.Linear(hidden, hidden),
+            nn.ReLU(),
+            nn.Linear(hidden, 4),
+        )
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2])
+    dataset = Noisy()
+    sampler = spotrun.ElasticSampler(dataset, seed=1)
+    loader = DataLoader(dataset, batch_size=BATCH, sampler=sampler)
+    run.track(model=model, optimizer=optimizer, scheduler=scheduler, sampler=sampler)
+    with (out / f"seen-{os.environ.get('GENERATION', '0')}-{run.rank}.jsonl").open("w") as seen:
+        for epoch in run.epochs(EPOCHS):
+            for x, y in run.steps(loader, accumulate=plan.accumulate):
+                if run.step == plan.fail_at:
+                    raise ValueError("a bug in the script")
+                loss = nn.functional.cross_entropy(model(x), y)
+                if run.step == plan.die_at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                run.backward(loss)
+                if run.completes_step:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                run.log(loss=loss, nothing=float("nan"))
+                print(json.dumps({"epoch": epoch, "step": run.step, "ids": run.batch_ids}), file=seen, flush=True)
+            scheduler.step()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "random": torch.rand(1)}
+    torch.save(state, out / f"final-{run.rank}.pt")
+
+
+def leave_together(plan: Plan, device: torch.device, group: Any) -> None:
+    if plan.gate:
+        Path(plan.gate).read_text()
+    distributed.leave_together(device, group, plan.patience)
+
+
+@dataclass
+class Cluster:
+    """Nodes with their tmpfs folders; each `launch` is a generation."""
+
+    path: Path
+    generation: int = 0
+    controls: list[Control] = field(default_factory=list)
+
+    def context(self, node: str, rank: int, interval: int) -> Context:
+        control = self.path / f"control-{self.generation}-{rank}"
+        self.controls.append(Control(control, create=True))
+        return Context("job", self.generation, node, str(control), str(self.slots(node)), "", interval)
+
+    def slots(self, node: str) -> Path:
+        return self.path / f"slots-{node}"
+
+    def newest(self, node: str) -> slots.Record:
+        return slots.newest(self.slots(node), "job")[0][1]
+
+    @contextmanager
+    def launch(
+        self,
+        nodes: list[str],
+        plans: dict[int, dict[str, Any]] | None = None,
+        interval: int = 0,
+        stop_at: int = -1,
+        per_node: int = 1,
+        **common: Any,
+    ) -> Iterator[list[Any]]:
+        """Start a generation on these nodes; `plans` by rank, `common` for all."""
+        self.generation += 1
+        self.controls = []
+        world = len(nodes) * per_node
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        processes = []
+        for rank in range(world):
+            context = self.context(nodes[rank // per_node], rank, interval)
+            self.controls[rank].stop_at = stop_at
+            environment = {
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "RANK": str(rank),
+                "WORLD_SIZE": str(world),
+                "LOCAL_RANK": str(rank % per_node),
+                "GENERATION": str(self.generation),
+                Context.VARIABLE: context.to_env(),
+            }
+            plan = Plan(str(self.path / "out"), **common, **(plans or {}).get(rank, {}))
+            processes.append(forked.Process(target=train, args=(environment, plan), daemon=True))
+        for process in processes:
+            process.start()
+        try:
+            yield processes
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+    def run(self, nodes: list[str], *args: Any, **values: Any) -> list[int | None]:
+        """Start a generation; exit codes of its workers, in rank order."""
+        with self.launch(nodes, *args, **values) as processes:
+            for process in processes:
+                process.join(60)
+            codes = [process.exitcode for process in processes]
+        assert None not in codes, self.log()
+        return codes
+
+    def log(self) -> str:
+        return (self.path / "out" / "log.txt").read_text()
+
+    def final(self, rank: int = 0) -> Any:
+        return torch.load(self.path / "out" / f"final-{rank}.pt")
+
+    def seen(self) -> dict[int, list[int]]:
+        """Samples of each epoch, sorted; of a step done twice only the later generation counts."""
+        steps: dict[tuple[int, int], tuple[int, list[int]]] = {}
+        for path in sorted((self.path / "out").glob("seen-*.jsonl")):
+            generation = int(path.name.split("-")[1])
+            for line in path.read_text().splitlines():
+                entry = json.loads(line)
+                key = (entry["epoch"], entry["step"])
+                before, ids = steps.get(key, (0, []))
+                if generation >= before:
+                    steps[key] = (generation, entry["ids"] + (ids if generation == before else []))
+        epochs: dict[int, list[int]] = {}
+        for (epoch, _), (_, ids) in steps.items():
+            epochs.setdefault(epoch, []).extend(ids)
+        return {epoch: sorted(ids) for epoch, ids in epochs.items()}

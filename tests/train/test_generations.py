@@ -1,0 +1,340 @@
+"""Generations of workers: exactness, drains, deaths of peers, transfers of the state."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
+
+import spotrun
+from spotrun.errors import SpotrunError
+from spotrun.state import exit_note, slots
+from spotrun.state.control import EXIT_DRAINED, EXIT_PEER, Context
+from spotrun.train import restore
+from spotrun.train.failures import is_peer_failure
+from spotrun.train.snapshot import Writer
+from spotrun.wire import Failure
+from tests.helpers import wait_for
+from tests.train.generations import EPOCHS, SAMPLES, Cluster, forked
+
+
+def flatten(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [leaf for key in value for leaf in [key, *flatten(value[key])]]
+    if isinstance(value, list):
+        return [leaf for item in value for leaf in flatten(item)]
+    return [value.tolist()] if isinstance(value, torch.Tensor) else [value]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Final state of three workers that nothing happened to."""
+    cluster = Cluster(tmp_path_factory.mktemp("undisturbed"))
+    assert cluster.run(["a", "b", "c"]) == [0, 0, 0], cluster.log()
+    assert cluster.seen() == {epoch: list(range(SAMPLES)) for epoch in range(EPOCHS)}
+    final = cluster.final()
+    assert flatten(final["model"]) == flatten(cluster.final(2)["model"])  # buffers too
+    return final
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Cluster:
+    return Cluster(tmp_path)
+
+
+everything = {epoch: list(range(SAMPLES)) for epoch in range(EPOCHS)}
+
+
+def test_kills_change_no_bit(cluster: Cluster, undisturbed: Any) -> None:
+    """Every rank dies once; its node comes back empty and gets the state from a peer."""
+    for rank, step in ((1, 3), (0, 5), (2, 9)):
+        codes = cluster.run(["a", "b", "c"], {rank: {"die_at": step}}, interval=1)
+        assert codes[rank] == -signal.SIGKILL, cluster.log()
+        assert [code for other, code in enumerate(codes) if other != rank] == [EXIT_PEER, EXIT_PEER], cluster.log()
+        survivor = "abc"[(rank + 1) % 3]
+        assert cluster.newest(survivor).step == step
+        shutil.rmtree(cluster.slots("abc"[rank]))
+    assert cluster.run(["a", "b", "c"]) == [0, 0, 0], cluster.log()
+    assert cluster.seen() == everything
+    for rank in range(3):
+        assert flatten(cluster.final(rank)["model"]) == flatten(undisturbed["model"])
+    assert flatten(cluster.final()) == flatten(undisturbed)
+    assert "Warning" not in cluster.log()
+
+
+@pytest.mark.parametrize("stop_at", [2, 5])
+def test_a_drain_stops_at_its_step_and_changes_no_bit(cluster: Cluster, undisturbed: Any, stop_at: int) -> None:
+    """5 is the last step of an epoch: what follows the loop comes after the restart."""
+    assert cluster.run(["a", "b", "c"], stop_at=stop_at) == [EXIT_DRAINED] * 3, cluster.log()
+    for rank, node in enumerate("abc"):
+        assert cluster.newest(node).step == stop_at
+        control = cluster.controls[rank]
+        assert (control.exit, control.step, control.committed) == (EXIT_DRAINED, stop_at, stop_at)
+        assert 0 < control.entered <= control.grouped <= control.restored <= control.stepped_first <= control.stepped_at
+        assert control.total_steps == 15
+        assert set(control.read_metrics()) == {"loss"}
+    shutil.rmtree(cluster.slots("a"))
+    # The one without state is now the middle one.
+    assert cluster.run(["b", "a", "c"]) == [0, 0, 0], cluster.log()
+    assert cluster.seen() == everything
+    assert flatten(cluster.final()) == flatten(undisturbed)
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Path:
+    path = tmp_path / "gate"
+    os.mkfifo(path)
+    return path
+
+
+def test_who_leaves_a_drain_waits_until_the_others_have_what_it_sent(cluster: Cluster, gate: Path) -> None:
+    with cluster.launch(["a", "b", "c"], {1: {"gate": str(gate)}}, stop_at=3) as processes:
+        wait_for(lambda: all(each.committed == 3 for each in cluster.controls), what="the snapshots")
+        for rank in (0, 2):
+            processes[rank].join(0.5)
+            assert processes[rank].exitcode is None, f"{rank} did not wait: {cluster.log()}"
+        gate.write_text("")
+        for process in processes:
+            process.join(120)
+        assert [process.exitcode for process in processes] == [EXIT_DRAINED] * 3, cluster.log()
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
+def test_who_leaves_a_drain_waits_for_no_dead_worker(cluster: Cluster, gate: Path, end: int) -> None:
+    patience = 0.2 if end == signal.SIGSTOP else 600.0
+    plans = {0: {"patience": patience}, 1: {"gate": str(gate)}}
+    with cluster.launch(["a", "b"], plans, stop_at=3) as processes:
+        wait_for(lambda: cluster.controls[1].committed == 3, what="a snapshot")
+        os.kill(processes[1].pid, end)
+        processes[0].join(120)
+        assert processes[0].exitcode == EXIT_DRAINED, cluster.log()
+    assert "leaving before every other worker is done" in cluster.log()
+    assert cluster.newest("a").step == 3
+
+
+def test_each_sample_once_while_the_world_changes(cluster: Cluster) -> None:
+    assert cluster.run(["a", "b"], stop_at=3) == [EXIT_DRAINED] * 2, cluster.log()
+    assert cluster.run(["a", "b", "c"], {1: {"die_at": 8}}) == [EXIT_PEER, -signal.SIGKILL, EXIT_PEER], cluster.log()
+    assert cluster.run(["c"], stop_at=12) == [EXIT_DRAINED], cluster.log()
+    assert cluster.run(["a", "c"]) == [0, 0], cluster.log()
+    assert cluster.seen() == everything
+
+
+def test_two_workers_on_a_node_share_its_snapshot(cluster: Cluster) -> None:
+    assert cluster.run(["a", "b"], stop_at=3, per_node=2) == [EXIT_DRAINED] * 4, cluster.log()
+    shutil.rmtree(cluster.slots("a"))
+    assert cluster.run(["a", "b"], stop_at=4, per_node=2) == [EXIT_DRAINED] * 4, cluster.log()
+    assert cluster.newest("a").step == 4
+    assert cluster.controls[1].committed == 3  # what it restored; it writes none itself
+    assert cluster.seen()[0] != []
+
+
+def bring(environment: dict[str, str], out: str) -> None:
+    """Restore the state; say so, and how many bytes were sent for that."""
+    os.environ.update(environment)
+    sent = []
+    real = dist.isend
+    dist.isend = lambda tensor, *args, **kwargs: sent.append(tensor.nbytes) or real(tensor, *args, **kwargs)  # type: ignore[func-returns-value,misc]
+    dist.init_process_group("gloo")
+    context = Context.from_env()
+    assert context is not None
+    found = restore.restore(context, 0, None)
+    assert found is not None
+    slots.verify(Path(context.slots), *found)
+    Path(out).write_text(str(sum(sent)))
+    os._exit(0)
+
+
+def test_who_needs_no_state_takes_no_part_in_a_transfer(cluster: Cluster) -> None:
+    """Two nodes lack the state. They cannot take it yet: who has it goes on, and the donor sends it once."""
+    state = {"x": torch.arange(100_000)}
+    for node in "bc":
+        writer = Writer(cluster.slots(node), "job", 1)
+        assert writer.take(7, lambda encoder: encoder.encode(state, "state"), set(), wait=True)
+        writer.settle()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1]), "WORLD_SIZE": "4"}
+    processes, done = [], [cluster.path / f"done-{rank}" for rank in range(4)]
+    with ExitStack() as held:
+        for rank, node in enumerate("abcd"):
+            if node in "ad":
+                cluster.slots(node).mkdir()
+                held.enter_context(slots.reading(cluster.slots(node), 0))
+            environment = {**group, "RANK": str(rank), Context.VARIABLE: cluster.context(node, rank, 0).to_env()}
+            processes.append(forked.Process(target=bring, args=(environment, str(done[rank])), daemon=True))
+            processes[-1].start()
+        wait_for(done[2].exists, what="the end of the one that has the state")
+        assert not done[0].exists()
+        assert not done[3].exists()
+    for process in processes:
+        process.join(120)
+    assert [process.exitcode for process in processes] == [0, 0, 0, 0]
+    size = cluster.newest("b").size
+    sent = [int(path.read_text()) for path in done]
+    assert size < sent[1] < 2 * size
+    assert sent[2] == 0
+    assert cluster.newest("a") == cluster.newest("b") == cluster.newest("d")
+
+
+@pytest.mark.parametrize(
+    ("offers", "chain", "waiting"),
+    [
+        ([(1, 5, 0), (1, 5, 0)], (0,), {}),
+        ([(-1, -1, 0), (1, 5, 0), (1, 4, 0)], (1, 0, 2), {}),
+        ([(1, 5, 0), (-1, -1, 1), (-1, -1, 0), (-1, -1, 1)], (0, 2), {3: 2}),
+        ([(-1, -1, 0), (-1, -1, 1), (1, 5, 0), (-1, -1, 1)], (2, 0), {1: 0}),
+    ],
+)
+def test_the_way_of_a_state(offers: list[tuple[int, ...]], chain: tuple[int, ...], waiting: dict[int, int]) -> None:
+    assert restore.route(offers) == restore.Route(chain, waiting)
+
+
+def test_a_fixed_interval_bounds_what_is_lost(cluster: Cluster) -> None:
+    assert cluster.run(["a", "b"], {1: {"die_at": 11}}, interval=4) == [EXIT_PEER, -signal.SIGKILL], cluster.log()
+    assert cluster.newest("a").step == 8
+
+
+def test_a_damaged_snapshot_is_passed_over(cluster: Cluster) -> None:
+    assert cluster.run(["a"], interval=3, stop_at=6) == [EXIT_DRAINED], cluster.log()
+    slot, record = slots.newest(cluster.slots("a"), "job")[0]
+    path = slots.data_path(cluster.slots("a"), slot)
+    os.truncate(path, record.size // 2)
+    assert cluster.run(["a"], interval=3) == [0], cluster.log()
+    assert f"snapshot {path} (step 6) is damaged" in cluster.log()
+    assert cluster.seen() == everything
+
+
+def test_uneven_shares_weigh_as_one_batch(cluster: Cluster) -> None:
+    """17 samples over 2 workers, 4 each: two whole steps and one in which a worker only pads."""
+    alone = weigh({}, "", 8)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    out = [str(cluster.path / f"{rank}.pt") for rank in range(2)]
+    processes = [
+        forked.Process(target=weigh, args=({**group, "RANK": str(rank)}, out[rank], 4), daemon=True)
+        for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0, 0]
+    pairs = [torch.load(path) for path in out]
+    assert [padding for padding, _ in pairs] == [[False] * 3, [False, False, True]]
+    for _, weights in pairs:
+        assert torch.allclose(weights, alone[1], rtol=1e-5)
+
+
+def weigh(environment: dict[str, str], out: str, batch: int) -> tuple[list[bool], torch.Tensor]:
+    """(padding in each step, weights after them)."""
+    os.environ.update(environment)
+    data = torch.linspace(-1, 1, 17).reshape(17, 1)
+    run = spotrun.init()
+    model = run.ddp(nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    padding = []
+    loader = DataLoader(data, batch_size=batch, sampler=spotrun.ElasticSampler(data))  # type: ignore[arg-type]
+    for x in run.steps(loader):
+        run.backward(((model(x) - x**2) ** 2).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        padding.append(run.padding)
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    if out:
+        torch.save((padding, weights), out)
+    return padding, weights
+
+
+class Partly(nn.Module):
+    """Uses one of its parameters, or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        found: torch.Tensor = self.always(x) + (self.sometimes(x) if both else 0)
+        return found
+
+
+def ddp_options(environment: dict[str, str], out: str) -> None:
+    os.environ.update(environment)
+    run = spotrun.init()
+    said: dict[str, Any] = {}
+    x = torch.tensor([[run.rank + 1.0]])
+    for options in ({}, {"find_unused_parameters": True}, {"find_unused_parameters": False}):
+        model = run.ddp(Partly(), **options)
+        said[str(options)] = ""
+        try:
+            for both in (True, False, True):
+                model(x, both).sum().backward()
+        except RuntimeError as error:
+            said[str(options)] = f"torch: {error}"
+        except SpotrunError as error:
+            said[str(options)] = str(error)
+    model = run.ddp(Partly())
+    model(x, True)  # a forward pass without a backward pass is none of DDP's business
+    model(x, True).sum().backward()
+    plain = run.ddp(nn.Linear(1, 1, bias=False))
+    with plain.no_sync():
+        plain(x).sum().backward()
+    said["alone"] = plain.weight.grad.item()
+    plain(x).sum().backward()
+    said["together"] = plain.weight.grad.item()
+    Path(out).write_text(json.dumps(said))
+
+
+def test_unused_parameters_and_no_sync_are_as_in_ddp_on_gpus(cluster: Cluster) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1]), "WORLD_SIZE": "2"}
+    paths = [cluster.path / str(rank) for rank in range(2)]
+    processes = [
+        forked.Process(target=ddp_options, args=({**group, "RANK": str(rank)}, str(paths[rank])), daemon=True)
+        for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    assert [process.exitcode for process in processes] == [0, 0]
+    for rank, path in enumerate(paths):
+        said = json.loads(path.read_text())
+        assert said["{}"].startswith("parameter sometimes.weight got no gradient in the last step."), said
+        assert said["{'find_unused_parameters': True}"] == ""
+        assert said["{'find_unused_parameters': False}"].startswith("torch: Expected to have finished reduction")
+        assert said["alone"] == rank + 1
+        assert said["together"] == 3.0
+
+
+def test_a_bug_in_the_script_is_no_peer_failure(cluster: Cluster) -> None:
+    codes = cluster.run(["a", "b"], {0: {"fail_at": 4}})
+    assert codes == [1, EXIT_PEER], cluster.log()
+    assert "ValueError: a bug in the script" in cluster.log()
+    said = Failure(**json.loads(exit_note.path_for(cluster.path / "control-1-1").read_text()))
+    assert (said.kind, said.rank) == ("peer", 1)
+    assert said.message.startswith("step 4: another worker is gone: ")
+    assert "RuntimeError" in said.traceback
+
+
+def test_what_a_peers_death_looks_like() -> None:
+    gloo = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1234"
+    assert is_peer_failure(RuntimeError(gloo))
+    assert is_peer_failure(torch.distributed.DistNetworkError("The client socket has timed out"))
+    wrapped = ValueError("while training")
+    wrapped.__cause__ = RuntimeError(gloo)
+    assert is_peer_failure(wrapped)
+    assert not is_peer_failure(RuntimeError("mat1 and mat2 shapes cannot be multiplied (3x2 and 4x5)"))
+    assert not is_peer_failure(ConnectionResetError("Connection reset by peer"))
+    assert not is_peer_failure(None)
