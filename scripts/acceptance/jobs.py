@@ -47,7 +47,7 @@ class Plan:
             "args": list(self.args),
             "nodes": self.nodes,
             **(self.settings or {}),
-            **({"pools": list(steady)} if self.steady else {}),
+            **({"pools": list(steady)} if self.steady and steady else {}),
         }
 
 
