@@ -37,18 +37,14 @@ _SHOWN = 3  # files in a message
 
 @dataclass(frozen=True)
 class Bundle:
-    """What was packed.
+    """What was packed."""
 
-    sha256: of the archive, which is at `code_key(sha256)`. size: bytes of the archive. files: how many are in it.
-    bytes: of the files. largest: names and bytes of the largest files. sent: False if the bucket had the archive.
-    """
-
-    sha256: str
-    size: int
-    files: int
-    bytes: int
-    largest: tuple[tuple[str, int], ...]
-    sent: bool
+    sha256: str  # of the archive, which is at `code_key(sha256)`
+    size: int  # bytes of the archive
+    files: int  # how many are in it
+    bytes: int  # of the files
+    largest: tuple[tuple[str, int], ...]  # names and bytes of the largest files
+    sent: bool  # False if the bucket had the archive
 
     def __str__(self) -> str:
         """bundle 3f2a…: 12 files, 1.2 MB (80.3 kB packed); the largest: a.bin (1.0 MB), train.py (4.1 kB)"""

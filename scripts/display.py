@@ -121,7 +121,7 @@ class Plain:
 
 
 class Terminal:
-    """A picture that is drawn anew in place; what is said scrolls by above it."""
+    """A picture that is redrawn in place. What is said scrolls by above it."""
 
     def __init__(self, console: Console, file: str = LOCAL) -> None:
         self._file = file

@@ -23,13 +23,9 @@ _END = 64 << 10  # bytes at a log's end that are searched for these lines
 
 @dataclass(frozen=True)
 class Log:
-    """A worker's log in the bucket.
+    """A worker's log in the bucket."""
 
-    key: jobs/<job>/logs/<generation>/<node>/<rank>.log. generation: the number of the generation that wrote it.
-    node: where the worker ran. rank: the worker's rank, as text.
-    """
-
-    key: str
+    key: str  # jobs/<job>/logs/<generation>/<node>/<rank>.log
     generation: int
     node: str
     rank: str

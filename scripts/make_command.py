@@ -1,4 +1,4 @@
-"""The commands that messages name: for the cluster at hand, whichever that is, since some of them destroy. Pure."""
+"""The commands that messages name. They name the cluster file too, because some of them destroy. Pure."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ NODE_TIME = {  # the kinds of `spotrun.head.node_time`, for the report
     "waiting": "waiting: ready, but fewer machines than the job needs",
     "recovery": "recovery: from an interruption to the next step",
     "spare": "idle spares: ready, not needed now",
-    "leaving": "leaving: under notice, training without them goes on",
+    "leaving": "leaving: under notice, while training goes on without them",
     "unfit": "unfit: failed the health checks",
     "saving": "saving the last state to the bucket",
     "unknown": "not known: counted by an older version of the head",
@@ -40,7 +40,8 @@ def report(job: Status) -> str:
     machines = f"  node time {duration(job['node_seconds'])}"
     if job["cost"] is not None:
         machines += f", cost ${job['cost']:.2f}"
-    lines += [machines, *_node_time(job)]
+    split = _node_time(job)
+    lines += [machines + (", of which:" if split else ", and where it went is not known"), *split]
     return "\n".join(lines)
 
 
@@ -82,7 +83,7 @@ def _node_time(job: Status) -> list[str]:
     """Where the node time went, the largest share first. Heads up to version 0.1 do not send it."""
     split = job.get("node_time")
     if not split or job["node_seconds"] <= 0:
-        return ["  where the node time went is not known"] if job["node_seconds"] > 0 else []
+        return []
     rows = sorted(split.items(), key=lambda item: -item[1])
     shares = [(f"{seconds / job['node_seconds']:.1%}", _told(kind, job)) for kind, seconds in rows]
     return [f"  {share:>7}  {text}" for share, text in shares if share != "0.0%"]

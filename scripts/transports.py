@@ -44,7 +44,7 @@ class Transport(Protocol):
 
 @dataclass(frozen=True)
 class Direct:
-    """The local cloud: every machine is at hand and knows the key."""
+    """The local cloud: every machine is on this computer and knows the key."""
 
     user: str
     key: Path
@@ -72,7 +72,7 @@ class Iap:
 
     @property
     def user(self) -> str:
-        """The POSIX account of whoever gcloud is logged in as; the key is registered on the way, and now and then."""
+        """The POSIX account of the gcloud login. This registers the key with OS Login, and again after some hours."""
         with self._lock:
             for name, told in self._known.items():
                 if time.monotonic() - told < KEY_AGAIN:

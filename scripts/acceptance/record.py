@@ -1,4 +1,4 @@
-"""What has been tried and what came of it: the state of an acceptance, which a later run goes on from."""
+"""What has been tried and what came of it: the state of an acceptance, with which a later run continues."""
 
 from __future__ import annotations
 
@@ -33,34 +33,25 @@ class Failed(SpotrunError):
 
 
 class Result(BaseModel):
-    """What came of a step.
-
-    state: passed, failed, or not run. reason: why it did not pass. facts: what was measured or seen. seconds: how long
-    it took. at: when it ended, epoch seconds.
-    """
+    """What came of a step."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="strings")
     state: State
-    reason: str = ""
-    facts: Facts = {}
-    seconds: float = 0.0
-    at: float = 0.0
+    reason: str = ""  # why it did not pass
+    facts: Facts = {}  # what was measured or seen
+    seconds: float = 0.0  # how long it took
+    at: float = 0.0  # when it ended, epoch seconds
 
 
 class Record(BaseModel):
-    """An acceptance as far as it has come.
-
-    cluster: its name. digest: of its description; another description is another acceptance. results: by step.
-    standing: it has begun to bring the cluster up, and has not seen it down since. at: when this was written, epoch
-    seconds.
-    """
+    """An acceptance as far as it has come."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="strings")
-    cluster: str
-    digest: str
-    results: dict[str, Result] = {}
-    standing: bool = False
-    at: float = 0.0
+    cluster: str  # its name
+    digest: str  # of its description; another description is another acceptance
+    results: dict[str, Result] = {}  # by step
+    standing: bool = False  # it has begun to bring the cluster up, and has not seen it down since
+    at: float = 0.0  # when this was written, epoch seconds
 
     def with_result(self, step: str, result: Result) -> Record:
         return self.model_copy(update={"results": {**self.results, step: result}, "at": time.time()})

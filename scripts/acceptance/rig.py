@@ -25,17 +25,16 @@ _IGNORED = shutil.ignore_patterns("__pycache__", "*.yaml")
 
 
 class Rig:
-    """One acceptance's cluster.
+    """One acceptance's cluster, and its jobs.
 
-    cluster, file: as the operator named it. folder: for what is written for it on this computer. wanted: the steps of
-    this run, by which jobs are queued early. look: tries the ways into a node. facts_of: what a step has measured, in
-    this run or an earlier one.
+    cluster, file: as the operator named it. folder: for files on this computer. wanted: the steps of this run, from
+    which follows what jobs can be queued early. look: tries the ways into a node.
     """
 
     def __init__(self, cluster: ClusterSpec, file: str, folder: Path, wanted: Sequence[Step], look: Look) -> None:
         self.cluster, self.file, self.folder = cluster, file, folder
         self._wanted, self._look = wanted, look
-        self.facts_of: Callable[[str], Facts] = lambda step: {}
+        self.facts_of: Callable[[str], Facts] = lambda step: {}  # what a step has measured, in any run
         self._plans = plans(cluster.cloud)
         self._submitted: dict[str, str] = {}
         self._seen: dict[str, Trace | SpotrunError] = {}
@@ -73,7 +72,7 @@ class Rig:
         return {"said": sites.site(self.cluster, self.file).down(everything=False)}
 
     def is_up(self) -> bool:
-        """Whether a head has come up, by whatever hand."""
+        """Whether a head has come up."""
         try:
             sites.site(self.cluster, self.file).access()
         except Unreachable:

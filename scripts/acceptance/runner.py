@@ -24,17 +24,15 @@ Check = Callable[[Step], Facts]
 class Runner:
     """One run of an acceptance.
 
-    cluster: what it is about. steps: all there are. checks: what does a step, by its name; it returns what it has
-    measured, and raises `SpotrunError` if the step failed, `NotRun` if it cannot be tried. keeper: where the record is
-    kept. say: prints a line. record: what has come of the steps so far.
+    A check returns what it has measured. It raises `SpotrunError` if the step failed, `NotRun` if it cannot be tried.
     """
 
     cluster: ClusterSpec
-    steps: Sequence[Step]
-    checks: Mapping[str, Check]
-    keeper: Keeper
-    say: Callable[[str], None]
-    record: Record
+    steps: Sequence[Step]  # all there are
+    checks: Mapping[str, Check]  # by the name of the step
+    keeper: Keeper  # where the record is kept
+    say: Callable[[str], None]  # prints a line
+    record: Record  # what has come of the steps so far
     _interrupted: bool = field(default=False, init=False)
 
     def run(self, again: bool = False) -> int:

@@ -25,15 +25,11 @@ _TRIES = 3  # of the ways into a node: its SSH server may be busy
 
 @dataclass(frozen=True)
 class How:
-    """How a job is followed.
+    """How a job is followed."""
 
-    limit: seconds that it may take, with the boot of its machines. look: tries the ways into a node. notice: seconds
-    that a machine gets before it is taken; None: as long as is usual.
-    """
-
-    limit: float
-    look: Callable[[str], Facts]
-    notice: float | None = None
+    limit: float  # seconds that it may take, with the boot of its machines
+    look: Callable[[str], Facts]  # tries the ways into a node
+    notice: float | None = None  # seconds that a machine gets before it is taken; None: as many as usual
 
 
 @dataclass

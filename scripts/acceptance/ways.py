@@ -75,7 +75,7 @@ class _Forged:
 
 def _by_run(access: Access, node: str) -> dict[str, Any]:
     if _WORD not in say(access, node, f"echo {_WORD}"):
-        raise SpotrunError(f"`make run` on {node} did not print what it was to print")
+        raise SpotrunError(f"`make run` on {node} did not print what the command prints")
     return {"make run": "works"}
 
 

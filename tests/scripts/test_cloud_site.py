@@ -332,7 +332,7 @@ def test_down(aws: Moto, made: stacks.Stacks, tmp_path: Path, monkeypatch: pytes
 
 @pytest.fixture
 def machine(aws: Moto) -> Iterator[str]:
-    """One of the cluster's, whoever made it."""
+    """A machine of the cluster, made here or elsewhere."""
     tags = [{"Key": "spotrun-cluster", "Value": "c"}, {"Key": "spotrun-pool", "Value": "spot"}]
     client = aws.client("ec2")
     made = client.run_instances(

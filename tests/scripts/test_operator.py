@@ -336,8 +336,7 @@ def test_the_closing_report() -> None:
         "  preempt       spot-2  0.4                       0",
         "  kill          spot-1",
         "  goodput 91.2% (share of node time that went into steps that counted)",
-        "  node time 12.0 s, cost $0.50",
-        "  where the node time went is not known",  # a head of version 0.1 does not say
+        "  node time 12.0 s, cost $0.50, and where it went is not known",  # a head of version 0.1 does not say
     ]
     failed = report.report(status(phase="failed", reason="ValueError: no", failure=FAILURE)["job"])
     assert "  rank 1 on spot-1: ValueError: no\n    Traceback\n      line\n" in failed
@@ -348,7 +347,7 @@ def test_the_closing_report_says_where_the_node_time_went() -> None:
     times = {"counted": 6.0, "lost": 0.6, "starting": 3.6, "recovery": 0.6, "spare": 1.2, "unfit": 0.0, "napping": 0.0}
     job = status(**SUCCEEDED, node_time=times, snapshot_seconds=0.06)["job"]
     assert report.report(job).splitlines()[-6:] == [
-        "  node time 12.0 s",
+        "  node time 12.0 s, of which:",
         "    50.0%  steps that counted; of it copying snapshots 0.50%",
         "    30.0%  starting: machines boot, are checked, install packages, import torch",
         "    10.0%  idle spares: ready, not needed now",

@@ -1,6 +1,6 @@
 """A small training run whose end can be compared bit by bit; it prints what it saw as lines of JSON.
 
-It is slow at the steps where a machine is to be taken, so that this happens before it ends.
+It is slow at the steps where a machine will be taken, so that this happens before the run ends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from words import tell, watch_metadata
 import spotrun
 from spotrun.node.cleanup import SHARED_MEMORY, unused_nccl_segments
 
-SLOW = 0.3  # seconds of a step while a machine is to be taken
+SLOW = 0.3  # seconds of a step, from the step where a machine will be taken
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--steps", type=int, default=300)
