@@ -14,7 +14,7 @@ from spotrun.text import clean
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status: 0, or 2 with one line on stderr for whatever a user or operator can mend."""
+    """Exit status: 0, or 2 with one line on stderr for an error that a user or operator can fix."""
     parser = argparse.ArgumentParser(prog="spotrun", description="torchrun for machines that vanish")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("head", help="run the head of a cluster (on its machine)").set_defaults(run=_head)

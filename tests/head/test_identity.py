@@ -104,7 +104,7 @@ def test_a_description_of_another_cluster_is_refused(case: str) -> None:
         check(cluster, own)
     said = str(raised.value)
     assert refusal in said
-    assert "clusters/mine/cluster.json is not of this head's cluster" in said
+    assert "clusters/mine/cluster.json describes another cluster than this head's" in said
     assert said.endswith("`make up` with the cluster file of mine writes it again")
     assert "\n" not in said
 

@@ -1,4 +1,4 @@
-"""The books: what a generation did, what an interruption cost, what share of the machines' time counted. Pure."""
+"""What a generation did, what an interruption cost, and which share of the machines' time counted. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from spotrun.wire import Worker
 
 
 def observe(job: JobState, view: View) -> JobState:
-    """The job with the progress that the members report; the first step after an interruption closes its entry."""
+    """The job with the progress that the members report. The first step after an interruption ends the interruption."""
     if job.current is None:
         return job
     here = [n for n in view.members() if n is not None and n.report.generation == job.generation]
@@ -30,12 +30,12 @@ def observe(job: JobState, view: View) -> JobState:
 
 
 def count(job: JobState, view: View, prices: Mapping[str, float]) -> JobState:
-    """Add the time since the last count of every machine that is paid for. prices: USD an hour, by pool.
+    """Add the time since the last count for every machine that costs money. prices: USD an hour, by pool.
 
-    That is each one that the cloud lists as running, from then on: also while it boots, is checked, or is of no use.
-    It is part of what the job cost, so the budget holds it, and of the time that `goodput` is a share of. While the
-    cloud cannot be asked, it is each one whose agent is connected. Time at a price that is not known (yet) is kept, by
-    pool, and costs what the price is as soon as that is told; a price that never is leaves it out of the cost.
+    Each machine that the cloud lists as running costs money: also while it boots, is checked or is unfit. While the
+    cloud does not answer, each machine with a connected agent counts. The time is part of the job's cost, which the
+    budget limits, and `goodput` is a share of it. Time at an unknown price is kept by pool, and is added to the cost
+    once the price is known. If the price never becomes known, the cost does not include that time.
     """
     if job.ended_already or not job.counted_at:
         return job.replace(counted_at=view.now)
@@ -55,7 +55,7 @@ def count(job: JobState, view: View, prices: Mapping[str, float]) -> JobState:
 
 
 def goodput(job: JobState) -> float | None:
-    """Share of the machines' time, as `count` has it, that went into steps that counted; None before there is any."""
+    """Share of the time that `count` has added that went into steps that counted; None: no time has been added."""
     if job.node_seconds <= 0:
         return None
     return max(0.0, min(1.0, node_time.counted(job) / job.node_seconds))
@@ -64,7 +64,7 @@ def goodput(job: JobState) -> float | None:
 def _progress(before: Progress, here: Sequence[Node], workers: Sequence[Worker]) -> Progress:
     front = max(workers, key=lambda w: (w.step, w.stepped_at))
     base = max(w.base for w in workers)
-    # The generation's time begins when the last one has its state.
+    # The generation's time begins when its last worker has restored the state.
     restored_at = max(w.phases[3] for w in workers)
     steps = front.step - base
     stepping = front.stepped_at - restored_at
@@ -84,7 +84,7 @@ def _progress(before: Progress, here: Sequence[Node], workers: Sequence[Worker])
 
 
 def _close(job: JobState, workers: Sequence[Worker]) -> JobState:
-    """The first step after the last interruption is done: what it cost is known."""
+    """The first step after the last interruption is done, so the cost of the interruption is known."""
     last = job.interruptions[-1]
     firsts = [w.phases[4] for w in workers if w.phases[4] > 0]
     if not firsts:

@@ -1,4 +1,4 @@
-"""The agents: what each has said last, and the way to it while it is connected."""
+"""The agents: the newest report of each, and its connection."""
 
 from __future__ import annotations
 
@@ -21,41 +21,35 @@ AddEvent = Callable[[str, str], None]
 
 @dataclass
 class KnownAgent:
-    """An agent: its newest report, and the way to it while it is connected. since, answered: as in `Node`, `Machine`.
+    """An agent that has connected to this head."""
 
-    unfit_since: since when it has been unfit or checking again; 0: it is not known to be unfit.
-    """
-
-    report: Report
+    report: Report  # the newest one
     reported_at: float
-    send: Send | None = None
-    sent: Order | None = None
-    since: float = 0.0
-    answered: float = 0.0
-    unfit_since: float = 0.0
+    send: Send | None = None  # sends an order over the newest connection; None: not connected
+    sent: Order | None = None  # the newest order sent over that connection
+    since: float = 0.0  # as in `Node`
+    answered: float = 0.0  # as in `Machine`
+    unfit_since: float = 0.0  # when it became unfit; checking again does not end that. 0: it is not known to be unfit
 
 
 class Agents:
-    """Every agent that this head has heard of.
-
-    add_event: where events go that operators should read. notice: seconds of notice that a pool's machines get.
-    """
+    """All agents that this head knows. notice: seconds of notice that the machines of a pool get."""
 
     def __init__(self, add_event: AddEvent, notice: Callable[[str], float] = lambda _: 0.0) -> None:
         self._notice = notice
-        self._told: set[str] = set()  # jobs whose drains do not fit into a notice: said already
+        self._long_drains: set[str] = set()  # jobs with an event that their drains do not fit into a notice
         self.known: dict[str, KnownAgent] = {}
-        self.ready_at = 0.0  # when the newest one became ready
+        self.ready_at = 0.0  # when an agent last became ready
         self._add_event = add_event
-        self._retired: set[Send] = set()  # links that a newer one of the same node has replaced
+        self._retired: set[Send] = set()  # connections that a newer one of the same node has replaced
 
     def receive(self, report: Report, send: Send, now: float, made: float = 0.0) -> bool:
-        """Take a report in; whether the cloud is worth a look. One of a link that has been replaced is passed over.
+        """Keep a report, unless a newer connection of the node exists. True: the cloud should be asked now.
 
-        made: when the node's machine was, as far as the cloud has told.
+        made: when the cloud made the node's machine; 0: not known.
         """
         if send in self._retired:
-            return False  # what a dead connection still had under way is older than what was heard since
+            return False  # reports of the newer connection are newer
         before = self.known.get(report.node)
         if before and before.send is not None and before.send is not send:
             self._retired.add(before.send)
@@ -75,13 +69,13 @@ class Agents:
                 "notice",
                 f"{report.node} will be taken at {at} UTC: {report.coming.kind}; it trains on until shortly before",
             )
-        self._tell_trouble(report, last)
-        self._tell_drain(report)
+        self._add_saving_event(report, last)
+        self._add_drain_event(report)
         sent = before.sent if before and before.send is send else None
         since = before.since if before and last and last.phase == report.phase and before.since >= made else now
-        unfit_since = before.unfit_since if before and before.unfit_since >= made else 0.0  # not a predecessor's
+        unfit_since = before.unfit_since if before and before.unfit_since >= made else 0.0  # of this machine only
         if report.phase == "unfit":
-            # An agent that is restarted again and again is checked each time: that is no better than unfit.
+            # An agent that restarts again and again is checked each time, so checking must not end this.
             since = unfit_since = min(since, unfit_since or since)
         elif report.phase != "checking":
             unfit_since = 0.0
@@ -89,72 +83,70 @@ class Agents:
         self.known[report.node] = KnownAgent(report, now, send, sent, since, answered, unfit_since)
         return noticed
 
-    def _tell_trouble(self, report: Report, last: Report | None) -> None:
-        """An event when a node begins to fail at saving, when the reason changes, and when it succeeds again."""
+    def _add_saving_event(self, report: Report, last: Report | None) -> None:
+        """An event when a node starts to fail at saving, when the reason changes, and when it succeeds again."""
         now, before = report.trouble, last.trouble if last else None
         if now is not None and (before is None or _words((before.message,)) != _words((now.message,))):
             self._add_event("checkpoint", f"{report.node} cannot save its part, and tries again: {now.message}")
         elif now is None and before is not None and report.parts:
             self._add_event("checkpoint", f"{report.node} saves again, after {before.tries} tries that failed")
 
-    def _tell_drain(self, report: Report) -> None:
-        """An event at a job's first measured snapshot, if no drain will fit into a notice."""
-        if (
-            report.job
-            and report.job not in self._told
-            and (why := notice_fit.too_long(report, self._notice(report.pool)))
-        ):
-            self._told.add(report.job)
+    def _add_drain_event(self, report: Report) -> None:
+        """An event when the first snapshot of a job shows that no drain will fit into a notice."""
+        if not report.job or report.job in self._long_drains:
+            return
+        if why := notice_fit.too_long(report, self._notice(report.pool)):
+            self._long_drains.add(report.job)
             self._add_event("snapshot", why)
 
     def disconnect(self, node: str, send: Send) -> bool:
-        """A link closed; whether it was the node's newest."""
+        """A connection has closed. True if it was the node's newest one."""
         self._retired.discard(send)
-        seen = self.known.get(node)
-        if seen is None or seen.send is not send:
+        agent = self.known.get(node)
+        if agent is None or agent.send is not send:
             return False
-        seen.send, seen.sent = None, None
-        self._add_event("link", f"{node} is not connected")
+        agent.send, agent.sent = None, None
+        self._add_event("connection", f"{node} is not connected")
         return True
 
     def order(self, job: JobState | None, epoch: int) -> None:
-        """Send each connected agent what it should be doing, if that is not what it was sent last."""
+        """Send each connected agent its order, if the order has changed."""
         active = None if job is None or job.ended_already else (job, bundle_of(job))
-        for node, seen in self.known.items():
-            order = order_for(*active, node, seen.report.boot, epoch) if active else Order(epoch=epoch)
-            if seen.send is not None and order != seen.sent:
-                seen.sent = order
-                seen.send(order)
+        for node, agent in self.known.items():
+            order = order_for(*active, node, agent.report.boot, epoch) if active else Order(epoch=epoch)
+            if agent.send is not None and order != agent.sent:
+                agent.sent = order
+                agent.send(order)
 
     def forget(self, kept: Collection[str]) -> None:
-        """Drop those that are not connected, but for `kept`."""
-        for name in [name for name, seen in self.known.items() if seen.send is None and name not in kept]:
+        """Drop agents that are not connected, except `kept`."""
+        for name in [name for name, agent in self.known.items() if agent.send is None and name not in kept]:
             del self.known[name]
 
     def reports(self, job: str | None = None) -> list[Report]:
-        """The newest report of each; those about one job."""
-        return [seen.report for seen in self.known.values() if job in (None, seen.report.job)]
+        """The newest report of each agent, or of each agent that has this job."""
+        return [agent.report for agent in self.known.values() if job in (None, agent.report.job)]
 
     def busy(self) -> bool:
-        """Whether any that is connected holds a job still."""
-        return any(seen.send is not None and seen.report.job for seen in self.known.values())
+        """Whether a connected agent still has a job."""
+        return any(agent.send is not None and agent.report.job for agent in self.known.values())
 
     def nodes(self, fleet: Fleet) -> tuple[Node, ...]:
-        """Each as decisions see it."""
-        states = {name: fleet.state_of(name, seen.reported_at, seen.report.pool) for name, seen in self.known.items()}
-        return tuple(
-            Node(seen.report, seen.send is not None, seen.reported_at, states[name], seen.since)
-            for name, seen in self.known.items()
-        )
+        """The agents as decisions see them."""
+        found = []
+        for name, agent in self.known.items():
+            state = fleet.state_of(name, agent.reported_at, agent.report.pool)
+            found.append(Node(agent.report, agent.send is not None, agent.reported_at, state, agent.since))
+        return tuple(found)
 
     def machines(self, fleet: Fleet) -> tuple[Machine, ...]:
-        """All that the cloud lists, with what was heard of them."""
+        """The machines that the cloud lists, with what their agents have reported."""
         pools = {pool.name: pool for pool in fleet.cluster.pools}
         ends = retirement.planned(fleet.instances or (), pools)
         found = []
         for each in fleet.instances or ():
-            seen = self.known.get(each.name)
-            answered = seen.answered if seen else 0.0
+            agent = self.known.get(each.name)
+            answered = agent.answered if agent else 0.0
             state = "unknown" if each.pool in fleet.away else each.state
             kind, retires = pools[each.pool].machine or "", ends.get(each.name, 0.0)
             found.append(Machine(each.name, each.pool, state, each.created, answered, kind, each.ends, retires))
@@ -162,5 +154,5 @@ class Agents:
 
 
 def _words(lines: tuple[str, ...]) -> list[str]:
-    """Problems without their numbers, which change all the time (disk space)."""
+    """Problems without their numbers, which keep changing (such as free disk space)."""
     return [re.sub(r"\d+", "", line) for line in lines]

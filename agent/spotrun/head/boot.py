@@ -1,4 +1,4 @@
-"""The head's start: whose head this machine is, from its metadata; what the cluster is, from the bucket."""
+"""The head's start. The machine's metadata name the cluster, and the bucket describes it."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from spotrun.store import Store, cluster_key
 
 log = logging.getLogger(__name__)
 
-POLL = {"local": 1.0, "gcp": 5.0, "aws": 5.0}  # seconds between two looks at the cloud
-_LOOK = 5  # looks at the cloud for each at the cluster's description
+POLL = {"local": 1.0, "gcp": 5.0, "aws": 5.0}  # seconds between two polls of the cloud
+_LOOK = 5  # polls of the cloud for each poll of the cluster's description
 
 
 async def run() -> None:
-    """Be the head until SIGTERM, another head, or a changed description of the cluster; then it is to be run again.
+    """Run the head until SIGTERM, until another head takes over, or until the cluster's description changes.
 
-    Raises `SpotrunError` if this machine is no cluster's head.
+    systemd starts it again. Raises `SpotrunError` if this machine is not the head of a cluster.
     """
     systemd = Systemd.from_env()
     watching = asyncio.create_task(systemd.watch())
@@ -40,7 +40,7 @@ async def run() -> None:
 
 
 async def _serve(systemd: Systemd) -> None:
-    systemd.status("asking the cloud's metadata server who this is")
+    systemd.status("asking the cloud's metadata server for this machine's identity")
     async with await metadata.detect() as machine:
         found = {key: await machine.attribute(key) or "" for key in (names.CLUSTER, names.BUCKET)}
         identity = await machine.identity()
@@ -58,7 +58,7 @@ async def _serve(systemd: Systemd) -> None:
     await lease.take()
     keeping = asyncio.ensure_future(_keep(lease))
     try:
-        # First of all: with the host keys in the bucket, an operator can log in whatever else goes wrong here.
+        # First, so that an operator can log in even if something below fails.
         await asyncio.to_thread(host_keys.publish, store, name, names.HEAD, identity)
         await _lead(systemd, store, own, identity, lease, keeping)
     finally:
@@ -106,7 +106,7 @@ async def _lead(
 
 
 async def until_changed(store: Store, own: ClusterIdentity, known: str, every: float) -> None:
-    """Return when the bucket has another valid description. A new head then reads it; training goes on meanwhile.
+    """Return when the bucket has another valid description. A new head then reads it, while training continues.
 
     known: digest of the description that this head has read.
     """
@@ -122,5 +122,5 @@ async def until_changed(store: Store, own: ClusterIdentity, known: str, every: f
             warned = str(error)
             continue
         if changed:
-            log.info("the cluster's description has changed: this head ends for one that knows it")
+            log.info("the cluster's description has changed: this head ends, and the next one reads it")
             return

@@ -1,4 +1,4 @@
-"""Remove code from the bucket that no job refers to: never submitted, or of a job whose folder was deleted.
+"""Remove code from the bucket that no job refers to: its job was never submitted, or the job's folder was deleted.
 
 All jobs of all clusters in this bucket count, also ended ones, which may be relaunched. Operators send code again if it
 is older than half of `AGE` when they submit a job, so no code is removed while a job with it is being submitted.
@@ -22,7 +22,7 @@ _STATE = re.compile(r"jobs/[^/]+/state\.json")
 
 
 class Sweeper:
-    """The sweeper of one bucket. A job's code never changes, so each job's state is read only once."""
+    """Sweeps one bucket. A job's code never changes, so each job's state is read only once."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -36,7 +36,7 @@ class Sweeper:
                 for key in await asyncio.to_thread(self.sweep):
                     log.info("removed %s: no job refers to it", key)
             except StoreError as error:
-                log.warning("code that no job refers to stays for now: %s", error)
+                log.warning("code that no job refers to was not removed: %s", error)
             await asyncio.sleep(EVERY)
 
     def sweep(self) -> list[str]:

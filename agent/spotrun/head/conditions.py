@@ -14,13 +14,13 @@ def conditions(view: View) -> list[dict[str, object]]:
 
 
 def _silent(view: View) -> dict[str, object] | None:
-    """No node is heard."""
+    """No node reports to the head."""
     since, news = silence.since(view), silence.news(view)
     return {"since": since, "text": news[1]} if since is not None and news else None
 
 
 def _saving(node: Node) -> dict[str, object] | None:
-    """A node that cannot put its part of a checkpoint into the bucket."""
+    """A node that cannot upload its part of a checkpoint."""
     trouble = node.report.trouble
     if trouble is None:
         return None

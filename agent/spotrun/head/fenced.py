@@ -1,6 +1,6 @@
 """Objects that only the head writes. Each is replaced only if it is still what this head last read or wrote.
 
-The lease alone is not enough: a head may be suspended between its last look at the lease and its write.
+The lease alone is not enough: a head may be suspended after it has checked the lease and before it writes.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ class FencedStore:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._versions: dict[str, Version | None] = {}
-        self._unsure: dict[str, set[bytes]] = {}  # digests of what was written without an answer
+        self._unsure: dict[str, set[bytes]] = {}  # digests of writes that got no answer
 
     async def find(self, key: str) -> bytes | None:
-        """The object's bytes; None if there is no such object. From now on this head may replace the object."""
+        """The object's bytes; None if there is none. From now on this head may replace the object."""
         self._unsure.pop(key, None)
         data, self._versions[key] = await asyncio.to_thread(self._store.read, key)
         return data
@@ -35,7 +35,7 @@ class FencedStore:
             await self.find(key)
         if unsure := self._unsure.get(key):
             found, version = await asyncio.to_thread(self._store.read, key)
-            if found is not None and _digest(found) in unsure:  # only the answer was lost
+            if found is not None and _digest(found) in unsure:  # the write arrived, its answer was lost
                 self._versions[key] = version
         try:
             self._versions[key] = await asyncio.to_thread(self._store.replace, key, data, self._versions[key])

@@ -269,7 +269,7 @@ class Head:
             job = apply(job, EndGeneration(cause=Cause(kind="head")), now).replace(generation=taken)
         self.job = job
         view = self._view(now)
-        self.signs.listen(view, self.add_event)
+        self.signs.update(view, self.add_event)
         job = idle.observe(silence.observe(job, view), view)
         job = liveness.remember_joined(accounting.count(accounting.observe(job, view), view, self.fleet.prices), view)
         if interrupted and job.interruptions[-1].seconds is not None:

@@ -1,4 +1,4 @@
-"""Which cluster this machine is the head of. The machine's own metadata say it; the bucket must agree. Pure.
+"""Which cluster this machine is the head of. The machine's own metadata name it; the bucket must agree. Pure.
 
 Without this check, anybody who can write `cluster.json` could make this head act on another cluster with its rights.
 """
@@ -17,18 +17,13 @@ _CLOUDS = {"gs": "gcp", "s3": "aws"}
 
 @dataclass(frozen=True)
 class ClusterIdentity:
-    """What the metadata of the head's machine say.
+    """The cluster that the metadata of the head's machine name."""
 
-    cluster: the cluster's name. bucket: the bucket's URL. provider: the cloud whose metadata server answered, gcp or
-    aws; the local cloud imitates one of these. account: the Google Cloud project's id or the AWS account's.
-    region: the region of the machine's zone.
-    """
-
-    cluster: str
-    bucket: str
-    provider: str
-    account: str
-    region: str
+    cluster: str  # the cluster's name
+    bucket: str  # the bucket's URL
+    provider: str  # gcp or aws: whose metadata server answered; the local cloud imitates one of them
+    account: str  # id of the Google Cloud project or the AWS account
+    region: str  # of the machine's zone
 
     @property
     def cloud(self) -> str:
@@ -39,25 +34,24 @@ class ClusterIdentity:
 
 def check(cluster: ClusterSpec, own: ClusterIdentity) -> ClusterSpec:
     """Return the description if it is of the machine's own cluster. Otherwise raise `SpotrunError`, in one line."""
-    differ = [
-        f"{what} is {told} there, and {mine} in the machine's metadata" for what, told, mine in _told(cluster, own)
-    ]
-    if not differ:
+    where = "in the machine's metadata"
+    found = [f"{key} is {value} there, and {mine} {where}" for key, value, mine in _differ(cluster, own)]
+    if not found:
         return cluster
     raise SpotrunError(
-        f"{own.bucket}: {cluster_key(own.cluster)} is not of this head's cluster: {'; '.join(differ)};"
+        f"{own.bucket}: {cluster_key(own.cluster)} describes another cluster than this head's: {'; '.join(found)};"
         f" `make up` with the cluster file of {own.cluster} writes it again"
     )
 
 
-def _told(cluster: ClusterSpec, own: ClusterIdentity) -> Iterator[tuple[str, str, str]]:
-    """What differs, each as (key, value in the description, value in the metadata)."""
+def _differ(cluster: ClusterSpec, own: ClusterIdentity) -> Iterator[tuple[str, str, str]]:
+    """The differences: key, value in the description, value in the metadata."""
     pairs = [("name", cluster.name, own.cluster), ("cloud", cluster.cloud, own.cloud)]
     pairs.append(("region", cluster.region, own.region))
     if own.cloud == "gcp":
         pairs.append(("project", cluster.project or "", own.account))
     if cluster.cloud == own.cloud != "local":
         pairs.append(("bucket", names.bucket_url(cluster, own.account), own.bucket))
-    elif cluster.bucket:  # without the key it is in the operator's home, which the machine does not know
+    elif cluster.bucket:  # without the key, it is a folder of the operator, which the machine does not know
         pairs.append(("bucket", cluster.bucket, own.bucket))
-    return ((what, told or "missing", mine) for what, told, mine in pairs if told != mine)
+    return ((key, value or "missing", mine) for key, value, mine in pairs if value != mine)

@@ -1,4 +1,4 @@
-"""What the head keeps in the bucket: the queue, each job's state and events. It is how a new head knows."""
+"""What the head keeps in the bucket: the queue, and the state and the events of each job. A new head reads them."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ STATE_KEY = re.compile(r"jobs/(?P<id>[^/]+-(?P<stamp>[0-9]{8}-[0-9]{6})(?:-(?P<n
 
 
 class Journal:
-    """The bucket as the head writes it. All methods raise `StoreError` when it does not answer."""
+    """The records of one cluster. All methods raise `StoreError` when the bucket does not answer."""
 
     def __init__(self, store: Store, cluster: str) -> None:
         self.store = store
         self._queue: QueueRecord | None = None  # None: not read yet
         self._cluster = cluster
         self._fenced = FencedStore(store)
-        self._queueing = asyncio.Lock()  # else an older queue could be the last to reach the bucket
+        self._queueing = asyncio.Lock()  # otherwise an older queue could reach the bucket last
         self._written: JobState | None = None
         self._written_at = 0.0
         self._events: dict[str, Any] | None = None  # the newest one written
 
     @property
     def queue(self) -> list[str] | None:
-        """Ids of the jobs not yet ended, the active one first; None: not read yet."""
+        """Ids of the jobs that have not ended, the active one first; None: not read yet."""
         return None if self._queue is None else list(self._queue.jobs)
 
     @property
@@ -49,7 +49,7 @@ class Journal:
         return [] if self._queue is None else list(self._queue.held)
 
     async def read_queue(self) -> list[str]:
-        """The queue; from the bucket the first time."""
+        """Ids of the jobs in the queue. Reads the bucket the first time."""
         async with self._queueing:
             return list((await self._known_queue()).jobs)
 
@@ -86,7 +86,7 @@ class Journal:
             found = read_queue(data)
         except ValueError as error:
             what = f"{queue_key(self._cluster)} is not readable: {problem(error)}"
-            log.warning("%s; the jobs' own states tell what waits", what)
+            log.warning("%s; the queue is rebuilt from the jobs' states", what)
             found = QueueRecord(jobs=tuple(self._unended()), up=up)
         if up in ("", found.up):
             return found, found
@@ -110,7 +110,7 @@ class Journal:
         return [job for _, _, job in sorted(waiting)]
 
     async def newest(self, count: int) -> list[JobState]:
-        """The cluster's newest jobs, by submission: of those that ended long ago, only the bucket knows."""
+        """The jobs of the cluster that were submitted last, newest first."""
         return await asyncio.to_thread(lambda: list(islice(self._states(), count)))
 
     def _states(self) -> Iterator[JobState]:
@@ -140,13 +140,13 @@ class Journal:
         return state
 
     async def replace(self, state: JobState) -> None:
-        """Write a job's state as it is, whoever holds it."""
+        """Write a job's state."""
         await self._fenced.put(job_key(state.id, "state.json"), state.model_dump_json().encode())
 
     async def read(self, job: str, own: bool = False) -> JobState:
         """A job's state. Raises `SpotrunError` if there is none, `UnreadableError` if it cannot be read.
 
-        own: this head is going to write it.
+        own: this head is going to replace the state.
         """
         data, key = None, job_key(job, "state.json")
         if re.fullmatch(r"[a-z0-9][a-z0-9-]*", job):  # anything else could name another object
@@ -161,7 +161,7 @@ class Journal:
             ) from None
 
     async def take_up(self, job: str, epoch: int, now: float) -> tuple[JobState, list[dict[str, Any]]]:
-        """A job that head `epoch` takes over, and its events. Its checkpoints are those that the bucket really has.
+        """A job that head `epoch` takes over, with the checkpoints that are in the bucket, and its events.
 
         If the clock of the last head was ahead of this head's clock, times after `now` become `now`.
         """
@@ -169,7 +169,7 @@ class Journal:
         events = _events(await self._fenced.find(job_key(job, "events.jsonl")))
         complete = await asyncio.to_thread(checkpoints.complete, self.store, job, strict=True)
         self._written, self._events = None, None
-        # The new epoch makes this state another object, so an older head that still runs does not replace it.
+        # With the new epoch this state differs from the last one, so an older head that still runs cannot replace it.
         state = state.replace(checkpoints=tuple(complete), epoch=epoch)
         return state.replace(saved_at=min(state.saved_at, now), ordered_at=min(state.ordered_at, now)), events
 
@@ -178,12 +178,12 @@ class Journal:
         return _events(await asyncio.to_thread(self.store.find, job_key(job, "events.jsonl")))
 
     async def write(self, job: JobState, events: list[dict[str, Any]], now: float) -> None:
-        """The job's state, if there is something new; mere progress only every few seconds."""
+        """Write the job's state if it has changed. If only progress has changed, write every PROGRESS_EVERY."""
         if job == self._written:
             return
         if now - self._written_at < PROGRESS_EVERY and not self.urgent(job):
             return
-        # Events first: once a job's end is written, nobody comes back to write what is missing.
+        # Events first: after the end of a job is written, no head writes its events any more.
         newest = events[-1] if events else None
         if newest is not self._events:
             lines = "".join(json.dumps(event) + "\n" for event in events).encode()
@@ -193,7 +193,7 @@ class Journal:
         self._written, self._written_at = job, now
 
     def urgent(self, job: JobState) -> bool:
-        """Whether more than progress is not in the bucket yet."""
+        """Whether a change that is more than progress is not in the bucket yet."""
         return self._written is None or _essence(self._written) != _essence(job)
 
     def has(self, job: JobState) -> bool:
@@ -201,9 +201,10 @@ class Journal:
         return self._written == job
 
     async def complete(self, manifest: Manifest, keep: int) -> list[StateRef]:
-        """Make a checkpoint count, prune older ones; those that count now, newest first.
+        """Write a checkpoint's manifest and prune older checkpoints; those that count now, newest first.
 
-        Create-only: whichever generation completes a step first has it; another's files of that step are pruned.
+        The manifest is only created, never replaced: the first generation that completes a step keeps that step. The
+        files that another generation has for that step are pruned.
         """
         key = checkpoint_key(manifest.job, manifest.step)
         await asyncio.to_thread(self.store.create, key, manifest.model_dump_json().encode())
@@ -212,7 +213,7 @@ class Journal:
 
 
 def _essence(job: JobState) -> JobState:
-    """The job without what changes all the time and may be a little old after a head's death."""
+    """The job without its progress. If a head dies, the last seconds of progress may be missing in the bucket."""
     job = job.replace(progress=Progress(), reached=0, pace=0.0, joined={})
     return job.replace(node_seconds=0.0, spent={}, cost=0.0, unpriced={}, counted_at=0.0)
 

@@ -2,8 +2,8 @@
 
 `clusters/<name>/lease.json` names the holder. The holder renews the lease by writing the object again, on the condition
 that no other process has written it. A head that finds a lease watches the object. If the object stays the same for
-`TERM` seconds, the holder is gone, and the head takes over the lease. So no clocks of two machines are compared. The
-head takes a lease at once if its holder has ended on the same machine, or has released the lease.
+`TERM` seconds, the holder is gone, and the head takes the lease over. So the clocks of two machines are never compared.
+The head takes a lease at once if its holder has ended on the same machine, or has released the lease.
 
 A holder that was suspended for a while may have lost the lease without knowing. So a head renews an old lease before it
 writes anything or asks the cloud for anything. In addition, each object that only the head writes is replaced only if
@@ -33,20 +33,16 @@ EVERY = 2.0  # seconds between renewals; Google Cloud Storage takes one write of
 
 @dataclass(frozen=True)
 class Holder:
-    """A process that is or was the head.
+    """A process that is or was the head."""
 
-    machine: its name in the cloud. host: the kernel's boot id and the PID namespace; "" if they cannot be read.
-    pid: the process id. started: when the process started, in kernel ticks since the boot.
-    """
-
-    machine: str
-    host: str
+    machine: str  # its machine's name in the cloud
+    host: str  # the kernel's boot id and the PID namespace; "" if they cannot be read
     pid: int
-    started: str
+    started: str  # when the process started, in kernel ticks since the boot
 
     @classmethod
     def of_this_process(cls, machine: str) -> Holder:
-        """This process. machine: its machine's name in the cloud."""
+        """This process, on the machine that the cloud knows by this name."""
         try:
             boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
             host = f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
@@ -55,20 +51,20 @@ class Holder:
         return cls(machine, host, os.getpid(), _started(os.getpid()))
 
     def sees_dead(self, other: Holder) -> bool:
-        """Whether the other process is known to have ended. Only known if both run in the same place."""
+        """Whether the other process is known to have ended. Only a process on the same host can know that."""
         if (self.machine, self.host) != (other.machine, other.host):
             return False
         return other.pid != self.pid and _started(other.pid) != other.started
 
 
 class Record(Kept):
-    """clusters/<name>/lease.json. renewals: a count, so that each renewal changes the object."""
+    """clusters/<name>/lease.json: the holder of the lease."""
 
     machine: str
     host: str
     pid: int
     started: str
-    renewals: int = 0
+    renewals: int = 0  # a count, so that each renewal changes the object
     released: bool = False
 
     @property
@@ -90,7 +86,7 @@ class Lease:
     async def take(self) -> None:
         """Wait until the lease is free, and take it. A bucket that does not answer is asked again."""
         seen: Version | None = None
-        since, said = time.monotonic(), ""
+        since, logged = time.monotonic(), ""
         while True:
             try:
                 data, version = await asyncio.to_thread(self._store.read, self._key)
@@ -104,9 +100,9 @@ class Lease:
                 continue  # another head was faster
             except StoreError as error:
                 why, since = str(error), time.monotonic()
-            if why != said:
+            if why != logged:
                 log.info("waiting for the head's lease: %s", why)
-            said = why
+            logged = why
             await asyncio.sleep(self._every / 4)
 
     async def keep(self) -> None:
@@ -119,7 +115,7 @@ class Lease:
                 log.warning("%s", error)
 
     async def check(self) -> None:
-        """Return if this head has the lease. A lease that may have run out is renewed first.
+        """Return if this head has the lease. Renew a lease that may have run out first.
 
         Raises `ConflictError` when another head has the lease, `StoreError` when the bucket does not answer.
         """
@@ -137,7 +133,7 @@ class Lease:
         try:
             await self._write(self._record.replace(released=True))
         except (ConflictError, StoreError) as error:
-            log.info("the lease was not given back: %s", error)
+            log.info("the lease was not released: %s", error)
 
     async def _write(self, record: Record) -> None:
         async with self._writing:

@@ -1,4 +1,4 @@
-"""Read the nodes' signs of life in the bucket, only while no node is heard.
+"""Read the nodes' signs of life in the bucket, while no node reports to the head.
 
 This runs beside the head's turns, in separate threads: a slow bucket delays nothing else.
 """
@@ -30,7 +30,7 @@ SWEEP = 600.0  # seconds between two looks for signs of machines that are gone
 
 
 class Signs:
-    """The signs of one cluster. machines: names of those that the cloud lists; None while it does not answer."""
+    """The signs of one cluster. machines: names that the cloud lists; None while the cloud does not answer."""
 
     def __init__(
         self, store: Store, cluster: str, machines: Callable[[], set[str] | None], clock: Callable[[], float]
@@ -41,32 +41,30 @@ class Signs:
         self._wake = asyncio.Event()
         self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="signs")
         self._warned = ""
-        self._said = ""  # the kind of the last event (`silence.news`)
+        self._last_event = ""  # its kind, as in `silence.news`; "": nodes report
 
     @property
     def found(self) -> Mapping[str, Sign]:
         """The signs of the wanted nodes, as last read."""
         return MappingProxyType(dict(self._found))
 
-    def listen(self, view: View, add_event: AddEvent) -> None:
-        """Choose which signs to look for. Make an event when the news about silent nodes change."""
+    def update(self, view: View, add_event: AddEvent) -> None:
+        """Choose which signs to read. Add an event when the news about silent nodes changes."""
         self.want(silence.watched(view))
-        said = silence.news(view)
-        if said and said[0] != self._said:
-            add_event("silence", said[1])
-        elif not said and self._said and view.job.current is not None:
-            add_event("silence", "nodes are heard again")
-        self._said = said[0] if said else ""
+        kind, text = silence.news(view) or ("", "nodes report again")
+        if kind != self._last_event and (kind or view.job.current is not None):
+            add_event("silence", text)
+        self._last_event = kind
 
     def want(self, nodes: frozenset[str]) -> None:
-        """From now on, look for the signs of these nodes and no others."""
+        """From now on, read the signs of these nodes and of no others."""
         if nodes != self._wanted:
             self._wanted = nodes
             self._found = {name: sign for name, sign in self._found.items() if name in nodes}
             self._wake.set()
 
     async def run(self) -> None:
-        """Look, until cancelled."""
+        """Read signs until cancelled."""
         try:
             swept = time.monotonic()
             while True:

@@ -1,4 +1,4 @@
-"""From the job's state to what each agent is told, and from agents' parts to a manifest. Pure."""
+"""From a job's state to the orders for its agents, and from uploaded parts to manifests. Pure."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def order_for(job: JobState, bundle: Bundle, node: str, boot: str, epoch: int) -
 
 
 def manifests(job: JobState, reports: Iterable[Report], now: float) -> list[Manifest]:
-    """A manifest for each checkpoint of which every part has been uploaded and that is newer than the complete ones.
+    """A manifest for each checkpoint that has all its parts and is newer than every complete checkpoint.
 
-    The last report of a node that is away may speak of a checkpoint that has been removed since.
+    Older ones do not count: the last report of a disconnected node may name a checkpoint that has been removed.
     """
     found: dict[tuple[int, int, int], dict[int, Part]] = defaultdict(dict)
     for report in reports:

@@ -1,4 +1,4 @@
-"""Turn a job that the operator submits into a job's state, or refuse it. Pure."""
+"""Turn a job that an operator submits into a job's state, or refuse the job. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from spotrun.spec import ClusterSpec, JobSpec, check_fit
 
 
 def accept(job: dict[str, object], code: str, cluster: ClusterSpec, unpriced: str, now: float) -> JobState:
-    """The state of a new job. code: the sha256 of its bundle. unpriced: why a budget cannot be kept; empty if it can.
+    """The state of a new job. code: SHA-256 of its bundle. unpriced: why a budget cannot be enforced; "" if it can.
 
     Raises `SpecError`, `SpotrunError`.
     """

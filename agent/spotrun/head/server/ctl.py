@@ -1,4 +1,4 @@
-"""`spotrun ctl`: the head's control socket from the command line. JSON on stdout, one line for a mistake on stderr."""
+"""`spotrun ctl`: the command line of the head's control socket. JSON on stdout; an error is one line on stderr."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from spotrun.machine import private_paths
 if TYPE_CHECKING:
     import aiohttp
 
-NO_ANSWER = "the head does not answer"  # operators' commands tell by it what is worth another try
+NO_ANSWER = "the head does not answer"  # operators' commands try again after this error
 SILENCE = 30.0  # seconds without a line after which a followed head counts as gone; it sends one every 5 s
 
 
 def add_parser(commands: Any) -> None:
     """Add `ctl` and its own commands."""
-    parser = commands.add_parser("ctl", help="ask or tell the head (on the head's machine)")
+    parser = commands.add_parser("ctl", help="ask the head or change its jobs (on the head's machine)")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     verbs.add_parser("submit", help="queue a job: JSON {job, code} on stdin")
     for verb, text in (("status", "one status document"), ("follow", "a status document a line until the job ends")):
         verbs.add_parser(verb, help=text).add_argument("--job")
-    verbs.add_parser("jobs", help="the jobs not yet ended, then the newest of the others")
-    verbs.add_parser("stop", help="stop the active job; its state goes into the bucket").add_argument("--job")
-    verbs.add_parser("relaunch", help="run an ended job on, restart an active one").add_argument("--job")
+    verbs.add_parser("jobs", help="the jobs that have not ended, then the newest of the others")
+    verbs.add_parser("stop", help="stop a job, or the active one; its state goes into the bucket").add_argument("--job")
+    verbs.add_parser("relaunch", help="continue an ended job, or restart an active one").add_argument("--job")
     preempt = verbs.add_parser("preempt", help="have the cloud take a node, with notice, as a test")
     preempt.add_argument("node")
     preempt.add_argument("--notice", type=float, help="seconds; default: the cloud's own")
-    verbs.add_parser("kill", help="have the cloud take a node without a word").add_argument("node")
+    verbs.add_parser("kill", help="have the cloud take a node without notice, as a test").add_argument("node")
     parser.set_defaults(run=lambda args: asyncio.run(_run(args)))
 
 
