@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
 
 
 def _own(words: list[str]) -> tuple[dict[str, str], list[str]]:
-    """This program's own options, which come first, with their values; and Packer's."""
+    """This program's own options, which come first, with their values; then Packer's."""
     own: dict[str, str] = {}
     rest = list(words)
     while rest and rest[0] in (PUBLIC, PRUNE):
@@ -71,9 +71,9 @@ def _own(words: list[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def build(cluster: ClusterSpec, file: str, public: bool, options: list[str]) -> str:
-    """The new image's name. Raises `SpotrunError`; and `KeyboardInterrupt`, once nothing is left running."""
+    """Build an image and return its name. Raises `SpotrunError`, or `KeyboardInterrupt` when nothing runs any more."""
     if cluster.cloud not in SOURCES:
-        raise SpotrunError(f"{file}: cloud {cluster.cloud} starts from no image; name a cluster file of gcp or aws")
+        raise SpotrunError(f"{file}: cloud {cluster.cloud} has no images; name a cluster file of gcp or aws")
     if public and cluster.cloud != "aws":
         raise SpotrunError(f"{file}: PUBLIC=1 is for AWS; on Google Cloud the builder goes out through Cloud NAT")
     if cluster.cloud == "aws":
@@ -88,7 +88,7 @@ def build(cluster: ClusterSpec, file: str, public: bool, options: list[str]) -> 
 
 
 def variables(cluster: ClusterSpec, commit: str, now: datetime, public: bool = False) -> dict[str, str]:
-    """What the template is told."""
+    """The template's variables."""
     found = {"commit": commit, "built": now.strftime("%Y%m%d-%H%M%S"), "wheel": "build/image/wheel"}
     if cluster.cloud == "gcp":
         return {**found, "gcp_project": cluster.project or "", "gcp_zone": cluster.head.zone}
@@ -96,7 +96,7 @@ def variables(cluster: ClusterSpec, commit: str, now: datetime, public: bool = F
 
 
 def _check_way_out(cluster: ClusterSpec, file: str, public: bool, options: list[str]) -> None:
-    """Raise `SpotrunError` unless the builder on AWS is told how to reach the internet, and can."""
+    """Raise `SpotrunError` unless the builder on AWS has a way to the internet."""
     from spotrun.cloud.aws import images
 
     settings = _settings(options)
@@ -114,7 +114,7 @@ def _check_way_out(cluster: ClusterSpec, file: str, public: bool, options: list[
 
 
 def names_subnet(options: list[str], environment: Mapping[str, str], settings: list[str]) -> bool:
-    """Whether Packer is told a subnet to build in. settings: what its files say."""
+    """Whether Packer gets a subnet to build in. settings: the content of its files."""
     return told("aws_subnet", '"?subnet-', options, environment, settings)
 
 
@@ -130,7 +130,7 @@ def told(variable: str, form: str, options: list[str], environment: Mapping[str,
 
 
 def _settings(options: list[str]) -> list[str]:
-    """What the files say that Packer takes values from. Raises `SpotrunError`."""
+    """The content of Packer's files of variables. Raises `SpotrunError`."""
     files = [*(ROOT / "images").glob("*.auto.pkrvars.hcl"), *(ROOT / "images").glob("*.auto.pkrvars.json")]
     for option, following in itertools.pairwise([*options, ""]):
         name, _, value = option.partition("=")
@@ -162,16 +162,16 @@ def _commit() -> str:
             command = ["git", "-C", str(ROOT), *words]
             return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
         except (OSError, subprocess.CalledProcessError):
-            raise SpotrunError(f"{ROOT} is no git checkout, and an image says of which commit it is") from None
+            raise SpotrunError(f"{ROOT} is not a git checkout, and an image must name its commit") from None
 
     return git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain") else "")
 
 
 def wheel(folder: Path) -> None:
-    """Build spotrun's wheel of this checkout: the only file in the folder. Raises `SpotrunError`."""
+    """Build spotrun's wheel from this checkout, as the only file in the folder. Raises `SpotrunError`."""
     shutil.rmtree(folder, ignore_errors=True)
     with tempfile.TemporaryDirectory() as scratch:
-        # Of a copy: setuptools would put modules into the wheel that an earlier build here has left in build/.
+        # From a copy: otherwise setuptools would add old modules that an earlier build left in build/.
         ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
         shutil.copytree(ROOT / "agent", Path(scratch) / "agent", ignore=ignored)
         for name in ("pyproject.toml", "README.md", "LICENSE"):

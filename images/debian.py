@@ -1,4 +1,4 @@
-"""Debian's archives in this machine's apt sources, and package lists that are fetched now.
+"""Debian's archives in this machine's apt sources, and fresh package lists.
 
 The machine's own lists may be old, or may lack an archive that did not answer at the last `apt-get update`. This module
 neither reads nor changes them.
@@ -20,7 +20,7 @@ KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 
 
 def archives() -> list[tuple[str, str]]:
-    """(URL, suite) of Debian 12's archives among this machine's apt sources; the release's own first.
+    """(URL, suite) of Debian 12's archives in this machine's apt sources, the release itself first.
 
     Raises OSError if there is no apt.
     """

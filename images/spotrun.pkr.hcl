@@ -13,7 +13,7 @@ locals {
     spotrun-torch  = replace(local.versions.TORCH, ".", "-")
     spotrun-kernel = replace(local.versions.KERNEL_ABI, ".", "-")
   }
-  # Amazon's SSM agent is the way in, and Debian's image has none. This runs at the builder's first boot, nowhere else.
+  # Packer's session needs Amazon's SSM agent, which Debian's image lacks. This runs only at the builder's first boot.
   first_boot = <<-EOT
     #!/bin/bash
     set -euo pipefail
@@ -49,10 +49,10 @@ source "googlecompute" "gcp" {
   use_os_login     = true
   metadata         = { enable-oslogin = "TRUE", block-project-ssh-keys = "TRUE" }
   ssh_username     = "packer"
-  # { Packer 1.6.6 does not know the next line, so images/lint.py leaves it out for that one.
+  # { Packer 1.6.6 does not know the next line, so images/lint.py removes it for that version.
   oslogin_ssh_key_expire_after = "2h"
   # }
-  # The builder itself asks nothing of Google.
+  # The builder itself calls no API of Google.
   disable_default_service_account = true
 }
 
@@ -97,14 +97,14 @@ source "amazon-ebs" "aws" {
   # https://github.com/hashicorp/packer-plugin-amazon/pull/311
   ssh_timeout            = "15m"
   ssh_read_write_timeout = "3m"
-  # { Packer 1.6.6 does not know the next block, so images/lint.py leaves it out for that one.
+  # { Packer 1.6.6 does not know the next block, so images/lint.py removes it for that version.
   metadata_options {
     http_endpoint               = "enabled"
     http_tokens                 = "required"
     http_put_response_hop_limit = 1
   }
   # }
-  # What SSM's agent needs to open a session, for as long as the build takes.
+  # What the SSM agent needs to open a session, while the build runs.
   temporary_iam_instance_profile_policy_document {
     Version = "2012-10-17"
     Statement {
@@ -140,7 +140,7 @@ build {
     destination = "/tmp/image/wheel/"
   }
 
-  # In order, up to the kernel that everything else is built for, which is then booted.
+  # Up to the kernel that everything else is built for. Then the builder boots that kernel.
   provisioner "shell" {
     inline = ["sudo env IMAGE=/tmp/image CLOUD=${source.name} bash /tmp/image/provision/run.sh 10 11"]
   }
@@ -149,12 +149,12 @@ build {
     expect_disconnect = true
     skip_clean        = true
   }
-  # The plugin of the old session gives up after a minute and a half, and Packer then starts another session.
+  # The old session's plugin gives up after a minute and a half. Then Packer starts another session.
   provisioner "shell" {
     pause_before        = "2m"
     start_retry_timeout = "15m"
     inline = [
-      "test \"$(uname -r)\" = '${local.versions.KERNEL_ABI}' || { echo \"booted $(uname -r), not what is pinned\" >&2; exit 1; }",
+      "test \"$(uname -r)\" = '${local.versions.KERNEL_ABI}' || { echo \"booted $(uname -r), not the pinned kernel\" >&2; exit 1; }",
       "sudo mv /var/lib/spotrun-image /tmp/image",
       "sudo env IMAGE=/tmp/image CLOUD=${source.name} SPOTRUN_COMMIT=${var.commit} SPOTRUN_BUILT=${var.built} bash /tmp/image/provision/run.sh 20 90",
     ]

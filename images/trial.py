@@ -1,4 +1,4 @@
-"""`make image-trial`: try provisioning steps 10 to 42 in a container of plain Debian 12, before a builder is paid for.
+"""`make image-trial`: try provisioning steps 10 to 42 in a container of plain Debian 12, before a paid build.
 
     python -m images.trial CLUSTER
 
@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 ENGINES = ("docker", "podman")
 DEBIAN = "docker.io/library/debian:12"
 FIRST, LAST = 10, 42
-SEEN = "/srv/images"  # where the container sees this folder, and only for reading
+SEEN = "/srv/images"  # this folder in the container, read-only
 
 
 def main(argv: list[str]) -> int:
@@ -32,9 +32,7 @@ def main(argv: list[str]) -> int:
     try:
         cluster = load_cluster(argv[0])
         if cluster.cloud not in SOURCES:
-            raise SpotrunError(
-                f"{argv[0]}: cloud {cluster.cloud} starts from no image; name a cluster file of gcp or aws"
-            )
+            raise SpotrunError(f"{argv[0]}: cloud {cluster.cloud} has no images; name a cluster file of gcp or aws")
         done = subprocess.run(command(engine(), cluster.cloud), stdout=sys.stderr, check=False)
         if done.returncode:
             raise SpotrunError(f"a build for {cluster.cloud} would fail: exit status {done.returncode}; see above")
@@ -54,7 +52,7 @@ def engine() -> str:
 
 
 def command(program: str, cloud: str) -> list[str]:
-    """What runs the steps in a container that is removed afterwards."""
+    """The command that runs the steps in a container and then removes the container."""
     mount = f"type=bind,source={HERE},target={SEEN},readonly"
     proxies = [
         word for name in ("http_proxy", "https_proxy", "no_proxy") if name in os.environ for word in ("--env", name)

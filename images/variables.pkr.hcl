@@ -1,9 +1,9 @@
-# What `make image` passes (images/build.py), and what an operator may set in images/mine.auto.pkrvars.hcl. Nothing is
-# left of a good value when what it should be is taken out: Packer 1.6.6 has no other way to match.
+# What `make image` passes (images/build.py), and what an operator may set in images/mine.auto.pkrvars.hcl. A check removes
+# the allowed pattern from the value: a good value is then empty. Packer 1.6.6 has no other way to match.
 
 variable "commit" {
   type        = string
-  description = "The checkout's commit, of which the wheel is built."
+  description = "The checkout's commit, from which the wheel is built."
   validation {
     condition     = var.commit != "" && regex_replace(var.commit, "^[0-9a-f]{40}(-dirty)?$", "") == ""
     error_message = "The commit must be 40 hexadecimal digits, with -dirty behind them if the checkout has changes."
@@ -12,7 +12,7 @@ variable "commit" {
 
 variable "built" {
   type        = string
-  description = "When: UTC, as 20261121-093000."
+  description = "The time of the build in UTC, as 20261121-093000."
   validation {
     condition     = var.built != "" && regex_replace(var.built, "^[0-9]{8}-[0-9]{6}$", "") == ""
     error_message = "The time must be written as 20261121-093000."
@@ -27,7 +27,7 @@ variable "wheel" {
 
 variable "disk_gb" {
   type        = number
-  description = "Size of the image's disk in GB, and so of the head's, and the least of a pool's: torch with CUDA takes 8."
+  description = "Size in GB of the image's disk and of the head's, and the least size of a pool's disk. torch with CUDA takes 8."
   default     = 30
   validation {
     condition     = var.disk_gb >= 20

@@ -1,4 +1,4 @@
-"""`make image-versions`: what images are pinned to, and what is newest in the registries that can be reached.
+"""`make image-versions`: the pinned versions, and the newest ones in the registries that can be reached.
 
     python -m images.versions [--json]
 
@@ -52,7 +52,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Registries:
-    """How the registries are asked. Each raises OSError if it is out of reach."""
+    """How to ask the registries. Each function raises OSError if a registry is out of reach."""
 
     run: Callable[[list[str]], str]  # a command's output
     get: Callable[[str], bytes]  # what is at a URL
@@ -86,12 +86,12 @@ def fetch(url: str) -> bytes:
         with urllib.request.urlopen(url, timeout=TIMEOUT) as answer:
             data: bytes = answer.read()
             return data
-    except http.client.HTTPException as error:  # no OSError: an answer that ends early, say
+    except http.client.HTTPException as error:  # not an OSError; for example an answer that ends early
         raise OSError(f"no usable answer: {error!r}") from error
 
 
 def exists(url: str) -> bool:
-    """Whether anything is at a URL; nothing is downloaded. Raises OSError."""
+    """Whether a URL exists, without a download. Raises OSError."""
     try:
         with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=TIMEOUT):
             return True
@@ -104,7 +104,7 @@ def exists(url: str) -> bool:
 
 
 def compare(pinned: dict[str, str], sources: dict[str, str], ask: Registries) -> list[Row]:
-    """A row for each thing pinned."""
+    """A row for each pinned version."""
     efa, agent = (string.Template(sources[f"{name}_URL"]).substitute(pinned) for name in ("EFA_INSTALLER", "SSM_AGENT"))
     scripts = string.Template(sources["EC2_INSTANCE_CONNECT_URL"]).substitute(pinned) + "/eic_run_authorized_keys"
     return [
@@ -124,7 +124,7 @@ def replaced(rows: Iterable[Row]) -> dict[str, str]:
 
 
 def table(rows: list[Row]) -> str:
-    """For people."""
+    """The table for operators."""
     lines = [f"{'':22}{'pinned':24}{'newest':24}"]
     for row in rows:
         gone = "not in its registry any more" if row.there is False else ""
@@ -136,7 +136,7 @@ def table(rows: list[Row]) -> str:
 
 
 def order(version: str) -> tuple[tuple[int, str], ...]:
-    """Sorts versions of one package that differ in their numbers alone, as those here do."""
+    """A sort key for versions of one package that differ only in their numbers."""
     return tuple((int(part), "") if part.isdigit() else (-1, part) for part in re.findall(r"\d+|\D+", version))
 
 
@@ -209,7 +209,7 @@ def _nvidia(pinned: dict[str, str], url: str, ask: Registries) -> list[Row]:
     rows = []
     for name, (package, version) in wanted.items():
         versions = found.get(package, [])
-        # The pinning package is named by the version: any version of it will do.
+        # The pinning package has the driver's version in its name, so any version of the package is right.
         there = bool(versions) if name == "driver pinning" else version in versions
         newest, note = max(versions, key=order, default=""), "" if versions else f"no {package}"
         if name == "NVIDIA_DRIVER":  # versions.env has it without Debian's revision
@@ -229,7 +229,7 @@ def _packages(index: str) -> dict[str, list[str]]:
 
 
 def _page(name: str, pinned: dict[str, str], url: str, form: str, file: str, ask: Registries) -> Row:
-    """The newest is what a page names first. file: the URL of the pinned version itself; empty: it has none."""
+    """The newest version is the first on a page. file: the URL of the pinned version; empty: there is none."""
     there, newest, notes = None, "", []
     try:
         there = ask.there(file) if file else None

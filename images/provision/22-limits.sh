@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What Linux allows too little of for training: locked memory (RDMA), open files, socket buffers.
+# Higher limits for training: locked memory (RDMA), open files, socket buffers.
 set -euo pipefail
 source "${IMAGE:?}/provision/lib.sh"
 

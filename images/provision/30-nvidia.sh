@@ -15,7 +15,7 @@ chmod 0644 /usr/share/keyrings/nvidia.gpg
 rm -f "$key"
 echo "deb [arch=amd64 signed-by=/usr/share/keyrings/nvidia.gpg] $NVIDIA_REPOSITORY /" >/etc/apt/sources.list.d/nvidia.list
 
-# NVIDIA's packages depend on some of Debian's `contrib`, of which clouds' images know nothing
+# NVIDIA's packages depend on some of Debian's `contrib`, which the clouds' images do not list
 # (https://docs.nvidia.com/cuda/cuda-installation-guide-linux/#debian): from the mirror that `main` comes from.
 release=$(sed -n 's/^VERSION_CODENAME=//p' /etc/os-release)
 # shellcheck disable=SC2016 # apt itself fills these in
@@ -29,11 +29,11 @@ fi
 echo "deb $mirror $release contrib" >/etc/apt/sources.list.d/contrib.list
 apt-get -q --error-on=any update
 
-# It makes apt prefer this version of all that belongs to the driver, whatever is newer
+# It makes apt prefer this version of all parts of the driver to newer ones
 # (https://docs.nvidia.com/datacenter/tesla/driver-installation-guide/).
 install_packages "nvidia-driver-pinning-$NVIDIA_DRIVER"
 packages=(nvidia-driver-cuda nvidia-kernel-open-dkms nvidia-persistenced)
-packages+=(firmware-nvidia-gsp nvidia-modprobe libnvidia-cfg1) # which may be no more than recommended by the others
+packages+=(firmware-nvidia-gsp nvidia-modprobe libnvidia-cfg1) # the others may only recommend these
 install_packages "${packages[@]}"
 for package in "${packages[@]}"; do
     version=$(dpkg-query --show --showformat='${Version}' "$package")
@@ -43,7 +43,7 @@ for package in "${packages[@]}"; do
     fi
 done
 hold_packages "${packages[@]}"
-# What is missing would show only on a machine with GPUs, at 30 dollars an hour.
+# Otherwise a missing part would show only on a machine with GPUs, at 30 dollars an hour.
 if ! modinfo --set-version "$KERNEL_ABI" nvidia >/dev/null; then
     echo "there is no NVIDIA module for kernel $KERNEL_ABI; see /var/lib/dkms/nvidia/*/build/make.log" >&2
     exit 1

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What joins the GPUs of machines with NVSwitch. It works with a driver of its own version alone, and starts only there.
+# Connects the GPUs of machines with NVSwitch, and starts only there. It works only with a driver of the same version.
 set -euo pipefail
 source "${IMAGE:?}/provision/lib.sh"
 

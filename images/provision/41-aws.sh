@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The ways in on AWS: Amazon's SSM agent, and the scripts of EC2 Instance Connect, which Debian does not have.
+# For logins on AWS: Amazon's SSM agent and the scripts of EC2 Instance Connect, which Debian does not have.
 set -euo pipefail
 source "${IMAGE:?}/provision/lib.sh"
 [[ $CLOUD == aws ]] || exit 0
@@ -22,5 +22,5 @@ getent passwd ec2-instance-connect >/dev/null ||
     useradd --system --no-create-home --home-dir /nonexistent --shell /usr/sbin/nologin ec2-instance-connect
 put 0644 /etc/ssh/sshd_config.d/20-ec2-instance-connect.conf
 
-# The machine makes its host key itself, and tells it to the bucket: one made anew after that would be refused.
+# The machine makes its own host key and publishes it in the bucket. A key made after that would be refused.
 put 0644 /etc/cloud/cloud.cfg.d/99-spotrun.cfg

@@ -12,7 +12,7 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 download "$EFA_INSTALLER_URL" "$EFA_INSTALLER_SHA256" "$work/efa.tar.gz"
 tar --extract --no-same-owner --file="$work/efa.tar.gz" --directory="$work"
-# MPI is not used. The limits are ours (22-limits.sh). It would verify itself with a device that the builder lacks.
+# No MPI; the limits are in 22-limits.sh; no verification, because the builder has no EFA device.
 options=(--skip-mpi --skip-limit-conf --no-verify)
 for option in "${options[@]}"; do
     if ! grep --quiet --fixed-strings --regexp="$option" "$work/aws-efa-installer/efa_installer.sh"; then
@@ -31,8 +31,8 @@ if [[ ${version:-} != "$AWS_OFI_NCCL"* ]]; then
     echo "the EFA installer brought aws-ofi-nccl ${found:-in no package}, but versions.env has $AWS_OFI_NCCL" >&2
     exit 1
 fi
-# NCCL looks for libnccl-net.so, and goes by TCP if there is none. The installer's package for containers (libnccl-ofi-ngc-v3)
-# has libnccl-net-ofi.so alone. Workers get NCCL_NET (spotrun.node.network), a name that the plugin must know of itself.
+# NCCL looks for libnccl-net.so, and uses TCP if there is none. The installer's package for containers (libnccl-ofi-ngc-v3)
+# has only libnccl-net-ofi.so. Workers get NCCL_NET (spotrun.node.network), which must be the plugin's own name.
 plugin=$(dpkg-query --listfiles "$package" | sed -nE '/\/libnccl-net(-ofi)?\.so$/p' | LC_ALL=C sort | tail -n 1)
 if [[ -z $plugin ]]; then
     echo "package $package has no libnccl-net.so: NCCL would not find the plugin" >&2

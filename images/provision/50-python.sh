@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Python, and an environment with torch, this checkout's spotrun, and what jobs take besides. pip compiles all of it, so
+# Python, and an environment with torch, this checkout's spotrun, and other packages for jobs. pip compiles everything, so
 # that no start has to.
 set -euo pipefail
 source "${IMAGE:?}/provision/lib.sh"
@@ -16,7 +16,7 @@ mkdir -p /opt/spotrun
 options=(--no-input --disable-pip-version-check --no-cache-dir --quiet --constraint "$IMAGE/constraints.txt")
 "$venv/bin/python" -m pip install "${options[@]}" "spotrun[train,$CLOUD] @ file://${wheels[0]}" \
     --requirement "$IMAGE/requirements.txt"
-# The same version may have been built of another commit.
+# The same version may have been built from another commit.
 "$venv/bin/python" -m pip install "${options[@]}" --no-deps --force-reinstall "${wheels[0]}"
 "$venv/bin/python" -I - "$TORCH" "$TORCH_CUDA" <<'PY'
 import sys, torch, spotrun.cli

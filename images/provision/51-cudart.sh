@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# NCCL's plugin for EFA asks for libcudart.so, by that name (nccl_net_ofi_gpu_init in its src/nccl_ofi_cuda.cpp), and
-# NCCL goes by TCP, without an error, if there is none. torch's packages have libcudart.so.13 alone. So a link lies
-# where the plugin does, which is a folder that the linker knows.
+# NCCL's plugin for EFA loads libcudart.so by that name (nccl_net_ofi_gpu_init in its src/nccl_ofi_cuda.cpp). If there is
+# none, NCCL uses TCP, without an error. torch's packages have only libcudart.so.13. So this puts a link beside the plugin,
+# in a folder that the linker searches.
 set -euo pipefail
 source "${IMAGE:?}/provision/lib.sh"
-# A torch without CUDA, as tests have it, has no use for the plugin.
+# A torch without CUDA, as in tests, does not need the plugin.
 [[ $CLOUD == aws && -n $TORCH_CUDA ]] || exit 0
 
 python=/opt/spotrun/venv/bin/python

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The agent and the head, of which each machine runs the one that its metadata name; before them, the scratch disk.
+# The agent and the head: each machine runs the one that its metadata name. The scratch disk comes before them.
 set -euo pipefail
 source "${IMAGE:?}/provision/lib.sh"
 

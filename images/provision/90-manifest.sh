@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What the image holds, as it is and not as it was meant to be: /etc/spotrun/image.json.
+# The manifest /etc/spotrun/image.json: what the image really contains.
 set -euo pipefail
 source "${IMAGE:?}/provision/lib.sh"
 

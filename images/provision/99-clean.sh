@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Nothing of the machine that the image was made on stays: no key, no identity, no log, no cache, no state of its boot;
-# nor of whoever made it. The machine still shuts down after this, and writes a little: a random seed, which no machine
-# counts as randomness (systemd-random-seed.service(8)), chrony's drift, the last lines of the journal.
+# Removes everything of the builder and of the operator: keys, identity, logs, caches, boot state. The shutdown after this
+# still writes a little: a random seed, which no machine counts as randomness (systemd-random-seed.service(8)), chrony's
+# drift, and the last lines of the journal.
 set -euo pipefail
 source "${IMAGE:?}/provision/lib.sh"
 
 rm -f /etc/ssh/ssh_host_*
-# Read by no one (sshd_config.d), and gone all the same: Packer's own key among them.
+# sshd does not read these files (sshd_config.d). They are removed anyway; Packer's own key is among them.
 find /root /home -xdev -path '*/.ssh/*' -type f -delete
 find /root /home -xdev \( -name .bash_history -o -name .python_history -o -name .wget-hsts \) -delete
 rm -rf /root/.gnupg
-# OS Login: the operator's account and right to use sudo. It is none of the system's own, so its home is found by that.
+# OS Login: the operator's account and its right to use sudo. Its home belongs to no account of the system.
 rm -rf /etc/oslogin_passwd.cache* /etc/oslogin_group.cache* /etc/google_instance_id
 for folder in /var/google-sudoers.d /var/google-users.d; do
     [[ ! -d $folder ]] || find "$folder" -type f ! -name README -delete

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# What the provisioning scripts share. They run as root, in order, in the machine that becomes the image, with
-# IMAGE, the folder that Packer has put images/ in, and CLOUD, gcp or aws.
+# Functions for the provisioning scripts. These run as root, in order, in the machine that becomes the image. IMAGE is the
+# folder where Packer put images/. CLOUD is gcp or aws.
 
 : "${IMAGE:?is the folder that holds provision/, root/ and versions.env}" "${CLOUD:?is gcp or aws}"
 set -o allexport
@@ -11,18 +11,18 @@ source "$IMAGE/sources.env"
 set +o allexport
 export DEBIAN_FRONTEND=noninteractive
 
-# Install packages: `name` or `name=version`. Nothing that they only recommend.
+# Install packages, `name` or `name=version`, without recommended packages.
 install_packages() {
     apt-get -q -y -o Dpkg::Options::=--force-confold --allow-change-held-packages --allow-downgrades \
         --no-install-recommends install "$@"
 }
 
-# Hold packages at what they are. Their names.
+# Keep packages at their versions. Arguments: names.
 hold_packages() {
     apt-mark hold "$@" >/dev/null
 }
 
-# Download to a file and check it: URL, its SHA-256, file. What does not fit is removed, and ends the script.
+# Download a file and check it. Arguments: URL, SHA-256, file. A wrong file is removed, and the script ends.
 download() {
     local url=$1 sha256=$2 file=$3
     if [[ ! $sha256 =~ ^[0-9a-f]{64}$ ]]; then

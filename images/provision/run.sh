@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Run the provisioning scripts whose numbers lie between two: run.sh 10 11. As root, with IMAGE and CLOUD set; and with
-# SPOTRUN_COMMIT and SPOTRUN_BUILT, which the manifest holds.
+# Run the provisioning scripts from one number to another: run.sh 10 11. As root, with IMAGE and CLOUD set, and with
+# SPOTRUN_COMMIT and SPOTRUN_BUILT for the manifest.
 set -euo pipefail
 first=${1:?first number} last=${2:?last number}
 for script in "${IMAGE:?}"/provision/[0-9][0-9]-*.sh; do

@@ -118,7 +118,7 @@ def test_a_module_that_is_gone_is_in_no_wheel(tmp_path: Path) -> None:
     ("words", "said"),
     [
         ((), "usage: python -m images.build CLUSTER"),
-        (("clusters/local.yaml",), "cloud local starts from no image"),
+        (("clusters/local.yaml",), "cloud local has no images"),
         (("clusters/none.yaml",), "there is no such cluster file"),
         (
             ("clusters/aws-g5.yaml", "-debug"),

@@ -74,7 +74,7 @@ def test_a_cluster_file_that_names_an_image_keeps_it(tmp_path: Path) -> None:
 
 def test_a_local_cluster_has_no_images(capsys: pytest.CaptureFixture[str]) -> None:
     assert kept.main(["clusters/local.yaml"]) == 2
-    assert "cloud local starts from no image" in capsys.readouterr().err
+    assert "cloud local has no images" in capsys.readouterr().err
 
 
 @pytest.fixture
