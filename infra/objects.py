@@ -21,10 +21,8 @@ FORGOTTEN = ("unfit", "alive")  # records that a machine also removes
 class Cluster:
     """The keys of one cluster."""
 
-    name: str
-    """The cluster's name."""
-    machine: str
-    """How the names of all nodes begin. The head's name begins in another way."""
+    name: str  # the cluster's name
+    machine: str  # How the names of all nodes begin. The head's name begins in another way.
 
     @property
     def head(self) -> str:

@@ -15,12 +15,9 @@ Kind = Literal["interface", "efa", "efa-only"]
 class Interface:
     """A network interface of a launch template."""
 
-    card: int
-    """The index of its network card."""
-    device: int
-    """Its index on the card. The primary interface is device 0 of card 0."""
-    kind: Kind
-    """What it is for."""
+    card: int  # the index of its network card
+    device: int  # Its index on the card. The primary interface is device 0 of card 0.
+    kind: Kind  # what it is for
 
 
 PRIMARY = Interface(0, 0, "interface")

@@ -19,68 +19,46 @@ State = Literal["provisioning", "running", "stopping", "terminated"]
 class Instance:
     """One machine as the cloud lists it."""
 
-    name: str
-    """Unique in the cluster. A recreated machine has the same name, except on AWS."""
-    pool: str
-    """The name of its pool; `head` for the head's machine."""
-    zone: str
-    """Its zone."""
-    address: str
-    """Its private IP address; empty if it has none yet."""
-    state: State
-    """As the cloud lists it."""
-    market: Market
-    """spot or on-demand."""
-    created: float
-    """Epoch seconds."""
-    id: str
-    """Unique to each incarnation."""
-    ends: float = 0.0
-    """Epoch seconds when the cloud ends it because of `max_run_duration`; 0: never."""
+    name: str  # Unique in the cluster. A recreated machine has the same name, except on AWS.
+    pool: str  # the name of its pool; `head` for the head's machine
+    zone: str  # its zone
+    address: str  # its private IP address; empty if it has none yet
+    state: State  # as the cloud lists it
+    market: Market  # spot or on-demand
+    created: float  # epoch seconds
+    id: str  # unique to each incarnation
+    ends: float = 0.0  # epoch seconds when the cloud ends it because of `max_run_duration`; 0: never
 
 
 @dataclass(frozen=True)
 class Problem:
     """Why a pool has fewer machines than its size."""
 
-    pool: str
-    """The pool's name."""
-    kind: Literal["stockout", "quota", "other"]
-    """What the cloud lacks."""
-    message: str
-    """One line for the operator."""
-    at: float
-    """Epoch seconds when the problem was first seen."""
+    pool: str  # the pool's name
+    kind: Literal["stockout", "quota", "other"]  # what the cloud lacks
+    message: str  # one line for the operator
+    at: float  # epoch seconds when the problem was first seen
 
 
 @dataclass(frozen=True)
 class Shortfall:
     """A quota that is too small for `max` machines of a pool."""
 
-    pool: str
-    """The pool's name."""
-    quota: str
-    """What the cloud calls the quota."""
-    has: float
-    """What the quota allows, in its own unit."""
-    needs: float
-    """What `max` machines of the pool take."""
-    used: float = 0.0
-    """What others than this cluster already use; 0 if the cloud does not say."""
+    pool: str  # the pool's name
+    quota: str  # what the cloud calls the quota
+    has: float  # what the quota allows, in its own unit
+    needs: float  # what `max` machines of the pool take
+    used: float = 0.0  # what others than this cluster already use; 0 if the cloud does not say
 
 
 @dataclass(frozen=True)
 class Left:
     """Something in the account that has the cluster's label."""
 
-    kind: str
-    """What the cloud calls it."""
-    name: str
-    """Its id or name."""
-    hourly: float | None = 0.0
-    """Dollars an hour; None: not known."""
-    stays: bool = False
-    """Whether `make down` leaves it for the next `make up`."""
+    kind: str  # what the cloud calls it
+    name: str  # its id or name
+    hourly: float | None = 0.0  # dollars an hour; None: not known
+    stays: bool = False  # whether `make down` leaves it for the next `make up`
 
 
 class Cloud(Protocol):

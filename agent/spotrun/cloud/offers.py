@@ -16,24 +16,18 @@ Kind = Literal["machine", "accelerator"]
 class Need:
     """What a pool, or the head, needs of its zone."""
 
-    pool: str
-    """Who needs it: `head`, or `pool` and the pool's name."""
-    zone: str
-    """The zone of the pool."""
-    kind: Kind
-    """Whether `type` is a machine type or an accelerator type."""
-    type: str
-    """The type's name in the cloud."""
+    pool: str  # who needs it: `head`, or `pool` and the pool's name
+    zone: str  # the zone of the pool
+    kind: Kind  # whether `type` is a machine type or an accelerator type
+    type: str  # the type's name in the cloud
 
 
 @dataclass(frozen=True)
 class Lack:
     """A need that the zone does not meet."""
 
-    need: Need
-    """What is not offered."""
-    elsewhere: tuple[str, ...]
-    """The zones of the region that offer it, in order."""
+    need: Need  # what is not offered
+    elsewhere: tuple[str, ...]  # the zones of the region that offer it, in order
 
     def text(self) -> str:
         """The lack in one line, with what to do about it."""

@@ -87,8 +87,7 @@ class PoolSpec(Spec):
 class NetworkSpec(Spec):
     """What the machines' network offers."""
 
-    efa: Bool = Field(default=False, description="true or false")
-    """Elastic Fabric Adapters, on AWS."""
+    efa: Bool = Field(default=False, description="true or false")  # Elastic Fabric Adapters, on AWS
     placement: Bool | None = Field(default=None, description="true or false")
     """Whether a pool's machines are close to each other. Default: true on AWS, false on Google Cloud."""
     nat: Bool = Field(default=True, description="true or false")

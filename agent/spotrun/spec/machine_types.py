@@ -19,25 +19,20 @@ Placement = Literal["compact", "workload"]
 class Gpu:
     """What NVIDIA's data sheet says of one GPU."""
 
-    tflops: float
-    """bf16 matrix products without sparsity; fp16 on the T4, which has no bf16."""
-    memory: float
-    """Bandwidth of the GPU's memory, in GB/s."""
-    bus: float
-    """Bandwidth to the host, in GB/s: 16 lanes of PCIe generation 3 (15.75), 4 (31.5) or 5 (63)."""
+    tflops: float  # bf16 matrix products without sparsity; fp16 on the T4, which has no bf16
+    memory: float  # bandwidth of the GPU's memory, in GB/s
+    bus: float  # bandwidth to the host, in GB/s: 16 lanes of PCIe generation 3 (15.75), 4 (31.5) or 5 (63)
 
 
 @dataclass(frozen=True)
 class AwsType:
     """One machine type of AWS with NVIDIA GPUs."""
 
-    gpus: int
-    """Whole GPUs."""
+    gpus: int  # whole GPUs
     cards: int = 0
     """Network cards, if any of them can have an Elastic Fabric Adapter (EFA); otherwise 0.
     https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/using-eni.html#network-cards"""
-    first_efa: int = 0
-    """The first card that can have an EFA. All cards after it can have one too, at most one each."""
+    first_efa: int = 0  # The first card that can have an EFA. All cards after it can have one too, at most one each.
 
     @property
     def efas(self) -> int:
@@ -51,10 +46,8 @@ class GoogleSeries:
 
     gpus: Mapping[str, int]
     """Whole GPUs by the last word of the name. GPUs attached to an N1 machine do not belong to its type."""
-    vcpus_per_gpu: int = 0
-    """0: the last word is the number of vCPUs, or the number is not known here."""
-    quota: str = ""
-    """The metric that counts these GPUs. Empty: only the Cloud Quotas API has it."""
+    vcpus_per_gpu: int = 0  # 0: the last word is the number of vCPUs, or the number is not known here
+    quota: str = ""  # The metric that counts these GPUs. Empty: only the Cloud Quotas API has it.
 
 
 GPUS_BY_NAME: dict[str, Gpu] = {

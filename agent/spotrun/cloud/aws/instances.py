@@ -38,24 +38,15 @@ _LEAVING = ("Terminat", "Detach")
 class ScalingGroup:
     """A pool's Auto Scaling group."""
 
-    pool: str
-    """The pool's name."""
-    name: str
-    """The group's name."""
-    arn: str
-    """The group's ARN."""
-    zone: str
-    """Its zones, separated by commas."""
-    size: int
-    """The desired capacity."""
-    min: int
-    """The least capacity."""
-    members: Mapping[str, str]
-    """Lifecycle states by instance id."""
-    suspended: str | None = None
-    """Why the group launches nothing; None: it does."""
-    placed: bool = False
-    """Whether its machines are in a placement group."""
+    pool: str  # the pool's name
+    name: str  # the group's name
+    arn: str  # the group's ARN
+    zone: str  # its zones, separated by commas
+    size: int  # the desired capacity
+    min: int  # the least capacity
+    members: Mapping[str, str]  # lifecycle states by instance id
+    suspended: str | None = None  # why the group launches nothing; None: it does
+    placed: bool = False  # whether its machines are in a placement group
 
     @property
     def counted(self) -> list[str]:
@@ -69,18 +60,15 @@ class Departures:
 
     take: tuple[tuple[str, bool], ...]
     """The machines that groups should terminate, and whether that lowers the group's size."""
-    astray: tuple[str, ...] = ()
-    """Machines that run but are in no group."""
+    astray: tuple[str, ...] = ()  # machines that run but are in no group
 
 
 @dataclass(frozen=True)
 class Lowering:
     """How to lower a group's size."""
 
-    take: tuple[str, ...] = ()
-    """Dead members to remove; each removal lowers the size by one."""
-    size: int | None = None
-    """The size to set after that; None: set none."""
+    take: tuple[str, ...] = ()  # dead members to remove; each removal lowers the size by one
+    size: int | None = None  # the size to set after that; None: set none
 
 
 # (asked, groups, known, taken): see `removal`.

@@ -18,10 +18,8 @@ from spotrun.spec import ClusterSpec, names
 class Quota:
     """A quota of Service Quotas. Its value is a number of vCPUs."""
 
-    code: str
-    """Such as L-3819A6DF."""
-    name: str
-    """What AWS calls it."""
+    code: str  # such as L-3819A6DF
+    name: str  # what AWS calls it
 
 
 _STANDARD = "Standard (A, C, D, H, I, M, R, T, Z)"

@@ -37,16 +37,11 @@ _RECENT = 600.0  # seconds; a group keeps its errors for longer, but old ones sa
 class Member:
     """An entry of a group: a machine that the group has or wants."""
 
-    name: str
-    """The machine's name."""
-    id: str
-    """The machine's id; empty if there is no machine."""
-    there: bool
-    """Whether the machine exists at this moment."""
-    action: str
-    """What the group does with it."""
-    errors: tuple[tuple[str, str], ...] = ()
-    """Code and message of each error of the last attempt."""
+    name: str  # the machine's name
+    id: str  # the machine's id; empty if there is no machine
+    there: bool  # whether the machine exists at this moment
+    action: str  # what the group does with it
+    errors: tuple[tuple[str, str], ...] = ()  # code and message of each error of the last attempt
 
     @property
     def pending(self) -> bool:
@@ -63,14 +58,10 @@ class Member:
 class Failure:
     """An error from a group's record."""
 
-    name: str
-    """The machine's name."""
-    code: str
-    """Google's code."""
-    message: str
-    """Google's message."""
-    at: float
-    """Epoch seconds."""
+    name: str  # the machine's name
+    code: str  # Google's code
+    message: str  # Google's message
+    at: float  # epoch seconds
 
 
 def instance(found: compute_v1.Instance) -> Instance:

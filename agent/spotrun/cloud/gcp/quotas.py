@@ -23,26 +23,19 @@ from spotrun.spec.names import HEAD
 class Quota:
     """A quota, in its metric's own unit."""
 
-    limit: float
-    """What the project may use."""
-    used: float
-    """What the project uses now."""
+    limit: float  # what the project may use
+    used: float  # what the project uses now
 
 
 @dataclass(frozen=True)
 class Shape:
     """What one machine takes of the quotas."""
 
-    family: str
-    """The family of its machine type."""
-    vcpus: int
-    """0: not known."""
-    gpu: str = ""
-    """The metric that counts its GPUs."""
-    gpus: int = 0
-    """How many GPUs that metric counts."""
-    ssd: float = 0.0
-    """GB of Persistent Disk on SSD."""
+    family: str  # the family of its machine type
+    vcpus: int  # 0: not known
+    gpu: str = ""  # the metric that counts its GPUs
+    gpus: int = 0  # how many GPUs that metric counts
+    ssd: float = 0.0  # GB of Persistent Disk on SSD
 
 
 def read(found: Iterable[compute_v1.Quota]) -> dict[str, Quota]:

@@ -44,16 +44,12 @@ _filter = struct.pack("@HL", 1, ctypes.addressof(_program))
 class _Cut:
     """One machine's cut."""
 
-    pids: set[int] = field(default_factory=set)
-    """The machine's processes at the last search."""
-    done: set[int] = field(default_factory=set)
-    """Inodes of sockets that need no more work."""
-    ends: dict[int, Ends] = field(default_factory=dict)
-    """The ends of its connections, by inode."""
+    pids: set[int] = field(default_factory=set)  # the machine's processes at the last search
+    done: set[int] = field(default_factory=set)  # inodes of sockets that need no more work
+    ends: dict[int, Ends] = field(default_factory=dict)  # the ends of its connections, by inode
     lost: dict[Ends, int] = field(default_factory=dict)
     """Ends of peers that are not found yet, with the number of tries."""
-    sweeps: int = 0
-    """How often the machine was swept."""
+    sweeps: int = 0  # how often the machine was swept
 
 
 class Cutter:

@@ -36,42 +36,27 @@ _PROXIES = ("http_proxy", "https_proxy", "no_proxy", "all_proxy")
 class Pool:
     """A pool, for the daemon."""
 
-    name: str
-    """The pool's name."""
-    zone: str
-    """Its zone."""
-    machine: str
-    """Its machine type."""
-    market: Market
-    """spot or on-demand."""
-    max: int
-    """The most machines."""
-    max_run_duration: float = 0.0
-    """Seconds after which the cloud ends a machine; 0: never."""
+    name: str  # the pool's name
+    zone: str  # its zone
+    machine: str  # its machine type
+    market: Market  # spot or on-demand
+    max: int  # the most machines
+    max_run_duration: float = 0.0  # seconds after which the cloud ends a machine; 0: never
 
 
 @dataclass(frozen=True)
 class Config:
     """The daemon's configuration, which `up` sends."""
 
-    cluster: str
-    """The cluster's name."""
-    region: str
-    """The cluster's region."""
-    bucket: str
-    """The bucket's URL."""
-    head: Pool
-    """The head's machine, as a pool of one."""
-    pools: tuple[Pool, ...]
-    """The cluster file's pools."""
-    metadata: Literal["gce", "ec2"] = "gce"
-    """Whose metadata server the machines see."""
-    boot_delay: float = 0.2
-    """Seconds until a new machine runs."""
-    recreate_delay: float = 1.0
-    """Seconds after a machine's end until its replacement begins."""
-    capacity: Mapping[str, int] = field(default_factory=dict)
-    """The most machines by zone; absent zones have no limit."""
+    cluster: str  # the cluster's name
+    region: str  # the cluster's region
+    bucket: str  # the bucket's URL
+    head: Pool  # the head's machine, as a pool of one
+    pools: tuple[Pool, ...]  # the cluster file's pools
+    metadata: Literal["gce", "ec2"] = "gce"  # whose metadata server the machines see
+    boot_delay: float = 0.2  # seconds until a new machine runs
+    recreate_delay: float = 1.0  # seconds after a machine's end until its replacement begins
+    capacity: Mapping[str, int] = field(default_factory=dict)  # the most machines by zone; absent zones have no limit
     role: tuple[str, ...] = (sys.executable, "-m", "spotrun.cli", "{role}")
     """The command of a machine's role; `{role}` in it becomes `agent` or `head`."""
 

@@ -15,34 +15,20 @@ from spotrun.cloud.local.metadata import Subject
 class Machine:
     """A machine from its creation until nothing of it is left."""
 
-    name: str
-    """Stable: a machine that is recreated has the same name."""
-    index: int
-    """Its number in the pool."""
-    pool: Pool
-    """The pool as it was when the machine was created."""
-    address: str
-    """Its loopback address."""
-    id: str
-    """Unique to this incarnation."""
-    created: float
-    """Epoch seconds."""
-    subject: Subject
-    """What its metadata server tells of it."""
-    state: State = "provisioning"
-    """As the cloud lists it."""
-    due: float = math.inf
-    """Epoch seconds when a stopping machine is taken, or when a terminated one may be recreated."""
-    gone: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when nothing of the machine is left."""
-    life: asyncio.Task[None] | None = None
-    """The task that runs it from boot to end."""
-    pid: int = 0
-    """Of its first process."""
-    dying: bool = False
-    """Whether its end has begun."""
-    cut: asyncio.Task[None] | None = None
-    """The task that keeps it off the network, while it is cut off."""
+    name: str  # stable: a machine that is recreated has the same name
+    index: int  # its number in the pool
+    pool: Pool  # the pool as it was when the machine was created
+    address: str  # its loopback address
+    id: str  # unique to this incarnation
+    created: float  # epoch seconds
+    subject: Subject  # what its metadata server tells of it
+    state: State = "provisioning"  # as the cloud lists it
+    due: float = math.inf  # epoch seconds when a stopping machine is taken, or when a terminated one may be recreated
+    gone: asyncio.Event = field(default_factory=asyncio.Event)  # set when nothing of the machine is left
+    life: asyncio.Task[None] | None = None  # the task that runs it from boot to end
+    pid: int = 0  # of its first process
+    dying: bool = False  # whether its end has begun
+    cut: asyncio.Task[None] | None = None  # the task that keeps it off the network, while it is cut off
 
     @property
     def ends(self) -> float:

@@ -33,28 +33,17 @@ _LONGEST_TTL = 21600
 class Facts:
     """What a machine's metadata say."""
 
-    name: str
-    """The machine's name."""
-    id: str
-    """Its id."""
-    zone: str
-    """Its zone."""
-    region: str
-    """Its region."""
-    machine: str
-    """Its machine type."""
-    address: str
-    """Its IP address."""
-    market: Market
-    """spot or on-demand."""
-    attributes: Mapping[str, str] = field(default_factory=dict)
-    """Attributes on GCE, tags on EC2."""
-    terminate_at: float | None = None
-    """Epoch seconds when the machine ends, once there is a notice."""
-    rebalance_at: float | None = None
-    """Epoch seconds of EC2's rebalance recommendation, once there is one."""
-    account: str = ""
-    """The id of the project or account. Default: an id that no real one has."""
+    name: str  # the machine's name
+    id: str  # its id
+    zone: str  # its zone
+    region: str  # its region
+    machine: str  # its machine type
+    address: str  # its IP address
+    market: Market  # spot or on-demand
+    attributes: Mapping[str, str] = field(default_factory=dict)  # attributes on GCE, tags on EC2
+    terminate_at: float | None = None  # epoch seconds when the machine ends, once there is a notice
+    rebalance_at: float | None = None  # epoch seconds of EC2's rebalance recommendation, once there is one
+    account: str = ""  # The id of the project or account. Default: an id that no real one has.
 
 
 class Subject:

@@ -15,50 +15,35 @@ from spotrun.spec.names import HEAD
 class Member:
     """A machine that exists, or existed."""
 
-    pool: str
-    """Its pool's name."""
-    index: int
-    """Its number in the pool."""
-    state: State
-    """As the cloud lists it."""
+    pool: str  # its pool's name
+    index: int  # its number in the pool
+    state: State  # as the cloud lists it
     due: float = math.inf
     """Epoch seconds when a stopping machine is taken (infinity: it goes now), or a terminated one may return."""
-    ends: float = math.inf
-    """Epoch seconds when its pool's `max_run_duration` ends it."""
+    ends: float = math.inf  # epoch seconds when its pool's `max_run_duration` ends it
 
 
 @dataclass(frozen=True)
 class View:
     """Everything that `plan` needs."""
 
-    now: float
-    """Epoch seconds."""
-    pools: Mapping[str, Pool]
-    """By name, with the head's."""
-    wanted: Mapping[str, frozenset[int]]
-    """The numbers of each pool's machines."""
-    machines: Mapping[str, Member]
-    """By name."""
-    capacity: Mapping[str, int] = field(default_factory=dict)
-    """The most machines by zone."""
-    dry: frozenset[str] = frozenset()
-    """Zones that give no machine now."""
+    now: float  # epoch seconds
+    pools: Mapping[str, Pool]  # by name, with the head's
+    wanted: Mapping[str, frozenset[int]]  # the numbers of each pool's machines
+    machines: Mapping[str, Member]  # by name
+    capacity: Mapping[str, int] = field(default_factory=dict)  # the most machines by zone
+    dry: frozenset[str] = frozenset()  # zones that give no machine now
 
 
 @dataclass(frozen=True)
 class Plan:
     """What to do now."""
 
-    create: tuple[tuple[str, int], ...] = ()
-    """Pool and number of each machine to create."""
-    destroy: tuple[str, ...] = ()
-    """Machines to end."""
-    forget: tuple[str, ...] = ()
-    """Ended machines that are no longer wanted."""
-    short: Mapping[str, int] = field(default_factory=dict)
-    """By pool: how many machines its zone does not give."""
-    wake: float = math.inf
-    """Epoch seconds of the next look."""
+    create: tuple[tuple[str, int], ...] = ()  # pool and number of each machine to create
+    destroy: tuple[str, ...] = ()  # machines to end
+    forget: tuple[str, ...] = ()  # ended machines that are no longer wanted
+    short: Mapping[str, int] = field(default_factory=dict)  # by pool: how many machines its zone does not give
+    wake: float = math.inf  # epoch seconds of the next look
 
 
 def machine_name(pool: str, index: int) -> str:
