@@ -36,8 +36,8 @@ AGENT = ("-m", "spotrun.cli", "agent")
 JOINED = "from process start to joined"
 INTERPRETER = "the interpreter"
 TORCH = "for comparison: `python -c 'import torch'`"
-# What the agent does at its start, in its own modules' words; each line of output: a name and seconds. The link and the
-# gate, which the agent has at the same time, come one after the other.
+# What the agent does at its start, in its own modules' words; each line of output: a name and seconds. The agent
+# starts the connection and the gate together; here the gate comes second.
 PARTS = """
 import asyncio, os, time
 began = time.perf_counter()
@@ -54,7 +54,7 @@ from spotrun.machine.systemd import Systemd
 from spotrun.store import Store
 async def main():
     async with await detect() as metadata:
-        identity, attributes = await boot._who_am_i(metadata)
+        identity, attributes = await boot._identify(metadata)
         say("metadata")
         store = await asyncio.to_thread(Store, attributes["spotrun-bucket"])
         agent = Agent(Settings.from_env(), identity, attributes, store, Systemd())
@@ -62,8 +62,8 @@ async def main():
         say("bucket, agent")
         agent._publish()
         joined = asyncio.Event()
-        agent.link._on_joined = joined.set
-        link = asyncio.create_task(agent.link.run())
+        agent.connection._on_joined = joined.set
+        connection = asyncio.create_task(agent.connection.run())
         await joined.wait()
         say("head.json, TLS link, first report")
         await gate.run()

@@ -18,6 +18,10 @@ class StoreError(SpotrunError):
     """The bucket could not be read or written."""
 
 
+class UploadStopped(SpotrunError):
+    """The caller has stopped an upload. The bucket has no object of it."""
+
+
 class NotFound(StoreError):
     """There is no object of that key in the bucket."""
 

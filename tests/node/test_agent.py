@@ -17,7 +17,7 @@ import zstandard
 
 from spotrun.machine.metadata import Identity
 from spotrun.machine.processes import OOM_SCORE, descendants
-from spotrun.node.connection import Link
+from spotrun.node.connection import Connection
 from spotrun.state import shards
 from spotrun.store import Store, checkpoint_key, code_key, head_key, host_key
 from spotrun.wire import MAX_MESSAGE, HostRecord, Order, Report, SaveOrder, StateRef, hash_of
@@ -130,7 +130,7 @@ async def test_drain_regroup_and_loss(tmp_path: Path) -> None:
         await w.steps([B, A], 2, stop + 20)
         log = w.machines[0]
         await await_for(lambda: "generation 1 was ordered after 2: refused" in log.log, what="a refusal")
-        await await_for(lambda: "order of head 0 came after head 1 had spoken: refused" in log.log, what="another")
+        await await_for(lambda: "order of head 0 came after an order of head 1: refused" in log.log, what="another")
 
         # A machine dies without a word: the other's collective fails, and that is said.
         await w.machines[1].kill()
@@ -401,7 +401,9 @@ async def test_no_room_for_a_generation_and_what_a_killed_agent_left(tmp_path: P
         assert running.failure is None
 
 
-async def test_the_link_ends_when_told_even_while_it_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_connection_ends_when_it_is_cancelled_while_the_head_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     leaving = asyncio.Event()
 
     async def send(*_: object) -> None:
@@ -411,13 +413,13 @@ async def test_the_link_ends_when_told_even_while_it_is_lost(tmp_path: Path, mon
             leaving.set()
             await asyncio.Event().wait()
 
-    monkeypatch.setattr(Link, "_send", send)
+    monkeypatch.setattr(Connection, "_send", send)
     store = Store(str(tmp_path))
     head = FakeHead(store)
     await head.start()
-    link = Link(store, "test", Identity(A, "zone-a", "127.0.9.2", A), lambda order: None)
-    task = asyncio.create_task(link.run())
-    await await_for(lambda: link.connected, what="a link")
+    connection = Connection(store, "test", Identity(A, "zone-a", "127.0.9.2", A), lambda order: None)
+    task = asyncio.create_task(connection.run())
+    await await_for(lambda: connection.connected, what="a connection")
     await head.stop()
     await asyncio.wait_for(leaving.wait(), 100)
     task.cancel()

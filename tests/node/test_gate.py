@@ -14,7 +14,7 @@ from spotrun.machine.metadata import Identity, detect
 from spotrun.machine.systemd import Systemd
 from spotrun.node import agent as agents
 from spotrun.node.agent import Agent, Settings
-from spotrun.node.boot import _who_am_i
+from spotrun.node.boot import _identify
 from spotrun.node.health import gate, verdict
 from spotrun.node.health.gate import Gate, check
 from spotrun.node.health.verdict import Facts
@@ -284,9 +284,9 @@ async def test_what_workers_are_told_is_what_there_is_when_the_gate_passes(
         monkeypatch.setattr(module, "gpu_count", lambda: count)
     found, _ = agent(tmp_path)
     count = 8
-    found.examined(("no driver",))
+    found.set_problems(("no driver",))
     assert (found._devices, found._environment) == (1, {})
-    found.examined(())
+    found.set_problems(())
     assert (found._devices, found._environment["NCCL_SOCKET_IFNAME"]) == (8, "=lo")
 
 
@@ -301,7 +301,7 @@ async def test_the_metadata_say_what_there_must_be(
     variable = "GCE_METADATA_HOST" if flavour == "gce" else "AWS_EC2_METADATA_SERVICE_ENDPOINT"
     monkeypatch.setenv(variable, place if flavour == "gce" else f"http://{place}/")
     async with await detect() as server:
-        _, attributes = await _who_am_i(server)
+        _, attributes = await _identify(server)
     await metadata.stop()
     unset = dict.fromkeys(("spotrun-efas", "spotrun-preempt-notice", "spotrun-maintenance-notice"), "")
     assert attributes == {**ATTRIBUTES, "spotrun-gpus": "4", **unset}

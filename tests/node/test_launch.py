@@ -38,7 +38,7 @@ class Bench:
     async def begin(self, *modules: str, procs: int = 1) -> None:
         env = dict(os.environ)
         env["PYTHONPATH"] = os.pathsep.join([str(self.root / "modules"), env.get("PYTHONPATH", "")])
-        await self.launcher.begin("127.0.9.9", procs, env, modules)
+        await self.launcher.start("127.0.9.9", procs, env, modules)
         await self.said(lambda e: e["type"] == "ready", "the launcher ready")
 
     async def said(self, look: Callable[[dict[str, Any]], bool], what: str) -> dict[str, Any]:
@@ -59,7 +59,7 @@ class Bench:
             Control(control, create=True).close()
             log = self.root / f"{number}.{index}.log"
             tasks.append(Task(str(self.root), f"s{number}.py", args, str(log), str(control), number, {"MORE": "yes"}))
-        self.launcher.start(number, 0, 1, self.launcher.store, tasks)
+        self.launcher.start_workers(number, 0, 1, self.launcher.store, tasks)
 
     async def code(self, number: int, index: int = 0) -> int:
         event = await self.said(
@@ -258,10 +258,10 @@ async def test_the_launchers_socket_is_where_it_is_told(monkeypatch: pytest.Monk
     place = tmp_path / "launcher"
     (place / "pymp-old").mkdir(parents=True)
     monkeypatch.setattr(job, "LONGEST", len(str(place)))
-    assert job._make_room(place) == {preload.SOCKETS: str(place)}
+    assert job._make_socket_folder(place) == {preload.SOCKETS: str(place)}
     assert list(place.iterdir()) == []
     monkeypatch.setattr(job, "LONGEST", len(str(place)) - 1)
-    assert job._make_room(place) == {}
+    assert job._make_socket_folder(place) == {}
 
 
 async def test_the_launcher_goes_with_its_end_of_input(tmp_path: Path) -> None:
@@ -286,7 +286,7 @@ def _alive(pid: int) -> bool:
 async def test_a_launcher_that_cannot_start_says_so(tmp_path: Path) -> None:
     events: list[dict[str, Any]] = []
     launcher = Launcher(events.append)
-    await launcher.begin("127.0.9.9", 1, {"PYTHONPATH": str(tmp_path), "PYTHONHOME": str(tmp_path)}, [])
+    await launcher.start("127.0.9.9", 1, {"PYTHONPATH": str(tmp_path), "PYTHONHOME": str(tmp_path)}, [])
     await await_for(lambda: events, what="an event")
     assert events[-1]["type"] == "ended"
     assert events[-1]["code"] != 0

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from spotrun.node import part_uploader as module
-from spotrun.node.part_uploader import Saver, Wanted
+from spotrun.node.part_uploader import PartUploader, WantedPart
 from spotrun.state import slots
-from spotrun.store import Store
+from spotrun.store import Store, client
 from spotrun.wire import StateRef, Trouble
 from tests.helpers import await_for
 
@@ -36,15 +37,15 @@ def snapshot(folder: Path, step: int = 7) -> None:
     slots.commit(folder, 0, slots.Record("j", 2, step, size, xxh3, {}))
 
 
-class Saving:
-    """A saver, and the folders around it. The bucket refuses while `refuse` says so."""
+class Uploading:
+    """An uploader, and the folders around it. The bucket refuses while `refuse` says so."""
 
     def __init__(self, tmp_path: Path) -> None:
         self.slots, self.scratch, self.bucket = tmp_path / "slots", tmp_path / "scratch", tmp_path / "bucket"
         self.store = Store(str(self.bucket))
         self.changes = asyncio.Event()
-        self.saver = Saver(self.store, self.scratch, self.changes.set)
-        self.wanted = Wanted("j", self.slots, REF, 0, 1)
+        self.uploader = PartUploader(self.store, self.scratch, self.changes.set)
+        self.wanted = WantedPart("j", self.slots, REF, 0, 1)
         snapshot(self.slots)
 
     def refuse(self) -> None:
@@ -58,35 +59,35 @@ class Saving:
         """Hold the wanted part, as the agent does at each turn."""
 
         def turn() -> object:
-            self.saver.hold(self.wanted)
+            self.uploader.want(self.wanted)
             return look()
 
         await await_for(turn, 20, what)
 
     def tries(self) -> int:
-        return self.saver.trouble.tries if self.saver.trouble else 0
+        return self.uploader.trouble.tries if self.uploader.trouble else 0
 
     def copies(self) -> list[Path]:
         return sorted(self.scratch.glob("part-*"))
 
 
 async def test_a_part_gets_into_the_bucket(tmp_path: Path) -> None:
-    s = Saving(tmp_path)
-    await s.until(lambda: s.saver.part, "the part")
-    part = s.saver.part
+    s = Uploading(tmp_path)
+    await s.until(lambda: s.uploader.part, "the part")
+    part = s.uploader.part
     assert part is not None
     assert (part.step, part.generation, part.index, part.parts) == (7, 2, 0, 1)
     assert {file.name for file in part.files} == {
         path.name for path in (s.bucket / "jobs/j/checkpoints/0000000007").iterdir()
     }
-    assert (s.saver.trouble, s.saver.late, s.copies()) == (None, None, [])
+    assert (s.uploader.trouble, s.uploader.late, s.copies()) == (None, None, [])
 
 
 async def test_a_bucket_that_refuses_is_tried_again_from_the_same_copy(tmp_path: Path) -> None:
-    s = Saving(tmp_path)
+    s = Uploading(tmp_path)
     s.refuse()
     await s.until(lambda: s.tries() >= 2, "two failures")
-    trouble, copies = s.saver.trouble, s.copies()
+    trouble, copies = s.uploader.trouble, s.copies()
     assert trouble is not None
     assert trouble.step == 7
     assert "cannot write jobs/j/checkpoints/0000000007/" in trouble.message
@@ -94,78 +95,101 @@ async def test_a_bucket_that_refuses_is_tried_again_from_the_same_copy(tmp_path:
     snapshot(s.slots, step=9)  # the state moves on; what is tried again is the copy
     await s.until(lambda: s.tries() >= 4, "more failures")
     assert s.copies() == copies
-    assert s.saver.trouble is not None
-    assert (s.saver.trouble.since, s.saver.late) == (trouble.since, None)
+    assert s.uploader.trouble is not None
+    assert (s.uploader.trouble.since, s.uploader.late) == (trouble.since, None)
     s.accept()
-    await s.until(lambda: s.saver.part, "the part")
-    assert s.saver.trouble is None
+    await s.until(lambda: s.uploader.part, "the part")
+    assert s.uploader.trouble is None
     await await_for(lambda: not s.copies(), 20, "the copy is removed")
 
 
 async def test_a_full_disk_is_told_without_copying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    s = Saving(tmp_path)
+    s = Uploading(tmp_path)
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=100))
     await s.until(lambda: s.tries() >= 2, "two failures")
-    assert s.saver.trouble is not None
-    assert s.saver.trouble.message.startswith("no room for a part of 0 MiB")
+    assert s.uploader.trouble is not None
+    assert s.uploader.trouble.message.startswith("no room for a part of 0 MiB")
     assert [list(copy.iterdir()) for copy in s.copies()] == [[]]
     monkeypatch.undo()
-    await s.until(lambda: s.saver.part, "the part")
+    await s.until(lambda: s.uploader.part, "the part")
 
 
 async def test_a_disk_without_room_for_a_folder_is_trouble(tmp_path: Path) -> None:
     """Also this must not end the agent, and the training with it."""
-    s = Saving(tmp_path)
+    s = Uploading(tmp_path)
     s.scratch.write_text("a file where a folder has to be")
     await s.until(lambda: s.tries() >= 2, "two failures")
-    assert s.saver.trouble is not None
-    assert str(s.scratch) in s.saver.trouble.message
+    assert s.uploader.trouble is not None
+    assert str(s.scratch) in s.uploader.trouble.message
     s.scratch.unlink()
-    await s.until(lambda: s.saver.part, "the part")
+    await s.until(lambda: s.uploader.part, "the part")
     await await_for(lambda: not s.copies(), 20, "the copy is removed")
 
 
 async def test_a_snapshot_that_is_not_there_is_late_and_no_trouble(tmp_path: Path) -> None:
-    s = Saving(tmp_path)
+    s = Uploading(tmp_path)
     snapshot(s.slots, step=9)
-    await s.until(lambda: s.saver.late == 7, "late")
-    assert (s.saver.part, s.saver.trouble) == (None, None)
+    await s.until(lambda: s.uploader.late == 7, "late")
+    assert (s.uploader.part, s.uploader.trouble) == (None, None)
 
 
 async def test_what_is_not_wanted_any_more_ends_and_leaves_nothing(tmp_path: Path) -> None:
-    s = Saving(tmp_path)
+    s = Uploading(tmp_path)
     s.refuse()
     await s.until(lambda: s.tries() >= 1, "a failure")
-    s.saver.hold(None)
+    s.uploader.want(None)
     await await_for(lambda: not s.copies(), 20, "the copy is removed")
-    assert s.saver.trouble is not None, "nothing has been saved since"
-    s.saver.forget()
-    assert (s.saver.trouble, s.saver.part, s.saver.late) == (None, None, None)
+    assert s.uploader.trouble is not None, "nothing has been saved since"
+    s.uploader.forget()
+    assert (s.uploader.trouble, s.uploader.part, s.uploader.late) == (None, None, None)
 
 
 async def test_another_step_takes_over_from_one_that_fails(tmp_path: Path) -> None:
-    s = Saving(tmp_path)
+    s = Uploading(tmp_path)
     s.refuse()
     await s.until(lambda: s.tries() >= 1, "a failure")
-    since = s.saver.trouble.since if s.saver.trouble else 0.0
+    since = s.uploader.trouble.since if s.uploader.trouble else 0.0
     snapshot(s.slots, step=9)
-    s.wanted = Wanted("j", s.slots, StateRef(generation=2, step=9), 0, 1)
-    await s.until(lambda: s.saver.trouble and s.saver.trouble.step == 9, "a failure of the next step")
-    assert s.saver.trouble is not None
-    assert s.saver.trouble.since == since, "it has been failing since then"
+    s.wanted = WantedPart("j", s.slots, StateRef(generation=2, step=9), 0, 1)
+    await s.until(lambda: s.uploader.trouble and s.uploader.trouble.step == 9, "a failure of the next step")
+    assert s.uploader.trouble is not None
+    assert s.uploader.trouble.since == since, "it has been failing since then"
     s.accept()
-    await s.until(lambda: s.saver.part, "the part")
-    assert s.saver.part is not None
-    assert s.saver.part.step == 9
+    await s.until(lambda: s.uploader.part, "the part")
+    assert s.uploader.part is not None
+    assert s.uploader.part.step == 9
 
 
 async def test_trouble_of_long_ago_does_not_count_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    s = Saving(tmp_path)
+    s = Uploading(tmp_path)
     s.refuse()
     await s.until(lambda: s.tries() >= 1, "a failure")
-    s.saver.hold(None)
-    assert isinstance(s.saver.trouble, Trouble)
+    s.uploader.want(None)
+    assert isinstance(s.uploader.trouble, Trouble)
     monkeypatch.setattr(module, "FORGOTTEN", -1.0)
-    s.saver.hold(None)
-    assert s.saver.trouble is None
+    s.uploader.want(None)
+    assert s.uploader.trouble is None
+
+
+async def test_a_stopped_attempt_does_not_finish_its_upload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The upload stops in the middle of a file, and the bucket has nothing of that file."""
+    monkeypatch.setattr(client, "_PART", 1000)
+    u = Uploading(tmp_path)
+    reading, proceed = threading.Event(), threading.Event()
+    read_parts = client._read_parts
+
+    def slowly(path: Path, size: int, stopped: Callable[[], bool]) -> Iterator[bytes]:
+        for part in read_parts(path, size, stopped):
+            yield part
+            reading.set()
+            proceed.wait(20)
+
+    monkeypatch.setattr(client, "_read_parts", slowly)
+    u.uploader.want(u.wanted)
+    await asyncio.to_thread(reading.wait, 20)
+    u.uploader.want(None)
+    proceed.set()
+    await await_for(lambda: not u.copies(), 20, "the copy is removed")
+    assert [path for path in u.bucket.rglob("*") if path.is_file()] == []
+    assert u.uploader.trouble is None

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from spotrun.node import cleanup, workers
-from spotrun.node.workers import create, phase
+from spotrun.node.workers import create, phase_of
 from spotrun.state.control import EXIT_DRAINED, EXIT_PEER, Control
 from spotrun.wire import Failure, Generation
 from tests.fakes.nccl import NCCL_SHORT, WATCHDOG
@@ -40,7 +40,7 @@ PEER = Failure(kind="peer", rank=0, at=1.0, message="")
     ],
 )
 def test_phase(codes: list[int | None], failure: Failure | None, lost: bool, restored: bool, wanted: str) -> None:
-    assert phase(codes, failure, lost, restored) == wanted
+    assert phase_of(codes, failure, lost, restored) == wanted
 
 
 @pytest.mark.parametrize(
@@ -56,12 +56,12 @@ def test_a_worker_that_nccl_aborts_has_lost_a_peer(log: str, message: str, tmp_p
     """During a drain too: the snapshot of a worker that has drained is what counts."""
     generation = Generation(number=1, members=(), store="h:1")
     found = create(generation, 0, 2, tmp_path / "control", tmp_path / "logs")
-    found.locals[0].log.write_text(log)
+    found.workers[0].log.write_text(log)
     found.exited(0, -signal.SIGABRT)
     assert found.failure is not None
     assert (found.failure.kind, found.failure.message) == ("peer", message)
     assert found.phase == "failed"
-    found.locals[1].control.exit = EXIT_DRAINED
+    found.workers[1].control.exit = EXIT_DRAINED
     found.exited(1, EXIT_DRAINED)
     assert found.phase == "drained"
     found.close()
@@ -86,7 +86,7 @@ def test_a_snapshot_gets_the_time_that_its_size_takes(
     control = Control(tmp_path / "control", create=True)
     control.base, control.step, control.begun, control.stepping = 0, 8, 8, 80.0
     control.expected, control.committed = expected, committed
-    assert workers.patience(control, draining) == seconds
+    assert workers.seconds_for_snapshot(control, draining) == seconds
     control.close()
 
 
@@ -97,9 +97,9 @@ async def test_a_worker_is_not_ended_in_the_middle_of_a_large_snapshot(
     found = create(Generation(number=1, members=(), store="h:1"), 0, 1, tmp_path / "control", tmp_path / "logs")
     worker = await asyncio.create_subprocess_exec("sleep", "600")
     found.started([worker.pid])
-    control = found.locals[0].control
+    control = found.workers[0].control
     control.base, control.step, control.begun, control.stepping, control.expected = 0, 8, 8, 8000.0, 4000.0
-    ending = asyncio.create_task(found.free())
+    ending = asyncio.create_task(found.end())
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(worker.wait(), 0.5)
     control.committed = 8
@@ -136,10 +136,10 @@ async def test_what_dead_workers_leave_in_shared_memory_is_removed(
     monkeypatch.setattr(cleanup, "SHARED_MEMORY", shared)
     found = create(Generation(number=1, members=(), store="h:1"), 0, 1, tmp_path / "control", tmp_path / "logs")
     found.exited(0, -signal.SIGKILL)
-    await found.free()
+    await found.end()
     assert sorted(path.name for path in shared.iterdir()) == ["nccl-mapped", "nccl-opened", "other"]
     (shared / "nccl-late").write_bytes(b"1234")
-    await found.free()  # once is enough: what comes later is of another generation
+    await found.end()  # once is enough: what comes later is of another generation
     assert (shared / "nccl-late").exists()
     await holder.communicate(b"")
     assert sorted(cleanup.remove_nccl_segments()) == [

@@ -58,8 +58,3 @@ def _list(folder: Path) -> list[Path]:
         return list(folder.iterdir())
     except OSError:
         return []
-
-
-def loopback(address: str) -> bool:
-    """Whether an address is of this machine alone."""
-    return address.startswith("127.") or address == "::1"

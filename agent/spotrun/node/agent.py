@@ -1,7 +1,7 @@
-"""The agent: on each node one small process that brings about what the head has ordered, and reports what is.
+"""The agent: one small process on each node that does what the head has ordered, and reports the node's state.
 
-One task (`Agent.run`) owns all state and is woken by whatever changes: an order, a worker's end, a notice. Orders are
-whole documents, so a turn looks only at the newest one. No torch here.
+One task (`Agent.run`) owns all state. Every change wakes it: an order, a worker's end, a notice. Orders are whole
+documents, so a turn reads only the newest one. This process does not import torch.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from spotrun.errors import SpotrunError
 from spotrun.machine.gpus import gpu_count
 from spotrun.machine.metadata import Identity
 from spotrun.machine.systemd import Systemd
-from spotrun.node import cleanup, network
-from spotrun.node import workers as groups
-from spotrun.node.connection import Link
+from spotrun.node import cleanup, network, snapshots
+from spotrun.node.connection import Connection
 from spotrun.node.job import Job
-from spotrun.node.log_uploader import Logs, kept, newest
-from spotrun.node.part_uploader import Saver, Wanted
+from spotrun.node.log_uploader import LogUploader
+from spotrun.node.part_uploader import PartUploader, WantedPart
+from spotrun.node.workers import Phase, WorkerGroup
 from spotrun.spec import names
 from spotrun.store import Store, log_key
 from spotrun.wire import Bundle, Failure, Generation, Notice, Order, Report, StateRef
@@ -35,17 +35,17 @@ log = logging.getLogger(__name__)
 
 JOB_ID = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 POLL = 0.05  # seconds between looks at the control blocks while workers live
-LAST_UPLOAD = 5.0  # seconds that the bucket gets for logs before something waits no longer for it
+LAST_UPLOAD = 5.0  # seconds that the agent waits for an upload of logs before it goes on
 
 
 @dataclass(frozen=True)
 class Settings:
     """Where things are on this machine."""
 
-    tmpfs: Path
-    scratch: Path
+    tmpfs: Path  # folder in memory, for snapshots and control blocks
+    scratch: Path  # folder on disk, for code, packages, logs and copies of checkpoint parts
     ssh_port: int
-    name: str  # of this node, if its metadata do not tell
+    name: str  # of this node; empty: the machine's metadata have it
 
     @classmethod
     def from_env(cls) -> Settings:
@@ -59,46 +59,46 @@ class Settings:
 
 
 class Agent:
-    """All that this node holds and does."""
+    """The state of this node, and what changes it."""
 
     def __init__(
         self, settings: Settings, identity: Identity, attributes: dict[str, str], store: Store, systemd: Systemd
     ) -> None:
         self.identity = identity
-        self.cluster = attributes[names.CLUSTER]
+        self.cluster, self.pool = attributes[names.CLUSTER], attributes[names.POOL]
         self.store = store
-        self.link = Link(store, self.cluster, identity, self.obey, self._tell_systemd)
-        self.logs = Logs(store)
-        self.unfit: tuple[str, ...] | None = None  # what is wrong with this machine; None: not known yet
+        self.boot = uuid.uuid4().hex  # another value for each process: a restarted agent is another member
+        self.connection = Connection(store, self.cluster, identity, self.obey, self._tell_systemd)
+        self.logs = LogUploader(store)
+        self.unfit: tuple[str, ...] | None = None  # what is wrong with this machine; None: not checked yet
         self._settings, self._systemd = settings, systemd
-        self._phase = ""  # that systemd was told last
-        self.boot = uuid.uuid4().hex
-        self.pool = attributes[names.POOL]
+        self._began = time.time()
+        self._told_phase = ""  # the phase that systemd was last told
         self._devices = 1
-        self._environment: dict[str, str] = {}
+        self._environment: dict[str, str] = {}  # network variables for workers
         self._order: Order | None = None
         self._notice: Notice | None = None
-        self._coming: Notice | None = None
+        self._coming_notice: Notice | None = None
         self._wake = asyncio.Event()
         self._job: Job | None = None
-        self._missed: Failure | None = None  # a generation ordered that cannot be taken part in any more
+        self._not_started: Failure | None = None  # why this node does not take part in the ordered generation
         self._snapshot: StateRef | None = None
-        self._kept = kept(settings.tmpfs)  # it may be the only copy of a state
-        self._looked = (-1, 0.0)  # newest commit seen, when the slots were last read
-        self._saver = Saver(store, settings.scratch / "parts", self._wake.set)
-        self._flushed = 0  # generation whose logs have been sent to the bucket after its end
+        self._left = snapshots.left_in_memory(settings.tmpfs)  # may be the only copy of a state
+        self._read_slots = (-1, 0.0)  # newest committed step, and monotonic seconds, when the slots were last read
+        self._part_uploader = PartUploader(store, settings.scratch / "parts", self._wake.set)
+        self._flushed = 0  # the newest generation whose last logs have been sent to the bucket
         self._flush: asyncio.Task[None] | None = None
 
     @property
     def bundle(self) -> Bundle | None:
-        """The job of this node, as ordered; None if it has no job."""
+        """The ordered job; None if this node has no job."""
         return self._job.bundle if self._job else None
 
     def obey(self, order: Order) -> None:
         """Take the head's newest order."""
         job = self._job
         bundle, generation = order.bundle, order.generation
-        # Both become names of folders and objects.
+        # Both strings become names of folders and objects.
         if bundle and not (re.fullmatch(JOB_ID, bundle.id) and re.fullmatch("[0-9a-f]{64}", bundle.code)):
             log.warning("an order for job %r with code %r: refused, malformed", bundle.id, bundle.code)
             return
@@ -108,39 +108,42 @@ class Agent:
         self._order = order
         self._wake.set()
 
-    def examined(self, problems: tuple[str, ...]) -> None:
-        """Take jobs from now on, if there are no problems; what has been ordered meanwhile is begun."""
+    def set_problems(self, problems: tuple[str, ...]) -> None:
+        """Take the result of the health gate. Without problems, the agent takes jobs and begins the ordered one."""
         self.unfit = problems
         if not problems:
-            self._take_stock()
+            # Not earlier: a driver may load later than the agent starts.
+            self._devices = max(1, gpu_count())
+            self._environment = found = network.environment(network.gather(self.identity.address))
+            log.info("workers' environment: %s", " ".join(f"{k}={v}" for k, v in found.items()) or "as it is")
         self._wake.set()
 
     def make_room(self) -> None:
-        """Remove from the scratch disk what is not the ordered job's. Only while no job is held here.
+        """Remove everything from the scratch disk that is not the ordered job's. No job may be held here.
 
-        Nothing before an order says which job that is: the last logs of one that goes on may not be in the bucket yet.
-        What is in memory stays: no disk is the fuller for it, and it may be the only copy of a job's state.
+        Before the first order it removes nothing: a job may go on, and its last logs may not be in the bucket yet.
+        Files in memory stay: removing them frees no disk space, and they may be the only copy of a job's state.
         """
         assert self._job is None
         if self._order is None:
             return
-        self._remove_others(self._order.bundle)
+        self._remove_other_jobs(self._order.bundle)
         cleanup.empty(self._settings.scratch / "packages")
 
     def notify(self, notice: Notice | None) -> None:
-        """Take the cloud's word."""
+        """Take a notice that counts from now on; None: it no longer holds."""
         log.warning("notice: %s", notice)
         self._notice = notice
         self._wake.set()
 
     def expect(self, notice: Notice | None) -> None:
-        """Take a word of the cloud that does not count yet."""
+        """Take a notice that does not count yet."""
         log.warning("a notice that counts later: %s", notice)
-        self._coming = notice
+        self._coming_notice = notice
         self._wake.set()
 
     async def run(self) -> None:
-        """Turn after turn, whenever something has changed; at intervals only while workers live."""
+        """Take a turn whenever something has changed, and at intervals while workers live."""
         self._publish()
         while True:
             busy = self._job is not None and self._job.group is not None and self._job.group.alive
@@ -151,49 +154,44 @@ class Agent:
             if self._order is not None and self.unfit == ():
                 await self._turn(self._order)
             elif self._order is not None:
-                self._rescue(self._order)
+                self._upload_left_snapshot(self._order)
             self._publish()
 
     async def end(self) -> None:
-        """End all that was started here."""
+        """End all processes that this agent has started."""
         if self._job is not None:
             await self._job.end()
             await self._upload_logs()
 
-    def _take_stock(self) -> None:
-        """What workers are told of this machine. Not before it is fit: drivers may come later than the agent."""
-        self._devices = max(1, gpu_count())
-        self._environment = network.environment(network.gather(self.identity.address))
-        log.info("workers' environment: %s", " ".join(f"{k}={v}" for k, v in self._environment.items()) or "as it is")
-
     async def _turn(self, order: Order) -> None:
-        await self._hold_job(order)
+        await self._apply_bundle(order)
         job = self._job
         if job is None:
             return
-        await self._hold_generation(job, order)
+        await self._apply_generation(job, order)
         group = job.group
         if group is not None:
-            group.arm(order.stop_at, order.save.step if order.save and not self._saver.part else None)
+            part = self._part_uploader.part
+            group.set_steps(order.stop_at, order.save.step if order.save and not part else None)
             if order.dump and group.alive and not group.stacks:
-                await self._dump(job, group)
+                await self._end_hung(job, group)
             elif group.broken:
                 self._publish()
-                await self._free(job, group)
+                await self._end_group(job, group)
             if not group.alive and self._flushed != group.number:
                 self._flushed = group.number
                 self._flush = asyncio.create_task(self._upload_logs())
-        self._look_at_slots(job)
-        self._hold_save(job.bundle.id, job.slots, group, order)
+        self._find_snapshot(job)
+        self._apply_save(job.bundle.id, job.slots, group, order)
 
-    def _rescue(self, order: Order) -> None:
-        """No job begins here, or not yet; what was left of one in memory is put into the bucket all the same."""
+    def _upload_left_snapshot(self, order: Order) -> None:
+        """Upload an ordered snapshot that an earlier agent left in memory, although this machine takes no job."""
         job = order.bundle.id if order.bundle else ""
-        if self._kept is not None and self._kept[0] == job:
-            self._hold_save(job, self._settings.tmpfs / job / "slots", None, order)
+        if self._left is not None and self._left[0] == job:
+            self._apply_save(job, self._settings.tmpfs / job / "slots", None, order)
 
-    async def _hold_job(self, order: Order) -> None:
-        """Have the ordered bundle and no other."""
+    async def _apply_bundle(self, order: Order) -> None:
+        """Have the ordered job and no other."""
         job, bundle = self._job, order.bundle
         if job is not None and job.bundle != bundle:
             await job.end()
@@ -202,27 +200,25 @@ class Agent:
             self.logs.forget()
             if bundle is None or bundle.id != job.bundle.id:
                 await asyncio.to_thread(job.remove)
-            self._job, self._missed, self._snapshot, self._looked, self._flushed = None, None, None, (-1, 0.0), 0
-            self._saver.forget()
+            self._job, self._not_started, self._snapshot, self._flushed = None, None, None, 0
+            self._read_slots = (-1, 0.0)
+            self._part_uploader.forget()
         if bundle is not None and self._job is None:
-            await asyncio.to_thread(self._remove_old, bundle)
+            # Before the job begins: while it runs, nothing may be removed.
+            await asyncio.to_thread(cleanup.empty, self._settings.tmpfs, keep=bundle.id)
+            await asyncio.to_thread(self._remove_other_jobs, bundle)
             self._job = Job(
                 bundle, self.store, self.identity.address, self._devices, self._settings.tmpfs, self._settings.scratch,
                 self._wake.set, self._environment,
             )  # fmt: skip
-            self._job.begin()
+            self._job.prepare()
 
-    def _remove_old(self, bundle: Bundle) -> None:
-        """Remove what other jobs have left. Before the job begins: nothing of it may be under way meanwhile."""
-        cleanup.empty(self._settings.tmpfs, keep=bundle.id)
-        self._remove_others(bundle)
-
-    def _remove_others(self, bundle: Bundle | None) -> None:
+    def _remove_other_jobs(self, bundle: Bundle | None) -> None:
         cleanup.empty(self._settings.scratch / "code", keep=bundle.code if bundle else None)
         cleanup.empty(self._settings.scratch / "logs", keep=bundle.id if bundle else None)
 
-    async def _hold_generation(self, job: Job, order: Order) -> None:
-        """Have the workers of the ordered generation and no other; those of an older one are dead before it begins."""
+    async def _apply_generation(self, job: Job, order: Order) -> None:
+        """Have the workers of the ordered generation and no others. Older workers are dead before new ones start."""
         wanted, rank = order.generation, -1
         if wanted is not None:
             me = (self.identity.name, self.boot)
@@ -230,32 +226,32 @@ class Agent:
         if rank < 0:
             wanted = None
         if job.group is not None and (wanted is None or wanted.number != job.group.number):
-            await self._free(job, job.group)
+            await self._end_group(job, job.group)
             if job.group.alive:
                 return  # until the launcher has been replaced
             self._drop_group(job)
         if wanted is None or job.group is not None:
-            self._missed = None
+            self._not_started = None
         elif wanted.number <= job.newest:
             message = f"generation {wanted.number} has ended on this node already"
-            self._missed = self._missed or Failure(kind="peer", rank=rank, at=time.time(), message=message)
+            self._not_started = self._not_started or Failure(kind="peer", rank=rank, at=time.time(), message=message)
         elif job.store:
             self._start(job, wanted, rank)
 
     def _start(self, job: Job, wanted: Generation, rank: int) -> None:
         try:
             group = job.start(wanted, rank, self.identity.name)
-        except OSError as error:  # no room in memory or on the disk, say; tried again at each turn
+        except OSError as error:  # memory or disk may be full; each turn tries again
             message = f"generation {wanted.number} cannot start on this node: {error}"
-            if self._missed is None or self._missed.message != message:
+            if self._not_started is None or self._not_started.message != message:
                 log.error("%s", message)
-                self._missed = Failure(kind="setup", rank=rank, at=time.time(), message=message)
+                self._not_started = Failure(kind="setup", rank=rank, at=time.time(), message=message)
             return
-        for each in group.locals:
+        for each in group.workers:
             self.logs.follow(each.log, log_key(job.bundle.id, group.number, self.identity.name, each.rank))
 
-    async def _free(self, job: Job, group: groups.Group) -> None:
-        await group.free()
+    async def _end_group(self, job: Job, group: WorkerGroup) -> None:
+        await group.end()
         if group.alive:
             log.error("workers of generation %s did not end; the launcher is ended with them", group.number)
             await job.restart_launcher()
@@ -265,36 +261,40 @@ class Agent:
             job.group.close()
             job.group = None
 
-    async def _dump(self, job: Job, group: groups.Group) -> None:
-        """The workers hang: keep their stacks, end them."""
-        text = await group.dump()
+    async def _end_hung(self, job: Job, group: WorkerGroup) -> None:
+        """Put the stacks of workers that hang into the bucket, then end the workers."""
+        text = await group.dump_stacks()
         key = log_key(job.bundle.id, group.number, self.identity.name, "stacks")
         with contextlib.suppress(TimeoutError, SpotrunError):
             async with asyncio.timeout(LAST_UPLOAD):
                 await asyncio.to_thread(self.store.put, key, text)
         group.stacks = key
         message = f"no step was completed for too long; stacks of this node's workers: {key}"
-        trace = text.decode(errors="replace")[-20000:]
-        group.lost = Failure(kind="hang", rank=group.locals[0].rank, at=time.time(), message=message, traceback=trace)
-        await self._free(job, group)
+        trace, rank = text.decode(errors="replace")[-20000:], group.workers[0].rank
+        group.group_failure = Failure(kind="hang", rank=rank, at=time.time(), message=message, traceback=trace)
+        await self._end_group(job, group)
         await self._upload_logs()
 
-    def _look_at_slots(self, job: Job) -> None:
-        """Read the newest snapshot's record, when there may be another and not too often."""
-        commit = max((each.control.committed for each in job.group.locals), default=-1) if job.group else -2
+    def _find_snapshot(self, job: Job) -> None:
+        """Read the newest snapshot's record if there may be a new one, but not too often."""
+        committed = job.group.committed if job.group else -2
         ended = job.group is not None and not job.group.alive
-        seen, at = self._looked
-        if commit != seen and (ended or commit < 0 or time.monotonic() - at > 10 * POLL):
-            self._snapshot = newest(job.slots, job.bundle.id)
-            self._looked = (commit, time.monotonic())
+        seen, at = self._read_slots
+        if committed != seen and (ended or committed < 0 or time.monotonic() - at > 10 * POLL):
+            self._snapshot = snapshots.newest(job.slots, job.bundle.id)
+            self._read_slots = (committed, time.monotonic())
 
-    def _hold_save(self, job: str, slots: Path, group: groups.Group | None, order: Order) -> None:
-        """Upload the ordered part of the ordered snapshot, once it is there."""
+    def _apply_save(self, job: str, slots: Path, group: WorkerGroup | None, order: Order) -> None:
+        """Upload the ordered part of the ordered snapshot, once workers have committed the snapshot."""
         save, ref = order.save, order.upload
         if save is not None and order.generation is not None:
             ref = StateRef(generation=order.generation.number, step=save.step)
-        wanted = Wanted(job, slots, ref, save.index, save.parts) if save is not None and ref is not None else None
-        self._saver.hold(wanted, awaited=wanted is not None and _awaited(group, wanted.ref))
+        if save is None or ref is None:
+            self._part_uploader.want(None)
+            return
+        saving = group is not None and group.alive and group.number == ref.generation
+        awaited = group is not None and saving and group.committed < ref.step
+        self._part_uploader.want(WantedPart(job, slots, ref, save.index, save.parts), awaited)
 
     async def _upload_logs(self) -> None:
         with contextlib.suppress(TimeoutError):
@@ -304,10 +304,11 @@ class Agent:
     def _publish(self) -> None:
         job = self._job
         group = job.group if job else None
-        late = group.late if group and group.late is not None else self._saver.late
-        part = self._saver.part
-        # Until an order says what becomes of it, or for as long as this machine may not begin a job.
-        old = self._kept if job is None and (self._order is None or self.unfit != ()) else None
+        part = self._part_uploader.part
+        # Until an order says what happens to that snapshot, or for as long as this machine may not begin a job.
+        left = self._left if job is None and (self._order is None or self.unfit != ()) else None
+        phase = _phase(self.unfit, job, self._not_started)
+        doing, since = self._doing(phase, job)
         report = Report(
             node=self.identity.name,
             boot=self.boot,
@@ -316,48 +317,54 @@ class Agent:
             address=self.identity.address,
             ssh_port=self._settings.ssh_port,
             devices=self._devices,
-            job=job.bundle.id if job else old[0] if old else None,
-            phase=_phase(self.unfit, job, self._missed),
+            job=job.bundle.id if job else left[0] if left else None,
+            phase=phase,
+            doing=doing,
+            doing_since=since,
             unfit=self.unfit or (),
             generation=job.newest if job else 0,
             store=job.store if job else "",
-            workers=group.view() if group else (),
-            failure=(job.failure or (group.failure if group else self._missed)) if job else None,
-            snapshot=old[1] if old else self._snapshot,
+            workers=group.report() if group else (),
+            failure=(job.failure or (group.failure if group else self._not_started)) if job else None,
+            snapshot=left[1] if left else self._snapshot,
             parts=(part,) if part else (),
-            late=late,
-            trouble=self._saver.trouble,
+            late=group.late if group and group.late is not None else self._part_uploader.late,
+            trouble=self._part_uploader.trouble,
             notice=self._notice,
-            coming=self._coming,
+            coming=self._coming_notice,
             stacks=group.stacks if group else "",
         )
-        self.link.publish(report)
-        if report.phase != self._phase:
-            self._phase = report.phase
+        self.connection.publish(report)
+        if phase != self._told_phase:
+            self._told_phase = phase
             self._tell_systemd()
 
+    def _doing(self, phase: str, job: Job | None) -> tuple[str, float]:
+        """The present step of a node that does not train yet, and since when, in epoch seconds."""
+        if phase == "checking":
+            return "checking the machine", self._began
+        if job is not None and phase == "preparing":
+            return job.doing, job.doing_since
+        if job is not None and job.group is not None and phase == "starting":
+            return job.group.doing
+        return "", 0.0
+
     def _tell_systemd(self) -> None:
-        """What `systemctl status` shows. Joined is who has been heard by a head; it stays so while the head is away."""
-        where = self.link.joined
+        """Tell systemd the phase, once a head has received a report. `systemctl status` shows it."""
+        where = self.connection.joined
         if where:
-            self._systemd.ready(f"joined the head of {self.cluster} at {where}: {self._phase}")
-
-
-def _awaited(group: groups.Group | None, ref: StateRef) -> bool:
-    """Whether workers have yet to commit this snapshot."""
-    running = group is not None and group.alive and group.number == ref.generation
-    return group is not None and running and max(each.control.committed for each in group.locals) < ref.step
+            self._systemd.ready(f"joined the head of {self.cluster} at {where}: {self._told_phase}")
 
 
 def _phase(
-    unfit: tuple[str, ...] | None, job: Job | None, missed: Failure | None
-) -> groups.Phase | Literal["checking", "unfit", "idle", "preparing", "ready"]:
+    unfit: tuple[str, ...] | None, job: Job | None, not_started: Failure | None
+) -> Phase | Literal["checking", "unfit", "idle", "preparing", "ready"]:
     if unfit != ():
         return "checking" if unfit is None else "unfit"
     if job is None:
         return "idle"
     if job.group is not None:
         return job.group.phase
-    if job.failure is not None or missed is not None:
+    if job.failure is not None or not_started is not None:
         return "failed"
     return "ready" if job.store else "preparing"

@@ -1,4 +1,4 @@
-"""The agent's start: which machine this is, from its metadata; then everything an agent does, side by side."""
+"""Start the agent: read from the metadata which machine this is, then run all tasks of the agent."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from spotrun.machine.systemd import Systemd
 from spotrun.node import cleanup
 from spotrun.node.agent import Agent, Settings
 from spotrun.node.health.gate import Gate
-from spotrun.node.life_sign import Alive
+from spotrun.node.life_sign import LifeSign
 from spotrun.node.notice import Terms, watch
 from spotrun.spec import names
 from spotrun.store import Store
 
 log = logging.getLogger(__name__)
 
-RETRY = 2.0  # seconds between tries to reach what is needed at the start
+RETRY = 2.0  # seconds between tries to read the metadata
 
 
 async def run() -> None:
-    """Be this machine's agent until SIGTERM or SIGINT, which end everything it has started."""
+    """Run this machine's agent until SIGTERM or SIGINT, which end everything it has started."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -49,32 +49,32 @@ async def run() -> None:
 async def _live(settings: Settings, systemd: Systemd) -> None:
     systemd.status("asking the cloud's metadata server who this is")
     async with await detect() as metadata:
-        identity, attributes = await _who_am_i(metadata)
+        identity, attributes = await _identify(metadata)
         identity = replace(identity, name=settings.name or identity.name)
         bucket = attributes[names.BUCKET]
         if bucket.startswith("s3://"):
-            os.environ.setdefault("AWS_REGION", identity.region)  # for the bucket, and whatever a job asks of AWS
+            os.environ.setdefault("AWS_REGION", identity.region)  # for the bucket, and for AWS's libraries in a job
         store = await asyncio.to_thread(Store, bucket)
-        with contextlib.suppress(OSError):  # what is wrong with the disk, the gate will say
+        with contextlib.suppress(OSError):  # the health gate reports what is wrong with the disk
             await asyncio.to_thread(cleanup.empty, settings.scratch / "parts")  # of uploads that a kill has cut short
         private_paths.make_folder(settings.tmpfs)
         agent = Agent(settings, identity, attributes, store, systemd)
-        gate, alive = Gate(agent, settings, metadata, attributes), Alive(agent)
-        systemd.status(f"looking for the head of {agent.cluster}, and whether this machine is fit")
+        gate, life_sign = Gate(agent, settings, metadata, attributes), LifeSign(agent)
+        systemd.status(f"connecting to the head of {agent.cluster}, and checking whether this machine is fit")
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(gate.run())
                 tasks.create_task(watch(metadata, agent.notify, Terms.of(attributes), agent.expect))
-                tasks.create_task(agent.link.run())
+                tasks.create_task(agent.connection.run())
                 tasks.create_task(agent.logs.run())
-                tasks.create_task(alive.run())
+                tasks.create_task(life_sign.run())
                 tasks.create_task(agent.run())
         finally:
             await agent.end()
-            await alive.end()
+            await life_sign.end()
 
 
-async def _who_am_i(metadata: Metadata) -> tuple[Identity, dict[str, str]]:
+async def _identify(metadata: Metadata) -> tuple[Identity, dict[str, str]]:
     needed = (names.CLUSTER, names.BUCKET, names.POOL)
     optional = (names.GPUS, names.EFAS, names.PREEMPT_NOTICE, names.MAINTENANCE_NOTICE)
     while True:

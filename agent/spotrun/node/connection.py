@@ -1,9 +1,8 @@
-"""The agent's end of the link to the head: a WebSocket over TLS, pinned to the certificate named in the bucket.
+"""The agent's connection to the head: a WebSocket over TLS, pinned to the certificate named in the bucket.
 
-The head knows this node by its address and by a secret whose hash is in the node's own record in the bucket.
-
-Both sides send whole documents, so the link may break and come back at any time: the newest one counts. Training
-goes on meanwhile.
+The head recognises this node by its address and its secret. The hash of the secret is in the node's record in the
+bucket. Both sides send whole documents, and the newest one counts. So the connection may break and come back at any
+time, and training continues without it.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ log = logging.getLogger(__name__)
 
 HEARTBEAT = 0.5  # seconds between reports when nothing changes
 COALESCE = 0.02  # seconds to gather changes before a report goes out
-PING = 4.0  # seconds between WebSocket pings; half of it without a pong and the link counts as cut
-SEND_TIMEOUT = 4.0
-CONNECT_TIMEOUT = 4.0
+PING = 4.0  # seconds between WebSocket pings; half of it without a pong ends the connection
+SEND_TIMEOUT = 4.0  # seconds for one report
+CONNECT_TIMEOUT = 4.0  # seconds for TCP; with TLS and the WebSocket handshake: twice this
 BACKOFF = (0.1, 2.0)  # seconds between tries: the first pause, the longest
 
 
-class Link:
-    """Keeps the head informed and hands its orders to `on_order`.
+class Connection:
+    """Sends reports to the head and passes its orders to `on_order`.
 
-    joined: the address of the head that was told of this node last; empty before the first. `on_joined` is called then.
+    `on_joined` is called when a head has received this node's first report over a new connection.
     """
 
     def __init__(
@@ -50,49 +49,49 @@ class Link:
         on_joined: Callable[[], None] = lambda: None,
     ) -> None:
         self.connected = False
-        self.joined = ""
+        self.joined = ""  # address of the newest head that has received a report; empty: none has
         self._store, self._cluster, self._identity = store, cluster, identity
         self._key = head_key(cluster)
         self._secret = secrets.token_urlsafe(32)  # the same until this agent ends
-        self._introduced = False  # whether the bucket has this node's record, with the secret's hash
+        self._record_written = False  # whether the bucket has this node's record with the secret's hash
         self._on_order, self._on_joined = on_order, on_joined
         self._report: Report | None = None
         self._changed = asyncio.Event()
-        self._epoch = 0
+        self._epoch = 0  # highest epoch of a head that has sent an order
 
     @property
-    def newest(self) -> Report | None:
-        """The newest report, sent or not."""
+    def newest_report(self) -> Report | None:
+        """The newest report, whether it has been sent or not."""
         return self._report
 
     def publish(self, report: Report) -> None:
-        """Make this the newest report. It goes out at once if more than progress is new, else with the heartbeat."""
+        """Make this the newest report. It is sent at once, or with the next heartbeat if only progress is new."""
         before, self._report = self._report, report
         if before is None or _essence(before) != _essence(report):
             self._changed.set()
 
     async def run(self) -> None:
-        """Connect, and again whenever the link is lost, until cancelled."""
+        """Connect, and connect again whenever the connection is lost, until cancelled."""
         backoff = Backoff(*BACKOFF)
         said = ""
         while True:
             began = time.monotonic()
             try:
-                # At the same time: each is a round trip to the bucket.
-                record, _ = await asyncio.gather(self._find_head(), self._introduce())
-                await self._talk(record)
-                problem, said = "the link to the head was lost", ""
+                # Together, as each is a round trip to the bucket.
+                record, _ = await asyncio.gather(self._find_head(), self._write_record())
+                await self._serve(record)
+                problem, said = "the connection to the head was lost", ""
             except aiohttp.ServerFingerprintMismatch as error:
                 found = error.got.hex()
                 problem = f"{error.host}:{error.port} shows certificate {found}, not the one in {self._key}: refused"
             except aiohttp.WSServerHandshakeError as error:
                 # The record may have been removed, for example by a `make down` that was interrupted.
-                self._introduced = self._introduced and error.status != 401
+                self._record_written = self._record_written and error.status != 401
                 reason = error.headers.get(REFUSAL_HEADER) if error.headers else None
                 reason = reason or "it does not say why"
-                problem = f"no link: the head refuses this node: {reason} (status {error.status})"
+                problem = f"no connection: the head refuses this node: {reason} (status {error.status})"
             except (SpotrunError, aiohttp.ClientError, OSError, TimeoutError) as error:
-                problem = f"no link to the head: {error!r}" if not isinstance(error, SpotrunError) else str(error)
+                problem = f"no connection to the head: {error!r}" if not isinstance(error, SpotrunError) else str(error)
             if problem != said:
                 log.warning("%s; trying again", problem)
             said = problem
@@ -100,14 +99,14 @@ class Link:
                 backoff.reset()
             await asyncio.sleep(backoff.next())
 
-    async def _introduce(self) -> None:
+    async def _write_record(self) -> None:
         """Publish this machine's host keys, for operators, and the hash of its secret, for the head."""
-        if not self._introduced:
+        if not self._record_written:
             identity = self._identity
             await asyncio.to_thread(
                 host_keys.publish, self._store, self._cluster, identity.name, identity, self._secret
             )
-            self._introduced = True
+            self._record_written = True
 
     async def _find_head(self) -> HeadRecord:
         data = await asyncio.to_thread(self._store.find, self._key)
@@ -121,8 +120,8 @@ class Link:
             raise LinkError(f"{self._key} is not a head's record: {_first_line(error)}") from None
         return record
 
-    async def _talk(self, record: HeadRecord) -> None:
-        """One connection, until it ends. The certificate is compared before anything is sent."""
+    async def _serve(self, record: HeadRecord) -> None:
+        """Serve one connection until it ends. The certificate is compared before anything is sent."""
         url = f"https://{record.address}:{record.port}/agent"
         pin = aiohttp.Fingerprint(bytes.fromhex(record.fingerprint))
         identity = self._identity
@@ -149,19 +148,19 @@ class Link:
             finally:
                 self.connected = False
                 sender.cancel()
-                await asyncio.gather(sender, return_exceptions=True)  # this task's own cancellation gets through
+                await asyncio.gather(sender, return_exceptions=True)  # a cancellation of this task still arrives
                 await socket.close()
 
     async def _send(self, socket: aiohttp.ClientWebSocketResponse, head: str) -> None:
-        told = False
+        reported = False
         try:
             while not socket.closed:
                 self._changed.clear()
                 if self._report is not None:
                     async with asyncio.timeout(SEND_TIMEOUT):
                         await socket.send_str(self._report.model_dump_json())
-                    if not told:
-                        told, self.joined = True, head
+                    if not reported:
+                        reported, self.joined = True, head
                         self._on_joined()
                 await asyncio.sleep(COALESCE)
                 with contextlib.suppress(TimeoutError):
@@ -182,14 +181,14 @@ class Link:
                 log.warning("a message from the head is not an order, ignored: %s", _first_line(error))
                 continue
             if order.epoch < self._epoch:
-                log.warning("an order of head %s came after head %s had spoken: refused", order.epoch, self._epoch)
+                log.warning("an order of head %s came after an order of head %s: refused", order.epoch, self._epoch)
                 continue
             self._epoch = order.epoch
             self._on_order(order)
 
 
 def _essence(report: Report) -> Report:
-    """The report without what changes all the time."""
+    """The report without progress, which changes all the time."""
     return report.model_copy(update={"workers": (), "snapshot": None})
 
 

@@ -1,4 +1,4 @@
-"""The job on this node: its code, packages and launcher, made ready and kept so."""
+"""The job on this node: its code, packages and launcher, and its newest worker group."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
@@ -20,7 +20,7 @@ from spotrun.node.launch.client import Launcher
 from spotrun.node.launch.preload import LONGEST, SOCKETS
 from spotrun.node.launch.worker import Task
 from spotrun.node.packages import imported_modules, install
-from spotrun.node.workers import Group, create
+from spotrun.node.workers import WorkerGroup, create
 from spotrun.spec import JobSpec
 from spotrun.state.control import Context
 from spotrun.store import Store
@@ -28,14 +28,14 @@ from spotrun.wire import Bundle, Failure, Generation
 
 log = logging.getLogger(__name__)
 
-RETRY = (1.0, 30.0)  # seconds between tries to get ready: the first pause, the longest
-QUIET_TRIES = 3  # the bucket may be away for a moment: not reported as a failure before that many tries
+RETRY = (1.0, 30.0)  # seconds between tries to prepare: the first pause, the longest
+QUIET_TRIES = 3  # tries before a bucket that does not answer is reported as a failure: it may be away for a moment
 
 
 class Job:
     """What one bundle needs on this node. Folders: `tmpfs`/<job>/slots, control; `scratch`/code, packages, logs.
 
-    environment: what workers get unless the agent's own environment or the job file says otherwise.
+    environment: variables for workers, unless the agent's own environment or the job file sets them.
     """
 
     def __init__(
@@ -43,23 +43,24 @@ class Job:
         changed: Callable[[], None], environment: Mapping[str, str],
     ) -> None:  # fmt: skip
         self.bundle = bundle
-        self.failure: Failure | None = None  # why it cannot be made ready
-        self.newest = 0  # generation that this agent took part in last
-        self.group: Group | None = None
+        self.failure: Failure | None = None  # why the job cannot be prepared
+        self.doing, self.doing_since = "", 0.0  # the present step of the preparation; epoch seconds
+        self.newest = 0  # the newest generation that this agent took part in
+        self.group: WorkerGroup | None = None
         self.slots = tmpfs / bundle.id / "slots"
         self.control = tmpfs / bundle.id / "control"
         self.logs = scratch / "logs" / bundle.id
         self._store, self._address, self._devices, self._scratch = store, address, devices, scratch
         self._changed, self._environment = changed, environment
-        self._root = Path()
-        self._launcher = Launcher(self._hear)
-        self._setup: asyncio.Task[None] | None = None
+        self._root = Path()  # of the unpacked bundle
+        self._launcher = Launcher(self._on_event)
+        self._preparation: asyncio.Task[None] | None = None
         self._spec: JobSpec | None = None
         self._ready = self._ended = False
 
     @property
     def store(self) -> str:
-        """The fresh store that the launcher holds; empty while it is not ready."""
+        """The endpoint of the launcher's unused TCPStore; empty while the launcher is not ready."""
         return self._launcher.store
 
     @property
@@ -67,16 +68,44 @@ class Job:
         wanted = self._spec.procs_per_node if self._spec else 1
         return self._devices if wanted == "auto" else wanted
 
-    def begin(self) -> None:
-        """Get ready, in the background."""
-        self._setup = asyncio.create_task(self._get_ready())
+    def prepare(self) -> None:
+        """Prepare the job in the background."""
+        self._preparation = asyncio.create_task(self._prepare_until_done())
 
-    def tasks(self, group: Group, node: str) -> list[Task]:
-        """What each worker of the group has to do."""
+    def start(self, generation: Generation, rank: int, node: str) -> WorkerGroup:
+        """Start the workers of a generation. rank: of this node. Raises OSError if there is no room."""
+        number = generation.number
+        self.slots.mkdir(parents=True, exist_ok=True)
+        group = create(generation, rank, self.procs, self.control, self.logs / f"{number:04d}")
+        self.group, self.newest = group, number
+        tasks = self._tasks(group, node)
+        self._launcher.start_workers(number, rank, len(generation.members), generation.store, tasks)
+        return group
+
+    async def restart_launcher(self) -> None:
+        """Kill the launcher and its workers. `_launcher_ended` starts another launcher."""
+        await self._launcher.end(timeout=0.0)
+
+    async def end(self) -> None:
+        """End all processes of the job. Files stay."""
+        self._ended = True
+        if self._preparation is not None:
+            self._preparation.cancel()
+            await asyncio.gather(self._preparation, return_exceptions=True)
+        if self.group is not None:
+            await self.group.end()
+        await self._launcher.end()
+
+    def remove(self) -> None:
+        """Remove the job's files in tmpfs."""
+        shutil.rmtree(self.slots.parent, ignore_errors=True)
+
+    def _tasks(self, group: WorkerGroup, node: str) -> list[Task]:
+        """One task for each worker of the group."""
         assert self._spec is not None
         interval = self._spec.snapshot_interval
         found = []
-        for each in group.locals:
+        for each in group.workers:
             context = Context(
                 job=self.bundle.id,
                 generation=group.number,
@@ -87,91 +116,74 @@ class Job:
                 snapshot_interval=0 if interval == "auto" else interval,
                 checkpoints=[(ref.generation, ref.step) for ref in group.generation.checkpoints],
             )
-            found.append(
-                Task(
-                    root=str(self._root),
-                    script=self._spec.script,
-                    args=self._spec.args,
-                    log=str(each.log),
-                    control=str(each.path),
-                    generation=group.number,
-                    env={Context.VARIABLE: context.to_env()},
-                )
+            task = Task(
+                root=str(self._root),
+                script=self._spec.script,
+                args=self._spec.args,
+                log=str(each.log),
+                control=str(each.path),
+                generation=group.number,
+                env={Context.VARIABLE: context.to_env()},
             )
+            found.append(task)
         return found
 
-    def start(self, generation: Generation, rank: int, node: str) -> Group:
-        """Start the workers of a generation in which this node is number `rank`. Raises OSError if there is no room."""
-        number = generation.number
-        self.slots.mkdir(parents=True, exist_ok=True)
-        group = create(generation, rank, self.procs, self.control, self.logs / f"{number:04d}")
-        self.group, self.newest = group, number
-        self._launcher.start(number, rank, len(generation.members), generation.store, self.tasks(group, node))
-        return group
-
-    async def restart_launcher(self) -> None:
-        """End the launcher and its workers, whatever state they are in; another one is begun by itself."""
-        await self._launcher.end(timeout=0.0)
-
-    async def end(self) -> None:
-        """End everything of it. Files stay."""
-        self._ended = True
-        if self._setup is not None:
-            self._setup.cancel()
-            await asyncio.gather(self._setup, return_exceptions=True)
-        if self.group is not None:
-            await self.group.free()
-        await self._launcher.end()
-
-    def remove(self) -> None:
-        """Remove what it holds in tmpfs."""
-        shutil.rmtree(self.slots.parent, ignore_errors=True)
-
-    async def _get_ready(self) -> None:
-        backoff, tries = Backoff(*RETRY), 0
+    async def _prepare_until_done(self) -> None:
+        backoff = Backoff(*RETRY)
         while True:
             try:
-                await self._try()
+                await self._prepare()
                 return
-            except Exception as error:  # what it has to do with comes from outside
-                tries += 1
+            except Exception as error:  # the job's files and the bucket may cause any error
+                pause = backoff.next()
                 if not isinstance(error, SpotrunError | OSError):
-                    log.exception("job %s: unexpected", self.bundle.id)
-                if isinstance(error, StoreError) and tries < QUIET_TRIES:
+                    log.exception("job %s: unexpected error", self.bundle.id)
+                if isinstance(error, StoreError) and backoff.tries < QUIET_TRIES:
                     log.warning("job %s is not ready, trying again: %s", self.bundle.id, error)
                 else:
                     self._fail(str(error) or repr(error))
                 if isinstance(error, CorruptError):
-                    return  # it will not get better
-            await asyncio.sleep(backoff.next())
+                    return  # another try would fail the same way
+            await asyncio.sleep(pause)
 
-    async def _try(self) -> None:
+    async def _prepare(self) -> None:
         bundle = self.bundle
         self._spec = spec = _validated(bundle)
+        self._now("fetching the code")
         self._root = await asyncio.to_thread(fetch, self._store, bundle.code, self._scratch / "code")
         if not (self._root / spec.script).is_file():
             raise CorruptError(f"the bundle has no {spec.script}; submit the job again")
         env = {**self._environment, **os.environ, **spec.env}
+        if spec.requirements:
+            self._now("installing requirements")
         packages = await install(spec.requirements, self._scratch / "packages", env)
         paths = [str(packages or ""), spec.env.get("PYTHONPATH", ""), os.environ.get("PYTHONPATH", "")]
         env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         if self.procs > 1:
-            env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, so that they do not get in each other's way
-        env |= await asyncio.to_thread(_make_room, self.slots.parent / "launcher")
+            env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: more threads than cores slow all workers down
+        env |= await asyncio.to_thread(_make_socket_folder, self.slots.parent / "launcher")
         modules = await asyncio.to_thread(imported_modules, self._root, spec.script)
-        await self._launcher.begin(self._address, self.procs, env, modules)
+        self._now("importing torch")
+        await self._launcher.start(self._address, self.procs, env, modules)
+
+    def _now(self, doing: str) -> None:
+        self.doing, self.doing_since = doing, time.time() if doing else 0.0
+        self._changed()
 
     def _fail(self, message: str) -> None:
-        log.error("job %s cannot be made ready: %s", self.bundle.id, message)
+        log.error("job %s cannot be prepared: %s", self.bundle.id, message)
         self.failure = Failure(kind="setup", rank=0, at=time.time(), message=message[:1000])
         self._changed()
 
-    def _hear(self, event: dict[str, Any]) -> None:
-        """What the launcher says."""
+    def _on_event(self, event: dict[str, Any]) -> None:
+        """Take an event of the launcher."""
         kind, group = event["type"], self.group
         mine = group is not None and event.get("generation") == group.number
-        if kind == "ready":
+        if kind == "importing":
+            self._now("importing the script's modules")
+        elif kind == "ready":
             self._ready, self.failure = True, None
+            self._now("")
         elif kind == "ended":
             self._launcher_ended(int(event["code"]))
         elif group is not None and mine and kind == "started":
@@ -179,29 +191,30 @@ class Job:
         elif group is not None and mine and kind == "exited":
             group.exited(event["local_rank"], event["code"])
         elif group is not None and mine and kind == "refused":
-            group.give_up(_failure("peer", group, f"generation {group.number} could not start: {event['why']}"))
+            group.fail(_failure("peer", group, f"generation {group.number} could not start: {event['why']}"))
         self._changed()
 
     def _launcher_ended(self, status: int) -> None:
         if self.group is not None and self.group.alive:
-            self.group.give_up(_failure("signal", self.group, f"the launcher of the workers ended (status {status})"))
+            self.group.fail(_failure("signal", self.group, f"the launcher of the workers ended (status {status})"))
         if self._ended:
             return
         if not self._ready:
             self._fail(f"the launcher of the workers does not start (status {status}); the agent's log says why")
         log.warning("the launcher ended (status %s); starting another", status)
-        self._setup = asyncio.create_task(self._again(RETRY[0] if self._ready else RETRY[1]))
+        self._preparation = asyncio.create_task(self._prepare_again(RETRY[0] if self._ready else RETRY[1]))
         self._ready = False
 
-    async def _again(self, pause: float) -> None:
+    async def _prepare_again(self, pause: float) -> None:
         await asyncio.sleep(pause)
-        await self._get_ready()
+        await self._prepare_until_done()
 
 
-def _make_room(folder: Path) -> dict[str, str]:
-    """The variable that has the launcher put its socket into `folder`, emptied: what a killed one leaves goes too.
+def _make_socket_folder(folder: Path) -> dict[str, str]:
+    """Make an empty folder for the launcher's socket; return the variable that names it.
 
-    Without it, if the socket's path would be too long, the socket is where temporary files are.
+    The folder is emptied because a killed launcher leaves its socket. If the socket's path would be too long, there is
+    no variable, and the socket is in the folder for temporary files.
     """
     shutil.rmtree(folder, ignore_errors=True)
     if len(os.fsencode(folder)) > LONGEST:
@@ -217,5 +230,5 @@ def _validated(bundle: Bundle) -> JobSpec:
         raise CorruptError(f"the order's job is malformed: {' '.join(str(error).split())[:300]}") from None
 
 
-def _failure(kind: str, group: Group, message: str) -> Failure:
-    return Failure.model_validate({"kind": kind, "rank": group.locals[0].rank, "at": time.time(), "message": message})
+def _failure(kind: Literal["peer", "signal"], group: WorkerGroup, message: str) -> Failure:
+    return Failure(kind=kind, rank=group.workers[0].rank, at=time.time(), message=message)

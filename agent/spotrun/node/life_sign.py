@@ -1,7 +1,7 @@
-"""A node's sign of life in the bucket. When the head hears no node, the signs show which nodes are alive.
+"""A node's sign of life in the bucket. When no node reports to the head, the signs show which nodes are alive.
 
 A separate task writes the sign as long as the agent has a job. The sign also has the newest step, so the head sees that
-a job goes on although its links to the head are cut.
+a job trains on although its connections to the head are cut.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import logging
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 from pydantic import ValidationError
@@ -26,16 +27,16 @@ LOOK = 0.5  # seconds between checks whether a sign is due
 LAST = 3.0  # seconds that the bucket gets to remove the sign when the agent ends
 
 
-class Alive:
+class LifeSign:
     """An agent's sign of life."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._key = alive_key(agent.cluster, agent.identity.name)
         self._job: str | None = None  # the job that the sign in the bucket names
-        self._at = 0.0  # when it was written, by the event loop's clock
-        self._bundle: Bundle | None = None  # the job that `_every` was computed for
-        self._every = 0.0
+        self._at = 0.0  # when the sign was written, by the event loop's clock
+        self._bundle: Bundle | None = None  # the job that `_interval` was computed for
+        self._interval = 0.0
         self._warned = ""
         self._lock, self._ended = threading.Lock(), False
 
@@ -52,14 +53,13 @@ class Alive:
             await asyncio.sleep(LOOK)
 
     async def end(self) -> None:
-        """Remove the sign: the agent ends in good order."""
+        """Remove the sign, since the agent ends in good order."""
         self._ended = True
         with suppress(TimeoutError):
             async with asyncio.timeout(LAST):
                 await self._try(self._remove)
 
-    async def _try(self, work: object, *args: object) -> None:
-        assert callable(work)
+    async def _try(self, work: Callable[..., None], *args: object) -> None:
         try:
             await asyncio.to_thread(work, *args)
         except SpotrunError as error:
@@ -79,20 +79,20 @@ class Alive:
             self._job = None
 
     def _record(self) -> AliveRecord | None:
-        report, bundle = self._agent.link.newest, self._agent.bundle
+        report, bundle = self._agent.connection.newest_report, self._agent.bundle
         if report is None or bundle is None or report.job != bundle.id:
             return None
         if bundle != self._bundle:
             try:
-                self._every = JobSpec.kept(bundle.job).sign_interval
+                self._interval = JobSpec.kept(bundle.job).sign_interval
             except ValidationError:
-                return None  # such a job never begins here
+                return None  # this job never begins here
             self._bundle = bundle
         return AliveRecord(
             node=report.node,
             boot=report.boot,
             at=time.time(),
-            every=self._every,
+            every=self._interval,
             job=bundle.id,
             generation=report.generation,
             step=max((worker.step for worker in report.workers), default=-1),

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spotrun.machine.gpus import gpu_count
-from spotrun.machine.processes import loopback
 
 _SIOCGIFADDR = 0x8915  # netdevice(7)
 DUMP = 250  # milliseconds
@@ -65,12 +64,12 @@ def environment(facts: Facts) -> dict[str, str]:
 
 def gather(address: str, verbs: Path = VERBS) -> Facts:
     """Look at this machine, whose own address this is. No EFA joins those of a local cloud."""
-    return Facts(find_interface(address), gpu_count(), 0 if loopback(address) else _count_adapters(verbs))
+    return Facts(find_interface(address), gpu_count(), 0 if is_loopback(address) else _count_adapters(verbs))
 
 
 def find_interface(address: str) -> str:
     """The interface that has this IPv4 address; every one of 127.0.0.0/8 is that of the loopback interface."""
-    if loopback(address):
+    if is_loopback(address):
         return "lo"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         # Not by socket.if_nameindex: that takes a netlink socket, which a sandboxed service may not have.
@@ -83,6 +82,11 @@ def find_interface(address: str) -> str:
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name
     return ""
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address belongs to this machine alone."""
+    return address.startswith("127.") or address == "::1"
 
 
 def _count_adapters(verbs: Path) -> int:

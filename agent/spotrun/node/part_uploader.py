@@ -1,7 +1,7 @@
-"""Put this node's part of a checkpoint into the bucket.
+"""Upload this node's part of a checkpoint to the bucket.
 
-The part is copied from the snapshot once. If the upload fails (a bucket that refuses, a quota), it is tried again from
-the copy, with growing pauses, as long as the head orders that part. A failure is reported as `Trouble`.
+The part is copied from the snapshot once. If the upload fails (a bucket that refuses, a quota), the uploader tries
+again from the copy, with growing pauses, for as long as the head orders that part. A failure is reported as `Trouble`.
 """
 
 from __future__ import annotations
@@ -30,96 +30,97 @@ FORGOTTEN = 600.0  # seconds after the last failure until the trouble is forgott
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedPart:
     """A part that the head orders."""
 
     job: str  # its id
     slots: Path  # folder of the job's snapshots
     ref: StateRef  # the snapshot
     index: int  # of this part
-    parts: int  # how many there are
+    parts: int  # how many parts the checkpoint has
 
 
 @dataclass
 class _Attempt:
-    """The work on one wanted part. After `stopped` is set, it ends as soon as its thread has finished."""
+    """The work on one wanted part."""
 
-    wanted: Wanted
-    stopped: asyncio.Event = field(default_factory=asyncio.Event)
-    task: asyncio.Task[Part | None] | None = None
+    wanted: WantedPart
+    stopped: asyncio.Event = field(default_factory=asyncio.Event)  # once set, the attempt ends soon
+    task: asyncio.Task[Part | None] | None = None  # None: the snapshot is not committed yet
 
 
-class Saver:
-    """Saves at most one part at a time; its owner calls `hold` in each turn. scratch: a folder on disk for the copy.
+class PartUploader:
+    """Uploads at most one part at a time. Its owner calls `want` in each turn.
 
-    changed: called when `part`, `late` or `trouble` may differ.
+    scratch: a folder on disk for the copy. changed: called when `part`, `late` or `trouble` may have changed.
     """
 
     def __init__(self, store: Store, scratch: Path, changed: Callable[[], None]) -> None:
         self.trouble: Trouble | None = None  # why the newest try failed; None once a part is in the bucket
         self._store, self._scratch, self._changed = store, scratch, changed
-        self._now: _Attempt | None = None
+        self._attempt: _Attempt | None = None
         self._failed_at = 0.0  # monotonic seconds
-        self._threads: set[asyncio.Task[Part | None]] = set()  # tasks of attempts that may still work
+        self._tasks: set[asyncio.Task[Part | None]] = set()  # of all attempts that still work, stopped ones too
 
     @property
     def part(self) -> Part | None:
         """The wanted part, once it is in the bucket."""
-        task = self._now.task if self._now else None
+        task = self._attempt.task if self._attempt else None
         return task.result() if task is not None and task.done() else None
 
     @property
     def late(self) -> int | None:
         """The wanted step, if no slot holds its snapshot: the head then chooses a later step."""
-        task = self._now.task if self._now else None
-        return self._now.wanted.ref.step if self._now and task and task.done() and task.result() is None else None
+        task = self._attempt.task if self._attempt else None
+        missing = task is not None and task.done() and task.result() is None
+        return self._attempt.wanted.ref.step if self._attempt and missing else None
 
-    def hold(self, wanted: Wanted | None, awaited: bool = False) -> None:
-        """Save this part and no other. awaited: workers have yet to commit its snapshot.
+    def want(self, wanted: WantedPart | None, awaited: bool = False) -> None:
+        """Upload this part and no other. awaited: workers have yet to commit its snapshot.
 
-        Raises an unexpected error of an attempt: that is a bug.
+        Raises any unexpected error of an attempt: that is a bug.
         """
-        if self._now is not None and self._now.wanted != wanted:
-            self.drop()
+        if self._attempt is not None and self._attempt.wanted != wanted:
+            self.stop()
         if wanted is None:
             if self.trouble and time.monotonic() - self._failed_at > FORGOTTEN:
                 self.trouble = None
             return
-        if self._now is None:
-            self._now = _Attempt(wanted)
-        if self._now.task is None and not awaited:
-            self._now.task = asyncio.create_task(self._save(self._now))
-            self._threads.add(self._now.task)
-            self._now.task.add_done_callback(self._ended)
-        elif self._now.task is not None and self._now.task.done():
-            self._now.task.result()
+        if self._attempt is None:
+            self._attempt = _Attempt(wanted)
+        if self._attempt.task is None and not awaited:
+            self._attempt.task = asyncio.create_task(self._run(self._attempt))
+            self._tasks.add(self._attempt.task)
+            self._attempt.task.add_done_callback(self._ended)
+        elif self._attempt.task is not None and self._attempt.task.done():
+            self._attempt.task.result()
 
-    def drop(self) -> None:
-        """Stop the current attempt; no part is wanted."""
-        if self._now is not None:
-            self._now.stopped.set()
-        self._now = None
+    def stop(self) -> None:
+        """Stop the current attempt; no part is wanted. An upload in progress ends after its parts in transit."""
+        if self._attempt is not None:
+            self._attempt.stopped.set()
+        self._attempt = None
 
     def forget(self) -> None:
         """Stop the current attempt and forget the trouble: the node has another job."""
-        self.drop()
+        self.stop()
         self.trouble = None
 
     def _ended(self, task: asyncio.Task[Part | None]) -> None:
-        self._threads.discard(task)
+        self._tasks.discard(task)
         self._changed()
 
-    async def _save(self, attempt: _Attempt) -> Part | None:
-        """The part once it is in the bucket; None if the snapshot is not there, or the attempt was stopped."""
+    async def _run(self, attempt: _Attempt) -> Part | None:
+        """The part once it is in the bucket; None if no slot has the snapshot, or the attempt was stopped."""
         with contextlib.ExitStack() as stack:
             copy: _Copy | None = None
             backoff = Backoff(*PAUSE)
             while not attempt.stopped.is_set():
                 try:
-                    copy = copy or _Copy(attempt.wanted, self._folder(stack))
-                    part = await asyncio.to_thread(_advance, self._store, copy)
+                    copy = copy or _Copy(attempt.wanted, self._make_folder(stack))
+                    part = await asyncio.to_thread(_copy_and_upload, self._store, copy, attempt.stopped.is_set)
                 except CorruptError as error:
-                    log.warning("step %s is not saved, its snapshot is not whole: %s", attempt.wanted.ref.step, error)
+                    log.warning("step %s is not saved, its snapshot is damaged: %s", attempt.wanted.ref.step, error)
                     return None
                 except (SpotrunError, OSError) as error:
                     self._fail(attempt, str(error) or repr(error))
@@ -131,14 +132,14 @@ class Saver:
                         await attempt.stopped.wait()
         return None
 
-    def _folder(self, stack: contextlib.ExitStack) -> Path:
+    def _make_folder(self, stack: contextlib.ExitStack) -> Path:
         """A new folder for a copy, until the stack is closed. Raises OSError: a full disk has no room for a folder."""
         self._scratch.mkdir(parents=True, exist_ok=True)
         folder = tempfile.TemporaryDirectory(prefix="part-", dir=self._scratch, ignore_cleanup_errors=True)
         return Path(stack.enter_context(folder))
 
     def _fail(self, attempt: _Attempt, message: str) -> None:
-        """Record the failure. `since` is the first failure in a row, also if the steps differ."""
+        """Record the failure. `since` is the first failure in a row, even if the steps differ."""
         if attempt.stopped.is_set():
             return
         step, now = attempt.wanted.ref.step, time.time()
@@ -151,28 +152,28 @@ class Saver:
 
 @dataclass
 class _Copy:
-    """The copy of a part. files: in `folder`; None: not copied yet. uploaded: names of files in the bucket."""
+    """The copy of a part."""
 
-    wanted: Wanted
+    wanted: WantedPart
     folder: Path
-    files: tuple[FileRef, ...] | None = None
-    whole: str = ""
-    uploaded: set[str] = field(default_factory=set)
+    files: tuple[FileRef, ...] | None = None  # in `folder`; None: not copied yet
+    whole: str = ""  # xxh3 of the snapshot
+    uploaded: set[str] = field(default_factory=set)  # names of the files that are in the bucket
 
 
-def _advance(store: Store, copy: _Copy) -> Part | None:
-    """Copy the part and upload its files, as far as that is not done; None if no slot holds the snapshot.
+def _copy_and_upload(store: Store, copy: _Copy, stopped: Callable[[], bool]) -> Part | None:
+    """Copy the part and upload its files, unless that is done already. None: no slot has the snapshot.
 
     The slot is locked while the part is copied, not while it is uploaded. Raises `StoreError`, `CorruptError`,
-    OSError.
+    OSError, and `UploadStopped` soon after `stopped` says so.
     """
     wanted = copy.wanted
-    if copy.files is None and not _copied(copy):
+    if copy.files is None and not _copy(copy):
         return None
     assert copy.files is not None
     for file in copy.files:
         if file.name not in copy.uploaded:
-            store.keep(checkpoint_key(wanted.job, wanted.ref.step, file.name), copy.folder / file.name)
+            store.keep(checkpoint_key(wanted.job, wanted.ref.step, file.name), copy.folder / file.name, stopped)
             copy.uploaded.add(file.name)
     return Part(
         step=wanted.ref.step,
@@ -184,8 +185,8 @@ def _advance(store: Store, copy: _Copy) -> Part | None:
     )
 
 
-def _copied(copy: _Copy) -> bool:
-    """Whether the part could be copied out of a slot."""
+def _copy(copy: _Copy) -> bool:
+    """Copy the part out of its slot. False: no slot has the snapshot."""
     wanted = copy.wanted
     for slot, record in slots.newest(wanted.slots, wanted.job):
         if record.order != (wanted.ref.generation, wanted.ref.step):
@@ -193,7 +194,7 @@ def _copied(copy: _Copy) -> bool:
         with slots.reading(wanted.slots, slot):
             held = slots.read(wanted.slots, slot)
             if held is None or held.order != record.order:
-                return False  # overwritten before it could be held
+                return False  # it was overwritten before the slot was locked
             _check_room(copy.folder, record.size // wanted.parts)
             written = write_part(wanted.slots, slot, wanted.index, wanted.parts, copy.folder)
         copy.files = tuple(FileRef(name=name, size=size, xxh3=xxh3) for name, _, size, xxh3 in written)
@@ -203,7 +204,7 @@ def _copied(copy: _Copy) -> bool:
 
 
 def _check_room(folder: Path, size: int) -> None:
-    """Raise OSError if the disk has no room for `size` bytes: without this, each try would fill the disk."""
+    """Raise OSError if the disk has no room for `size` bytes: without this check, each try would fill the disk."""
     free = shutil.disk_usage(folder).free
     if free < size:
         raise OSError(f"no room for a part of {size >> 20} MiB in {folder.parent}: {free >> 20} MiB are free")

@@ -1,4 +1,4 @@
-"""This node's workers of one generation: their control blocks, how they ended, stopping them, ending them."""
+"""The worker group of one generation on this node: its control blocks, how its workers ended, and how to end them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -26,46 +26,49 @@ from spotrun.wire import Failure, Generation, Worker
 
 log = logging.getLogger(__name__)
 
-SETTLE = 2.0  # seconds that a snapshot on its way into memory gets at least before its worker is ended
-LEAVE = 6.0  # seconds that a worker gets at least to leave a drain: it waits for the others, and for its snapshot
+SETTLE = 2.0  # seconds that a worker gets at least to finish a snapshot before it is killed
+LEAVE = 6.0  # seconds that a worker gets at least to leave a drain: it waits for the others and for its snapshot
 REAP = 10.0  # seconds for killed workers to be gone
-TAIL = 1 << 16  # bytes at the end of a log in which NCCL's last words are looked for
+TAIL = 1 << 16  # bytes at the end of a log that are searched for NCCL's last words
 STACKS = 2.0  # seconds for the stacks to be in the log
 
-_FENCE = threading.Lock()  # taking it orders memory: a processor may else read ahead of its own writes
+STARTING = ("starting workers", "running the script's set-up", "forming the process group", "restoring the state")
+
+_FENCE = threading.Lock()  # taking it orders memory: without it, a processor may read ahead of its own writes
 
 Phase = Literal["starting", "running", "drained", "failed", "succeeded"]
 
 
 @dataclass
-class Local:
-    """One worker. code: its exit code once it has ended."""
+class LocalWorker:
+    """One worker of this node."""
 
-    rank: int
-    path: Path
-    log: Path
+    rank: int  # in the whole generation
+    path: Path  # of the control block
+    log: Path  # where its output goes
     control: Control
-    pid: int = 0
-    pidfd: int = -1
-    code: int | None = None
-    killed: bool = False  # by `free`, and not dead before
+    pid: int = 0  # 0: not forked yet
+    pidfd: int = -1  # a handle of the process: unlike a pid, it never names a later process
+    code: int | None = None  # exit code; None: the worker has not ended
+    killed: bool = False  # whether `end` killed the worker while it was alive
 
 
 @dataclass
-class Group:
-    """The workers of `generation` on the node that is number `node_rank` in it."""
+class WorkerGroup:
+    """This node's workers of one generation."""
 
     generation: Generation
-    node_rank: int
-    locals: list[Local]
-    lost: Failure | None = None  # why the whole group ended, if not by a worker's own doing
-    stacks: str = ""
-    late: int | None = None
+    node_rank: int  # of this node in the generation
+    workers: list[LocalWorker]
+    group_failure: Failure | None = None  # why the whole group ended, if no worker caused it
+    stacks: str = ""  # bucket key of the stacks of workers that hang
+    late: int | None = None  # a stop or save step that a worker had already passed when it was ordered
     _failures: list[Failure] = field(default_factory=list)
-    _armed: tuple[int, int] = (NONE, NONE)
-    _freed: bool = False
-    _tidy: bool = False  # what its workers left in shared memory is removed
-    _gone: asyncio.Event = field(default_factory=asyncio.Event)
+    _steps: tuple[int, int] = (NONE, NONE)  # where to stop, where to save
+    _began: float = field(default_factory=time.time)
+    _ending: bool = False  # whether the agent is ending the workers
+    _cleaned_up: bool = False  # whether the workers' shared memory has been removed
+    _exited: asyncio.Event = field(default_factory=asyncio.Event)  # set when all workers have ended
 
     @property
     def number(self) -> int:
@@ -73,113 +76,126 @@ class Group:
 
     @property
     def alive(self) -> bool:
-        return not self._gone.is_set()
+        return not self._exited.is_set()
 
     @property
     def failure(self) -> Failure | None:
-        """The first, but somebody else's death only if there is no other."""
-        return self.lost or min(self._failures, key=lambda found: (found.kind == "peer", found.at), default=None)
+        """The first failure. A failure because of a dead peer counts only if there is no other."""
+        own = min(self._failures, key=lambda found: (found.kind == "peer", found.at), default=None)
+        return self.group_failure or own
 
     @property
     def phase(self) -> Phase:
-        restored = all(each.control.step != NONE for each in self.locals)
-        return phase([each.code for each in self.locals], self.failure, self.lost is not None, restored)
+        restored = all(each.control.step != NONE for each in self.workers)
+        return phase_of([each.code for each in self.workers], self.failure, self.group_failure is not None, restored)
 
     @property
     def broken(self) -> bool:
-        """Whether a worker has failed while others go on."""
+        """Whether a worker has failed while others still run."""
         return self.alive and self.failure is not None
 
+    @property
+    def committed(self) -> int:
+        """The step of the newest snapshot that a worker has committed in this generation; -1: none."""
+        return max((each.control.committed for each in self.workers), default=-1)
+
+    @property
+    def doing(self) -> tuple[str, float]:
+        """What the slowest worker does before it trains, and since when, in epoch seconds."""
+        done = [[c.forked, c.entered, c.grouped, c.restored] for c in (each.control for each in self.workers)]
+        index = min((sum(at > 0 for at in times) for times in done), default=0)
+        return (*STARTING, "")[index], max((times[index - 1] for times in done), default=0.0) if index else self._began
+
     def started(self, pids: Sequence[int]) -> None:
-        """The launcher has forked them."""
-        for each, pid in zip(self.locals, pids, strict=True):
+        """Record that the launcher has forked the workers."""
+        for each, pid in zip(self.workers, pids, strict=True):
             each.pid = pid
             with contextlib.suppress(ProcessLookupError):
-                each.pidfd = os.pidfd_open(pid)  # a number that no later process can come to have
+                each.pidfd = os.pidfd_open(pid)
 
     def exited(self, local_rank: int, code: int) -> None:
-        """A worker has ended. That `free` has killed it does not count; what it said before that does."""
-        each = self.locals[local_rank]
+        """Record that a worker has ended. A kill by `end` is no failure, unless the worker had reported one before."""
+        each = self.workers[local_rank]
         if code == EXIT_DRAINED and each.control.exit != EXIT_DRAINED:
-            code = 1  # the script's own choice of a code
+            code = 1  # the script chose this code itself
         each.code = code
         killed = each.killed and code == -signal.SIGKILL and not exit_note.path_for(each.path).exists()
         if code not in (0, EXIT_DRAINED) and not killed:
             self._failures.append(_read_failure(each))
-        self._check_gone()
+        self._check_exited()
 
-    def give_up(self, failure: Failure) -> None:
-        """The whole group is gone, or never came to be."""
-        if self.failure is None and not self._freed:
-            self.lost = failure
-        for each in self.locals:
+    def fail(self, failure: Failure) -> None:
+        """Record that the whole group has ended, or never started."""
+        if self.failure is None and not self._ending:
+            self.group_failure = failure
+        for each in self.workers:
             each.code = NONE if each.code is None else each.code
-        self._check_gone()
+        self._check_exited()
 
-    def arm(self, stop_at: int | None, save_at: int | None) -> None:
-        """Tell the workers where to stop and to save; `late` if one of them is past that already."""
+    def set_steps(self, stop_at: int | None, save_at: int | None) -> None:
+        """Tell the workers where to stop and where to save. Sets `late` if a worker has passed that step already."""
         wanted = (NONE if stop_at is None else stop_at, NONE if save_at is None else save_at)
-        for name, value, before in zip(("stop_at", "snapshot_at"), wanted, self._armed, strict=True):
+        for name, value, before in zip(("stop_at", "snapshot_at"), wanted, self._steps, strict=True):
             if value == before:
                 continue
             with _FENCE:
-                for each in self.locals:
+                for each in self.workers:
                     setattr(each.control, name, value)
-            # Written first, read then: a worker that passes in between is seen here, or sees it itself.
-            if value != NONE and any(each.control.step >= value for each in self.locals):
+            # Write first, then read: a worker that passes the step in between is seen here, or sees the step itself.
+            if value != NONE and any(each.control.step >= value for each in self.workers):
                 self.late = value
-                for each in self.locals if name == "stop_at" else ():
-                    each.control.stop_at = NONE  # or they would stop at the next step, each at its own
-        self._armed = wanted
+                for each in self.workers if name == "stop_at" else ():
+                    each.control.stop_at = NONE  # or the workers would stop at the next step, each at another one
+        self._steps = wanted
         if self.late not in wanted:
             self.late = None
 
-    def view(self) -> tuple[Worker, ...]:
-        return tuple(_show(each) for each in self.locals)
+    def report(self) -> tuple[Worker, ...]:
+        return tuple(_report(each) for each in self.workers)
 
-    async def free(self) -> None:
-        """End the workers, once a snapshot that is under way is safe. Gives up after a while: see `alive`."""
+    async def end(self) -> None:
+        """End the workers once a snapshot in progress is safe. Some may survive: see `alive`."""
         if self.alive:
             await self._end()
-        if not self.alive and not self._tidy:
-            self._tidy = True
+        if not self.alive and not self._cleaned_up:
+            self._cleaned_up = True
             await asyncio.to_thread(cleanup.remove_nccl_segments)
 
     async def _end(self) -> None:
-        draining = self._armed[0] != NONE and self.failure is not None
-        limits = [patience(each.control, draining) for each in self.locals if each.code is None]
+        draining = self._steps[0] != NONE and self.failure is not None
+        limits = [seconds_for_snapshot(each.control, draining) for each in self.workers if each.code is None]
         await _until(lambda: self._settled(draining), max(limits, default=0.0))
-        self._freed = True
+        self._ending = True
         deadline = time.monotonic() + REAP
         killed: set[int] = set()
         while self.alive and time.monotonic() < deadline:
-            for each in self.locals:
-                # Again and again, as the launcher may be about to fork them.
+            for each in self.workers:
+                # In each round, as the launcher may be about to fork a worker.
                 if each.code is None and each.pid not in killed and each.pidfd >= 0:
                     _kill(each)
                     killed.add(each.pid)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(0.05):
-                    await self._gone.wait()
+                    await self._exited.wait()
 
-    async def dump(self) -> bytes:
-        """The stacks of all workers, as they write them to their logs; then end them."""
-        before = [_size(each.log) for each in self.locals]
-        for each in self.locals:
+    async def dump_stacks(self) -> bytes:
+        """The stacks of all workers, which the workers write to their logs. Call `end` after this."""
+        before = [_size(each.log) for each in self.workers]
+        for each in self.workers:
             _signal(each, signal.SIGUSR1)
-        waiting = [(each, size) for each, size in zip(self.locals, before, strict=True) if each.code is None]
+        waiting = [(each, size) for each, size in zip(self.workers, before, strict=True) if each.code is None]
         await _until(lambda: all(_size(each.log) > size for each, size in waiting), STACKS)
-        await _until(_Quiet([each.log for each in self.locals]), STACKS)
-        self._freed = True
+        await _until(_Quiet([each.log for each in self.workers]), STACKS)
+        self._ending = True
         texts = []
-        for each, size in zip(self.locals, before, strict=True):
+        for each, size in zip(self.workers, before, strict=True):
             text = await asyncio.to_thread(_read_from, each.log, size)
             texts.append(f"rank {each.rank}:\n".encode() + (text or b"(no answer: the process is stopped or gone)\n"))
         return b"\n".join(texts)
 
     def close(self) -> None:
-        """Let go of the control blocks. The group is of no use after that."""
-        for each in self.locals:
+        """Remove the control blocks. The group cannot be used after this."""
+        for each in self.workers:
             each.control.close()
             if each.pidfd >= 0:
                 os.close(each.pidfd)
@@ -187,27 +203,25 @@ class Group:
             exit_note.path_for(each.path).unlink(missing_ok=True)
 
     def _settled(self, draining: bool) -> bool:
-        """Whether no worker has anything under way that ending it would spoil."""
-        alive = [each for each in self.locals if each.code is None]
-        if draining and alive:
-            return False
-        return all(_under_way(each.control) == 0 for each in alive)
+        """Whether a kill now would spoil no snapshot."""
+        alive = [each for each in self.workers if each.code is None]
+        return not (draining and alive) and all(_steps_in_progress(each.control) == 0 for each in alive)
 
-    def _check_gone(self) -> None:
-        if all(each.code is not None for each in self.locals):
-            self._gone.set()
+    def _check_exited(self) -> None:
+        if all(each.code is not None for each in self.workers):
+            self._exited.set()
 
 
-def create(generation: Generation, node_rank: int, procs: int, control: Path, logs: Path) -> Group:
-    """A group with fresh control blocks in folder `control`. Raises OSError if there is no room for them."""
+def create(generation: Generation, node_rank: int, procs: int, control: Path, logs: Path) -> WorkerGroup:
+    """A group with new control blocks in folder `control`. Raises OSError if there is no room for them."""
     control.mkdir(parents=True, exist_ok=True)
     logs.mkdir(parents=True, exist_ok=True)
-    found = Group(generation, node_rank, [])
+    found = WorkerGroup(generation, node_rank, [])
     for local_rank in range(procs):
         rank = node_rank * procs + local_rank
         path = control / f"{generation.number}.{local_rank}"
         try:
-            found.locals.append(Local(rank, path, logs / f"{rank}.log", Control(path, create=True)))
+            found.workers.append(LocalWorker(rank, path, logs / f"{rank}.log", Control(path, create=True)))
         except OSError:
             path.unlink(missing_ok=True)
             found.close()
@@ -215,13 +229,13 @@ def create(generation: Generation, node_rank: int, procs: int, control: Path, lo
     return found
 
 
-def phase(codes: Sequence[int | None], failure: Failure | None, lost: bool, restored: bool) -> Phase:
-    """What the exit codes (None: still running) make of the group.
+def phase_of(codes: Sequence[int | None], failure: Failure | None, group_failed: bool, restored: bool) -> Phase:
+    """The group's phase, from its workers' exit codes. None: that worker still runs.
 
-    During a drain a worker may lose its peers just before it stops itself; as long as one here has drained, the
-    snapshot is there, and that is what a drain is for.
+    During a drain, a worker may lose its peers just before it stops itself. If one worker here has drained, the
+    snapshot exists, which is the purpose of a drain.
     """
-    drained = EXIT_DRAINED in codes and (failure is None or failure.kind == "peer") and not lost
+    drained = EXIT_DRAINED in codes and (failure is None or failure.kind == "peer") and not group_failed
     if None in codes:
         if failure is not None and not drained:
             return "failed"
@@ -231,8 +245,8 @@ def phase(codes: Sequence[int | None], failure: Failure | None, lost: bool, rest
     return "succeeded" if failure is None and not any(codes) else "failed"
 
 
-def patience(control: Control, draining: bool) -> float:
-    """Seconds for a snapshot under way: twice what it may take, but no more than the work that it holds took.
+def seconds_for_snapshot(control: Control, draining: bool) -> float:
+    """How long to wait for a snapshot in progress: twice its usual time, but not longer than its steps took.
 
     draining: the worker leaves by itself once its snapshot is committed.
     """
@@ -240,16 +254,16 @@ def patience(control: Control, draining: bool) -> float:
         return max(LEAVE, 2 * control.expected)
     done = control.step - max(control.base, 0)
     pace = control.stepping / done if done > 0 else 0.0
-    return max(SETTLE, min(2 * control.expected, _under_way(control) * pace))
+    return max(SETTLE, min(2 * control.expected, _steps_in_progress(control) * pace))
 
 
-def _under_way(control: Control) -> int:
-    """How many steps a snapshot under way is ahead of the one that counts; 0: none is under way."""
+def _steps_in_progress(control: Control) -> int:
+    """How many steps a snapshot in progress is ahead of the newest safe state; 0: none is in progress."""
     newest = max(control.begun, control.copied)
     return newest - max(control.committed, control.base, 0) if newest > control.committed else 0
 
 
-def _show(each: Local) -> Worker:
+def _report(each: LocalWorker) -> Worker:
     c = each.control
     return Worker(
         rank=each.rank,
@@ -267,46 +281,48 @@ def _show(each: Local) -> Worker:
     )
 
 
-def _read_failure(each: Local) -> Failure:
-    """What the worker said before it ended; else what its exit code tells."""
+def _read_failure(each: LocalWorker) -> Failure:
+    """The failure that the worker has reported; without a report, what its exit code means."""
     code = each.code or 0
     with contextlib.suppress(OSError, ValueError, TypeError, ValidationError):
         return Failure(**json.loads(exit_note.path_for(each.path).read_text()))
-    if code == -signal.SIGABRT:
-        # So torch ends a worker whose collective has failed in NCCL: somebody else is gone.
-        return Failure(kind="peer", rank=each.rank, at=time.time(), message=_aborted(each.log))
+
+    def failure(kind: Literal["user", "peer", "signal"], message: str) -> Failure:
+        return Failure(kind=kind, rank=each.rank, at=time.time(), message=message)
+
+    if code == -signal.SIGABRT:  # torch ends a worker like this when a collective fails in NCCL: a peer is gone
+        return failure("peer", _abort_reason(each.log))
     if code < 0:
         with contextlib.suppress(ValueError):
             name = signal.Signals(-code).name
-            hint = " (out of memory?)" if name == "SIGKILL" else ""
-            return Failure(kind="signal", rank=each.rank, at=time.time(), message=f"ended by {name}{hint}")
+            return failure("signal", f"ended by {name}" + (" (out of memory?)" if name == "SIGKILL" else ""))
     if code == EXIT_PEER:
-        return Failure(kind="peer", rank=each.rank, at=time.time(), message="a collective failed")
-    return Failure(kind="user", rank=each.rank, at=time.time(), message=f"the script exited with code {code}")
+        return failure("peer", "a collective failed")
+    return failure("user", f"the script exited with code {code}")
 
 
-def _aborted(log: Path) -> str:
+def _abort_reason(log: Path) -> str:
     why = exit_note.nccl_reason(_read_from(log, max(0, _size(log) - TAIL)).decode(errors="replace"))
     return f"ended by SIGABRT: {why}"[: exit_note.LONGEST] if why else "ended by SIGABRT"
 
 
-def _kill(each: Local) -> None:
-    """SIGKILL to a worker and all below it (a DataLoader's workers notice a parent's death only after seconds)."""
+def _kill(each: LocalWorker) -> None:
+    """SIGKILL a worker and its descendants: a DataLoader's workers notice their parent's death only after seconds."""
     below = descendants(each.pid) if each.pid else []
-    # One that is dead already (its end has not been reported yet) was ended by something else.
+    # If the process is dead already and its end has not been reported yet, something else ended it.
     each.killed = not select.select([each.pidfd], [], [], 0)[0]
     _signal(each, signal.SIGKILL)
     kill(below)
 
 
-def _signal(each: Local, number: signal.Signals) -> None:
+def _signal(each: LocalWorker, number: signal.Signals) -> None:
     if each.code is None and each.pidfd >= 0:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(each.pidfd, number)
 
 
 class _Quiet:
-    """Whether the files have stopped growing since the last call, and the one before it."""
+    """Whether the files have not grown over the last five calls."""
 
     def __init__(self, paths: list[Path]) -> None:
         self._paths = paths
@@ -317,8 +333,7 @@ class _Quiet:
         return len(self._seen) == 5 and all(sizes == self._seen[0] for sizes in self._seen)
 
 
-async def _until(condition: object, seconds: float) -> None:
-    assert callable(condition)
+async def _until(condition: Callable[[], bool], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         await asyncio.sleep(0.02)

@@ -10,7 +10,7 @@ import contextlib
 import fcntl
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -21,7 +21,7 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 from obstore.store import LocalStore, ObjectStore, from_url
 
-from spotrun.errors import ConflictError, NotFound, SpotrunError, StoreError
+from spotrun.errors import ConflictError, NotFound, SpotrunError, StoreError, UploadStopped
 from spotrun.store.keys import LOG_TAG
 
 Version = tuple[tuple[str, str], ...]  # of an object: how the bucket tells it from its older versions
@@ -95,25 +95,29 @@ class Store:
         except NotFound:
             return None
 
-    def put(self, key: str, data: bytes | Path) -> None:
-        """Write or replace an object, whole or not at all. A `Path` is uploaded in parts."""
+    def put(self, key: str, data: bytes | Path, stopped: Callable[[], bool] | None = None) -> None:
+        """Write or replace an object, whole or not at all. A `Path` is uploaded in parts.
+
+        stopped: asked before each part. Once it is true, the upload of a `Path` raises `UploadStopped`.
+        """
         # S3's lifecycle rules select objects by prefix and tag, and logs have no prefix of their own.
         tags = LOG_TAG if key.endswith(".log") and self.url.startswith("s3://") else None
         with self._asking("write", key):
             if isinstance(data, Path):
                 # At most 10,000 parts: https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html, GCS alike
                 part = max(_PART, data.stat().st_size // 9000)
-                obstore.put(self._store, key, data, tags=tags, chunk_size=part)
+                source = data if stopped is None else _read_parts(data, part, stopped)
+                obstore.put(self._store, key, source, tags=tags, chunk_size=part)
             else:
                 obstore.put(self._quick if len(data) <= _SMALL else self._store, key, data, tags=tags)
 
-    def keep(self, key: str, path: Path) -> None:
+    def keep(self, key: str, path: Path, stopped: Callable[[], bool] | None = None) -> None:
         """Write an object that is never replaced. An object with the same bytes already there is a success.
 
         This happens when the answer to an upload is lost: a node may have no right to replace a checkpoint.
         """
         try:
-            self.put(key, path)
+            self.put(key, path, stopped)
         except StoreError:
             if not self._holds(key, path):
                 raise
@@ -249,6 +253,14 @@ class Store:
                 return all(self.part(key, at, min(at + _RANGE, size)) == file.read(_RANGE) for at in starts)
         except (SpotrunError, OSError):
             return False
+
+
+def _read_parts(path: Path, size: int, stopped: Callable[[], bool]) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while data := file.read(size):
+            if stopped():
+                raise UploadStopped(f"the upload of {path.name} was stopped")
+            yield data
 
 
 def _locked(handle: int) -> bool:

@@ -47,7 +47,7 @@ class Gate:
     async def run(self) -> None:
         """Until this machine is fit, and nothing in the bucket says otherwise. It may be replaced before that."""
         problems = await check(self._look, PAUSES, LONGEST)
-        self._agent.examined(problems)
+        self._agent.set_problems(problems)
         written: tuple[str, ...] = ()
         while problems:
             if written != problems:
@@ -57,7 +57,7 @@ class Gate:
                     written = problems
             await asyncio.sleep(AGAIN)
             problems = await check(self._look, (), LONGEST)
-            self._agent.examined(problems)
+            self._agent.set_problems(problems)
             if not problems:
                 log.info("this machine is fit now")
         await self._forget()

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from spotrun.machine.gpus import gpu_count
-from spotrun.machine.processes import loopback
 from spotrun.node.health.verdict import Facts, count_fabric, parse_smi, wanted_gpus
+from spotrun.node.network import is_loopback
 
 ANSWER = 30.0  # seconds for nvidia-smi and fi_info: a driver that is in trouble may never answer
 PRODUCT = 180.0  # seconds for the matrix products: the first import of torch from a disk that fills from an image
@@ -108,7 +108,7 @@ async def ask_hardware(facts: Facts, address: str, programs: Programs, until: fl
     A local cloud's machines (their address is a loopback one) share the computer's bus and GPUs: there it is only
     looked for what there must be.
     """
-    if not loopback(address):
+    if not is_loopback(address):
         bus = await asyncio.to_thread(_read_bus, pci)
         on_bus = sum(vendor == NVIDIA and kind.startswith((PCI_VGA, PCI_3D)) for vendor, _, kind in bus)
         adapters = sum(vendor == AMAZON and device.startswith("0xefa") for vendor, device, _ in bus)

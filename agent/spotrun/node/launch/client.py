@@ -1,4 +1,4 @@
-"""The agent's side of the launcher (see `workers`): starting it, telling it, hearing from it."""
+"""The agent's side of the launcher (see `server`): start it, send it commands, read its events."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _PROGRAM = (
     "from spotrun.node.launch.server import main; main(*lines)"
 )
 COMMAND = (sys.executable, "-P", "-c", _PROGRAM)
-END_TIMEOUT = 3.0  # seconds from the end of its input to its end, before it is killed
+END_TIMEOUT = 3.0  # seconds from the end of the launcher's input until the launcher is killed
 
 
 class Launcher:
-    """A launcher process of this agent. `store` is empty until it is ready, and again when it has ended."""
+    """A launcher process of this agent. `on_event` is called with each of its events."""
 
     def __init__(self, on_event: Callable[[dict[str, Any]], None]) -> None:
-        self.store = ""
+        self.store = ""  # endpoint of the unused TCPStore; empty before the launcher is ready and after it has ended
         self._on_event = on_event
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
@@ -39,8 +39,8 @@ class Launcher:
     def alive(self) -> bool:
         return self._process is not None and self._process.returncode is None
 
-    async def begin(self, address: str, procs: int, env: dict[str, str], modules: Sequence[str]) -> None:
-        """Start the process. `modules` are imported ahead for the workers."""
+    async def start(self, address: str, procs: int, env: dict[str, str], modules: Sequence[str]) -> None:
+        """Start the process. It imports `modules` before it forks the first worker."""
         self._process = await asyncio.create_subprocess_exec(
             *COMMAND, str(os.getpid()), address, str(procs),
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=env | {MODULES: " ".join(modules)},
@@ -48,15 +48,15 @@ class Launcher:
         )  # fmt: skip
         self._reader = asyncio.create_task(self._read(self._process))
 
-    def start(self, generation: int, rank: int, nodes: int, store: str, tasks: Sequence[Task]) -> None:
-        """Have it start the workers of a generation."""
-        word = {"type": "start", "generation": generation, "rank": rank, "nodes": nodes, "store": store}
-        line = json.dumps(word | {"tasks": [asdict(task) for task in tasks]})
+    def start_workers(self, generation: int, rank: int, nodes: int, store: str, tasks: Sequence[Task]) -> None:
+        """Make the launcher start the workers of a generation of `nodes` nodes. rank: of this node."""
+        command = {"type": "start", "generation": generation, "rank": rank, "nodes": nodes, "store": store}
+        line = json.dumps(command | {"tasks": [asdict(task) for task in tasks]})
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.write(line.encode() + b"\n")
 
     async def end(self, timeout: float = END_TIMEOUT) -> None:
-        """End it and all its workers."""
+        """End the launcher and all its workers."""
         process, self.store = self._process, ""
         if process is None or self._reader is None:
             return
@@ -68,7 +68,7 @@ class Launcher:
         except TimeoutError:
             log.warning("the launcher did not end by itself: killed")
             with contextlib.suppress(ProcessLookupError):
-                process.kill()  # the kernel ends the server and the workers with it
+                process.kill()  # the kernel then kills the forkserver and the workers
         await self._reader
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
@@ -77,7 +77,7 @@ class Launcher:
             try:
                 event = json.loads(line)
             except ValueError:
-                log.warning("the launcher said %.200r: ignored", line)
+                log.warning("a line from the launcher is not JSON: %.200r: ignored", line)
                 continue
             if event["type"] in ("ready", "store"):
                 self.store = event["store"]

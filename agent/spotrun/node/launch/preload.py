@@ -1,6 +1,6 @@
-"""What the forkserver does before it forks: end with its parent, and import what every worker will need.
+"""What the forkserver does before it forks: end with its parent, and import the modules that every worker needs.
 
-It is named as the forkserver's one preloaded module; an exception here would end the server, so none gets out.
+This is the forkserver's only preloaded module. An exception here would end the forkserver, so none leaves this module.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from spotrun.machine.processes import die_with_parent
 MODULES = "SPOTRUN_PRELOAD"  # the variable: names, separated by spaces
 PARENT = "SPOTRUN_LAUNCHER"  # the variable: the launcher's pid
 SOCKETS = "SPOTRUN_SOCKETS"  # the variable: folder of the socket on which the launcher asks for forks
-LONGEST = 107 - len("/pymp-12345678/listener-12345678")  # bytes of that folder's path (unix(7), sun_path)
+LONGEST = 107 - len("/pymp-12345678/listener-12345678")  # bytes of that folder's path (sun_path in unix(7))
 BASE = ("torch", "torch._dynamo", "numpy", "spotrun.node.launch.worker", "spotrun.train.run")
 
 UNIFIED_MEMORY = "/dev/nvidia-uvm"
-SERVER = os.getpid()  # a worker compares it with its parent's pid
+SERVER = os.getpid()  # a worker compares this with its parent's pid
 used_cuda = False
 
 
 def serve() -> tuple[int, int]:
-    """Start the forkserver, from the launcher's main thread, so that it imports torch while the launcher does.
+    """Start the forkserver, so that it imports torch while the launcher does. Call it from the launcher's main thread.
 
-    Standard input and output are put out of everybody's reach first: stray prints must not get between the launcher's
-    lines. Their new descriptors are returned.
+    Standard input and output get new descriptors first, which are returned: stray prints must not mix with the
+    launcher's lines.
     """
     die_with_parent(int(sys.argv[1]))
     lines = os.dup(0), os.dup(1)
@@ -42,13 +42,13 @@ def serve() -> tuple[int, int]:
     os.close(null)
     os.dup2(2, 1)
     os.environ[PARENT] = str(os.getpid())
-    # torch.cuda.is_available() then asks NVML and not the driver: no fork can use CUDA once the driver is initialised
+    # With this, torch.cuda.is_available() asks NVML, not the driver: no fork can use CUDA once a driver is initialised
     # (https://docs.pytorch.org/docs/stable/cuda_environment_variables.html).
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     # Python 3.11.0 would use an abstract socket, which has no owner and no mode.
     util.abstract_sockets_supported = False  # type: ignore[misc]
     forkserver.set_forkserver_preload([__name__])
-    # Not by TMPDIR, which is for the workers to inherit. Nobody removes the socket if the launcher is killed.
+    # Not TMPDIR, which workers inherit. A launcher that is killed leaves its socket.
     tempfile.tempdir = os.environ.pop(SOCKETS, None)
     forkserver.ensure_running()
     tempfile.tempdir = None
@@ -60,32 +60,32 @@ def _import_all() -> None:
     for name in (*BASE, *os.environ.get(MODULES, "").split()):
         try:
             importlib.import_module(name)
-        except BaseException as error:  # an import may even exit; the worker will meet it again, and report it
+        except BaseException as error:  # an import may even exit; the worker imports it again and reports the error
             print(f"preload: {name} was not imported: {error!r}", file=sys.stderr, flush=True)
     torch = sys.modules.get("torch")
     used_cuda = (torch is not None and torch.cuda.is_initialized()) or driver_in_use()
 
 
 def driver_in_use(descriptors: Path = Path("/proc/self/fd")) -> bool:
-    """Whether anything in this process, torch or not, has initialised CUDA's driver.
+    """Whether torch or another library in this process has initialised CUDA's driver.
 
-    `cuInit` opens the device of unified memory and keeps it open; NVML, which forks survive, opens other devices.
+    `cuInit` opens the device of unified memory and keeps it open. NVML opens other devices, and forks survive NVML.
     """
     for each in descriptors.iterdir():
-        with contextlib.suppress(OSError):  # the descriptor of this listing is gone
+        with contextlib.suppress(OSError):  # the listing's own descriptor is closed by now
             if os.readlink(each) == UNIFIED_MEMORY:
                 return True
     return False
 
 
 def poisoned() -> bool:
-    """In a fork: whether CUDA cannot be used, because the server has initialised CUDA or counted the devices."""
+    """In a fork: whether CUDA cannot be used, because the forkserver has initialised CUDA or counted the devices."""
     torch = sys.modules.get("torch")
     return used_cuda or (torch is not None and torch.cuda._is_in_bad_fork())
 
 
 def _guard() -> None:
-    """Make the server ignore requests from processes of other users: a fork runs any code that a request names.
+    """Make the forkserver ignore requests from processes of other users: a fork runs any code that a request names.
 
     The modes of the socket and its folder are the first guard. Python 3.14 also has a key.
     """

@@ -1,14 +1,14 @@
-"""The launcher: a process between the agent, which has no torch, and the workers, which are forks of a warm server.
+"""The launcher: a process between the agent, which has no torch, and the workers, which are forks of a warm forkserver.
 
-torch elastic keeps the worker group; its rendezvous is the agent's word. The two speak JSON lines over this process's
-standard input and output:
+torch elastic runs the worker group. The agent's commands take the place of its rendezvous. Agent and launcher exchange
+JSON lines over the launcher's standard input and output:
 
     agent → launcher   {"type": "start", "generation", "rank", "nodes", "store", "tasks": [...]}; end of file: end all
-    launcher → agent   ready(store) · store(store) · started(generation, pids) · exited(generation, local_rank, code) ·
-                       refused(generation, why)
+    launcher → agent   importing() · ready(store) · store(store) · started(generation, pids) ·
+                       exited(generation, local_rank, code) · refused(generation, why)
 
-A generation whose workers still live is ended by the next start. Run by `launcher.COMMAND` and not by `python -m`:
-a main module with a name would be imported again by each worker.
+A start command ends the workers of the generation before. `client.COMMAND` runs this module, not `python -m`: each
+worker would import a main module with a name once more.
 """
 
 from __future__ import annotations
@@ -40,39 +40,39 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
 from spotrun.machine.processes import descendants, kill
 from spotrun.node.launch import preload
-from spotrun.node.launch import worker as entry
+from spotrun.node.launch.worker import Task, run
 
 log = logging.getLogger(__name__)
 
-FOREVER = 2**31  # restarts: whether there is another is the head's decision
-POISONED = 3  # exit code of the trial process if the imports have initialised CUDA, which no fork can use
+FOREVER = 2**31  # restarts: the head decides whether there is another
+POISONED = 3  # exit code of the trial process if the imports have initialised CUDA: then no fork can use CUDA
 
 
 @dataclass(frozen=True)
-class Start:
-    """The agent's word: be node `rank` of `nodes` in a generation."""
+class StartCommand:
+    """The agent's command to start the workers of a generation."""
 
     generation: int
-    rank: int
-    nodes: int
-    store: str
-    tasks: tuple[entry.Task, ...]
+    rank: int  # of this node
+    nodes: int  # in the generation
+    store: str  # endpoint of the generation's TCPStore
+    tasks: tuple[Task, ...]  # one for each worker
 
 
-class Voice:
-    """Lines to the agent."""
+class EventWriter:
+    """Writes events to the agent, one line each."""
 
     def __init__(self, fd: int) -> None:
         self._out = os.fdopen(fd, "w", buffering=1, encoding="utf-8")
         self._lock = threading.Lock()
 
-    def say(self, **values: object) -> None:
+    def write(self, **values: object) -> None:
         with self._lock:
             print(json.dumps(values), file=self._out, flush=True)
 
 
 class Stores:
-    """TCPStores on this node's address: one for the generation that runs, a fresh one for the next."""
+    """TCPStores on this node's address: one for the generation that runs, an unused one for the next."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -80,10 +80,10 @@ class Stores:
         self._make()
 
     def take(self, endpoint: str) -> bool:
-        """Put the fresh one to use, and make another; False if `endpoint` is not it."""
+        """Use the unused store, and make another. False: the unused store has another endpoint."""
         if endpoint != self.endpoint:
             return False
-        self._current = self._next  # the one before goes, and with it all keys of its generation
+        self._current = self._next  # this removes the old store with all keys of its generation
         self._make()
         return True
 
@@ -98,41 +98,43 @@ class Stores:
         self.endpoint = f"{self._address}:{port}"
 
 
-class AgentsWord(RendezvousHandler):
-    """A rendezvous that has been held already, by the head: `next_rendezvous` waits for the agent to pass it on."""
+class CommandRendezvous(RendezvousHandler):
+    """A rendezvous whose result the head has decided: `next_rendezvous` waits for the agent's start command."""
 
-    def __init__(self, stores: Stores, voice: Voice) -> None:
+    def __init__(self, stores: Stores, events: EventWriter) -> None:
         self.wake_fd, self._wake = os.pipe()
-        self._stores, self._voice = stores, voice
-        self._words: queue.Queue[Start | None] = queue.Queue()
-        self.start: Start | None = None
+        self._stores, self._events = stores, events
+        self._commands: queue.Queue[StartCommand | None] = queue.Queue()
+        self.command: StartCommand | None = None
         self._closed = False
 
-    def put(self, word: Start | None) -> None:
-        """Pass on the agent's word (from the reading thread); None: no more will come."""
-        self._words.put(word)
+    def put(self, command: StartCommand | None) -> None:
+        """Pass on a command, from the reading thread; None: no more will come."""
+        self._commands.put(command)
         os.write(self._wake, b"!")
 
     def next_rendezvous(self) -> RendezvousInfo:
         while not self._closed:
-            word = self._words.get()
+            command = self._commands.get()
             os.read(self.wake_fd, 1)
-            if word is None:
+            if command is None:
                 self._closed = True
                 break
-            if word.rank == 0 and not self._stores.take(word.store):
-                self._voice.say(type="refused", generation=word.generation, why=f"no store is held at {word.store}")
+            if command.rank == 0 and not self._stores.take(command.store):
+                self._events.write(
+                    type="refused", generation=command.generation, why=f"no store is held at {command.store}"
+                )
                 continue
-            self.start = word
-            host, _, port = word.store.rpartition(":")
-            if word.rank == 0:
-                self._voice.say(type="store", store=self._stores.endpoint)
-            # Ranks are known and workers meet at the first node's store; torch elastic itself stores nothing.
-            return RendezvousInfo(HashStore(), word.rank, word.nodes, RendezvousStoreInfo(host, int(port)))
+            self.command = command
+            host, _, port = command.store.rpartition(":")
+            if command.rank == 0:
+                self._events.write(type="store", store=self._stores.endpoint)
+            # Ranks are known, and workers meet at the first node's store: torch elastic itself stores nothing.
+            return RendezvousInfo(HashStore(), command.rank, command.nodes, RendezvousStoreInfo(host, int(port)))
         raise RendezvousGracefulExitError("the agent has closed the launcher")
 
     def num_nodes_waiting(self) -> int:
-        return 0 if self._words.empty() else 1
+        return 0 if self._commands.empty() else 1
 
     def get_backend(self) -> str:
         return "spotrun"
@@ -142,7 +144,7 @@ class AgentsWord(RendezvousHandler):
         return True
 
     def get_run_id(self) -> str:
-        return str(self.start.generation) if self.start else "0"
+        return str(self.command.generation) if self.command else "0"
 
     def is_closed(self) -> bool:
         return self._closed
@@ -154,39 +156,37 @@ class AgentsWord(RendezvousHandler):
         return True
 
 
-class Workers(SimpleElasticAgent):
-    """torch elastic's agent over forks of the warm server. It waits on the processes themselves and never polls.
+class ForkingElasticAgent(SimpleElasticAgent):
+    """torch elastic's agent, over forks of the warm forkserver. It waits for the processes themselves and never polls.
 
-    When one worker fails the others are left alone: the spotrun agent ends them once their snapshot is safe.
+    When one worker fails, it leaves the others alone: the spotrun agent ends them once their snapshot is safe.
     """
 
-    def __init__(self, spec: WorkerSpec, word: AgentsWord, voice: Voice) -> None:
+    def __init__(self, spec: WorkerSpec, rendezvous: CommandRendezvous, events: EventWriter) -> None:
         super().__init__(spec, exit_barrier_timeout=0)
-        self._word, self._voice = word, voice
+        self._commands, self._events = rendezvous, events
         self._processes: list[ForkServerProcess] = []
         self._codes: dict[int, int] = {}
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        start = self._word.start
+        start = self._commands.command
         assert start is not None
         self._codes, self._processes = {}, []
         for worker, task in zip(worker_group.workers, start.tasks, strict=True):
             env = self._environment(worker_group, worker.local_rank, start.generation)
             task = replace(task, env=task.env | env)
-            process = get_context("forkserver").Process(
-                target=entry.run, args=(task,), name=f"rank{worker.global_rank}"
-            )
+            process = get_context("forkserver").Process(target=run, args=(task,), name=f"rank{worker.global_rank}")
             process.start()
             self._processes.append(process)
         pids = [process.pid for process in self._processes]
-        self._voice.say(type="started", generation=start.generation, pids=pids)
+        self._events.write(type="started", generation=start.generation, pids=pids)
         return dict(enumerate(pids))
 
     def _environment(self, group: WorkerGroup, local_rank: int, generation: int) -> dict[str, str]:
         """What torchrun sets (https://docs.pytorch.org/docs/stable/elastic/run.html, "Environment Variables").
 
-        But for TORCH_NCCL_ASYNC_ERROR_HANDLING=1, which has a worker abort its communicators before it ends, and that
-        may hang with a peer gone. torch's own default, 3, ends it at once (ProcessGroupNCCL.hpp).
+        One variable is left out: TORCH_NCCL_ASYNC_ERROR_HANDLING=1. With it a worker aborts its communicators before it
+        ends, which may hang when a peer is gone. torch's default, 3, ends the worker at once (ProcessGroupNCCL.hpp).
         """
         spec, worker = group.spec, group.workers[local_rank]
         return {
@@ -209,7 +209,7 @@ class Workers(SimpleElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         alive = {p.sentinel: i for i, p in enumerate(self._processes) if i not in self._codes}
-        for sentinel in connection.wait([*alive, self._word.wake_fd]):
+        for sentinel in connection.wait([*alive, self._commands.wake_fd]):
             if isinstance(sentinel, int) and sentinel in alive:
                 self._reap(alive[sentinel])
         if len(self._codes) < len(self._processes):
@@ -223,8 +223,8 @@ class Workers(SimpleElasticAgent):
         process.join()
         code = process.exitcode if process.exitcode is not None else 1
         self._codes[index] = code
-        generation = self._word.start.generation if self._word.start else 0
-        self._voice.say(type="exited", generation=generation, local_rank=index, code=code)
+        generation = self._commands.command.generation if self._commands.command else 0
+        self._events.write(type="exited", generation=generation, local_rank=index, code=code)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._shutdown()
@@ -240,38 +240,39 @@ class Workers(SimpleElasticAgent):
                 self._reap(index)
 
     def _construct_event(self, state: str, source: EventSource, *_: object, **__: object) -> Event:
-        """Without the look-up of this machine's full name, for which torch elastic would wait on DNS at each event."""
+        """Skip the look-up of this machine's full name: torch elastic would wait for DNS at each event."""
         return Event(f"torchelastic.worker.status.{state}", source)
 
     def _exit_barrier(self) -> None:
-        """Nobody waits for the others here: this process outlives the generation anyway."""
+        """Do not wait for other nodes: this process outlives the generation."""
 
 
 def main(lines_in: int, lines_out: int) -> None:
-    """The launcher's life, after `preload.serve`. Arguments: its parent's pid, the node's address, workers per node."""
+    """Run the launcher, after `preload.serve`. Arguments: the parent's pid, the node's address, workers per node."""
     address, procs = sys.argv[2], int(sys.argv[3])
     logging.basicConfig(level=logging.WARNING, format="launcher: %(message)s")
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # ranks follow from the node's: no store needed
-    voice = Voice(lines_out)
+    events = EventWriter(lines_out)
+    events.write(type="importing")  # torch is imported here; the forkserver goes on with the script's modules
     stores = Stores(address)
     _warm_up()
-    word = AgentsWord(stores, voice)
-    threading.Thread(target=_listen, args=(word, lines_in), daemon=True).start()
-    voice.say(type="ready", store=stores.endpoint)
-    while not word.is_closed():
+    rendezvous = CommandRendezvous(stores, events)
+    threading.Thread(target=_read_commands, args=(rendezvous, lines_in), daemon=True).start()
+    events.write(type="ready", store=stores.endpoint)
+    while not rendezvous.is_closed():
         spec = WorkerSpec(
             role="worker",
             local_world_size=procs,
-            rdzv_handler=word,
-            entrypoint=entry.run,
+            rdzv_handler=rendezvous,
+            entrypoint=run,
             max_restarts=FOREVER,
             monitor_interval=1e-4,
         )
-        Workers(spec, word, voice).run()
+        ForkingElasticAgent(spec, rendezvous, events).run()
 
 
 def trial() -> None:
-    """The first fork: once it has ended, the server is warm."""
+    """The first fork. When it ends, the forkserver has imported everything."""
     os._exit(POISONED if preload.poisoned() else 0)
 
 
@@ -282,16 +283,16 @@ def _warm_up() -> None:
         process.join()
         if process.exitcode != POISONED:
             break
-        log.warning("importing %s ahead initialises CUDA: not done", os.environ.pop(preload.MODULES, ""))
+        log.warning("importing %s before the fork initialises CUDA: not imported", os.environ.pop(preload.MODULES, ""))
         forkserver._forkserver._stop()  # type: ignore[attr-defined]
     if process.exitcode != 0:
         raise SystemExit(f"launcher: a trial worker ended with {process.exitcode}")
 
 
-def _listen(word: AgentsWord, fd: int) -> None:
+def _read_commands(rendezvous: CommandRendezvous, fd: int) -> None:
     for line in os.fdopen(fd, encoding="utf-8"):
         values = json.loads(line)
-        values.pop("type")
-        tasks = tuple(entry.Task(**{**task, "args": tuple(task["args"])}) for task in values.pop("tasks"))
-        word.put(Start(**values, tasks=tasks))
-    word.put(None)
+        del values["type"]
+        tasks = tuple(Task(**{**task, "args": tuple(task["args"])}) for task in values.pop("tasks"))
+        rendezvous.put(StartCommand(**values, tasks=tasks))
+    rendezvous.put(None)

@@ -1,4 +1,4 @@
-"""What a worker does: become, as far as it can be told, `python script.py args…`, and say why if it ends early.
+"""A worker runs the script as `python script.py args…` would, and reports why if it ends early.
 
 It is a fork of the forkserver, so torch is imported already. Its standard output and error go to the rank's log.
 """
@@ -31,12 +31,12 @@ class Task:
     """One worker's part of a generation."""
 
     root: str  # the unpacked bundle: the working directory
-    script: str  # relative to it
-    args: tuple[str, ...]
-    log: str
-    control: str
+    script: str  # relative to `root`
+    args: tuple[str, ...]  # of the script
+    log: str  # path of the rank's log
+    control: str  # path of the worker's control block
     generation: int
-    env: dict[str, str]
+    env: dict[str, str]  # variables on top of the forkserver's own
 
 
 def run(task: Task) -> None:
@@ -53,17 +53,17 @@ def run(task: Task) -> None:
     _redirect(task.log)
     faulthandler.enable(all_threads=True)
     faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
-    _pass_over_sigterm()
-    _leave_alone()
+    _ignore_sigterm()
+    _kill_children_at_exit()
     os.chdir(task.root)
     path = Path(task.root, task.script)
     sys.argv = [str(path), *task.args]
     sys.path.insert(0, str(path.parent))
-    # How this process came to be is no business of the script's own: a DataLoader's workers are made as under `python`.
+    # The script must not inherit this process's start method: a DataLoader then starts its workers as under `python`.
     multiprocessing.set_start_method(None, force=True)
     try:
         _run_as_main(path)
-        # A process of multiprocessing would pass over these two.
+        # A process of multiprocessing would skip these two.
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
     except SystemExit as error:
@@ -84,19 +84,20 @@ def run(task: Task) -> None:
         _fail(task, "user", message, text, 1)
 
 
-def _pass_over_sigterm() -> None:
-    """The agent ends workers with SIGKILL, when their snapshot is safe; a machine's shutdown must not come before it.
+def _ignore_sigterm() -> None:
+    """Ignore SIGTERM in this process, not in its children.
 
-    Not so their children: a DataLoader ends its own with SIGTERM, and waits. Those that exec another program get
-    the default by themselves, as this is a handler and not SIG_IGN.
+    The agent ends workers with SIGKILL once their snapshot is safe. A machine's shutdown sends SIGTERM, which must not
+    end workers earlier. Children keep the default: a DataLoader ends its workers with SIGTERM, and waits for them. A
+    child that executes another program gets the default too, since this is a handler and not SIG_IGN.
     """
     signal.signal(signal.SIGTERM, lambda *_: None)
     signal.siginterrupt(signal.SIGTERM, False)
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 
-def _leave_alone() -> None:
-    """Have nothing that the script has started outlive this process when `spotrun.train` ends it."""
+def _kill_children_at_exit() -> None:
+    """Kill the processes that the script has started when `spotrun.train` ends this process."""
     from spotrun.train.failures import before_leaving
 
     before_leaving(kill_descendants)
@@ -112,7 +113,7 @@ def _redirect(log: str) -> None:
 
 
 def _run_as_main(path: Path) -> None:
-    """Execute the file as `__main__`. Unlike runpy's, this module stays: exit handlers may still use it."""
+    """Execute the file as `__main__`. Unlike runpy, keep the module afterwards: exit handlers may use it."""
     main = types.ModuleType("__main__")
     main.__file__ = str(path)
     main.__dict__["__builtins__"] = __builtins__
@@ -134,7 +135,7 @@ def _is_peer_failure(error: BaseException) -> bool:
 
 
 def _fail(task: Task, kind: str, message: str, trace: str, code: int) -> NoReturn:
-    """Say why, and leave at once: other threads may be stuck in a collective."""
+    """Write the reason down and leave at once: other threads may be stuck in a collective."""
     exit_note.write(task.control, kind, int(task.env["RANK"]), message, trace)
     sys.stdout.flush()
     sys.stderr.flush()
