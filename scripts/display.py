@@ -98,6 +98,7 @@ class Plain:
         self._out = out
         self._seen: set[tuple[float, str]] = set()
         self._state: tuple[object, ...] = ()
+        self._doing: dict[str, str] = {}  # what each node was doing when it was last shown
         self._at = 0.0
 
     @understood
@@ -108,6 +109,11 @@ class Plain:
             if key not in self._seen:
                 self._seen.add(key)
                 self.say(event_line(event))
+        for node in status["nodes"]:
+            doing = node.get("doing", "")  # an older head does not send this key
+            if doing and doing != self._doing.get(node["name"]):
+                self.say(f"{clock(time.time())} {'node':<11} {node['name']}: {doing}")
+            self._doing[node["name"]] = doing
         job = status["job"]
         if job is None:
             return
@@ -240,6 +246,7 @@ def _nodes(nodes: list[Status]) -> Table:
         table.add_column(title)
     for node in nodes:
         left = f"taken in {max(0.0, node['notice'] - time.time()):.0f} s" if node["notice"] else ""
+        doing = f"{node['doing']}, {node['doing_seconds']:.0f} s" if node.get("doing") else ""
         table.add_row(
             node["name"],
             node["pool"],
@@ -248,7 +255,7 @@ def _nodes(nodes: list[Status]) -> Table:
             node["state"],
             Text(node["phase"] or "", style=_COLOURS.get(node["phase"] or "", "")),
             _or(node["step"]) if node["step"] != -1 else "",
-            Text(left, style="yellow"),
+            Text(", ".join(filter(None, [left, doing])), style="yellow"),
         )
     return table
 

@@ -194,7 +194,8 @@ class Report(Document):
         "checking", "unfit", "idle", "preparing", "ready", "starting", "running", "drained", "failed", "succeeded"
     ] = "idle"
     doing: str = ""  # the step that the node is at, such as "importing torch"; empty unless it prepares or starts
-    doing_since: float = 0.0  # epoch seconds when that step began, by the node's clock
+    # Epoch seconds when that step began, by the node's clock.
+    doing_since: float = Field(default=0.0, ge=0, le=253402300799)
     unfit: tuple[str, ...] = ()  # what is wrong with the machine, one line each
     generation: int = 0  # the newest generation of this job that this agent took part in
     store: str = ""  # "host:port" for the next generation, if this node is its first member

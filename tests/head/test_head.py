@@ -241,6 +241,16 @@ async def test_a_waiting_job_says_for_what(world: World) -> None:
     assert reason(world) == "0 of 2 to 3 nodes ready; waiting for machines"
 
 
+async def test_the_status_says_what_a_node_does_before_it_is_ready(world: World) -> None:
+    job = await world.with_machines(min=2, max=2)
+    world.receive("p-0", job=job)
+    began = time.time() - 4
+    world.receive("p-1", job=job, phase="preparing", store="", doing="importing torch", doing_since=began)
+    found = str(world.head.status()["job"]["reason"])
+    assert re.search(r"^1 of 2 nodes ready; waiting for p-1 \(importing torch, [3-9] s\)", found)
+    assert {node["name"]: node["doing"] for node in world.head.status()["nodes"]}["p-1"] == "importing torch"
+
+
 def reason(world: World) -> str:
     """What the job waits for, without the seconds that it has waited."""
     return re.sub(r", \d+ (s|min)", "", str(world.head.status()["job"]["reason"]))

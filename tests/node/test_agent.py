@@ -75,6 +75,9 @@ async def test_a_generation_runs_to_its_end(tmp_path: Path) -> None:
             "idle", "preparing", "ready", "starting", "succeeded"
         ]  # fmt: skip
         assert "checking" not in changes[1:], "it is the first or none"
+        doing = {(r.phase, r.doing) for r in w.head.history if r.node == A}
+        assert ("preparing", "importing torch") in doing
+        assert {text for phase, text in doing if phase in ("idle", "ready", "running", "succeeded")} == {""}
         text = await w.bucket_log(bundle, 1, B, 0, "done at 40")
         script = r"/src/train.py', '--steps', '40'\]"
         assert re.search(rf"hello from 0 of 2 cwd \S+/{bundle.code} argv \['\S+/{bundle.code}{script}", text)

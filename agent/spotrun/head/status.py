@@ -30,6 +30,7 @@ from spotrun.head.view import View
 from spotrun.spec import ClusterSpec
 
 EVENTS = 50  # newest ones in a status document
+LONGEST = 80  # characters of what a node says that it is doing
 
 
 def status(
@@ -131,6 +132,8 @@ def _nodes(view: View | None, instances: Sequence[Instance]) -> list[dict[str, A
                 "address": instance.address,
                 "state": instance.state,
                 "phase": "silent" if report and instance.name in silent else report.phase if report else None,
+                "doing": report.doing[:LONGEST] if report else "",
+                "doing_seconds": max(0.0, view.now - report.doing_since) if view and report and report.doing else None,
                 "notice": report.notice.deadline if report and report.notice else (node and node.due) or None,
                 "step": max((w.step for w in report.workers), default=None) if report else None,
             }

@@ -8,6 +8,7 @@ from spotrun.head.planner.liveness import eligible
 from spotrun.head.view import View
 
 NAMED = 4  # machines that a line names
+LONGEST = 80  # characters of what a node says that it is doing
 VERBS = {
     "booting": "to boot",
     "checking": "to be checked",
@@ -35,11 +36,15 @@ def reason(view: View) -> str:
 def _machines(view: View) -> str:
     """The nodes that are ready, and the machines that are expected. Machines that leave are not."""
     ready, nodes = {node.name for node in eligible(view)}, view.job.spec.nodes
-    missing = [
-        f"{name} {verb}, {idle.duration(view.now - each.since)}"
-        for name, each in classify(view).items()
-        if name not in ready and (verb := _verb(each))
-    ]
+    doing = {node.name: node.report for node in view.nodes if node.connected and node.report.doing}
+    missing = []
+    for name, each in classify(view).items():
+        if name not in ready and (verb := _verb(each)):
+            if report := doing.get(name):
+                step = f"({report.doing[:LONGEST]}, {idle.duration(max(0.0, view.now - report.doing_since))})"
+                missing.append(f"{name} {step}")
+            else:
+                missing.append(f"{name} {verb}, {idle.duration(view.now - each.since)}")
     if not missing and len(ready) >= nodes.min:
         return ""
     wanted = f"{nodes.min}" if nodes.max == nodes.min else f"{nodes.min} to {nodes.max}"
