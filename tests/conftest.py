@@ -14,7 +14,21 @@ import pytest
 
 SHARED = "TESTS_SHARED"  # the variable: a folder for all workers of this run
 # What `make test-fast` leaves out: whole clusters, torch, machines, and many or large programs.
-SLOW = ("e2e", "image", "train")
+SLOW = (
+    "bench/test_startup.py",
+    "cloud/test_local_cloud.py",
+    "e2e",
+    "image",
+    "machine/test_private_paths.py",
+    "node/test_agent.py",
+    "node/test_gate.py",
+    "node/test_launch.py",
+    "node/test_workers.py",
+    "repo/test_fuzz.py",
+    "repo/test_gpu_marker.py",
+    "scripts/test_makefile.py",
+    "train",
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
