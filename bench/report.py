@@ -30,7 +30,7 @@ WHY = {
         "detection",
     ): "a killed peer breaks its connections at once and the survivor's worker has yet to leave; "
     "a frozen one must miss heartbeats for `heartbeat_timeout` (3 s); with notice, training runs on to its stop step",
-    ("spotrun", "rendezvous"): "with nodes at hand it is the head's decision alone; a new machine must boot, start its "
+    ("spotrun", "rendezvous"): "with nodes ready it is the head's decision alone; a new machine must boot, start its "
     "agent and import torch once, into the server that workers are forked from",
     ("", "process_start"): "a new interpreter and its imports, of torch above all",
     ("", "process_group"): "the ranks wait for the last of them",

@@ -65,7 +65,7 @@ class Mirror:
         program: Sequence[str] = PROCESSES,
     ) -> None:
         self._layout = Layout(folder.resolve())
-        self.table = self._layout.state / "machines.json"  # name: address, for whoever plays the way in
+        self.table = self._layout.state / "machines.json"  # name: address, for the program that plays the way in
         self._layout.state.mkdir(parents=True)
         shutil.copy(f"{key}.pub", f"{self._layout.key}.pub")
         self._listing, self._assign = listing, assign

@@ -1,7 +1,7 @@
 """Two clouds that are not there, as an operator meets them: all of spotrun's own code, and processes for machines.
 
 AWS: real Terraform with the real provider makes the stacks on moto's server; the head resizes moto's scaling groups;
-the bucket is moto's S3. Google: no provider is at hand, so the groups are made from the synthesized JSON by what
+the bucket is moto's S3. Google: there is no provider here, so the groups are made from the synthesized JSON by what
 stands in for `terraform`; the head asks a server that parses each request into google-cloud-compute's own types.
 """
 

@@ -44,7 +44,7 @@ def test_machines_that_are_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         record = UnfitRecord.model_validate_json(cluster.access.store.get(unfit_key("unfit", "bad-0")))
         assert (record.node, record.pool, record.type) == ("bad-0", "bad", "a2-megagpu-16g")
         assert record.problems[0].startswith(WHY)
-        # What was asked is known to whoever comes next.
+        # What was asked is known to the next head.
         cluster.kill_head()
         cluster.until(lambda s, e=status["head"]["epoch"]: s["head"]["epoch"] > e, what="a new head")
         status = cluster.until(lambda s: "no more are before" in problem(s), what="the end of the replacing")

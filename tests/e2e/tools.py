@@ -48,7 +48,7 @@ def install(folder: Path, cloud: str, table: Path) -> None:
 
 
 def install_terraform(folder: Path, url: str) -> None:
-    """A `terraform` that passes the stack on to whoever plays the cloud at `url`."""
+    """A `terraform` that passes the stack on to the program that plays the cloud at `url`."""
     words = shlex.join(["env", f"PYTHONPATH={ROOT}", sys.executable, "-m", "tests.e2e.tools", url, "terraform"])
     (folder / "terraform").write_text(f'#!/bin/sh\nexec {words} "$@"\n')
     (folder / "terraform").chmod(0o755)

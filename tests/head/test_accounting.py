@@ -62,7 +62,7 @@ def test_goodput_is_a_share_of_machine_time() -> None:
 
 
 def test_every_machine_that_runs_is_paid_for() -> None:
-    """Also one that boots or is of no use: the budget holds it."""
+    """Also one that boots or is unusable: the budget holds it."""
     state = job(counted_at=NOW - 600, spec=spec(budget=50.0))
     machines = [Machine(f"m{number}", "p", "running", NOW - 599) for number in range(8)]
     making = Machine("m8", "p", "provisioning", NOW - 599)

@@ -68,7 +68,7 @@ CASES: dict[str, tuple[Observation, Decision]] = {
         Observation((pool("a", 0, 3), pool("b", 3)), 3),
         Decision({}),
     ),
-    "one is of no use, another is on its way in its place: nobody stands in": (
+    "one is unusable, another is on its way in its place: nobody stands in": (
         Observation((having(pool("a", 2), replacing=ONE), pool("b")), 2, frozenset({"a-1"})),
         Decision({}),
     ),
@@ -80,7 +80,7 @@ CASES: dict[str, tuple[Observation, Decision]] = {
         Observation((having(pool("a", 1), replacing=ONE), pool("b", 1)), 2, frozenset({"b-0"})),
         Decision({}),
     ),
-    "all are of no use, others are on their way: the healthy ones of another pool stay": (
+    "all are unusable, others are on their way: the healthy ones of another pool stay": (
         Observation((having(pool("a", 4), replacing=ALL), pool("b", 4)), 4),
         Decision({}),
     ),
@@ -108,7 +108,7 @@ CASES: dict[str, tuple[Observation, Decision]] = {
         Observation((having(pool("a", 5, most=8), abandoned=LAST),), 4, MEMBERS),
         Decision({}, ("a-3",)),
     ),
-    "it is of no use either: one more": (
+    "it is unusable too: one more": (
         Observation((having(pool("a", 5, most=8), abandoned=LAST | {"a-4"}),), 4, MEMBERS),
         Decision({"a": 6}),
     ),

@@ -279,7 +279,7 @@ CASES: dict[str, tuple[View, tuple[Recreate, ...]]] = {
         view(waiting(), checking(A, NOW - 100), machines=(booting(A, created=LATE),)),
         (Recreate(A, "p", UNSURE, LATE),),
     ),
-    "it is checked again, since its agent began anew": (
+    "it is checked again, since its agent began again": (
         view(waiting(), checking(A, NOW - 100), machines=(machine(A, answered=LATE + 2),)),
         (),
     ),
@@ -406,7 +406,7 @@ def test_records_are_not_kept_without_end() -> None:
 
 
 def test_others_stand_in_only_for_machines_that_are_given_up() -> None:
-    """Whoever stands in becomes a member, and stays, perhaps at a higher price."""
+    """A machine that stands in becomes a member, and stays, perhaps at a higher price."""
     fresh = view(waiting(), unfit(A), machines=(machine(A), machine(B)), replaced=was_replaced(1, name=A, created=MADE))
     assert states(fresh)[A] == "replacing"
     spent = replace(fresh, replaced=was_replaced(900, 600, 300))

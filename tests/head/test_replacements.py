@@ -89,7 +89,7 @@ async def test_a_machine_that_does_not_join_is_replaced_though_turns_take_long(w
 
 
 async def test_orders_do_not_wait_for_the_cloud(world: World) -> None:
-    """A notice comes while the cloud takes its time with machines that are to be replaced."""
+    """A notice comes while the cloud takes its time with machines that will be replaced."""
     job = await world.started()
     world.cloud.size["p"] = 3
     await world.head.fleet.look()

@@ -33,7 +33,7 @@ class Image:
 def supplies(tmp_path_factory: pytest.TempPathFactory) -> baked.Supplies:
     lacking = missing()
     if lacking:
-        pytest.skip(f"an image cannot be baked here, for want of: {', '.join(lacking)}")
+        pytest.skip(f"an image cannot be baked here without: {', '.join(lacking)}")
     try:
         return baked.prepare(tmp_path_factory.mktemp("image") / "supplies")
     except OSError as error:

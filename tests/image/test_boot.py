@@ -33,7 +33,7 @@ ROLES = {"head": "spotrun-head.service", "node": "spotrun-agent.service"}
 def site(image: Image, tmp_path: Path) -> Iterator[Site]:
     lacking = containers.missing()
     if lacking:
-        pytest.skip(f"an image cannot be booted here, for want of: {', '.join(lacking)}")
+        pytest.skip(f"an image cannot be booted here without: {', '.join(lacking)}")
     program = ("tests.image.containers", str(image.root.folder))
     if image.cloud == "gcp":
         with sites.gcp(tmp_path, NOTICE, program) as google:

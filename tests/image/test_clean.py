@@ -41,7 +41,7 @@ def test_the_ssm_agent_is_forgotten_at_the_shutdown_and_not_before(tmp_path: Pat
     """By a real systemd, in a container of this computer's own programs."""
     lacking = containers.missing()
     if lacking or not Path("/usr/lib/systemd/systemd").exists():
-        pytest.skip(f"no system can be booted here, for want of: {', '.join(lacking) or 'systemd'}")
+        pytest.skip(f"no system can be booted here without: {', '.join(lacking) or 'systemd'}")
     root = tmp_path / "root"
     _fill(root)
     groups = list(containers._cgroups(f"spotrun-clean-{os.getpid()}"))

@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.infra.synthesized import Cluster
 
-# (what is to be done, a key, whether there is such an object): whether that is allowed. The deeds:
+# (what is done, a key, whether there is such an object): whether that is allowed. The deeds:
 # get, list, put, tag, delete, and those of uploads in parts.
 Allows = Callable[[str, str, bool], bool]
 

@@ -1,8 +1,8 @@
-"""Real Terraform on the synthesized stacks, where it and an aws provider are at hand; elsewhere tests are skipped.
+"""Real Terraform on the synthesized stacks, where it and an aws provider are installed; elsewhere tests are skipped.
 
 Nothing is downloaded. A provider is looked for in a mirror that TF_PLUGIN_MIRROR names, in those of the CLI
 configuration, in the folders that Terraform itself searches, and in the folders of /opt. It may be of another version
-than the stacks ask for, as what is at hand is what there is; then a copy of the stacks asks for that one.
+than the stacks ask for, as only the installed one can be used; then a copy of the stacks asks for that one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Real Terraform takes AWS's stacks and makes them on a moto server; spotrun's AWS module then drives what it made.
 
-The provider at hand is of another version than the stacks' pin, see `tests.infra.terraform`.
+The installed provider is of another version than the stacks' pin, see `tests.infra.terraform`.
 """
 
 from __future__ import annotations

@@ -237,7 +237,7 @@ def test_nothing_anywhere_is_a_fresh_start(tmp_path: Path) -> None:
 
 
 def test_none_of_the_checkpoints_can_be_read(store: Store, tmp_path: Path) -> None:
-    """Beginning anew would be a silent loss of everything."""
+    """Beginning again would be a silent loss of everything."""
     save(store, tmp_path, 10)
     object_path(tmp_path, 10, shards.shard_name(1, 0, 3)).unlink()
     with pytest.raises(SpotrunError, match="none of the 1 checkpoints of job job can be read"):

@@ -1,4 +1,4 @@
-"""Snapshots: what goes in comes out, whoever dies when."""
+"""Snapshots: what goes in comes out, whichever process dies when."""
 
 from __future__ import annotations
 

@@ -231,7 +231,7 @@ class Head:
         requests, self._requests = self._requests, []
         for change, future in requests:
             if future.done():
-                continue  # whoever asked is gone
+                continue  # the caller is gone
             if self.job is None or self.job.ended_already:
                 future.set_exception(SpotrunError(parking.no_job(self.parked)))
                 continue
