@@ -8,17 +8,18 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from spotrun.head.fleet.repair import Outlook
 
 from scripts import cloud_site
 from spotrun.cloud import asking, prices
 from spotrun.cloud.base import Shortfall
 from spotrun.cloud.gcp import GcpCloud, api
 from spotrun.errors import CloudError, PartialError
+from spotrun.head.capacity import Observation, decide
 from spotrun.head.fleet.pools import Fleet
 from spotrun.spec import ClusterSpec
 from spotrun.store import Store, host_key
@@ -269,6 +270,14 @@ async def test_a_pool_short_of_machines(
     assert await cloud.problems() == []
 
 
+async def scale(fleet: Fleet, needed: int, keep: Collection[str], silent: Collection[str] = ()) -> None:
+    """What the head does. keep: members. silent: machines that do not report, in a zone that does not answer."""
+    known = ({name: state for name, state in pool.states.items() if name not in silent} for pool in fleet.pools())
+    pools = tuple(replace(pool, states=states) for pool, states in zip(fleet.pools(), known, strict=True))
+    found = decide(Observation(pools, needed, frozenset(keep)))
+    await fleet.scale(found.sizes, found.remove)
+
+
 async def test_the_head_turns_to_another_zone_and_back(cloud: GcpCloud, gce: FakeGce) -> None:
     """The whole way: the head's own decisions over this cloud, while a zone runs dry and recovers."""
     fleet, keep = Fleet(CLUSTER, cloud), ["unknown"]
@@ -276,7 +285,7 @@ async def test_the_head_turns_to_another_zone_and_back(cloud: GcpCloud, gce: Fak
 
     async def turn(wanted: dict[str, int]) -> bool:
         await fleet.look()
-        await fleet.scale(3, keep)
+        await scale(fleet, 3, keep)
         found = [i.pool for i in fleet.instances or () if i.state == "running"]
         return {pool: found.count(pool) for pool in set(found)} == wanted
 
@@ -287,7 +296,7 @@ async def test_the_head_turns_to_another_zone_and_back(cloud: GcpCloud, gce: Fak
     gce.limit("demo--spot-a", None)
     await await_for(lambda: turn({"spot-a": 2, "spot-b": 1}))
     assert {m.id for m in members} <= {i.id for i in fleet.instances or ()}
-    await fleet.scale(0, [])
+    await scale(fleet, 0, [])
     await await_for(lambda: [m.name.startswith("demo--head-") for m in gce.machines()] == [True])
 
 
@@ -343,16 +352,15 @@ async def test_the_head_turns_to_another_zone_while_one_is_out(cloud: GcpCloud, 
     gce.out = {A}
     found = await fleet.look()
     assert [problem.message.partition(":")[0] for problem in found] == [f"zone {A} does not answer"] * 2
-    lost = Outlook(silent=frozenset(names[1:]))
-    await fleet.scale(3, names[:1], lost)
+    await scale(fleet, 3, names[:1], names[1:])
     await running(cloud, "spot-b", 2)
     await fleet.look()
-    await fleet.scale(3, names[:1], lost)
+    await scale(fleet, 3, names[:1], names[1:])
     assert (gce.size("demo--spot-a"), gce.size("demo--spot-b")) == (3, 2)
     assert fleet.names("spot-a") == set(names)
     gce.out = set()
     assert await fleet.look() == fleet.problems == []
-    await fleet.scale(3, names[:1])
+    await scale(fleet, 3, names[:1])
     assert (gce.size("demo--spot-a"), gce.size("demo--spot-b")) == (3, 0)
 
 

@@ -15,7 +15,7 @@ from spotrun.errors import StoreError
 from spotrun.spec import ClusterSpec
 from spotrun.state import slots
 from spotrun.store import Store, checkpoint_key, head_key, host_key, log_key, unfit_key
-from spotrun.train import checkpoint
+from spotrun.train import download
 from spotrun.wire import Manifest, Order, SaveOrder
 from tests.fakes import gcs
 from tests.fakes.gcs import FakeGcs
@@ -205,7 +205,7 @@ async def test_an_agent_gets_by_with_its_rights(cloud: Cloud, tmp_path: Path, mo
             monkeypatch.setenv(name, value)
         folder = tmp_path / "slots"
         folder.mkdir()
-        await asyncio.to_thread(checkpoint.fetch, Store(url), bundle.id, 40, folder, 0)
+        await asyncio.to_thread(download.fetch, Store(url), bundle.id, 40, folder, 0)
         assert slots.newest(folder, bundle.id)[0][1].step == 40
     assert guard.refused == []
     kinds = {(deed, key.split("/")[0], key.split("/")[2] if key.count("/") > 1 else "") for deed, key in guard.done}
