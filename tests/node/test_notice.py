@@ -16,7 +16,8 @@ from spotrun.head.agents import Agents
 from spotrun.machine import metadata as metadata_module
 from spotrun.machine.metadata import Ec2Metadata, GceMetadata, Metadata, detect
 from spotrun.node import notice as notice_module
-from spotrun.node.notice import LEAD, Terms, parse_ec2, parse_gce, watch
+from spotrun.node.notice import Terms, parse_ec2, parse_gce, watch
+from spotrun.spec.notices import RETIRE_LEAD
 from spotrun.wire import Notice, Order, Report
 from tests.fakes.head import FakeMetadata
 from tests.helpers import await_for
@@ -174,9 +175,9 @@ async def test_maintenance_that_was_announced_before_the_agent_began(monkeypatch
 
 
 def test_the_terms_of_a_machine_are_in_its_metadata() -> None:
-    assert Terms.of({}) == Terms(30.0, 60.0, LEAD)
+    assert Terms.of({}) == Terms(30.0, 60.0, RETIRE_LEAD)
     found = Terms.of({"spotrun-preempt-notice": "120", "spotrun-maintenance-notice": "3600"})
-    assert found == Terms(120.0, 3600.0, LEAD)
+    assert found == Terms(120.0, 3600.0, RETIRE_LEAD)
     assert Terms.of({"spotrun-preempt-notice": "-5", "spotrun-maintenance-notice": "1e9"}) == Terms()
     assert parse_gce("preempted", "TRUE", 100.0, found) == Notice(kind="preempt", deadline=220.0)
     assert parse_gce("maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE", 100.0, found) == Notice(
@@ -196,12 +197,12 @@ def test_operators_hear_at_once_of_a_notice_that_counts_later() -> None:
     agents.receive(report, send, 0.0)
     for _ in range(2):
         assert not agents.receive(report.model_copy(update={"coming": later}), send, 1.0)
-        assert agents.leaving() == []
+        assert agents.known["a"].report.notice is None, "the node is not leaving yet"
     assert [text for kind, text in said if kind == "notice"] == [
         "a will be taken at 14:05 UTC: maintenance; it trains on until shortly before"
     ]
     assert agents.receive(report.model_copy(update={"notice": later}), send, 2.0)
-    assert agents.leaving() == ["a"]
+    assert agents.known["a"].report.notice == later
 
 
 async def test_gce_preempted_before_the_agent_began(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,17 +23,13 @@ import aiohttp
 from spotrun.backoff import Backoff
 from spotrun.machine.metadata import Ec2Metadata, GceMetadata, Metadata
 from spotrun.spec import names
+from spotrun.spec.notices import EC2_NOTICE, GCE_NOTICE, RETIRE_LEAD
 from spotrun.wire import Notice
 
 log = logging.getLogger(__name__)
 
-GCE_PREEMPT_SECONDS = 30.0
 GCE_MAINTENANCE_SECONDS = 60.0
-# A notice counts at most this many seconds before the end: enough to drain, to put a state of some gigabytes into the
-# bucket, and for a successor to begin to boot. Until then the node trains on.
-LEAD = 150.0
 LOOK = 30.0  # seconds; the longest wait until a notice is held against the clock again, which may be set meanwhile
-EC2_REBALANCE_SECONDS = 120.0  # a recommendation names no end; the notice, when it comes, leaves two minutes
 LONG_POLL_SECONDS = 10  # a server that has gone silent is noticed that soon
 EC2_POLL_SECONDS = 1.0
 EC2_HORIZON = 86400.0  # seconds; a time further away than this is junk
@@ -47,11 +43,11 @@ Callback = Callable[[Notice | None], None]
 class Terms:
     """How long before the end this machine's cloud gives notice, and from when on a notice counts."""
 
-    preempt: float = GCE_PREEMPT_SECONDS
+    preempt: float = GCE_NOTICE
     """Seconds from GCE's word that it preempts the machine until it presses the power button, or ends the machine."""
     maintenance: float = GCE_MAINTENANCE_SECONDS
     """Seconds from GCE's word of maintenance until the machine stops."""
-    lead: float = LEAD
+    lead: float = RETIRE_LEAD
     """Seconds before the end from which on a notice counts. A longer notice is only announced until then."""
 
     @classmethod
@@ -63,14 +59,14 @@ class Terms:
             return float(text) if text.isascii() and text.isdecimal() and len(text) < 7 else default
 
         return cls(
-            seconds(names.PREEMPT_NOTICE, GCE_PREEMPT_SECONDS),
+            seconds(names.PREEMPT_NOTICE, GCE_NOTICE),
             seconds(names.MAINTENANCE_NOTICE, GCE_MAINTENANCE_SECONDS),
         )
 
     @property
     def least(self) -> Terms:
         """The terms for a word that may be older than this agent: the shortest that Google gives."""
-        preempt = min(self.preempt, GCE_PREEMPT_SECONDS)
+        preempt = min(self.preempt, GCE_NOTICE)
         return replace(self, preempt=preempt, maintenance=min(self.maintenance, GCE_MAINTENANCE_SECONDS))
 
     def begins(self, notice: Notice) -> float:
@@ -166,7 +162,7 @@ def parse_ec2(kind: str, text: str, now: float) -> Notice:
         raise ValueError("a time more than a day away")
     if kind == "preempt":
         return Notice(kind="preempt", deadline=at)
-    return Notice(kind="rebalance", deadline=at + EC2_REBALANCE_SECONDS)
+    return Notice(kind="rebalance", deadline=at + EC2_NOTICE)  # as if the notice came now
 
 
 async def _watch_gce(metadata: GceMetadata, path: str, terms: Terms, put: Callable[[str, Notice | None], None]) -> None:
