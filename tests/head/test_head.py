@@ -1,4 +1,4 @@
-"""The head's loop, the queue and the job's state in the bucket; see `headworld`."""
+"""The head's loop, the queue and the job's state in the bucket."""
 
 from __future__ import annotations
 

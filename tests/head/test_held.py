@@ -1,4 +1,4 @@
-"""Bringing a cluster up starts no job by itself, and taking it down ends none unasked. See `headworld`."""
+"""Bringing a cluster up starts no job by itself, and taking it down ends none unasked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Versions: head, agents and operators of spotrun may differ by one, while a job runs. See `headworld`."""
+"""Versions: head, agents and operators of spotrun may differ by one, while a job runs."""
 
 from __future__ import annotations
 

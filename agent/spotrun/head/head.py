@@ -90,26 +90,26 @@ class Head:
         self._exhausted: frozenset[str] = frozenset()  # pools in which no more machines are replaced, as was noted
         self._began = self._ticked_at = self._awake_since = 0.0
 
-    # What links and the control socket call.
+    # What connections and the control socket call.
 
     def receive(self, report: Report, send: Send) -> None:
-        """An agent's newest report came in over a link."""
+        """A connection has received its agent's newest report."""
         if self.agents.receive(report, send, self.clock(), self.fleet.made(report.node)):
             self._look_now.set()
         self._changed.set()
 
     def disconnect(self, node: str, send: Send) -> None:
-        """A link closed. A newer link of the same node is not touched."""
+        """A connection has closed. A newer connection of the same node is not touched."""
         if self.agents.disconnect(node, send):
             self._changed.set()
             self._look_now.set()
 
     def look(self) -> None:
-        """Ask the cloud now: its last answer may be out of date."""
+        """Ask the cloud now, since its last answer may be out of date."""
         self._look_now.set()
 
     async def submit(self, job: dict[str, object], code: str) -> str:
-        """Queue a job; its id. Raises `SpecError`."""
+        """Queue a job and return its id. Raises `SpecError`."""
         state = submission.accept(job, code, self.cluster, self.fleet.unpriced(), self.clock())
         state = await self.journal.create(state)
         if unknown := sorted(job.keys() - JobSpec.model_fields.keys()):
@@ -179,7 +179,7 @@ class Head:
     # The loop.
 
     async def run(self) -> None:
-        """Own the job, for ever."""
+        """Run the active job, until cancelled."""
         beside = [asyncio.create_task(work) for work in (self.signs.run(), self._watch_clock())]
         try:
             await self._turns()
@@ -231,7 +231,7 @@ class Head:
         requests, self._requests = self._requests, []
         for change, future in requests:
             if future.done():
-                continue  # the caller is gone
+                continue  # the request was cancelled
             if self.job is None or self.job.ended_already:
                 future.set_exception(SpotrunError(parking.no_job(self.parked)))
                 continue
