@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from scripts import console
+
 LONGEST = 72  # characters of a subject: more of them wrap in `git log` on a terminal
 
 
@@ -40,7 +42,7 @@ def _git(repository: Path, *words: str) -> str | None:
 def main() -> int:
     found = too_long(Path.cwd())
     for line in found:
-        print(f"commit {line}: the subject is longer than {LONGEST} characters", file=sys.stderr)
+        console.warn(f"commit {line}: the subject is longer than {LONGEST} characters")
     return 1 if found else 0
 
 
