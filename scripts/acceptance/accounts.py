@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Any
 
 from scripts.acceptance import ways
 from scripts.acceptance.record import Facts, Failed, NotRun
@@ -55,15 +56,14 @@ def guest_agent(access: Access) -> Facts:
 
 def instance_connect(access: Access) -> Facts:
     """Whether sshd complained of the program that asks for pushed keys. That we are in says that it works."""
-    said = ways.say(
-        access, HEAD, "journalctl --unit ssh --no-pager --output cat | grep -c AuthorizedKeysCommand || true"
-    )
+    command = "journalctl --unit ssh --no-pager --output cat | grep -c AuthorizedKeysCommand || true"
+    said = ways.say(access, HEAD, command)
     return {"complaints of sshd": int(said.strip() or 0)}
 
 
 def notice_order(found: Trace) -> Facts:
     """Which of Google's words a preempted machine saw, in order, with the seconds from the first one."""
-    seen = found.all("notice")
+    seen = _notices(found)
     if not seen:
         raise SpotrunError("neither preempted nor maintenance-event changed before the machine ended")
     first = float(seen[0]["at"])
@@ -76,7 +76,7 @@ def notice_order(found: Trace) -> Facts:
 def maintenance_notice(found: Trace) -> Facts:
     """Whether a machine trained on after word of maintenance whose time is far: the agent reports it as coming."""
     told = [text for text in found.events if re.search(_COMING, text)]
-    seen = [line for line in found.all("notice") if line["key"] == "maintenance-event"]
+    seen = [line for line in _notices(found) if line["key"] == "maintenance-event"]
     facts: Facts = {"metadata": ", ".join(str(line["value"]) for line in seen) or "no change"}
     facts |= {"event": told[0] if told else "none", "steps": int(found.last["step"])}
     if interruptions := [each["kind"] for each in found.last["interruptions"]]:
@@ -114,6 +114,11 @@ def judge(found: Sequence[Left], facts: Facts) -> Facts:
     if wrong := [f"{each.kind} {each.name} ({_price(each)})" for each in found if not each.stays]:
         raise Failed(f"still there: {', '.join(wrong)}", facts)
     return facts
+
+
+def _notices(found: Trace) -> list[dict[str, Any]]:
+    """What the probe has seen change on Google's metadata server. It prints nothing if nothing changes."""
+    return [line for line in found.lines if line["probe"] == "notice"]
 
 
 def _price(each: Left) -> str:

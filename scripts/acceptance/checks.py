@@ -10,6 +10,7 @@ from scripts.acceptance import accounts, devices, trace, ways
 from scripts.acceptance.record import Facts, Failed, NotRun
 from scripts.acceptance.rig import Rig
 from scripts.acceptance.steps import Step
+from scripts.acceptance.trace import Trace
 from scripts.home import home
 from scripts.ssh import Access
 from spotrun import cloud
@@ -18,18 +19,9 @@ from spotrun.errors import SpotrunError
 Check = Callable[[Rig, Step], Facts]
 
 
-def checks(rig: Rig) -> dict[str, Callable[[Step], Facts]]:
-    """Every step's function, for this cluster."""
-    return {name: partial(check, rig) for name, check in CHECKS.items()}
-
-
 def _tools(rig: Rig, _: Step) -> Facts:
     preflight.check_tools(rig.cluster)
     return {"terraform": stacks.terraform()}
-
-
-def _login(rig: Rig, _: Step) -> Facts:
-    return {"account": cloud.account(rig.cluster)}
 
 
 def _offers(rig: Rig, _: Step) -> Facts:
@@ -49,31 +41,13 @@ def _image(rig: Rig, _: Step) -> Facts:
     return {}
 
 
-def _plan(rig: Rig, _: Step) -> Facts:
-    return {"changes": "some" if rig.site("head").plan() else "none"}
-
-
 def _up(rig: Rig, step: Step) -> Facts:
     return rig.up(step.stage)
 
 
-def _ways_in(rig: Rig, _: Step) -> Facts:
-    return ways.into_head(rig.access)
-
-
-def _host_keys(rig: Rig, _: Step) -> Facts:
-    return ways.refuses_another_key(rig.access)
-
-
-def _join(rig: Rig, step: Step) -> Facts:
-    return trace.boot(rig.trace(step.job))
-
-
-def _gate(rig: Rig, step: Step) -> Facts:
+def _gate(found: Trace) -> Facts:
     """The lines of the health gate on the machine of a job, as its probe has printed them."""
-    said = rig.trace(step.job).all("fitness")
-    if not said:
-        raise SpotrunError("the probe of the health gate printed nothing")
+    said = found.all("fitness")
     shown = ("machine", "gpus", "torch_gpus", "efas", "disk", "clock")
     facts: Facts = {key: said[0][key] for key in shown if said[0].get(key) is not None}
     facts["remarks"] = "; ".join(text for line in said for text in line["remarks"]) or "none"
@@ -82,33 +56,33 @@ def _gate(rig: Rig, step: Step) -> Facts:
     return facts
 
 
-def _node_ssh(rig: Rig, step: Step) -> Facts:
-    found = rig.trace(step.job)
+def _node_ssh(found: Trace) -> Facts:
     if found.ways is None:
         raise SpotrunError(found.ways_error or "the job ended before the ways into its node could be tried")
     return found.ways
 
 
-def _interruption(kind: str, rig: Rig, step: Step) -> Facts:
-    """One interruption of a job's: its pause by part. With notice, no step may be lost."""
-    found = rig.trace(step.job)
-    facts = trace.pause(found.loss(kind))
-    if kind == "preempt" and facts["steps lost"]:
+def _preempt(found: Trace) -> Facts:
+    """The pause of an interruption with notice, by part. No step may be lost."""
+    facts = trace.pause(found.loss("preempt"))
+    if facts["steps lost"]:
         raise Failed(f"{facts['steps lost']} steps were lost although there was a notice", facts)
     return facts
 
 
-def _notice(rig: Rig, step: Step) -> Facts:
-    facts = _interruption("preempt", rig, step)
-    marks = rig.trace(step.job).marks
+def _kill(found: Trace) -> Facts:
+    return trace.pause(found.loss("kill"))
+
+
+def _notice(found: Trace) -> Facts:
+    facts, marks = _preempt(found), found.marks
     if "notice seen" in marks:
         facts["notice seen after s"] = round(marks["notice seen"] - marks["preempt asked for"], 2)
     return facts
 
 
-def _replacement(rig: Rig, step: Step) -> Facts:
+def _replacement(found: Trace) -> Facts:
     """A machine that alone had the job is gone, and the job ended well: another has had it."""
-    found = rig.trace(step.job)
     if not found.taken:
         raise SpotrunError("no machine was taken from the job")
     generations = int(found.last["generation"])
@@ -117,11 +91,12 @@ def _replacement(rig: Rig, step: Step) -> Facts:
     return {"generations": generations, "machines seen": len(found.nodes), "taken": found.taken[0][1]}
 
 
-def _reference(rig: Rig, step: Step) -> Facts:
-    found = rig.trace(step.job)
+def _reference(found: Trace) -> Facts:
     if interruptions := [loss["kind"] for loss in found.last["interruptions"]]:
         raise NotRun(f"the run was disturbed ({', '.join(interruptions)}): a reference needs one without interruptions")
-    return {"digest": found.said("train")["digest"], **_rate(found)}
+    started, ended = found.last["started"], found.last["ended"]
+    facts: Facts = {"digest": found.said("train")["digest"]}
+    return facts | ({"seconds": round(ended - started, 2)} if started and ended else {})
 
 
 def _equality(reference: str, rig: Rig, step: Step) -> Facts:
@@ -136,20 +111,7 @@ def _equality(reference: str, rig: Rig, step: Step) -> Facts:
     raise Failed("the disturbed run ended with other bits than the undisturbed one", facts)
 
 
-def _rate(found: trace.Trace) -> Facts:
-    started, ended = found.last["started"], found.last["ended"]
-    return {"seconds": round(ended - started, 2)} if started and ended else {}
-
-
-def _down(rig: Rig, _: Step) -> Facts:
-    return rig.down()
-
-
-def _left(rig: Rig, _: Step) -> Facts:
-    return accounts.left(rig.cluster, rig.file)
-
-
-def _judge(judge: Callable[[trace.Trace], Facts]) -> Check:
+def _of_job(judge: Callable[[Trace], Facts]) -> Check:
     """A check that only reads what came of the step's job."""
     return lambda rig, step: judge(rig.trace(step.job))
 
@@ -160,48 +122,48 @@ def _on_head(ask: Callable[[Access], Facts]) -> Check:
 
 CHECKS: Mapping[str, Check] = {
     "tools": _tools,
-    "login": _login,
+    "login": lambda rig, _: {"account": cloud.account(rig.cluster)},
     "permissions": lambda rig, _: accounts.permissions(rig.cluster),
     "offers": _offers,
     "quotas": _quotas,
     "image": _image,
-    "plan": _plan,
+    "plan": lambda rig, _: {"changes": "some" if rig.site("head").plan() else "none"},
     "up": _up,
-    "ways in": _ways_in,
-    "host keys": _host_keys,
+    "ways in": _on_head(ways.into_head),
+    "host keys": _on_head(ways.refuses_another_key),
     "grants": _on_head(accounts.grants),
     "guest agent": _on_head(accounts.guest_agent),
     "instance connect": _on_head(accounts.instance_connect),
-    "join": _join,
-    "gate": _gate,
-    "node ssh": _node_ssh,
-    "notice": _notice,
-    "replacement": _replacement,
-    "notice order": _judge(accounts.notice_order),
-    "shutdown budget": partial(_interruption, "preempt"),
+    "join": _of_job(trace.boot),
+    "gate": _of_job(_gate),
+    "node ssh": _of_job(_node_ssh),
+    "notice": _of_job(_notice),
+    "replacement": _of_job(_replacement),
+    "notice order": _of_job(accounts.notice_order),
+    "shutdown budget": _of_job(_preempt),
     "disk encryption": lambda rig, _: accounts.disk_encryption(rig.cluster),
-    "reference": _reference,
-    "preempt": partial(_interruption, "preempt"),
-    "kill": partial(_interruption, "kill"),
+    "reference": _of_job(_reference),
+    "preempt": _of_job(_preempt),
+    "kill": _of_job(_kill),
     "equality": partial(_equality, "reference"),
     "gpu up": _up,
-    "gpu gate": _gate,
-    "matrix product": _judge(devices.matrix),
-    "snapshot copy": _judge(devices.copy),
-    "fork server": _judge(devices.fork),
-    "gpu tests": _judge(devices.tests),
-    "efa layout": _judge(devices.efa),
+    "gpu gate": _of_job(_gate),
+    "matrix product": _of_job(devices.matrix),
+    "snapshot copy": _of_job(devices.copy),
+    "fork server": _of_job(devices.fork),
+    "gpu tests": _of_job(devices.tests),
+    "efa layout": _of_job(devices.efa),
     "all-reduce": lambda rig, step: devices.all_reduce(rig.trace(step.job), rig.cluster),
     "vit": lambda rig, step: devices.vit(rig.access, rig.trace(step.job)),
-    "gpu reference": _reference,
-    "gpu preempt": partial(_interruption, "preempt"),
-    "gpu kill": partial(_interruption, "kill"),
-    "state transfer": _judge(devices.transfer),
-    "nccl segments": _judge(devices.segments),
+    "gpu reference": _of_job(_reference),
+    "gpu preempt": _of_job(_preempt),
+    "gpu kill": _of_job(_kill),
+    "state transfer": _of_job(devices.transfer),
+    "nccl segments": _of_job(devices.segments),
     "gpu equality": partial(_equality, "gpu reference"),
-    "maintenance notice": _judge(accounts.maintenance_notice),
+    "maintenance notice": _of_job(accounts.maintenance_notice),
     "moved up": _up,
     "placement": lambda rig, step: devices.placement(rig.facts_of("all-reduce"), rig.trace(step.job), rig.cluster),
-    "down": _down,
-    "left": _left,
+    "down": lambda rig, _: rig.down(),
+    "left": lambda rig, _: accounts.left(rig.cluster, rig.file),
 }

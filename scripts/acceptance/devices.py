@@ -25,9 +25,7 @@ def figures(name: str) -> Gpu | None:
 def matrix(found: Trace) -> Facts:
     """The slowest GPU's matrix product and memory, and what of the data sheet that is."""
     lines = found.all("matrix")
-    slowest = min(lines, key=lambda line: line["tflops"], default=None)
-    if slowest is None:
-        raise SpotrunError("the probe of the matrix product printed nothing")
+    slowest = min(lines, key=lambda line: line["tflops"])
     memory = min(float(line["memory"]) for line in lines)
     facts: Facts = {"GPU": slowest["name"], "TFLOP/s": slowest["tflops"], "memory GB/s": memory, "GPUs": len(lines)}
     known = figures(slowest["name"])
@@ -44,8 +42,6 @@ def matrix(found: Trace) -> Facts:
 def copy(found: Trace) -> Facts:
     """What a snapshot's copy to the host reaches, alone and on all GPUs at once."""
     lines = found.all("copy")
-    if not lines:
-        raise SpotrunError("the probe of the copy printed nothing")
     alone = min(float(line["pinned"]) for line in lines)
     facts: Facts = {
         "pinned GB/s": alone,
@@ -62,13 +58,10 @@ def copy(found: Trace) -> Facts:
 def fork(found: Trace) -> Facts:
     """Whether each worker was forked with torch loaded, and could use CUDA."""
     lines = found.all("fork")
-    if not lines:
-        raise SpotrunError("the probe of the fork server printed nothing")
     facts: Facts = {"workers": len(lines), "forked": sum(bool(line["forked"]) for line in lines)}
     if slow := [line for line in lines if not line["forked"]]:
-        raise Failed(
-            f"{len(slow)} workers were not forked from a server that has torch: each start takes seconds", facts
-        )
+        what = f"{len(slow)} workers were not forked from a server that has torch"
+        raise Failed(f"{what}: each start takes seconds", facts)
     return facts | {"first use of CUDA s": max(float(line["first"]) for line in lines)}
 
 
@@ -135,8 +128,6 @@ def transfer(found: Trace) -> Facts:
 def segments(found: Trace) -> Facts:
     """NCCL's shared memory that no process used at the end of a job whose machines were taken."""
     lines = found.all("segments")
-    if not lines:
-        raise SpotrunError("the probe of shared memory printed nothing")
     facts: Facts = {"machines": len(lines), "segments": sum(int(line["segments"]) for line in lines)}
     if left := [f"{line['node']}: {path}" for line in lines for path in line["left"]]:
         raise Failed(f"left by killed workers: {', '.join(left)}", facts)

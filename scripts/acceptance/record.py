@@ -10,10 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import Field, ValidationError
 
 from spotrun.errors import SpotrunError
 from spotrun.store import Store, acceptance_key
+from spotrun.wire import Document
 
 State = Literal["passed", "failed", "not run"]
 Fact = float | int | str
@@ -32,32 +33,30 @@ class Failed(SpotrunError):
         self.facts = facts
 
 
-class Result(BaseModel):
+class Result(Document):
     """What came of a step."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="strings")
     state: State
     reason: str = ""  # why it did not pass
-    facts: Facts = {}  # what was measured or seen
+    facts: Facts = Field(default_factory=dict)  # what was measured or seen
     seconds: float = 0.0  # how long it took
     at: float = 0.0  # when it ended, epoch seconds
 
 
-class Record(BaseModel):
+class Record(Document):
     """An acceptance as far as it has come."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="strings")
     cluster: str  # its name
     digest: str  # of its description; another description is another acceptance
-    results: dict[str, Result] = {}  # by step
+    results: dict[str, Result] = Field(default_factory=dict)  # by step
     standing: bool = False  # it has begun to bring the cluster up, and has not seen it down since
     at: float = 0.0  # when this was written, epoch seconds
 
     def with_result(self, step: str, result: Result) -> Record:
-        return self.model_copy(update={"results": {**self.results, step: result}, "at": time.time()})
+        return self.replace(results={**self.results, step: result}, at=time.time())
 
     def but_standing(self, standing: bool) -> Record:
-        return self.model_copy(update={"standing": standing, "at": time.time()})
+        return self.replace(standing=standing, at=time.time())
 
     @property
     def failed(self) -> list[str]:

@@ -43,7 +43,7 @@ class Runner:
         chosen = plan.todo(self.steps, self.record.results, again, self.record.standing, self.cluster)
         names = {step.name for step in chosen}
         kept = {name: result for name, result in self.record.results.items() if name not in names}
-        self.record = self.record.model_copy(update={"results": kept})
+        self.record = self.record.replace(results=kept)
         work = [step for step in chosen if step.stage != "end"]
         with _terminated_as_interrupted():
             try:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from scripts import site as sites
 from scripts.acceptance import plan, report, ways
-from scripts.acceptance.checks import checks
+from scripts.acceptance.checks import CHECKS
 from scripts.acceptance.record import Keeper
 from scripts.acceptance.rig import Rig
 from scripts.acceptance.runner import Runner
@@ -38,7 +39,8 @@ def accept(file: str, again: bool, only_list: bool, say: Callable[[str], None]) 
             f"cluster {cluster.name} is up, and an acceptance takes its cluster down at the end:"
             f" `{make_command(file, 'down')}` first, or name a cluster file with another name"
         )
-    runner = Runner(cluster, STEPS, checks(rig), keeper, say, record)
+    checks = {name: partial(check, rig) for name, check in CHECKS.items()}
+    runner = Runner(cluster, STEPS, checks, keeper, say, record)
     rig.facts_of = lambda step: runner.record.results[step].facts if step in runner.record.results else {}
     code = runner.run(again)
     return code, report.document(STEPS, runner.record, cluster)

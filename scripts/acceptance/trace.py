@@ -12,10 +12,10 @@ from typing import Any
 from scripts import control, faults, jobs, logs, report
 from scripts.acceptance.jobs import Plan
 from scripts.acceptance.record import Facts
+from scripts.control import Status
 from scripts.ssh import HEAD, Access
 from spotrun.errors import SpotrunError
 
-Status = dict[str, Any]
 # Of `wire.Worker.phases`, behind the time at which the head ordered the generation.
 PARTS = ("noticed and ordered", "forked", "imported", "grouped", "restored", "first step")
 _LOGS = 60.0  # seconds for an ended job's last log to reach the bucket
@@ -46,15 +46,15 @@ class Trace:
     ways: Facts | None = None  # what the ways into a node said
     ways_error: str = ""  # why one of them failed
 
+    def all(self, probe: str) -> list[dict[str, Any]]:
+        """The lines of a probe. Raises `SpotrunError` if there are none."""
+        if found := [line for line in self.lines if line["probe"] == probe]:
+            return found
+        raise SpotrunError(f"job {self.job}: probe {probe!r} printed nothing")
+
     def said(self, probe: str) -> dict[str, Any]:
         """The newest line of a probe. Raises `SpotrunError` if there is none."""
-        found = [line for line in self.lines if line["probe"] == probe]
-        if not found:
-            raise SpotrunError(f"job {self.job}: its log has no line of probe {probe!r}")
-        return found[-1]
-
-    def all(self, probe: str) -> list[dict[str, Any]]:
-        return [line for line in self.lines if line["probe"] == probe]
+        return self.all(probe)[-1]
 
     def loss(self, kind: str) -> Status:
         """The interruption of that kind. Raises `SpotrunError` if there was none."""
@@ -140,16 +140,14 @@ def follow(access: Access, plan: Plan, job: str, how: How) -> Trace:
     trace = Trace(job)
     last = jobs.follow(access, job, Watch(access, plan, trace, how))
     trace.last = last
+    if last["phase"] != "succeeded":
+        raise SpotrunError(report.report(last))
     deadline = time.monotonic() + _LOGS
     while True:
         trace.lines = read(access, job)
         if set(plan.expects) <= {line["probe"] for line in trace.lines} or time.monotonic() > deadline:
             break
-        if last["phase"] != "succeeded":
-            break
         time.sleep(_AGAIN)
-    if last["phase"] != "succeeded":
-        raise SpotrunError(report.report(last))
     if len(trace.taken) < len(plan.take):
         raise SpotrunError(f"job {job} ended before {plan.take[len(trace.taken)].kind} could be tried")
     return trace

@@ -70,7 +70,7 @@ class _Forged:
         if not kinds:
             raise SpotrunError("the head's record has no ed25519 key to put another in the place of")
         line = Ed25519PrivateKey.generate().public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
-        return record.model_copy(update={"keys": (line,)}).model_dump_json().encode()
+        return record.replace(keys=(line,)).model_dump_json().encode()
 
 
 def _by_run(access: Access, node: str) -> dict[str, Any]:
