@@ -26,6 +26,7 @@ from spotrun.train.restore import restore
 from spotrun.train.slot_files import Reader
 from spotrun.train.snapshot import Writer
 from spotrun.wire import FileRef, Manifest, StateRef
+from tests.train.blocks import block
 
 
 def state_at(step: int) -> dict[str, object]:
@@ -40,7 +41,7 @@ def state_at(step: int) -> dict[str, object]:
 def save(store: Store, tmp_path: Path, step: int, generation: int = 1, parts: int = 3, manifest: bool = True) -> None:
     """What the nodes and the head do together to make a checkpoint."""
     folder = tmp_path / f"node-{generation}-{step}"
-    writer = Writer(folder, "job", generation)
+    writer = Writer(folder, "job", generation, block())
     writer.take(step, lambda encoder: encoder.encode(state_at(step), "state"), set(), wait=True)
     writer.settle()
     slot = slots.newest(folder, "job")[0][0]
@@ -223,7 +224,7 @@ def test_a_manifest_cannot_name_files_elsewhere(store: Store) -> None:
 def test_the_newer_of_memory_and_bucket_counts(store: Store, tmp_path: Path, local: tuple[int, int]) -> None:
     save(store, tmp_path, 10)
     folder = tmp_path / "slots"
-    writer = Writer(folder, "job", local[0])
+    writer = Writer(folder, "job", local[0], block())
     writer.take(local[1], lambda encoder: encoder.encode(state_at(local[1]), "state"), set(), wait=True)
     writer.settle()
     found = restore(context(tmp_path, (1, 10)), 0, None)
@@ -245,7 +246,7 @@ def test_none_of_the_checkpoints_can_be_read(store: Store, tmp_path: Path) -> No
 
 
 def test_another_jobs_snapshot_is_not_ours(tmp_path: Path) -> None:
-    writer = Writer(tmp_path / "slots", "other", 9)
+    writer = Writer(tmp_path / "slots", "other", 9, block())
     writer.take(1, lambda encoder: encoder.encode(state_at(1), "state"), set(), wait=True)
     writer.settle()
     assert restore(context(tmp_path), 0, None) is None

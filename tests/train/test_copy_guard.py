@@ -20,6 +20,7 @@ from spotrun.train.encoding import decode
 from spotrun.train.slot_files import Reader
 from spotrun.train.snapshot import Writer
 from spotrun.train.staging import Staging
+from tests.train.blocks import block
 from tests.train.late import Late
 
 
@@ -36,7 +37,7 @@ def take(writer: Writer, step: int, tensor: torch.Tensor, wait: bool = False) ->
 
 
 def test_what_changes_after_the_guard_is_in_no_snapshot(tmp_path: Path) -> None:
-    x, writer = torch.ones(4), Writer(tmp_path, "job", 1, stage=Late())
+    x, writer = torch.ones(4), Writer(tmp_path, "job", 1, block(), stage=Late())
     take(writer, 1, x)
     writer.guard()
     x.fill_(2)
@@ -77,7 +78,7 @@ def test_a_change_before_the_guard_drops_the_snapshot(
 def test_a_tensor_without_versions_is_copied_first(tmp_path: Path) -> None:
     stage = Late()
     with torch.inference_mode():
-        x, writer = torch.ones(4), Writer(tmp_path, "job", 1, stage=stage)
+        x, writer = torch.ones(4), Writer(tmp_path, "job", 1, block(), stage=stage)
         take(writer, 1, x)
         x.fill_(2)
     writer.settle()
@@ -271,7 +272,7 @@ def test_steps_without_a_guard_are_not_trusted(folder: Path, stage: Late) -> Non
 
 @pytest.mark.gpu
 def test_cuda_a_change_before_the_guard_drops_the_snapshot(tmp_path: Path) -> None:
-    writer = Writer(tmp_path, "job", 1, stage=Staging(torch.device("cuda", 0)))
+    writer = Writer(tmp_path, "job", 1, block(), stage=Staging(torch.device("cuda", 0)))
     x = torch.ones(50_000_000, device="cuda")
     take(writer, 1, x, wait=True)
     writer.guard()
@@ -290,7 +291,7 @@ def test_cuda_a_change_before_the_guard_drops_the_snapshot(tmp_path: Path) -> No
 
 @pytest.mark.gpu
 def test_cuda_the_wait_at_the_guard_is_measured(tmp_path: Path) -> None:
-    writer = Writer(tmp_path, "job", 1, stage=Staging(torch.device("cuda", 0)))
+    writer = Writer(tmp_path, "job", 1, block(), stage=Staging(torch.device("cuda", 0)))
     x = torch.ones(250_000_000, device="cuda")
     for step in (1, 2):  # the first one pays for the layout
         take(writer, step, x, wait=True)

@@ -26,6 +26,7 @@ from spotrun.train.failures import is_peer_failure
 from spotrun.train.snapshot import Writer
 from spotrun.wire import Failure
 from tests.helpers import wait_for
+from tests.train.blocks import block
 from tests.train.generations import EPOCHS, SAMPLES, Cluster, forked
 
 
@@ -160,7 +161,7 @@ def test_who_needs_no_state_takes_no_part_in_a_transfer(cluster: Cluster) -> Non
     """Two nodes lack the state. They cannot take it yet: who has it goes on, and the donor sends it once."""
     state = {"x": torch.arange(100_000)}
     for node in "bc":
-        writer = Writer(cluster.slots(node), "job", 1)
+        writer = Writer(cluster.slots(node), "job", 1, block())
         assert writer.take(7, lambda encoder: encoder.encode(state, "state"), set(), wait=True)
         writer.settle()
     with socket.create_server(("127.0.0.1", 0)) as server:

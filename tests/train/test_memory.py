@@ -21,6 +21,7 @@ from spotrun.train.slot_files import Reader
 from spotrun.train.snapshot import Writer
 from spotrun.train.training_state import load
 from tests.helpers import SLOW
+from tests.train.blocks import block
 
 RANKS = 8
 STATE = 16 << 20  # bytes
@@ -140,7 +141,7 @@ class Average:
 
 @pytest.mark.parametrize("make", [Keeping, Average])
 def test_what_keeps_a_loaded_tensor_has_a_copy(tmp_path: Path, make: Any) -> None:
-    writer = Writer(tmp_path, "job", 1)
+    writer = Writer(tmp_path, "job", 1, block())
     for step in (1, 2, 3):
         state = {"large": torch.full((10_000,), float(step))}
         assert writer.take(step, lambda encoder, state=state: encoder.encode(state, "state"), set(), wait=True)
@@ -157,7 +158,7 @@ def test_an_optimizer_keeps_no_view(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW([parameter])
     parameter.grad = torch.ones(10_000)
     optimizer.step()
-    writer = Writer(tmp_path, "job", 1)
+    writer = Writer(tmp_path, "job", 1, block())
     writer.take(1, lambda encoder: encoder.encode(optimizer.state_dict(), "state"), set(), wait=True)
     writer.settle()
     slot, record = slots.newest(tmp_path, "job")[0]

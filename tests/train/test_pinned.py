@@ -16,6 +16,7 @@ from spotrun.train import snapshot
 from spotrun.train.pinned import PinnedMemory
 from spotrun.train.snapshot import Writer
 from spotrun.train.staging import Copy, Staging
+from tests.train.blocks import block
 from tests.train.late import Late
 
 
@@ -90,7 +91,7 @@ class Locking(Late):
 
 def test_a_slot_is_locked_before_it_is_needed_and_until_it_goes(tmp_path: Path) -> None:
     stage = Locking()
-    writer = Writer(tmp_path, "job", 1, stage=stage)
+    writer = Writer(tmp_path, "job", 1, block(), stage=stage)
     state = {"x": torch.ones(100)}
     writer.prepare({"state.x": state["x"]})
     assert len(stage.locked) == 1
@@ -110,7 +111,7 @@ def test_a_slot_is_locked_before_it_is_needed_and_until_it_goes(tmp_path: Path) 
 def test_a_large_slot_is_laid_out_beside_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot, "EAGER", 1000)
     stage = Locking()
-    writer = Writer(tmp_path, "job", 1, stage=stage)
+    writer = Writer(tmp_path, "job", 1, block(), stage=stage)
     writer.prepare({"state.x": torch.ones(100)})
     state = {"x": torch.ones(100), "momentum": torch.ones(300)}  # after the first step
     assert not writer.take(1, lambda encoder: encoder.encode(state, "state"), set(), wait=False)
@@ -128,7 +129,7 @@ def test_a_large_slot_is_laid_out_beside_training(tmp_path: Path, monkeypatch: p
 
 def test_room_for_the_optimizer_is_made_after_the_first_step(tmp_path: Path) -> None:
     stage = Locking()
-    writer = Writer(tmp_path, "job", 1, stage=stage)
+    writer = Writer(tmp_path, "job", 1, block(), stage=stage)
     writer.prepare({"state.x": torch.ones(100)})
     state = {"x": torch.ones(100), "momentum": torch.ones(300)}
     writer.make_room(lambda encoder: encoder.encode(state, "state"))
@@ -144,7 +145,7 @@ def test_cuda_copies_straight_into_a_slot(tmp_path: Path, monkeypatch: pytest.Mo
     """The slot's own memory is locked; a tensor that lies across chunks arrives whole; locking twice breaks nothing."""
     stage = Staging(torch.device("cuda", 0))
     monkeypatch.setattr(stage._pins, "_chunk", 1 << 20)
-    writer = Writer(tmp_path, "job", 1, stage=stage)
+    writer = Writer(tmp_path, "job", 1, block(), stage=stage)
     state = {"x": torch.arange(1_000_000, device="cuda"), "half": torch.randn(999, 1001, device="cuda").half().t()}
     writer.take(1, lambda encoder: encoder.encode(state, "state"), set(), wait=True)
     writer.settle()

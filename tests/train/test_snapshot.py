@@ -32,6 +32,7 @@ from spotrun.train.slot_files import Reader
 from spotrun.train.snapshot import Writer, next_interval
 from spotrun.train.staging import Staging
 from tests.helpers import wait_for
+from tests.train.blocks import block
 
 forked = multiprocessing.get_context("forkserver")
 forked.set_forkserver_preload(["torch", "numpy", "spotrun.train.run"])
@@ -48,7 +49,7 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def write(folder: Path, step: int, state: Any, generation: int = 1) -> Writer:
-    writer = Writer(folder, "job", generation)
+    writer = Writer(folder, "job", generation, block())
     assert writer.take(step, lambda encoder: encoder.encode(state, "state"), set(), wait=True)
     writer.settle()
     return writer
@@ -160,7 +161,7 @@ def test_loaded_tensors_are_copies(tmp_path: Path) -> None:
 
 
 def test_slots_are_written_in_turn_and_follow_new_shapes(tmp_path: Path) -> None:
-    writer = Writer(tmp_path, "job", 1)
+    writer = Writer(tmp_path, "job", 1, block())
     for step in range(1, 9):
         value = {"x": torch.full((step,), float(step))}
         writer.take(step, lambda encoder, value=value: encoder.encode(value, "state"), set(), wait=True)
@@ -364,7 +365,7 @@ def snapshot_for_ever(folder: str) -> None:
     folder_path = Path(folder)
     found = slots.newest(folder_path, "job")
     step = found[0][1].step if found else 0
-    writer = Writer(folder_path, "job", 1)
+    writer = Writer(folder_path, "job", 1, block())
     while True:
         step += 1
         # Sizes change now and then, so that laying out is interrupted as well.
@@ -408,7 +409,7 @@ def test_the_interval_keeps_the_stall_under_one_percent(stall: float, step: floa
 
 @pytest.mark.gpu
 def test_cuda_snapshot_is_of_the_step_it_was_taken_at(tmp_path: Path) -> None:
-    writer = Writer(tmp_path, "job", 1, stage=Staging(torch.device("cuda", 0)))
+    writer = Writer(tmp_path, "job", 1, block(), stage=Staging(torch.device("cuda", 0)))
     optimized, other = torch.ones(50_000_000, device="cuda"), torch.ones(1000, device="cuda")
     state = {"optimized": optimized, "other": other, "half": torch.ones(4, 3, device="cuda", dtype=torch.bfloat16).t()}
     for step in range(1, 5):

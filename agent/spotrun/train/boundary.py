@@ -107,11 +107,6 @@ class Boundary:
         if self._control is not None:
             self.metrics.publish(self._control, now)
 
-    def estimate(self, total_steps: int) -> None:
-        """Tell the agent how many steps the job has."""
-        if self._control is not None:
-            self._control.total_steps = total_steps
-
     @contextmanager
     def exit_if_a_peer_fails(self) -> Iterator[None]:
         """Under spotrun, end this process with its own exit code if another worker is gone: the script is not at fault.

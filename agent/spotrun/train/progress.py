@@ -15,9 +15,9 @@ SLOW = 0.5e9  # bytes per second: assumed rate of copying and hashing, until it 
 
 
 class Progress:
-    """Of one snapshot at a time, written to the control block, if there is one."""
+    """Of one snapshot at a time, written to the control block."""
 
-    def __init__(self, control: Control | None) -> None:
+    def __init__(self, control: Control) -> None:
         self._control = control
         self._size = 0  # bytes of the newest snapshot
         self._began = 0.0  # monotonic seconds
@@ -31,24 +31,20 @@ class Progress:
     def begin(self, step: int, size: int) -> None:
         """A snapshot of `size` bytes begins."""
         self._size, self._began = size, time.monotonic()
-        if self._control is not None:
-            self._control.expected = self.expected
-            self._control.begun = step
+        self._control.expected = self.expected
+        self._control.begun = step
 
     def copied(self, step: int) -> None:
         """The state is in memory, without its hash and its record."""
-        if self._control is not None:
-            self._control.copied = step
+        self._control.copied = step
 
     def committed(self, step: int) -> None:
         """The snapshot counts."""
         took = time.monotonic() - self._began
         self._paces.append(took / max(1, self._size))
-        if self._control is not None:
-            self._control.took = took
-            self._control.committed = step
+        self._control.took = took
+        self._control.committed = step
 
     def dropped(self) -> None:
         """The snapshot will not count, so nobody has to wait for it."""
-        if self._control is not None:
-            self._control.begun = self._control.copied = self._control.committed
+        self._control.begun = self._control.copied = self._control.committed

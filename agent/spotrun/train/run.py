@@ -68,7 +68,7 @@ class Run:
     ) -> None:
         self.rank, self.world_size = rank_and_world()
         self.local_rank, self.device = local_rank, device
-        self._under_spotrun = context is not None
+        self._control = control  # only under spotrun
         self._state = TrainingState(seed)
         self._boundary = Boundary(context, control, self._state, device, local_rank, cpu_group(device))
         self._models: list[Parallel] = []
@@ -211,7 +211,7 @@ class Run:
                 "and through an evaluation loader without run.steps"
             )
         self._stepped = self.epoch
-        if not self._under_spotrun:
+        if self._control is None:
             return
         if not self._state.objects:
             raise SpotrunError("run.steps before run.track(…): nothing is tracked, so no state can be saved")
@@ -261,8 +261,9 @@ class Run:
         return self._ahead.pop() if self._ahead else next(self._iterator, _END)
 
     def _estimate(self, in_epoch: int | None, done: int) -> None:
-        if in_epoch is not None:
-            self._boundary.estimate(self.step - done + in_epoch * max(1, self._epochs - self.epoch))
+        """Tell the agent how many steps the job has, if that is known."""
+        if self._control is not None and in_epoch is not None:
+            self._control.total_steps = self.step - done + in_epoch * max(1, self._epochs - self.epoch)
 
 
 _END = object()

@@ -65,7 +65,7 @@ class Writer:
         folder: Path,
         job: str,
         generation: int,
-        control: Control | None = None,
+        control: Control,
         stage: Stage | None = None,
         trouble: Callable[[], str] = lambda: "",
     ) -> None:
@@ -96,8 +96,7 @@ class Writer:
             if each.copying is not None and (seconds := each.copying.seconds()) is not None:
                 each.seconds += seconds
                 each.copying = None
-                if self._control is not None:
-                    self._control.stall += seconds
+                self._control.stall += seconds
         if self._stalls[-1].copying is not None:
             return None
         return min(each.seconds for each in self._stalls if each.copying is None)
@@ -166,8 +165,7 @@ class Writer:
                 self.progress.copied(step)
             ended = time.monotonic()
             self._stalls.append(_Stall((ended - laid_out) + (laying - started), copying))
-            if self._control is not None:
-                self._control.stall += ended - started
+            self._control.stall += ended - started
             self._running = self._pool.submit(self._commit, held, target, step, tree, entries, copying)
             on_error.pop_all()
         return True
@@ -202,9 +200,8 @@ class Writer:
 
     def _reserved(self, slot: int) -> bool:
         """Whether the agent asked for the snapshot in this slot and may still lock it."""
-        if self._control is None or self._control.snapshot_at == NONE:
-            return False
-        if self._steps.get(slot) != self._control.snapshot_at:
+        wanted = self._control.snapshot_at
+        if wanted == NONE or self._steps.get(slot) != wanted:
             return False
         since, last_read = self._committed[slot]
         return time.monotonic() - since < RESERVED and slots.last_read(self._folder, slot) == last_read
