@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from scripts import console
-from spotrun.cloud.image import Image
+from spotrun.cloud.base import Image
 from spotrun.errors import SpotrunError
 from spotrun.spec import ClusterSpec, load_cluster
 

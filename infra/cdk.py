@@ -31,35 +31,14 @@ if importlib.util.find_spec("cdktf") is None:
 # Set before the import, whose Node.js process inherits it: without it, each run prints eight lines about Node.js 20.
 os.environ.setdefault("JSII_SILENCE_WARNING_END_OF_LIFE_NODE_VERSION", "20")
 
-from cdktf import (
-    App,
-    Fn,
-    GcsBackend,
-    LocalBackend,
-    S3Backend,
-    TerraformOutput,
-    TerraformResourceLifecycle,
-    TerraformStack,
-    Token,
-)
+from cdktf import App as App
+from cdktf import GcsBackend as GcsBackend
+from cdktf import LocalBackend as LocalBackend
+from cdktf import S3Backend as S3Backend
+from cdktf import TerraformStack as TerraformStack
+from cdktf import Token as Token
 
 Resource = Callable[..., Any]
-
-__all__ = [
-    "App",
-    "Fn",
-    "GcsBackend",
-    "LocalBackend",
-    "Resource",
-    "S3Backend",
-    "TerraformOutput",
-    "TerraformResourceLifecycle",
-    "TerraformStack",
-    "Token",
-    "aws",
-    "google",
-    "new_app",
-]
 
 
 def new_app(outdir: str) -> App:

@@ -17,8 +17,8 @@ def main(argv: list[str] | None = None) -> int:
     """Exit status: 0, or 2 with one line on stderr for an error that a user or operator can fix."""
     parser = argparse.ArgumentParser(prog="spotrun", description="torchrun for machines that vanish")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands.add_parser("head", help="run the head of a cluster (on its machine)").set_defaults(run=_head)
-    commands.add_parser("agent", help="run the agent of a node (on its machine)").set_defaults(run=_agent)
+    commands.add_parser("head", help="run the head of a cluster (on its machine)").set_defaults(run=_serve)
+    commands.add_parser("agent", help="run the agent of a node (on its machine)").set_defaults(run=_serve)
     ctl.add_parser(commands)
     args = parser.parse_args(argv)
     try:
@@ -30,24 +30,17 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
-def _log_to_stderr() -> None:
+def _serve(args: argparse.Namespace) -> int:
     level = os.environ.get("SPOTRUN_LOG", "INFO").upper()
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
+    if args.command == "head":
+        from spotrun.head import boot as head
 
+        asyncio.run(head.run())
+    else:
+        from spotrun.node import boot as agent
 
-def _agent(_: argparse.Namespace) -> int:
-    from spotrun.node import boot
-
-    _log_to_stderr()
-    asyncio.run(boot.run())
-    return 0
-
-
-def _head(_: argparse.Namespace) -> int:
-    from spotrun.head import boot
-
-    _log_to_stderr()
-    asyncio.run(boot.run())
+        asyncio.run(agent.run())
     return 0
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from images import build, kept
-from spotrun.cloud.image import Image
+from spotrun.cloud.base import Image
 from spotrun.errors import SpotrunError
 from tests.fakes import gce, moto_server
 from tests.fakes.moto_server import Moto

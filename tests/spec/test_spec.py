@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from spotrun.errors import SpecError
-from spotrun.spec import ClusterSpec, JobSpec, check_fit, load_cluster, load_job, parse_duration
+from spotrun.spec import ClusterSpec, JobSpec, check_fit, load_cluster, load_job
 from spotrun.spec.cluster import IMAGE_GB
+from spotrun.spec.fields import parse_duration
 from spotrun.spec.machine_types import EFAS
 
 CLUSTER = "name: a\ncloud: local\npools:\n- {name: p, zone: local-a, max: 2}\n"

@@ -7,26 +7,13 @@ import contextlib
 from collections.abc import Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from spotrun.cloud.base import Cloud, Instance, Left, Market, Problem, Shortfall, State
+from spotrun.cloud.base import Cloud, Instance, Left, Problem, Shortfall
 from spotrun.errors import CloudError
 
 if TYPE_CHECKING:
     from spotrun.spec import ClusterSpec
 
-__all__ = [
-    "Ask",
-    "Cloud",
-    "Instance",
-    "Left",
-    "Market",
-    "Problem",
-    "Shortfall",
-    "State",
-    "account",
-    "asking",
-    "connect",
-]
-
+__all__ = ["Ask", "Cloud", "Instance", "Left", "Problem", "Shortfall", "account", "asking", "connect"]
 
 T = TypeVar("T")
 

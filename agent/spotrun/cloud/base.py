@@ -61,6 +61,18 @@ class Left:
     stays: bool = False  # whether `make down` leaves it for the next `make up`
 
 
+@dataclass(frozen=True)
+class Image:
+    """A machine image that `make image` baked, and what is stored for it."""
+
+    name: str  # spotrun-<date>-<time>
+    id: str  # what the cloud's calls take: an AMI's id, on Google Cloud the name
+    made: float  # epoch seconds
+    gigabytes: float  # What is billed. On AWS, the volume's size if the size of the snapshot is unknown.
+    snapshots: tuple[str, ...] = ()  # Ids of its snapshots. Google's images have none.
+    users: tuple[str, ...] = ()  # names of the templates and machines that start from it
+
+
 class Cloud(Protocol):
     """Pools and their machines. Every method raises `CloudError` if the cloud refuses or does not answer."""
 

@@ -9,41 +9,17 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from spotrun.spec.cluster import (
-        ClusterSpec,
-        HeadSpec,
-        LocalSpec,
-        NetworkSpec,
-        PoolSpec,
-        described,
-        digest,
-        load_cluster,
-    )
-    from spotrun.spec.fields import parse_duration
-    from spotrun.spec.job import JobSpec, NodesSpec, check_fit, load_job
+    from spotrun.spec.cluster import ClusterSpec, PoolSpec, described, digest, load_cluster
+    from spotrun.spec.job import JobSpec, check_fit, load_job
 else:
 
     def __getattr__(name: str) -> object:
         """Import only what is used: `names` and `notices` are also for processes that do without pydantic."""
-        for module in ("cluster", "job", "fields") if name in __all__ else ():
+        for module in ("cluster", "job") if name in __all__ else ():
             found = getattr(importlib.import_module(f"spotrun.spec.{module}"), name, None)
             if found is not None:
                 return found
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-__all__ = [
-    "ClusterSpec",
-    "HeadSpec",
-    "JobSpec",
-    "LocalSpec",
-    "NetworkSpec",
-    "NodesSpec",
-    "PoolSpec",
-    "check_fit",
-    "described",
-    "digest",
-    "load_cluster",
-    "load_job",
-    "parse_duration",
-]
+__all__ = ["ClusterSpec", "JobSpec", "PoolSpec", "check_fit", "described", "digest", "load_cluster", "load_job"]

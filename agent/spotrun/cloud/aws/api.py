@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import boto3
@@ -97,10 +98,7 @@ def account(region: str) -> str:
 
     def look() -> str:
         session = boto3.session.Session(region_name=region)
-        client = session.client("sts", config=_CONFIG)
-        try:
+        with closing(session.client("sts", config=_CONFIG)) as client:
             return client.get_caller_identity()["Account"]
-        finally:
-            client.close()
 
     return call(look)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import boto3
@@ -27,34 +28,25 @@ Attempt = tuple[str, Callable[[], Any]]
 
 def permissions(cluster: ClusterSpec) -> tuple[list[str], list[str]]:
     """Of the calls of stacks and tasks: (the allowed ones, the refused ones). Makes nothing. Raises `CloudError`."""
-    clients = Clients(cluster.region)
     allowed: list[str] = []
     refused: list[str] = []
-    try:
+    with closing(Clients(cluster.region)) as clients:
         for name, attempt in _attempts(clients, cluster):
             (allowed if _may(attempt) else refused).append(name)
-    finally:
-        clients.close()
     return allowed, refused
 
 
 def left(cluster: ClusterSpec) -> list[Left]:
     """Everything with the cluster's tag that still exists. Blocking. Raises `CloudError`."""
-    clients = Clients(cluster.region)
-    try:
+    with closing(Clients(cluster.region)) as clients:
         return call(lambda: list(_left(clients, cluster)))
-    finally:
-        clients.close()
 
 
 def disk_keys(cluster: ClusterSpec) -> list[str]:
     """The ARNs of the KMS keys of the cluster's encrypted disks. Raises `CloudError`."""
-    clients = Clients(cluster.region)
     ours: Any = [{"Name": f"tag:{names.CLUSTER}", "Values": [cluster.name]}]
-    try:
+    with closing(Clients(cluster.region)) as clients:
         found = call(lambda: clients.ec2.describe_volumes(Filters=ours))["Volumes"]
-    finally:
-        clients.close()
     return sorted({each["KmsKeyId"] for each in found if each.get("Encrypted") and each.get("KmsKeyId")})
 
 

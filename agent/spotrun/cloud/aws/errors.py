@@ -13,39 +13,33 @@ from botocore import exceptions as sdk
 
 from spotrun.errors import CloudError, CredentialsError, QuotaError, StockoutError
 
-STOCKOUT = frozenset(
-    {
-        "InsufficientCapacity",
-        "InsufficientHostCapacity",
-        "InsufficientInstanceCapacity",
-        "InsufficientReservedInstanceCapacity",
-        "UnfulfillableCapacity",
-    }
-)
-QUOTA = frozenset(
-    {
-        "InstanceLimitExceeded",
-        "LimitExceeded",
-        "MaxConfigLimitExceeded",
-        "MaxSpotInstanceCountExceeded",
-        "ServiceQuotaExceededException",
-        "VcpuLimitExceeded",
-        "VolumeLimitExceeded",
-    }
-)
-THROTTLED = frozenset({"RequestLimitExceeded", "Throttling", "ThrottlingException", "TooManyRequestsException"})
-_EXPIRED = frozenset({"ExpiredToken", "ExpiredTokenException", "RequestExpired"})
-_UNKNOWN = frozenset(
-    {
-        "AuthFailure",
-        "InvalidAccessKeyId",
-        "InvalidClientTokenId",
-        "MissingAuthenticationToken",
-        "SignatureDoesNotMatch",
-        "UnrecognizedClientException",
-    }
-)
-_DENIED = frozenset({"AccessDenied", "AccessDeniedException", "UnauthorizedOperation"})
+STOCKOUT = {
+    "InsufficientCapacity",
+    "InsufficientHostCapacity",
+    "InsufficientInstanceCapacity",
+    "InsufficientReservedInstanceCapacity",
+    "UnfulfillableCapacity",
+}
+QUOTA = {
+    "InstanceLimitExceeded",
+    "LimitExceeded",
+    "MaxConfigLimitExceeded",
+    "MaxSpotInstanceCountExceeded",
+    "ServiceQuotaExceededException",
+    "VcpuLimitExceeded",
+    "VolumeLimitExceeded",
+}
+THROTTLED = {"RequestLimitExceeded", "Throttling", "ThrottlingException", "TooManyRequestsException"}
+_EXPIRED = {"ExpiredToken", "ExpiredTokenException", "RequestExpired"}
+_UNKNOWN = {
+    "AuthFailure",
+    "InvalidAccessKeyId",
+    "InvalidClientTokenId",
+    "MissingAuthenticationToken",
+    "SignatureDoesNotMatch",
+    "UnrecognizedClientException",
+}
+_DENIED = {"AccessDenied", "AccessDeniedException", "UnauthorizedOperation"}
 
 # Auto Scaling's words where it does not give a code.
 _WORDS: tuple[tuple[Literal["stockout", "quota"], str], ...] = (

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from datetime import datetime
+from functools import partial
 from typing import TYPE_CHECKING
 
 from spotrun.cloud.aws.api import Clients, call
-from spotrun.cloud.image import Image
+from spotrun.cloud.base import Image
 
 if TYPE_CHECKING:
     from mypy_boto3_ec2.client import EC2Client
@@ -20,46 +22,30 @@ _ALIVE = ["pending", "running", "stopping", "stopped"]
 
 def exist(region: str, owners: Sequence[str], filters: Mapping[str, Sequence[str]]) -> bool:
     """Whether Terraform's `aws_ami` would find an image. No owners: any owner. Blocking. Raises `CloudError`."""
-    clients = Clients(region)
     asked: list[FilterTypeDef] = [{"Name": name, "Values": values} for name, values in filters.items()]
-    try:
+    with closing(Clients(region)) as clients:
         return bool(call(lambda: clients.ec2.describe_images(Owners=owners, Filters=asked))["Images"])
-    finally:
-        clients.close()
 
 
 def has_default_network(region: str) -> bool:
     """Whether the account has a default VPC with a subnet in it. Blocking. Raises `CloudError`."""
-    clients = Clients(region)
     asked: list[FilterTypeDef] = [{"Name": "default-for-az", "Values": ["true"]}]
-    try:
+    with closing(Clients(region)) as clients:
         return bool(call(lambda: clients.ec2.describe_subnets(Filters=asked))["Subnets"])
-    finally:
-        clients.close()
 
 
 def baked(region: str) -> list[Image]:
     """The account's images that `make image` made, newest first. Blocking. Raises `CloudError`."""
-    clients = Clients(region)
-    try:
-        return call(_baked, clients.ec2)
-    finally:
-        clients.close()
+    with closing(Clients(region)) as clients:
+        return call(lambda: _baked(clients.ec2))
 
 
 def remove(region: str, image: Image) -> None:
     """Deregister an image and delete its snapshots. Blocking. Raises `CloudError`."""
-    clients = Clients(region)
-
-    def work() -> None:
-        clients.ec2.deregister_image(ImageId=image.id)
+    with closing(Clients(region)) as clients:
+        call(lambda: clients.ec2.deregister_image(ImageId=image.id))
         for snapshot in image.snapshots:
-            clients.ec2.delete_snapshot(SnapshotId=snapshot)
-
-    try:
-        call(work)
-    finally:
-        clients.close()
+            call(partial(clients.ec2.delete_snapshot, SnapshotId=snapshot))
 
 
 def _baked(ec2: EC2Client) -> list[Image]:

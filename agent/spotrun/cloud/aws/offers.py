@@ -6,6 +6,8 @@ https://docs.aws.amazon.com/AWSEC2/latest/APIReference/API_DescribeInstanceTypeO
 
 from __future__ import annotations
 
+from contextlib import closing
+
 from spotrun.cloud import offers
 from spotrun.cloud.aws.api import Clients, call
 from spotrun.cloud.offers import Kind, Lack
@@ -14,10 +16,10 @@ from spotrun.spec import ClusterSpec
 
 def missing(cluster: ClusterSpec) -> list[Lack]:
     """What the cluster's zones do not offer. Blocking. Raises `CloudError`."""
-    clients, asked = Clients(cluster.region), offers.needs(cluster)
+    asked = offers.needs(cluster)
     types = sorted({need.type for need in asked})
 
-    def look() -> dict[tuple[Kind, str], set[str]]:
+    def look(clients: Clients) -> dict[tuple[Kind, str], set[str]]:
         pages = clients.ec2.get_paginator("describe_instance_type_offerings").paginate(
             LocationType="availability-zone", Filters=[{"Name": "instance-type", "Values": types}]
         )
@@ -27,7 +29,5 @@ def missing(cluster: ClusterSpec) -> list[Lack]:
                 found.setdefault(("machine", each["InstanceType"]), set()).add(each["Location"])
         return found
 
-    try:
-        return offers.lacks(asked, call(look))
-    finally:
-        clients.close()
+    with closing(Clients(cluster.region)) as clients:
+        return offers.lacks(asked, call(look, clients))

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 import google.auth
 import google.auth.exceptions
@@ -79,15 +79,14 @@ class Api:
         except Exception as error:  # a client may raise anything, and the head must survive it
             raise errors.explain(error, what, self.project) from error
 
-    async def change(self, what: str, zone: str, call: Callable[[Clients, str], compute_v1.Operation]) -> None:
-        """Send a change, and wait a little for its end. Raises `CloudError` if Google refuses the change by then.
-
-        call: takes a request id. Google executes requests with the same id only once.
-        """
-        identity = str(uuid.uuid4())
-        operation = await self.ask(what, lambda clients: call(clients, identity))
+    async def change(
+        self, what: str, request: Any, method: Callable[[Clients], Callable[..., compute_v1.Operation]]
+    ) -> None:
+        """Send a change of a zone, and wait a little for its end. Raises `CloudError` if Google refuses it by then."""
+        request.request_id = str(uuid.uuid4())  # Google executes requests with the same id only once
+        operation = await self.ask(what, lambda clients: method(clients)(request, **OPTIONS))
         if operation.status != compute_v1.Operation.Status.DONE:
-            operation = await self.ask(what, functools.partial(self._settle, zone, operation))
+            operation = await self.ask(what, functools.partial(self._settle, request.zone, operation))
         for error in operation.error.errors:
             raise errors.refusal(what, error.code, error.message)
 
@@ -138,20 +137,6 @@ def credentials() -> Credentials:
 
 
 def _connect() -> Clients:
-    found, endpoint = credentials(), _endpoint()
-    options = ClientOptions(api_endpoint=endpoint) if endpoint else ClientOptions()
-    how: dict[str, Any] = {"credentials": found, "client_options": options, "transport": "rest"}
-    return Clients(
-        instances=compute_v1.InstancesClient(**how),
-        groups=compute_v1.InstanceGroupManagersClient(**how),
-        operations=compute_v1.ZoneOperationsClient(**how),
-        regions=compute_v1.RegionsClient(**how),
-        projects=compute_v1.ProjectsClient(**how),
-        images=compute_v1.ImagesClient(**how),
-        image_operations=compute_v1.GlobalOperationsClient(**how),
-        templates=compute_v1.InstanceTemplatesClient(**how),
-        machines=compute_v1.MachineTypesClient(**how),
-        accelerators=compute_v1.AcceleratorTypesClient(**how),
-        disks=compute_v1.DisksClient(**how),
-        addresses=compute_v1.AddressesClient(**how),
-    )
+    options = ClientOptions(api_endpoint=_endpoint() or None)
+    how: dict[str, Any] = {"credentials": credentials(), "client_options": options, "transport": "rest"}
+    return Clients(**{name: kind(**how) for name, kind in get_type_hints(Clients).items()})

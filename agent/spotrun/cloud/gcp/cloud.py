@@ -12,7 +12,6 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import TypeVar
 
 from google.cloud import compute_v1
@@ -20,7 +19,7 @@ from google.cloud import compute_v1
 from spotrun.cloud import prices
 from spotrun.cloud.base import Instance, Problem, Shortfall
 from spotrun.cloud.gcp import quotas
-from spotrun.cloud.gcp.api import OPTIONS, Api, Clients
+from spotrun.cloud.gcp.api import OPTIONS, Api
 from spotrun.cloud.gcp.instances import Failure, Member, diagnose, failure, instance, member
 from spotrun.errors import CloudError, GoneError, PartialError
 from spotrun.spec import ClusterSpec, PoolSpec
@@ -59,17 +58,13 @@ class GcpCloud:
         return known
 
     async def resize(self, pool: str, size: int) -> None:
-        spec = self._pool(pool)
-        if not 0 <= size <= spec.max:
-            raise CloudError(f"pool {pool}: size {size} is not allowed; its cluster file says 0 to {spec.max}")
+        most = self._pool(pool).max
+        if not 0 <= size <= most:
+            raise CloudError(f"pool {pool}: size {size} is not allowed; its cluster file says 0 to {most}")
         if size:
             await self._delete_pending(pool, size)
-
-        def call(clients: Clients, identity: str) -> compute_v1.Operation:
-            request = compute_v1.ResizeInstanceGroupManagerRequest(**self._group(pool), size=size, request_id=identity)
-            return clients.groups.resize_unary(request, **OPTIONS)
-
-        await self.api.change(f"pool {pool}: resize to {size}", spec.zone, call)
+        request = compute_v1.ResizeInstanceGroupManagerRequest(**self._group(pool), size=size)
+        await self.api.change(f"pool {pool}: resize to {size}", request, lambda c: c.groups.resize_unary)
 
     async def remove(self, names: Sequence[str]) -> None:
         by_pool = await self._find_members(names)
@@ -97,28 +92,17 @@ class GcpCloud:
             return
         if node.state != "running":
             raise CloudError(f"machine {node.name} is {node.state}; wait until it is running")
-
-        def call(clients: Clients, identity: str) -> compute_v1.Operation:
-            request = compute_v1.SimulateMaintenanceEventInstanceRequest(**self._machine(node), request_id=identity)
-            return clients.instances.simulate_maintenance_event_unary(request, **OPTIONS)
-
-        await self.api.change(f"machine {node.name}: preempt", node.zone, call)
+        request = compute_v1.SimulateMaintenanceEventInstanceRequest(**self._machine(node))
+        what = f"machine {node.name}: preempt"
+        await self.api.change(what, request, lambda c: c.instances.simulate_maintenance_event_unary)
 
     async def kill(self, name: str) -> None:
         """Take a machine without notice. Its group makes another. Returns before the machine is gone."""
         node = await self._find(name)
         if node.state == "terminated":
             raise CloudError(f"machine {node.name} is terminated already")
-
-        def call(clients: Clients, identity: str) -> compute_v1.Operation:
-            request = compute_v1.DeleteInstanceRequest(
-                **self._machine(node),
-                no_graceful_shutdown=True,
-                request_id=identity,
-            )
-            return clients.instances.delete_unary(request, **OPTIONS)
-
-        await self.api.change(f"machine {node.name}: kill", node.zone, call)
+        request = compute_v1.DeleteInstanceRequest(**self._machine(node), no_graceful_shutdown=True)
+        await self.api.change(f"machine {node.name}: kill", request, lambda c: c.instances.delete_unary)
 
     async def prices(self) -> dict[str, float]:
         """From the shipped table. Pools that are not in it are absent."""
@@ -151,11 +135,9 @@ class GcpCloud:
         request = compute_v1.ListInstancesRequest(
             project=self.api.project, zone=zone, filter=f"labels.{CLUSTER} = {self.cluster.name}"
         )
-
-        def call(clients: Clients) -> list[Instance]:
-            return [instance(found) for found in clients.instances.list(request, **OPTIONS)]
-
-        return await self.api.ask(f"machines in {zone}", call)
+        return await self.api.ask(
+            f"machines in {zone}", lambda c: [instance(each) for each in c.instances.list(request, **OPTIONS)]
+        )
 
     async def _size_if_any(self, pool: str) -> int | None:
         try:
@@ -169,19 +151,16 @@ class GcpCloud:
 
     async def _members(self, pool: str) -> list[Member]:
         request = compute_v1.ListManagedInstancesInstanceGroupManagersRequest(**self._group(pool))
-
-        def call(clients: Clients) -> list[Member]:
-            return [member(found) for found in clients.groups.list_managed_instances(request, **OPTIONS)]
-
-        return await self.api.ask(f"machines of pool {pool}", call)
+        return await self.api.ask(
+            f"machines of pool {pool}",
+            lambda c: [member(each) for each in c.groups.list_managed_instances(request, **OPTIONS)],
+        )
 
     async def _failures(self, pool: str) -> list[Failure]:
         request = compute_v1.ListErrorsInstanceGroupManagersRequest(**self._group(pool))
-
-        def call(clients: Clients) -> list[Failure]:
-            return [failure(found) for found in clients.groups.list_errors(request, **OPTIONS)]
-
-        return await self.api.ask(f"errors of pool {pool}", call)
+        return await self.api.ask(
+            f"errors of pool {pool}", lambda c: [failure(each) for each in c.groups.list_errors(request, **OPTIONS)]
+        )
 
     async def _problems_of(self, pool: PoolSpec) -> list[Problem]:
         try:
@@ -208,38 +187,25 @@ class GcpCloud:
             await self._delete(pool, pending[:surplus])
 
     async def _delete(self, pool: str, names: Sequence[str]) -> None:
-        zone = self._zones[pool]
-
-        def call(urls: list[str], clients: Clients, identity: str) -> compute_v1.Operation:
+        for urls in _urls(self._zones[pool], names):
             body = compute_v1.InstanceGroupManagersDeleteInstancesRequest(
                 instances=urls,
                 skip_instances_on_validation_error=True,  # one that is already being deleted must not stop the others
             )
             request = compute_v1.DeleteInstancesInstanceGroupManagerRequest(
-                **self._group(pool),
-                instance_group_managers_delete_instances_request_resource=body,
-                request_id=identity,
+                **self._group(pool), instance_group_managers_delete_instances_request_resource=body
             )
-            return clients.groups.delete_instances_unary(request, **OPTIONS)
-
-        for urls in _urls(zone, names):
-            await self.api.change(f"pool {pool}: remove {', '.join(names)}", zone, partial(call, urls))
+            what = f"pool {pool}: remove {', '.join(names)}"
+            await self.api.change(what, request, lambda c: c.groups.delete_instances_unary)
 
     async def _recreate(self, pool: str, names: Sequence[str]) -> None:
-        zone = self._zones[pool]
-
-        def call(urls: list[str], clients: Clients, identity: str) -> compute_v1.Operation:
+        for urls in _urls(self._zones[pool], names):
+            body = compute_v1.InstanceGroupManagersRecreateInstancesRequest(instances=urls)
             request = compute_v1.RecreateInstancesInstanceGroupManagerRequest(
-                **self._group(pool),
-                instance_group_managers_recreate_instances_request_resource=(
-                    compute_v1.InstanceGroupManagersRecreateInstancesRequest(instances=urls)
-                ),
-                request_id=identity,
+                **self._group(pool), instance_group_managers_recreate_instances_request_resource=body
             )
-            return clients.groups.recreate_instances_unary(request, **OPTIONS)
-
-        for urls in _urls(zone, names):
-            await self.api.change(f"pool {pool}: recreate {', '.join(names)}", zone, partial(call, urls))
+            what = f"pool {pool}: recreate {', '.join(names)}"
+            await self.api.change(what, request, lambda c: c.groups.recreate_instances_unary)
 
     # Finding things.
 

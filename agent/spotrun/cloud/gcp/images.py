@@ -11,9 +11,9 @@ from typing import TypeVar
 
 from google.cloud import compute_v1
 
+from spotrun.cloud.base import Image
 from spotrun.cloud.gcp import errors
 from spotrun.cloud.gcp.api import OPTIONS, Api, Clients
-from spotrun.cloud.image import Image
 from spotrun.errors import GoneError
 
 T = TypeVar("T")

@@ -219,7 +219,7 @@ def homes(cluster: str) -> list[Path]:
 
 def _config(cluster: ClusterSpec, layout: Layout, role_command: Sequence[str] | None) -> Config:
     head = Pool(HEAD, cluster.head.zone, cluster.head.machine, "on-demand", 1)
-    config = Config(
+    return Config(
         cluster=cluster.name,
         region=cluster.region,
         bucket=cluster.bucket or layout.bucket.as_uri(),
@@ -231,7 +231,6 @@ def _config(cluster: ClusterSpec, layout: Layout, role_command: Sequence[str] | 
         capacity=dict(cluster.local.capacity),
         **({"role": tuple(role_command)} if role_command is not None else {}),
     )
-    return config
 
 
 def _running(layout: Layout) -> LocalCloud | None:

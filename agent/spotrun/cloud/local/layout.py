@@ -87,20 +87,22 @@ class Config:
         return next((pool for pool in (self.head, *self.pools) if pool.name == name), None)
 
 
-@dataclass(frozen=True)
 class Layout:
     """The files of one cluster: below `state`, except those in memory."""
 
-    state: Path
+    def __init__(self, state: Path) -> None:
+        self.state = state
+        # A short name for this cluster in this home, unique on this computer.
+        self.unique = hashlib.sha256(str(state).encode()).hexdigest()[:12]
+        self.key = state / "id_ed25519"  # the operator's SSH key, which every machine accepts
+        self.record = state / "cloud.json"
+        self.config = state / "config.json"
+        self.log = state / "daemon.log"
+        self.bucket = state / "bucket"
 
     @classmethod
     def of(cls, home: Path, cluster: str) -> Layout:
         return cls(home.absolute().resolve() / "local" / cluster)
-
-    @property
-    def unique(self) -> str:
-        """A short name for this cluster in this home, unique on this computer."""
-        return hashlib.sha256(str(self.state).encode()).hexdigest()[:12]
 
     @property
     def tmpfs(self) -> Path:
@@ -109,27 +111,6 @@ class Layout:
         if not (root.is_dir() and os.access(root, os.W_OK)):
             root = Path(tempfile.gettempdir())
         return root / f"spotrun-{os.getuid()}-{self.unique}"
-
-    @property
-    def key(self) -> Path:
-        """The operator's SSH key, which every machine accepts."""
-        return self.state / "id_ed25519"
-
-    @property
-    def record(self) -> Path:
-        return self.state / "cloud.json"
-
-    @property
-    def config(self) -> Path:
-        return self.state / "config.json"
-
-    @property
-    def log(self) -> Path:
-        return self.state / "daemon.log"
-
-    @property
-    def bucket(self) -> Path:
-        return self.state / "bucket"
 
     def make(self) -> None:
         """Make the folders, private to this user. Raises `NotOursError` if one belongs to another user."""

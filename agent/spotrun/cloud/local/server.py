@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 from aiohttp import web
 
@@ -19,6 +19,7 @@ from spotrun.errors import CloudError
 
 _MAX_BODY = 1 << 20  # bytes
 _MAX_NOTICE = 86400.0
+T = TypeVar("T")
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 log = logging.getLogger("api")
 
@@ -78,7 +79,7 @@ def _look(pools: LocalPools, unique: str, request: web.Request) -> object:
 async def _change(pools: LocalPools, what: str, body: dict[str, Any], path: str) -> None:
     match what:
         case "resize":
-            pools.resize(_text(body, "pool"), _whole(body, "size"))
+            pools.resize(_text(body, "pool"), _value(body, "size", int, "is not a whole number"))
         case "remove":
             pools.remove(_texts(body, "names"))
         case "recreate":
@@ -88,7 +89,7 @@ async def _change(pools: LocalPools, what: str, body: dict[str, Any], path: str)
         case "kill" | "freeze" | "thaw" | "cut" | "join":
             await getattr(pools, what)(_text(body, "name"))
         case "stockout":
-            pools.stockout(_text(body, "zone"), _flag(body, "on"))
+            pools.stockout(_text(body, "zone"), _value(body, "on", bool, "is neither true nor false"))
         case "configure":
             pools.configure(_config(body))
         case _:
@@ -117,32 +118,22 @@ async def _body(request: web.Request) -> dict[str, Any]:
     return body
 
 
-def _text(body: dict[str, Any], key: str) -> str:
+def _value(body: dict[str, Any], key: str, kind: type[T], problem: str) -> T:
     value = body.get(key)
-    if not isinstance(value, str):
-        raise _refuse(f"{key}: {value!r} is not a text")
+    if type(value) is not kind:  # a bool is an int, too
+        raise _refuse(f"{key}: {value!r} {problem}")
     return value
+
+
+def _text(body: dict[str, Any], key: str) -> str:
+    return _value(body, key, str, "is not a text")
 
 
 def _texts(body: dict[str, Any], key: str) -> list[str]:
-    values = body.get(key)
-    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+    values: list[Any] = _value(body, key, list, "is not a list of texts")
+    if not all(isinstance(value, str) for value in values):
         raise _refuse(f"{key}: {values!r} is not a list of texts")
     return values
-
-
-def _whole(body: dict[str, Any], key: str) -> int:
-    value = body.get(key)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise _refuse(f"{key}: {value!r} is not a whole number")
-    return value
-
-
-def _flag(body: dict[str, Any], key: str) -> bool:
-    value = body.get(key)
-    if not isinstance(value, bool):
-        raise _refuse(f"{key}: {value!r} is neither true nor false")
-    return value
 
 
 def _notice(body: dict[str, Any]) -> float | None:
