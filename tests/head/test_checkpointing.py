@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from spotrun.head.agents import Agents
-from spotrun.head.conditions import conditions
 from spotrun.head.job_state import AbortSave, Action, Ending, Finish, JobState, Resume, Save, Saving, apply
 from spotrun.head.planner.plan import plan
+from spotrun.head.status import conditions
 from spotrun.head.timeouts import TIMEOUTS
 from spotrun.head.view import Node, View
 from spotrun.wire import Part, Report, StateRef, Trouble

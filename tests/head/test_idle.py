@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from spotrun.head.conditions import conditions
-from spotrun.head.demand import needed
+from spotrun.head.fleet.decide import needed
 from spotrun.head.fleet.record import Recreate
 from spotrun.head.job_state import Idle, JobState, Progress, SetIdle, Start, apply
 from spotrun.head.planner import idle
+from spotrun.head.status import conditions
 from spotrun.head.timeouts import TIMEOUTS
 from spotrun.head.view import Machine, View
 from spotrun.wire import StateRef

@@ -50,8 +50,8 @@ def running(*members: str, **changes: Any) -> JobState:
 def sign(unchanged: float = 0.0, no_step: float = 0.0, looked: float = 0.0, **changes: Any) -> Sign:
     """A sign of generation 1 that the head has seen unchanged, and without a new step, for so long."""
     times = {"changed": NOW - looked - unchanged, "advanced": NOW - looked - max(no_step, unchanged)}
-    values = {"boot": "b1", "every": 2.0, "job": "j", "generation": 1, "step": 60}
-    return Sign(**{**times, "looked": NOW - looked, **values, **changes})
+    values = {"node": A, "boot": "b1", "at": 0.0, "every": 2.0, "job": "j", "generation": 1, "step": 60}
+    return Sign(**times, looked=NOW - looked, record=AliveRecord(**{**values, **changes}))
 
 
 def view(state: JobState, *nodes: Any, **changes: Any) -> View:
@@ -217,7 +217,7 @@ def test_a_sign_is_judged_by_the_head_s_clock() -> None:
     step = silence.seen(again, record(at=5.0, step=6), 112.0)
     assert (step.changed, step.advanced) == (112.0, 112.0)
     missing = silence.seen(step, None, 120.0)
-    assert (missing.changed, missing.boot) == (120.0, "")
+    assert (missing.changed, missing.record) == (120.0, None)
     assert silence.seen(missing, None, 125.0).changed == 120.0
     assert silence.seen(step, record(at=5.0, step=6, boot="b2"), 130.0).changed == 130.0
 
@@ -230,7 +230,7 @@ async def test_signs_are_read_and_those_of_gone_machines_removed(tmp_path: Path)
         store.put(alive_key("c", name), record(at=1.0).model_dump_json().encode())
     signs.want(frozenset((A, "x")))
     await signs.look()
-    assert (signs.found[A].step, signs.found["x"].boot, set(signs.found)) == (5, "", {A, "x"})
+    assert (signs.found[A].record, signs.found["x"].record, set(signs.found)) == (record(at=1.0), None, {A, "x"})
     signs.want(frozenset())
     assert dict(signs.found) == {}
     await signs.sweep()

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from scripts import display
 from spotrun.errors import SpecError, UnreadableError
-from spotrun.head import parking
+from spotrun.head import job_queue
 from spotrun.head.boot import until_changed
 from spotrun.head.head import Head
 from spotrun.head.identity import ClusterIdentity
@@ -304,5 +304,5 @@ def test_a_queue_is_read() -> None:
 async def turn_later(head: Head) -> None:
     """A turn at which the head tries again to read a parked job."""
     assert head.parked is not None
-    head.parked = parking.Parked(head.parked.job, head.parked.reason, time.time() - 2 * parking.TRY_EVERY)
+    head.parked = job_queue.Parked(head.parked.job, head.parked.reason, time.time() - 2 * job_queue.TRY_EVERY)
     await head._turn(time.time())

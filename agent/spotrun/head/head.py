@@ -16,12 +16,12 @@ from typing import Any
 
 from spotrun.cloud.base import Cloud
 from spotrun.errors import ConflictError, SpotrunError, StoreError, UnreadableError
-from spotrun.head import accounting, capacity, demand, job_queue, lease, parking, submission
+from spotrun.head import accounting, capacity, job_queue, lease, submission
 from spotrun.head.agents import Agents, Send
 from spotrun.head.clock import Clock
 from spotrun.head.fleet import retirement
 from spotrun.head.fleet.classify import classify
-from spotrun.head.fleet.decide import decide, wanted
+from spotrun.head.fleet.decide import decide, needed, wanted
 from spotrun.head.fleet.pools import Fleet
 from spotrun.head.fleet.record import Recreate, exhausted
 from spotrun.head.fleet.replacements import Replacements
@@ -30,7 +30,6 @@ from spotrun.head.journal import Journal
 from spotrun.head.lease import Lease
 from spotrun.head.life_signs import Signs
 from spotrun.head.orders import manifests
-from spotrun.head.parking import Parked
 from spotrun.head.planner import idle, liveness, notice_fit, silence
 from spotrun.head.planner.plan import plan
 from spotrun.head.status import event, status
@@ -77,7 +76,7 @@ class Head:
             cluster.name, self.description, store, self.fleet.recreate, self._wanted, lambda: self._changed.set()
         )
         self.job: JobState | None = None
-        self.parked: Parked | None = None  # the first job in the queue, if it cannot be read
+        self.parked: job_queue.Parked | None = None  # the first job in the queue, if it cannot be read
         self.events: list[dict[str, Any]] = []
         self.published = asyncio.Condition()  # notified after each turn: what status() says may have changed
         self._poll_seconds = poll_seconds
@@ -150,7 +149,7 @@ class Head:
     async def load(self, job: str) -> JobState:
         """A job's state: the active one's from memory, another's from the bucket."""
         if self.parked is not None and self.parked.job == job:
-            raise UnreadableError(parking.text(self.parked))
+            raise UnreadableError(self.parked.text)
         return self.job if self.job is not None and self.job.id == job else await self.journal.read(job)
 
     @property
@@ -233,7 +232,8 @@ class Head:
             if future.done():
                 continue  # the request was cancelled
             if self.job is None or self.job.ended_already:
-                future.set_exception(SpotrunError(parking.no_job(self.parked)))
+                why = f"; {self.parked.text}" if self.parked else ""
+                future.set_exception(SpotrunError(f"no job is active{why}"))
                 continue
             try:
                 self.job = change(self.job, now)
@@ -290,8 +290,7 @@ class Head:
 
     def _view(self, now: float) -> View:
         assert self.job is not None
-        members = self.job.current.members if self.job.current else ()
-        unseen = {member.node: self.job.ordered_at for member in members if member.node not in self.agents.known}
+        unseen = [member.node for member in self.job.members if member.node not in self.agents.known]
         view = View(
             now=now,
             job=self.job,
@@ -300,7 +299,9 @@ class Head:
             waiting_since=max(self.agents.ready_at, self.job.submitted),
             began=self._began,
             awake_since=self._awake_since,
-            vanished=frozenset(n for n, at in unseen.items() if self.fleet.state_of(n, at) in ("terminated", "gone")),
+            vanished=frozenset(
+                name for name in unseen if self.fleet.state_of(name, self.job.ordered_at) in ("terminated", "gone")
+            ),
             machines=self.agents.machines(self.fleet),
             listed=self.fleet.instances is not None,
             replaced=self.replacements.replaced,
@@ -326,9 +327,9 @@ class Head:
                 await self._check_epoch()
                 for problem in await self.fleet.look():
                     self.add_event("cloud", f"pool {problem.pool}: {problem.message}")
-                needed = demand.needed(self.journal.queue, self.job, self.agents.busy(), self.clock())
-                if needed is not None:
-                    await self._scale(needed)
+                machines = needed(self.journal.queue, self.job, self.agents.busy(), self.clock())
+                if machines is not None:
+                    await self._scale(machines)
                 self._forget()
             except SpotrunError as error:
                 log.warning("%s", error)
@@ -338,12 +339,12 @@ class Head:
                     await self._look_now.wait()
             self._look_now.clear()
 
-    async def _scale(self, needed: int) -> None:
+    async def _scale(self, machines: int) -> None:
         if self.job is None:
-            found = capacity.decide(capacity.Observation(self.fleet.pools(), needed))
+            found = capacity.decide(capacity.Observation(self.fleet.pools(), machines))
             return await self.fleet.scale(found.sizes, found.remove)
         view = self._view(self.clock())
-        fleet = decide(view, self.fleet.pools(), needed)
+        fleet = decide(view, self.fleet.pools(), machines)
         spent = exhausted(view.replaced, view.now)
         for pool in sorted(spent - self._exhausted):
             self.add_event("cloud", f"pool {pool}: {fleet.reasons[pool]}")
@@ -355,6 +356,6 @@ class Head:
 
     def _forget(self) -> None:
         """Drop agents whose machines are gone for good, unless the generation still counts on them."""
-        members = {member.node for member in self.job.current.members} if self.job and self.job.current else set()
+        members = {member.node for member in self.job.members} if self.job else set()
         unknown = {name for name, seen in self.agents.known.items() if seen.report.pool in self.fleet.away}
         self.agents.forget(self.fleet.names() | members | unknown)

@@ -1,18 +1,44 @@
-"""The jobs that have not ended: which one is active, and what operators change about the others."""
+"""The jobs that have not ended: which one is active, and what operators change about the others.
+
+A job whose state in the bucket cannot be read is parked. A parked job keeps its place in the queue and its machines.
+Agents get no orders, so they continue to train. The jobs behind a parked job wait. The head tries to read the state
+again from time to time, and so does each new head.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from spotrun.errors import SpotrunError, StoreError, UnreadableError
-from spotrun.head import parking
 from spotrun.head.job_state import Cause, EndGeneration, JobState, apply
-from spotrun.head.parking import Parked
 
 if TYPE_CHECKING:
     from spotrun.head.head import Head
 
 EVENTS = 1000  # newest ones of a job that are kept
+TRY_EVERY = 10.0  # seconds between two tries to read the state of a parked job
+
+
+@dataclass(frozen=True)
+class Parked:
+    """The first job in the queue, which cannot be read."""
+
+    job: str
+    reason: str  # why its state cannot be read
+    tried: float  # when the head last tried
+
+    @property
+    def text(self) -> str:
+        """What happened, and what an operator can do."""
+        return (
+            f"{self.job} is parked, with its machines: {self.reason}; a head of the version that wrote it can continue"
+            f" it, `make stop ID={self.job}` takes it out of the queue"
+        )
+
+    def status(self) -> dict[str, Any]:
+        """The part of the status document about the parked job."""
+        return {"job": self.job, "reason": self.reason, "text": self.text}
 
 
 async def phase(head: Head, job: str) -> str:
@@ -39,7 +65,7 @@ async def activate(head: Head) -> None:
         queue = await head.journal.read_queue()
     if head.parked is not None and head.parked.job not in queue[:1]:
         head.parked = None
-    if not queue or (head.parked and head.parked.waits(queue[0], head.clock())):
+    if not queue or (head.parked and head.clock() - head.parked.tried < TRY_EVERY):
         return
     try:
         job, events = await head.journal.take_up(queue[0], head.epoch, head.clock())
@@ -48,7 +74,7 @@ async def activate(head: Head) -> None:
     except UnreadableError as error:
         before, head.parked = head.parked, Parked(queue[0], str(error), head.clock())
         if before is None or before.reason != head.parked.reason:
-            head.add_event("job", parking.text(head.parked))
+            head.add_event("job", head.parked.text)
     except SpotrunError as error:  # its state has been deleted
         head.add_event("job", f"left out: {error}")
         await head.journal.dequeue(queue[0])

@@ -1,7 +1,6 @@
-"""The state of a job as the head keeps it in the bucket (jobs/<id>/state.json), and the actions that change it.
+"""The state of a job as the head keeps it in the bucket (jobs/<id>/state.json), and the actions that change it. Pure.
 
-All of it is frozen data. `planner.plan` proposes actions, `apply` here carries them out on paper; the server does
-the I/O that follows.
+`planner.plan` chooses actions, and `apply` returns the state after an action. The head does the I/O that follows.
 """
 
 from __future__ import annotations
@@ -19,25 +18,22 @@ ENDED = ("succeeded", "failed", "stopped")
 
 
 class Cause(Document):
-    """Why a generation ended. kind: preempt (with notice), kill, silent (frozen or cut off), crash, hang, grow, end…
+    """Why a generation ended."""
 
-    end: the end of a machine was known, and the machine retired before it.
-    """
-
-    kind: str
+    kind: str  # preempt (with notice), kill, silent (frozen or cut off), crash, hang, grow, end (a machine retired) …
     node: str = ""
 
 
 class Interruption(Document):
-    """One interruption. `seconds`: last step before it to first step after it; None while it lasts."""
+    """What made a generation end early, and what that cost."""
 
     kind: str
     node: str
     at: float
-    generation: int  # the one it ended
-    step: int  # reached when it came
-    step_cost: float = 0.0  # node-seconds of one step then
-    seconds: float | None = None
+    generation: int  # the one that ended
+    step: int  # the newest one at that time
+    step_cost: float = 0.0  # node-seconds of one step at that time
+    seconds: float | None = None  # from the last step before to the first step after; None while it lasts
     steps_lost: int | None = None
     phases: tuple[float, ...] = ()  # of the generation after it: ordered, then as in wire.Worker.phases
 
@@ -63,8 +59,8 @@ class Ending(Document):
 
     phase: Literal["succeeded", "stopped", "failed"]
     reason: str = ""
-    deadline: float = 0.0  # finish without the checkpoint then; 0: not yet counting
-    state: StateRef | None = None  # the newest that nodes held when the job ended
+    deadline: float = 0.0  # when the job finishes without the checkpoint; 0: not set yet
+    state: StateRef | None = None  # the newest one that nodes held when the job ended
 
 
 class Idle(Document):
@@ -79,7 +75,7 @@ class Idle(Document):
 class Progress(Document):
     """What the current generation has done, from its members' reports."""
 
-    base: int = -1  # step it took up the work at
+    base: int = -1  # the step that it began at
     step: int = -1  # newest completed
     stepped_at: float = 0.0
     restored_at: float = 0.0
@@ -91,7 +87,7 @@ class Progress(Document):
 
 
 def _read_spec(values: object) -> JobSpec:
-    """Keep the keys that a newer head has written, and write them back: that head may take up the job again."""
+    """Keep keys that a newer head has written: that head may take up the job again."""
     return JobSpec.model_validate(values, extra="allow")
 
 
@@ -118,7 +114,7 @@ class JobState(Kept):
     checkpoints: tuple[StateRef, ...] = ()  # complete ones, newest first
     saved_at: float = 0.0
     dumping: bool = False
-    stopping: str = ""  # why it is to stop, if it is
+    stopping: str = ""  # why the job should stop; empty: it should not
     ending: Ending | None = None
     idle: Idle | None = None
     restarts: int = 0
@@ -144,6 +140,11 @@ class JobState(Kept):
     @property
     def ended_already(self) -> bool:
         return self.phase in ENDED
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """The members of the current generation in rank order; none if no generation is under way."""
+        return self.current.members if self.current else ()
 
     @property
     def newest(self) -> tuple[int, int]:
@@ -215,14 +216,14 @@ class Stop:
 
 @dataclass(frozen=True)
 class SetEnding:
-    """Settle what the job will become, once its state is safe."""
+    """Say what the job will become once its state is in the bucket."""
 
     ending: Ending
 
 
 @dataclass(frozen=True)
 class Resume:
-    """Run the job again from its checkpoint although the script had finished: its last state is lost."""
+    """Continue from the checkpoint although the script had finished: the last state has been lost."""
 
     reason: str
 
@@ -264,60 +265,49 @@ def apply(job: JobState, action: Action, now: float) -> JobState:
     match action:
         case Start():
             job = _end_generation(job, action.cause, now)
-            number = job.generation + 1
-            current = Generation(
-                number=number, members=action.members, store=action.store, checkpoints=job.checkpoints[:8]
-            )
-            return job.model_copy(
-                update={
-                    "generation": number,
-                    "current": current,
-                    "last": action.members,
-                    "ordered_at": now,
-                    "phase": "starting",
-                    "started": job.started or now,
-                    "saving": None,
-                }
-            )
+            number, members = job.generation + 1, action.members
+            current = Generation(number=number, members=members, store=action.store, checkpoints=job.checkpoints[:8])
+            job = job.replace(generation=number, current=current, last=members, ordered_at=now, saving=None)
+            return job.replace(phase="starting", started=job.started or now)
         case EndGeneration():
             job = _end_generation(job, action.cause, now)
             phase = "finishing" if action.ending or job.ending else "waiting"
-            return job.model_copy(update={"phase": phase, "ordered_at": now, "ending": action.ending or job.ending})
+            return job.replace(phase=phase, ordered_at=now, ending=action.ending or job.ending)
         case Drain():
             draining = Draining(step=action.step, cause=action.cause, deadline=action.deadline)
-            return job.model_copy(update={"draining": draining, "phase": "draining", "saving": None})
+            return job.replace(draining=draining, phase="draining", saving=None)
         case Save():
-            return job.model_copy(update={"saving": Saving(ref=action.ref, holders=action.holders, since=now)})
+            return job.replace(saving=Saving(ref=action.ref, holders=action.holders, since=now))
         case AbortSave():
-            # Not at once again: what made it fail may still be there.
+            # Not again at once: the cause of the failure may still be there.
             retry = now - job.spec.checkpoint_interval + 2.0
-            return job.model_copy(update={"saving": None, "saved_at": max(job.saved_at, retry)})
+            return job.replace(saving=None, saved_at=max(job.saved_at, retry))
         case CountFailure():
-            found = {"restarts": job.restarts + 1, "failure": action.failure, "failed_node": action.node}
-            return job.model_copy(update=found | {"stacks": action.stacks or job.stacks})
+            job = job.replace(restarts=job.restarts + 1, stacks=action.stacks or job.stacks)
+            return job.replace(failure=action.failure, failed_node=action.node)
         case DumpStacks():
-            return job.model_copy(update={"dumping": True})
+            return job.replace(dumping=True)
         case Stop():
-            return job.model_copy(update={"stopping": action.reason})
+            return job.replace(stopping=action.reason)
         case SetEnding():
-            return job.model_copy(update={"ending": action.ending})
+            return job.replace(ending=action.ending)
         case Resume():
-            return job.model_copy(update={"ending": None, "phase": "waiting", "saving": None})
+            return job.replace(ending=None, phase="waiting", saving=None)
         case Finish():
             job = _end_generation(job, None, now)
-            final = {"phase": action.phase, "reason": action.reason, "ended": now}
-            return job.model_copy(update=final | {"saving": None, "ending": None, "idle": None})
+            job = job.replace(phase=action.phase, reason=action.reason, ended=now)
+            return job.replace(saving=None, ending=None, idle=None)
         case SetIdle():
-            return job.model_copy(update={"idle": action.idle})
+            return job.replace(idle=action.idle)
 
 
 def saved(job: JobState, complete: tuple[StateRef, ...], manifest: Manifest, now: float) -> JobState:
-    """The job once `manifest` is written; `complete`: the checkpoints that count now, newest first."""
+    """The job after `manifest` was written. complete: the complete checkpoints, newest first."""
     ref = StateRef(generation=manifest.generation, step=manifest.step)
     saving = None if job.saving and job.saving.ref == ref else job.saving
     # An older generation may have completed the same step: then the bucket has that state under that name.
     known = complete if ref in complete else (ref, *complete)
-    return job.model_copy(update={"checkpoints": known, "saved_at": now, "saving": saving})
+    return job.replace(checkpoints=known, saved_at=now, saving=saving)
 
 
 def good_seconds(progress: Progress, members: int) -> float:
@@ -326,37 +316,33 @@ def good_seconds(progress: Progress, members: int) -> float:
 
 
 def _end_generation(job: JobState, cause: Cause | None, now: float) -> JobState:
-    """Book the current generation: its good seconds (corrected when it is known what was lost), and the loss."""
+    """Add up what the current generation did. The good seconds are corrected when the lost steps are known."""
     if job.current is None:
         return job
-    members = len(job.current.members)
-    good = good_seconds(job.progress, members)
-    return job.model_copy(
-        update={
-            "current": None,
-            "draining": None,
-            "dumping": False,
-            "interruptions": job.interruptions if cause is None else _book(job, cause, good, now),
-            "good_seconds": job.good_seconds + good,
-            "stalled": job.stalled + job.progress.stall * members,
-            "progress": Progress(total_steps=job.progress.total_steps, metrics=job.progress.metrics),
-        }
+    progress, members = job.progress, len(job.members)
+    good = good_seconds(progress, members)
+    interruptions = job.interruptions if cause is None else _interrupt(job, cause, good, now)
+    return job.replace(
+        current=None,
+        draining=None,
+        dumping=False,
+        interruptions=interruptions,
+        good_seconds=job.good_seconds + good,
+        stalled=job.stalled + progress.stall * members,
+        progress=Progress(total_steps=progress.total_steps, metrics=progress.metrics),
     )
 
 
-def _book(job: JobState, cause: Cause, good: float, now: float) -> tuple[Interruption, ...]:
-    """The interruptions with one more; what strikes before the first step after the last one belongs to that one."""
+def _interrupt(job: JobState, cause: Cause, good: float, now: float) -> tuple[Interruption, ...]:
+    """The interruptions with one more. If no step was completed since the last one, both are counted as one."""
     progress = job.progress
     steps = progress.step - progress.base
     if job.interruptions and job.interruptions[-1].seconds is None and steps <= 0:
         last = job.interruptions[-1]
         kinds = last.kind if cause.kind in last.kind.split("+") else f"{last.kind}+{cause.kind}"
-        nodes = [name for name in (last.node, cause.node) if name]
-        return (
-            *job.interruptions[:-1],
-            last.model_copy(update={"kind": kinds, "node": ", ".join(dict.fromkeys(nodes))}),
-        )
-    loss = Interruption(
+        nodes = dict.fromkeys(name for name in (last.node, cause.node) if name)
+        return (*job.interruptions[:-1], last.replace(kind=kinds, node=", ".join(nodes)))
+    found = Interruption(
         kind=cause.kind,
         node=cause.node,
         at=progress.stepped_at or now,
@@ -364,4 +350,4 @@ def _book(job: JobState, cause: Cause, good: float, now: float) -> tuple[Interru
         step=max(progress.step, progress.base, 0),
         step_cost=good / steps if steps > 0 else 0.0,
     )
-    return (*job.interruptions, loss)
+    return (*job.interruptions, found)

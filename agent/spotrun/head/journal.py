@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import json
 import logging
@@ -90,7 +89,8 @@ class Journal:
             found = QueueRecord(jobs=tuple(self._unended()), up=up)
         if up in ("", found.up):
             return found, found
-        left = [job for job in found.jobs if not _has_ended(self.store.find(job_key(job, "state.json")))]
+        states = {job: _state(self.store.find(job_key(job, "state.json"))) for job in found.jobs}
+        left = [job for job, state in states.items() if not (state and state.ended_already)]
         log.info("the cluster was brought up again: held: %s", ", ".join(left) or "no job")
         return found, QueueRecord(jobs=(), held=(*found.held, *left), up=up)
 
@@ -98,28 +98,19 @@ class Journal:
         """Ids of the cluster's jobs that have not ended; those that had begun come first."""
         waiting: list[tuple[bool, float, str]] = []
         for job, data in self._documents():
-            try:
-                state = JobState.model_validate_json(data)
-            except ValueError:
-                # The job may be training now: it stays in the queue if its state names this cluster.
-                if _unended_here(data, self._cluster):
-                    waiting.append((False, 0.0, job))
-                continue
-            if state.cluster == self._cluster and not state.ended_already:
-                waiting.append((state.phase == "queued", state.submitted, job))
+            if state := _state(data):
+                if state.cluster == self._cluster and not state.ended_already:
+                    waiting.append((state.phase == "queued", state.submitted, job))
+            # A job whose state cannot be read may be training now.
+            elif _unended_here(data, self._cluster):
+                waiting.append((False, 0.0, job))
         return [job for _, _, job in sorted(waiting)]
 
     async def newest(self, count: int) -> list[JobState]:
-        """The jobs of the cluster that were submitted last, newest first."""
-        return await asyncio.to_thread(lambda: list(islice(self._states(), count)))
-
-    def _states(self) -> Iterator[JobState]:
-        """The cluster's jobs, newest first. Jobs whose state cannot be read are left out."""
-        for _, data in self._documents():
-            with contextlib.suppress(ValueError):
-                state = JobState.model_validate_json(data)
-                if state.cluster == self._cluster:
-                    yield state
+        """The jobs of the cluster that were submitted last, newest first, without those that cannot be read."""
+        states = (_state(data) for _, data in self._documents())
+        own = (state for state in states if state and state.cluster == self._cluster)
+        return await asyncio.to_thread(lambda: list(islice(own, count)))
 
     def _documents(self) -> Iterator[tuple[str, bytes]]:
         """Each job of the bucket with the bytes of its state, newest first by the time in the job's id."""
@@ -238,12 +229,12 @@ def without(queue: QueueRecord, job: str) -> QueueRecord:
     )
 
 
-def _has_ended(data: bytes | None) -> bool:
-    """Whether a job's state says that the job has ended; False if the state cannot be read."""
+def _state(data: bytes | None) -> JobState | None:
+    """A job's state; None if it cannot be read."""
     try:
-        return data is not None and JobState.model_validate_json(data).ended_already
+        return JobState.model_validate_json(data or b"")
     except ValueError:
-        return False
+        return None
 
 
 def _unended_here(data: bytes, cluster: str) -> bool:

@@ -6,6 +6,7 @@ This runs beside the head's turns, in separate threads: a slow bucket delays not
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -20,7 +21,6 @@ from spotrun.head.view import Sign, View
 from spotrun.store import RECORD, Store, alive_key
 from spotrun.wire import AliveRecord
 
-A = TypeVar("A")
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
@@ -80,7 +80,9 @@ class Signs:
                     if str(error) != self._warned:
                         log.warning("signs of life: %s", error)
                     self._warned = str(error)
-                await self._pause(PAUSE if self._wanted else SWEEP)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(PAUSE if self._wanted else SWEEP):
+                        await self._wake.wait()
         finally:
             self._threads.shutdown(wait=False, cancel_futures=True)
 
@@ -102,22 +104,12 @@ class Signs:
 
     async def _look_for(self, name: str) -> None:
         key = alive_key(self._cluster, name)
-        record = _record(key, await self._in_thread(self._read, key))
+        record = _record(key, await self._in_thread(self._store.find, key, RECORD))
         if name in self._wanted:
             self._found[name] = silence.seen(self._found.get(name), record, self._clock())
 
-    def _read(self, key: str) -> bytes | None:
-        return self._store.find(key, RECORD)
-
-    async def _in_thread(self, work: Callable[[A], T], argument: A) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work, argument)
-
-    async def _pause(self, seconds: float) -> None:
-        try:
-            async with asyncio.timeout(seconds):
-                await self._wake.wait()
-        except TimeoutError:
-            return
+    async def _in_thread(self, work: Callable[..., T], *arguments: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
 
 def _record(key: str, data: bytes | None) -> AliveRecord | None:

@@ -26,7 +26,7 @@ def add(
     """`spent` with `span` seconds more for each machine."""
     found = dict(spent)
     nodes = {node.name: node for node in view.nodes if node.connected}
-    members = {member.node for member in job.current.members} if job.current else set()
+    members = {member.node for member in job.members}
     for machine in machines:
         kind = _member(job) if machine in members else _other(job, nodes.get(machine))
         found[kind] = found.get(kind, 0.0) + span
@@ -53,12 +53,12 @@ def split(job: JobState) -> dict[str, float] | None:
 
 def counted(job: JobState) -> float:
     """Node-seconds in steps that counted, with those of the current generation."""
-    return job.good_seconds + (good_seconds(job.progress, len(job.current.members)) if job.current else 0.0)
+    return job.good_seconds + good_seconds(job.progress, len(job.members))
 
 
 def stalled(job: JobState) -> float:
     """Node-seconds that the workers spent copying snapshots into memory; they are part of the steps' time."""
-    return job.stalled + (job.progress.stall * len(job.current.members) if job.current else 0.0)
+    return job.stalled + job.progress.stall * len(job.members)
 
 
 def _member(job: JobState) -> str:

@@ -16,21 +16,13 @@ def bundle_of(job: JobState) -> Bundle:
 
 def order_for(job: JobState, bundle: Bundle, node: str, boot: str, epoch: int) -> Order:
     """What the agent `node`, in its incarnation `boot`, should be doing for a job that has not ended."""
-    save = _save_for(job, node)
+    order, save = Order(epoch=epoch, bundle=bundle), _save_for(job, node)
     if job.current is None:
-        if job.saving is None or save is None:
-            return Order(epoch=epoch, bundle=bundle)
-        return Order(epoch=epoch, bundle=bundle, upload=job.saving.ref, save=save)
-    if all((member.node, member.boot) != (node, boot) for member in job.current.members):
-        return Order(epoch=epoch, bundle=bundle)
-    return Order(
-        epoch=epoch,
-        bundle=bundle,
-        generation=job.current,
-        stop_at=job.draining.step if job.draining else None,
-        save=save,
-        dump=job.dumping,
-    )
+        return order.replace(upload=job.saving.ref, save=save) if job.saving and save else order
+    if all((member.node, member.boot) != (node, boot) for member in job.members):
+        return order
+    stop_at = job.draining.step if job.draining else None
+    return order.replace(generation=job.current, stop_at=stop_at, save=save, dump=job.dumping)
 
 
 def manifests(job: JobState, reports: Iterable[Report], now: float) -> list[Manifest]:
@@ -42,7 +34,6 @@ def manifests(job: JobState, reports: Iterable[Report], now: float) -> list[Mani
     for report in reports:
         for part in report.parts if report.job == job.id else ():
             found[(part.generation, part.step, part.parts)][part.index] = part
-    newest = max(((ref.generation, ref.step) for ref in job.checkpoints), default=(-1, -1))
     return [
         Manifest(
             job=job.id,
@@ -52,7 +43,7 @@ def manifests(job: JobState, reports: Iterable[Report], now: float) -> list[Mani
             files=tuple(file for index in sorted(parts) for file in parts[index].files),
         )
         for (generation, step, count), parts in sorted(found.items())
-        if set(parts) == set(range(count)) and (generation, step) > newest
+        if set(parts) == set(range(count)) and (generation, step) > job.newest
         if len({part.whole for part in parts.values()}) == 1
     ]
 

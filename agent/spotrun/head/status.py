@@ -7,7 +7,6 @@ from typing import Any
 
 from spotrun.cloud.base import Instance
 from spotrun.head import accounting, node_time
-from spotrun.head.conditions import conditions
 from spotrun.head.fleet.decide import decide
 from spotrun.head.fleet.pools import Fleet
 from spotrun.head.job_state import (
@@ -24,9 +23,9 @@ from spotrun.head.job_state import (
     Start,
     Stop,
 )
-from spotrun.head.planner import silence
+from spotrun.head.planner import idle, silence
 from spotrun.head.planner.plan import plan
-from spotrun.head.view import View
+from spotrun.head.view import Node, View
 from spotrun.spec import ClusterSpec
 
 EVENTS = 50  # newest ones in a status document
@@ -83,7 +82,7 @@ def job_status(job: JobState, view: View | None = None) -> dict[str, Any]:
         "phase": "silent" if silent else job.phase,
         "reason": job.reason,
         "generation": job.generation,
-        "members": [member.node for member in job.current.members] if job.current else [],
+        "members": [member.node for member in job.members],
         "step": job.reached,
         "total_steps": progress.total_steps,
         "samples_per_second": 0.0 if silent else progress.samples_per_second,
@@ -107,6 +106,29 @@ def job_status(job: JobState, view: View | None = None) -> dict[str, Any]:
         "snapshot_seconds": node_time.stalled(job),
         "cost": job.cost or None,
     }
+
+
+def conditions(view: View) -> list[dict[str, object]]:
+    """The problems of an unended job, the oldest first: each as {"since": epoch seconds, "text": one line}."""
+    found = [_saving(node) for node in view.nodes if node.connected and node.report.job == view.job.id]
+    found += [idle.condition(view), _silent(view)]
+    return sorted((each for each in found if each), key=lambda each: float(str(each["since"])))
+
+
+def _silent(view: View) -> dict[str, object] | None:
+    """No node reports to the head."""
+    since, news = silence.since(view), silence.news(view)
+    return {"since": since, "text": news[1]} if since is not None and news else None
+
+
+def _saving(node: Node) -> dict[str, object] | None:
+    """A node that cannot upload its part of a checkpoint."""
+    trouble = node.report.trouble
+    if trouble is None:
+        return None
+    tries = "1 try" if trouble.tries == 1 else f"{trouble.tries} tries"
+    text = f"{node.name} cannot save its part of the checkpoint of step {trouble.step} ({tries}): {trouble.message}"
+    return {"since": trouble.since, "text": text}
 
 
 def _eta(job: JobState) -> float | None:

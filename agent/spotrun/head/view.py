@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from spotrun.head.fleet.record import Replacement
 from spotrun.head.job_state import JobState
 from spotrun.head.timeouts import TIMEOUTS
-from spotrun.wire import Report
+from spotrun.wire import AliveRecord, Report
 
 GONE = ("stopping", "terminated", "gone")
 
@@ -22,7 +22,7 @@ class Node:
     reported_at: float  # when the newest report arrived
     cloud: str | None = None  # the state of its machine, if the cloud has told it
     since: float = 0.0
-    """When this head first heard of its present phase. An unfit phase goes on through checks after agent restarts."""
+    """When this head first received its present phase. An unfit phase continues through checks after agent restarts."""
     due: float = 0.0
     """If the node retires now, when its machine ends, epoch seconds (`retirement.mark`); 0: it does not."""
 
@@ -49,9 +49,8 @@ class Node:
         return self.report.failure is not None and self.report.failure.kind == "setup"
 
     def expendable(self, view: View) -> bool:
-        """Not a member of the generation that runs."""
-        current = view.job.current
-        return current is None or all(m.node != self.name or m.boot != self.report.boot for m in current.members)
+        """Not a member of the current generation."""
+        return all((m.node, m.boot) != (self.name, self.report.boot) for m in view.job.members)
 
 
 @dataclass(frozen=True)
@@ -75,17 +74,12 @@ class Machine:
 
 @dataclass(frozen=True)
 class Sign:
-    """A node's sign of life in the bucket. Times are the head's. Undocumented fields are as in `AliveRecord`."""
+    """A node's sign of life in the bucket. Times are by the head's clock."""
 
     changed: float  # when the head first saw this sign
     advanced: float  # when the head first saw this step
     looked: float  # when the bucket last answered a read of the sign
-    boot: str = ""  # of the agent that wrote the sign; empty: there is no sign
-    clock: float = 0.0  # the time by the node's clock, only used to tell one sign from the next
-    every: float = 0.0
-    job: str = ""
-    generation: int = 0
-    step: int = -1
+    record: AliveRecord | None = None  # None: there is no sign
 
 
 @dataclass(frozen=True)
@@ -109,9 +103,8 @@ class View:
 
     def members(self) -> list[Node | None]:
         """The current generation's nodes in rank order; None for one whose machine or agent is another now."""
-        current = self.job.current
         known = {(node.name, node.report.boot): node for node in self.nodes}
-        return [known.get((m.node, m.boot)) for m in current.members] if current else []
+        return [known.get((m.node, m.boot)) for m in self.job.members]
 
     def blind(self) -> bool:
         """Whether nodes of the newest generation may still be on their way to this head, which has just begun."""

@@ -21,9 +21,7 @@ from spotrun.head.planner.liveness import eligible, had_joined, reports, silent
 from spotrun.head.timeouts import TIMEOUTS
 from spotrun.head.view import GONE, Machine, Node, View
 
-State = Literal[
-    "booting", "checking", "ready", "leaving", "unfit", "silent", "replacing", "abandoned", "unknown"
-]  # fmt: skip
+State = Literal["booting", "checking", "ready", "leaving", "unfit", "silent", "replacing", "abandoned", "unknown"]
 
 
 @dataclass(frozen=True)
@@ -66,8 +64,7 @@ def boot_timeout(kind: str) -> float:
 
 def _unknown(view: View, machine: Machine, node: Node | None) -> Condition | None:
     """Neither its zone nor its agent answers. A member of the generation counts as there."""
-    members = {member.node for member in view.job.current.members} if view.job.current else set()
-    if machine.state != "unknown" or machine.name in members:
+    if machine.state != "unknown" or _is_member(view, machine):
         return None
     # A new head first waits until agents have found it.
     quiet = silent(view, node) if node is not None else view.now - view.awake_since > TIMEOUTS.rejoin
@@ -131,8 +128,7 @@ def _lost(view: View, reporting: list[Node], machine: Machine, node: Node | None
             return None
         since, most = max(node.reported_at, view.awake_since), _patience(view, reporting, node)
     else:
-        members = {member.node for member in view.job.current.members} if view.job.current else set()
-        if machine.name in members or not had_joined(view, machine):
+        if _is_member(view, machine) or not had_joined(view, machine):
             return None
         since, most = max(view.began, view.awake_since), _patience_after_restart(view, reporting, machine)
     if view.now - since <= most:
@@ -174,6 +170,10 @@ def _retired(view: View, machine: Machine, node: Node | None) -> Condition | Non
     why = f"its cloud ends it at {time.strftime('%H:%M UTC', time.gmtime(node.due))}"
     wanted = Recreate(machine.name, machine.pool, why, machine.created, planned=True)
     return Condition(machine, "replacing", why, node.since, wanted)
+
+
+def _is_member(view: View, machine: Machine) -> bool:
+    return any(member.node == machine.name for member in view.job.members)
 
 
 def _in_service(view: View, machine: Machine, node: Node | None) -> Condition:

@@ -59,7 +59,7 @@ def ask(replaced: Asked, action: Recreate, now: float) -> Asked:
 
 def refuse(replaced: Asked, action: Recreate, why: str) -> Asked:
     """The record after the cloud did not replace the machine. The time of the next request stays."""
-    return tuple(each.model_copy(update={"refused": why}) if _same(each, action) else each for each in replaced)
+    return tuple(each.replace(refused=why) if _same(each, action) else each for each in replaced)
 
 
 def may_ask(replaced: Asked, action: Recreate, now: float) -> bool:

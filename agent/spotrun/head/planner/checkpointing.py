@@ -48,7 +48,7 @@ def checkpoint(view: View, here: list[Node]) -> tuple[Action, ...]:
     if job.saving:
         return _go_on(view, here)
     since = max(job.saved_at, job.started or view.now)
-    if job.progress.step <= job.progress.base or view.now - since < view.job.spec.checkpoint_interval:
+    if job.progress.step <= job.progress.base or view.now - since < job.spec.checkpoint_interval:
         return ()
     step = ahead(view, here, DRAIN_AHEAD)
     if job.progress.total_steps and step >= job.progress.total_steps:
@@ -93,19 +93,16 @@ def _go_on(view: View, here: list[Node]) -> tuple[Action, ...]:
         return (AbortSave("a worker was past the step already"),)
     failing = [n for n in here if n.name in saving.holders and (t := n.report.trouble) and t.step == saving.ref.step]
     others = set(saving.holders) - {node.name for node in failing}
-    long = waited > max(TIMEOUTS.save_newer, view.job.spec.checkpoint_interval) or (
-        others and any(map(_steady, failing))
-    )
-    if failing and long:
+    long = waited > max(TIMEOUTS.save_newer, job.spec.checkpoint_interval)
+    if failing and (long or (others and any(map(_steady, failing)))):
         return (AbortSave(f"{failing[0].name} could not save its part: {_message(failing[0].report.trouble)}"),)
     return (AbortSave(f"not complete after {TIMEOUTS.save:.0f} s"),) if waited > TIMEOUTS.save else ()
 
 
 def _members(view: View, here: list[Node]) -> tuple[str, ...]:
     """Names of the members that each save a part, in the order of their ranks."""
-    members = [member.node for member in view.job.current.members] if view.job.current else []
     unable = {node.name for node in here} - set(_able(here))
-    return tuple(name for name in members if name not in unable)
+    return tuple(member.node for member in view.job.members if member.node not in unable)
 
 
 def _able(nodes: Iterable[Node]) -> tuple[str, ...]:

@@ -18,16 +18,14 @@ from spotrun.head.view import GONE, View
 
 def observe(job: JobState, view: View) -> JobState:
     """The job, with the time since when it has had fewer machines than it needs."""
-    if job.current is not None or job.ending is not None or job.stopping:
-        return job.model_copy(update={"idle": None}) if job.idle else job
-    if not view.listed:
+    waits = job.current is None and job.ending is None and not job.stopping
+    if waits and not view.listed:
         return job  # the cloud does not answer: the number of machines is not known
-    found = usable(view)
-    if len(found) >= job.spec.nodes.min:
-        return job.model_copy(update={"idle": None}) if job.idle else job
-    if job.idle is None and found:  # a job without any machine keeps asking: that costs nothing
-        return job.model_copy(update={"idle": Idle(since=view.now)})
-    return job
+    found = usable(view) if waits else set()
+    if not waits or len(found) >= job.spec.nodes.min:
+        return job.replace(idle=None)
+    # A job without any machine keeps asking: that costs nothing.
+    return job.replace(idle=Idle(since=view.now)) if job.idle is None and found else job
 
 
 def decide(view: View) -> tuple[SetIdle, ...]:
@@ -44,10 +42,9 @@ def decide(view: View) -> tuple[SetIdle, ...]:
     if not idle.until:
         if now < idle.next:
             return ()
-        began = idle.model_copy(update={"tries": idle.tries + 1, "until": now + TIMEOUTS.probe})
-        return (
-            SetIdle(began, f"asking the cloud for machines again, for {duration(TIMEOUTS.probe)} (try {began.tries})"),
-        )
+        began = idle.replace(tries=idle.tries + 1, until=now + TIMEOUTS.probe)
+        why = f"asking the cloud for machines again, for {duration(TIMEOUTS.probe)} (try {began.tries})"
+        return (SetIdle(began, why),)
     if now < idle.until or not _saved(view, idle):
         return ()
     return (_later(idle, now, f"still {found} of {least} machines: given back"),)
@@ -69,9 +66,8 @@ def condition(view: View) -> dict[str, object] | None:
     elif idle.until:
         text = f"waiting, asking the cloud again: {found}, for {duration(idle.until - view.now)} more"
     else:
-        text = (
-            f"waiting with {found}; they are given back in {duration(idle.since + view.job.spec.hold_idle - view.now)}"
-        )
+        left = idle.since + view.job.spec.hold_idle - view.now
+        text = f"waiting with {found}; they are given back in {duration(left)}"
     return {"since": idle.since, "text": text}
 
 
@@ -84,7 +80,7 @@ def usable(view: View) -> set[str]:
 
 
 def duration(seconds: float) -> str:
-    """90 s, 5 min"""
+    """Such as 90 s or 5 min."""
     whole = max(0, round(seconds))
     return f"{whole} s" if whole < 120 else f"{round(whole / 60)} min"
 
@@ -100,4 +96,4 @@ def _saved(view: View, idle: Idle) -> bool:
 
 def _later(idle: Idle, now: float, why: str) -> SetIdle:
     pause = min(TIMEOUTS.probe_pause_most, TIMEOUTS.probe_pause * 2**idle.tries)
-    return SetIdle(idle.model_copy(update={"next": now + pause, "until": 0.0}), f"{why}; next try in {duration(pause)}")
+    return SetIdle(idle.replace(next=now + pause, until=0.0), f"{why}; next try in {duration(pause)}")

@@ -55,47 +55,33 @@ def remember_joined(job: JobState, view: View) -> JobState:
     joined = {
         each.name: each.created for each in view.machines if each.joined or job.joined.get(each.name) == each.created
     }
-    return job if joined == job.joined else job.model_copy(update={"joined": joined})
+    return job if joined == job.joined else job.replace(joined=joined)
 
 
 def interrupted(view: View) -> dict[str, str]:
-    """Members that the current generation has lost: name → kind (`kill`, `preempt`, `silent`)."""
-    current = view.job.current
-    if current is None:
-        return {}
+    """Members that are interrupted: name → kind (`kill`, `preempt`, `silent`)."""
     found: dict[str, str] = {}
-    newest = {node.name: node for node in view.nodes}
-    for member, node in zip(current.members, view.members(), strict=True):
+    for member, node in zip(view.job.members, view.members(), strict=True):
         others = [n for n in view.members() if n is not None and n is not node]
-        if node is not None:
-            kind = _interruption(view, node, others)
-        else:
-            kind = "kill" if _vanished(view, member.node, newest.get(member.node), others) else None
-        if kind:
+        if kind := _interruption(view, member.node, node, others):
             found[member.node] = kind
     return found
 
 
-def _vanished(view: View, name: str, successor: Node | None, others: list[Node]) -> bool:
-    """Whether a member is lost whose agent has not reported to this head: it may be on its way from the last head."""
-    quiet = view.now - view.awake_since > 2 * view.job.spec.heartbeat_timeout
-    if quiet and name in view.vanished:
-        return True
-    if successor is not None:
-        return True  # another agent of the same name reports
-    return quiet and (_stalled(view, others, view.awake_since) or _peers_failed(view, others))
-
-
-def _interruption(view: View, node: Node, others: list[Node]) -> str | None:
-    if reports(view, node):
-        return None
-    kind = "preempt" if node.noticed else "kill" if not node.connected else "silent"
-    if node.gone:
-        return kind
-    if not others:
-        return None  # only the cloud can give a second signal
-    stalled = silent(view, node) and _stalled(view, others, node.reported_at)
-    return kind if stalled or _peers_failed(view, others) else None
+def _interruption(view: View, name: str, node: Node | None, others: list[Node]) -> str | None:
+    """The kind of a member's interruption; None if there is none. node: None if it has not reported to this head."""
+    if node is not None:
+        if reports(view, node):
+            return None
+        kind = "preempt" if node.noticed else "kill" if not node.connected else "silent"
+        gone, stalled = node.gone, silent(view, node) and _stalled(view, others, node.reported_at)
+    elif any(each.name == name for each in view.nodes):
+        return "kill"  # another agent of the same name reports
+    elif view.now - view.awake_since <= 2 * view.job.spec.heartbeat_timeout:
+        return None  # the agent may be on its way from the last head
+    else:
+        kind, gone, stalled = "kill", name in view.vanished, _stalled(view, others, view.awake_since)
+    return kind if gone or stalled or _peers_failed(view, others) else None
 
 
 def _peers_failed(view: View, others: list[Node]) -> bool:

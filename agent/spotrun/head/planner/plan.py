@@ -56,8 +56,8 @@ def _actions(view: View) -> tuple[Action, ...]:
 def _assemble(view: View) -> tuple[Action, ...]:
     """No generation: begin one, or bring the state to safety meanwhile."""
     job = view.job
-    if job.failure and job.restarts > view.job.spec.max_restarts:
-        return (Finish("failed", _reason(job)),)
+    if job.failure and job.restarts > job.spec.max_restarts:
+        return (Finish("failed", job.failure.message),)
     if job.stopping and job.ending is None:
         return (SetEnding(Ending(phase="stopped", reason=job.stopping, state=patience.newest(patience.unsaved(view)))),)
     ready = eligible(view)
@@ -75,8 +75,7 @@ def _assemble(view: View) -> tuple[Action, ...]:
     if found is None or view.now > job.ending.deadline > 0 or patience.out_of_reach(view, TIMEOUTS.save):
         return (checkpointing.closing(view),)
     if job.ending.deadline == 0:
-        deadline = view.now + TIMEOUTS.save
-        return (SetEnding(job.ending.model_copy(update={"deadline": deadline})), *found)
+        return (SetEnding(job.ending.replace(deadline=view.now + TIMEOUTS.save)), *found)
     return found
 
 
@@ -125,7 +124,7 @@ def _after_failure(view: View, failure: Failure, node: Node) -> tuple[Action, ..
     fail = CountFailure(failure, node.name, node.report.stacks)
     cause = Cause(kind="hang" if failure.kind == "hang" else "crash", node=node.name)
     if view.job.restarts + 1 > view.job.spec.max_restarts:
-        return (fail, EndGeneration(cause=None, ending=None), Finish("failed", failure.message))
+        return (fail, EndGeneration(), Finish("failed", failure.message))
     return (fail, _restart(view, cause))
 
 
@@ -155,7 +154,6 @@ def _change(view: View, here: list[Node]) -> tuple[Action, ...]:
     """Reasons to end a healthy generation: a notice, a known end, the operator's stop, more nodes."""
     job = view.job
     noticed = [node for node in here if node.noticed]
-    stepping = job.progress.step >= 0 and job.progress.step > job.progress.base
     if noticed:
         told = [n.report.notice.deadline for n in noticed if n.report.notice and not n.due]
         known = [min(n.due, view.now + TIMEOUTS.drain) for n in noticed if n.due]
@@ -167,7 +165,7 @@ def _change(view: View, here: list[Node]) -> tuple[Action, ...]:
         cause, deadline = Cause(kind="grow"), view.now + TIMEOUTS.drain
     else:
         return ()
-    if stepping:
+    if job.progress.step > max(job.progress.base, -1):
         return (Drain(checkpointing.ahead(view, here, DRAIN_AHEAD), cause, deadline),)
     # No work could be lost yet. Growth can wait for the first step.
     return () if cause.kind == "grow" else (_restart(view, cause),)
@@ -175,14 +173,13 @@ def _change(view: View, here: list[Node]) -> tuple[Action, ...]:
 
 def _worth_growing(view: View) -> bool:
     """Whether more nodes are ready, and the last change is long enough ago to have paid for itself."""
-    job = view.job
-    size = len(job.current.members) if job.current else 0
-    if size >= view.job.spec.nodes.max or view.now - job.ordered_at < view.job.spec.grow_interval:
+    job, spec = view.job, view.job.spec
+    if len(job.members) >= spec.nodes.max or view.now - job.ordered_at < spec.grow_interval:
         return False
     left = (job.progress.total_steps - job.progress.step) * job.progress.pace
-    if job.progress.total_steps and left < view.job.spec.grow_interval / 3:
+    if job.progress.total_steps and left < spec.grow_interval / 3:
         return False  # the job ends before the growth pays for its pause
-    names = {member.node for member in job.current.members} if job.current else set()
+    names = {member.node for member in job.members}
     return any(node.name not in names for node in eligible(view))
 
 
@@ -195,9 +192,9 @@ def _hang(view: View, here: list[Node]) -> tuple[Action, ...]:
     if any(silent(view, node) for node in here):
         return ()  # what a silent node does is not known
     if job.progress.step <= job.progress.base:
-        since, limit = job.ordered_at, view.job.spec.start_timeout
+        since, limit = job.ordered_at, job.spec.start_timeout
     else:
-        since, limit = job.progress.stepped_at, view.job.spec.hang_timeout
+        since, limit = job.progress.stepped_at, job.spec.hang_timeout
     # The head itself may have been away: give reports time to arrive before judging by them.
     since = max(since, view.awake_since)
     return (DumpStacks(),) if view.now - since > limit else ()
@@ -239,10 +236,9 @@ def _network_failure(view: View, here: list[Node]) -> tuple[Failure, Node] | Non
 
 def _enough(view: View, ready: list[Node]) -> bool:
     """Whether to begin with these nodes: they are `max`, or at least `min` and no more are expected soon."""
-    if len(ready) >= view.job.spec.nodes.max:
-        return True
-    if len(ready) < view.job.spec.nodes.min:
-        return False
+    nodes = view.job.spec.nodes
+    if not nodes.min <= len(ready) < nodes.max:
+        return len(ready) >= nodes.max
     return view.job.generation > 0 or view.expected <= len(ready) or view.now - view.waiting_since > TIMEOUTS.gather
 
 
@@ -253,7 +249,3 @@ def _start(job: JobState, ready: list[Node], cause: Cause | None) -> Start:
     chosen = ready[: job.spec.nodes.max]
     members = tuple(Member(node=n.name, boot=n.report.boot, address=n.report.address) for n in chosen)
     return Start(members, chosen[0].report.store, cause)
-
-
-def _reason(job: JobState) -> str:
-    return job.failure.message if job.failure else ""

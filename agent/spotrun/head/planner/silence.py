@@ -34,15 +34,15 @@ def names(view: View) -> frozenset[str]:
 
 
 def interrupted(view: View) -> dict[str, str]:
-    """Members that are lost because all are silent and a second signal agrees: name → kind. See also `liveness`."""
-    quiet, current = since(view), view.job.current
-    if quiet is None or current is None or view.now - quiet <= view.job.spec.silence_timeout:
+    """Members that are interrupted: all are silent, and a second signal agrees. Name → kind. See also `liveness`."""
+    quiet = since(view)
+    if quiet is None or view.now - quiet <= view.job.spec.silence_timeout:
         return {}
-    # `liveness.interrupted` has the machines that are gone. If the cloud does not answer, no node is lost.
+    # `liveness.interrupted` has the machines that are gone. If the cloud does not answer, no node is interrupted.
     listed = {each.name for each in view.machines if each.state == "running"}
-    members = [member for member in current.members if member.node in listed]
+    members = [member for member in view.job.members if member.node in listed]
     dead = [each for each in members if stopped(view, each.node) or _another(view, each.node, each.boot)]
-    if not dead and len(members) == len(current.members) and stuck(view):
+    if not dead and len(members) == len(view.job.members) and stuck(view):
         dead = members
     noticed = {node.name for node in view.nodes if node.noticed}
     return {each.node: "preempt" if each.node in noticed else "silent" for each in dead}
@@ -80,65 +80,51 @@ def alone(view: View, node: str) -> float:
 def watched(view: View) -> frozenset[str]:
     """Nodes whose signs of life the head needs: the members of a silent generation, or the last of a waiting job."""
     if view.job.current is not None:
-        if since(view) is None:
-            return frozenset()
-        return frozenset(member.node for member in view.job.current.members)
+        return frozenset() if since(view) is None else frozenset(member.node for member in view.job.members)
     if any(reports(view, node) for node in view.nodes):
         return frozenset()
     return frozenset(member.node for member in view.job.last)
 
 
 def observe(job: JobState, view: View) -> JobState:
-    """The job with the newest step that signs of life show: the state of a lost generation may hold work up to it."""
-    if job.current is None:
-        return job
+    """The job with the newest step that signs of life show: an interrupted generation may have worked up to it."""
     step = max((_step(view, sign) for sign in _signs(view)), default=-1)
-    return job.model_copy(update={"reached": step}) if step > job.reached else job
+    return job.replace(reached=step) if step > job.reached else job
 
 
 def seen(before: Sign | None, record: AliveRecord | None, now: float) -> Sign:
-    """The sign after a read at `now`. before: as it was known until then. record: as it was read; None: not there."""
+    """The sign after a read at `now`. before: the sign until then. record: what was read; None: there is no sign."""
+    last = before.record if before else None
     if record is None:
-        return replace(before, looked=now) if before and not before.boot else Sign(now, now, now)
+        return replace(before, looked=now) if before and not last else Sign(now, now, now)
     changed = advanced = now
-    if before is not None and before.boot == record.boot:
-        changed = before.changed if before.clock == record.at else now
-        steps = [(each.job, each.generation, each.step) for each in (before, record)]
+    if before and last and last.boot == record.boot:
+        changed = before.changed if last.at == record.at else now
+        steps = [(each.job, each.generation, each.step) for each in (last, record)]
         advanced = before.advanced if steps[0] == steps[1] else now
-    return Sign(
-        changed=changed,
-        advanced=advanced,
-        looked=now,
-        boot=record.boot,
-        clock=record.at,
-        every=record.every,
-        job=record.job,
-        generation=record.generation,
-        step=record.step,
-    )
+    return Sign(changed, advanced, now, record)
 
 
 def news(view: View) -> tuple[str, str] | None:
     """(kind, text) for operators, if every member has been silent for some time. New news have another kind."""
     quiet = since(view)
     told = min(TIMEOUTS.tell_silence, view.job.spec.silence_timeout / 2)
-    if quiet is None or view.now - quiet < told or view.job.current is None:
+    if quiet is None or view.now - quiet < told:
         return None
-    names = [member.node for member in view.job.current.members]
+    names = [member.node for member in view.job.members]
     who = f"the only node, {names[0]}, has" if len(names) == 1 else f"all {len(names)} nodes have"
     return _judged(view, f"{who} been silent for {told:.0f} s or more")
 
 
 def _judged(view: View, who: str) -> tuple[str, str]:
     signs = _signs(view)
-    assert view.job.current is not None
     limit = f"after {view.job.spec.silence_timeout:.0f} s of silence"
     if not view.machines:
         return "cloud", f"{who}; the cloud does not answer either: nothing is ended or replaced"
     unknown = any(view.now - sign.looked > TIMEOUTS.sign_recent for sign in signs)
-    if unknown or len(signs) < len(view.job.current.members):
+    if unknown or len(signs) < len(view.job.members):
         return "bucket", f"{who}; looking in the bucket for signs of life, nothing is ended before that"
-    if any(stopped(view, member.node) for member in view.job.current.members):
+    if any(stopped(view, member.node) for member in view.job.members):
         return "dead", f"{who}, and the signs of life in the bucket have stopped: lost {limit}"
     if any(sign.looked - sign.advanced > _due(sign) for sign in signs):
         return "stuck", f"{who}; the signs of life in the bucket go on, but no step is completed: lost {limit}"
@@ -147,21 +133,22 @@ def _judged(view: View, who: str) -> tuple[str, str]:
 
 def _due(sign: Sign) -> float:
     """Seconds within which the next sign should have come."""
-    return MISSED * min(sign.every or TIMEOUTS.sign_pause, TIMEOUTS.sign_pause) + TIMEOUTS.sign_write
+    every = sign.record.every if sign.record else 0.0
+    return MISSED * min(every or TIMEOUTS.sign_pause, TIMEOUTS.sign_pause) + TIMEOUTS.sign_write
 
 
 def _signs(view: View) -> list[Sign]:
-    """The signs of the members. A sign that another agent wrote than the member's is left out."""
-    current = view.job.current
-    found = [(view.signs.get(each.node), each.boot) for each in current.members] if current else []
-    return [sign for sign, boot in found if sign is not None and sign.boot in ("", boot)]
+    """The signs of the members, without the signs that other agents of the same names wrote."""
+    found = [(view.signs.get(each.node), each.boot) for each in view.job.members]
+    return [sign for sign, boot in found if sign and (sign.record is None or sign.record.boot == boot)]
 
 
 def _step(view: View, sign: Sign) -> int:
     """The step of the current generation that the sign names; -1 if the sign is of another generation."""
-    return sign.step if (sign.job, sign.generation) == (view.job.id, view.job.generation) else -1
+    record = sign.record
+    return record.step if record and (record.job, record.generation) == (view.job.id, view.job.generation) else -1
 
 
 def _another(view: View, node: str, boot: str) -> bool:
     sign = view.signs.get(node)
-    return sign is not None and sign.boot not in ("", boot)
+    return sign is not None and sign.record is not None and sign.record.boot != boot
