@@ -232,7 +232,7 @@ async def look(root: Path, found: Agent, settings: Settings, **attributes: str) 
             patched.delenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", raising=False)
             async with await detect() as server:
                 until = asyncio.get_running_loop().time() + 60
-                return await Gate(found, settings, server, attributes)._look(until)
+                return await Gate(found, settings, server, attributes)._probe(until)
     finally:
         await metadata.stop()
 

@@ -21,7 +21,7 @@ from moto.utilities.utils import load_resource
 
 from spotrun.machine.metadata import clock_ahead, detect
 from spotrun.node.health import gpu_check, probe
-from spotrun.node.health.probe import Programs, ask_disk, ask_hardware
+from spotrun.node.health.probe import Programs, probe_disk, probe_hardware
 from spotrun.node.health.verdict import Facts, Gpu, count_fabric, judge, parse_smi, remarks
 from spotrun.spec.machine_types import EFAS, GPUS
 from tests.fakes.head import FakeMetadata
@@ -227,7 +227,7 @@ async def test_a_machine_with_everything(tmp_path: Path, tools: Tools, monkeypat
     tools("nvidia-smi", SMI)
     tools("fi_info", f'test "$*" = "-p efa" || exit 1\ncat <<END\n{FI_INFO}END')
     pci = bus(tmp_path / "pci", GPU, SWITCH, ADAPTER, ADAPTER, DISK)
-    facts = await ask_hardware(Facts("unheard.of"), "10.0.0.2", Programs(), soon(), pci)
+    facts = await probe_hardware(Facts("unheard.of"), "10.0.0.2", Programs(), soon(), pci)
     assert (facts.on_bus, facts.adapters, facts.fabric, facts.fabric_error) == (1, 2, 2, "")
     assert (facts.smi, facts.smi_error) == ((Gpu(0, "NVIDIA L4", 1, False, True),), "")
     assert facts.torch_gpus is not None  # a real process with the real torch, whatever it sees here
@@ -240,7 +240,7 @@ async def test_a_machine_without_gpus_starts_no_program(tmp_path: Path, tools: T
     for name in ("nvidia-smi", "fi_info"):
         tools(name, f"touch {tmp_path / 'called'}")
     pci = bus(tmp_path / "pci", DISK)
-    facts = await ask_hardware(Facts("e2-small"), "10.0.0.2", Programs(), soon(), pci)
+    facts = await probe_hardware(Facts("e2-small"), "10.0.0.2", Programs(), soon(), pci)
     assert facts == Facts("e2-small")
     assert not (tmp_path / "called").exists()
 
@@ -253,7 +253,7 @@ async def test_what_the_computer_has_is_not_a_local_machines(
     monkeypatch.setattr(probe, "gpu_count", lambda: 8)
     tools("nvidia-smi", f"touch {tmp_path / 'called'}; {SMI}")
     pci = bus(tmp_path / "pci", GPU, ADAPTER)
-    facts = await ask_hardware(Facts(machine), "127.0.9.2", Programs(), soon(), pci)
+    facts = await probe_hardware(Facts(machine), "127.0.9.2", Programs(), soon(), pci)
     assert (facts.on_bus, facts.nodes, facts.adapters) == (0, 0, 0)
     assert (tmp_path / "called").exists() == bool(facts.smi) == (machine in GPUS)
 
@@ -272,7 +272,7 @@ async def test_a_driver_in_trouble(tools: Tools, monkeypatch: pytest.MonkeyPatch
     if "sleep" in script:
         monkeypatch.setattr(probe, "ANSWER", 0.5)
     tools("nvidia-smi", script)
-    facts = await ask_hardware(Facts("g2-standard-8"), "127.0.9.2", Programs(), soon())
+    facts = await probe_hardware(Facts("g2-standard-8"), "127.0.9.2", Programs(), soon())
     assert facts.smi == ()
     assert facts.smi_error.startswith(why)
     assert facts.torch_gpus is None
@@ -293,7 +293,7 @@ WARNING = "WARNING: infoROM is corrupted at gpu 0000:00:1E.0"
 )
 async def test_a_warning_is_no_trouble(tools: Tools, more: str, besides: str) -> None:
     tools("nvidia-smi", f'case "$1" in --query-gpu=*) echo "0, Tesla T4, {BUS}, 0"; {more};; *) exit 14;; esac')
-    facts = await ask_hardware(Facts("g4dn.xlarge"), "127.0.9.2", Programs(), soon())
+    facts = await probe_hardware(Facts("g4dn.xlarge"), "127.0.9.2", Programs(), soon())
     assert facts.smi == (Gpu(0, "Tesla T4", 0),)
     assert facts.smi_error.startswith(besides)
     assert facts.torch_gpus is not None, "it was not asked"
@@ -304,16 +304,16 @@ async def test_programs_that_are_not_there(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(probe, "FI_INFO_FOLDER", str(tmp_path))
     pci = bus(tmp_path / "pci", ADAPTER)
-    facts = await ask_hardware(Facts("g2-standard-8"), "10.0.0.2", Programs(), soon(), pci)
+    facts = await probe_hardware(Facts("g2-standard-8"), "10.0.0.2", Programs(), soon(), pci)
     assert (facts.smi_error, facts.fabric_error) == ("it is not installed", "it is not installed")
 
 
 async def test_no_program_gets_more_time_than_is_left(tools: Tools) -> None:
     tools("slow", "exec sleep 60")
     programs, now = Programs(), asyncio.get_running_loop().time()
-    said = await programs.ask("slow", limit=60, until=now + 0.25)
-    assert (said.status, said.why.startswith("no answer within 0.")) == (-1, True)
-    assert (await programs.ask("slow", limit=60, until=now)).why == "there was no time left to ask"
+    output = await programs.run("slow", limit=60, until=now + 0.25)
+    assert (output.status, output.problem.startswith("no answer within 0.")) == (-1, True)
+    assert (await programs.run("slow", limit=60, until=now)).problem == "there was no time left to ask"
 
 
 async def test_a_program_that_hangs_in_the_kernel_is_not_started_again(
@@ -324,18 +324,18 @@ async def test_a_program_that_hangs_in_the_kernel_is_not_started_again(
     programs = Programs()
     with monkeypatch.context() as patched:
         patched.setattr(asyncio.subprocess.Process, "kill", lambda _: None)  # as the kernel does with one in its hands
-        assert (await programs.ask("hangs", limit=0.5, until=soon())).why == "no answer within 0.5 s"
-    why = (await programs.ask("hangs", limit=0.5, until=soon())).why
+        assert (await programs.run("hangs", limit=0.5, until=soon())).problem == "no answer within 0.5 s"
+    why = (await programs.run("hangs", limit=0.5, until=soon())).problem
     assert why.startswith("it hangs, and cannot be ended (process ")
     await await_for((tmp_path / "started").exists, what="the program's first line")
     assert (tmp_path / "started").read_text() == "\n"
     tools("other", "echo fine")
-    assert (await programs.ask("other", limit=60, until=soon())).out == "fine\n"  # others are asked all the same
+    assert (await programs.run("other", limit=60, until=soon())).out == "fine\n"  # others are asked all the same
     pid = int(why.removesuffix(")").rpartition(" ")[2])
     os.kill(pid, signal.SIGKILL)
 
     async def asked_again() -> bool:
-        return "no answer" in (await programs.ask("hangs", limit=0.5, until=soon())).why
+        return "no answer" in (await programs.run("hangs", limit=0.5, until=soon())).problem
 
     await await_for(asked_again, what="another one, now that the first is gone")
     assert not Path(f"/proc/{pid}").exists()
@@ -344,7 +344,7 @@ async def test_a_program_that_hangs_in_the_kernel_is_not_started_again(
 async def test_a_program_ends_with_the_one_that_asks(tmp_path: Path, tools: Tools) -> None:
     tools("slow", f"echo $$ >{tmp_path / 'pid'}.part; mv {tmp_path / 'pid'}.part {tmp_path / 'pid'}; exec sleep 60")
     code = "import asyncio; from spotrun.node.health.probe import Programs;"
-    code += "asyncio.run(Programs().ask('slow', limit=60, until=10**9))"
+    code += "asyncio.run(Programs().run('slow', limit=60, until=10**9))"
     asking = subprocess.Popen([sys.executable, "-c", code])
     await await_for(lambda: (tmp_path / "pid").exists(), what="the program")
     pid = int((tmp_path / "pid").read_text())
@@ -355,11 +355,11 @@ async def test_a_program_ends_with_the_one_that_asks(tmp_path: Path, tools: Tool
 
 async def test_a_scratch_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    facts = await ask_disk(Facts(), tmp_path / "file" / "scratch", soon())
+    facts = await probe_disk(Facts(), tmp_path / "file" / "scratch", soon())
     assert "Not a directory" in facts.disk_error
-    facts = await ask_disk(Facts(), tmp_path / "new", soon())
+    facts = await probe_disk(Facts(), tmp_path / "new", soon())
     assert (facts.disk_error, bool(facts.disk)) == ("", True)
-    facts = await ask_disk(Facts(), tmp_path / "new", 0.0)
+    facts = await probe_disk(Facts(), tmp_path / "new", 0.0)
     assert facts.disk_error == f"{tmp_path / 'new'} does not answer"
 
 

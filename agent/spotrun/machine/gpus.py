@@ -1,4 +1,4 @@
-"""Which GPUs this machine has. Standard library only: agents and training scripts ask."""
+"""The GPUs of this machine. Standard library only: agents and training scripts import this module."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def gpu_count(dev: Path = Path("/dev")) -> int:
-    """How many NVIDIA GPUs this machine has, by their device files."""
+    """The number of NVIDIA GPUs, counted by their device files."""
     try:
         return sum(1 for path in dev.iterdir() if re.fullmatch(r"nvidia[0-9]+", path.name))
     except OSError:

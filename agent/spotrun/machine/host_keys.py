@@ -1,4 +1,4 @@
-"""The machine puts its identity into the bucket: its SSH host keys and the hash of its agent's secret."""
+"""Publish a machine's SSH host keys, and the hash of its agent's secret, in the bucket."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from spotrun.wire import HostRecord, hash_of
 def publish(store: Store, cluster: str, name: str, identity: Identity, secret: str = "") -> None:
     """Write clusters/<cluster>/hosts/<name>.json. Raises `StoreError`.
 
-    secret: what this node's agent shows to the head; the record has only its hash.
-    SPOTRUN_SSH_KEYS and SPOTRUN_SSH_PORT say where this machine's SSH server has its keys and listens.
+    secret: the node's agent shows it to the head; the record has only its hash. The variables SPOTRUN_SSH_KEYS (folder
+    of the keys) and SPOTRUN_SSH_PORT describe this machine's SSH server.
     """
     folder = Path(os.environ.get("SPOTRUN_SSH_KEYS", "/etc/ssh"))
     keys = [" ".join(path.read_text().split()[:2]) for path in sorted(folder.glob("ssh_host_*_key.pub"))]

@@ -1,7 +1,7 @@
 """Folders and sockets that belong to this user alone, on a computer that other users share.
 
-Where anybody may make folders, such as in /dev/shm, another user can make a folder of a known name before us. So a
-folder that exists is used only if it is ours and nobody else may write to it.
+Any user can make a folder in places such as /dev/shm, and so take a name that spotrun will use. An existing folder is
+used only if it belongs to this user and nobody else may write to it.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Any
 
 from spotrun.errors import SpotrunError
 
-UMASK = "SPOTRUN_UMASK"  # the variable: the umask of a job's script, in octal digits; default: that of its agent
+UMASK = "SPOTRUN_UMASK"  # the variable: the umask of a job's script, in octal digits; default: the agent's umask
 PEER = struct.Struct("3i")  # SO_PEERCRED's struct ucred: pid, uid, gid
 
 
 class NotOursError(SpotrunError):
-    """A folder or a socket is not private to this user. The message names it, and says what to do."""
+    """A folder or a socket is not private to this user. The message names the path and the fix."""
 
 
 def make_folder(path: Path) -> Path:
-    """Make the folder with mode 0700 if it is not there. A folder that others may read gets mode 0700.
+    """Make the folder with mode 0700. If it exists and others may read it, change its mode to 0700.
 
     Raises `NotOursError` as `check_folder` does.
     """
@@ -40,7 +40,7 @@ def make_folder(path: Path) -> Path:
 
 
 def check_folder(path: Path) -> None:
-    """Raise `NotOursError` if the folder or the link to it belongs to another user, or if others may write to it."""
+    """Raise `NotOursError` if the folder, or a link to it, belongs to another user, or if others may write to it."""
     _check_owner(path, path.lstat())
     if not path.is_dir():
         raise NotOursError(f"{path} is in the way: it is not a folder")

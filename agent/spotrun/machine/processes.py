@@ -1,4 +1,4 @@
-"""Processes that end with their parent, and what is on this machine. Standard library only."""
+"""End processes with their parent, and find and kill descendants. Standard library only."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
-OOM_SCORE = "500"  # of -1000 (never) to 1000 (first); what an agent's unit and a user's programs have is below
+OOM_SCORE = "500"  # from -1000 (killed never) to 1000 (first); the agent and a user's programs have lower scores
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent, `parent`, ends (prctl(2)); exits if it has ended already."""
+    """Make the kernel kill this process when its parent ends (prctl(2)). If the parent has ended already, exit."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
@@ -23,8 +23,10 @@ def die_with_parent(parent: int) -> None:
 
 
 def offer_to_oom_killer() -> None:
-    """Have the kernel take this process, and what it starts, before others when memory runs out: before the agent above
-    all, from which it would have inherited its protection (proc(5), oom_score_adj)."""
+    """Make the kernel kill this process and its children before others when memory runs out (proc(5), oom_score_adj).
+
+    Without this, the process has the agent's score, and the kernel may kill the agent instead.
+    """
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(OOM_SCORE)
 
@@ -32,29 +34,23 @@ def offer_to_oom_killer() -> None:
 def descendants(pid: int) -> list[int]:
     """All processes below `pid`, as far as /proc shows them."""
     found: list[int] = []
-    for task in _list(Path(f"/proc/{pid}/task")):
-        with contextlib.suppress(OSError):
-            for child in (task / "children").read_text().split():
-                found += [int(child), *descendants(int(child))]
+    with contextlib.suppress(OSError):  # the process has ended
+        for task in list(Path(f"/proc/{pid}/task").iterdir()):
+            with contextlib.suppress(OSError):  # the thread has ended
+                for child in (task / "children").read_text().split():
+                    found += [int(child), *descendants(int(child))]
     return found
 
 
 def kill(pids: Iterable[int]) -> None:
-    """SIGKILL to each of them that is still there, and ours."""
+    """Send SIGKILL to each process that still exists and belongs to this user."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
 
 
 def kill_descendants() -> None:
-    """End all that is below this process, which is about to leave: its children would keep ports and GPU memory."""
-    with contextlib.suppress(ValueError):  # it is not the main thread, where handlers run
+    """Kill all descendants before this process leaves: they would keep ports and GPU memory."""
+    with contextlib.suppress(ValueError):  # this is not the main thread, where handlers run
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a DataLoader's handler raises when its workers are killed
     kill(descendants(os.getpid()))
-
-
-def _list(folder: Path) -> list[Path]:
-    try:
-        return list(folder.iterdir())
-    except OSError:
-        return []

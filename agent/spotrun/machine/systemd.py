@@ -1,7 +1,7 @@
-"""What systemd is told of this process: that it serves, how it fares, and that it is alive (sd_notify).
+"""Tell systemd that this process is ready, what it does, and that it is alive (sd_notify).
 
-The protocol is a datagram of `NAME=value` lines to the socket in NOTIFY_SOCKET
-(https://www.freedesktop.org/software/systemd/man/latest/sd_notify.html). Without that variable nothing happens.
+Each message is a datagram of `NAME=value` lines to the socket in NOTIFY_SOCKET
+(https://www.freedesktop.org/software/systemd/man/latest/sd_notify.html). Without that variable, nothing is sent.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Systemd:
-    """The service manager, if there is one. interval: seconds between two signs of life, 0 if none are wanted."""
+    """The service manager, if there is one."""
 
-    address: str = ""
-    interval: float = 0.0
+    address: str = ""  # of its socket; empty: there is no service manager
+    interval: float = 0.0  # seconds between two signs of life; 0: systemd wants none
 
     @classmethod
     def from_env(cls, environ: MutableMapping[str, str] = os.environ) -> Self:
-        """Takes the variables out of the environment: what this process starts must not speak in its name.
+        """Read the variables and remove them: a child must not send messages in this process's name.
 
-        A sign of life is due at half of WATCHDOG_USEC, as sd_watchdog_enabled(3) advises; WATCHDOG_PID says whose.
+        A sign of life is due at half of WATCHDOG_USEC, as sd_watchdog_enabled(3) advises. WATCHDOG_PID is the process
+        that must send it.
         """
         address = environ.pop("NOTIFY_SOCKET", "")
         usec, pid = environ.pop("WATCHDOG_USEC", ""), environ.pop("WATCHDOG_PID", "")
@@ -36,22 +37,21 @@ class Systemd:
         return cls(address, int(usec) / 2e6 if watched else 0.0)
 
     def ready(self, status: str) -> None:
-        """The service does what it is for, from now on. May be said again."""
+        """The service works from now on. Later calls change the status only."""
         self._send(f"READY=1\nSTATUS={_line(status)}")
 
     def status(self, text: str) -> None:
-        """One line for `systemctl status`."""
+        """Set the line that `systemctl status` shows."""
         self._send(f"STATUS={_line(text)}")
 
     def stopping(self) -> None:
-        """The service has been told to end."""
         self._send("STOPPING=1")
 
     async def watch(self) -> None:
-        """Give signs of life for as long as this event loop turns; a loop that is blocked misses them.
+        """Send signs of life while the event loop runs; return at once if systemd wants none.
 
-        Returns at once if none are wanted. It is about this process alone: neither a bucket nor a head that is away
-        is a reason to be started again, which would help with neither.
+        A blocked loop sends none, so systemd restarts the process. A missing bucket or head does not stop the signs: a
+        restart would not help.
         """
         while self.interval > 0:
             self._send("WATCHDOG=1")
@@ -60,13 +60,13 @@ class Systemd:
     def _send(self, text: str) -> None:
         if not self.address:
             return
-        # An abstract name is written with @ where the kernel has a zero byte (unix(7)).
+        # An abstract address begins with a zero byte, which is written as @ (unix(7)).
         address = "\0" + self.address[1:] if self.address.startswith("@") else self.address
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
                 sender.setblocking(False)
                 sender.sendto(text.encode(), address)
-        except OSError as error:  # of no importance to the work itself
+        except OSError as error:  # the work goes on without systemd
             log.warning("systemd was not told %r: %s", text.partition("\n")[0], error)
 
 

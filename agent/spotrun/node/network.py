@@ -1,9 +1,8 @@
-"""What workers are told of this machine's network: NCCL's, gloo's and libfabric's variables, from what the machine has.
+"""The network variables of workers, for NCCL, gloo and libfabric.
 
-Nothing is set that these find out by themselves. NCCL's plugin for EFA selects that provider on every EC2 machine, and
-sets what forks need (aws-ofi-nccl, platform-aws.cpp: FI_PROVIDER, FI_EFA_FORK_SAFE); libfabric uses direct GPU memory
-access wherever the adapter can, and ends the process if it is told to where it cannot (fi_efa(7),
-FI_EFA_USE_DEVICE_RDMA).
+These libraries find out the rest themselves. NCCL's plugin for EFA selects that provider on every EC2 machine, and sets
+what forks need (aws-ofi-nccl, platform-aws.cpp: FI_PROVIDER, FI_EFA_FORK_SAFE). libfabric uses direct GPU memory access
+if the adapter supports it. FI_EFA_USE_DEVICE_RDMA would end the process on other adapters (fi_efa(7)).
 """
 
 from __future__ import annotations
@@ -24,28 +23,27 @@ VERBS, NETWORK = Path("/sys/class/infiniband"), Path("/sys/class/net")
 
 @dataclass(frozen=True)
 class Facts:
-    """interface: what holds the node's address, empty if none does. gpus, adapters: how many; adapters are EFAs."""
+    """What the variables depend on."""
 
-    interface: str = ""
-    gpus: int = 0
-    adapters: int = 0
+    interface: str = ""  # the one that has the node's address; empty: none has it
+    gpus: int = 0  # how many
+    adapters: int = 0  # how many EFAs
 
 
 def environment(facts: Facts) -> dict[str, str]:
-    """The variables; the job file's own come before them.
+    """The variables. The job file may set them to other values.
 
-    GLOO_SOCKET_IFNAME: gloo else takes the interface of whatever the host's name resolves to, which on Debian is a
-    loopback address (https://docs.pytorch.org/docs/stable/distributed.html, "Choosing the network interface to use").
-    NCCL_SOCKET_IFNAME: NCCL else meets its peers on the first interface that it finds, whichever that is, and
-    sends over up to 16 of them (bootstrap.cc, net_socket.cc); here that is the one that the head gives others as the
-    node's address. `=` is for that name and not for all that begin so
+    GLOO_SOCKET_IFNAME: the default is the interface that the host's name resolves to. On Debian that is the loopback
+    interface (https://docs.pytorch.org/docs/stable/distributed.html, "Choosing the network interface to use").
+    NCCL_SOCKET_IFNAME: the default is the first interface that NCCL finds, and NCCL sends over up to 16 interfaces
+    (bootstrap.cc, net_socket.cc). `=` means this exact name and not a prefix
     (https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-socket-ifname).
-    NCCL_NET: NCCL else sends over TCP, without a word, when its plugin for EFA does not come up. It fails instead (the
-    same page, #nccl-net); a job that wants TCP says `NCCL_NET: Socket`. Every version of the plugin knows this name of
-    itself, those up to 1.11 no other (aws-ofi-nccl, nccl_ofi_interface_nvidia.cpp).
-    TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC: torch ends a worker whose collective has failed (a peer is gone, say) after
-    four times as long, so that a dump can be written: by default after a minute (ProcessGroupNCCL.cpp, `Watchdog`).
-    FI_EFA_USE_HUGE_PAGE: a process that holds huge pages may not be able to fork, as each DataLoader with workers does
+    NCCL_NET: without it, NCCL silently sends over TCP if its plugin for EFA does not load. With it, NCCL fails (the
+    same page, #nccl-net). A job that wants TCP sets `NCCL_NET: Socket`. Versions of the plugin up to 1.11 know only
+    this name (aws-ofi-nccl, nccl_ofi_interface_nvidia.cpp).
+    TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC: torch ends a worker whose collective has failed after four times this, so that
+    it can write a dump. By default that is a minute (ProcessGroupNCCL.cpp, `Watchdog`).
+    FI_EFA_USE_HUGE_PAGE: a process with huge pages may be unable to fork, and a DataLoader with workers forks
     (https://github.com/aws-samples/awsome-distributed-training, efa-cheatsheet.md).
     """
     found = {}
@@ -63,34 +61,34 @@ def environment(facts: Facts) -> dict[str, str]:
 
 
 def gather(address: str, verbs: Path = VERBS) -> Facts:
-    """Look at this machine, whose own address this is. No EFA joins those of a local cloud."""
+    """The facts about this machine. address: its own. Machines of a local cloud use no EFAs."""
     return Facts(find_interface(address), gpu_count(), 0 if is_loopback(address) else _count_adapters(verbs))
 
 
 def find_interface(address: str) -> str:
-    """The interface that has this IPv4 address; every one of 127.0.0.0/8 is that of the loopback interface."""
+    """The interface that has this IPv4 address. All of 127.0.0.0/8 belongs to the loopback interface."""
     if is_loopback(address):
         return "lo"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        # Not by socket.if_nameindex: that takes a netlink socket, which a sandboxed service may not have.
+        # Not socket.if_nameindex: it needs a netlink socket, which a sandboxed service may not open.
         for name in sorted(os.listdir(NETWORK) if NETWORK.exists() else ()):
             request = struct.pack("256s", name.encode()[:15])
             try:
                 answer = fcntl.ioctl(asking, _SIOCGIFADDR, request)
             except OSError:
-                continue  # it has none
+                continue  # it has no address
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name
     return ""
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address belongs to this machine alone."""
+    """Whether this is a loopback address, as machines of a local cloud have."""
     return address.startswith("127.") or address == "::1"
 
 
 def _count_adapters(verbs: Path) -> int:
-    """RDMA devices whose driver is `efa` (mlx5 and others have their own)."""
+    """The number of RDMA devices whose driver is `efa`."""
     try:
         devices = list(verbs.iterdir())
     except OSError:

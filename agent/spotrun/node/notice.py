@@ -1,9 +1,9 @@
-"""Watching for the cloud's word that this machine will be taken.
+"""Watch for the cloud's notice that it will take this machine.
 
-GCE: a long poll on `instance/preempted` and `instance/maintenance-event`. How much time is left from then on is in the
-machine's `Terms`: 30 s or 120 s to a preemption (https://cloud.google.com/compute/docs/instances/spot#preemption-process),
+GCE: a long poll on `instance/preempted` and `instance/maintenance-event`. GCE does not say how much time is left, so
+`Terms` has it: 30 s or 120 s to a preemption (https://cloud.google.com/compute/docs/instances/spot#preemption-process),
 a minute to maintenance, an hour on a machine with GPUs (https://cloud.google.com/compute/docs/gpus/gpu-host-maintenance).
-EC2: `spot/instance-action` is polled, as AWS advises, and says when
+EC2: a poll of `spot/instance-action`, as AWS advises. The answer has the time
 (https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html).
 """
 
@@ -14,7 +14,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from urllib.parse import quote
 
@@ -29,45 +29,42 @@ from spotrun.wire import Notice
 log = logging.getLogger(__name__)
 
 GCE_MAINTENANCE_SECONDS = 60.0
-LOOK = 30.0  # seconds; the longest wait until a notice is held against the clock again, which may be set meanwhile
-LONG_POLL_SECONDS = 10  # a server that has gone silent is noticed that soon
+LOOK = 30.0  # seconds until a notice's time is compared with the clock again: the clock may have been set
+LONG_POLL_SECONDS = 10  # the longest time until a silent server is noticed
 EC2_POLL_SECONDS = 1.0
-EC2_HORIZON = 86400.0  # seconds; a time further away than this is junk
-BACKOFF = (0.2, 5.0)  # seconds between tries while the server is away: the first pause, the longest
-RANK = {"preempt": 2, "maintenance": 1, "rebalance": 0}
+EC2_HORIZON = 86400.0  # seconds; a notice's time that is further away is junk
+BACKOFF = (0.2, 5.0)  # seconds between tries while the server does not answer: the first pause, the longest
+RANK = {"preempt": 2, "maintenance": 1, "rebalance": 0}  # the highest is the gravest
 
 Callback = Callable[[Notice | None], None]
+Put = Callable[[str, Notice | None], None]
 
 
 @dataclass(frozen=True)
 class Terms:
-    """How long before the end this machine's cloud gives notice, and from when on a notice counts."""
+    """How long a notice of this machine's cloud is, and when a notice begins to count. In seconds."""
 
-    preempt: float = GCE_NOTICE
-    """Seconds from GCE's word that it preempts the machine until it presses the power button, or ends the machine."""
-    maintenance: float = GCE_MAINTENANCE_SECONDS
-    """Seconds from GCE's word of maintenance until the machine stops."""
-    lead: float = RETIRE_LEAD
-    """Seconds before the end from which on a notice counts. A longer notice is only announced until then."""
+    preempt: float = GCE_NOTICE  # from GCE's notice of preemption until the power button is pressed or it ends
+    maintenance: float = GCE_MAINTENANCE_SECONDS  # from GCE's notice of maintenance until the machine stops
+    lead: float = RETIRE_LEAD  # before the end, from when on a notice counts; before that it is only announced
 
     @classmethod
     def of(cls, attributes: Mapping[str, str]) -> Terms:
-        """What the machine's metadata say; the defaults where they say nothing, or junk."""
+        """The terms in the machine's metadata. A value that is missing or junk gets its default."""
 
         def seconds(key: str, default: float) -> float:
             text = attributes.get(key, "")
             return float(text) if text.isascii() and text.isdecimal() and len(text) < 7 else default
 
         return cls(
-            seconds(names.PREEMPT_NOTICE, GCE_NOTICE),
-            seconds(names.MAINTENANCE_NOTICE, GCE_MAINTENANCE_SECONDS),
+            seconds(names.PREEMPT_NOTICE, cls.preempt),
+            seconds(names.MAINTENANCE_NOTICE, cls.maintenance),
         )
 
     @property
     def least(self) -> Terms:
-        """The terms for a word that may be older than this agent: the shortest that Google gives."""
-        preempt = min(self.preempt, GCE_NOTICE)
-        return replace(self, preempt=preempt, maintenance=min(self.maintenance, GCE_MAINTENANCE_SECONDS))
+        """The shortest terms that Google gives, for a notice that may be older than this agent."""
+        return Terms(min(self.preempt, GCE_NOTICE), min(self.maintenance, GCE_MAINTENANCE_SECONDS), self.lead)
 
     def begins(self, notice: Notice) -> float:
         """When a notice begins to count, epoch seconds."""
@@ -77,26 +74,25 @@ class Terms:
 USUAL = Terms()
 
 
-class _Heard:
-    """The notices that hold, told as they begin to count. now: the one that counts. coming: the next that will."""
+class _Notices:
+    """The notices that the cloud has not withdrawn."""
 
-    def __init__(self, terms: Terms, now: Callback, coming: Callback) -> None:
-        self._terms, self._tell_now, self._tell_coming = terms, now, coming
+    def __init__(self, terms: Terms, on_now: Callback, on_coming: Callback) -> None:
+        self._terms, self._on_now, self._on_coming = terms, on_now, on_coming
         self._found: dict[str, Notice] = {}
-        self._now: Notice | None = None
-        self._coming: Notice | None = None
+        self._now: Notice | None = None  # the gravest notice that counts
+        self._coming: Notice | None = None  # the next notice that will count
         self._timer: asyncio.TimerHandle | None = None
 
     def put(self, kind: str, notice: Notice | None) -> None:
-        """Take the newest word of one kind; None: there is none."""
+        """Take the newest notice of one kind; None: there is none."""
         if notice is None:
             self._found.pop(kind, None)
         else:
-            self._found.setdefault(kind, notice)  # the deadline counts from the first time it was seen
+            self._found.setdefault(kind, notice)  # GCE's deadline counts from the first time the notice was seen
         self._tell()
 
     def close(self) -> None:
-        """Tell nothing more."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -111,36 +107,36 @@ class _Heard:
             self._timer = asyncio.get_running_loop().call_later(wait, self._tell)
         before, self._now, self._coming = (self._now, self._coming), now, coming
         if coming != before[1]:
-            self._tell_coming(coming)
+            self._on_coming(coming)
         if now != before[0]:
-            self._tell_now(now)
+            self._on_now(now)
 
 
 async def watch(
     metadata: Metadata, callback: Callback, terms: Terms = USUAL, coming: Callback = lambda notice: None
 ) -> None:
-    """Call back with the gravest notice whenever it changes, and with None when none is left. Never returns.
+    """Call back with the gravest notice that counts whenever it changes; None: no notice counts. Never returns.
 
-    A notice counts only from `terms.lead` seconds before its end. Until then `coming` is called with it.
+    coming: called in the same way with the next notice that does not count yet.
     """
-    heard = _Heard(terms, callback, coming)
+    notices = _Notices(terms, callback, coming)
     try:
         if isinstance(metadata, GceMetadata):
             paths = ("preempted", "maintenance-event")
-            await asyncio.gather(*(_watch_gce(metadata, path, terms, heard.put) for path in paths))
+            await asyncio.gather(*(_watch_gce(metadata, path, terms, notices.put) for path in paths))
         else:
-            await _watch_ec2(metadata, heard.put)
+            await _watch_ec2(metadata, notices.put)
     finally:
-        heard.close()
+        notices.close()
 
 
 def parse_gce(path: str, text: str, now: float, terms: Terms = USUAL) -> Notice | None:
-    """The notice in an answer of GCE's server. Raises ValueError for junk."""
+    """The notice in an answer of GCE's server; None: there is none. Raises ValueError for junk."""
     if path == "preempted":
         if text not in ("TRUE", "FALSE"):
             raise ValueError("neither TRUE nor FALSE")
         return Notice(kind="preempt", deadline=now + terms.preempt) if text == "TRUE" else None
-    if text in ("NONE", "MIGRATE_ON_HOST_MAINTENANCE"):  # a migration pauses the machine, it does not end it
+    if text in ("NONE", "MIGRATE_ON_HOST_MAINTENANCE"):  # a migration pauses the machine and does not end it
         return None
     if text != "TERMINATE_ON_HOST_MAINTENANCE":
         raise ValueError("not a maintenance event")
@@ -165,18 +161,18 @@ def parse_ec2(kind: str, text: str, now: float) -> Notice:
     return Notice(kind="rebalance", deadline=at + EC2_NOTICE)  # as if the notice came now
 
 
-async def _watch_gce(metadata: GceMetadata, path: str, terms: Terms, put: Callable[[str, Notice | None], None]) -> None:
+async def _watch_gce(metadata: GceMetadata, path: str, terms: Terms, put: Put) -> None:
     kind = "preempt" if path == "preempted" else "maintenance"
     etag = ""
     backoff = Backoff(*BACKOFF)
     while True:
-        # The first answer is the state as it is; from then on the server answers when it is another.
+        # The server answers the first request at once, and later requests when the value changes.
         query = f"?wait_for_change=true&timeout_sec={LONG_POLL_SECONDS}&last_etag={quote(etag)}" if etag else ""
         try:
             answer = await metadata.get(f"/instance/{path}", query, LONG_POLL_SECONDS if etag else 0.0)
             if answer.status != 200:
                 raise aiohttp.ClientPayloadError(f"status {answer.status}")
-            # Nobody says how long ago a word came that is there at the first look.
+            # The age of a notice in the first answer is not known.
             notice = parse_gce(path, answer.text, time.time(), terms if etag else terms.least)
         except (TimeoutError, OSError, aiohttp.ClientError, ValueError) as error:
             log.warning("metadata instance/%s: no usable answer, trying again: %r", path, error)
@@ -185,12 +181,12 @@ async def _watch_gce(metadata: GceMetadata, path: str, terms: Terms, put: Callab
             continue
         backoff.reset()
         put(kind, notice)
-        if not answer.etag or answer.etag == "0":
-            await asyncio.sleep(EC2_POLL_SECONDS)  # a server without ETags would answer at once for ever
-        etag = answer.etag
+        etag = answer.headers.get("ETag", "")
+        if not etag or etag == "0":
+            await asyncio.sleep(EC2_POLL_SECONDS)  # a server without ETags answers every request at once
 
 
-async def _watch_ec2(metadata: Ec2Metadata, put: Callable[[str, Notice | None], None]) -> None:
+async def _watch_ec2(metadata: Ec2Metadata, put: Put) -> None:
     paths = {"preempt": "/spot/instance-action", "rebalance": "/events/recommendations/rebalance"}
     backoff = Backoff(*BACKOFF)
     junk: dict[str, str] = {}

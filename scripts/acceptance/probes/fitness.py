@@ -48,8 +48,8 @@ async def _look() -> verdict.Facts:
             facts = replace(facts, machine=identity.type, gpus=_whole(gpus), efas=_whole(efas), clock=clock)
     except (OSError, TimeoutError):
         tell("fitness metadata", problem="no metadata server answers a job here")
-    facts = await probe.ask_disk(facts, Path(os.getcwd()), until)
-    return await probe.ask_hardware(facts, address, probe.Programs(), until)
+    facts = await probe.probe_disk(facts, Path(os.getcwd()), until)
+    return await probe.probe_hardware(facts, address, probe.Programs(), until)
 
 
 def _whole(text: str | None) -> int:

@@ -1,7 +1,7 @@
-"""A short matrix product on each GPU, in a process of its own: `python -m spotrun.node.health.gpu_check`.
+"""Compute a short matrix product on each GPU: `python -m spotrun.node.health.gpu_check`.
 
-It prints a JSON object: how many GPUs torch sees, and what is wrong with which. The numbers are small and whole, so the
-result is exact in every precision that a GPU may choose for it, and one wrong bit shows.
+It prints a JSON object: how many GPUs torch sees, and the failures. The numbers are small and whole, so the result is
+exact in every precision that a GPU may choose, and one wrong bit shows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def main() -> None:
 
 
 def check(devices: Sequence[str], expected: torch.Tensor | None = None) -> dict[int, str]:
-    """What is wrong with which device, by its place in `devices`. expected: the product; by default the processor's."""
+    """What is wrong with each device, by its index in `devices`. expected: the product; default: the processor's."""
     grid = torch.arange(SIZE * SIZE, dtype=torch.float32).reshape(SIZE, SIZE) % 7 - 3
     if expected is None:
         expected = grid @ grid.T

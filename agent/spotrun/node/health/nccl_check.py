@@ -1,8 +1,8 @@
-"""Whether NCCL can use EFA: `python -m spotrun.node.health.nccl_check`. The last line of its output says why not.
+"""Check whether NCCL can use EFA: `python -m spotrun.node.health.nccl_check`. Its last line of output says why not.
 
-NCCL takes its plugin for EFA (aws-ofi-nccl) by the name `libnccl-net.so`, and sends over TCP without a word if that
-cannot be loaded. The plugin, and libfabric, take CUDA's runtime by the name `libcudart.so` only when they are to begin
-(aws-ofi-nccl, nccl_ofi_cuda.cpp), unless they were built with it; torch brings it by another name.
+NCCL loads its plugin for EFA (aws-ofi-nccl) by the name `libnccl-net.so`. If that fails, NCCL silently sends over TCP.
+The plugin and libfabric may load CUDA's runtime later, by the name `libcudart.so` (aws-ofi-nccl, nccl_ofi_cuda.cpp).
+torch has the runtime under another name.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def main() -> None:
 
 
 def check(plugin: str = PLUGIN, runtime: str = RUNTIME) -> str:
-    """Why the plugin, or what it takes by name later, cannot be loaded; empty if both can."""
+    """Why the plugin, or the runtime that it loads later, cannot be loaded; empty: both can."""
     before = _mapped()
     try:
         ctypes.CDLL(plugin)
@@ -38,7 +38,7 @@ def check(plugin: str = PLUGIN, runtime: str = RUNTIME) -> str:
 
 
 def _mapped() -> set[Path]:
-    """The files that are part of this process."""
+    """The files that this process has mapped."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     cells = [line.split(maxsplit=5) for line in lines]
     return {path for path in (Path(each[5]) for each in cells if len(each) == 6) if path.is_file()}

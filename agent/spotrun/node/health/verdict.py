@@ -1,4 +1,4 @@
-"""Whether this machine is fit to train: `judge` turns facts into problems. Pure; `inventory` gathers the facts."""
+"""Whether this machine is fit to train: `judge` turns facts into problems. Pure. `probe` finds the facts."""
 
 from __future__ import annotations
 
@@ -7,59 +7,52 @@ from dataclasses import dataclass, field
 
 from spotrun.spec.machine_types import EFAS, GPUS
 
-DISK = 1 << 30  # bytes that a job's code, packages, logs and parts of checkpoints get at the least
-CLOCK = 2.0  # seconds; a notice's deadline is in this clock, and the head leaves three for what must be done before
+DISK = 1 << 30  # the least free bytes for a job's code, packages, logs and parts of checkpoints
+CLOCK = 2.0  # seconds; a notice's deadline is in this clock, and the head finishes three seconds before it
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU as nvidia-smi shows it; None: it does not count errors, or does not remap rows."""
+    """One GPU as nvidia-smi shows it."""
 
     index: int
     name: str
-    ecc_errors: int | None = None  # uncorrected ones since the driver was loaded
-    remap_pending: bool | None = None
+    ecc_errors: int | None = None  # uncorrected since the driver was loaded; None: the GPU does not count errors
+    remap_pending: bool | None = None  # memory rows wait for a reset to be remapped; None: the GPU remaps no rows
     remap_failed: bool | None = None
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What was found. An `…_error` says why something could not be found out.
+    """What is known about this machine."""
 
-    gpus, efas: how many the metadata say that there must be, 0 if they do not say. on_bus, nodes: NVIDIA GPUs on the
-    PCI bus, device files of the driver. smi_error: what nvidia-smi said besides its rows, which is an error only if
-    some are missing. torch_gpus: that torch sees, None if it was not asked. adapters: EFAs on the PCI bus; fabric:
-    those that libfabric can use; plugin_error: why NCCL could not use them. disk: bytes free. clock: seconds that this
-    machine is ahead of its cloud, None if the cloud does not say.
-    """
-
-    machine: str = ""
-    gpus: int = 0
-    efas: int = 0
-    on_bus: int = 0
-    nodes: int = 0
-    smi: tuple[Gpu, ...] = ()
-    smi_error: str = ""
-    torch_gpus: int | None = None
-    products: Mapping[int, str] = field(default_factory=dict)  # what is wrong with which
-    product_error: str = ""
-    adapters: int = 0
-    fabric: int = 0
-    fabric_error: str = ""
-    plugin_error: str = ""
-    disk: int | None = None
-    disk_error: str = ""
-    clock: float | None = None
+    machine: str = ""  # machine type
+    gpus: int = 0  # how many the metadata require; 0: the metadata do not say
+    efas: int = 0  # how many the metadata require; 0: the metadata do not say
+    on_bus: int = 0  # NVIDIA GPUs on the PCI bus
+    nodes: int = 0  # device files of NVIDIA's driver
+    smi: tuple[Gpu, ...] = ()  # what nvidia-smi lists
+    smi_error: str = ""  # other output of nvidia-smi; an error only if GPUs are missing
+    torch_gpus: int | None = None  # how many torch sees; None: torch was not asked
+    products: Mapping[int, str] = field(default_factory=dict)  # GPU → what is wrong with its matrix product
+    product_error: str = ""  # why there are no matrix products
+    adapters: int = 0  # EFAs on the PCI bus
+    fabric: int = 0  # EFAs that libfabric can use
+    fabric_error: str = ""  # why libfabric lists none
+    plugin_error: str = ""  # why NCCL cannot use the EFAs
+    disk: int | None = None  # free bytes on the scratch disk
+    disk_error: str = ""  # why the scratch folder cannot be used
+    clock: float | None = None  # seconds that this machine's clock is ahead of the cloud's; None: not known
 
 
 def judge(facts: Facts) -> tuple[str, ...]:
-    """All that is wrong, a line each, the gravest first; nothing of what is not known."""
+    """All known problems, one line each, the gravest first."""
     return (*_judge_gpus(facts), *_judge_fabric(facts), *_judge_rest(facts))
 
 
 def remarks(facts: Facts) -> tuple[str, ...]:
-    """What an operator may want to know, though the machine is no less fit for it."""
-    # Until then the driver keeps what is at those rows out of use, and new work runs as ever:
+    """What an operator may want to know although the machine is fit."""
+    # Until the reset, the driver does not use those rows, and new work runs normally:
     # https://docs.nvidia.com/deploy/a100-gpu-mem-error-mgmt/error-recovery-and-response-flags.html
     pending = [gpu for gpu in facts.smi if gpu.remap_pending and not gpu.remap_failed]
     said = [f"{_name(gpu)} has rows of its memory to remap when it is reset next" for gpu in pending]
@@ -69,12 +62,12 @@ def remarks(facts: Facts) -> tuple[str, ...]:
 
 
 def wanted_gpus(facts: Facts) -> int:
-    """GPUs that there must be: as the metadata say, else as the machine type, else as the bus or the driver does."""
+    """How many GPUs there must be: from the metadata, else from the machine type, else from the bus or the driver."""
     return facts.gpus or GPUS.get(facts.machine) or max(facts.on_bus, facts.nodes)
 
 
 def wanted_efas(facts: Facts) -> int:
-    """EFAs that there must be: as the metadata say; else, if there is one, as many as the machine type can have."""
+    """How many EFAs there must be: from the metadata; else, if there is any, as many as the machine type can have."""
     return facts.efas or (EFAS.get(facts.machine, facts.adapters) if facts.adapters else 0)
 
 
@@ -126,10 +119,9 @@ def _judge_rest(facts: Facts) -> list[str]:
 
 
 def parse_smi(text: str, rows: str = "") -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
-    """GPUs from nvidia-smi's CSV of `inventory.QUERY`, and the lines that are none: it warns in between.
+    """The GPUs in nvidia-smi's CSV of `probe.QUERY`, and the other lines, such as warnings.
 
-    rows: its CSV of `inventory.REMAPPED`, which older GPUs and drivers do not have. What is not supported is `[N/A]` or
-    the like.
+    rows: the CSV of `probe.REMAPPED`; empty for older GPUs and drivers. An unsupported value is `[N/A]` or similar.
     """
     remapped = {}
     for line in rows.splitlines():
@@ -148,14 +140,14 @@ def parse_smi(text: str, rows: str = "") -> tuple[tuple[Gpu, ...], tuple[str, ..
 
 
 def count_fabric(text: str) -> int:
-    """Adapters in what `fi_info -p efa` prints: each has a domain for every kind of endpoint (x-rdm, x-dgrm)."""
+    """The number of adapters that `fi_info -p efa` lists: each has a domain per endpoint type (x-rdm, x-dgrm)."""
     lines = [line.strip() for line in text.splitlines()]
     domains = [line.partition(":")[2].strip() for line in lines if line.startswith("domain:")]
     return len({domain.rpartition("-")[0] or domain for domain in domains})
 
 
-def _whose(facts: Facts, said: int, table: Mapping[str, object]) -> str:
-    if said:
+def _whose(facts: Facts, required: int, table: Mapping[str, object]) -> str:
+    if required:
         return "this machine is to have"
     return f"{facts.machine} has" if facts.machine in table else "this machine has"
 
