@@ -34,6 +34,10 @@ class UnreadableError(SpotrunError):
     """A document in the bucket cannot be read. The message names the key and what is wrong."""
 
 
+class JobNotFound(SpotrunError):
+    """The bucket has no state of that job: it never existed, or it has been deleted."""
+
+
 class CorruptError(SpotrunError):
     """A snapshot, checkpoint or bundle differs from its record. The message names the file."""
 

@@ -102,7 +102,7 @@ def states(view: View) -> dict[str, str]:
     return {name: each.state for name, each in classify.classify(view).items()}
 
 
-BAD = Recreate(A, "p", WHY, MADE)
+BAD = Recreate(node=A, pool="p", why=WHY, created=MADE)
 TWO = (booting(A), booting(B))
 CASES: dict[str, tuple[View, tuple[Recreate, ...]]] = {
     "one that is unfit, in a zone that does not answer": (
@@ -163,7 +163,7 @@ CASES: dict[str, tuple[View, tuple[Recreate, ...]]] = {
     ),
     "its successor is unfit too": (
         view(waiting(), unfit(A), machines=(machine(A, created=NOW - 20),), replaced=was_replaced(30, name=A)),
-        (replace(BAD, created=NOW - 20),),
+        (BAD.replace(created=NOW - 20),),
     ),
     "the limit": (view(waiting(), unfit(A), machines=(machine(A),), replaced=was_replaced(900, 600, 300)), ()),
     "the limit is each pool's own": (
@@ -198,7 +198,7 @@ CASES: dict[str, tuple[View, tuple[Recreate, ...]]] = {
     ),
     "many at once: no more than the limit": (
         view(waiting(), *map(unfit, "abcde"), machines=tuple(map(machine, "abcde"))),
-        tuple(replace(BAD, node=name) for name in "abcde"[:LIMIT]),
+        tuple(BAD.replace(node=name) for name in "abcde"[:LIMIT]),
     ),
     "not while the last state goes into the bucket": (
         view(waiting(ending=Ending(phase="succeeded")), unfit(A), machines=(machine(A),)),
@@ -206,7 +206,7 @@ CASES: dict[str, tuple[View, tuple[Recreate, ...]]] = {
     ),
     "no agent, for too long": (
         view(waiting(), spare(B, reported_at=NOW), machines=(booting(A, created=LATE), machine(B))),
-        (Recreate(A, "p", NO_AGENT, LATE),),
+        (Recreate(node=A, pool="p", why=NO_AGENT, created=LATE),),
     ),
     "no agent yet": (
         view(waiting(), spare(B, reported_at=NOW), machines=(booting(A, created=LATE + 2), machine(B))),
@@ -218,7 +218,7 @@ CASES: dict[str, tuple[View, tuple[Recreate, ...]]] = {
     ),
     "the same, for longer: the first machine may be no good": (
         view(waiting(), machines=(booting(A, created=LATE - ALONE),)),
-        (Recreate(A, "p", NO_AGENT, LATE - ALONE),),
+        (Recreate(node=A, pool="p", why=NO_AGENT, created=LATE - ALONE),),
     ),
     "no agent, for too long, while long turns keep the head from its picture": (
         view(
@@ -228,7 +228,7 @@ CASES: dict[str, tuple[View, tuple[Recreate, ...]]] = {
             began=LATE,
             awake_since=NOW - REJOIN - 1,
         ),
-        (Recreate(A, "p", NO_AGENT, LATE),),
+        (Recreate(node=A, pool="p", why=NO_AGENT, created=LATE),),
     ),
     "the head has just stood still: the agent may have joined meanwhile": (
         view(
@@ -269,7 +269,7 @@ CASES: dict[str, tuple[View, tuple[Recreate, ...]]] = {
             spare(A, reported_at=LATE - 100, cloud="gone"),
             machines=(booting(A, created=LATE, answered=LATE - 100),),
         ),
-        (Recreate(A, "p", NO_AGENT, LATE),),
+        (Recreate(node=A, pool="p", why=NO_AGENT, created=LATE),),
     ),
     "it is still being checked": (
         view(waiting(), checking(A, LATE + 2), machines=(booting(A, created=LATE + 2),)),
@@ -277,7 +277,7 @@ CASES: dict[str, tuple[View, tuple[Recreate, ...]]] = {
     ),
     "it has been checked for too long": (
         view(waiting(), checking(A, NOW - 100), machines=(booting(A, created=LATE),)),
-        (Recreate(A, "p", UNSURE, LATE),),
+        (Recreate(node=A, pool="p", why=UNSURE, created=LATE),),
     ),
     "it is checked again, since its agent began again": (
         view(waiting(), checking(A, NOW - 100), machines=(machine(A, answered=LATE + 2),)),
@@ -285,13 +285,13 @@ CASES: dict[str, tuple[View, tuple[Recreate, ...]]] = {
     ),
     "the same, for too long": (
         view(waiting(), checking(A, LATE), machines=(machine(A, answered=LATE),)),
-        (Recreate(A, "p", UNSURE, MADE),),
+        (Recreate(node=A, pool="p", why=UNSURE, created=MADE),),
     ),
     "it fell silent while it was checked: it has never served, so it counts": (
         view(
             waiting(), checking(A, LATE, reported_at=NOW - 600, connected=False), machines=(booting(A, created=LATE),)
         ),
-        (Recreate(A, "p", NO_AGENT, LATE),),
+        (Recreate(node=A, pool="p", why=NO_AGENT, created=LATE),),
     ),
     "a member that this head has never heard of may train on": (
         view(job(A, B, ordered_at=NOW - 100), machines=TWO, **begun(NOW - 2 * TIMEOUTS.last_holder)),
@@ -299,11 +299,11 @@ CASES: dict[str, tuple[View, tuple[Recreate, ...]]] = {
     ),
     "a member of the last generation that does not report has served: its replacement is not limited": (
         view(left(A, B), spare(C, reported_at=NOW), machines=(*TWO, machine(C)), **begun(LATE - TIMEOUTS.last_holder)),
-        (Recreate(A, "p", created=MADE), Recreate(B, "p", created=MADE)),
+        (Recreate(node=A, pool="p", created=MADE), Recreate(node=B, pool="p", created=MADE)),
     ),
     "a machine whose agent reported to an earlier head has served: its replacement is not limited": (
         view(waiting(joined={A: MADE}), spare(C, reported_at=NOW), machines=(booting(A), machine(C)), **begun(LATE)),
-        (Recreate(A, "p", created=MADE),),
+        (Recreate(node=A, pool="p", created=MADE),),
     ),
     "a machine made since the generation ended holds nothing": (
         view(
@@ -312,11 +312,11 @@ CASES: dict[str, tuple[View, tuple[Recreate, ...]]] = {
             machines=(booting(A, created=LATE), machine(C)),
             **begun(LATE),
         ),
-        (Recreate(A, "p", NO_AGENT, LATE),),
+        (Recreate(node=A, pool="p", why=NO_AGENT, created=LATE),),
     ),
     "a machine that has fallen silent has served: its replacement is not limited": (
         view(waiting(), spare(A, reported_at=NOW - 5000, connected=False), machines=(machine(A),)),
-        (Recreate(A, "p", created=MADE),),
+        (Recreate(node=A, pool="p", created=MADE),),
     ),
 }
 
@@ -345,7 +345,7 @@ def test_an_unfit_one_that_falls_silent_is_replaced_once_and_counts() -> None:
 
 def test_one_that_served_and_was_lost_is_asked_about_now_and_then() -> None:
     silent = spare(A, reported_at=NOW - 400, connected=False)
-    action = Recreate(A, "p", created=MADE)
+    action = Recreate(node=A, pool="p", created=MADE)
     given = view(waiting(), silent, machines=(machine(A, answered=NOW - 400),))
     assert planned(given) == (action,)
     given = replace(given, replaced=record.ask((), action, NOW))
@@ -401,7 +401,7 @@ def test_a_cloud_that_refuses_is_asked_ever_more_rarely_and_counts_nothing() -> 
 def test_records_are_not_kept_without_end() -> None:
     replaced: tuple[Replacement, ...] = ()
     for number in range(1000):
-        replaced = record.ask(replaced, Recreate(A, "p", WHY, NOW + number), NOW + number * 60)
+        replaced = record.ask(replaced, Recreate(node=A, pool="p", why=WHY, created=NOW + number), NOW + number * 60)
     assert len(replaced) == WINDOW / 60
 
 

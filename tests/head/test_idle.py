@@ -163,7 +163,7 @@ def test_no_machine_is_asked_for_while_they_are_given_back() -> None:
 
 def test_what_is_given_back_is_not_replaced() -> None:
     silent = heard(A, reported_at=NOW - 400, connected=False)
-    action = Recreate(A, "p", created=NOW - 5000)
+    action = Recreate(node=A, pool="p", created=NOW - 5000)
     assert planned(view(short(10), silent)) == (action,)
     assert planned(view(short(idle=GIVEN), silent)) == ()
     assert not wanted(view(short(idle=GIVEN), silent), action)

@@ -76,7 +76,7 @@ def test_at_stake(given: JobState, expected: float) -> None:
     assert patience.patience(given, 7.0) == 7.0
 
 
-GONE = (Recreate(C, "p", created=MADE),)
+GONE = (Recreate(node=C, pool="p", created=MADE),)
 MACHINES = (machine(A), machine(B), unheard(C))
 CASES: dict[str, tuple[View, tuple[Recreate, ...]]] = {
     "one of three does not find the new head: it gets a moment": (
@@ -141,7 +141,7 @@ CASES: dict[str, tuple[View, tuple[Recreate, ...]]] = {
     ),
     "nobody is heard for long": (
         view(left(A, B, C), machines=tuple(map(unheard, (A, B, C))), head=ALONE + 1),
-        tuple(Recreate(name, "p", created=MADE) for name in (A, B, C)),
+        tuple(Recreate(node=name, pool="p", created=MADE) for name in (A, B, C)),
     ),
     "a member of the generation that runs may train on": (
         view(

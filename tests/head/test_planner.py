@@ -315,7 +315,7 @@ CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
     ),
     "a dead machine that the cloud still counts, needed": (
         view(job(), spare(A), frozen(B, 4, snapshot=None), expected=2, machines=listed(A, B)),
-        (Recreate(B, "p"),),
+        (Recreate(node=B, pool="p"),),
     ),
     "a dead machine that alone holds the state gets a moment": (
         view(job(), spare(A), frozen(B, 4), expected=2, machines=listed(A, B)),

@@ -144,7 +144,7 @@ def test_a_machine_that_has_retired_is_replaced() -> None:
     left = spare("a", since=NOW - 60, snapshot=StateRef(generation=1, step=48))
     seen = marked(rest, left, *others, machines=machines)
     clock = time.strftime("%H:%M UTC", time.gmtime(NOW + FAR))
-    action = Recreate("a", "p", f"its cloud ends it at {clock}", NOW + FAR - DAY, planned=True)
+    action = Recreate(node="a", pool="p", why=f"its cloud ends it at {clock}", created=NOW + FAR - DAY, planned=True)
     assert planned(seen) == (action,)
     assert wanted(seen, action)
     for early in (
@@ -168,7 +168,9 @@ def test_its_successor_is_a_node_like_any_other() -> None:
 def test_known_ends_do_not_count_as_machines_that_never_served() -> None:
     replaced: tuple[Any, ...] = ()
     for name in "abcd":
-        replaced = record.ask(replaced, Recreate(name, "p", "its cloud ends it", 1.0, planned=True), NOW)
+        replaced = record.ask(
+            replaced, Recreate(node=name, pool="p", why="its cloud ends it", created=1.0, planned=True), NOW
+        )
     assert not record.exhausted(replaced, NOW)
 
 

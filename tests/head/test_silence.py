@@ -115,14 +115,14 @@ CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
     ),
     "a wait of a generation that is lost: its machine is replaced": (
         view(running(last=(member(A),), generation=1, ordered_at=NOW - 1), silent(), signs={A: GONE}),
-        (Recreate(A, "p", created=MADE),),
+        (Recreate(node=A, pool="p", created=MADE),),
     ),
     "the same, not heard by this head": (
         view(
             running(last=(member(A),), generation=1, ordered_at=NOW - 1),
             **{"signs": {A: GONE}, "began": NOW - 31, "awake_since": NOW - 31},
         ),
-        (Recreate(A, "p", created=MADE),),
+        (Recreate(node=A, pool="p", created=MADE),),
     ),
     "its sign goes on: it may be the head that is cut off": (
         view(

@@ -33,9 +33,8 @@ def count(job: JobState, view: View, prices: Mapping[str, float]) -> JobState:
     """Add the time since the last count for every machine that costs money. prices: USD an hour, by pool.
 
     Each machine that the cloud lists as running costs money: also while it boots, is checked or is unfit. While the
-    cloud does not answer, each machine with a connected agent counts. The time is part of the job's cost, which the
-    budget limits, and `goodput` is a share of it. Time at an unknown price is kept by pool, and is added to the cost
-    once the price is known. If the price never becomes known, the cost does not include that time.
+    cloud does not answer, each machine with a connected agent counts. Time at an unknown price is kept by pool, and is
+    added to the cost once the price is known.
     """
     if job.ended_already or not job.counted_at:
         return job.replace(counted_at=view.now)

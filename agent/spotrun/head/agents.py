@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from spotrun.head.fleet import retirement
 from spotrun.head.fleet.pools import Fleet
 from spotrun.head.job_state import JobState
-from spotrun.head.orders import bundle_of, order_for
+from spotrun.head.orders import order_for
 from spotrun.head.planner import notice_fit
 from spotrun.head.view import Machine, Node
-from spotrun.wire import Order, Report
+from spotrun.wire import Bundle, Order, Report
 
 Send = Callable[[Order], None]
 AddEvent = Callable[[str, str], None]
@@ -64,11 +64,9 @@ class Agents:
         if report.notice and noticed:
             self._add_event("notice", f"{report.node} will be taken: {report.notice.kind}")
         if report.coming and (last is None or last.coming is None):
-            at = time.strftime("%H:%M", time.gmtime(report.coming.deadline))
-            self._add_event(
-                "notice",
-                f"{report.node} will be taken at {at} UTC: {report.coming.kind}; it trains on until shortly before",
-            )
+            taken = f"will be taken at {time.strftime('%H:%M', time.gmtime(report.coming.deadline))} UTC"
+            text = f"{report.node} {taken}: {report.coming.kind}; it trains on until shortly before"
+            self._add_event("notice", text)
         self._add_saving_event(report, last)
         self._add_drain_event(report)
         sent = before.sent if before and before.send is send else None
@@ -111,9 +109,11 @@ class Agents:
 
     def order(self, job: JobState | None, epoch: int) -> None:
         """Send each connected agent its order, if the order has changed."""
-        active = None if job is None or job.ended_already else (job, bundle_of(job))
+        bundle = None
+        if job is not None and not job.ended_already:
+            bundle = Bundle(id=job.id, code=job.code, job=job.spec.model_dump(mode="json"))  # the same for all agents
         for node, agent in self.known.items():
-            order = order_for(*active, node, agent.report.boot, epoch) if active else Order(epoch=epoch)
+            order = order_for(job, bundle, node, agent.report.boot, epoch) if job and bundle else Order(epoch=epoch)
             if agent.send is not None and order != agent.sent:
                 agent.sent = order
                 agent.send(order)

@@ -21,14 +21,13 @@ class Pool:
     name: str
     max: int
     size: int  # what the cloud was asked for last
-    states: Mapping[str, str] = field(default_factory=dict)
-    """The pool's machines with their states, as in `fleet.classify`."""
+    states: Mapping[str, str] = field(default_factory=dict)  # of its machines by name, as in `fleet.classify`
     supply: Literal["open", "short", "away", "closed"] = "open"
     """short: something keeps the pool from its size. closed: it should have no machines, since none would serve. away:
     its zone does not answer; nothing is asked of it, and `states` has only the machines known to be there."""
     leaving: int = 0
-    """Machines under notice. Their successors are asked for now, of the same pool and as far as it has room. A full
-    pool's group makes them a little later. No other pool stands in: its machine would become a member and stay."""
+    """Machines under notice. Their successors are asked for now, as far as the pool has room. No other pool stands in:
+    its machine would become a member and stay."""
 
     @property
     def abandoned(self) -> frozenset[str]:
@@ -67,8 +66,7 @@ class Decision:
     """What the pools should be."""
 
     sizes: dict[str, int]  # pools to resize
-    remove: tuple[str, ...] = ()
-    """Machines to delete. Each lowers its pool's size by one."""
+    remove: tuple[str, ...] = ()  # machines to delete; each lowers its pool's size by one
 
 
 def decide(seen: Observation) -> Decision:

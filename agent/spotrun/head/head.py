@@ -147,7 +147,7 @@ class Head:
         return await future
 
     async def load(self, job: str) -> JobState:
-        """A job's state: the active one's from memory, another's from the bucket."""
+        """A job's state: that of the active job from memory, that of another from the bucket."""
         if self.parked is not None and self.parked.job == job:
             raise UnreadableError(self.parked.text)
         return self.job if self.job is not None and self.job.id == job else await self.journal.read(job)
@@ -162,12 +162,8 @@ class Head:
         view = self._view(self.clock()) if self.job else None
         document = status(self.cluster, self.epoch, self.job, view, self.fleet, self.events)
         document["head"]["description"] = self.description
-        return {
-            "format": FORMAT,
-            **document,
-            "parked": self.parked.status() if self.parked else None,
-            "held": self.journal.held,
-        }
+        parked = self.parked.status() if self.parked else None
+        return {"format": FORMAT, **document, "parked": parked, "held": self.journal.held}
 
     def add_event(self, kind: str, text: str) -> None:
         """Add to the job's events."""
@@ -242,11 +238,10 @@ class Head:
                 future.set_exception(error)
         if self.job is not None and not self.job.ended_already:
             self.job = await self._advance(self.job, now)
-        job = self.job
-        if job is not None:
-            if self.journal.urgent(job):
+        if self.job is not None:
+            if self.journal.urgent(self.job):
                 await self._check_epoch()
-            await self.journal.write(job, self.events, now)
+            await self.journal.write(self.job, self.events, now)
         for future, changed in self._answers:
             if not future.done():
                 future.set_result(changed)
@@ -265,7 +260,7 @@ class Head:
         interrupted = bool(job.interruptions) and job.interruptions[-1].seconds is None
         taken = max((report.generation for report in self.agents.reports(job.id)), default=0)
         if taken > job.generation:
-            # Another head has given it out, when both believed to be the only one. Its number is not free any more.
+            # Another head has used this number, when both believed to be the only one. So it is not free any more.
             job = apply(job, EndGeneration(cause=Cause(kind="head")), now).replace(generation=taken)
         self.job = job
         view = self._view(now)
@@ -273,8 +268,8 @@ class Head:
         job = idle.observe(silence.observe(job, view), view)
         job = liveness.remember_joined(accounting.count(accounting.observe(job, view), view, self.fleet.prices), view)
         if interrupted and job.interruptions[-1].seconds is not None:
-            loss = job.interruptions[-1]
-            self.add_event("recovered", f"after {loss.seconds:.1f} s, {loss.steps_lost} steps lost ({loss.kind})")
+            last = job.interruptions[-1]
+            self.add_event("recovered", f"after {last.seconds:.1f} s, {last.steps_lost} steps lost ({last.kind})")
         for manifest in manifests(job, self.agents.reports(), now):
             found = await self.journal.complete(manifest, job.spec.keep)
             self.add_event("checkpoint", f"step {manifest.step} is in the bucket")

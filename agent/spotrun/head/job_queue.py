@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from spotrun.errors import SpotrunError, StoreError, UnreadableError
+from spotrun.errors import JobNotFound, UnreadableError
 from spotrun.head.job_state import Cause, EndGeneration, JobState, apply
 
 if TYPE_CHECKING:
@@ -49,9 +49,7 @@ async def phase(head: Head, job: str) -> str:
         return (await head.load(job)).phase
     except UnreadableError:
         return "parked"
-    except StoreError:
-        raise
-    except SpotrunError:  # its state has been deleted
+    except JobNotFound:
         return "gone"
 
 
@@ -69,13 +67,11 @@ async def activate(head: Head) -> None:
         return
     try:
         job, events = await head.journal.take_up(queue[0], head.epoch, head.clock())
-    except StoreError:
-        raise
     except UnreadableError as error:
         before, head.parked = head.parked, Parked(queue[0], str(error), head.clock())
         if before is None or before.reason != head.parked.reason:
             head.add_event("job", head.parked.text)
-    except SpotrunError as error:  # its state has been deleted
+    except JobNotFound as error:
         head.add_event("job", f"left out: {error}")
         await head.journal.dequeue(queue[0])
     else:
@@ -119,9 +115,7 @@ async def take_out(head: Head, job: str) -> bool:
         except UnreadableError:
             head.add_event("job", f"{job}: the operator has taken it out of the queue; its state has not been changed")
             return True
-        except StoreError:
-            raise
-        except SpotrunError:
+        except JobNotFound:
             head.add_event("job", f"{job}: the operator has taken it out of the queue; its state has been deleted")
             return True
         if state.ended_already:
@@ -143,7 +137,5 @@ def _is_astray(head: Head, state: JobState) -> bool:
 async def _find_astray(head: Head, job: str) -> bool:
     try:
         return _is_astray(head, await head.journal.read(job))
-    except StoreError:
-        raise
-    except SpotrunError:  # there is no such job, or its state cannot be read
+    except (JobNotFound, UnreadableError):
         return False

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from spotrun.errors import SpotrunError, UnreadableError
+from spotrun.errors import JobNotFound, UnreadableError
 from spotrun.head.fenced import FencedStore
 from spotrun.head.job_state import ENDED, JobState, Progress
 from spotrun.state import checkpoints
@@ -135,7 +135,7 @@ class Journal:
         await self._fenced.put(job_key(state.id, "state.json"), state.model_dump_json().encode())
 
     async def read(self, job: str, own: bool = False) -> JobState:
-        """A job's state. Raises `SpotrunError` if there is none, `UnreadableError` if it cannot be read.
+        """A job's state. Raises `JobNotFound`, or `UnreadableError` if the state cannot be read.
 
         own: this head is going to replace the state.
         """
@@ -143,13 +143,11 @@ class Journal:
         if re.fullmatch(r"[a-z0-9][a-z0-9-]*", job):  # anything else could name another object
             data = await (self._fenced.find(key) if own else asyncio.to_thread(self.store.find, key))
         if data is None:
-            raise SpotrunError(f"there is no job {job} in {self.store.url}")
+            raise JobNotFound(f"there is no job {job} in {self.store.url}")
         try:
             return JobState.model_validate_json(data)
         except ValueError as error:
-            raise UnreadableError(
-                f"{self.store.url}: jobs/{job}/state.json is not readable: {problem(error)}"
-            ) from None
+            raise UnreadableError(f"{self.store.url}: {key} is not readable: {problem(error)}") from None
 
     async def take_up(self, job: str, epoch: int, now: float) -> tuple[JobState, list[dict[str, Any]]]:
         """A job that head `epoch` takes over, with the checkpoints that are in the bucket, and its events.

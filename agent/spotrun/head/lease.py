@@ -5,9 +5,8 @@ that no other process has written it. A head that finds a lease watches the obje
 `TERM` seconds, the holder is gone, and the head takes the lease over. So the clocks of two machines are never compared.
 The head takes a lease at once if its holder has ended on the same machine, or has released the lease.
 
-A holder that was suspended for a while may have lost the lease without knowing. So a head renews an old lease before it
-writes anything or asks the cloud for anything. In addition, each object that only the head writes is replaced only if
-no other head has written it (`fenced.FencedStore`).
+A holder that was suspended may no longer have the lease. So a head renews an old lease before it writes anything or
+asks the cloud for anything. In addition, `fenced.FencedStore` replaces only objects that no other head has written.
 """
 
 from __future__ import annotations

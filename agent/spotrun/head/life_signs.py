@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from types import MappingProxyType
 from typing import TypeVar
 
 from spotrun.errors import SpotrunError
@@ -46,7 +45,7 @@ class Signs:
     @property
     def found(self) -> Mapping[str, Sign]:
         """The signs of the wanted nodes, as last read."""
-        return MappingProxyType(dict(self._found))
+        return dict(self._found)
 
     def update(self, view: View, add_event: AddEvent) -> None:
         """Choose which signs to read. Add an event when the news about silent nodes changes."""

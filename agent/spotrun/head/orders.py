@@ -9,11 +9,6 @@ from spotrun.head.job_state import JobState
 from spotrun.wire import Bundle, Manifest, Order, Part, Report, SaveOrder
 
 
-def bundle_of(job: JobState) -> Bundle:
-    """The part of an order that is the same for all agents of the job."""
-    return Bundle(id=job.id, code=job.code, job=job.spec.model_dump(mode="json"))
-
-
 def order_for(job: JobState, bundle: Bundle, node: str, boot: str, epoch: int) -> Order:
     """What the agent `node`, in its incarnation `boot`, should be doing for a job that has not ended."""
     order, save = Order(epoch=epoch, bundle=bundle), _save_for(job, node)

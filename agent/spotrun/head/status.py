@@ -25,11 +25,11 @@ from spotrun.head.job_state import (
 )
 from spotrun.head.planner import idle, silence
 from spotrun.head.planner.plan import plan
+from spotrun.head.planner.waiting import LONGEST
 from spotrun.head.view import Node, View
 from spotrun.spec import ClusterSpec
 
 EVENTS = 50  # newest ones in a status document
-LONGEST = 80  # characters of what a node says that it is doing
 
 
 def status(
@@ -45,7 +45,6 @@ def status(
     problems = {problem.pool: problem.message for problem in fleet.problems}
     for pool, problem in (decide(view).reasons if view and view.job.phase not in ENDED else {}).items():
         problems[pool] = "; ".join(filter(None, [problem, problems.get(pool)]))
-    nodes = _nodes(view, instances)
     found = job_status(job, view) if job else None
     if found and view:
         found["reason"] = found["reason"] or plan(view).reason
@@ -53,7 +52,7 @@ def status(
         "cluster": cluster.name,
         "head": {"epoch": epoch, "description": cluster.digest},
         "job": found,
-        "nodes": nodes,
+        "nodes": _nodes(view, instances),
         "pools": [
             {
                 "name": pool.name,
@@ -99,7 +98,7 @@ def job_status(job: JobState, view: View | None = None) -> dict[str, Any]:
         "ended": job.ended,
         "failure": failure,
         "conditions": conditions(view) if view else [],
-        "interruptions": [loss.model_dump(exclude={"step_cost"}) for loss in job.interruptions],
+        "interruptions": [each.model_dump(exclude={"step_cost"}) for each in job.interruptions],
         "goodput": accounting.goodput(job),
         "node_seconds": job.node_seconds,
         "node_time": node_time.split(job),
@@ -164,7 +163,7 @@ def _nodes(view: View | None, instances: Sequence[Instance]) -> list[dict[str, A
 
 
 def event(job: JobState, action: Action) -> tuple[str, str] | None:
-    """(kind, text) by which operators hear of an action; None for those that say nothing."""
+    """(kind, text) that tells operators about an action; None if there is nothing to tell."""
     match action:
         case Start():
             names = ", ".join(member.node for member in action.members)

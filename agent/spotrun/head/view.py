@@ -23,8 +23,7 @@ class Node:
     cloud: str | None = None  # the state of its machine, if the cloud has told it
     since: float = 0.0
     """When this head first received its present phase. An unfit phase continues through checks after agent restarts."""
-    due: float = 0.0
-    """If the node retires now, when its machine ends, epoch seconds (`retirement.mark`); 0: it does not."""
+    due: float = 0.0  # when its machine ends, if the node retires now (`retirement.mark`); 0: it does not retire
 
     @property
     def name(self) -> str:
@@ -93,13 +92,11 @@ class View:
     waiting_since: float = 0.0  # when the newest node became ready, or the job was submitted
     began: float = 0.0  # when this head started
     awake_since: float = 0.0  # since when this head has run without a gap
-    vanished: frozenset[str] = frozenset()
-    """Members that have not reported to this head, and whose machines the cloud no longer has."""
+    vanished: frozenset[str] = frozenset()  # members that never reported to this head, and whose machines are gone
     machines: tuple[Machine, ...] = ()  # all that the cloud lists; none if the cloud does not answer
     listed: bool = True  # whether the cloud answered
     replaced: tuple[Replacement, ...] = ()  # the cluster's replacements, in order
-    signs: Mapping[str, Sign] = field(default_factory=dict)
-    """Signs of life by node name, of the nodes that the head looks for in the bucket (`silence.watched`)."""
+    signs: Mapping[str, Sign] = field(default_factory=dict)  # by name, of the nodes in `silence.watched`
 
     def members(self) -> list[Node | None]:
         """The current generation's nodes in rank order; None for one whose machine or agent is another now."""

@@ -84,7 +84,9 @@ def _never_served(view: View, machine: Machine, node: Node | None) -> Condition 
         or machine.pool in exhausted(view.replaced, view.now)
     )
     state: State = "abandoned" if hopeless else "replacing"
-    return Condition(machine, state, why, since, Recreate(machine.name, machine.pool, why, machine.created))
+    return Condition(
+        machine, state, why, since, Recreate(node=machine.name, pool=machine.pool, why=why, created=machine.created)
+    )
 
 
 def _fault(view: View, machine: Machine, node: Node | None) -> tuple[str, float] | None:
@@ -133,12 +135,12 @@ def _lost(view: View, reporting: list[Node], machine: Machine, node: Node | None
         since, most = max(view.began, view.awake_since), _patience_after_restart(view, reporting, machine)
     if view.now - since <= most:
         return None
-    wanted = Recreate(machine.name, machine.pool, created=machine.created)
+    wanted = Recreate(node=machine.name, pool=machine.pool, created=machine.created)
     return Condition(machine, "replacing", "its agent does not report", since, wanted)
 
 
 def _patience(view: View, reporting: list[Node], node: Node) -> float:
-    """How long the head waits for an agent: not at all if the job waits for machines and others hold the state."""
+    """Seconds to wait for an agent: none if the job needs machines and others hold the state."""
     if not reporting:
         return silence.alone(view, node.name)
     safe = max([view.job.newest, *(patience.state(n) for n in reporting if n.report.job == view.job.id)])
@@ -148,7 +150,7 @@ def _patience(view: View, reporting: list[Node], node: Node) -> float:
 
 
 def _patience_after_restart(view: View, reporting: list[Node], machine: Machine) -> float:
-    """The same for an agent that has not reported to this head, so that nobody knows what state it holds."""
+    """The same for an agent that has not reported to this head: the head does not know which state it holds."""
     job = view.job
     alone = 0.0 if reporting else silence.alone(view, machine.name)
     held = (n.report.snapshot.generation for n in reporting if n.report.job == job.id and n.report.snapshot)
@@ -168,7 +170,7 @@ def _retired(view: View, machine: Machine, node: Node | None) -> Condition | Non
     if uploading or not kept or view.now - node.since < TIMEOUTS.last_logs:
         return None
     why = f"its cloud ends it at {time.strftime('%H:%M UTC', time.gmtime(node.due))}"
-    wanted = Recreate(machine.name, machine.pool, why, machine.created, planned=True)
+    wanted = Recreate(node=machine.name, pool=machine.pool, why=why, created=machine.created, planned=True)
     return Condition(machine, "replacing", why, node.since, wanted)
 
 

@@ -26,10 +26,8 @@ class FleetPlan:
     """What to ask of the cloud now."""
 
     resize: Mapping[str, int] = field(default_factory=dict)  # the sizes of the pools that change
-    remove: tuple[str, ...] = ()
-    """Machines to delete. Each lowers its pool's size by one."""
-    recreate: tuple[Recreate, ...] = ()
-    """Machines to replace. Pools keep their sizes."""
+    remove: tuple[str, ...] = ()  # machines to delete; each lowers its pool's size by one
+    recreate: tuple[Recreate, ...] = ()  # machines to replace; pools keep their sizes
     reasons: Mapping[str, str] = field(default_factory=dict)  # what operators should know of a pool: one line
 
 
@@ -82,7 +80,8 @@ def _recreate(view: View, conditions: Conditions) -> tuple[Recreate, ...]:
 def observe(view: View, conditions: Conditions, pools: Sequence[Pool], needed: int) -> Observation:
     """What the policy of sizes sees: the pools with the conditions of their machines."""
     # Also the members of a generation that has ended: they may hold the only copy of the state.
-    keep = frozenset(member.node for member in view.job.last) - _out_of_service(conditions)
+    out_of_service = {name for name, each in conditions.items() if each.state in ("replacing", "abandoned")}
+    keep = frozenset(member.node for member in view.job.last) - out_of_service
     closed = _closed(view, conditions)
     noticed = {node.name for node in view.nodes if node.connected and node.under_notice}
     seen = []
@@ -98,10 +97,6 @@ def observe(view: View, conditions: Conditions, pools: Sequence[Pool], needed: i
             )
         )
     return Observation(tuple(seen), needed, keep)
-
-
-def _out_of_service(conditions: Conditions) -> frozenset[str]:
-    return frozenset(name for name, each in conditions.items() if each.state in ("replacing", "abandoned"))
 
 
 def _closed(view: View, conditions: Conditions) -> frozenset[str]:

@@ -101,7 +101,7 @@ class Fleet:
         await self._cloud.recreate([node])
 
     async def preempt(self, node: str, notice: float | None) -> None:
-        """Have the cloud take a node, as a test; `notice` 0 without a word. Raises `SpotrunError` if unknown."""
+        """Have the cloud take a node, as a test. notice: seconds; 0: none. Raises `SpotrunError` if unknown."""
         if node not in self.names():
             raise SpotrunError(f"there is no node {node!r}; nodes: {', '.join(sorted(self.names())) or 'none'}")
         await self._cloud.preempt(node, notice)

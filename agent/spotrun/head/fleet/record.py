@@ -7,7 +7,6 @@ for each job, and kept in the bucket, so that a new head continues the count.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 
 from spotrun.head.timeouts import TIMEOUTS
 from spotrun.wire import Document
@@ -15,14 +14,12 @@ from spotrun.wire import Document
 LIMIT = 3  # unfit machines of a pool that are replaced within `TIMEOUTS.replacement_window`
 
 
-@dataclass(frozen=True)
-class Recreate:
+class Recreate(Document):
     """A request to the cloud: another machine in the place of this one."""
 
     node: str
-    pool: str = ""
-    why: str = ""
-    """What is wrong with a machine that never served; empty for a machine that served and no longer answers."""
+    pool: str
+    why: str = ""  # what is wrong with a machine that never served; empty: it served, and does not answer
     created: float = 0.0  # when the cloud made the machine: tells it from its successor of the same name
     planned: bool = False  # the machine is well, and its end is known
 
@@ -32,18 +29,12 @@ class Recreate:
         return bool(self.why) and not self.planned
 
 
-class Replacement(Document):
-    """What the cloud was asked about one machine. The fields that `Recreate` has too mean the same."""
+class Replacement(Recreate):
+    """A request that the cloud has got."""
 
-    node: str
-    pool: str
     at: float  # when the cloud was last asked
-    why: str = ""
-    created: float = 0.0
     tries: int = 1  # how often the cloud was asked
-    refused: str = ""
-    """Why the last request was not carried out. A refused request does not count against the limit."""
-    planned: bool = False
+    refused: str = ""  # why the last request failed; such a request does not count against the limit
 
 
 Asked = tuple[Replacement, ...]
@@ -54,7 +45,7 @@ def ask(replaced: Asked, action: Recreate, now: float) -> Asked:
     before = _find(replaced, action)
     kept = (each for each in replaced if each is not before and now - each.at < TIMEOUTS.replacement_window)
     tries = before.tries + 1 if before else 1
-    return (*kept, Replacement(at=now, tries=tries, **asdict(action)))
+    return (*kept, Replacement(at=now, tries=tries, **dict(action)))
 
 
 def refuse(replaced: Asked, action: Recreate, why: str) -> Asked:
@@ -74,7 +65,7 @@ def may_ask(replaced: Asked, action: Recreate, now: float) -> bool:
 def counted(replaced: Asked, pool: str, now: float) -> list[Replacement]:
     """The replacements that count against the pool's limit, the oldest first."""
     recent = (each for each in replaced if each.pool == pool and now - each.at < TIMEOUTS.replacement_window)
-    return [each for each in recent if each.why and not each.refused and not each.planned]
+    return [each for each in recent if each.unfit and not each.refused]
 
 
 def exhausted(replaced: Asked, now: float) -> frozenset[str]:

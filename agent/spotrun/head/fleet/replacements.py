@@ -1,8 +1,8 @@
 """Asks the cloud to replace machines, so that no order to an agent waits for its answer.
 
-Each turn says which machines should be replaced now. A request is written to the bucket first
-(`clusters/<name>/replaced.json`): a head that is killed at any point leaves a record that counts on, and the next head
-asks again for a machine that is still there. Each request is a task of its own. Its answer becomes an event.
+Each turn says which machines should be replaced now. A request is written to the bucket first, so the next head
+continues the count, and asks again for a machine that is still there. Each request is a task of its own. Its answer
+becomes an event.
 """
 
 from __future__ import annotations

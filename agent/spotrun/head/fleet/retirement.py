@@ -1,9 +1,8 @@
 """Machines whose end is known, such as by `max_run_duration`: drained and replaced one after the other. Pure.
 
-Machines that are made together would reach their end together, and their snapshots in memory would be gone at once. So
-each has a time of its own at which it retires: the last one shortly before its end, each other one some minutes before
-the next. A machine retires later than planned if the job could not go on without it, or while a machine is missing, but
-never later than shortly before its end.
+Machines that are made together end together, and their snapshots in memory with them. So each retires at a time of its
+own: the last one shortly before its end, each other one some minutes before the next. A machine retires later if the
+job could not continue without it, or while another machine is missing. It never stays until its end.
 """
 
 from __future__ import annotations
@@ -22,10 +21,7 @@ SHARE = 0.25  # of a machine's time that the lead, and the gaps of all machines 
 
 
 def planned(instances: Iterable[Instance], pools: Mapping[str, PoolSpec]) -> dict[str, float]:
-    """When each machine whose end is known retires, epoch seconds.
-
-    It does not depend on machines that end earlier: those may be replaced meanwhile.
-    """
+    """When each machine whose end is known retires, epoch seconds. Machines that end earlier change nothing."""
     ending = sorted((each for each in instances if each.ends), key=lambda each: (each.ends, each.name), reverse=True)
     found: dict[str, float] = {}
     limit = float("inf")
@@ -48,7 +44,7 @@ def mark(view: View) -> View:
 def _due(view: View) -> dict[str, float]:
     """Nodes that retire now, with their machines' ends: one at a time, unless the end is near."""
     able = {node.name for node in eligible(view)}
-    full = len(able) >= view.expected  # a zone that has no machine for a successor has kept the job from one already
+    full = len(able) >= view.expected  # else a machine is missing, maybe since its zone has no machine for it
     found: dict[str, float] = {}
     for each in sorted(view.machines, key=lambda machine: (machine.retires, machine.name)):
         if not 0 < each.retires <= view.now or each.state != "running":

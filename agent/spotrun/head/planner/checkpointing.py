@@ -57,10 +57,10 @@ def checkpoint(view: View, here: list[Node]) -> tuple[Action, ...]:
 
 
 def closing(view: View) -> Finish | Resume:
-    """The end of a job. Its last state is in the bucket, or the head no longer waits for that.
+    """The end of a job whose last state is in the bucket, or for which the head no longer waits.
 
-    If the script had finished and its last state vanished with its nodes, the lost work is done again. The job fails if
-    nodes hold the last state and the bucket does not accept it. The reason says what is lost.
+    If the script had finished and its last state vanished with its nodes, the work is done again. If nodes hold the
+    last state and the bucket does not accept it, the job fails. The reason says what is lost.
     """
     job, holders = view.job, patience.unsaved(view)
     assert job.ending is not None

@@ -1,8 +1,8 @@
 """Which nodes report, which can train, and which members of a generation are interrupted. Pure.
 
-An interruption takes two independent signals: the link (closed, or silent for `heartbeat_timeout`), and one of: the
-cloud says the machine is gone, other members' collectives failed, or no member has completed a step since. So the
-head's own blindness (every node silent at once, or the head suspended) never counts as an interruption.
+An interruption takes two independent signals. The first: the link is closed, or silent for `heartbeat_timeout`. The
+second: the cloud says that the machine is gone, other members' collectives failed, or no member has completed a step
+since. So a head that cannot see (every node is silent at once, or the head was suspended) finds no interruption.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from spotrun.wire import Report
 
 
 def notice_of(cluster: ClusterSpec, pool: str) -> float:
-    """Seconds that the pool's machines have from the word of a preemption to their end; 0: they are not preempted."""
-    found = next((each for each in cluster.pools if each.name == pool), None)
+    """Seconds from the notice of a preemption to the end of the pool's machines; 0: they are not preempted."""
+    found = cluster.pool(pool)
     if found is None or found.market != "spot":
         return 0.0
     if found.notice is not None:
@@ -20,9 +20,9 @@ def notice_of(cluster: ClusterSpec, pool: str) -> float:
 
 
 def too_long(report: Report, notice: float) -> str:
-    """Why no drain of this node will fit into `notice` seconds; "" if one does, or if no snapshot was measured yet.
+    """Why no drain of this node fits into `notice` seconds; "" if one does, or if no snapshot was measured yet.
 
-    A drain goes on to the end of a step, then copies, hashes and commits a snapshot: its size over the measured rate.
+    A drain takes the rest of a step, and the time to copy, hash and commit a snapshot.
     """
     took = max((worker.took for worker in report.workers), default=0.0)
     if took == 0 or notice == 0:

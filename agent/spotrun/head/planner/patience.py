@@ -13,10 +13,7 @@ from spotrun.wire import StateRef
 
 
 def at_stake(job: JobState) -> float:
-    """Seconds of work of the newest generation that the newest checkpoint does not hold: steps times seconds a step.
-
-    Both numbers are in the job's state, so that a new head knows them too.
-    """
+    """Seconds of work that the newest checkpoint does not hold. Both factors are in the job's state, for a new head."""
     reached = max(job.reached, job.progress.step)
     return max(0, reached - max(0, job.newest[1])) * (job.progress.pace or job.pace)
 

@@ -167,7 +167,7 @@ def _change(view: View, here: list[Node]) -> tuple[Action, ...]:
         return ()
     if job.progress.step > max(job.progress.base, -1):
         return (Drain(checkpointing.ahead(view, here, DRAIN_AHEAD), cause, deadline),)
-    # No work could be lost yet. Growth can wait for the first step.
+    # No work can be lost yet. Growth can wait for the first step.
     return () if cause.kind == "grow" else (_restart(view, cause),)
 
 
