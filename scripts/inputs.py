@@ -30,6 +30,13 @@ TAKES = {
     "stop": ("ID",),
     "down": ("FORCE", "ALL"),
     "acceptance": ("ALL", "DRY"),
+    "image": ("PUBLIC", "PRUNE"),
+    "images": ("PRUNE",),
+    "lint": ("STRICT",),
+    "soak": ("RUNS", "SEED"),
+    **dict.fromkeys(("help", "clean", "image-versions", "image-trial"), ()),
+    **dict.fromkeys(("test", "test-fast", "test-clouds", "test-gpu", "test-image"), ()),
+    **dict.fromkeys(("bench-recovery", "bench-footprint", "bench-synth", "bench-startup"), ()),
 }
 _COMMON = ("CLUSTER", "JSON")
 _KNOWN = tuple(dict.fromkeys(name for names in (*TAKES.values(), _COMMON) for name in names))
@@ -37,14 +44,18 @@ _EXAMPLES = {"cluster": "clusters/local.yaml", "job": "examples/digits/job.yaml"
 
 
 def variables(environment: Mapping[str, str]) -> None:
-    """Raise `SpotrunError` for a variable on make's command line that none of its targets takes.
+    """Raise `SpotrunError` for what make ignores on its command line: a variable that none of its targets takes, and
+    a file that is no target.
 
-    Make itself ignores such a variable: `make train JBO=mine.yaml` would train the default job. Other names may be
-    meant for the tools that a target starts, and are left alone. environment: SPOTRUN_TARGETS and SPOTRUN_TYPED are
-    words from the Makefile; without them, a task was started by `fab`, which checks its options.
+    `make train JBO=mine.yaml` would train the default job, and `make down clusters/gcp-l4.yaml` take the local cluster
+    down. Other names may be meant for the tools that a target starts, and are left alone. environment: SPOTRUN_TARGETS
+    and SPOTRUN_TYPED are words from the Makefile; without them, a task was started by `fab`, which checks its options.
     """
     targets = environment.get("SPOTRUN_TARGETS", "").split()
     taken = [name for target in targets for name in TAKES.get(target, ())]
+    for word in targets:
+        if word not in TAKES and "/.installed" not in word:  # .venv/.installed-dev is a target, too
+            raise SpotrunError(f"{word}: is not a target{_meant(word, taken)}")
     for name in environment.get("SPOTRUN_TYPED", "").split():
         if name in taken or name in _COMMON:
             continue
@@ -53,6 +64,15 @@ def variables(environment: Mapping[str, str]) -> None:
             near = difflib.get_close_matches(name.upper(), allowed, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise SpotrunError(f"{name}: `make {' '.join(targets)}` has no such variable: {', '.join(allowed)}{hint}")
+
+
+def _meant(word: str, taken: list[str]) -> str:
+    """The variable that a word on make's command line was probably meant for, as a hint."""
+    if "/" in word or word.endswith((".yaml", ".yml")):
+        name = "JOB" if "JOB" in taken and "cluster" not in word else "CLUSTER"
+    else:
+        name = next((name for name in ("JOB", "ID", "NODE") if name in taken), "")
+    return f"; did you mean {name}={word}?" if name else ""
 
 
 def typed(options: dict[str, Any]) -> dict[str, Any]:

@@ -119,6 +119,28 @@ def test_a_variable_that_no_target_takes_is_refused(targets: str, typed: str, sa
     assert str(error.value) == said
 
 
+@pytest.mark.parametrize(
+    ("targets", "said"),
+    [
+        ("train examples/digits/job.yaml", "; did you mean JOB=examples/digits/job.yaml?"),
+        ("train clusters/gcp-l4.yaml", "; did you mean CLUSTER=clusters/gcp-l4.yaml?"),
+        ("down clusters/gcp-l4.yaml", "; did you mean CLUSTER=clusters/gcp-l4.yaml?"),
+        ("stop digits-1", "; did you mean ID=digits-1?"),
+        ("kill spot-1", "; did you mean NODE=spot-1?"),
+        ("down all", ""),
+    ],
+)
+def test_a_word_that_is_no_target_is_refused(
+    standin: Machines, fab: Fab, monkeypatch: pytest.MonkeyPatch, targets: str, said: str
+) -> None:
+    """`make down clusters/gcp-l4.yaml` took the local cluster down: to make, a file that is there is up to date."""
+    monkeypatch.setenv("SPOTRUN_TARGETS", targets)
+    task, word = targets.split()
+    assert fab(task) == (2, "", f"spotrun: {word}: is not a target{said}\n")
+    assert standin.calls() == []
+    inputs.variables({"SPOTRUN_TARGETS": f"{task} .venv/.installed-dev"})
+
+
 def test_a_task_refuses_such_a_variable(standin: Machines, fab: Fab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPOTRUN_TYPED", "JOB")
     assert fab("stop")[0] == 0, "what a `make` of other targets left in the environment does not matter"
