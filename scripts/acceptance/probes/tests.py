@@ -18,7 +18,7 @@ _SHOWN = 20  # failed tests that are named
 
 def main() -> None:
     root = Path(__file__).parent
-    files = sorted(str(each) for each in root.glob("tests/test_*.py") if MARKED in each.read_text())
+    files = sorted(str(each) for each in root.glob("tests/**/test_*.py") if MARKED in each.read_text())
     files = [each for each in files if not each.endswith("test_gpu_marker.py")]
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_OWN)}
     command = [sys.executable, "-m", "pytest", "--gpu", "-p", "no:cacheprovider", *files]
