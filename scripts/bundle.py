@@ -56,7 +56,7 @@ class Bundle:
 
 @dataclass(frozen=True)
 class _Ignores:
-    """The ignore files that apply to a folder. git, own: each file's folder and patterns, innermost last."""
+    """The ignore files that apply to a folder: each file's folder and patterns, innermost last."""
 
     git: tuple[tuple[Path, GitIgnoreSpec], ...] = ()
     own: tuple[tuple[Path, GitIgnoreSpec], ...] = ()
@@ -113,7 +113,7 @@ def pack(folder: Path, names: list[Path], out: BinaryIO) -> tuple[str, int]:
     ):
         for name in names:
             path = folder / name
-            with _Explained(path):
+            with _explained(path):
                 tar_member = _member(name, path)
                 if tar_member.isfile():
                     with path.open("rb") as file:
@@ -134,13 +134,13 @@ def files(folder: Path, limit: int = limits.BYTES) -> list[Path]:
     wanted = dict(_walk(root, root, _outer_ignores(root)))
     found = sorted(wanted)
     sizes = {name: (root / name).lstat().st_size for name in found}
-    largest = sorted(found, key=lambda name: -sizes[name])[:_SHOWN]
     if len(found) > limits.FILES:
         raise SpotrunError(
             f"{folder}: {len(found)} files, a bundle takes at most {limits.FILES}; put data into the bucket, and what"
             f" is not code into {GIT} or {OWN}"
         )
     if sum(sizes.values()) > limit:
+        largest = sorted(found, key=lambda name: -sizes[name])[:_SHOWN]
         shown = ", ".join(f"{name} ({_size(sizes[name])})" for name in largest)
         raise SpotrunError(
             f"{folder}: {_size(sum(sizes.values()))} of files, a bundle takes at most {_size(limit)}; the largest:"
@@ -154,7 +154,7 @@ def _refuse_secrets(folder: Path, root: Path, names: list[Path]) -> None:
     """Raise `SpotrunError` if files look like secrets. It names them, and the lines that allow them."""
     found = {}
     for name in names:
-        with _Explained(root / name):
+        with _explained(root / name):
             if what := secret_files.kind(root, name):
                 found[name] = what
     if not found:
@@ -172,7 +172,7 @@ def _refuse_secrets(folder: Path, root: Path, names: list[Path]) -> None:
 def _walk(folder: Path, root: Path, ignores: _Ignores) -> Iterator[tuple[Path, bool]]:
     """Each file, and whether a `.spotrunignore` explicitly allows it."""
     ignores = ignores.plus(folder)
-    with _Explained(folder):
+    with _explained(folder):
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     for entry in entries:
         path = Path(entry.path)
@@ -188,7 +188,7 @@ def _walk(folder: Path, root: Path, ignores: _Ignores) -> Iterator[tuple[Path, b
                     f"{path}: a link to {os.readlink(path)}, which nodes do not have; copy the file here, or put the"
                     f" link into {GIT} or {OWN}"
                 )
-            with _Explained(path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            with _explained(path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 path.stat()  # a link to itself leads nowhere; one to what is not there yet may go along
             yield path.relative_to(root), wanted
         elif entry.is_file(follow_symlinks=False):  # sockets, pipes and devices stay out
@@ -197,7 +197,7 @@ def _walk(folder: Path, root: Path, ignores: _Ignores) -> Iterator[tuple[Path, b
 
 def _read(folder: Path, name: str) -> tuple[tuple[Path, GitIgnoreSpec], ...]:
     path = folder / name
-    with _Explained(path):
+    with _explained(path):
         if not path.is_file():
             return ()
         return ((folder, GitIgnoreSpec.from_lines(path.read_text("utf-8", "replace").splitlines())),)
@@ -230,18 +230,13 @@ def _member(name: Path, path: Path) -> tarfile.TarInfo:
     return member
 
 
-class _Explained:
-    """Turns an OSError about `path` into a message."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        if isinstance(error, OSError):
-            raise SpotrunError(f"{self._path}: cannot be packed: {error.strerror or error}") from None
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Turn an OSError about `path` into a message."""
+    try:
+        yield
+    except OSError as error:
+        raise SpotrunError(f"{path}: cannot be packed: {error.strerror or error}") from None
 
 
 def _size(count: int) -> str:

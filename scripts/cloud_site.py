@@ -10,7 +10,7 @@ from scripts import control, preflight, queue, stacks
 from scripts.home import home
 from scripts.make_command import make_command
 from scripts.ssh import HEAD, Access, Unreachable
-from scripts.transports import Iap, Ssm, Transport
+from scripts.transports import Iap, Ssm
 from spotrun import cloud
 from spotrun.cloud.local.layout import ensure_key
 from spotrun.errors import CloudError, NotFound, SpecError, SpotrunError
@@ -109,7 +109,8 @@ class CloudSite:
         ensure_key(key)
         url = bucket_url(self.cluster, cloud.account(self.cluster))
         store = Store.as_operator(url, self.cluster.region)
-        return Access(self.cluster.name, store, transport(self.cluster, key), folder, self.file)
+        way = Iap(self.cluster.project or "", key) if self.cluster.cloud == "gcp" else Ssm(self.cluster.region, key)
+        return Access(self.cluster.name, store, way, folder, self.file)
 
     def _published(self) -> bool:
         """Whether a head has put its host keys into the bucket: the cluster is up, or comes up."""
@@ -137,8 +138,8 @@ class CloudSite:
 
     def _refuse_rebuild(self) -> None:
         """Raise `SpotrunError` if the network of a cluster that is up would change: AWS refuses that after minutes."""
-        document = self.bucket().find(cluster_key(self.cluster.name))  # of stack pools: there while the cluster is up
-        if document is None:
+        document = self.bucket().find(cluster_key(self.cluster.name))
+        if document is None:  # stack pools makes it: the cluster is not up
             return
         try:
             before = described(document)
@@ -175,11 +176,6 @@ class CloudSite:
         return f"its state is in {home() / 'terraform'}; the cluster was made with another state (key state)"
 
 
-def transport(cluster: ClusterSpec, key: Path) -> Transport:
-    """The way to the SSH servers of the cluster's cloud."""
-    return Iap(cluster.project or "", key) if cluster.cloud == "gcp" else Ssm(cluster.region, key)
-
-
 def moves(there: stacks.Place, wanted: stacks.Place) -> list[str]:
     """What of the place would change. Pure."""
     before, after = vars(there), vars(wanted)
@@ -190,9 +186,8 @@ def rebuilds(before: ClusterSpec, after: ClusterSpec) -> list[str]:
     """What would make the cloud replace the network, in which machines stand. Pure."""
     if after.cloud != "aws":
         return []
-    changed = [
-        f"network.{key}" for key in ("cidr", "nat") if getattr(before.network, key) != getattr(after.network, key)
-    ]
+    old, new = before.network, after.network
+    changed = [f"network.{key}" for key in ("cidr", "nat") if getattr(old, key) != getattr(new, key)]
     zones = {after.head.zone, *(pool.zone for pool in after.pools)}
     left = sorted({before.head.zone, *(pool.zone for pool in before.pools)} - zones)
     return [*changed, *(f"zone {zone} is not used any more" for zone in left)]

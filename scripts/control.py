@@ -22,6 +22,7 @@ Status = dict[str, Any]  # the status document
 PATIENCE = 180.0  # seconds that a head may be away while following; it is recreated in less
 _PAUSE = 1.0
 ACTIVE = ("queued", "starting", "running", "draining", "waiting", "finishing", "parked")
+ENDED = ("succeeded", "failed", "stopped")
 
 
 class Head:
@@ -82,10 +83,7 @@ def ask(access: Access, verb: str, *arguments: str, data: object = None) -> Any:
 
 
 def await_head(access: Access, description: str, patience: float = PATIENCE) -> Status:
-    """The first status document of a head that is coming up and knows this description of the cluster (its digest).
-
-    Raises `Unreachable` after `patience` seconds.
-    """
+    """The first status of a head that knows this description (its digest). Raises `Unreachable` after `patience` s."""
     deadline, told = time.monotonic() + patience, ""
     while True:
         try:
@@ -126,13 +124,11 @@ def _check_exit(channel: paramiko.Channel, verb: str, file: str) -> None:
     if code == 127:
         raise Unreachable(f"the head has no `spotrun` command: {text}")
     if code == 2 and not text.startswith(("no head runs", NO_ANSWER)):
-        raise SpotrunError(here(text, file) + _hint(text, file))
+        # The next command is added here: the head does not know the operator's cluster file.
+        known = text.startswith("there is no job")
+        hint = f"; `{make_command(file, 'status')}` names the newest jobs" if known else ""
+        raise SpotrunError(here(text, file) + hint)
     raise Unreachable(text)
-
-
-def _hint(text: str, file: str) -> str:
-    """The next command to type. It is added here, as the head does not know the operator's cluster file."""
-    return f"; `{make_command(file, 'status')}` names the newest jobs" if text.startswith("there is no job") else ""
 
 
 def _parsed(line: bytes) -> Status:

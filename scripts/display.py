@@ -21,13 +21,12 @@ from rich.table import Table
 from rich.text import Text
 
 from scripts import console
+from scripts.control import ENDED, Status
 from scripts.make_command import LOCAL, here, make_command
 from spotrun.errors import SpotrunError
 from spotrun.text import clean, tidy
 
-Status = dict[str, Any]
 T = TypeVar("T")
-ENDED = ("succeeded", "failed", "stopped")
 _COLOURS = {
     **{"running": "green", "succeeded": "green", "failed": "red", "waiting": "yellow", "draining": "yellow"},
     **{"checking": "yellow", "unfit": "red"},  # nodes
@@ -63,10 +62,7 @@ class Display(Protocol):
 
 @contextlib.contextmanager
 def opened(as_json: bool, out: TextIO | None = None, file: str = LOCAL) -> Iterator[Display]:
-    """The display that fits: JSON lines for programs, live on a terminal, plain lines otherwise.
-
-    file: the cluster file, for the commands that are shown.
-    """
+    """The display that fits: JSON lines for programs, live on a terminal, else plain lines. file: the cluster file."""
     out = out or sys.stdout
     if as_json:
         yield Lines(out)
@@ -156,10 +152,7 @@ def progress(job: Status) -> str:
 
 @understood
 def text(status: Status, jobs: Sequence[Status] = (), file: str = LOCAL) -> str:
-    """The whole document as plain text. jobs: others that the head knows of, as `ctl jobs` lists them.
-
-    file: the cluster file, for the commands that are shown.
-    """
+    """The whole document as plain text. jobs: those that the head knows of, from `ctl jobs`. file: the cluster file."""
     status, jobs = tidy(status), tidy(jobs)
     blank = io.StringIO()
     paper = Console(width=120, highlight=False, markup=False, emoji=False, record=True, file=blank, color_system=None)
@@ -180,7 +173,8 @@ def picture(status: Status, file: str = LOCAL) -> RenderableType:
         parts.append(Text(f"{held}: held since the cluster was brought up; `{again}` runs it on"))
     if status["job"] is not None:
         parts.append(_job(status["job"]))
-        parts += [Text(condition_line(each), style="red") for each in status["job"].get("conditions", ())]
+        for condition in status["job"].get("conditions", ()):
+            parts.append(Text(f"since {clock(condition['since'])}: {condition['text']}", style="red"))
     if status["nodes"]:
         parts.append(_nodes(status["nodes"]))
     for pool in status["pools"]:
@@ -195,11 +189,6 @@ def picture(status: Status, file: str = LOCAL) -> RenderableType:
 def event_line(event: Status) -> str:
     """05:43:17 recovered   after 0.4 s, 0 steps lost (preempt)"""
     return f"{clock(event['at'])} {event['kind']:<11} {event['text']}"
-
-
-def condition_line(condition: Status) -> str:
-    """since 05:43:17: spot-1 cannot save its part of the checkpoint of step 120 (3 tries): no room …"""
-    return f"since {clock(condition['since'])}: {condition['text']}"
 
 
 def clock(at: float) -> str:

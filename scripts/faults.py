@@ -20,12 +20,6 @@ class Fault:
     at: float
     share: bool = False
 
-    def step(self, total: int) -> float | None:
-        """The step it is due at; None while the job's length is unknown."""
-        if not self.share:
-            return self.at
-        return self.at * total if total > 0 else None
-
 
 def parse(text: str) -> list[Fault]:
     """The faults, in the order in which they are due. Raises `SpotrunError`."""
@@ -47,8 +41,10 @@ def due(faults: list[Fault], job: dict[str, Any], generation: int) -> Fault | No
     """The next fault if it is time for it. generation: the one that the last fault hit; it must have been left."""
     if not faults or job["phase"] != "running" or job["generation"] <= generation:
         return None
-    step = faults[0].step(job["total_steps"])
-    return faults[0] if step is not None and job["step"] >= step else None
+    first, total = faults[0], job["total_steps"]
+    if first.share and total <= 0:  # the job's length is not known yet
+        return None
+    return first if job["step"] >= first.at * (total if first.share else 1) else None
 
 
 def victim(status: dict[str, Any]) -> str | None:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from scripts import bundle, control, faults
-from scripts.display import ENDED, Display
+from scripts.control import ENDED, Status
+from scripts.display import Display
 from scripts.faults import Fault
 from scripts.ssh import Access, Unreachable
 from spotrun.errors import SpotrunError, StoreError
 from spotrun.spec import ClusterSpec, JobSpec, check_fit, load_job
 
-Status = dict[str, Any]
 _PAUSE = 0.5  # seconds between two attempts to reach the head again
 
 
@@ -43,11 +42,10 @@ def follow(
     plan: list[Fault] | None = None,
     look: Callable[[], object] = lambda: None,
 ) -> Status:
-    """Show a job until it ends, taking machines away as planned; its last state.
+    """Show a job until it ends, and take machines away as planned. Returns the job's last state.
 
-    The head may be gone for a while meanwhile: it is recreated, and training goes on without it.
-    Raises `Unreachable` if it stays away, or the bucket, which says where it is. look: raises `Unreachable` if the
-    cluster has been taken down: then there is nothing to wait for.
+    look: raises `Unreachable` if the cluster has been taken down: then there is nothing to wait for. The head may be
+    away for a while: training goes on without it. Raises `Unreachable` if the head, or the bucket, stays away.
     """
     todo, hit = list(plan or []), 0
     last: Status | None = None
@@ -61,8 +59,7 @@ def follow(
                     if last is None:
                         continue
                     job = last["id"]
-                    fault = faults.due(todo, last, hit)
-                    if fault is not None:
+                    if fault := faults.due(todo, last, hit):
                         todo, hit = todo[1:], last["generation"]
                         _take(head, fault, status, display)
         except (Unreachable, StoreError) as error:
@@ -82,8 +79,8 @@ def _refuse_down(look: Callable[[], object]) -> None:
         look()
     except Unreachable:
         raise
-    except SpotrunError:  # it is not known
-        return
+    except SpotrunError:
+        return  # it is not known
 
 
 def _take(head: control.Head, fault: Fault, status: Status, display: Display) -> None:

@@ -35,8 +35,8 @@ class LocalSite:
         return self._store()
 
     def plan(self) -> bool:
-        how = f"`{make_command(self.file, 'up')}`"
-        raise SpotrunError(f"{self.file}: cloud local has no plan, it is not made by Terraform; {how}")
+        up = make_command(self.file, "up")
+        raise SpotrunError(f"{self.file}: cloud local has no plan, it is not made by Terraform; `{up}`")
 
     def up(self) -> control.Status:
         store = self.bucket()

@@ -1,6 +1,6 @@
 """The workers' logs in the bucket: find them, and read their text piece by piece.
 
-A log may be larger than the memory of the operator's computer. It is read in ranges, and at most two are in memory.
+A log may be larger than the operator's memory: it is read in ranges, of which at most two are in memory.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from spotrun.store import Store, job_key
 RANGE = 4 << 20  # bytes of a log that are read at once
 LAST = 5  # lines of rank 0's log that are shown at the end of a followed job
 _END = 64 << 10  # bytes at a log's end that are searched for these lines
+_NAME = re.compile(r"jobs/[^/]+/logs/([0-9]+)/([^/]+)/([0-9]+)\.log")  # the groups: generation, node, rank
 
 
 @dataclass(frozen=True)
 class Log:
     """A worker's log in the bucket."""
 
-    key: str  # jobs/<job>/logs/<generation>/<node>/<rank>.log
+    key: str
     generation: int
     node: str
     rank: str
@@ -56,7 +57,8 @@ def find(access: Access, job: str | None, node: str | None, rank: str | None) ->
 
 def every(store: Store, job: str) -> list[Log]:
     """All logs of a job's workers that are in the bucket."""
-    return [log for key in store.list(f"jobs/{job}/logs") if (log := _log(key))]
+    found = ((key, _NAME.fullmatch(key)) for key in store.list(f"jobs/{job}/logs"))
+    return [Log(key, int(match[1]), match[2], match[3]) for key, match in found if match]
 
 
 def read(store: Store, key: str, lines: int | None = None) -> Iterator[str]:
@@ -106,8 +108,3 @@ def _begin(store: Store, key: str, size: int, lines: int) -> int:
             return start + at + 1
         end = start
     return 0
-
-
-def _log(key: str) -> Log | None:
-    match = re.fullmatch(r"jobs/[^/]+/logs/([0-9]+)/([^/]+)/([0-9]+)\.log", key)
-    return Log(key, int(match[1]), match[2], match[3]) if match else None

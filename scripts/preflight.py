@@ -13,10 +13,7 @@ from spotrun.cloud import Shortfall
 from spotrun.errors import QuotaError, SpotrunError
 from spotrun.spec import ClusterSpec
 
-_QUOTAS = {
-    "gcp": "console.cloud.google.com/iam-admin/quotas",
-    "aws": "console.aws.amazon.com/servicequotas",
-}
+_QUOTAS = {"gcp": "console.cloud.google.com/iam-admin/quotas", "aws": "console.aws.amazon.com/servicequotas"}
 
 
 def check_tools(cluster: ClusterSpec) -> None:

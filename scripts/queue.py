@@ -6,11 +6,10 @@ import json
 import time
 import uuid
 
+from scripts.control import ENDED
 from spotrun.errors import SpotrunError, StoreError
 from spotrun.store import Store, job_key, queue_key, up_key
 from spotrun.wire import UpRecord, read_queue
-
-ENDED = ("succeeded", "failed", "stopped")
 
 
 def unfinished(store: Store, cluster: str, force: str) -> list[str]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
+from scripts.control import Status
 from scripts.display import number, understood
 from scripts.ssh import Outcome
 from spotrun.text import tidy
-
-Status = dict[str, Any]
 
 NODE_TIME = {  # the kinds of `spotrun.head.node_time`, for the report
     "counted": "steps that counted",
@@ -57,9 +55,8 @@ def duration(seconds: float) -> str:
 
 def failures(outcomes: Sequence[Outcome], nodes: int) -> str:
     """The nodes that failed a command: 2 of 3 nodes failed: a (exit status 3), b (not reached)"""
-    told = [
-        f"{each.node} ({f'exit status {each.code}' if each.reached else 'not reached, see above'})" for each in outcomes
-    ]
+    why = [f"exit status {each.code}" if each.reached else "not reached, see above" for each in outcomes]
+    told = [f"{each.node} ({reason})" for each, reason in zip(outcomes, why, strict=True)]
     return f"{len(told)} of {nodes} node{'' if nodes == 1 else 's'} failed: {', '.join(told)}"
 
 
@@ -105,6 +102,4 @@ def _losses(interruptions: list[Status]) -> list[str]:
         lost = "" if loss["steps_lost"] is None else str(loss["steps_lost"])
         rows.append((loss["kind"], loss["node"] or "", seconds, lost))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    return [
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
+    return ["  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

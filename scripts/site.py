@@ -71,12 +71,8 @@ def site(cluster: ClusterSpec, file: str = LOCAL) -> Site:
 
 
 def take_down(found: Site, force: bool, everything: bool = False) -> str:
-    """Take a cluster down. What happened, in a line.
-
-    Raises `SpotrunError`, which lists the jobs that run, unless `force` is true.
-    """
-    jobs = [] if force else found.unfinished()
-    if jobs:
+    """Take a cluster down. What happened, in a line. Raises `SpotrunError` if jobs run, unless `force` is true."""
+    if jobs := [] if force else found.unfinished():
         raise SpotrunError(
             f"cluster {found.cluster.name}: not ended yet: {', '.join(jobs)}; `{make_command(found.file, 'stop')}`"
             f" saves a job's state and stops it, `{make_command(found.file, 'down', 'FORCE=1')}` ends it at once"

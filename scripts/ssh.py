@@ -78,6 +78,7 @@ class StrictConnection(Connection):
     """
 
     def __init__(self, access: Access, record: HostRecord, gateway: Connection | Tunnel | None = None) -> None:
+        identity = {"key_filename": str(access.transport.key), "allow_agent": False, "look_for_keys": False}
         super().__init__(
             record.address,
             user=access.transport.user,
@@ -85,14 +86,7 @@ class StrictConnection(Connection):
             gateway=gateway,
             connect_timeout=TIMEOUT,
             config=Config(overrides={"load_ssh_configs": False}),
-            connect_kwargs={
-                "key_filename": str(access.transport.key),
-                "allow_agent": False,
-                "look_for_keys": False,
-                "banner_timeout": TIMEOUT,
-                "auth_timeout": TIMEOUT,
-                "channel_timeout": TIMEOUT,
-            },
+            connect_kwargs=identity | dict.fromkeys(("banner_timeout", "auth_timeout", "channel_timeout"), TIMEOUT),
         )
         self.client.set_missing_host_key_policy(paramiko.RejectPolicy())
         known = self.client.get_host_keys()
@@ -154,8 +148,7 @@ def run(
     """Run a shell command on nodes at once. True if all exited with 0.
 
     report: gets each node's outcome. heard: gets a node's name and whole lines of its output, as they come, from one
-    thread at a time. If this is interrupted, or `report` raises, the connections are closed, and no command is waited
-    for.
+    thread at a time. An interrupt, or an error in `report`, closes the connections and waits for no command.
     """
     turn = threading.Lock()
 
@@ -213,7 +206,7 @@ def shell_command(access: Access, node: str) -> list[str]:
     for option in (
         "IdentitiesOnly=yes",
         "StrictHostKeyChecking=yes",
-        f"UserKnownHostsFile={_quoted(known)}",
+        f'UserKnownHostsFile="{known}"',
         "GlobalKnownHostsFile=none",
         "UpdateHostKeys=no",
         f"ConnectTimeout={TIMEOUT}",
@@ -330,7 +323,3 @@ def _lines(channel: paramiko.Channel, deadline: float) -> Iterator[str]:
         rest = rest[whole:]
         if not block:
             return
-
-
-def _quoted(path: Path) -> str:
-    return f'"{path}"'

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from scripts import console
 from spotrun.errors import CloudError, SpotrunError
@@ -58,10 +58,7 @@ class Stacks:
     _ready: set[Stack] = field(default_factory=set, repr=False, compare=False)
 
     def plan(self) -> bool:
-        """Print what would change; whether anything would.
-
-        Stack pools looks up things of stack base: what base has yet to make, it does not find.
-        """
+        """Print what would change; whether anything would. Stack pools looks up things that stack base makes."""
         changes = self._terraform("base", *_PLAN, good=(0, 2)) == 2
         if changes and not self.exists("base"):
             code = 1
@@ -73,15 +70,13 @@ class Stacks:
 
     def apply(self) -> None:
         """Make what is there what the stacks say. Raises `CloudError`."""
-        stacks: tuple[Stack, ...] = ("base", "pools")
-        for stack in stacks:
+        for stack in get_args(Stack):
             self._terraform(stack, "apply", "-input=false", "-auto-approve")
 
     def destroy(self, stack: Stack) -> None:
-        """Raises `CloudError`; what is destroyed by then is, and the next try goes on from there.
+        """Remove what a stack has made. Raises `CloudError`; the next try goes on from there.
 
-        Without a look at what is there: what a stack looks up (its image, say) may be gone, and that must not keep
-        machines running.
+        Without a refresh: what a stack looks up (its image, say) may be gone, and that must not keep machines running.
         """
         self._terraform(stack, "destroy", "-input=false", "-auto-approve", "-refresh=false")
 
@@ -153,10 +148,9 @@ class Stacks:
             )
 
     def _run(self, stack: Stack, words: list[str], quiet: bool = False) -> tuple[int, str]:
-        """(exit status, what it said if `quiet`, on stdout and then on stderr). Else that goes to stderr, as stdout is
-        for what a command answers.
+        """The exit status, and with `quiet` what it said on stdout and then on stderr. Else all of that goes to stderr.
 
-        Ctrl-C reaches Terraform too, which then stops in good order and saves what it knows: that is waited for.
+        Ctrl-C reaches Terraform too. Terraform then stops in good order and saves what it knows: that is waited for.
         """
         with _interrupts_held() as interrupted:
             begun = subprocess.Popen(
@@ -207,8 +201,7 @@ def synthesize(cluster: ClusterSpec, file: str, home: Path) -> Stacks:
     folder = home / "stacks" / cluster.name
     folder.mkdir(parents=True, exist_ok=True)
     where = {"CLUSTER": str(Path(file).absolute()), "CDKTF_OUTDIR": str(folder), "SPOTRUN_HOME": str(home)}
-    environment = {**os.environ, **where}
-    command = [sys.executable, "-m", "infra"]
+    command, environment = [sys.executable, "-m", "infra"], {**os.environ, **where}
     try:
         done = subprocess.run(
             command, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=_SYNTH, check=False
@@ -218,9 +211,8 @@ def synthesize(cluster: ClusterSpec, file: str, home: Path) -> Stacks:
     if done.returncode:
         said = (done.stderr.strip() or done.stdout.strip() or f"exit status {done.returncode}").splitlines()
         word = said[-1].removeprefix("spotrun: ")
-        raise SpotrunError(
-            word if word.startswith((file, where["CLUSTER"])) else f"{file}: cannot be synthesized: {word}"
-        )
+        named = word.startswith((file, where["CLUSTER"]))
+        raise SpotrunError(word if named else f"{file}: cannot be synthesized: {word}")
     return Stacks(cluster.name, folder)
 
 

@@ -13,13 +13,10 @@ _END = 5.0  # seconds that the command has to end once its connection is closed
 
 
 class Tunnel:
-    """Started at once; `close` ends the command and all it has started.
-
-    sock: for paramiko, which is then its owner: it closes it.
-    """
+    """Started at once; `close` ends the command and all it has started."""
 
     def __init__(self, command: list[str]) -> None:
-        self.sock, theirs = socket.socketpair()
+        self.sock, theirs = socket.socketpair()  # sock is for paramiko, which owns it and closes it
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed by close()
         try:
             # A session of its own: Ctrl-C at the terminal is for this program, and a group to end what is started.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Sequence
 from types import ModuleType
@@ -130,10 +131,4 @@ def _price(each: Left) -> str:
 def _tried(cluster: ClusterSpec) -> ModuleType:
     """The module of the cluster's cloud. Raises `CloudError` without its SDK or credentials."""
     cloud.account(cluster)
-    if cluster.cloud == "gcp":
-        from spotrun.cloud.gcp import audit as gcp_audit
-
-        return gcp_audit
-    from spotrun.cloud.aws import audit as aws_audit
-
-    return aws_audit
+    return importlib.import_module(f"spotrun.cloud.{cluster.cloud}.audit")

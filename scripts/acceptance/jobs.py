@@ -53,40 +53,32 @@ class Plan:
 
 def plans(cloud: str) -> dict[str, Plan]:
     """All of them, by name. On the local cloud the steps are as short as they can be."""
-    pause = "0.005" if cloud == "local" else "0.05"
-    train = ("--steps=300", f"--pause={pause}")
+    train = ("--steps=300", "--pause=0.005" if cloud == "local" else "--pause=0.05")
     watch = ("--watch",) if cloud == "gcp" else ()
     here = _LOCAL if cloud == "local" else {}
-    single = Plan(
-        settings=here, args=(*train, "--fitness", "--hold=60", *watch), take=(Taken("preempt", 60),), ways=True
-    )
-    faults = Plan(
-        settings=here, args=(*train, "--hold=60,150"), nodes=2, take=(Taken("preempt", 60), Taken("kill", 150))
-    )
+    first = Taken("preempt", 60)
+    alone = (*train, "--fitness", "--hold=60", *watch)
+    faults = Plan(settings=here, args=(*train, "--hold=60,150"), nodes=2, take=(first, Taken("kill", 150)))
     # Four GB of state, so that its way to a newcomer takes a time that can be measured.
     heavy = ("--mib=3815",)
-    large = Plan(args=(*train, "--mib=2048", "--hold=60"), take=(Taken("preempt", 60),))
     pair = Plan("pair.py", nodes=2, settings={"env": _NCCL}, expects=("all-reduce",))
     return {
-        "single": replace(single, expects=("train", "fitness")),
-        "large": large,
+        "single": Plan(args=alone, settings=here, take=(first,), ways=True, expects=("train", "fitness")),
+        "large": Plan(args=(*train, "--mib=2048", "--hold=60"), take=(first,)),
         "reference": replace(faults, args=train, take=()),
         "faults": faults,
-        "gpu": Plan(
-            "device.py",
-            expects=("fitness", "matrix", "copy", "fork"),
-            settings={"max_restarts": 0, "snapshot_interval": 10},
-        ),
+        "gpu": Plan("device.py", settings=_OFTEN, expects=("fitness", "matrix", "copy", "fork")),
         "gpu tests": Plan("tests.py", settings=_ALONE, expects=("tests",)),
         "gpu pair": pair,
         "moved pair": pair,
         "gpu vit": Plan(args=("--batch-size=256", "--steps=300"), nodes=2, folder=VIT, expects=()),
         "gpu reference": Plan(args=(*train, *heavy), nodes=2),
         "gpu faults": replace(faults, args=(*faults.args, *heavy), expects=("train", "segments")),
-        "gpu maintenance": Plan(args=(*train, "--hold=60", "--watch"), take=(Taken("preempt", 60),), steady=True),
+        "gpu maintenance": Plan(args=(*train, "--hold=60", "--watch"), take=(first,), steady=True),
     }
 
 
+_OFTEN = {"max_restarts": 0, "snapshot_interval": 10}
 # The tests' own requirements are not in the machines' image; two of them start two processes on one device.
 _ALONE = {
     "procs_per_node": 1,

@@ -8,6 +8,7 @@ from scripts.acceptance.record import Result
 from scripts.acceptance.steps import MACHINES, STAGES, Stage, Step
 from spotrun.cloud import prices
 from spotrun.spec import ClusterSpec, PoolSpec
+from spotrun.spec.cluster import HeadSpec
 from spotrun.spec.machine_types import GPUS
 
 # A machine without GPUs for the first steps on machines: the smallest on which torch and a checkpoint have room.
@@ -74,8 +75,7 @@ def missing(step: Step, cluster: ClusterSpec) -> str:
 def blocked(step: Step, steps: Sequence[Step], results: Mapping[str, Result]) -> str:
     """Why a step would waste money now; empty if it would not.
 
-    A failure in a stage stops the later stages, which cost more. A failed gate stops its own stage as well. What is
-    always done at the end, nothing stops.
+    A failure stops the later stages, which cost more. A failed gate stops its own stage too. Nothing stops the end.
     """
     if step.stage == "end":
         return ""
@@ -95,8 +95,7 @@ def todo(
 ) -> list[Step]:
     """The steps to go through, in order.
 
-    These are the steps that have not passed, and what brings up their cluster. If a cluster comes up or stands, also
-    the steps of the end, whether or not they have passed.
+    Those that have not passed, and what brings up their cluster. The end too, if a cluster comes up or stands.
     """
 
     def due(step: Step) -> bool:
@@ -112,17 +111,13 @@ def todo(
 
 
 def dollars(step: Step, cluster: ClusterSpec) -> float | None:
-    """What a step costs at most: its limit, at on-demand prices, of the head and its machines; None: not known.
-
-    Without disks, traffic and requests, which are cents.
-    """
+    """What a step costs at most, at on-demand prices; None: not known. Disks, traffic and requests add cents."""
     if step.stage == "desk" or cluster.cloud == "local":
         return 0.0
     staged = cluster_of(cluster, step.stage)
-    head = _hourly(cluster.cloud, staged.head.zone, staged.head.machine)
-    pools = [_of_pool(cluster.cloud, pool) for pool in staged.pools]
+    head = _hourly(cluster.cloud, staged.head)
     count = MACHINES.get(step.stage, 0)
-    known = [price for price in pools if price is not None]
+    known = [price for pool in staged.pools if (price := _hourly(cluster.cloud, pool)) is not None]
     if head is None or (count and not known):
         return None
     return (head + count * max(known, default=0.0)) * step.limit / 3600
@@ -134,11 +129,8 @@ def total(steps: Iterable[Step], cluster: ClusterSpec) -> tuple[float, bool]:
     return sum(filter(None, found)), None not in found
 
 
-def _of_pool(cloud: str, pool: PoolSpec) -> float | None:
-    attached = (pool.accelerator.type, pool.accelerator.count) if pool.accelerator else ("", 0)
-    return _hourly(cloud, pool.zone, pool.machine, *attached)
-
-
-def _hourly(cloud: str, zone: str, machine: str, accelerator: str = "", count: int = 0) -> float | None:
-    listed = prices.on_demand(cloud, zone, machine, accelerator, count)
-    return listed if listed is not None else LISTED.get(machine, prices.spot(cloud, zone, machine, accelerator, count))
+def _hourly(cloud: str, of: HeadSpec | PoolSpec) -> float | None:
+    attached = of.accelerator if isinstance(of, PoolSpec) else None
+    what = (cloud, of.zone, of.machine, *((attached.type, attached.count) if attached else ("", 0)))
+    listed = prices.on_demand(*what)
+    return listed if listed is not None else LISTED.get(of.machine, prices.spot(*what))

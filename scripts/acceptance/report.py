@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from scripts.acceptance.plan import dollars, missing, total
-from scripts.acceptance.record import Facts, Record, Result
+from scripts.acceptance.record import Fact, Facts, Record, Result
 from scripts.acceptance.steps import Step
 from scripts.report import duration
 from spotrun.spec import ClusterSpec
@@ -40,10 +40,8 @@ def overview(steps: Sequence[Step], cluster: ClusterSpec) -> str:
         for step in steps
         if not missing(step, cluster)
     ]
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    lines = [
-        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4]]) for row in rows
-    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     most, known = total(steps, cluster)
     rest = "" if known else ", and what is not in the price table"
     return "\n".join([*lines, f"all of it: at most {price(most)}{rest}"])
@@ -70,17 +68,12 @@ def not_run(steps: Sequence[Step], record: Record) -> dict[str, list[str]]:
 def markdown(steps: Sequence[Step], record: Record, cluster: ClusterSpec) -> str:
     """The whole report."""
     when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(record.at))
-    head = [
-        f"# Acceptance of cluster {cluster.name}",
-        "",
-        f"{when}, cloud {cluster.cloud}, region {cluster.region}: {verdict(steps, record)}.",
-        "",
-    ]
+    about = f"{when}, cloud {cluster.cloud}, region {cluster.region}: {verdict(steps, record)}."
+    head = [f"# Acceptance of cluster {cluster.name}", "", about, ""]
     failed = [step for step in steps if _result(step, record).state == "failed"]
     if failed:
-        head += ["## What failed, and what to do", ""]
-        head += [f"- **{s.name}**: {_cell(_result(s, record).reason)}. To do: {s.remedy}." for s in failed]
-        head.append("")
+        told = [f"- **{s.name}**: {_cell(_result(s, record).reason)}. To do: {s.remedy}." for s in failed]
+        head += ["## What failed, and what to do", "", *told, ""]
     table = ["## Steps", "", "| step | needs | result | took | costs at most | proves |", "|---|---|---|---|---|---|"]
     table += [_row(step, _result(step, record), cluster) for step in steps]
     measured = [(s.name, _result(s, record).facts) for s in steps if _result(s, record).facts]
@@ -119,16 +112,15 @@ def _row(step: Step, result: Result, cluster: ClusterSpec) -> str:
     state = f"**{result.state}**" if result.state == "failed" else result.state
     reason = f": {_cell(result.reason)}" if result.reason else ""
     took = duration(result.seconds) if result.seconds else ""
-    return (
-        f"| {step.name} | {step.needs} | {state}{reason} | {took} | {price(dollars(step, cluster))} | {step.proves} |"
-    )
+    cost = price(dollars(step, cluster))
+    return f"| {step.name} | {step.needs} | {state}{reason} | {took} | {cost} | {step.proves} |"
 
 
 def _facts(facts: Facts) -> str:
     return "; ".join(f"{clean(key)} {_value(value)}" for key, value in facts.items())
 
 
-def _value(value: float | int | str) -> str:
+def _value(value: Fact) -> str:
     return f"{value:.4g}" if isinstance(value, float) else _cell(str(value))
 
 

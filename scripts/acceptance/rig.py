@@ -14,26 +14,22 @@ from scripts.acceptance import plan, trace
 from scripts.acceptance.jobs import LOCAL_NOTICE, Plan, plans
 from scripts.acceptance.record import Facts
 from scripts.acceptance.steps import STEPS, Stage, Step
-from scripts.acceptance.trace import How, Trace
-from scripts.ssh import HEAD, Access, Unreachable
+from scripts.acceptance.trace import Trace
+from scripts.ssh import HEAD, Access
 from spotrun.errors import SpotrunError
 from spotrun.spec import ClusterSpec
 
-Look = Callable[[Access, str], Facts]
 _GONE, _AGAIN = 600.0, 5.0  # seconds for machines to be given up, and between two looks
 _IGNORED = shutil.ignore_patterns("__pycache__", "*.yaml")
 
 
 class Rig:
-    """One acceptance's cluster, and its jobs.
+    """One acceptance's cluster, as the operator named it, and its jobs."""
 
-    cluster, file: as the operator named it. folder: for files on this computer. wanted: the steps of this run, from
-    which follows what jobs can be queued early. look: tries the ways into a node.
-    """
-
-    def __init__(self, cluster: ClusterSpec, file: str, folder: Path, wanted: Sequence[Step], look: Look) -> None:
-        self.cluster, self.file, self.folder = cluster, file, folder
-        self._wanted, self._look = wanted, look
+    def __init__(self, cluster: ClusterSpec, file: str, folder: Path, wanted: Sequence[Step]) -> None:
+        self.cluster, self.file = cluster, file
+        self.folder = folder  # for files on this computer
+        self._wanted = wanted  # the steps of this run: they say what jobs can be queued early
         self.facts_of: Callable[[str], Facts] = lambda step: {}  # what a step has measured, in any run
         self._plans = plans(cluster.cloud)
         self._submitted: dict[str, str] = {}
@@ -75,10 +71,8 @@ class Rig:
         """Whether a head has come up."""
         try:
             sites.site(self.cluster, self.file).access()
-        except Unreachable:
-            return False
         except SpotrunError:
-            return False  # no credentials, no bucket: a step says so
+            return False  # also without credentials or a bucket: a step says so
         return True
 
     @property
@@ -106,7 +100,7 @@ class Rig:
             self._submit(following, access)
         notice = LOCAL_NOTICE if self.cluster.cloud == "local" else None
         limit = sum(step.limit for step in STEPS if step.job == name)
-        return trace.follow(access, planned, job, How(limit, lambda node: self._look(access, node), notice))
+        return trace.follow(access, planned, job, limit, notice)
 
     def _next(self, name: str) -> str:
         """The job after this one on the same machines; empty if there is none."""
@@ -119,23 +113,15 @@ class Rig:
 
     def _submit(self, name: str, access: Access) -> str:
         spec = (self._standing or self.site("head")).cluster
-        file = stage_job(
-            self.folder / "jobs" / name.replace(" ", "-"), name, self._plans[name], plan.steady(self.cluster)
-        )
+        folder = self.folder / "jobs" / name.replace(" ", "-")
+        file = stage_job(folder, name, self._plans[name], plan.steady(self.cluster))
         self._submitted[name] = jobs.submit(access, spec, str(file), lambda _: None)
         return self._submitted[name]
 
 
 def cluster_file(cluster: ClusterSpec) -> str:
     """A cluster file that describes this cluster. JSON is YAML too."""
-    return json.dumps(_given(cluster.model_dump(mode="json")), indent=1) + "\n"
-
-
-def _given(value: object) -> object:
-    """Without keys that have no value."""
-    if isinstance(value, dict):
-        return {key: _given(each) for key, each in value.items() if each is not None}
-    return [_given(each) for each in value] if isinstance(value, list) else value
+    return json.dumps(cluster.model_dump(mode="json", exclude_none=True), indent=1) + "\n"
 
 
 def stage_job(folder: Path, name: str, planned: Plan, steady: Sequence[str] = ()) -> Path:

@@ -22,14 +22,11 @@ Check = Callable[[Step], Facts]
 
 @dataclass
 class Runner:
-    """One run of an acceptance.
-
-    A check returns what it has measured. It raises `SpotrunError` if the step failed, `NotRun` if it cannot be tried.
-    """
+    """One run of an acceptance."""
 
     cluster: ClusterSpec
     steps: Sequence[Step]  # all there are
-    checks: Mapping[str, Check]  # by the name of the step
+    checks: Mapping[str, Check]  # by step; they raise `SpotrunError` if it failed, `NotRun` if it cannot be tried
     keeper: Keeper  # where the record is kept
     say: Callable[[str], None]  # prints a line
     record: Record  # what has come of the steps so far

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from scripts import site as sites
-from scripts.acceptance import plan, report, ways
+from scripts.acceptance import plan, report
 from scripts.acceptance.checks import CHECKS
 from scripts.acceptance.record import Keeper
 from scripts.acceptance.rig import Rig
@@ -21,8 +21,7 @@ from spotrun.errors import SpotrunError
 def accept(file: str, again: bool, only_list: bool, say: Callable[[str], None]) -> tuple[int, dict[str, Any]]:
     """Try everything on the cluster of this file, or list what would be tried; the exit status, and the report.
 
-    again: also what has passed already. Raises `SpotrunError` if the cluster is up, and not by an acceptance: this one
-    takes it down at the end.
+    again: also what has passed already. Raises `SpotrunError` if the cluster is up, unless an acceptance brought it up.
     """
     operated = sites.of_file(file)
     cluster = operated.cluster
@@ -33,7 +32,7 @@ def accept(file: str, again: bool, only_list: bool, say: Callable[[str], None]) 
     say(report.overview(chosen, cluster))
     if only_list:
         return 0, report.document(STEPS, record, cluster)
-    rig = Rig(cluster, file, folder, chosen, ways.into_node)
+    rig = Rig(cluster, file, folder, chosen)
     if not record.standing and rig.is_up():
         raise SpotrunError(
             f"cluster {cluster.name} is up, and an acceptance takes its cluster down at the end:"

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from scripts import control, faults, jobs, logs, report
+from scripts.acceptance import ways
 from scripts.acceptance.jobs import Plan
 from scripts.acceptance.record import Facts
 from scripts.control import Status
@@ -21,15 +22,6 @@ PARTS = ("noticed and ordered", "forked", "imported", "grouped", "restored", "fi
 _LOGS = 60.0  # seconds for an ended job's last log to reach the bucket
 _AGAIN = 0.5
 _TRIES = 3  # of the ways into a node: its SSH server may be busy
-
-
-@dataclass(frozen=True)
-class How:
-    """How a job is followed."""
-
-    limit: float  # seconds that it may take, with the boot of its machines
-    look: Callable[[str], Facts]  # tries the ways into a node
-    notice: float | None = None  # seconds that a machine gets before it is taken; None: as many as usual
 
 
 @dataclass
@@ -68,9 +60,9 @@ class Trace:
 class Watch:
     """A display (`display.Display`) that sees a job through: it notes times, takes machines, and ends what is late."""
 
-    def __init__(self, access: Access, plan: Plan, trace: Trace, how: How):
-        self._access, self._plan, self._trace, self._how = access, plan, trace, how
-        self._deadline = time.monotonic() + how.limit
+    def __init__(self, access: Access, plan: Plan, trace: Trace, limit: float, notice: float | None) -> None:
+        self._access, self._plan, self._trace, self._limit, self._notice = access, plan, trace, limit, notice
+        self._deadline = time.monotonic() + limit
         self._todo = list(plan.take)
         self._tries = 0
 
@@ -84,7 +76,7 @@ class Watch:
             with contextlib.suppress(SpotrunError):
                 control.ask(self._access, "stop", "--job", self._trace.job)
             why = job["reason"] or "; ".join(each["text"] for each in job["conditions"] if "text" in each)
-            late = f"job {self._trace.job} is {job['phase']} after {self._how.limit / 60:.0f} min"
+            late = f"job {self._trace.job} is {job['phase']} after {self._limit / 60:.0f} min"
             raise SpotrunError(f"{late}: {why or _problems(status)}")
         if job["phase"] != "running" or not job["members"]:
             return
@@ -101,7 +93,7 @@ class Watch:
     def _try_ways(self, node: str) -> None:
         self._tries += 1
         try:
-            self._trace.ways = self._how.look(node)
+            self._trace.ways = ways.into_node(self._access, node)
             self._trace.ways_error = ""
         except SpotrunError as error:
             self._trace.ways_error = str(error)
@@ -109,7 +101,7 @@ class Watch:
     def _take(self, kind: str, status: Status) -> None:
         node = faults.victim(status)
         assert node is not None, status
-        notice = ["--notice", f"{self._how.notice:g}"] if kind == "preempt" and self._how.notice else []
+        notice = ["--notice", f"{self._notice:g}"] if kind == "preempt" and self._notice else []
         self._trace.marks[f"{kind} asked for"] = time.time()
         control.ask(self._access, kind, node, *notice)
         self._trace.taken.append((kind, node))
@@ -135,13 +127,15 @@ def note(trace: Trace, job: Status, nodes: Iterable[Status], now: float) -> None
         trace.marks.setdefault("first step", now)
 
 
-def follow(access: Access, plan: Plan, job: str, how: How) -> Trace:
-    """See a job through to its end, and read what its probes printed. Raises `SpotrunError` unless it succeeded."""
+def follow(access: Access, plan: Plan, job: str, limit: float, notice: float | None) -> Trace:
+    """See a job through to its end, and read what its probes printed. Raises `SpotrunError` unless it succeeded.
+
+    limit: seconds for all of it, with its machines' boot. notice: seconds before a machine is taken; None: as usual.
+    """
     trace = Trace(job)
-    last = jobs.follow(access, job, Watch(access, plan, trace, how))
-    trace.last = last
-    if last["phase"] != "succeeded":
-        raise SpotrunError(report.report(last))
+    trace.last = jobs.follow(access, job, Watch(access, plan, trace, limit, notice))
+    if trace.last["phase"] != "succeeded":
+        raise SpotrunError(report.report(trace.last))
     deadline = time.monotonic() + _LOGS
     while True:
         trace.lines = read(access, job)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import subprocess
-from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
@@ -73,16 +72,16 @@ class _Forged:
         return record.replace(keys=(line,)).model_dump_json().encode()
 
 
-def _by_run(access: Access, node: str) -> dict[str, Any]:
+def _by_run(access: Access, node: str) -> Facts:
     if _WORD not in say(access, node, f"echo {_WORD}"):
         raise SpotrunError(f"`make run` on {node} did not print what the command prints")
     return {"make run": "works"}
 
 
-def _by_openssh(access: Access, node: str) -> dict[str, Any]:
+def _by_openssh(access: Access, node: str) -> Facts:
     if shutil.which("ssh") is None:
         return {"make ssh": "not tried: there is no ssh on this computer"}
-    command: Sequence[str] = [*ssh.shell_command(access, node), f"echo {_WORD}"]
+    command = [*ssh.shell_command(access, node), f"echo {_WORD}"]
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_LONGEST, check=False
