@@ -132,7 +132,7 @@ CASES: dict[str, tuple[Observation, Decision]] = {
         Observation((away("a"), pool("b")), 3),
         Decision({"b": 3}),
     ),
-    "all of it is heard: nobody stands in": (Observation((away("a", 3), pool("b")), 3, MEMBERS), Decision({})),
+    "all of it reports: no pool stands in": (Observation((away("a", 3), pool("b")), 3, MEMBERS), Decision({})),
     "what is too much there stays": (Observation((away("a", 4), pool("b")), 2, ONE), Decision({})),
     "what is too much elsewhere goes": (
         Observation((pool("a", 3), away("b", 2)), 3, frozenset({"a-0", "b-0", "b-1"})),

@@ -240,7 +240,7 @@ CASES: dict[str, tuple[View, tuple[Recreate, ...]]] = {
         ),
         (),
     ),
-    "the same, and none is heard: it may be cut off": (
+    "the same, and none reports: it may be cut off": (
         view(
             waiting(),
             machines=(booting(A, created=LATE - ALONE),),
@@ -259,11 +259,11 @@ CASES: dict[str, tuple[View, tuple[Recreate, ...]]] = {
         ),
         (),
     ),
-    "no agent has been heard since this head began": (
+    "no agent has reported since this head began": (
         view(waiting(), spare(B, reported_at=NOW), machines=(booting(A), machine(B)), **begun(NOW - 60)),
         (),
     ),
-    "a predecessor of the same name was heard": (
+    "a predecessor of the same name had reported": (
         view(
             waiting(),
             spare(A, reported_at=LATE - 100, cloud="gone"),
@@ -293,7 +293,7 @@ CASES: dict[str, tuple[View, tuple[Recreate, ...]]] = {
         ),
         (Recreate(node=A, pool="p", why=NO_AGENT, created=LATE),),
     ),
-    "a member that this head has never heard of may train on": (
+    "a member that has never reported to this head may train on": (
         view(job(A, B, ordered_at=NOW - 100), machines=TWO, **begun(NOW - 2 * TIMEOUTS.last_holder)),
         (),
     ),

@@ -184,7 +184,7 @@ async def test_a_generation_that_another_head_gave_out_is_not_given_out_again(wo
     assert world.head.job.generation == 5
 
 
-async def test_what_a_dead_link_still_brings_is_not_heard(world: World) -> None:
+async def test_reports_of_a_dead_connection_are_ignored(world: World) -> None:
     job = await world.started()
     world.receive("b", link="2", job=job.id, boot="b2")
     world.receive("b", job=job.id, boot="b", phase="running", generation=1)

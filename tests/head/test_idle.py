@@ -42,7 +42,7 @@ def view(state: JobState, *nodes: Any, **changes: Any) -> View:
     return view_of(state, *nodes, **{"machines": tuple(machine(node.name) for node in nodes), **changes})
 
 
-def heard(name: str, **changes: Any) -> Any:
+def reporting(name: str, **changes: Any) -> Any:
     return spare(name, **{"reported_at": NOW - 0.1, **changes})
 
 
@@ -51,26 +51,30 @@ BACK = SetIdle(GIVEN, "1 of the 2 machines that it needs, for 10 min: they are g
 RESTING = GIVEN.model_copy(update={"next": NOW - 1})
 ASKED = RESTING.model_copy(update={"tries": 3, "until": NOW + 1})
 CASES: dict[str, tuple[View, tuple[SetIdle, ...]]] = {
-    "long enough: they are given back": (view(short(), heard(A)), (BACK,)),
-    "not yet": (view(short(HOLD - 1), heard(A)), ()),
-    "as long as the job file says": (view(short(31, spec=spec(nodes=2, hold_idle=60)), heard(A)), ()),
-    "their state is not in the bucket": (view(short(), heard(A, snapshot=HELD)), ()),
-    "it is": (view(short(checkpoints=(HELD,)), heard(A, snapshot=HELD)), (BACK,)),
+    "long enough: they are given back": (view(short(), reporting(A)), (BACK,)),
+    "not yet": (view(short(HOLD - 1), reporting(A)), ()),
+    "as long as the job file says": (view(short(31, spec=spec(nodes=2, hold_idle=60)), reporting(A)), ()),
+    "their state is not in the bucket": (view(short(), reporting(A, snapshot=HELD)), ()),
+    "it is": (view(short(checkpoints=(HELD,)), reporting(A, snapshot=HELD)), (BACK,)),
     "a silent one holds it, and that is worth a while": (
-        view(short(reached=10**5, pace=0.1), heard(A), heard(B, snapshot=HELD, reported_at=NOW - 90, cloud="stopping")),
+        view(
+            short(reached=10**5, pace=0.1),
+            reporting(A),
+            reporting(B, snapshot=HELD, reported_at=NOW - 90, cloud="stopping"),
+        ),
         (),
     ),
     "a silent one holds it, and that is not worth as much": (
         view(
             short(reached=100, pace=0.1),
-            *(heard(A), heard(B, snapshot=HELD, reported_at=NOW - 90, connected=False, cloud="stopping")),
+            *(reporting(A), reporting(B, snapshot=HELD, reported_at=NOW - 90, connected=False, cloud="stopping")),
             machines=(machine(A),),
         ),
         (BACK,),
     ),
-    "the cloud cannot be asked": (view(short(), heard(A), machines=(), listed=False), ()),
-    "a new head has not heard of the last members yet": (
-        view(short(last=(member(A), member(B))), heard(A), awake_since=NOW - 1),
+    "the cloud cannot be asked": (view(short(), reporting(A), machines=(), listed=False), ()),
+    "a new head has no report of the last members yet": (
+        view(short(last=(member(A), member(B))), reporting(A), awake_since=NOW - 1),
         (),
     ),
     "given back: nothing before it is time": (view(short(idle=GIVEN)), ()),
@@ -84,11 +88,11 @@ CASES: dict[str, tuple[View, tuple[SetIdle, ...]]] = {
         ),
     ),
     "asked: it gets its time": (
-        view(short(idle=RESTING.model_copy(update={"tries": 3, "until": NOW + 1})), heard(A)),
+        view(short(idle=RESTING.model_copy(update={"tries": 3, "until": NOW + 1})), reporting(A)),
         (),
     ),
     "asked in vain: ever more rarely": (
-        view(short(idle=RESTING.model_copy(update={"tries": 3, "until": NOW - 1})), heard(A)),
+        view(short(idle=RESTING.model_copy(update={"tries": 3, "until": NOW - 1})), reporting(A)),
         (
             SetIdle(
                 RESTING.model_copy(update={"tries": 3, "next": NOW + 8 * TIMEOUTS.probe_pause}),
@@ -121,18 +125,18 @@ SINCE = Idle(since=NOW)
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        (view(job(spec=TWO), heard(A)), SINCE),
-        (view(short(), heard(A)), short().idle),
+        (view(job(spec=TWO), reporting(A)), SINCE),
+        (view(short(), reporting(A)), short().idle),
         (view(job(spec=TWO)), None),
         (view(short()), short().idle),
-        (view(short(), heard(A), heard(B)), None),
+        (view(short(), reporting(A), reporting(B)), None),
         (view(short(), machines=(machine(A), machine(B, state="provisioning", answered=0.0))), None),
         (view(short(), machines=(machine(A), machine(B, state="stopping"))), short().idle),
-        (view(short(), heard(A), heard(B), machines=(), listed=False), short().idle),
+        (view(short(), reporting(A), reporting(B), machines=(), listed=False), short().idle),
         (view(job(A, B, spec=TWO, idle=GIVEN)), None),
-        (view(short(stopping="so"), heard(A)), None),
-        (view(short(idle=RESTING), heard(A)), RESTING),
-        (view(short(idle=RESTING), heard(A), heard(B)), None),
+        (view(short(stopping="so"), reporting(A)), None),
+        (view(short(idle=RESTING), reporting(A)), RESTING),
+        (view(short(idle=RESTING), reporting(A), reporting(B)), None),
     ],
     ids=[
         "one of two",
@@ -162,7 +166,7 @@ def test_no_machine_is_asked_for_while_they_are_given_back() -> None:
 
 
 def test_what_is_given_back_is_not_replaced() -> None:
-    silent = heard(A, reported_at=NOW - 400, connected=False)
+    silent = reporting(A, reported_at=NOW - 400, connected=False)
     action = Recreate(node=A, pool="p", created=NOW - 5000)
     assert planned(view(short(10), silent)) == (action,)
     assert planned(view(short(idle=GIVEN), silent)) == ()
@@ -170,12 +174,14 @@ def test_what_is_given_back_is_not_replaced() -> None:
 
 
 def test_a_job_that_has_enough_begins_whatever_was_before() -> None:
-    actions = planned(view(short(idle=RESTING, generation=1), heard(A), heard(B)))
+    actions = planned(view(short(idle=RESTING, generation=1), reporting(A), reporting(B)))
     assert any(isinstance(each, Start) for each in actions)
 
 
 def test_a_noticed_machine_is_no_reason_to_begin() -> None:
-    assert not any(isinstance(each, Start) for each in planned(view(short(), heard(A), heard(B, notice=notice()))))
+    assert not any(
+        isinstance(each, Start) for each in planned(view(short(), reporting(A), reporting(B, notice=notice())))
+    )
 
 
 def test_years_of_waiting_cost_a_few_minutes_a_day() -> None:
@@ -185,7 +191,7 @@ def test_years_of_waiting_cost_a_few_minutes_a_day() -> None:
     for now in range(int(NOW), int(NOW) + 2 * day, tick):
         held = not idle.resting(state)
         there += tick if held else 0
-        given = replace(view(state, *([heard(A, reported_at=float(now))] if held else [])), now=float(now))
+        given = replace(view(state, *([reporting(A, reported_at=float(now))] if held else [])), now=float(now))
         state = idle.observe(state, given)
         for action in idle.decide(replace(given, job=state)):
             state = apply(state, action, now)
@@ -208,7 +214,7 @@ def test_years_of_waiting_cost_a_few_minutes_a_day() -> None:
     ids=["held", "given back", "asked again"],
 )
 def test_what_operators_read(state: JobState, text: str) -> None:
-    assert conditions(view(state, heard(A))) == [{"since": state.idle.since if state.idle else None, "text": text}]
+    assert conditions(view(state, reporting(A))) == [{"since": state.idle.since if state.idle else None, "text": text}]
 
 
 async def test_pools_are_emptied_and_asked_again_also_by_a_new_head(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def machine(name: str, **changes: Any) -> Machine:
     return Machine(**{**values, **changes})
 
 
-def unheard(name: str) -> Machine:
+def unreported(name: str) -> Machine:
     return machine(name, answered=0.0)
 
 
@@ -53,7 +53,7 @@ def view(state: JobState, *nodes: Any, head: float, **changes: Any) -> View:
     return view_of(state, *nodes, **{"now": NOW, **begun, **changes})
 
 
-def heard(name: str, snapshot: StateRef | None = None, **changes: Any) -> Any:
+def reporting(name: str, snapshot: StateRef | None = None, **changes: Any) -> Any:
     return spare(name, reported_at=NOW - 0.1, snapshot=snapshot, **changes)
 
 
@@ -77,76 +77,76 @@ def test_at_stake(given: JobState, expected: float) -> None:
 
 
 GONE = (Recreate(node=C, pool="p", created=MADE),)
-MACHINES = (machine(A), machine(B), unheard(C))
+MACHINES = (machine(A), machine(B), unreported(C))
 CASES: dict[str, tuple[View, tuple[Recreate, ...]]] = {
     "one of three does not find the new head: it gets a moment": (
-        view(left(A, B, C), heard(A, HELD), heard(B, HELD), machines=MACHINES, head=MARGIN - 1),
+        view(left(A, B, C), reporting(A, HELD), reporting(B, HELD), machines=MACHINES, head=MARGIN - 1),
         (),
     ),
     "then it is replaced: others hold the state": (
-        view(left(A, B, C), heard(A, HELD), heard(B, HELD), machines=MACHINES, head=MARGIN + 1),
+        view(left(A, B, C), reporting(A, HELD), reporting(B, HELD), machines=MACHINES, head=MARGIN + 1),
         GONE,
     ),
     "it alone may hold 12 s of work": (
-        view(left(A, B, C), heard(A), heard(B), machines=MACHINES, head=MARGIN + LIVED - 1),
+        view(left(A, B, C), reporting(A), reporting(B), machines=MACHINES, head=MARGIN + LIVED - 1),
         (),
     ),
     "12 s of work are worth 12 s, though no checkpoint is as new": (
-        view(left(A, B, C), heard(A), heard(B), machines=MACHINES, head=MARGIN + LIVED + 1),
+        view(left(A, B, C), reporting(A), reporting(B), machines=MACHINES, head=MARGIN + LIVED + 1),
         GONE,
     ),
     "the checkpoint is older than its generation": (
         view(
             left(A, B, C, generation=4, checkpoints=(StateRef(generation=2, step=100),)),
-            *(heard(A), heard(B)),
+            *(reporting(A), reporting(B)),
             machines=MACHINES,
             head=MARGIN + 3,
         ),
         GONE,
     ),
     "days of work are worth an hour at the most": (
-        view(left(A, B, C, reached=10**9), heard(A), heard(B), machines=MACHINES, head=HOLDER - 1),
+        view(left(A, B, C, reached=10**9), reporting(A), reporting(B), machines=MACHINES, head=HOLDER - 1),
         (),
     ),
     "and no more": (
-        view(left(A, B, C, reached=10**9), heard(A), heard(B), machines=MACHINES, head=HOLDER + 1),
+        view(left(A, B, C, reached=10**9), reporting(A), reporting(B), machines=MACHINES, head=HOLDER + 1),
         GONE,
     ),
-    "a spare that an earlier head has heard holds nothing": (
+    "a spare that reported to an earlier head holds nothing": (
         view(
             left(A, B, joined={C: MADE}, reached=10**9),
-            heard(A),
-            heard(B),
+            reporting(A),
+            reporting(B),
             machines=MACHINES,
             head=MARGIN + 1,
         ),
         GONE,
     ),
     "a machine that has never joined boots: another rule's": (
-        view(left(A, B), heard(A), heard(B), machines=MACHINES, head=MARGIN + 1),
+        view(left(A, B), reporting(A), reporting(B), machines=MACHINES, head=MARGIN + 1),
         (),
     ),
     "so does one made since in its place": (
         view(
             left(A, B, C, joined={C: MADE}),
-            *(heard(A), heard(B)),
+            *(reporting(A), reporting(B)),
             machines=(machine(A), machine(B), machine(C, created=NOW - 40, answered=0.0)),
             head=MARGIN + 1,
         ),
         (),
     ),
-    "nobody is heard: it may be the head that is cut off": (
-        view(left(A, B, C), machines=tuple(map(unheard, (A, B, C))), head=ALONE - 1),
+    "no node reports: the head may be cut off": (
+        view(left(A, B, C), machines=tuple(map(unreported, (A, B, C))), head=ALONE - 1),
         (),
     ),
-    "nobody is heard for long": (
-        view(left(A, B, C), machines=tuple(map(unheard, (A, B, C))), head=ALONE + 1),
+    "no node reports for long": (
+        view(left(A, B, C), machines=tuple(map(unreported, (A, B, C))), head=ALONE + 1),
         tuple(Recreate(node=name, pool="p", created=MADE) for name in (A, B, C)),
     ),
     "a member of the generation that runs may train on": (
         view(
             job(A, B, C, spec=THREE, ordered_at=NOW - 100),
-            machines=tuple(map(unheard, (A, B, C))),
+            machines=tuple(map(unreported, (A, B, C))),
             head=2 * HOLDER,
         ),
         (),
@@ -154,14 +154,14 @@ CASES: dict[str, tuple[View, tuple[Recreate, ...]]] = {
     "it is going": (
         view(
             left(A, B, C),
-            heard(A),
-            heard(B),
+            reporting(A),
+            reporting(B),
             machines=(machine(C, state="stopping", answered=0.0),),
             head=HOLDER,
         ),
         (),
     ),
-    "the cloud cannot be asked": (view(left(A, B, C), heard(A), heard(B), machines=(), head=HOLDER), ()),
+    "the cloud cannot be asked": (view(left(A, B, C), reporting(A), reporting(B), machines=(), head=HOLDER), ()),
 }
 
 
@@ -176,7 +176,7 @@ def test_a_successor_begins_once_the_leaving_nodes_state_is_not_worth_more() -> 
     """Spares stand by while noticed nodes upload 12 s of work."""
     saving = Saving(ref=HELD, holders=(A, B), since=NOW - 1)
     leaving = [node(n, phase="drained", notice=notice(), snapshot=HELD, reported_at=NOW - 0.1) for n in (A, B)]
-    spares = [heard(n) for n in (C, D)]
+    spares = [reporting(n) for n in (C, D)]
     given = left(A, B, saving=saving, spec=spec(nodes=2), ordered_at=NOW - LIVED - MARGIN + 1)
     assert planned(view(given, *leaving, *spares, head=1000)) == ()
     given = given.model_copy(update={"ordered_at": NOW - LIVED - MARGIN - 1})
@@ -207,19 +207,19 @@ def test_the_end_of_a_job_waits_for_a_silent_node_as_long_as_its_state_is_worth(
 
 
 def test_the_end_of_a_job_waits_for_an_upload_that_goes_on() -> None:
-    """The last state is the job's result: it gets its time from a node that is heard."""
+    """The last state is the job's result: the head waits for a node that reports."""
     saving = Saving(ref=HELD, holders=(A,), since=NOW - 400)
     given = view(ending(saving=saving), node(A, phase="drained", snapshot=HELD, reported_at=NOW - 0.1), head=1000)
     assert planned(given) == ()
 
 
-def test_the_end_of_a_job_says_what_is_lost_with_nodes_that_a_new_head_never_heard() -> None:
+def test_the_end_of_a_job_says_what_is_lost_with_nodes_that_never_reported_to_a_new_head() -> None:
     goal = Ending(phase="stopped", reason="so", deadline=NOW + TIMEOUTS.save)
-    (action,) = planned(view(left(A, B, ending=goal), heard(C), head=30))
+    (action,) = planned(view(left(A, B, ending=goal), reporting(C), head=30))
     why = "so; the state after step 120 is lost, a, b do not report; there is no checkpoint"
     assert action == Finish("stopped", why)
     saved = left(A, B, ending=goal, checkpoints=(StateRef(generation=1, step=120),))
-    assert planned(view(saved, heard(C), head=30)) == (Finish("stopped", "so"),)
+    assert planned(view(saved, reporting(C), head=30)) == (Finish("stopped", "so"),)
 
 
 def test_a_silent_node_takes_no_part_in_saving() -> None:
@@ -236,7 +236,9 @@ def test_a_silent_node_takes_no_part_in_saving() -> None:
 
 
 def test_what_has_joined_is_remembered() -> None:
-    given = view(left(A, joined={B: MADE, C: MADE}), machines=(machine(A), unheard(B), machine(C, created=NOW)), head=9)
+    given = view(
+        left(A, joined={B: MADE, C: MADE}), machines=(machine(A), unreported(B), machine(C, created=NOW)), head=9
+    )
     found = liveness.remember_joined(given.job, given)
     assert found.joined == {A: MADE, B: MADE}, "the machine called c is another one now and has not joined"
     assert liveness.remember_joined(found, view(found, machines=(), head=9)) is found

@@ -379,7 +379,7 @@ CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
         ),
         (),
     ),
-    "done, a new head has not heard of the holders yet": (
+    "done, the holders have not reported to a new head yet": (
         view(job(last=(member(A), member(B)), ending=Ending(phase="succeeded", deadline=NOW + 50)), awake_since=NOW),
         (),
     ),

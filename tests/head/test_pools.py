@@ -55,7 +55,7 @@ OUT = {"p": "machines in z: Google does not answer"}
 
 
 async def test_the_next_pool_stands_in_for_a_zone_that_does_not_answer(world: World) -> None:
-    """The members there are kept. What is not heard there does not count, but nothing of it is removed or replaced."""
+    """The members there are kept. Machines that do not report do not count, but none is removed or replaced."""
     job = await world.with_machines(min=1, max=2)
     assert world.cloud.size == {"p": 2, "q": 0}
     world.receive("p-0", job=job)

@@ -52,12 +52,12 @@ async def test_an_unfit_machine_is_replaced(world: World) -> None:
 
 
 @pytest.mark.parametrize(
-    ("between", "made_anew", "expected"),
+    ("between", "made_again", "expected"),
     [("checking", False, ["p-0"]), ("idle", False, []), ("checking", True, [])],
     ids=["restarts", "fit in between", "its successor"],
 )
 async def test_an_unfit_machine_whose_agent_keeps_restarting_is_replaced(
-    world: World, between: str, made_anew: bool, expected: list[str]
+    world: World, between: str, made_again: bool, expected: list[str]
 ) -> None:
     """Each time it is checked, and is unfit for less long than the head waits."""
     await world.with_machines()
@@ -66,7 +66,7 @@ async def test_an_unfit_machine_whose_agent_keeps_restarting_is_replaced(
     seen = world.head.agents.known["p-0"]
     seen.since -= TIMEOUTS.unfit
     seen.unfit_since -= TIMEOUTS.unfit
-    if made_anew:
+    if made_again:
         world.cloud.made["p-0"] = time.time() - 1
         await world.look()
     for boot in ("b1", "b2"):
@@ -78,7 +78,7 @@ async def test_an_unfit_machine_whose_agent_keeps_restarting_is_replaced(
 
 
 async def test_a_machine_that_does_not_join_is_replaced_though_turns_take_long(world: World) -> None:
-    """Such a turn makes a gap: the head waits until agents could be heard again, not for another boot."""
+    """Such a turn makes a gap: the head waits until agents could report again, not for another boot."""
     job = await world.with_machines()
     world.receive("p-1", job=job)
     world.head._began = time.time() - TIMEOUTS.boot - 1
@@ -284,7 +284,7 @@ async def test_the_limit_is_the_clusters_not_each_jobs(world: World) -> None:
         assert world.recreated == ["p-0"] * LIMIT
 
 
-async def test_a_cluster_described_anew_begins_to_count_anew(world: World) -> None:
+async def test_a_cluster_described_again_begins_a_new_count(world: World) -> None:
     """With another image, say."""
     await world.with_machines()
     world.unfit("p-0")

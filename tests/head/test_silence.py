@@ -93,7 +93,10 @@ CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
         view(running(A), silent(), signs={A: sign(66, every=1e9)}),
         (LOST,),
     ),
-    "a new head has never heard it": (view(running(A), signs={A: GONE}, began=NOW - 31, awake_since=NOW - 31), (LOST,)),
+    "it has never reported to a new head": (
+        view(running(A), signs={A: GONE}, began=NOW - 31, awake_since=NOW - 31),
+        (LOST,),
+    ),
     "a new head waits": (view(running(A), signs={A: GONE}, began=NOW - 29, awake_since=NOW - 29), ()),
     "its agent is another one now": (view(running(A), silent(), signs={A: sign(boot="b2")}), (LOST,)),
     "one of two is dead: the other is not lost": (
@@ -104,7 +107,7 @@ CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
         view(running(A, B), silent(), frozen(B, 31), signs={A: GONE, B: GONE}),
         (EndGeneration(Cause(kind="silent", node="a, b")),),
     ),
-    "one of two is heard": (view(running(A, B), silent(), node(B), signs={A: GONE}), ()),
+    "one of two reports": (view(running(A, B), silent(), node(B), signs={A: GONE}), ()),
     "what hangs is not known of a silent node": (
         view(running(A, progress=PROGRESS.model_copy(update={"stepped_at": NOW - 12})), silent(for_=12)),
         (),
@@ -117,7 +120,7 @@ CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
         view(running(last=(member(A),), generation=1, ordered_at=NOW - 1), silent(), signs={A: GONE}),
         (Recreate(node=A, pool="p", created=MADE),),
     ),
-    "the same, not heard by this head": (
+    "the same, it has not reported to this head": (
         view(
             running(last=(member(A),), generation=1, ordered_at=NOW - 1),
             **{"signs": {A: GONE}, "began": NOW - 31, "awake_since": NOW - 31},
@@ -194,7 +197,7 @@ def test_what_a_lost_generation_did_is_known_from_its_signs() -> None:
     assert silence.observe(state, view(state, silent(), signs={A: sign(generation=2)})).reached == 50
 
 
-def test_signs_are_looked_for_only_while_nobody_is_heard() -> None:
+def test_signs_are_looked_for_only_while_no_node_reports() -> None:
     assert silence.watched(view(running(A, B), node(A), frozen(B, 31))) == set()
     assert silence.watched(view(running(A, B), frozen(A, 4), frozen(B, 4))) == {A, B}
     waits = running(last=(member(A),))

@@ -67,10 +67,10 @@ def running(world: World, job: JobState, step: int) -> None:
     for name in ("a", "b"):
         values = {"node": name, "boot": "b", "pool": "p", "zone": "z", "address": "127.0.0.1", "store": f"{name}:1"}
         report = Report(**values, job=job.id, phase="running", generation=1, workers=stepping(step))
-        heard = _report(json.dumps(grown(report.model_dump(mode="json"))))
-        assert isinstance(heard, Report), heard
-        assert heard == report
-        world.head.receive(heard, world.orders.setdefault(name, []).append)
+        received = _report(json.dumps(grown(report.model_dump(mode="json"))))
+        assert isinstance(received, Report), received
+        assert received == report
+        world.head.receive(received, world.orders.setdefault(name, []).append)
 
 
 async def test_a_job_runs_on_under_an_older_head(world: World) -> None:

@@ -121,8 +121,8 @@ class World:
 
     def receive(self, name: str, link: str = "", **values: Any) -> None:
         report = {"node": name, "boot": "b", "pool": "p", "zone": "z", "address": "127.0.0.1", "store": f"{name}:1"}
-        heard = self.orders.setdefault(name + link, [])
-        send = self.sends.setdefault(name + link, heard.append)
+        received = self.orders.setdefault(name + link, [])
+        send = self.sends.setdefault(name + link, received.append)
         self.head.receive(Report.model_validate({**report, "phase": "ready", **values}), send)
 
     def unfit(self, name: str, why: str = "no driver") -> None:
@@ -141,7 +141,7 @@ class World:
         return list(Record.model_validate_json(data).machines) if data else []
 
     async def with_machines(self, **nodes: int) -> str:
-        """A job whose machines are there, as the head knows; none has been heard."""
+        """A job whose machines are there, as the head knows; none has reported."""
         job = await self.head.submit({**JOB, **({"nodes": nodes} if nodes else {})}, CODE)
         await self.turn()
         await self.look()

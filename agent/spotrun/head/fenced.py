@@ -35,7 +35,7 @@ class FencedStore:
             await self.find(key)
         if unsure := self._unsure.get(key):
             found, version = await asyncio.to_thread(self._store.read, key)
-            if found is not None and _digest(found) in unsure:  # the write arrived, its answer was lost
+            if found is not None and _digest(found) in unsure:  # the write arrived, its answer did not
                 self._versions[key] = version
         try:
             self._versions[key] = await asyncio.to_thread(self._store.replace, key, data, self._versions[key])

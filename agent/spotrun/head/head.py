@@ -16,7 +16,7 @@ from typing import Any
 
 from spotrun.cloud.base import Cloud
 from spotrun.errors import ConflictError, SpotrunError, StoreError, UnreadableError
-from spotrun.head import accounting, capacity, job_queue, lease, submission
+from spotrun.head import accounting, capacity, job_queue, lease
 from spotrun.head.agents import Agents, Send
 from spotrun.head.clock import Clock
 from spotrun.head.fleet import retirement
@@ -109,7 +109,7 @@ class Head:
 
     async def submit(self, job: dict[str, object], code: str) -> str:
         """Queue a job and return its id. Raises `SpecError`."""
-        state = submission.accept(job, code, self.cluster, self.fleet.unpriced(), self.clock())
+        state = job_queue.accept(job, code, self.cluster, self.fleet.unpriced(), self.clock())
         state = await self.journal.create(state)
         if unknown := sorted(job.keys() - JobSpec.model_fields.keys()):
             self.add_event("job", f"{state.id}: this head is of another version, it ignores {', '.join(unknown)}")

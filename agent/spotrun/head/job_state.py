@@ -223,7 +223,7 @@ class SetEnding:
 
 @dataclass(frozen=True)
 class Resume:
-    """Continue from the checkpoint although the script had finished: the last state has been lost."""
+    """Continue from the checkpoint although the script had finished: no node has the last state any more."""
 
     reason: str
 

@@ -50,7 +50,7 @@ def classify(view: View) -> dict[str, Condition]:
         found[machine.name] = (
             _unknown(view, machine, node)
             or _never_served(view, machine, node)
-            or _lost(view, reporting, machine, node)
+            or _not_reporting(view, reporting, machine, node)
             or _retired(view, machine, node)
             or _in_service(view, machine, node)
         )
@@ -99,7 +99,7 @@ def _fault(view: View, machine: Machine, node: Node | None) -> tuple[str, float]
             patience = TIMEOUTS.unfit_holder if holder else TIMEOUTS.unfit
             return (why, node.since) if view.now - node.since >= patience else None
         if not connected or node.report.phase != "checking":
-            return None  # a machine that served: see `_lost`
+            return None  # a machine that served: see `_not_reporting`
     if machine.state != "running" or had_joined(view, machine):
         return None
     reporting = any(n.connected for n in view.nodes)  # if none is, this head may be the one that is cut off
@@ -120,7 +120,7 @@ def _alone_holds_the_state(view: View, node: Node) -> bool:
     return own > view.job.newest and all(generation < own[0] for generation, _ in held.values())
 
 
-def _lost(view: View, reporting: list[Node], machine: Machine, node: Node | None) -> Condition | None:
+def _not_reporting(view: View, reporting: list[Node], machine: Machine, node: Node | None) -> Condition | None:
     """A machine that served, and whose agent has not reported for longer than the head waits."""
     if machine.state != "running":
         return None

@@ -1,9 +1,8 @@
 """A job that waits with some machines, but fewer than it needs. These machines cost money and do nothing. Pure.
 
-The job keeps the machines for `hold_idle`, as more may come. Then the head gives them back, once the state that they
-hold is in the bucket, and the pools are empty. The head asks the cloud for all machines again with growing pauses, for
-a short time each. When the cloud has enough machines, the job continues. The job's state holds all of this, so a new
-head continues the same wait.
+The job keeps the machines for `hold_idle`, as more may come. Then the head gives them back, once their state is in the
+bucket. With growing pauses, the head asks the cloud for all machines again, for a short time each. The job continues
+when the cloud has enough machines. The job's state has all of this, so a new head continues the same wait.
 """
 
 from __future__ import annotations

@@ -99,13 +99,13 @@ def _supervise(view: View) -> tuple[Action, ...]:
     here = [node for node in members if node is not None and node.report.generation == job.generation]
     if len(here) == len(members) and all(n.report.phase == "succeeded" for n in here):
         return (EndGeneration(ending=Ending(phase="succeeded", state=patience.newest(here))),)
-    lost = interrupted(view) or silence.interrupted(view)
-    failed = _user_failure(here, lost)
+    gone = interrupted(view) or silence.interrupted(view)
+    failed = _user_failure(here, gone)
     if failed:
         return _after_failure(view, *failed)
-    if lost:
-        kinds = "+".join(dict.fromkeys(lost.values()))
-        return (_restart(view, Cause(kind=kinds, node=", ".join(lost))),)
+    if gone:
+        kinds = "+".join(dict.fromkeys(gone.values()))
+        return (_restart(view, Cause(kind=kinds, node=", ".join(gone))),)
     unable = [node for node in members if node is not None and _unable(view, node)]
     if unable:
         return (_restart(view, Cause(kind="start", node=", ".join(node.name for node in unable))),)
@@ -208,7 +208,7 @@ def _unable(view: View, node: Node) -> bool:
     return (node.setup_failure and waited > TIMEOUTS.failure) or waited > view.job.spec.start_timeout
 
 
-def _user_failure(here: list[Node], lost: dict[str, str]) -> tuple[Failure, Node] | None:
+def _user_failure(here: list[Node], gone: dict[str, str]) -> tuple[Failure, Node] | None:
     """The earliest failure of the script itself. Failures on a node that leaves do not count.
 
     A worker's end by a signal does not count: NCCL ends survivors that way when a peer is gone (`_network_failure`).
@@ -217,7 +217,7 @@ def _user_failure(here: list[Node], lost: dict[str, str]) -> tuple[Failure, Node
         (node.report.failure, node)
         for node in here
         if node.report.phase == "failed" and node.report.failure and node.report.failure.kind not in ("peer", "signal")
-        if not node.noticed and not node.gone and node.name not in lost
+        if not node.noticed and not node.gone and node.name not in gone
     ]
     return min(found, key=lambda item: item[0].at) if found else None
 
