@@ -76,10 +76,8 @@ def template_for(version: tuple[int, ...], folder: Path) -> Path:
 
 def _shellcheck(program: str) -> bool:
     names = [str(path.relative_to(HERE.parent)) for path in scripts()]
-    return (
-        subprocess.run([program, "--external-sources", "--source-path", HERE.name, *names], cwd=HERE.parent).returncode
-        == 0
-    )
+    command = [program, "--external-sources", "--source-path", HERE.name, *names]
+    return subprocess.run(command, cwd=HERE.parent).returncode == 0
 
 
 def _packer(program: str) -> bool:

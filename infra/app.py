@@ -52,8 +52,7 @@ def _stacks(app: cdk.App, cluster: ClusterSpec) -> tuple[cdk.TerraformStack, cdk
     if cluster.cloud == "gcp":
         google = gcp.Base(app, base, cluster)
         return google, gcp.Pools(app, pools, cluster, google)
-    amazon = aws.Base(app, base, cluster)
-    return amazon, aws.Pools(app, pools, cluster, amazon)
+    return aws.Base(app, base, cluster), aws.Pools(app, pools, cluster)
 
 
 def _keep_state(stack: cdk.TerraformStack, cluster: ClusterSpec, home: Path) -> None:

@@ -127,6 +127,14 @@ class Worker(Document):
     took: float = 0.0  # seconds from the beginning of the last snapshot to its commit; 0: none yet
 
 
+class FileRef(Document):
+    """An object of a checkpoint, with its size and checksum."""
+
+    name: str  # below the checkpoint's folder
+    size: int
+    xxh3: str  # hex digest, 128 bits
+
+
 class Part(Document):
     """One uploaded part of a checkpoint. The head writes the manifest when all parts are uploaded."""
 
@@ -136,14 +144,6 @@ class Part(Document):
     parts: int
     files: tuple[FileRef, ...]
     whole: str = ""  # xxh3 of the snapshot that it was cut from: all parts must have the same one
-
-
-class FileRef(Document):
-    """An object of a checkpoint, with its size and checksum."""
-
-    name: str  # below the checkpoint's folder
-    size: int
-    xxh3: str  # hex digest, 128 bits
 
 
 class Manifest(Kept):
@@ -296,6 +296,3 @@ def problem(error: ValueError) -> str:
 def hash_of(secret: str) -> str:
     """The SHA-256 of an agent's secret, in hex. It may be public: nobody can compute the secret from it."""
     return hashlib.sha256(secret.encode(errors="surrogateescape")).hexdigest()
-
-
-Part.model_rebuild()

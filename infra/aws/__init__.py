@@ -1,6 +1,4 @@
 """A cluster on AWS."""
 
-from infra.aws.base import Base
-from infra.aws.pools import Pools
-
-__all__ = ["Base", "Pools"]
+from infra.aws.base import Base as Base
+from infra.aws.pools import Pools as Pools

@@ -27,30 +27,23 @@ SESSIONS = (
 LOOKS = (
     "autoscaling:DescribeAutoScalingGroups",
     "autoscaling:DescribeScalingActivities",
-    "ec2:DescribeAvailabilityZones",
     "ec2:DescribeInstanceTypes",
     "ec2:DescribeInstances",
     "ec2:DescribeSpotPriceHistory",
-    "ec2:GetSpotPlacementScores",
     "servicequotas:GetAWSDefaultServiceQuota",
     "servicequotas:GetServiceQuota",
 )
 RESIZES = ("autoscaling:SetDesiredCapacity", "autoscaling:TerminateInstanceInAutoScalingGroup")
 
 
-def profile(cluster: str, role: str) -> str:
-    """The name of a role and of its instance profile. IAM's names are shared by all regions."""
-    return group(cluster, role)
-
-
 def make(stack: AwsStack, bucket_arn: str) -> None:
-    """The three roles."""
+    """The three roles, and instance profiles of the same names. IAM's names are shared by all regions."""
     name = stack.cluster.name
     node = _files(bucket_arn, objects.Cluster(name, MACHINE))
     head = [*_storage(bucket_arn), *_head(stack)]
     for role, statements in ((NODE, node), (HEAD, head)):
         made = _role(stack, role, "ec2.amazonaws.com", statements)
-        cdk.aws("iam_instance_profile")(stack, f"{role}-profile", name=profile(name, role), role=made.name)
+        cdk.aws("iam_instance_profile")(stack, f"{role}-profile", name=group(name, role), role=made.name)
     # The head asks the service, and the service interrupts machines. It may do so only to this cluster's machines.
     own = {"StringEquals": {f"aws:ResourceTag/{CLUSTER}": name}}
     interrupts = [
@@ -64,7 +57,7 @@ def _role(
     stack: AwsStack, role: str, service: str, statements: list[Statement], only: dict[str, Any] | None = None
 ) -> Any:
     trust = {"Effect": "Allow", "Action": "sts:AssumeRole", "Principal": {"Service": service}}
-    name = profile(stack.cluster.name, role)
+    name = group(stack.cluster.name, role)
     made = cdk.aws("iam_role")(
         stack,
         f"{role}-role",
@@ -136,7 +129,7 @@ def _experiments(stack: AwsStack, name: str) -> list[Statement]:
         _allow(
             "Pass",
             ["iam:PassRole"],
-            stack.arn("iam", f"role/{profile(name, FIS)}"),
+            stack.arn("iam", f"role/{group(name, FIS)}"),
             {"StringEquals": {"iam:PassedToService": "fis.amazonaws.com"}},
         ),
         # The first experiment of an account makes the service's own role, which needs this right.

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from infra import cdk
 from infra.aws import egress, network
-from infra.aws.base import Base
-from infra.aws.identity import profile
-from infra.aws.interfaces import PRIMARY, Interface, with_efas
 from infra.aws.stack import AwsStack
 from infra.parts import parts
 from spotrun.spec import ClusterSpec, PoolSpec, machine_types
 from spotrun.spec.names import BUCKET, CLUSTER, HEAD, NODE, POOL, ROLE, group
 from spotrun.store.keys import cluster_key
 
+# interface: IP only. efa: IP and EFA. efa-only: no IP, so no address of the subnet.
+Kind = Literal["interface", "efa", "efa-only"]
 _ENDING = "30m"  # the longest that a group's machines may take to end; machines with 8 GPUs are slow
+
+
+@dataclass(frozen=True)
+class Interface:
+    """A network interface that a machine starts with."""
+
+    card: int  # the index of its network card
+    device: int  # Its index on the card. The primary interface is device 0 of card 0.
+    kind: Kind  # what it is for
+
+
+PRIMARY = Interface(0, 0, "interface")
 
 
 class Pools(AwsStack):
@@ -25,7 +37,7 @@ class Pools(AwsStack):
     Stack `base` exists before this stack, which finds its parts by their names.
     """
 
-    def __init__(self, app: cdk.App, id: str, cluster: ClusterSpec, base: Base) -> None:
+    def __init__(self, app: cdk.App, id: str, cluster: ClusterSpec) -> None:
         super().__init__(app, id, cluster)
         self._images: dict[str, Any] = {}  # by architecture
         self._subnets: dict[str, Any] = {}  # by zone
@@ -124,7 +136,7 @@ class Pools(AwsStack):
             update_default_version=True,
             image_id=image.id,
             instance_type=machine,
-            iam_instance_profile={"name": profile(self.cluster.name, role)},
+            iam_instance_profile={"name": group(self.cluster.name, role)},
             network_interfaces=[
                 _interface(each, self._members[members].id, len(interfaces) == 1) for each in interfaces
             ],
@@ -149,9 +161,8 @@ class Pools(AwsStack):
             vpc_zone_identifier=[self._subnet(zone).id],
             health_check_type="EC2",
             wait_for_capacity_timeout="0",  # the head waits, and reports what is missing
-            timeouts={
-                "delete": _ENDING
-            },  # of the group's machines first: what they are placed by can only go after them
+            # Of the group's machines first: what they are placed by can only go after them.
+            timeouts={"delete": _ENDING},
             tag=[{"key": key, "value": value, "propagate_at_launch": True} for key, value in tags.items()],
             **options,
         )
@@ -188,6 +199,24 @@ class Pools(AwsStack):
                 filter=[{"name": key, "values": [value]} for key, value in wanted.items()],
             )
         return self._images[architecture]
+
+
+def with_efas(machine: str) -> tuple[Interface, ...]:
+    """The interfaces that give a machine all its EFAs, and one address. Raises KeyError if the type has no EFA.
+
+    With one card, the primary interface is the EFA. With several cards, as AWS advises, the primary interface only has
+    the address. Each card that can have an EFA gets one without an address: as device 1 on card 0, where the primary
+    interface is device 0, and as device 0 on the other cards.
+    https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/efa-acc-inst-types.html (several cards)
+    https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/create-efa.html (one card)
+    """
+    found = machine_types.AWS[machine]
+    if not found.cards:
+        raise KeyError(machine)
+    if found.cards == 1:
+        return (Interface(0, 0, "efa"),)
+    fabric = (Interface(card, 1 if card == 0 else 0, "efa-only") for card in range(found.first_efa, found.cards))
+    return (PRIMARY, *fabric)
 
 
 def distribution(pool: PoolSpec) -> dict[str, Any]:

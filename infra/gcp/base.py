@@ -97,14 +97,11 @@ class Base(GcpStack):
 
     def _allow_head(self, head: Any) -> None:
         name = self.cluster.name
-        machines = (
-            'resource.type == "compute.googleapis.com/Instance" && '
-            f'resource.name.extract("/instances/{{name}}").startsWith("{group(name, "")}")'
-        )
         condition = {
             "title": f"{name}-machines",
             "description": f"Only machines of spotrun cluster {name}",
-            "expression": machines,
+            "expression": 'resource.type == "compute.googleapis.com/Instance" && '
+            f'resource.name.extract("/instances/{{name}}").startsWith("{group(name, "")}")',
         }
         for what, permissions, only in (
             ("groups", HEAD_PERMISSIONS, None),

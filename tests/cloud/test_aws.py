@@ -453,14 +453,9 @@ async def test_prices(aws: Moto, proxy: Proxy, caplog: pytest.LogCaptureFixture)
     assert await blind.prices() == {"spot": 0.436, "steady": 1.212}  # no reason to see no machines either
 
 
-async def test_placement_scores_and_quotas(aws: Moto, proxy: Proxy) -> None:
-    dry = SPOT | {"name": "dry", "zone": "us-east-1f"}
-    mine = AwsCloud(spec("quota", SPOT | {"max": 20}, STEADY, dry))
-    aws.ration("us-east-1f", 0)
-    assert await mine.placement_scores() == {"spot": 9, "dry": 1}
-    [call] = [each for each in proxy.of("GetSpotPlacementScores") if each["TargetCapacity"] == "20"]
-    assert (call["SingleAvailabilityZone"], call["InstanceType.1"]) == ("true", "g5.xlarge")
-
+@pytest.mark.usefixtures("proxy")
+async def test_quotas(aws: Moto) -> None:
+    mine = AwsCloud(spec("quota", SPOT | {"max": 20}, STEADY))
     quota = "All G and VT Spot Instance Requests (L-3819A6DF, in vCPUs)"
     assert await mine.shortfalls() == [Shortfall("spot", quota, 64.0, 80.0)]
     aws.quota("L-3819A6DF", 80)

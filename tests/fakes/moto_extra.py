@@ -5,7 +5,6 @@
     scaling groups              their machines are spot if the policy says so, are in the placement group, and failed
                                 launches (see `motoserver.Moto.ration`) show in DescribeScalingActivities
     EC2's quotas                moto has only those of VPCs
-    spot placement scores       from what `ration` left
     machine images              know their architecture; a volume without a size is as large as its image
     security groups' rules      keep their descriptions, whatever it is that they let in
     launch templates            hold no tags of the template itself
@@ -95,17 +94,6 @@ class Placements(EC2BaseResponse):
             )
         del groups[name]
         return EmptyResult()
-
-    def get_spot_placement_scores(self) -> ActionResult:
-        """Of this region alone, whatever regions are asked for."""
-        zones = self.ec2_backend.describe_availability_zones()
-        scores = [(zone.zone_id, 9 if room(self.region, zone.name) is None else 1) for zone in zones]
-        if not self._get_bool_param("SingleAvailabilityZone", False):
-            return ActionResult(
-                {"SpotPlacementScores": [{"Region": self.region, "Score": max(score for _, score in scores)}]}
-            )
-        shown = [{"Region": self.region, "AvailabilityZoneId": zone, "Score": score} for zone, score in scores]
-        return ActionResult({"SpotPlacementScores": shown})
 
 
 class PlacementGroup(TaggedEC2Resource):
@@ -339,7 +327,7 @@ def extend() -> None:
     for name in ("create", "describe", "delete"):
         action = f"{name}_placement_group" + ("s" if name == "describe" else "")
         setattr(EC2Response, action, getattr(Placements, action))
-    _set(EC2Response, get_spot_placement_scores=Placements.get_spot_placement_scores, register_image=register_image)
+    _set(EC2Response, register_image=register_image)
     _set(Instance, add_block_device=Disks.add_block_device)
     _set(EC2Backend, create_launch_template=Templates.create_launch_template)
     _set(SecurityGroupRule, __init__=Rules.__init__, description=property(lambda rule: rule.said))

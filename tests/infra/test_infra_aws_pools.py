@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from moto.utilities.utils import load_resource
 
-from infra.aws.interfaces import Interface, Kind, with_efas
+from infra.aws.pools import Interface, Kind, with_efas
 from spotrun.spec.machine_types import AWS, EFAS, GPUS, aws_architecture, aws_can_be_placed
 from tests.infra.synthesized import Cluster, described, of
 

@@ -264,10 +264,8 @@ def _address_conflicts(spec: ClusterSpec) -> Iterator[Conflict]:
 def _is_policy(arn: str, region: str) -> bool:
     """https://docs.aws.amazon.com/IAM/latest/UserGuide/reference_identifiers.html#identifiers-arns"""
     partition = "aws-us-gov" if region.startswith("us-gov-") else "aws"
-    return (
-        re.fullmatch(rf"arn:{partition}:iam::(\d{{12}}|aws):policy/([\w+=,.@-]+/)*[\w+=,.@-]+", arn, re.ASCII)
-        is not None
-    )
+    form = rf"arn:{partition}:iam::(\d{{12}}|aws):policy/([\w+=,.@-]+/)*[\w+=,.@-]+"
+    return re.fullmatch(form, arn, re.ASCII) is not None
 
 
 def _pool_conflicts(spec: ClusterSpec, pool: PoolSpec, place: Place) -> Iterator[Conflict]:
@@ -299,10 +297,8 @@ def _notice_conflict(pool: PoolSpec, place: Place) -> Iterator[Conflict]:
     if pool.market != "spot":
         yield (*place, "notice"), f"is only for spot machines, this pool is {pool.market}"
     elif pool.notice != GCE_LONG_NOTICE:
-        yield (
-            (*place, "notice"),
-            f"is not a notice that Google gives; allowed: {GCE_LONG_NOTICE:.0f}s, or no key for the usual 30s",
-        )
+        allowed = f"{GCE_LONG_NOTICE:.0f}s, or no key for the usual 30s"
+        yield (*place, "notice"), f"is not a notice that Google gives; allowed: {allowed}"
 
 
 def _unfit_for_the_image(pool: PoolSpec, place: Place) -> Iterator[Conflict]:

@@ -35,7 +35,7 @@ def complete(store: Store, job: str, strict: bool = False) -> list[StateRef]:
     if newer and strict:
         raise UnreadableError(next(iter(newer.values())))
     refs = [StateRef(generation=manifest.generation, step=manifest.step) for manifest in found.values()]
-    return sorted(refs, key=_order, reverse=True)
+    return sorted(refs, key=lambda ref: (ref.generation, ref.step), reverse=True)
 
 
 def prune(store: Store, job: str, keep: int) -> None:
@@ -77,10 +77,6 @@ def read_manifest(store: Store, job: str, step: int) -> Manifest:
     if any(not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", file.name) for file in manifest.files):
         raise ValueError(f"{key} lists a file outside its folder")
     return manifest
-
-
-def _order(ref: StateRef) -> tuple[int, int]:
-    return (ref.generation, ref.step)
 
 
 def _newest_file(step: int, names: set[str]) -> tuple[int, int]:

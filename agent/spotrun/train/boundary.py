@@ -118,9 +118,8 @@ class Boundary:
         except Exception as error:
             if self._context is None or self._control is None or not failures.is_peer_failure(error):
                 raise
-            failures.end(
-                self._context, self._control, self._rank, f"step {self._state.step}: another worker is gone", error
-            )
+            what = f"step {self._state.step}: another worker is gone"
+            failures.end(self._context, self._control, self._rank, what, error)
 
     def _prepare_writer(self, context: Context, control: Control) -> None:
         stage, trouble = stage_for(self._device), GroupHealth().trouble
@@ -156,11 +155,9 @@ class Boundary:
 
     def _leave(self, control: Control) -> None:
         """End this process at its stop step."""
-        code = EXIT_DRAINED
         leave_together(self._device, self._group)
         self.settle()
         # A drain without its snapshot loses steps. The exit code must show that.
-        if self.writer is not None and self.writer.newest_step != self._state.step:
-            code = EXIT_PEER
-        control.exit = code
+        lost = self.writer is not None and self.writer.newest_step != self._state.step
+        control.exit = code = EXIT_PEER if lost else EXIT_DRAINED
         failures.leave(code)

@@ -141,8 +141,7 @@ def _plain(tensor: torch.Tensor, path: str) -> torch.Tensor:
     if type(plain) is torch.Tensor:
         return plain
     kind = type(plain)
-    sharded = any(base.__name__ in _SHARDED for base in kind.__mro__)
-    if sharded:
+    if any(base.__name__ in _SHARDED for base in kind.__mro__):
         raise SpotrunError(f"{path} is a {kind.__name__}{_NOT_SHARDED}. {_INSTEAD}")
     raise SpotrunError(
         f"{path} is a {kind.__module__}.{kind.__name__}; a snapshot can hold plain tensors, but no subclass of them. "

@@ -190,11 +190,8 @@ def _pass_on_record(
     text = b"" if record is None else json.dumps(asdict(record)).encode()
     size = torch.tensor([len(text)])
     _pass_on(size, before, after, group)
-    note = (
-        torch.empty(int(size), dtype=torch.uint8)
-        if record is None
-        else torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    )
+    data = bytearray(int(size)) if record is None else bytearray(text)
+    note = torch.frombuffer(data, dtype=torch.uint8)
     _pass_on(note, before, after, group)
     return slots.Record(**json.loads(note.numpy().tobytes())) if record is None else record
 

@@ -24,7 +24,6 @@ import xxhash
 from spotrun.state import slots
 from spotrun.state.control import NONE, Control
 from spotrun.train.encoding import Encoder
-from spotrun.train.progress import Progress
 from spotrun.train.slot_files import Entries, SlotFile, layout
 from spotrun.train.staging import Copying, Stage
 
@@ -35,6 +34,7 @@ PATIENCE = 10.0  # seconds that an urgent snapshot waits for a slot that is bein
 FALL_BACK = 1.0  # seconds after which it may overwrite the newest snapshot instead
 RESERVED = 5.0  # seconds in which the agent must begin to read a slot that it asked for
 EAGER = 64 << 20  # bytes: a larger slot is laid out beside training, unless the snapshot is urgent
+SLOW = 0.5e9  # bytes per second: assumed rate of copying and hashing, until it is measured
 
 
 def next_interval(stall: float, step_seconds: float) -> int:
@@ -227,13 +227,7 @@ class Writer:
         return Copying(self._stage.start(pairs, [name in aside for name in staged]), aside)
 
     def _commit(
-        self,
-        held: ExitStack,
-        target: int,
-        step: int,
-        tree: Any,
-        entries: Entries,
-        copying: Copying | None,
+        self, held: ExitStack, target: int, step: int, tree: Any, entries: Entries, copying: Copying | None
     ) -> None:
         with held:
             if copying is not None:
@@ -305,3 +299,43 @@ class Writer:
         self._slots[slot] = new = SlotFile.create(slots.data_path(self._folder, slot), entries)
         if self._stage is not None:
             self._stage.pin(new.flat)
+
+
+class Progress:
+    """Tells the agent how far a snapshot is, and how long it may take: a state of 100 GB takes longer than one of 1 MB.
+
+    When a worker's peer is gone, the agent ends the worker after its snapshot is committed, and waits for as long as
+    that may take.
+    """
+
+    def __init__(self, control: Control) -> None:
+        self._control = control
+        self._size = 0  # bytes of the newest snapshot
+        self._began = 0.0  # monotonic seconds
+        self._paces: deque[float] = deque(maxlen=3)  # seconds per byte of the last snapshots
+
+    @property
+    def expected(self) -> float:
+        """Seconds that the newest snapshot takes from its beginning to its record, at the slowest recent pace."""
+        return self._size * max(self._paces, default=1 / SLOW)
+
+    def begin(self, step: int, size: int) -> None:
+        """A snapshot of `size` bytes begins."""
+        self._size, self._began = size, time.monotonic()
+        self._control.expected = self.expected
+        self._control.begun = step
+
+    def copied(self, step: int) -> None:
+        """The state is in memory, without its hash and its record."""
+        self._control.copied = step
+
+    def committed(self, step: int) -> None:
+        """The snapshot counts."""
+        took = time.monotonic() - self._began
+        self._paces.append(took / max(1, self._size))
+        self._control.took = took
+        self._control.committed = step
+
+    def dropped(self) -> None:
+        """The snapshot will not count, so nobody has to wait for it."""
+        self._control.begun = self._control.copied = self._control.committed

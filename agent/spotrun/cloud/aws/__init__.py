@@ -2,7 +2,5 @@
 
 from __future__ import annotations
 
-from spotrun.cloud.aws.api import account
-from spotrun.cloud.aws.cloud import AwsCloud
-
-__all__ = ["AwsCloud", "account"]
+from spotrun.cloud.aws.api import account as account
+from spotrun.cloud.aws.cloud import AwsCloud as AwsCloud

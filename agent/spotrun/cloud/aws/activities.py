@@ -6,6 +6,7 @@ https://docs.aws.amazon.com/autoscaling/ec2/userguide/ec2-auto-scaling-verify-sc
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from spotrun.cloud.aws.errors import cause, tidy
@@ -40,23 +41,23 @@ def problem(
     if group.suspended is not None:
         why = tidy(group.suspended) or "no reason given"
         command = f"aws autoscaling resume-processes --auto-scaling-group-name {group.name} --scaling-processes Launch"
-        return _lasting(
-            Problem(pool.name, "other", f"{group.name} launches nothing ({why}): {missing} missing; `{command}`", now),
-            last,
-        )
-    failure = last_failure(said, since)
-    if failure is None:
-        return None
-    words = tidy(failure.get("StatusMessage", "")) or failure["StatusCode"]
-    kind = cause(words)
-    what = f"{pool.market} {pool.machine}"
-    message = {
-        "stockout": f"zone {pool.zone} has no more {what} at present: {missing} missing ({words})"
-        + (NEAR if group.placed else ""),
-        "quota": f"the account may not have more {what}: {missing} missing ({words}); ask for more in Service Quotas",
-        "other": f"no {what} could be launched: {missing} missing ({words})",
-    }[kind]
-    return _lasting(Problem(pool.name, kind, message, failure["StartTime"].timestamp()), last)
+        message = f"{group.name} launches nothing ({why}): {missing} missing; `{command}`"
+        found = Problem(pool.name, "other", message, now)
+    else:
+        failure = last_failure(said, since)
+        if failure is None:
+            return None
+        words = tidy(failure.get("StatusMessage", "")) or failure["StatusCode"]
+        kind, what = cause(words), f"{pool.market} {pool.machine}"
+        message = {
+            "stockout": f"zone {pool.zone} has no more {what} at present: {missing} missing ({words})"
+            + (NEAR if group.placed else ""),
+            "quota": f"the account may not have more {what}: {missing} missing ({words}); "
+            "ask for more in Service Quotas",
+            "other": f"no {what} could be launched: {missing} missing ({words})",
+        }[kind]
+        found = Problem(pool.name, kind, message, failure["StartTime"].timestamp())
+    return replace(found, at=last.at) if last is not None and last.kind == found.kind else found
 
 
 def last_failure(said: Iterable[ActivityTypeDef], since: float) -> ActivityTypeDef | None:
@@ -75,9 +76,3 @@ def last_failure(said: Iterable[ActivityTypeDef], since: float) -> ActivityTypeD
             ended = activity.get("EndTime", activity["StartTime"]).timestamp()
             return activity if recovered <= ended else None
     return None
-
-
-def _lasting(found: Problem, last: Problem | None) -> Problem:
-    if last is None or last.kind != found.kind:
-        return found
-    return Problem(found.pool, found.kind, found.message, last.at)

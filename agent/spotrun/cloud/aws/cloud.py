@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class AwsCloud:
-    """The `Cloud` protocol, and placement scores. A machine's name is its instance id.
+    """The `Cloud` protocol. A machine's name is its instance id.
 
     page: how many items to ask for at once; default: as many as AWS gives.
     """
@@ -114,15 +114,6 @@ class AwsCloud:
 
     async def shortfalls(self) -> list[Shortfall]:
         return await ask(quotas.look, self._clients, self._cluster)
-
-    async def placement_scores(self) -> dict[str, int]:
-        """How likely each spot pool is to get all its machines, from 1 to 10. Pools that AWS does not score are absent.
-
-        AWS gives low scores to requests with fewer than three machine types, so use the scores only to compare pools.
-        It answers few different requests a day.
-        https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/how-sps-works.html
-        """
-        return await ask(self._placement_scores)
 
     async def close(self) -> None:
         await ask(self._clients.close)
@@ -257,34 +248,11 @@ class AwsCloud:
         else:
             current = self._spot.get((pool.machine, pool.zone))
             price, now = current or table.spot("aws", pool.zone, pool.machine), current is not None
-        if not now or price is None:
-            self._say_once(pool, price)
-        return price
-
-    def _say_once(self, pool: PoolSpec, price: float | None) -> None:
-        if pool.name not in self._unpriced:
+        if (not now or price is None) and pool.name not in self._unpriced:
             self._unpriced.add(pool.name)
             instead = "it counts as 0" if price is None else f"the shipped table's ${price:g} an hour is used"
             log.warning("pool %s: the price of %s %s is unknown; %s", pool.name, pool.market, pool.machine, instead)
-
-    def _placement_scores(self) -> dict[str, int]:
-        spot = [pool for pool in self._cluster.pools if pool.market == "spot"]
-        zones = self._clients.ec2.describe_availability_zones()["AvailabilityZones"]
-        ids = {zone["ZoneName"]: zone["ZoneId"] for zone in zones}
-        scores: dict[tuple[str, int, str], int] = {}
-        for machine, count in sorted({(pool.machine, pool.max) for pool in spot}):
-            pages = self._clients.ec2.get_paginator("get_spot_placement_scores").paginate(
-                InstanceTypes=[machine],
-                TargetCapacity=count,
-                TargetCapacityUnitType="units",
-                SingleAvailabilityZone=True,
-                RegionNames=[self._cluster.region],
-            )
-            for page in pages:
-                for said in page["SpotPlacementScores"]:
-                    scores[machine, count, said["AvailabilityZoneId"]] = said["Score"]
-        found = {pool.name: scores.get((pool.machine, pool.max, ids.get(pool.zone, ""))) for pool in spot}
-        return {pool: score for pool, score in found.items() if score is not None}
+        return price
 
 
 def newest_prices(said: Iterable[SpotPriceTypeDef]) -> dict[tuple[str, str], float]:

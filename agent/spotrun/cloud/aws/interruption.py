@@ -9,14 +9,11 @@ import asyncio
 import logging
 import math
 import uuid
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from spotrun.cloud.aws.api import Clients, ask
 from spotrun.errors import CloudError
 from spotrun.spec import names
-
-if TYPE_CHECKING:
-    from mypy_boto3_fis.type_defs import ExperimentStateTypeDef
 
 _SHORTEST, _LONGEST = 2, 15  # minutes that the action accepts
 _PATIENCE = 30  # looks at an experiment that has not begun, a second apart
@@ -81,9 +78,7 @@ def _minutes(notice: float | None) -> int:
 async def _begin(clients: Clients, experiment: str, instance: str) -> None:
     """Poll until the experiment runs: FIS sends no events."""
     for _ in range(_PATIENCE):
-        state: ExperimentStateTypeDef = (await ask(lambda: clients.fis.get_experiment(id=experiment)))["experiment"][
-            "state"
-        ]
+        state = (await ask(lambda: clients.fis.get_experiment(id=experiment)))["experiment"]["state"]
         status = state.get("status")
         if status in ("failed", "cancelled", "stopped"):
             why = " ".join(state.get("reason", "no reason given").split())

@@ -172,10 +172,9 @@ class GcpCloud:
         short = any(each.pending for each in members)
         failures = await self._failures(pool.name) if short else []
         before = self._problems.get(pool.name, ())
-        self._problems[pool.name] = diagnose(
-            pool, members, failures, before, time.time(), bool(self.cluster.network.placement)
-        )
-        return self._problems[pool.name]
+        placed = bool(self.cluster.network.placement)
+        found = self._problems[pool.name] = diagnose(pool, members, failures, before, time.time(), placed)
+        return found
 
     async def _delete_pending(self, pool: str, size: int) -> None:
         """Shrink a pool towards `size` by machines that do not exist yet: a resize lets Google choose which to end."""

@@ -59,11 +59,8 @@ async def _zones(api: Api, region: str, kind: Kind, name: str) -> list[str]:
         only = f"name = {name}"
         if kind == "accelerator":
             wanted = compute_v1.AggregatedListAcceleratorTypesRequest(project=api.project, filter=only)
-            return [
-                zone
-                for zone, found in clients.accelerators.aggregated_list(wanted, **OPTIONS)
-                if found.accelerator_types
-            ]
+            offered = clients.accelerators.aggregated_list(wanted, **OPTIONS)
+            return [zone for zone, found in offered if found.accelerator_types]
         request = compute_v1.AggregatedListMachineTypesRequest(project=api.project, filter=only)
         return [zone for zone, found in clients.machines.aggregated_list(request, **OPTIONS) if found.machine_types]
 

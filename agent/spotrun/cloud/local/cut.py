@@ -82,16 +82,14 @@ class Cutter:
         if cut.sweeps % _LOOK_FOR_NEW == 0:
             cut.pids = procs.of_machine(self._layout.mark(machine))
         cut.sweeps += 1
-        fresh: list[tuple[int, int, int]] = []
-        for inode, pid, fd in _sockets(cut.pids):
-            if inode not in cut.done:
-                fresh.append((inode, pid, fd))
+        fresh = [each for each in _sockets(cut.pids) if each[0] not in cut.done]
         held: list[tuple[int, socket.socket]] = []
         try:
             for inode, pid, fd in fresh:
                 if (sock := _borrow(pid, fd)) is not None:
                     held.append((inode, sock))
-                    self._note(cut, inode, sock)
+                    if (ends := _ends(sock)) is not None:
+                        cut.ends[inode] = ends
             own = set(cut.ends.values())
             for inode, sock in held:
                 self._silence(machine, cut, inode, sock, own)
@@ -122,10 +120,6 @@ class Cutter:
     def forget(self, machine: str) -> None:
         """The machine is gone. Its peers are not told."""
         self._cuts.pop(machine, None)
-
-    def _note(self, cut: _Cut, inode: int, sock: socket.socket) -> None:
-        if (ends := _ends(sock)) is not None:
-            cut.ends[inode] = ends
 
     def _silence(self, machine: str, cut: _Cut, inode: int, sock: socket.socket, own: set[Ends]) -> None:
         if not _is_tcp(sock):

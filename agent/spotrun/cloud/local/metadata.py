@@ -155,17 +155,17 @@ async def _gce(request: web.Request, subject: Subject) -> web.StreamResponse:
         return _refuse_gce(405, f"{request.method} is not allowed")
     if request.path == "/":
         return _gce_answer("computeMetadata/\n")
-    if request.path == "/computeMetadata/v1" or not request.path.startswith("/computeMetadata/v1/"):
-        is_root = request.path == "/computeMetadata/v1"
-        return _redirect(request) if is_root else _refuse_gce(404, f"{request.path} is not there")
+    if request.path == "/computeMetadata/v1":
+        return _redirect(request)
+    if not request.path.startswith("/computeMetadata/v1/"):
+        return _refuse_gce(404, f"{request.path} is not there")
     path = request.path.removeprefix("/computeMetadata/v1/")
     query = request.query
-    wait, last = query.get("wait_for_change", "false").lower() == "true", query.get("last_etag")
+    wait, known = query.get("wait_for_change", "false").lower() == "true", query.get("last_etag")
     timeout = query.get("timeout_sec", "")
     if timeout and not timeout.isdecimal():
         return _refuse_gce(400, f"timeout_sec: {timeout!r} is not a whole number")
     until = asyncio.get_running_loop().time() + (float(timeout) if timeout else float("inf"))
-    known = last
     while True:
         value = _look(gce_tree(subject.facts), path)
         if value is None or subject.gone:
@@ -184,9 +184,8 @@ def _gce_text(value: str | Tree, query: Mapping[str, str]) -> tuple[str, str]:
     if isinstance(value, dict) and query.get("recursive", "").lower() == "true":
         return json.dumps(_camel(value)), "application/json"
     if isinstance(value, dict):
-        return "".join(f"{name}/\n" if isinstance(item, dict) else f"{name}\n" for name, item in value.items()), (
-            "application/text"
-        )
+        names = (f"{name}/\n" if isinstance(item, dict) else f"{name}\n" for name, item in value.items())
+        return "".join(names), "application/text"
     if query.get("alt") == "json":
         return json.dumps(value), "application/json"
     return value, "application/text"

@@ -248,16 +248,17 @@ class LocalPools:
         site: web.BaseSite | None = None
         try:
             await asyncio.sleep(self.config.boot_delay)
-            site = await self._listen(machine)
+            listener = web.TCPSite(self._metadata, machine.address, METADATA_PORT, reuse_address=True)
+            await listener.start()
+            site = listener
             process = await self._boot(machine)
             if process.stdout is not None and await process.stdout.readline() and machine.state == "provisioning":
                 log.info("%s runs at %s", machine.name, machine.address)
                 machine.state = "running"
                 self._broken.pop(machine.name, None)
             code = await process.wait()
-            self._blame(
-                machine, f"its first process ended with {code}; see {self.layout.folder(machine.name) / 'init.log'}"
-            )
+            where = self.layout.folder(machine.name) / "init.log"
+            self._blame(machine, f"its first process ended with {code}; see {where}")
         except asyncio.CancelledError:
             log.info("%s is taken", machine.name)
         except Exception as error:  # a machine that cannot start must not end the others
@@ -273,15 +274,8 @@ class LocalPools:
 
     def _blame(self, machine: Machine, message: str) -> None:
         log.warning("%s: %s", machine.name, message)
-        self._broken[machine.name] = Problem(
-            machine.pool.name, "other", f"machine {machine.name}: {message}", time.time()
-        )
-
-    async def _listen(self, machine: Machine) -> web.BaseSite:
-        """Start the machine's metadata server."""
-        site = web.TCPSite(self._metadata, machine.address, METADATA_PORT, reuse_address=True)
-        await site.start()
-        return site
+        text = f"machine {machine.name}: {message}"
+        self._broken[machine.name] = Problem(machine.pool.name, "other", text, time.time())
 
     async def _boot(self, machine: Machine) -> asyncio.subprocess.Process:
         folder, memory = self.layout.folder(machine.name), self.layout.tmpfs / machine.name
