@@ -173,7 +173,7 @@ def test_the_head_may_do_what_its_cloud_module_asks_and_no_more(cluster: Cluster
     calls = {
         ".".join(call)
         for source in sources
-        for call in re.findall(r"\b\w+\.(instances|groups|operations|regions|projects|images)\.(\w+)\(", source)
+        for call in re.findall(r"\b\w+\.(instances|groups|operations|regions|projects|images)\.(\w+)[()]", source)
     }
     roles = cluster.base.all("google_project_iam_custom_role")
     granted = [permission for role in roles.values() for permission in role["permissions"]]
