@@ -85,15 +85,10 @@ def _progress(before: Progress, here: Sequence[Node], workers: Sequence[Worker])
 def _close(job: JobState, workers: Sequence[Worker]) -> JobState:
     """The first step after the last interruption is done, so the cost of the interruption is known."""
     last = job.interruptions[-1]
-    firsts = [w.phases[4] for w in workers if w.phases[4] > 0]
-    if not firsts:
+    phases = max((w.phases for w in workers), key=lambda phases: phases[4])  # those of the slowest worker
+    if phases[4] <= 0:
         return job
     lost = max(0, last.step - job.progress.base)
-    slowest = max(workers, key=lambda w: w.phases[4])
-    closed = last.replace(
-        seconds=max(0.0, max(firsts) - last.at), steps_lost=lost, phases=(job.ordered_at, *slowest.phases)
-    )
-    return job.replace(
-        interruptions=(*job.interruptions[:-1], closed),
-        good_seconds=max(0.0, job.good_seconds - lost * last.step_cost),
-    )
+    good = max(0.0, job.good_seconds - lost * last.step_cost)
+    closed = last.replace(seconds=max(0.0, phases[4] - last.at), steps_lost=lost, phases=(job.ordered_at, *phases))
+    return job.replace(interruptions=(*job.interruptions[:-1], closed), good_seconds=good)

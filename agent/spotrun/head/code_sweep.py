@@ -1,7 +1,7 @@
 """Remove code from the bucket that no job refers to: its job was never submitted, or the job's folder was deleted.
 
-All jobs of all clusters in this bucket count, also ended ones, which may be relaunched. Operators send code again if it
-is older than half of `AGE` when they submit a job, so no code is removed while a job with it is being submitted.
+All jobs of all clusters in this bucket count, also ended ones, which may be relaunched. When operators submit a job,
+they send its code again if that is older than half of `AGE`. So no code is removed while its job is submitted.
 """
 
 from __future__ import annotations

@@ -72,9 +72,9 @@ class Head:
         self.fleet = Fleet(cluster, cloud)
         self.agents = Agents(self.add_event, partial(notice_fit.notice_of, cluster))
         self.signs = Signs(store, cluster.name, self.fleet.listed, self.clock)
-        self.replacements = Replacements(
-            cluster.name, self.description, store, self.fleet.recreate, self._wanted, lambda: self._changed.set()
-        )
+        self._changed, self._look_now = asyncio.Event(), asyncio.Event()
+        recreate, wake = self.fleet.recreate, self._changed.set
+        self.replacements = Replacements(cluster.name, self.description, store, recreate, self._wanted, wake)
         self.job: JobState | None = None
         self.parked: job_queue.Parked | None = None  # the first job in the queue, if it cannot be read
         self.events: list[dict[str, Any]] = []
@@ -84,8 +84,6 @@ class Head:
         self._relaunching = asyncio.Lock()  # two at once would write the same job's state
         self._requests: list[tuple[Change, asyncio.Future[JobState]]] = []
         self._answers: list[tuple[asyncio.Future[JobState], JobState]] = []  # given once they are in the bucket
-        self._changed = asyncio.Event()
-        self._look_now = asyncio.Event()
         self._exhausted: frozenset[str] = frozenset()  # pools in which no more machines are replaced, as was noted
         self._began = self._ticked_at = self._awake_since = 0.0
 

@@ -222,9 +222,8 @@ def _event(line: bytes) -> dict[str, Any] | None:
 
 def without(queue: QueueRecord, job: str) -> QueueRecord:
     """The queue without a job."""
-    return queue.replace(
-        jobs=tuple(each for each in queue.jobs if each != job), held=tuple(each for each in queue.held if each != job)
-    )
+    jobs, held = (tuple(each for each in ids if each != job) for ids in (queue.jobs, queue.held))
+    return queue.replace(jobs=jobs, held=held)
 
 
 def _state(data: bytes | None) -> JobState | None:

@@ -52,10 +52,8 @@ def remember_joined(job: JobState, view: View) -> JobState:
     """The job with the machines whose agents have joined, for the next head. Unchanged if the cloud does not answer."""
     if not view.machines:
         return job
-    joined = {
-        each.name: each.created for each in view.machines if each.joined or job.joined.get(each.name) == each.created
-    }
-    return job if joined == job.joined else job.replace(joined=joined)
+    joined = (each for each in view.machines if each.joined or job.joined.get(each.name) == each.created)
+    return job.replace(joined={each.name: each.created for each in joined})
 
 
 def interrupted(view: View) -> dict[str, str]:

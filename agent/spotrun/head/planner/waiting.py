@@ -41,8 +41,8 @@ def _machines(view: View) -> str:
     for name, each in classify(view).items():
         if name not in ready and (verb := _verb(each)):
             if report := doing.get(name):
-                step = f"({report.doing[:LONGEST]}, {idle.duration(max(0.0, view.now - report.doing_since))})"
-                missing.append(f"{name} {step}")
+                passed = idle.duration(view.now - report.doing_since)
+                missing.append(f"{name} ({report.doing[:LONGEST]}, {passed})")
             else:
                 missing.append(f"{name} {verb}, {idle.duration(view.now - each.since)}")
     if not missing and len(ready) >= nodes.min:
