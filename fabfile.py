@@ -199,7 +199,7 @@ def preempt(_: Context, cluster: str = LOCAL, node: str = "", notice: str = "", 
 
 @command
 def kill(_: Context, cluster: str = LOCAL, node: str = "", json: bool = False) -> None:
-    """Have the cloud take a node away without a word, as a test."""
+    """Have the cloud take a node away without notice, as a test."""
     inputs.node(node, cluster)
     answer = control.ask(_access(cluster), "kill", node)
     _print(answer, json, f"the cloud has taken {node} away")

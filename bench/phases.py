@@ -50,7 +50,7 @@ _MARKS = ("created", "entered", "grouped", "restored")
 
 
 def parse(text: str) -> list[Event]:
-    """Events of whole lines; a line that is still being written is left out."""
+    """The events of complete lines. A line that is still being written is left out."""
     lines = text.splitlines(keepends=True)
     return [Event(**json.loads(line)) for line in lines if line.endswith("\n")]
 
@@ -90,7 +90,7 @@ def phases(events: Iterable[Event], fault_time: float, victim: str) -> Phases | 
 
 
 def medians(runs: Sequence[Phases]) -> Phases:
-    """The median of each number by itself, so the parts need not add up to the total."""
+    """The median of each number on its own, so the parts may not add up to the total."""
     return Phases(**{field.name: median(getattr(run, field.name) for run in runs) for field in fields(Phases)})
 
 

@@ -1,4 +1,4 @@
-"""Nodes as process trees: launch, signal whole, sweep. Whatever this process started dies with it."""
+"""Nodes as process trees: launch them, signal them whole, sweep them. They all end when this process ends."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _libc = ctypes.CDLL(None)
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of every descendant that loses its own, so that `sweep` finds them all."""
+    """Make this process the parent of every descendant whose parent ends, so that `sweep` finds them all."""
     _libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 

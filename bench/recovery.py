@@ -80,7 +80,7 @@ def parse() -> argparse.Namespace:
 
 
 def measure_all(args: argparse.Namespace) -> list[Run]:
-    """Every run, the systems in turn, so that what else the machine does falls on all of them alike."""
+    """Every run. The systems take turns, so that other work on this machine slows all of them equally."""
     runs = []
     for index in range(args.runs):
         for scenario in args.scenarios:
@@ -94,7 +94,7 @@ def measure_all(args: argparse.Namespace) -> list[Run]:
 
 
 def measure(build: Callable[[], System], scenario: Scenario, index: int, timeout: float) -> Run:
-    """One loss. Nothing that the run started, opened or wrote is left when this returns or raises."""
+    """Measure one loss. Nothing that the run started, opened or wrote is left when this returns or raises."""
     with tempfile.TemporaryDirectory(prefix=f"{PREFIX}{os.getpid()}-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         watch = Watch(folder / "events.jsonl")

@@ -89,7 +89,7 @@ def render(runs: Sequence[RunLike], machine: str, day: date, timeout: float, sto
 
 
 def write_section(path: Path, name: str, text: str) -> None:
-    """Put a section into the results, in place of the one of that name; what else is in the file stays."""
+    """Replace the section of that name in the results. The rest of the file stays."""
     begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
     before = path.read_text() if path.exists() else ""
     head, _, rest = before.partition(begin)
@@ -98,7 +98,7 @@ def write_section(path: Path, name: str, text: str) -> None:
 
 
 def summarize(runs: Sequence[RunLike]) -> dict[tuple[str, str], Phases]:
-    """(scenario, system) → medians over the runs that went on; a pair that never did is not in it."""
+    """(scenario, system) → medians over the runs that went on. A pair without such a run is left out."""
     pairs = dict.fromkeys((run.scenario, run.system) for run in runs)
     found = {pair: [run.phases for run in runs if (run.scenario, run.system) == pair and run.phases] for pair in pairs}
     return {pair: medians(list(values)) for pair, values in found.items() if values and pair[1] in SYSTEMS}

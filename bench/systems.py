@@ -16,7 +16,7 @@ START_TIMEOUT = 120.0
 
 
 class BenchError(Exception):
-    """A run could not even start; the message holds the last lines of the logs."""
+    """A run did not start. The message has the last lines of the logs."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ SCENARIOS = {
 
 
 class System(Protocol):
-    """One way to run the job. Used for one run, then closed; `folder` is empty and thrown away afterwards."""
+    """One way to run the job, for one run. `folder` is empty at first, and is deleted after the run."""
 
     name: str
 
@@ -58,7 +58,7 @@ class System(Protocol):
         """Do to one node what the scenario says; when that was (epoch seconds), and the node's name in the events."""
 
     def tick(self) -> None:
-        """Called now and then after the fault: do what is due (start the replacement, take the machine away)."""
+        """Do what is due, such as start the replacement. It is called repeatedly after the fault."""
 
     def close(self) -> None:
         """End everything. Also called after an error, or twice."""

@@ -87,7 +87,7 @@ def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step:
 
 
 def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Take up the newest checkpoint, if there is one; the step it was made after."""
+    """Load the newest checkpoint, if there is one. The step after which it was made."""
     found = sorted(folder.glob("*.pt"))
     if not found:
         return 0

@@ -25,7 +25,7 @@ class Watch:
         self._open: dict[int, Event] = {}  # pidfd → the process's first event
 
     def until(self, happened: Callable[[list[Event]], bool], timeout: float) -> bool:
-        """Follow until `happened(events)`; False if it did not within `timeout` seconds."""
+        """Follow until `happened(events)` is true. False if that takes more than `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while not happened(self.events):
             if time.monotonic() > deadline:

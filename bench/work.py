@@ -38,7 +38,7 @@ def build_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 class Pace:
-    """Sleeps away what is left of STEP_SECONDS since the last call."""
+    """Sleep for what is left of STEP_SECONDS since the last call."""
 
     def __init__(self) -> None:
         self._last = time.monotonic()

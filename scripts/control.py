@@ -95,7 +95,7 @@ def await_head(access: Access, description: str, patience: float = PATIENCE) -> 
             raise
         except SpotrunError as error:
             problem = str(error)
-        if patience > PATIENCE and problem != told:  # a wait that long is not to be a silent one
+        if patience > PATIENCE and problem != told:  # a long wait needs a word
             console.warn(f"spotrun: waiting for the head: {problem}")
             told = problem
         if time.monotonic() > deadline:

@@ -91,7 +91,7 @@ class Stacks:
         return group(self.cluster, HEAD) in names
 
     def place(self) -> Place | None:
-        """Where the bucket is that Terraform knows of; None: of none."""
+        """Where the bucket of stack base is; None: Terraform knows of no bucket."""
         for resource in self._state("base"):
             if resource["type"] in _BUCKETS and resource["instances"]:
                 cloud, scheme, region, name = _BUCKETS[resource["type"]]
@@ -112,7 +112,7 @@ class Stacks:
         if code:
             sys.stderr.write(said)
             raise CloudError(f"terraform state pull of stack {self.cluster}-{stack} failed, see above")
-        # What it warns of comes after the document, of which there is none before the first apply.
+        # Terraform prints warnings after the document. Before the first apply, there is no document.
         state = json.JSONDecoder().raw_decode(said)[0] if said.startswith("{") else {}
         found: list[dict[str, Any]] = state.get("resources", [])
         return found
@@ -182,7 +182,7 @@ class Stacks:
 
 @contextlib.contextmanager
 def _interrupts_held() -> Iterator[list[int]]:
-    """Note a Ctrl-C instead of raising it: one that comes while a program starts would leave the program behind."""
+    """Note a Ctrl-C instead of raising it. A Ctrl-C during a program's start would leave the program behind."""
     noted: list[int] = []
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):

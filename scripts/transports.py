@@ -26,7 +26,7 @@ PUSHED = 45.0
 
 
 class Transport(Protocol):
-    """One way in. key: the private key's file; its public half lies beside it."""
+    """One way in. key: the file of the private key; the public key is beside it."""
 
     @property
     def user(self) -> str:

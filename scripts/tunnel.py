@@ -19,7 +19,7 @@ class Tunnel:
         self.sock, theirs = socket.socketpair()  # sock is for paramiko, which owns it and closes it
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed by close()
         try:
-            # A session of its own: Ctrl-C at the terminal is for this program, and a group to end what is started.
+            # In a session of its own, a Ctrl-C at the terminal does not reach it, and `close` can end its whole group.
             end = theirs.fileno()
             self._process = subprocess.Popen(
                 command, stdin=end, stdout=end, stderr=self._errors, start_new_session=True
