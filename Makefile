@@ -42,6 +42,17 @@ override YES     := 1 y yes true on Y Yes YES True TRUE On ON
 .DEFAULT_GOAL := help
 .PHONY: help plan up train status follow logs ssh run preempt kill relaunch stop down acceptance image images image-versions image-trial test test-fast test-clouds test-gpu test-image lint bench-recovery bench-footprint bench-synth bench-startup soak clean
 
+# For these targets, no task checks what was typed: done first, and only where there is anything to check.
+ifneq ($(strip $(SPOTRUN_TYPED) $(word 2,$(MAKECMDGOALS))),)
+image images image-trial: typed-ready
+image-versions test test-fast test-clouds test-gpu test-image lint bench-recovery bench-footprint bench-synth bench-startup soak: typed-dev
+.PHONY: typed-ready typed-dev
+typed-ready: $(READY)
+typed-dev: $(VENV)/.installed-dev
+typed-ready typed-dev:
+	@$(VENV)/bin/python -m scripts.inputs
+endif
+
 help: ## print this
 	@echo "spotrun: torchrun for machines that vanish. Targets:"
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-16s %s\n", $$1, $$2 }'

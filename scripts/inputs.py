@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import re
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -130,3 +132,10 @@ def seconds(name: str, text: str, default: float | None = None) -> float:
     if not 0 < value <= _LONGEST:  # also NaN
         raise SpotrunError(f"{name}: {text!r}: allowed: seconds, a number more than 0 and at most {_LONGEST:.0f}")
     return value
+
+
+if __name__ == "__main__":  # from the Makefile, for a target without a task
+    try:
+        variables(os.environ)
+    except SpotrunError as error:
+        sys.exit(f"spotrun: {error}")

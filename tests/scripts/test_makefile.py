@@ -150,6 +150,20 @@ def real(venv: Path) -> Path:
     return venv
 
 
+def test_targets_without_a_task_refuse_what_they_do_not_take(real: Path) -> None:
+    (real / ".installed-dev").touch()
+    for words, said in [
+        (("images", "cluster=x"), "cluster: `make images` has no such variable: PRUNE, CLUSTER, JSON; did you mean"),
+        (("soak", "run=3"), "run: `make soak` has no such variable: RUNS, SEED, CLUSTER, JSON; did you mean RUNS?"),
+        (("images", "clusters/gcp-l4.yaml"), "clusters/gcp-l4.yaml: is not a target; did you mean CLUSTER="),
+    ]:
+        done = make(real, *words)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith(f"spotrun: {said}")
+    listed = subprocess.run(["make", "-n", "test", "ARGS=x"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "scripts.inputs" not in listed.stdout, "`make test` pays for it only when there is something to check"
+
+
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_run_runs_what_was_typed(standin: Machines, real: Path) -> None:
     cluster = standin.folder / "it's a $(cluster).yaml"
