@@ -25,10 +25,7 @@ class NotOursError(SpotrunError):
 
 
 def make_folder(path: Path) -> Path:
-    """Make the folder with mode 0700. If it exists and others may read it, change its mode to 0700.
-
-    Raises `NotOursError` as `check_folder` does.
-    """
+    """Make the folder with mode 0700, or check it and change its mode to 0700. Raises `NotOursError`."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     try:
         path.mkdir(mode=0o700)

@@ -48,11 +48,8 @@ class Systemd:
         self._send("STOPPING=1")
 
     async def watch(self) -> None:
-        """Send signs of life while the event loop runs; return at once if systemd wants none.
-
-        A blocked loop sends none, so systemd restarts the process. A missing bucket or head does not stop the signs: a
-        restart would not help.
-        """
+        """Send signs of life while the event loop runs: systemd restarts a process whose loop is blocked."""
+        # A missing bucket or head stops no sign: a restart would not help.
         while self.interval > 0:
             self._send("WATCHDOG=1")
             await asyncio.sleep(self.interval)

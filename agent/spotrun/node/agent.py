@@ -21,11 +21,11 @@ from spotrun.errors import SpotrunError
 from spotrun.machine.gpus import gpu_count
 from spotrun.machine.metadata import Identity
 from spotrun.machine.systemd import Systemd
-from spotrun.node import cleanup, network, snapshots
+from spotrun.node import cleanup, network
 from spotrun.node.connection import Connection
 from spotrun.node.job import Job
 from spotrun.node.log_uploader import LogUploader
-from spotrun.node.part_uploader import PartUploader, WantedPart
+from spotrun.node.part_uploader import PartUploader, WantedPart, left_in_memory, newest_snapshot
 from spotrun.node.workers import Phase, WorkerGroup
 from spotrun.spec import names
 from spotrun.store import Store, log_key
@@ -83,7 +83,7 @@ class Agent:
         self._job: Job | None = None
         self._not_started: Failure | None = None  # why this node does not take part in the ordered generation
         self._snapshot: StateRef | None = None
-        self._left = snapshots.left_in_memory(settings.tmpfs)  # may be the only copy of a state
+        self._left = left_in_memory(settings.tmpfs)  # may be the only copy of a state
         self._read_slots = (-1, 0.0)  # newest committed step, and monotonic seconds, when the slots were last read
         self._part_uploader = PartUploader(store, settings.scratch / "parts", self._wake.set)
         self._flushed = 0  # the newest generation whose last logs have been sent to the bucket
@@ -281,7 +281,7 @@ class Agent:
         ended = job.group is not None and not job.group.alive
         seen, at = self._read_slots
         if committed != seen and (ended or committed < 0 or time.monotonic() - at > 10 * POLL):
-            self._snapshot = snapshots.newest(job.slots, job.bundle.id)
+            self._snapshot = newest_snapshot(job.slots, job.bundle.id)
             self._read_slots = (committed, time.monotonic())
 
     def _apply_save(self, job: str, slots: Path, group: WorkerGroup | None, order: Order) -> None:

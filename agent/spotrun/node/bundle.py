@@ -87,8 +87,7 @@ def unpack(archive: Path, target: Path, name: str) -> None:
 class _LimitedReader:
     """The decompressed archive. It refuses to be read beyond `left` more bytes.
 
-    tarfile reads whole headers into memory. The limit covers headers of every kind (PAX, GNU, sparse maps) and chains
-    of headers.
+    tarfile reads headers of every kind (PAX, GNU, sparse maps), and chains of headers, into memory as a whole.
     """
 
     def __init__(self, plain: zstandard.ZstdDecompressionReader, name: str) -> None:

@@ -22,16 +22,14 @@ def empty(folder: Path, keep: str | None = None) -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def remove_nccl_segments(folder: Path | None = None, proc: Path = Path("/proc")) -> list[str]:
+def remove_nccl_segments() -> list[str]:
     """Remove NCCL's segments of shared memory that no process uses; return their paths.
 
-    NCCL makes files with random names, `/dev/shm/nccl-…`, where the workers of a node meet. A killed worker leaves its
-    segments, and nothing else removes them: they would take memory from the snapshots for as long as the machine lives.
-
-    A living worker has its segments open or mapped from their creation on. So no segment in use is removed, whether of
-    the next generation or of another machine of a local cloud. Files of other users are left alone.
+    The workers of a node share files with random names, `/dev/shm/nccl-…`. A killed worker leaves its segments, and
+    they would take memory from the snapshots for as long as the machine lives. A living worker has its segments open or
+    mapped from their creation on, so those stay. Files of other users stay too.
     """
-    found = unused_nccl_segments(folder, proc)
+    found = unused_nccl_segments()
     for path in found:
         Path(path).unlink(missing_ok=True)
     if found:
@@ -39,13 +37,11 @@ def remove_nccl_segments(folder: Path | None = None, proc: Path = Path("/proc"))
     return found
 
 
-def unused_nccl_segments(folder: Path | None = None, proc: Path = Path("/proc")) -> list[str]:
+def unused_nccl_segments() -> list[str]:
     """The paths of NCCL's segments of this user that no process has open or mapped."""
-    folder = folder or SHARED_MEMORY
-    found = {str(path) for path in folder.glob("nccl-*") if _is_ours(path)}  # listed first: later ones are not touched
-    if found:
-        found -= set(_used_files(proc, f"{folder}/nccl-"))
-    return sorted(found)
+    # Listed first: segments made after this are not touched.
+    found = {str(path) for path in SHARED_MEMORY.glob("nccl-*") if _is_ours(path)}
+    return sorted(found - set(_used_files(f"{SHARED_MEMORY}/nccl-"))) if found else []
 
 
 def _is_ours(path: Path) -> bool:
@@ -55,9 +51,9 @@ def _is_ours(path: Path) -> bool:
         return False
 
 
-def _used_files(proc: Path, prefix: str) -> Iterator[str]:
+def _used_files(prefix: str) -> Iterator[str]:
     """The paths with this prefix that a process of this user has open or mapped."""
-    for process in proc.glob("[0-9]*"):
+    for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # the process has just ended, or is another user's
             # Open files before mapped ones: a process maps a segment before it closes the file.
             for each in list(os.scandir(process / "fd")):

@@ -35,10 +35,7 @@ BACKOFF = (0.1, 2.0)  # seconds between tries: the first pause, the longest
 
 
 class Connection:
-    """Sends reports to the head and passes its orders to `on_order`.
-
-    `on_joined` is called when a head has received this node's first report over a new connection.
-    """
+    """Sends reports to the head. `on_order` gets its orders. `on_joined`: a connection has sent its first report."""
 
     def __init__(
         self,
@@ -55,18 +52,13 @@ class Connection:
         self._secret = secrets.token_urlsafe(32)  # the same until this agent ends
         self._record_written = False  # whether the bucket has this node's record with the secret's hash
         self._on_order, self._on_joined = on_order, on_joined
-        self._report: Report | None = None
+        self.newest_report: Report | None = None  # whether it has been sent or not
         self._changed = asyncio.Event()
         self._epoch = 0  # highest epoch of a head that has sent an order
 
-    @property
-    def newest_report(self) -> Report | None:
-        """The newest report, whether it has been sent or not."""
-        return self._report
-
     def publish(self, report: Report) -> None:
         """Make this the newest report. It is sent at once, or with the next heartbeat if only progress is new."""
-        before, self._report = self._report, report
+        before, self.newest_report = self.newest_report, report
         if before is None or _essence(before) != _essence(report):
             self._changed.set()
 
@@ -102,10 +94,8 @@ class Connection:
     async def _write_record(self) -> None:
         """Publish this machine's host keys, for operators, and the hash of its secret, for the head."""
         if not self._record_written:
-            identity = self._identity
-            await asyncio.to_thread(
-                host_keys.publish, self._store, self._cluster, identity.name, identity, self._secret
-            )
+            publish, identity = host_keys.publish, self._identity
+            await asyncio.to_thread(publish, self._store, self._cluster, identity.name, identity, self._secret)
             self._record_written = True
 
     async def _find_head(self) -> HeadRecord:
@@ -156,9 +146,9 @@ class Connection:
         try:
             while not socket.closed:
                 self._changed.clear()
-                if self._report is not None:
+                if self.newest_report is not None:
                     async with asyncio.timeout(SEND_TIMEOUT):
-                        await socket.send_str(self._report.model_dump_json())
+                        await socket.send_str(self.newest_report.model_dump_json())
                     if not reported:
                         reported, self.joined = True, head
                         self._on_joined()
@@ -189,7 +179,7 @@ class Connection:
 
 def _essence(report: Report) -> Report:
     """The report without progress, which changes all the time."""
-    return report.model_copy(update={"workers": (), "snapshot": None})
+    return report.replace(workers=(), snapshot=None)
 
 
 def _first_line(error: Exception) -> str:

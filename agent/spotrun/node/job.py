@@ -128,9 +128,10 @@ class Job:
             found.append(task)
         return found
 
-    async def _prepare_until_done(self) -> None:
+    async def _prepare_until_done(self, pause: float = 0.0) -> None:
         backoff = Backoff(*RETRY)
         while True:
+            await asyncio.sleep(pause)
             try:
                 await self._prepare()
                 return
@@ -144,7 +145,6 @@ class Job:
                     self._fail(str(error) or repr(error))
                 if isinstance(error, CorruptError):
                     return  # another try would fail the same way
-            await asyncio.sleep(pause)
 
     async def _prepare(self) -> None:
         bundle = self.bundle
@@ -202,23 +202,15 @@ class Job:
         if not self._ready:
             self._fail(f"the launcher of the workers does not start (status {status}); the agent's log says why")
         log.warning("the launcher ended (status %s); starting another", status)
-        self._preparation = asyncio.create_task(self._prepare_again(RETRY[0] if self._ready else RETRY[1]))
+        self._preparation = asyncio.create_task(self._prepare_until_done(RETRY[0] if self._ready else RETRY[1]))
         self._ready = False
-
-    async def _prepare_again(self, pause: float) -> None:
-        await asyncio.sleep(pause)
-        await self._prepare_until_done()
 
 
 def _make_socket_folder(folder: Path) -> dict[str, str]:
-    """Make an empty folder for the launcher's socket; return the variable that names it.
-
-    The folder is emptied because a killed launcher leaves its socket. If the socket's path would be too long, there is
-    no variable, and the socket is in the folder for temporary files.
-    """
-    shutil.rmtree(folder, ignore_errors=True)
+    """Make an empty folder for the launcher's socket; return the variable that names it."""
+    shutil.rmtree(folder, ignore_errors=True)  # a killed launcher leaves its socket
     if len(os.fsencode(folder)) > LONGEST:
-        return {}
+        return {}  # the socket is then in the folder for temporary files
     folder.mkdir(parents=True)
     return {SOCKETS: str(folder)}
 

@@ -28,8 +28,6 @@ LAST = 3.0  # seconds that the bucket gets to remove the sign when the agent end
 
 
 class LifeSign:
-    """An agent's sign of life."""
-
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._key = alive_key(agent.cluster, agent.identity.name)

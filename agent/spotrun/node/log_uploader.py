@@ -38,10 +38,7 @@ class LogUploader:
             await self.upload()
 
     async def upload(self, all: bool = False) -> None:
-        """Upload the logs that have grown and are due; all: also those that are not due.
-
-        A log that fails is logged and keeps no other log back.
-        """
+        """Upload the logs that have grown and are due; all: also those that are not due."""
         async with self._lock:
             for path, key in list(self._keys.items()):
                 try:

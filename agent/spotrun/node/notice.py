@@ -56,10 +56,7 @@ class Terms:
             text = attributes.get(key, "")
             return float(text) if text.isascii() and text.isdecimal() and len(text) < 7 else default
 
-        return cls(
-            seconds(names.PREEMPT_NOTICE, cls.preempt),
-            seconds(names.MAINTENANCE_NOTICE, cls.maintenance),
-        )
+        return cls(seconds(names.PREEMPT_NOTICE, cls.preempt), seconds(names.MAINTENANCE_NOTICE, cls.maintenance))
 
     @property
     def least(self) -> Terms:
@@ -99,9 +96,10 @@ class _Notices:
     def _tell(self) -> None:
         self.close()
         at = time.time()
-        due = {kind: notice for kind, notice in self._found.items() if self._terms.begins(notice) <= at}
-        later = [notice for kind, notice in self._found.items() if kind not in due]
-        now, coming = _gravest(due), min(later, key=lambda notice: notice.deadline, default=None)
+        due = [notice for notice in self._found.values() if self._terms.begins(notice) <= at]
+        later = [notice for notice in self._found.values() if notice not in due]
+        now = max(due, key=lambda notice: RANK[notice.kind], default=None)
+        coming = min(later, key=lambda notice: notice.deadline, default=None)
         if coming is not None:
             wait = min(LOOK, self._terms.begins(coming) - at)
             self._timer = asyncio.get_running_loop().call_later(wait, self._tell)
@@ -208,10 +206,6 @@ async def _watch_ec2(metadata: Ec2Metadata, put: Put) -> None:
             continue
         backoff.reset()
         await asyncio.sleep(EC2_POLL_SECONDS)
-
-
-def _gravest(found: dict[str, Notice]) -> Notice | None:
-    return max(found.values(), key=lambda notice: RANK[notice.kind], default=None)
 
 
 def _epoch(text: object) -> float:

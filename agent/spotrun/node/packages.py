@@ -21,10 +21,7 @@ PINNED = ("torch", "numpy", "safetensors")
 
 
 async def install(requirements: tuple[str, ...], folder: Path, env: dict[str, str]) -> Path | None:
-    """Return the folder with these packages. Install them unless that folder exists.
-
-    None: the agent's own environment has them all. Raises `SetupError`.
-    """
+    """The folder with these packages, installed once; None: the agent's environment has them. Raises `SetupError`."""
     if not requirements:
         return None
     target = folder / hashlib.sha256("\n".join(requirements).encode()).hexdigest()[:16]

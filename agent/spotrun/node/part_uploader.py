@@ -76,10 +76,7 @@ class PartUploader:
         return self._attempt.wanted.ref.step if self._attempt and missing else None
 
     def want(self, wanted: WantedPart | None, awaited: bool = False) -> None:
-        """Upload this part and no other. awaited: workers have yet to commit its snapshot.
-
-        Raises any unexpected error of an attempt: that is a bug.
-        """
+        """Upload this part and no other. awaited: workers have yet to commit its snapshot."""
         if self._attempt is not None and self._attempt.wanted != wanted:
             self.stop()
         if wanted is None:
@@ -93,7 +90,7 @@ class PartUploader:
             self._tasks.add(self._attempt.task)
             self._attempt.task.add_done_callback(self._ended)
         elif self._attempt.task is not None and self._attempt.task.done():
-            self._attempt.task.result()
+            self._attempt.task.result()  # raises an unexpected error: that is a bug
 
     def stop(self) -> None:
         """Stop the current attempt; no part is wanted. An upload in progress ends after its parts in transit."""
@@ -161,11 +158,24 @@ class _Copy:
     uploaded: set[str] = field(default_factory=set)  # names of the files that are in the bucket
 
 
+def newest_snapshot(folder: Path, job: str) -> StateRef | None:
+    """The newest committed snapshot in a slot folder."""
+    found = slots.newest(folder, job)
+    return StateRef(generation=found[0][1].generation, step=found[0][1].step) if found else None
+
+
+def left_in_memory(tmpfs: Path) -> tuple[str, StateRef] | None:
+    """The job and its newest snapshot that an earlier agent has left in memory; None: there is none."""
+    for folder in sorted(tmpfs.iterdir()) if tmpfs.is_dir() else ():
+        if (folder / "slots").is_dir() and (ref := newest_snapshot(folder / "slots", folder.name)):
+            return folder.name, ref
+    return None
+
+
 def _copy_and_upload(store: Store, copy: _Copy, stopped: Callable[[], bool]) -> Part | None:
     """Copy the part and upload its files, unless that is done already. None: no slot has the snapshot.
 
-    The slot is locked while the part is copied, not while it is uploaded. Raises `StoreError`, `CorruptError`,
-    OSError, and `UploadStopped` soon after `stopped` says so.
+    Raises `StoreError`, `CorruptError`, OSError, and `UploadStopped` soon after `stopped` says so.
     """
     wanted = copy.wanted
     if copy.files is None and not _copy(copy):
@@ -186,7 +196,7 @@ def _copy_and_upload(store: Store, copy: _Copy, stopped: Callable[[], bool]) -> 
 
 
 def _copy(copy: _Copy) -> bool:
-    """Copy the part out of its slot. False: no slot has the snapshot."""
+    """Copy the part out of its slot, which is locked meanwhile. False: no slot has the snapshot."""
     wanted = copy.wanted
     for slot, record in slots.newest(wanted.slots, wanted.job):
         if record.order != (wanted.ref.generation, wanted.ref.step):

@@ -58,7 +58,6 @@ class WorkerGroup:
     """This node's workers of one generation."""
 
     generation: Generation
-    node_rank: int  # of this node in the generation
     workers: list[LocalWorker]
     group_failure: Failure | None = None  # why the whole group ended, if no worker caused it
     stacks: str = ""  # bucket key of the stacks of workers that hang
@@ -216,7 +215,7 @@ def create(generation: Generation, node_rank: int, procs: int, control: Path, lo
     """A group with new control blocks in folder `control`. Raises OSError if there is no room for them."""
     control.mkdir(parents=True, exist_ok=True)
     logs.mkdir(parents=True, exist_ok=True)
-    found = WorkerGroup(generation, node_rank, [])
+    found = WorkerGroup(generation, [])
     for local_rank in range(procs):
         rank = node_rank * procs + local_rank
         path = control / f"{generation.number}.{local_rank}"
@@ -230,11 +229,8 @@ def create(generation: Generation, node_rank: int, procs: int, control: Path, lo
 
 
 def phase_of(codes: Sequence[int | None], failure: Failure | None, group_failed: bool, restored: bool) -> Phase:
-    """The group's phase, from its workers' exit codes. None: that worker still runs.
-
-    During a drain, a worker may lose its peers just before it stops itself. If one worker here has drained, the
-    snapshot exists, which is the purpose of a drain.
-    """
+    """The group's phase, from its workers' exit codes. None: that worker still runs."""
+    # A worker may lose its peers just before it drains. If another worker here has drained, the snapshot exists.
     drained = EXIT_DRAINED in codes and (failure is None or failure.kind == "peer") and not group_failed
     if None in codes:
         if failure is not None and not drained:
@@ -246,11 +242,8 @@ def phase_of(codes: Sequence[int | None], failure: Failure | None, group_failed:
 
 
 def seconds_for_snapshot(control: Control, draining: bool) -> float:
-    """How long to wait for a snapshot in progress: twice its usual time, but not longer than its steps took.
-
-    draining: the worker leaves by itself once its snapshot is committed.
-    """
-    if draining:
+    """How long to wait for a snapshot in progress: twice its usual time, but not longer than its steps took."""
+    if draining:  # the worker leaves by itself once its snapshot is committed
         return max(LEAVE, 2 * control.expected)
     done = control.step - max(control.base, 0)
     pace = control.stepping / done if done > 0 else 0.0

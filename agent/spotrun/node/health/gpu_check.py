@@ -14,11 +14,6 @@ import torch
 SIZE = 1024  # rows and columns
 
 
-def main() -> None:
-    count = torch.cuda.device_count()
-    print(json.dumps({"count": count, "failures": check([f"cuda:{index}" for index in range(count)])}))
-
-
 def check(devices: Sequence[str], expected: torch.Tensor | None = None) -> dict[int, str]:
     """What is wrong with each device, by its index in `devices`. expected: the product; default: the processor's."""
     grid = torch.arange(SIZE * SIZE, dtype=torch.float32).reshape(SIZE, SIZE) % 7 - 3
@@ -36,4 +31,5 @@ def check(devices: Sequence[str], expected: torch.Tensor | None = None) -> dict[
 
 
 if __name__ == "__main__":
-    main()
+    count = torch.cuda.device_count()
+    print(json.dumps({"count": count, "failures": check([f"cuda:{index}" for index in range(count)])}))

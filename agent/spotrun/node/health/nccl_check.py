@@ -14,12 +14,6 @@ from pathlib import Path
 PLUGIN, RUNTIME = "libnccl-net.so", "libcudart.so"
 
 
-def main() -> None:
-    problem = check()
-    if problem:
-        sys.exit(problem)
-
-
 def check(plugin: str = PLUGIN, runtime: str = RUNTIME) -> str:
     """Why the plugin, or the runtime that it loads later, cannot be loaded; empty: both can."""
     before = _mapped()
@@ -45,4 +39,4 @@ def _mapped() -> set[Path]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(check() or 0)

@@ -67,10 +67,8 @@ def _import_all() -> None:
 
 
 def driver_in_use(descriptors: Path = Path("/proc/self/fd")) -> bool:
-    """Whether torch or another library in this process has initialised CUDA's driver.
-
-    `cuInit` opens the device of unified memory and keeps it open. NVML opens other devices, and forks survive NVML.
-    """
+    """Whether a library in this process has initialised CUDA's driver: `cuInit` opens unified memory's device."""
+    # NVML opens other devices, and forks survive NVML.
     for each in descriptors.iterdir():
         with contextlib.suppress(OSError):  # the listing's own descriptor is closed by now
             if os.readlink(each) == UNIFIED_MEMORY:
@@ -85,10 +83,8 @@ def poisoned() -> bool:
 
 
 def _guard() -> None:
-    """Make the forkserver ignore requests from processes of other users: a fork runs any code that a request names.
-
-    The modes of the socket and its folder are the first guard. Python 3.14 also has a key.
-    """
+    """Make the forkserver ignore requests from processes of other users: a fork runs any code that a request names."""
+    # The modes of the socket and its folder are the first guard. Python 3.14 also has a key.
     receive = reduction.recvfds
 
     def recvfds(sock: Any, size: int) -> Any:

@@ -121,9 +121,8 @@ class CommandRendezvous(RendezvousHandler):
                 self._closed = True
                 break
             if command.rank == 0 and not self._stores.take(command.store):
-                self._events.write(
-                    type="refused", generation=command.generation, why=f"no store is held at {command.store}"
-                )
+                why = f"no store is held at {command.store}"
+                self._events.write(type="refused", generation=command.generation, why=why)
                 continue
             self.command = command
             host, _, port = command.store.rpartition(":")

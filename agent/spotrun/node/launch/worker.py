@@ -51,10 +51,12 @@ def run(task: Task) -> None:
     rank = int(task.env["RANK"])
     control.generation, control.pid, control.rank, control.forked = task.generation, os.getpid(), rank, forked
     _redirect(task.log)
+    from spotrun.train import failures  # not at the top: the agent imports this module, and must not import torch
+
     faulthandler.enable(all_threads=True)
     faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
     _ignore_sigterm()
-    _kill_children_at_exit()
+    failures.before_leaving(kill_descendants)  # when `spotrun.train` ends this process
     os.chdir(task.root)
     path = Path(task.root, task.script)
     sys.argv = [str(path), *task.args]
@@ -79,7 +81,7 @@ def run(task: Task) -> None:
         print(text, file=sys.stderr, end="")
         said = "".join(traceback.format_exception_only(error)).strip()
         message = exit_note.summary(said) if "Last error:" in said else said.splitlines()[-1]
-        if _is_peer_failure(error):
+        if failures.is_peer_failure(error):
             _fail(task, "peer", message, text, EXIT_PEER)
         _fail(task, "user", message, text, 1)
 
@@ -87,20 +89,13 @@ def run(task: Task) -> None:
 def _ignore_sigterm() -> None:
     """Ignore SIGTERM in this process, not in its children.
 
-    The agent ends workers with SIGKILL once their snapshot is safe. A machine's shutdown sends SIGTERM, which must not
-    end workers earlier. Children keep the default: a DataLoader ends its workers with SIGTERM, and waits for them. A
-    child that executes another program gets the default too, since this is a handler and not SIG_IGN.
+    A machine's shutdown sends SIGTERM, but the agent ends workers with SIGKILL once their snapshot is safe. Children
+    keep the default: a DataLoader ends its workers with SIGTERM, and waits for them. A child that executes another
+    program gets the default too, since this is a handler and not SIG_IGN.
     """
     signal.signal(signal.SIGTERM, lambda *_: None)
     signal.siginterrupt(signal.SIGTERM, False)
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
-
-
-def _kill_children_at_exit() -> None:
-    """Kill the processes that the script has started when `spotrun.train` ends this process."""
-    from spotrun.train.failures import before_leaving
-
-    before_leaving(kill_descendants)
 
 
 def _redirect(log: str) -> None:
@@ -126,12 +121,6 @@ def _script_part(trace: types.TracebackType | None) -> types.TracebackType | Non
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
     return trace
-
-
-def _is_peer_failure(error: BaseException) -> bool:
-    from spotrun.train.failures import is_peer_failure
-
-    return is_peer_failure(error)
 
 
 def _fail(task: Task, kind: str, message: str, trace: str, code: int) -> NoReturn:
