@@ -12,6 +12,7 @@ from spotrun.head.capacity import Pool
 from spotrun.head.fleet import classify, decide, record
 from spotrun.head.fleet.record import LIMIT, Recreate, Replacement
 from spotrun.head.job_state import Ending, JobState
+from spotrun.head.planner import idle
 from spotrun.head.planner.plan import plan
 from spotrun.head.timeouts import TIMEOUTS
 from spotrun.head.view import Machine, View
@@ -377,7 +378,7 @@ def asking(seconds: int, refusal: str = "", made_anew: bool = True) -> tuple[lis
             assert isinstance(action, Recreate)
             times.append(now - NOW)
             replaced = record.ask(given.replaced, action, now)
-            given = replace(given, replaced=record.refuse(replaced, action, refusal) if refusal else replaced)
+            given = replace(given, replaced=record.answered(replaced, action, refusal, given.now))
     return times, given
 
 
@@ -440,6 +441,29 @@ def test_nobody_comes_in_the_place_of_one_in_a_zone_that_does_not_answer() -> No
 )
 def test_a_silent_machine_in_a_zone_that_does_not_answer_is_unknown(seen: View, expected: set[str]) -> None:
     assert {name for name, state in states(seen).items() if state == "unknown"} == expected
+
+
+def test_an_unfit_silent_machine_in_a_zone_that_does_not_answer_is_not_usable() -> None:
+    seen = view(waiting(), unfit(A, reported_at=NOW - 60), machines=(away(A), machine(B)))
+    assert states(seen)[A] == "unknown"
+    assert idle.usable(seen) == {B}
+
+
+@pytest.mark.parametrize("leaving", [booting(A, state="terminated"), machine(A, state="stopping")])
+def test_an_unproven_machine_that_leaves_does_not_count_beside_an_abandoned_one(leaving: Machine) -> None:
+    abandoned = checking(C, LATE - 5000)
+    machines = (leaving, machine(B, created=LATE - 5000), machine(C, created=LATE - 5000, answered=0.0))
+    seen = view(waiting(), spare(B, reported_at=NOW), abandoned, machines=machines, **begun(MADE - 5000))
+    assert states(seen)[C] == "abandoned"
+    pools = (Pool("p", 3, 3, dict.fromkeys("abc", "ready")), Pool("q", 3, 0))
+    sizes = decide.decide(seen, pools, 3).resize
+    assert sizes == {"q": 2 if not leaving.joined else 1}
+
+
+def test_a_machine_is_not_replaced_because_its_predecessor_retired() -> None:
+    predecessor = replace(spare(A, reported_at=NOW - 2150, since=NOW - 3000, cloud="gone"), due=NOW + 60)
+    seen = view(waiting(), predecessor, machines=(machine(A, created=NOW - 200, answered=NOW - 2150),))
+    assert states(seen)[A] == "booting"
 
 
 def test_machines_that_have_not_shown_what_they_are_good_for() -> None:

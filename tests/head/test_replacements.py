@@ -238,6 +238,32 @@ async def test_a_head_killed_between_writing_and_asking_loses_nothing(world: Wor
     assert [(each.node, each.tries) for each in world.replaced()] == [("p-0", 2)]
 
 
+async def test_the_cloud_has_its_time_from_the_answer_of_a_long_call(world: World) -> None:
+    await world.with_machines()
+    world.cloud.hold.clear()
+    world.unfit("p-0")
+    began = time.time()
+    await world.head._turn(began)
+    while not world.recreated:
+        await asyncio.sleep(0)
+    world.cloud.hold.set()
+    await world.head.replacements.answered()
+    for _ in range(2):
+        world.head.agents.known["p-0"].reported_at = began + 200
+        await world.head._turn(began + 200)
+        await world.head.replacements.answered()
+    assert world.recreated == ["p-0"]
+    assert [each.at for each in world.replaced()] == [began + 200]
+
+
+async def test_a_machine_that_a_change_of_sizes_removes_is_not_replaced(world: World) -> None:
+    await world.with_machines()
+    world.unfit("p-0")
+    world.head._removing = frozenset({"p-0"})
+    await world.turn(2)
+    assert (world.recreated, world.replaced()) == ([], [])
+
+
 async def test_a_superseded_head_asks_the_cloud_for_nothing(world: World) -> None:
     await world.with_machines()
     world.unfit("p-0")

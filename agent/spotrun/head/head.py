@@ -85,6 +85,7 @@ class Head:
         self._requests: list[tuple[Change, asyncio.Future[JobState]]] = []
         self._answers: list[tuple[asyncio.Future[JobState], JobState]] = []  # given once they are in the bucket
         self._exhausted: frozenset[str] = frozenset()  # pools in which no more machines are replaced, as was noted
+        self._removing: frozenset[str] = frozenset()  # machines that the last change of sizes removes
         self._began = self._ticked_at = self._awake_since = 0.0
 
     # What connections and the control socket call.
@@ -219,7 +220,7 @@ class Head:
         await self.replacements.read()
         async with self.taking:
             await job_queue.activate(self)
-        for answer in self.replacements.answers():
+        for answer in self.replacements.answers(now):
             self.add_event("cloud", answer)
         requests, self._requests = self._requests, []
         for change, future in requests:
@@ -248,7 +249,8 @@ class Head:
             self.agents.order(self.job, self.epoch)
         async with self.published:
             self.published.notify_all()
-        recreate = decide(self._view(now)).recreate if self.job is not None else ()
+        found = decide(self._view(now)).recreate if self.job is not None else ()
+        recreate = tuple(each for each in found if each.node not in self._removing)
         if self.replacements.pending(recreate):
             await self._check_epoch()
             await self.replacements.begin(recreate, now)
@@ -303,7 +305,7 @@ class Head:
         return retirement.mark(view)
 
     def _wanted(self, action: Recreate) -> bool:
-        if self.job is None:
+        if self.job is None or action.node in self._removing:
             return False
         view = self._view(self.clock())
         return any((e.node, e.created) == (action.node, action.created) for e in wanted(view, classify(view)))
@@ -341,7 +343,7 @@ class Head:
         spent = exhausted(view.replaced, view.now)
         for pool in sorted(spent - self._exhausted):
             self.add_event("cloud", f"pool {pool}: {fleet.reasons[pool]}")
-        self._exhausted = spent
+        self._exhausted, self._removing = spent, frozenset(fleet.remove)
         return await self.fleet.scale(fleet.resize, fleet.remove)
 
     async def _check_epoch(self) -> None:

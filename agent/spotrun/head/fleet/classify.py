@@ -33,6 +33,7 @@ class Condition:
     reason: str = ""
     since: float = 0.0  # since when, epoch seconds; of a machine that was never fit, when its time was over
     replacement: Recreate | None = None  # what the cloud should be asked for; None: nothing
+    proven: bool = True  # of a leaving machine: whether it has shown that it is fit
 
     @property
     def unusable(self) -> bool:
@@ -69,7 +70,11 @@ def _unknown(view: View, machine: Machine, node: Node | None) -> Condition | Non
     # A new head first waits until agents have found it.
     quiet = silent(view, node) if node is not None else view.now - view.awake_since > TIMEOUTS.rejoin
     since = node.reported_at if node is not None else view.awake_since
-    return Condition(machine, "unknown", "its zone does not answer", since) if quiet else None
+    if not quiet:
+        return None
+    fault = _fault(view, machine, node)
+    reason, wanted = (fault[0], _request(machine, fault[0])) if fault else ("its zone does not answer", None)
+    return Condition(machine, "unknown", reason, since, wanted)
 
 
 def _never_served(view: View, machine: Machine, node: Node | None) -> Condition | None:
@@ -84,9 +89,7 @@ def _never_served(view: View, machine: Machine, node: Node | None) -> Condition 
         or machine.pool in exhausted(view.replaced, view.now)
     )
     state: State = "abandoned" if hopeless else "replacing"
-    return Condition(
-        machine, state, why, since, Recreate(node=machine.name, pool=machine.pool, why=why, created=machine.created)
-    )
+    return Condition(machine, state, why, since, _request(machine, why))
 
 
 def _fault(view: View, machine: Machine, node: Node | None) -> tuple[str, float] | None:
@@ -135,8 +138,7 @@ def _not_reporting(view: View, reporting: list[Node], machine: Machine, node: No
         since, most = max(view.began, view.awake_since), _patience_after_restart(view, reporting, machine)
     if view.now - since <= most:
         return None
-    wanted = Recreate(node=machine.name, pool=machine.pool, created=machine.created)
-    return Condition(machine, "replacing", "its agent does not report", since, wanted)
+    return Condition(machine, "replacing", "its agent does not report", since, _request(machine))
 
 
 def _patience(view: View, reporting: list[Node], node: Node) -> float:
@@ -161,7 +163,7 @@ def _patience_after_restart(view: View, reporting: list[Node], machine: Machine)
 
 def _retired(view: View, machine: Machine, node: Node | None) -> Condition | None:
     """A machine that has retired: the generation goes on without it, and others or the bucket hold its state too."""
-    if node is None or not node.due or not node.connected or machine.state != "running" or not node.expendable(view):
+    if node is None or not node.due or not node.connected or node.cloud != "running" or not node.expendable(view):
         return None
     job = view.job
     staying = (patience.state(n) for n in view.nodes if n.connected and not n.noticed and n.report.job == job.id)
@@ -170,8 +172,11 @@ def _retired(view: View, machine: Machine, node: Node | None) -> Condition | Non
     if uploading or not kept or view.now - node.since < TIMEOUTS.last_logs:
         return None
     why = f"its cloud ends it at {time.strftime('%H:%M UTC', time.gmtime(node.due))}"
-    wanted = Recreate(node=machine.name, pool=machine.pool, why=why, created=machine.created, planned=True)
-    return Condition(machine, "replacing", why, node.since, wanted)
+    return Condition(machine, "replacing", why, node.since, _request(machine, why, planned=True))
+
+
+def _request(machine: Machine, why: str = "", planned: bool = False) -> Recreate:
+    return Recreate(node=machine.name, pool=machine.pool, why=why, created=machine.created, planned=planned)
 
 
 def _is_member(view: View, machine: Machine) -> bool:
@@ -180,14 +185,15 @@ def _is_member(view: View, machine: Machine) -> bool:
 
 def _in_service(view: View, machine: Machine, node: Node | None) -> Condition:
     """The condition of a machine of which nothing is asked."""
+    proven = machine.joined and (node is None or node.report.phase not in ("checking", "unfit"))
     if machine.state in GONE:
-        return Condition(machine, "leaving", "the cloud ends it")
+        return Condition(machine, "leaving", "the cloud ends it", proven=proven)
     if node is None or (not machine.joined and node.report.phase != "checking"):
         if node is None and (machine.joined or had_joined(view, machine)):
             return Condition(machine, "silent", "its agent has not reported to this head", view.began)
         return Condition(machine, "booting", since=machine.created)
     if node.noticed:
-        return Condition(machine, "leaving", "it retires" if node.due else "under notice", node.since)
+        return Condition(machine, "leaving", "it retires" if node.due else "under notice", node.since, proven=proven)
     if node.report.phase == "unfit":
         return Condition(machine, "unfit", "; ".join(node.report.unfit), node.since)
     if node.report.phase == "checking":

@@ -86,7 +86,7 @@ def observe(view: View, conditions: Conditions, pools: Sequence[Pool], needed: i
     noticed = {node.name for node in view.nodes if node.connected and node.under_notice}
     seen = []
     for pool in pools:
-        states = {name: conditions[name].state for name in pool.states if name in conditions}
+        states = {name: _counts_as(conditions[name]) for name in pool.states if name in conditions}
         seen.append(
             replace(
                 pool,
@@ -97,6 +97,11 @@ def observe(view: View, conditions: Conditions, pools: Sequence[Pool], needed: i
             )
         )
     return Observation(tuple(seen), needed, keep)
+
+
+def _counts_as(condition: Condition) -> str:
+    """The state for the policy. A machine that leaves before it has shown that it is fit counts as one that boots."""
+    return "booting" if condition.state == "leaving" and not condition.proven else condition.state
 
 
 def _closed(view: View, conditions: Conditions) -> frozenset[str]:

@@ -48,9 +48,17 @@ def ask(replaced: Asked, action: Recreate, now: float) -> Asked:
     return (*kept, Replacement(at=now, tries=tries, **dict(action)))
 
 
-def refuse(replaced: Asked, action: Recreate, why: str) -> Asked:
-    """The record after the cloud did not replace the machine. The time of the next request stays."""
-    return tuple(each.replace(refused=why) if _same(each, action) else each for each in replaced)
+def answered(replaced: Asked, action: Recreate, refusal: str, now: float) -> Asked:
+    """The record after the cloud's answer. refusal: why it does not replace the machine; empty if it does.
+
+    The time until the next request begins with the answer, which may take long.
+    """
+    return tuple(each.replace(refused=refusal, at=now) if _same(each, action) else each for each in replaced)
+
+
+def forget(replaced: Asked, action: Recreate) -> Asked:
+    """The record without a machine that serves again, or that is gone."""
+    return tuple(each for each in replaced if not _same(each, action))
 
 
 def may_ask(replaced: Asked, action: Recreate, now: float) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from spotrun.errors import SpotrunError
 from spotrun.head.fenced import FencedStore
-from spotrun.head.fleet.record import Asked, Recreate, Replacement, ask, refuse
+from spotrun.head.fleet.record import Asked, Recreate, Replacement, answered, ask, forget
 from spotrun.store import Store, replaced_key
 from spotrun.wire import Kept
 
@@ -46,7 +46,7 @@ class Replacements:
         self._key, self._description, self._fenced = replaced_key(cluster), description, FencedStore(store)
         self._recreate, self._still, self._wake = recreate, still, wake
         self._written: Asked | None = None  # None: not read yet
-        self._asking: dict[asyncio.Task[str], Recreate] = {}
+        self._asking: dict[asyncio.Task[str | None], Recreate] = {}
 
     async def read(self) -> None:
         """What earlier heads have asked; from the bucket the first time. Raises `StoreError`."""
@@ -70,14 +70,18 @@ class Replacements:
             self._asking[task] = action
             task.add_done_callback(lambda _: self._wake())
 
-    def answers(self) -> list[str]:
+    def answers(self, now: float) -> list[str]:
         """What came of requests since the last call, a line each."""
         lines = []
         for task in [task for task in self._asking if task.done()]:
             action, refusal = self._asking.pop(task), task.result()
+            if refusal is None:
+                self.replaced = forget(self.replaced, action)
+                lines.append(f"{action.node}: is not replaced any more, and the cloud was not asked")
+                continue
             what = f"{action.node}: {action.why or 'does not answer'}"
+            self.replaced = answered(self.replaced, action, refusal, now)
             if refusal:
-                self.replaced = refuse(self.replaced, action, refusal)
                 lines.append(f"{what}: the cloud does not put another in its place: {refusal}")
             else:
                 lines.append(f"{what}: asked the cloud for another in its place")
@@ -99,10 +103,10 @@ class Replacements:
         asked = {each.node for each in self._asking.values()}
         return [each for each in wanted if each.node not in asked][: max(0, self.at_once - len(asked))]
 
-    async def _ask(self, action: Recreate) -> str:
-        """Empty, or why the cloud does not replace the machine."""
-        if not self._still(action):  # the bucket may have taken its time
-            return "it was not asked, since the machine serves again or is another one"
+    async def _ask(self, action: Recreate) -> str | None:
+        """Empty, or why the cloud does not replace the machine. None if it was not asked."""
+        if not self._still(action):  # the write to the bucket may have taken long
+            return None
         try:
             await self._recreate(action.node)
         except SpotrunError as error:
