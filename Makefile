@@ -55,10 +55,10 @@ endif
 
 help: ## print this
 	@echo "spotrun: torchrun for machines that vanish. Targets:"
-	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-16s %s\n", $$1, $$2 }'
+	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-18s %s\n", $$1, $$2 }'
 	@printf 'Variables: CLUSTER=%s JOB=%s JSON=1 (for programs)\n' "$$CLUSTER" "$$JOB"
 
-plan: $(READY) ## what `make up` would change in the cloud, as Terraform sees it
+plan: $(READY) ## what `make up` would change, as Terraform sees it (needs a cloud's CLUSTER=)
 	@$(FAB) plan $(cluster)
 
 up: $(READY) ## bring the cluster up: a head and a bucket; nodes come with a job
@@ -76,7 +76,7 @@ follow: $(READY) ## follow the running job; Ctrl-C ends only the following [ID=j
 logs: $(READY) ## what the workers printed [NODE= RANK= ID=job TAIL=lines RAW=1: with escape sequences]
 	@$(FAB) logs $(cluster) $(job_id) $(call flag,NODE,node) $(call flag,RANK,rank) $(call flag,TAIL,tail) $(call yes,RAW,raw)
 
-ssh: $(READY) ## a shell on a node, or on the head [NODE=head]
+ssh: $(READY) ## a shell on a node, or on the head [NODE=: default head]
 	@$(FAB) ssh $(cluster) $(call flag,NODE,node)
 
 run: $(READY) ## run a command on all nodes, or on one: CMD='df -h' [NODE= TIMEOUT=seconds]
@@ -88,13 +88,13 @@ preempt: $(READY) ## have the cloud take a node away, with notice, as a test: NO
 kill: $(READY) ## have the cloud take a node away without a word, as a test: NODE=
 	@$(FAB) kill $(cluster) --node " $$NODE"
 
-relaunch: $(READY) ## run an ended or held job on from its checkpoint, or restart a running one's workers [ID=job]
+relaunch: $(READY) ## continue an ended or held job from its checkpoint, or restart the workers of a running job [ID=job]
 	@$(FAB) relaunch $(cluster) $(job_id)
 
 stop: $(READY) ## stop the job; its state goes into the bucket [ID=job]
 	@$(FAB) stop $(cluster) $(job_id)
 
-down: $(READY) ## take the cluster down; refuses while a job runs [FORCE=1; ALL=1: a cloud's network and bucket too]
+down: $(READY) ## take the cluster down; refused while a job runs [FORCE=1: even then; ALL=1: also a cloud's network and bucket; refused while it holds checkpoints]
 	@$(FAB) down $(cluster) $(call yes,FORCE,force) $(call yes,ALL,all)
 
 acceptance: $(READY) ## the first day: try everything on real machines, cheapest first, then take it down [DRY=1: only list; ALL=1: also what has passed]
@@ -103,25 +103,25 @@ acceptance: $(READY) ## the first day: try everything on real machines, cheapest
 test: $(VENV)/.installed-dev ## run the tests, several at a time [ARGS='-k planner -x', ARGS='-n0 tests/head': one at a time]
 	@$(VENV)/bin/python -m pytest $(PARALLEL) $(ARGS)
 
-test-fast: $(VENV)/.installed-dev ## run the tests that start no cluster and import no torch, in under a minute [ARGS=]
+test-fast: $(VENV)/.installed-dev ## run the tests without the slow files, which are listed in SLOW of tests/conftest.py; under a minute [ARGS=]
 	@$(VENV)/bin/python -m pytest $(PARALLEL) --fast $(ARGS)
 
-test-clouds: $(VENV)/.installed-dev ## run the tests about clouds: stacks, real Terraform, clusters on AWS and Google as played here
+test-clouds: $(VENV)/.installed-dev ## run the tests about clouds: stacks, real Terraform, clusters on simulated AWS and Google
 	@$(VENV)/bin/python -m pytest $(PARALLEL) -m clouds $(ARGS)
 
 test-gpu: $(VENV)/.installed-dev ## run the tests that need CUDA; fails on a machine without a GPU
 	@$(VENV)/bin/python -m pytest --gpu $(ARGS)
 
-image: $(READY) ## bake the image for a cluster's cloud, with Packer [PUBLIC=1: on AWS without NAT; PRUNE=n: keep the newest n]
+image: $(READY) ## bake the image for a cluster's cloud, with Packer [PUBLIC=1: on AWS without NAT; PRUNE=n: then DELETE all but the newest n and those in use]
 	@$(VENV)/bin/python -m images.build "$$CLUSTER" $(call yes,PUBLIC,public) $(call flag,PRUNE,prune) $(ARGS)
 
-images: $(READY) ## the images of a cluster's cloud, with age and price [PRUNE=n: keep the newest n, and those in use]
+images: $(READY) ## the images of a cluster's cloud, with age and price [PRUNE=n: DELETE all but the newest n and those in use]
 	@$(VENV)/bin/python -m images.kept "$$CLUSTER" $(call yes,JSON,json) $(call flag,PRUNE,prune)
 
 image-versions: $(VENV)/.installed-dev ## what images are pinned to, and what is newest in the registries in reach
 	@$(VENV)/bin/python -m images.versions $(ARGS)
 
-image-trial: $(READY) ## try what a bake would install in a container of plain Debian, for nothing; needs docker or podman
+image-trial: $(READY) ## install what a bake would install, in a local Debian container, without cost; needs docker or podman
 	@$(VENV)/bin/python -m images.trial "$$CLUSTER"
 
 test-image: $(VENV)/.installed-dev ## bake both images into folders and start what is in them; needs root and debootstrap
@@ -140,16 +140,16 @@ lint: $(VENV)/.installed-dev $(CHECKOV)/.installed ## check style, types, images
 bench-recovery: $(VENV)/.installed-dev ## measure recovery against torchrun; writes bench/RESULTS.md
 	@$(VENV)/bin/python -m bench.recovery $(ARGS)
 
-bench-footprint: $(VENV)/.installed-dev ## measure what the head and the agents take; writes bench/RESULTS.md
+bench-footprint: $(VENV)/.installed-dev ## measure how much memory and CPU the head and the agents take; writes bench/RESULTS.md
 	@$(VENV)/bin/python -m bench.footprint $(ARGS)
 
-bench-synth: $(VENV)/.installed-dev ## measure what synthesis takes beside a plain import; writes bench/RESULTS.md
+bench-synth: $(VENV)/.installed-dev ## measure the time and memory to write a cluster's stacks; writes bench/RESULTS.md
 	@$(VENV)/bin/python -m bench.synth $(ARGS)
 
 bench-startup: $(VENV)/.installed-dev ## measure how long an agent takes to join; writes bench/RESULTS.md
 	@$(VENV)/bin/python -m bench.startup $(ARGS)
 
-soak: $(VENV)/.installed-dev ## random faults against small jobs on this machine [RUNS=10 SEED=1 ARGS='--out bench/RESULTS.md']
+soak: $(VENV)/.installed-dev ## start clusters on this machine, and small jobs with random faults on them [RUNS=10 SEED=1 ARGS='--out bench/RESULTS.md']
 	@$(VENV)/bin/python -m bench.soak $(call flag,RUNS,runs) $(call flag,SEED,seed) $(ARGS)
 
 clean: ## remove the set-up and all caches; the local clusters' state (.spotrun) stays

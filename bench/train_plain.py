@@ -12,8 +12,8 @@ import signal
 import sys
 
 PR_SET_PDEATHSIG = 1
-# A worker never outlives its agent, so that a node which is killed is gone whole, as a machine is. Before the imports,
-# which take longest. If the agent died even earlier, then because the whole benchmark did.
+# The kernel kills a worker when its agent dies, so that nothing of a killed node is left: so it is with a lost machine.
+# This comes before the imports, since they take longest. If the agent died before this line, the whole benchmark did.
 ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
 if not os.path.exists(f"/proc/{os.environ.get('BENCH_PID', os.getppid())}"):
     sys.exit("the benchmark is gone")
@@ -87,7 +87,7 @@ def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step:
 
 
 def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Load the newest checkpoint, if there is one. The step after which it was made."""
+    """Restore the newest checkpoint, if there is one. Returns the step after which it was made; 0 without one."""
     found = sorted(folder.glob("*.pt"))
     if not found:
         return 0

@@ -32,7 +32,7 @@ def report(job: Status) -> str:
         lines += _failure(job["failure"])
     if job["metrics"]:
         lines.append("  last values: " + ", ".join(f"{name} {number(value)}" for name, value in job["metrics"].items()))
-    lines += _losses(job["interruptions"])
+    lines += _interruptions(job["interruptions"])
     if job["goodput"] is not None:
         lines.append(f"  goodput {job['goodput']:.1%} (share of node time that went into steps that counted)")
     machines = f"  node time {duration(job['node_seconds'])}"
@@ -93,13 +93,13 @@ def _told(kind: str, job: Status) -> str:
     return f"{text}; of it copying snapshots {job['snapshot_seconds'] / job['node_seconds']:.2%}"
 
 
-def _losses(interruptions: list[Status]) -> list[str]:
+def _interruptions(interruptions: list[Status]) -> list[str]:
     if not interruptions:
         return ["  no machine was lost"]
     rows = [("interruption", "node", "seconds to the next step", "steps lost")]
-    for loss in interruptions:
-        seconds = "" if loss["seconds"] is None else f"{loss['seconds']:.1f}"
-        lost = "" if loss["steps_lost"] is None else str(loss["steps_lost"])
-        rows.append((loss["kind"], loss["node"] or "", seconds, lost))
+    for each in interruptions:
+        seconds = "" if each["seconds"] is None else f"{each['seconds']:.1f}"
+        lost = "" if each["steps_lost"] is None else str(each["steps_lost"])
+        rows.append((each["kind"], each["node"] or "", seconds, lost))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     return ["  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

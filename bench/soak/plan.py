@@ -18,19 +18,19 @@ NOTICES = (2.0, 5.0, 15.0, 30.0, 120.0)  # seconds
 class Shape:
     """A kind of job.
 
-    name: as the job's script knows it. accumulate: batches of a step. workers: processes that load data, for each rank.
+    name: as the job's script knows it. accumulate: batches of a step. loaders: processes that load data, for each rank.
     """
 
     name: str
     accumulate: int = 1
-    workers: int = 0
+    loaders: int = 0
 
 
 SHAPES = (
     Shape("norm"),
     Shape("dropout"),
     Shape("accumulate", accumulate=3),
-    Shape("loaders", workers=2),
+    Shape("loaders", loaders=2),
     Shape("pair"),
 )
 
@@ -40,7 +40,8 @@ class Fault:
     """One thing that goes wrong.
 
     kind: one of FAULTS. at: the share of the job's steps that are done when the fault happens.
-    rank: the member that it hits, modulo their number. seconds: of the notice, or until the fault is undone.
+    rank: which member it hits; if there are fewer members, the count begins again. seconds: of the notice, or until the
+    fault is undone.
     """
 
     kind: str
@@ -81,13 +82,13 @@ class Scenario:
         """Arguments of the job's script."""
         shape = self.shape
         words = {"out": out, "shape": shape.name, "samples": self.samples, "batch": BATCH, "pause": pause}
-        words |= {"accumulate": shape.accumulate, "workers": shape.workers}
+        words |= {"accumulate": shape.accumulate, "loaders": shape.loaders}
         return [word for name, value in words.items() for word in (f"--{name}", str(value))]
 
 
 def scenario(seed: int) -> Scenario:
-    """The scenario of a seed. It has one to four faults. Two of three jobs have a fixed size."""
-    dice = random.Random(f"soak {seed}")  # a text: neighbouring numbers would begin alike
+    """The scenario of a seed. It has one to four faults. Three of four jobs have a fixed size."""
+    dice = random.Random(f"soak {seed}")
     shape = SHAPES[seed % len(SHAPES)]
     most = dice.randint(1, 4)
     least = most if most == 1 or dice.random() < 2 / 3 else dice.randint(1, most - 1)

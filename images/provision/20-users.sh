@@ -4,7 +4,7 @@ set -euo pipefail
 source "${IMAGE:?}/provision/lib.sh"
 
 getent group spotrun >/dev/null || groupadd --system spotrun
-# It has a shell and a home: on AWS operators log in as this user (EC2 Instance Connect, scripts/transports.py).
+# This user has a shell and a home, because on AWS operators log in as it (EC2 Instance Connect, scripts/transports.py).
 getent passwd spotrun >/dev/null ||
     useradd --system --gid spotrun --home-dir /home/spotrun --create-home --shell /bin/bash spotrun
 chmod 0700 /home/spotrun
@@ -12,11 +12,12 @@ chmod 0700 /home/spotrun
 getent group spotrun-head >/dev/null || groupadd --system spotrun-head
 getent passwd spotrun-head >/dev/null ||
     useradd --system --gid spotrun-head --no-create-home --home-dir /var/lib/spotrun-head --shell /usr/sbin/nologin spotrun-head
-# Everybody may open the device nodes of GPUs and network cards, but not /dev/kmsg, which has the GPUs' errors.
+# The journal has the GPUs' errors. All users may open the device nodes of GPUs and network cards, but not /dev/kmsg.
 usermod --append --groups systemd-journal spotrun
 
-# Everybody who logs in over SSH is in this group during the session, under any account: OS Login makes one for each
-# person. IAM alone decides who may log in. The group can read the journal.
+# Everybody who logs in over SSH is in two groups during the session: this one, and systemd-journal, which can read the
+# journal. pam_group adds both (21-ssh.sh), under any account: OS Login makes an account for each person. IAM alone
+# decides who may log in.
 getent group spotrun-operators >/dev/null || groupadd --system spotrun-operators
 line='sshd;*;*;Al0000-2400;spotrun-operators,systemd-journal'
 grep -qxF "$line" /etc/security/group.conf || echo "$line" >>/etc/security/group.conf

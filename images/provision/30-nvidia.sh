@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# NVIDIA's driver for computing, with the open kernel modules, at exactly the pinned version. No CUDA: torch brings its own.
+# NVIDIA's driver for computing, with the open kernel modules, at exactly the pinned version. No CUDA toolkit:
+# torch has its own.
 set -euo pipefail
 source "${IMAGE:?}/provision/lib.sh"
 
@@ -15,8 +16,8 @@ chmod 0644 /usr/share/keyrings/nvidia.gpg
 rm -f "$key"
 echo "deb [arch=amd64 signed-by=/usr/share/keyrings/nvidia.gpg] $NVIDIA_REPOSITORY /" >/etc/apt/sources.list.d/nvidia.list
 
-# NVIDIA's packages depend on some of Debian's `contrib`, which the clouds' images do not list
-# (https://docs.nvidia.com/cuda/cuda-installation-guide-linux/#debian): from the mirror that `main` comes from.
+# NVIDIA's packages depend on packages in Debian's `contrib`, which the clouds' images do not list
+# (https://docs.nvidia.com/cuda/cuda-installation-guide-linux/#debian). So add it, from the mirror of `main`.
 release=$(sed -n 's/^VERSION_CODENAME=//p' /etc/os-release)
 # shellcheck disable=SC2016 # apt itself fills these in
 format='$(REPO_URI) $(RELEASE) $(COMPONENT)'
@@ -29,7 +30,7 @@ fi
 echo "deb $mirror $release contrib" >/etc/apt/sources.list.d/contrib.list
 apt-get -q --error-on=any update
 
-# It makes apt prefer this version of all parts of the driver to newer ones
+# This package makes apt prefer the pinned version of every part of the driver to newer versions
 # (https://docs.nvidia.com/datacenter/tesla/driver-installation-guide/).
 install_packages "nvidia-driver-pinning-$NVIDIA_DRIVER"
 packages=(nvidia-driver-cuda nvidia-kernel-open-dkms nvidia-persistenced)
@@ -43,7 +44,7 @@ for package in "${packages[@]}"; do
     fi
 done
 hold_packages "${packages[@]}"
-# Otherwise a missing part would show only on a machine with GPUs, at 30 dollars an hour.
+# Without these checks, a missing part would show only on a machine with GPUs, which may cost 30 dollars an hour.
 if ! modinfo --set-version "$KERNEL_ABI" nvidia >/dev/null; then
     echo "there is no NVIDIA module for kernel $KERNEL_ABI; see /var/lib/dkms/nvidia/*/build/make.log" >&2
     exit 1

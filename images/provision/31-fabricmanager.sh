@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Connects the GPUs of machines with NVSwitch, and starts only there. It works only with a driver of the same version.
+# The fabric manager connects the GPUs of machines with NVSwitch, and starts only on those. Its version must be the
+# driver's.
 set -euo pipefail
 source "${IMAGE:?}/provision/lib.sh"
 

@@ -25,7 +25,7 @@ parser.add_argument("--shape", required=True)
 parser.add_argument("--samples", type=int, required=True)
 parser.add_argument("--batch", type=int, default=4)
 parser.add_argument("--accumulate", type=int, default=1)
-parser.add_argument("--workers", type=int, default=0)
+parser.add_argument("--loaders", type=int, default=0, help="processes that load data, for each rank")
 parser.add_argument("--pause", type=float, default=0.0, help="seconds added to each step")
 args = parser.parse_args()
 
@@ -64,7 +64,7 @@ if args.shape == "pair":
 optimizers = {f"{name}_optimizer": torch.optim.AdamW(each.parameters(), lr=1e-2) for name, each in models.items()}
 schedulers = {f"{name}_schedule": torch.optim.lr_scheduler.StepLR(each, 1, 0.5) for name, each in optimizers.items()}
 sampler = spotrun.ElasticSampler(dataset, seed=3)
-loader = DataLoader(dataset, batch_size=args.batch, sampler=sampler, num_workers=args.workers)
+loader = DataLoader(dataset, batch_size=args.batch, sampler=sampler, num_workers=args.loaders)
 run.track(**models, **optimizers, **schedulers, sampler=sampler)
 number = json.loads(os.environ.get("SPOTRUN_CONTEXT", "{}")).get("generation", 0)
 record = (args.out / f"steps-{number}-{run.rank}.jsonl").open("a", buffering=1)
