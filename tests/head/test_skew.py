@@ -289,7 +289,7 @@ async def test_a_checkpoint_of_a_newer_format_parks_its_job_and_stays(world: Wor
     assert "0000000010/manifest.json is not a manifest: format: has format 2" in head.parked.reason
     checkpoints.prune(world.store, job, 1)
     assert world.store.exists(checkpoint_key(job, 10))
-    assert [ref.step for ref in checkpoints.complete(world.store, job)] == [5]
+    assert [ref.step for ref in checkpoints.list_complete(world.store, job)] == [5]
 
 
 def test_a_queue_is_read() -> None:

@@ -395,7 +395,7 @@ def in_bucket(rng: random.Random, store: Store) -> None:
             await journal.read(job)
 
     asyncio.run(head())
-    for ref in checkpoints.complete(store, "toy-1"):
+    for ref in checkpoints.list_complete(store, "toy-1"):
         assert ref.step == 5
     with contextlib.suppress(SpotrunError):
         ssh.read_host(ssh.Access("c", store, None, Path()), "spot-1")  # type: ignore[arg-type]

@@ -204,7 +204,7 @@ def test_a_writer_killed_at_every_stage(store: Store, tmp_path: Path, after: boo
         assert killed.exitcode == -signal.SIGKILL, "it has fewer writes than this test believes"
         whole = nth == WRITES and after
         wanted = [StateRef(generation=2, step=20)] if whole else []
-        assert checkpoints.complete(store, "job") == [*wanted, StateRef(generation=1, step=10)]
+        assert checkpoints.list_complete(store, "job") == [*wanted, StateRef(generation=1, step=10)]
         folder = tmp_path / f"slots-{nth}"
         folder.mkdir()
         found = restore(dataclasses.replace(context(tmp_path, (2, 20), (1, 10)), slots=str(folder)), 0, None)
@@ -262,10 +262,10 @@ def test_complete_and_prune(store: Store, tmp_path: Path, caplog: pytest.LogCapt
     store.put(checkpoint_key("job", 25, "g1-state.json"), b"left by a generation that died here")
     store.put("jobs/job/checkpoints/readme.txt", b"someone's note")
     order = [StateRef(generation=g, step=s) for g, s in ((2, 25), (1, 30), (1, 20), (1, 10))]
-    assert checkpoints.complete(store, "job") == order
+    assert checkpoints.list_complete(store, "job") == order
     assert checkpoint_key("job", 40) in caplog.text
     checkpoints.prune(store, "job", 2)
-    assert checkpoints.complete(store, "job") == order[:2]
+    assert checkpoints.list_complete(store, "job") == order[:2]
     steps = {int(key.split("/")[3]) for key in store.list("jobs/job/checkpoints") if key.count("/") == 4}
     assert steps == {25, 30, 35}  # 35 may still be on its way
     assert not store.exists(checkpoint_key("job", 25, "g1-state.json"))
@@ -277,7 +277,7 @@ def test_complete_and_prune(store: Store, tmp_path: Path, caplog: pytest.LogCapt
 
 def test_prune_of_nothing(store: Store) -> None:
     checkpoints.prune(store, "job", 3)
-    assert checkpoints.complete(store, "job") == []
+    assert checkpoints.list_complete(store, "job") == []
 
 
 @given(st.binary(max_size=200))

@@ -156,7 +156,7 @@ class Journal:
         """
         state = await self.read(job, own=True)
         events = _events(await self._fenced.find(job_key(job, "events.jsonl")))
-        complete = await asyncio.to_thread(checkpoints.complete, self.store, job, strict=True)
+        complete = await asyncio.to_thread(checkpoints.list_complete, self.store, job, strict=True)
         self._written, self._events = None, None
         # With the new epoch this state differs from the last one, so an older head that still runs cannot replace it.
         state = state.replace(checkpoints=tuple(complete), epoch=epoch)
@@ -198,7 +198,7 @@ class Journal:
         key = checkpoint_key(manifest.job, manifest.step)
         await asyncio.to_thread(self.store.create, key, manifest.model_dump_json().encode())
         await asyncio.to_thread(checkpoints.prune, self.store, manifest.job, keep)
-        return await asyncio.to_thread(checkpoints.complete, self.store, manifest.job)
+        return await asyncio.to_thread(checkpoints.list_complete, self.store, manifest.job)
 
 
 def _essence(job: JobState) -> JobState:

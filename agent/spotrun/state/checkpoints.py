@@ -26,7 +26,7 @@ class _Newer(ValueError):
 _GENERATION = re.compile(r"g(\d+)-")
 
 
-def complete(store: Store, job: str, strict: bool = False) -> list[StateRef]:
+def list_complete(store: Store, job: str, strict: bool = False) -> list[StateRef]:
     """Complete checkpoints of the job, newest first. A broken manifest is skipped with a warning.
 
     strict: raise `UnreadableError` if a manifest has a newer format: its checkpoint may be the newest state.
