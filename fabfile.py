@@ -6,9 +6,9 @@ Exit status: 0 well, 1 the job or the command failed, 2 a mistake of the user's,
 # ruff: noqa: E402  # the modules below take most of a second to load
 from __future__ import annotations
 
-from scripts import interrupts
+from scripts import ctrl_c
 
-interrupts.exit_quietly()
+ctrl_c.exit_quietly()
 
 import functools
 import os
@@ -36,7 +36,7 @@ def command(function: Callable[..., int | None]) -> Any:
 
     @functools.wraps(function)
     def wrapped(*args: Any, **options: Any) -> None:
-        interrupts.raise_again()
+        ctrl_c.raise_again()
         complain = functools.partial(_complain, bool(options.get("json")))
         try:
             if function.__name__ in os.environ.get("SPOTRUN_TARGETS", "").split():

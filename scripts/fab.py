@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from scripts import interrupts
+from scripts import ctrl_c
 
 if __name__ == "__main__":
-    interrupts.exit_quietly()
+    ctrl_c.exit_quietly()
     from fabric.main import program
 
     program.run()
