@@ -75,6 +75,6 @@ def _other(job: JobState, node: Node | None) -> str:
         return UNFIT
     if job.phase == "finishing":
         return SAVING
-    if node.noticed:
+    if node.leaving:
         return LEAVING
     return SPARE if job.current else WAITING

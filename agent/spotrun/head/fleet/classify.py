@@ -19,7 +19,7 @@ from spotrun.head.fleet.record import Recreate, exhausted
 from spotrun.head.planner import patience, silence
 from spotrun.head.planner.liveness import eligible, had_joined, reports, silent
 from spotrun.head.timeouts import TIMEOUTS
-from spotrun.head.view import GONE, Machine, Node, View
+from spotrun.head.view import ENDING_STATES, Machine, Node, View
 
 State = Literal["booting", "checking", "ready", "leaving", "unfit", "silent", "replacing", "abandoned", "unknown"]
 
@@ -166,7 +166,7 @@ def _retired(view: View, machine: Machine, node: Node | None) -> Condition | Non
     if node is None or not node.due or not node.connected or node.cloud != "running" or not node.expendable(view):
         return None
     job = view.job
-    staying = (patience.state(n) for n in view.nodes if n.connected and not n.noticed and n.report.job == job.id)
+    staying = (patience.state(n) for n in view.nodes if n.connected and not n.leaving and n.report.job == job.id)
     kept = node.report.job != job.id or patience.state(node) <= max([job.newest, *staying])
     uploading = job.saving is not None and node.name in job.saving.holders
     if uploading or not kept or view.now - node.since < TIMEOUTS.last_logs:
@@ -186,13 +186,13 @@ def _is_member(view: View, machine: Machine) -> bool:
 def _in_service(view: View, machine: Machine, node: Node | None) -> Condition:
     """The condition of a machine of which nothing is asked."""
     proven = machine.joined and (node is None or node.report.phase not in ("checking", "unfit"))
-    if machine.state in GONE:
+    if machine.state in ENDING_STATES:
         return Condition(machine, "leaving", "the cloud ends it", proven=proven)
     if node is None or (not machine.joined and node.report.phase != "checking"):
         if node is None and (machine.joined or had_joined(view, machine)):
             return Condition(machine, "silent", "its agent has not reported to this head", view.began)
         return Condition(machine, "booting", since=machine.created)
-    if node.noticed:
+    if node.leaving:
         return Condition(machine, "leaving", "it retires" if node.due else "under notice", node.since, proven=proven)
     if node.report.phase == "unfit":
         return Condition(machine, "unfit", "; ".join(node.report.unfit), node.since)

@@ -12,7 +12,7 @@ from spotrun.head.job_state import Idle, JobState, SetIdle
 from spotrun.head.planner import patience
 from spotrun.head.planner.liveness import had_joined, reports
 from spotrun.head.timeouts import TIMEOUTS
-from spotrun.head.view import GONE, View
+from spotrun.head.view import ENDING_STATES, View
 
 
 def observe(job: JobState, view: View) -> JobState:
@@ -74,7 +74,7 @@ def usable(view: View) -> set[str]:
     """Machines that are there for the job, or are booting."""
     bad = {name for name, each in classify(view).items() if each.unusable}
     listed = {each.name for each in view.machines if each.state in ("provisioning", "running")}
-    connected = {node.name for node in view.nodes if node.connected and node.cloud not in GONE}
+    connected = {node.name for node in view.nodes if node.connected and node.cloud not in ENDING_STATES}
     return (listed | connected).difference(bad)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from spotrun.head.job_state import JobState
 from spotrun.head.timeouts import TIMEOUTS
-from spotrun.head.view import GONE, Machine, Node, View
+from spotrun.head.view import ENDING_STATES, Machine, Node, View
 
 HEARTBEAT = 0.5  # seconds between an agent's reports
 
@@ -33,8 +33,8 @@ def eligible(view: View) -> list[Node]:
         and node.report.job == view.job.id
         and node.report.phase not in ("checking", "unfit", "idle", "preparing")
         and not node.setup_failure
-        and not node.noticed
-        and node.cloud not in GONE
+        and not node.leaving
+        and node.cloud not in ENDING_STATES
         and node.report.store
     ]
 
@@ -71,7 +71,7 @@ def _interruption(view: View, name: str, node: Node | None, others: list[Node]) 
     if node is not None:
         if reports(view, node):
             return None
-        kind = "preempt" if node.noticed else "kill" if not node.connected else "silent"
+        kind = "preempt" if node.leaving else "kill" if not node.connected else "silent"
         gone, stalled = node.gone, silent(view, node) and _stalled(view, others, node.reported_at)
     elif any(each.name == name for each in view.nodes):
         return "kill"  # another agent of the same name reports

@@ -1,6 +1,7 @@
-"""Who trains with whom, and what happens next: `plan(view)` is pure, and its tests are data.
+"""Who trains with whom, and what happens next. `plan(view)` is pure, so its tests are tables of data.
 
-A generation never ends because the head cannot see: an interruption takes two independent signals (see `liveness`).
+A member counts as lost only if two independent signals say so (see `liveness`). So a head that merely cannot see the
+nodes does not interrupt training.
 Every rule looks at the whole view, so a new head comes to the same decisions as the last one.
 """
 
@@ -35,7 +36,7 @@ class Plan:
     """What one job does now. The caller applies the actions in order, and plans again when anything changes."""
 
     actions: tuple[Action, ...]
-    reason: str = ""  # what the job waits for; empty: for nothing
+    reason: str = ""  # what the job waits for; empty if it waits for nothing
 
 
 def plan(view: View) -> Plan:
@@ -54,7 +55,7 @@ def _actions(view: View) -> tuple[Action, ...]:
 
 
 def _assemble(view: View) -> tuple[Action, ...]:
-    """No generation: begin one, or bring the state to safety meanwhile."""
+    """The job has no generation. Begin one, end the job, or save the newest snapshot in the bucket."""
     job = view.job
     if job.failure and job.restarts > job.spec.max_restarts:
         return (Finish("failed", job.failure.message),)
@@ -67,7 +68,7 @@ def _assemble(view: View) -> tuple[Action, ...]:
         if broken and len(broken) == len(mine) and job.generation == 0:
             failure = broken[0].report.failure
             return (Finish("failed", f"set-up failed on {broken[0].name}: {failure.message if failure else ''}"),)
-        if _enough(view, ready) and not view.blind() and not _ahead_of(view, ready):
+        if _enough(view, ready) and not view.blind() and not _must_save_first(view, ready):
             return (_start(job, ready, None),)
     found = checkpointing.secure(view)
     if job.ending is None:
@@ -79,16 +80,17 @@ def _assemble(view: View) -> tuple[Action, ...]:
     return found
 
 
-def _ahead_of(view: View, ready: list[Node]) -> bool:
-    """Whether only leaving nodes hold the last generation's state, so that it must get into the bucket first.
+def _must_save_first(view: View, ready: list[Node]) -> bool:
+    """Whether the newest snapshot must be in the bucket before the next generation begins.
 
-    Not if a ready node was in that generation: then a snapshot interval is the most that can be lost.
+    That is so if the bucket does not have this snapshot, and no ready node has a snapshot of the same generation. If a
+    ready node has one, at most the work of one snapshot interval is lost. `patience` limits the wait.
     """
     job = view.job
     if job.current is None and view.now - job.ordered_at > patience.patience(job, TIMEOUTS.save):
         return False
-    here = [n for n in view.nodes if reports(view, n) and n.report.job == job.id]
-    newest = max(map(patience.state, here), default=(-1, -1))
+    reporting = [n for n in view.nodes if reports(view, n) and n.report.job == job.id]
+    newest = max(map(patience.state, reporting), default=(-1, -1))
     return newest > job.newest and newest[0] > max((patience.state(n)[0] for n in ready), default=newest[0])
 
 
@@ -96,11 +98,11 @@ def _supervise(view: View) -> tuple[Action, ...]:
     """A generation is under way: has it ended, must it end, is a checkpoint due?"""
     job = view.job
     members = view.members()
-    here = [node for node in members if node is not None and node.report.generation == job.generation]
-    if len(here) == len(members) and all(n.report.phase == "succeeded" for n in here):
-        return (EndGeneration(ending=Ending(phase="succeeded", state=patience.newest(here))),)
+    reporting = [node for node in members if node is not None and node.report.generation == job.generation]
+    if len(reporting) == len(members) and all(n.report.phase == "succeeded" for n in reporting):
+        return (EndGeneration(ending=Ending(phase="succeeded", state=patience.newest(reporting))),)
     gone = interrupted(view) or silence.interrupted(view)
-    failed = _user_failure(here, gone)
+    failed = _user_failure(reporting, gone)
     if failed:
         return _after_failure(view, *failed)
     if gone:
@@ -112,11 +114,11 @@ def _supervise(view: View) -> tuple[Action, ...]:
     if job.stopping and silence.given_up(view):
         return (EndGeneration(cause=Cause(kind="stop")),)
     if job.draining:
-        return _drain_on(view, here, len(members))
-    network = _network_failure(view, here)
-    if network:
-        return _after_failure(view, *network)
-    return _change(view, here) or checkpointing.checkpoint(view, here) or _hang(view, here)
+        return _drain_on(view, reporting, len(members))
+    unexplained = _unexplained_failure(view, reporting)
+    if unexplained:
+        return _after_failure(view, *unexplained)
+    return _reason_to_drain(view, reporting) or checkpointing.checkpoint(view, reporting) or _hang(view, reporting)
 
 
 def _after_failure(view: View, failure: Failure, node: Node) -> tuple[Action, ...]:
@@ -129,36 +131,42 @@ def _after_failure(view: View, failure: Failure, node: Node) -> tuple[Action, ..
 
 
 def _restart(view: View, cause: Cause) -> Action:
-    """The next generation at once if there are nodes enough; else wait for machines."""
+    """End this generation, and begin the next one at once.
+
+    Only end it if the job stops, if too few nodes are ready, or if a snapshot must be saved first.
+    """
     ready = eligible(view)
-    if view.job.stopping or len(ready) < view.job.spec.nodes.min or _ahead_of(view, ready):
+    if view.job.stopping or len(ready) < view.job.spec.nodes.min or _must_save_first(view, ready):
         return EndGeneration(cause=cause)
     return _start(view.job, ready, cause)
 
 
-def _drain_on(view: View, here: list[Node], size: int) -> tuple[Action, ...]:
-    """Wait until all workers have stopped. Choose a later step if one of them had passed the step already."""
+def _drain_on(view: View, reporting: list[Node], size: int) -> tuple[Action, ...]:
+    """Restart when every member has stopped, or at the deadline of the drain.
+
+    If a worker had already passed the drain's step when the order arrived, choose a later step.
+    """
     job = view.job
     assert job.draining is not None
-    settled = [node for node in here if node.report.phase in ("drained", "failed", "succeeded")]
+    settled = [node for node in reporting if node.report.phase in ("drained", "failed", "succeeded")]
     if len(settled) == size or (view.now > job.draining.deadline and not view.blind()):
         return (_restart(view, job.draining.cause),)
-    if any(node.report.late == job.draining.step for node in here):
-        step = checkpointing.ahead(view, here, 4 * DRAIN_AHEAD)
+    if any(node.report.late == job.draining.step for node in reporting):
+        step = checkpointing.ahead(view, reporting, 4 * DRAIN_AHEAD)
         if step > job.draining.step:
             return (Drain(step, job.draining.cause, job.draining.deadline),)
     return ()
 
 
-def _change(view: View, here: list[Node]) -> tuple[Action, ...]:
-    """Reasons to end a healthy generation: a notice, a known end, the operator's stop, more nodes."""
+def _reason_to_drain(view: View, reporting: list[Node]) -> tuple[Action, ...]:
+    """End a healthy generation if a member is leaving, if the job stops, or if more nodes are worth a pause."""
     job = view.job
-    noticed = [node for node in here if node.noticed]
-    if noticed:
-        told = [n.report.notice.deadline for n in noticed if n.report.notice and not n.due]
-        known = [min(n.due, view.now + TIMEOUTS.drain) for n in noticed if n.due]
-        cause = Cause(kind="preempt" if told else "end", node=", ".join(n.name for n in noticed))
-        deadline = min(told + known) - TIMEOUTS.drain_margin
+    leaving = [node for node in reporting if node.leaving]
+    if leaving:
+        notice_deadlines = [n.report.notice.deadline for n in leaving if n.report.notice and not n.due]
+        retirement_deadlines = [min(n.due, view.now + TIMEOUTS.drain) for n in leaving if n.due]
+        cause = Cause(kind="preempt" if notice_deadlines else "end", node=", ".join(n.name for n in leaving))
+        deadline = min(notice_deadlines + retirement_deadlines) - TIMEOUTS.drain_margin
     elif job.stopping:
         cause, deadline = Cause(kind="stop"), view.now + TIMEOUTS.drain
     elif _worth_growing(view):
@@ -166,13 +174,16 @@ def _change(view: View, here: list[Node]) -> tuple[Action, ...]:
     else:
         return ()
     if job.progress.step > max(job.progress.base, -1):
-        return (Drain(checkpointing.ahead(view, here, DRAIN_AHEAD), cause, deadline),)
-    # No work can be lost yet. Growth can wait for the first step.
+        return (Drain(checkpointing.ahead(view, reporting, DRAIN_AHEAD), cause, deadline),)
+    # This generation has completed no step, so a restart loses no work. Growth waits for the first step.
     return () if cause.kind == "grow" else (_restart(view, cause),)
 
 
 def _worth_growing(view: View) -> bool:
-    """Whether more nodes are ready, and the last change is long enough ago to have paid for itself."""
+    """Whether a larger generation is worth the pause that the change takes.
+
+    Another node must be ready, this generation must be at least `grow_interval` old, and enough work must be left.
+    """
     job, spec = view.job, view.job.spec
     if len(job.members) >= spec.nodes.max or view.now - job.ordered_at < spec.grow_interval:
         return False
@@ -183,59 +194,74 @@ def _worth_growing(view: View) -> bool:
     return any(node.name not in names for node in eligible(view))
 
 
-def _hang(view: View, here: list[Node]) -> tuple[Action, ...]:
-    """No worker steps for too long: keep the stacks and end the workers. The agents then report kind hang."""
+def _hang(view: View, reporting: list[Node]) -> tuple[Action, ...]:
+    """If no worker has completed a step for too long, order the agents to keep the stacks and to end the workers.
+
+    The agents then report a failure of kind `hang`.
+    """
     job = view.job
-    # A node that has succeeded does not wait for the others, which may still hang.
-    if job.dumping or any(n.report.phase not in ("starting", "running", "succeeded") for n in here) or not here:
+    # A node that has succeeded has no work left. The other nodes may still hang.
+    training = ("starting", "running", "succeeded")
+    if not reporting or job.dumping or any(n.report.phase not in training for n in reporting):
         return ()
-    if any(silent(view, node) for node in here):
-        return ()  # what a silent node does is not known
+    if any(silent(view, node) for node in reporting):
+        return ()  # nobody knows what a silent node does
     if job.progress.step <= job.progress.base:
         since, limit = job.ordered_at, job.spec.start_timeout
     else:
         since, limit = job.progress.stepped_at, job.spec.hang_timeout
-    # The head itself may have been away: give reports time to arrive before judging by them.
+    # A head that is suspended receives no reports. So count only from the time when the head began or woke up.
     since = max(since, view.awake_since)
     return (DumpStacks(),) if view.now - since > limit else ()
 
 
 def _unable(view: View, node: Node) -> bool:
-    """Whether a member reports, but has not taken up the generation and will not."""
+    """Whether a member reports, but has not joined the generation in time.
+
+    A node whose set-up has failed gets less time than others.
+    """
     if node.report.generation >= view.job.generation or not node.connected or silent(view, node):
         return False
     waited = view.now - max(view.job.ordered_at, view.awake_since)
     return (node.setup_failure and waited > TIMEOUTS.failure) or waited > view.job.spec.start_timeout
 
 
-def _user_failure(here: list[Node], gone: dict[str, str]) -> tuple[Failure, Node] | None:
+def _user_failure(reporting: list[Node], gone: dict[str, str]) -> tuple[Failure, Node] | None:
     """The earliest failure of the script itself. Failures on a node that leaves do not count.
 
-    A worker's end by a signal does not count: NCCL ends survivors that way when a peer is gone (`_network_failure`).
+    A worker that a signal ended is not counted, because NCCL ends survivors by a signal when a peer is gone. For such
+    workers see `_unexplained_failure`.
     """
     found = [
         (node.report.failure, node)
-        for node in here
+        for node in reporting
         if node.report.phase == "failed" and node.report.failure and node.report.failure.kind not in ("peer", "signal")
-        if not node.noticed and not node.gone and node.name not in gone
+        if not node.leaving and not node.gone and node.name not in gone
     ]
     return min(found, key=lambda item: item[0].at) if found else None
 
 
-def _network_failure(view: View, here: list[Node]) -> tuple[Failure, Node] | None:
-    """A worker was killed, or collectives failed, but every node is well: after a while, that counts as a failure."""
-    found = [(n.report.failure, n) for n in here if n.report.phase == "failed" and n.report.failure]
+def _unexplained_failure(view: View, reporting: list[Node]) -> tuple[Failure, Node] | None:
+    """The failure to count if a worker was killed or a collective failed, although no member is lost.
+
+    None if there is no such failure, or if a member may still turn out to be lost.
+    """
+    found = [(n.report.failure, n) for n in reporting if n.report.phase == "failed" and n.report.failure]
     if not found:
         return None
     failure, node = min(found, key=lambda item: (item[0].kind == "peer", item[0].at))
-    # First let every member report after the failure: a dead one will not.
-    if view.now - failure.at < TIMEOUTS.failure or any(n.reported_at < failure.at + TIMEOUTS.failure for n in here):
+    # Give every member time to report again. A member that does not report may be dead, and explain the failure.
+    reported_by = failure.at + TIMEOUTS.failure
+    if view.now < reported_by or any(n.reported_at < reported_by for n in reporting):
         return None
     return failure, node
 
 
 def _enough(view: View, ready: list[Node]) -> bool:
-    """Whether to begin with these nodes: they are `max`, or at least `min` and no more are expected soon."""
+    """Whether to begin with the nodes that are ready.
+
+    `max` nodes are enough. `min` nodes are enough for a later generation, or if no more nodes are expected soon.
+    """
     nodes = view.job.spec.nodes
     if not nodes.min <= len(ready) < nodes.max:
         return len(ready) >= nodes.max
@@ -243,7 +269,7 @@ def _enough(view: View, ready: list[Node]) -> bool:
 
 
 def _start(job: JobState, ready: list[Node], cause: Cause | None) -> Start:
-    """Survivors first, in the order of their ranks: the first one's store serves the others."""
+    """Begin a generation. Survivors get the first ranks, in their old order. All members use the store of rank 0."""
     ranks = {(member.node, member.boot): rank for rank, member in enumerate(job.last)}
     ready = sorted(ready, key=lambda n: (ranks.get((n.name, n.report.boot), len(ranks)), n.name))
     chosen = ready[: job.spec.nodes.max]

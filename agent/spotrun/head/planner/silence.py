@@ -44,8 +44,8 @@ def interrupted(view: View) -> dict[str, str]:
     dead = [each for each in members if stopped(view, each.node) or _another(view, each.node, each.boot)]
     if not dead and len(members) == len(view.job.members) and stuck(view):
         dead = members
-    noticed = {node.name for node in view.nodes if node.noticed}
-    return {each.node: "preempt" if each.node in noticed else "silent" for each in dead}
+    leaving = {node.name for node in view.nodes if node.leaving}
+    return {each.node: "preempt" if each.node in leaving else "silent" for each in dead}
 
 
 def stopped(view: View, node: str) -> bool:
