@@ -265,7 +265,7 @@ async def test_a_queued_job_is_not_shown_with_the_active_ones_events(world: Worl
     await world.turn()
     for name, before in ((second, first.id), (third, f"{first.id}, {second}")):
         shown = await asked(world, world.head, f"status?job={name}")
-        assert (shown["events"], shown["job"]["reason"]) == ([], f"after {before}")
+        assert (shown["events"], shown["job"]["reason"]) == ([], f"waits for {before} to end")
     asking = asyncio.create_task(world.head.change(lambda job, now: apply(job, Stop("enough"), now)))
     await asyncio.sleep(0)
     await world.turn(8)

@@ -64,7 +64,7 @@ async def test_held_jobs_get_no_machine_and_hold_up_nobody(world: World) -> None
         status
     )
     assert await asked(world, head, "jobs") == [{"job": job.id, "phase": "held"}]
-    with pytest.raises(SpotrunError, match=f"held since the cluster was brought up: {job.id}; name one"):
+    with pytest.raises(SpotrunError, match=f"have been held since the cluster was brought up: {job.id}; name one"):
         await asked(world, head, "relaunch", "")
     another = await head.submit(JOB, CODE)
     await world.turn()

@@ -1,6 +1,6 @@
-"""The head's control socket: what `spotrun ctl` asks and orders. Only the user that the head runs as may use it.
+"""The head's control socket, which `spotrun ctl` uses. Only root and the user that the head runs as may use it.
 
-Two things keep other users out: the modes of the socket and its folder, and a check of the user at the other end.
+Two things keep other users out: the modes of the socket and its folder, and a check of who sends each request.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from spotrun.text import to_json
 
 log = logging.getLogger(__name__)
 
-FOLLOW_EVERY = 0.2  # seconds at least between two status documents of `ctl follow`
-ALIVE_EVERY = 5.0  # seconds after which `ctl follow` gets an empty line if nothing has changed: the head still runs
+FOLLOW_EVERY = 0.2  # seconds; `ctl follow` gets at most one status document in this time
+ALIVE_EVERY = 5.0  # seconds without a change after which `ctl follow` gets an empty line, as a sign that the head runs
 NEWEST = 10  # jobs in a list of the newest ones
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -52,7 +52,7 @@ class ControlServer:
 
     @web.middleware
     async def _read_queue(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """A new head may not have read the queue yet, and each answer needs it."""
+        """Read the queue before each request is handled. A new head may not have read it, and every answer needs it."""
         await self._head.journal.read_queue()
         return await handler(request)
 
@@ -85,7 +85,7 @@ class ControlServer:
         asked = await _body(request)
         notice = asked.get("notice")
         if notice is not None and not 0 <= float(notice) < math.inf:  # NaN is refused too
-            raise SpotrunError(f"notice: {notice}: allowed: seconds, a number, 0 or more")
+            raise SpotrunError(f"notice {notice} is not allowed: give a number of seconds, 0 or more")
         await self._head.fleet.preempt(str(asked["node"]), None if notice is None else float(notice))
         return web.json_response({"node": asked["node"]})
 
@@ -93,25 +93,25 @@ class ControlServer:
         return web.json_response(await self._document(request.query.get("job")), dumps=to_json)
 
     async def _jobs(self, _: web.Request) -> web.Response:
-        unended = [*self._head.jobs, *self._head.journal.held]
-        found = [{"job": job, "phase": await job_queue.phase(self._head, job)} for job in unended]
+        unfinished = [*self._head.jobs, *self._head.journal.held]
+        found = [{"job": job, "phase": await job_queue.phase(self._head, job)} for job in unfinished]
         newest = await self._head.journal.newest(NEWEST)
-        found += [{"job": state.id, "phase": state.phase} for state in newest if state.id not in unended]
+        found += [{"job": state.id, "phase": state.phase} for state in newest if state.id not in unfinished]
         return web.json_response(found)
 
     async def _follow(self, request: web.Request) -> web.StreamResponse:
-        """Send a status document, a line each, whenever something has changed, until the job has ended."""
+        """Send a status document in one line whenever it has changed. Stop after the job has ended."""
         head = self._head
         job = request.query.get("job") or (head.jobs[0] if head.jobs else await self._current_job())
         if job in head.journal.held:
             raise SpotrunError(
-                f"job {job} is held since the cluster was brought up; `make relaunch ID={job}` continues it"
+                f"job {job} has been held since the cluster was brought up; `make relaunch ID={job}` continues it"
             )
         await head.load(job)
         response = web.StreamResponse()
         await response.prepare(request)
         last, written = "", 0.0
-        # If the bucket does not answer, the lines end. The operator's next request gets the reason.
+        # If the bucket does not answer, stop sending. The operator's next request gets an answer that says why.
         with contextlib.suppress(ConnectionError, StoreError):
             while True:
                 document = await self._document(job)
@@ -128,7 +128,7 @@ class ControlServer:
         return response
 
     async def _document(self, job: str | None) -> dict[str, Any]:
-        """The status document, about the active job or about `job`."""
+        """The status document about `job`. None: about the active job."""
         head = self._head
         document = head.status()
         if job is not None and (head.job is None or head.job.id != job):
@@ -139,21 +139,26 @@ class ControlServer:
             if job in head.journal.held:
                 document["job"] |= {"phase": "held", "members": []}
             elif job in head.jobs[1:]:
-                document["job"]["reason"] = f"after {', '.join(head.jobs[: head.jobs.index(job)])}"
+                document["job"]["reason"] = f"waits for {', '.join(head.jobs[: head.jobs.index(job)])} to end"
         return document
 
     async def _current_job(self) -> str:
-        """The job that a request without an id is about: the active one, or the one that ended last."""
+        """The active job, or the job that was active last. A request without an id is about this job.
+
+        Raises `SpotrunError` if this head has had no active job.
+        """
         head = self._head
         if head.job is not None:
             return head.job.id
         if head.journal.held:
             held = ", ".join(head.journal.held)
-            raise SpotrunError(f"no job runs; held since the cluster was brought up: {held}; name one")
+            raise SpotrunError(
+                f"no job runs; these jobs have been held since the cluster was brought up: {held}; name one of them"
+            )
         ids = [state.id for state in await head.journal.newest(NEWEST)]
         if not ids:
             raise SpotrunError("no job has run on this cluster yet")
-        raise SpotrunError(f"no job has run since this head began; name one: {', '.join(ids)}")
+        raise SpotrunError(f"no job has run since this head began; name one of these: {', '.join(ids)}")
 
 
 async def _body(request: web.Request) -> dict[str, Any]:
@@ -167,8 +172,10 @@ async def _body(request: web.Request) -> dict[str, Any]:
 async def _same_user(request: web.Request, handler: Handler) -> web.StreamResponse:
     peer = request.transport.get_extra_info("socket") if request.transport else None
     if peer is None or not private_paths.is_own_peer(peer):
-        log.warning("refused a request of another user on the control socket")
-        return web.json_response({"error": "this socket is for the user that the head runs as"}, status=403)
+        log.warning("refused a request on the control socket: another user sent it")
+        return web.json_response(
+            {"error": "this socket is for root and for the user that the head runs as"}, status=403
+        )
     return await handler(request)
 
 
