@@ -98,7 +98,7 @@ async def _lead(
             head,
             identity.address,
             control,
-            also=[until_changed(store, own, digest(document), poll * _LOOK), keeping, Sweeper(store).run()],
+            side_tasks=[until_changed(store, own, digest(document), poll * _LOOK), keeping, Sweeper(store).run()],
             on_serving=lambda where: systemd.ready(f"head {epoch} of {cluster.name} listens on {where}"),
         )
     finally:

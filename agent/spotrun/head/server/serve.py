@@ -26,12 +26,13 @@ async def serve(
     address: str,
     control: Path,
     port: int = HEAD_PORT,
-    also: Sequence[Awaitable[None]] = (),
+    side_tasks: Sequence[Awaitable[None]] = (),
     on_serving: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Run the head until SIGTERM, until another head takes over, or until one of `also` ends.
+    """Run the head until SIGTERM or SIGINT comes, or until the head or one of its side tasks ends.
 
-    control: the path of the control socket. on_serving: called with the head's address once agents can find it.
+    control: the path of the control socket. side_tasks: what runs beside the head, and ends the head when it ends.
+    on_serving: called with the head's address once agents can find it.
     """
     context, fingerprint = await asyncio.to_thread(certificate.create)
     agents = web.AppRunner(AgentServer(head).app(), access_log=None)
@@ -47,7 +48,7 @@ async def serve(
         await asyncio.to_thread(head.store.put, head_key(head.cluster.name), record.model_dump_json().encode())
         log.info("head %d of cluster %s listens on %s:%d", head.epoch, head.cluster.name, address, port)
         on_serving(f"{address}:{port}")
-        await _until_stopped(head.run(), head.watch_cloud(), *also)
+        await _until_stopped(head.run(), head.watch_cloud(), *side_tasks)
     finally:
         await operators.cleanup()
         await agents.cleanup()
