@@ -47,7 +47,7 @@ class SetupError(SpotrunError):
 
 
 class LinkError(SpotrunError):
-    """Head and agent could not agree: wrong certificate, wrong token, malformed message."""
+    """Head and agent could not agree: wrong certificate, wrong secret, malformed message."""
 
 
 class CloudError(SpotrunError):

@@ -73,7 +73,7 @@ def test_junk_at_the_head_while_a_job_trains(cluster: Harness) -> None:
     assert code in (1009, 1006)
     store.put(key, node.model_dump_json().encode())
     log = head_log(cluster)
-    assert "wrong token" in log
+    assert "wrong secret" in log
     assert "refused" in {event["kind"] for event in cluster.status()["events"]}
     assert "refused a message" in log
     final = cluster.until_ended()

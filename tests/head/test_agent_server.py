@@ -34,11 +34,11 @@ DECISIONS: dict[str, tuple[Caller, list[Instance] | None, str | None, tuple[int,
     "right address and token": (GOOD, [SPOT], HASH, None),
     "IPv4 address written as IPv6": (replace(GOOD, address="::ffff:10.0.0.4"), [SPOT], HASH, None),
     "one of several machines": (GOOD, [OTHER, SPOT], HASH, None),
-    "wrong token": (GOOD, [SPOT], hash_of("other"), (401, "record", "wrong token")),
-    "record without a token": (GOOD, [SPOT], "", (401, "record", "no record with the node's token")),
-    "hash that is not ASCII": (GOOD, [SPOT], "\u00fc", (401, "record", "wrong token")),
+    "wrong secret": (GOOD, [SPOT], hash_of("other"), (401, "record", "wrong secret")),
+    "record without a secret": (GOOD, [SPOT], "", (401, "record", "no record with the node's secret")),
+    "hash that is not ASCII": (GOOD, [SPOT], "\u00fc", (401, "record", "wrong secret")),
     "record not read yet": (GOOD, [SPOT], None, (503, "record", "not been read yet")),
-    "empty token": (replace(GOOD, token=""), [SPOT], "", (401, "record", "no record")),
+    "empty secret": (replace(GOOD, secret=""), [SPOT], "", (401, "record", "no record")),
     "cloud not asked yet": (GOOD, None, HASH, (503, "machines", "not listed its machines yet")),
     "no machine at all": (GOOD, [], HASH, (403, "machines", "lists no such machine")),
     "only another machine": (GOOD, [OTHER], HASH, (403, "machines", "lists no such machine")),
@@ -53,11 +53,11 @@ DECISIONS: dict[str, tuple[Caller, list[Instance] | None, str | None, tuple[int,
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("caller", "listed", "token_hash", "said"), DECISIONS.values(), ids=DECISIONS.keys())
+@pytest.mark.parametrize(("caller", "listed", "secret_hash", "said"), DECISIONS.values(), ids=DECISIONS.keys())
 def test_decide(
-    caller: Caller, listed: list[Instance] | None, token_hash: str | None, said: tuple[int, str, str] | None
+    caller: Caller, listed: list[Instance] | None, secret_hash: str | None, said: tuple[int, str, str] | None
 ) -> None:
-    found = decide(caller, listed, token_hash)
+    found = decide(caller, listed, secret_hash)
     if said is None or found is None:
         assert (found, said) == (None, None)
         return
@@ -139,9 +139,9 @@ async def test_a_node_connects(tmp_path: Path) -> None:
 
 
 REFUSALS = {
-    "wrong token": ({"node": "p-0", "token": "wrong"}, 401, "wrong token"),
-    "no token": ({"node": "p-0", "token": ""}, 401, "wrong token"),
-    "another node's token": ({"node": "p-1", "token": "secret"}, 401, "no record with the node's token"),
+    "wrong secret": ({"node": "p-0", "token": "wrong"}, 401, "wrong secret"),
+    "no secret": ({"node": "p-0", "token": ""}, 401, "wrong secret"),
+    "another node's secret": ({"node": "p-1", "token": "secret"}, 401, "no record with the node's secret"),
     "another address": ({"node": "p-0", "token": "secret", "address": "127.0.0.9"}, 403, "lists 127.0.0.1"),
     "no such machine": ({"node": "p-7", "token": "secret"}, 403, "no such machine"),
     "no name of a node": ({"node": "", "token": "secret"}, 401, "older than this head"),
@@ -238,6 +238,6 @@ async def test_refusals_make_a_limited_number_of_events(tmp_path: Path) -> None:
         publish(client.world, "p-0", "secret")
         for _ in range(3):
             await client.connect("p-0", "wrong")
-        assert client.refusals() == ["p-0 from 127.0.0.1: wrong token"]
+        assert client.refusals() == ["p-0 from 127.0.0.1: wrong secret"]
         await asyncio.gather(*(client.connect("", "x", f"127.0.0.{host}") for host in range(10, 40)))
         assert len(client.refusals()) == agent_server.EVENTS_AT_MOST

@@ -281,7 +281,7 @@ async def test_the_head_goes_away_and_training_goes_on(tmp_path: Path) -> None:
         await w.head.stop()
 
         # An impostor at the head's place: its certificate is not the one in the bucket, so it never sees the token.
-        impostor = FakeHead(w.store, epoch=1, refusal="wrong token")
+        impostor = FakeHead(w.store, epoch=1, refusal="wrong secret")
         record = await impostor.start(publish=False)
         impostor.publish(record.model_copy(update={"fingerprint": "ab" * 32}))
         await await_for(lambda: "not the one in clusters/test/head.json: refused" in w.machines[0].log, what="refusal")
@@ -291,7 +291,7 @@ async def test_the_head_goes_away_and_training_goes_on(tmp_path: Path) -> None:
         await await_for(lambda: "clusters/test/head.json is not a head's record" in w.machines[0].log, what="refusal")
         impostor.publish(record)
         await await_for(
-            lambda: "the head refuses this node: wrong token (status 401)" in w.machines[0].log, what="refusal"
+            lambda: "the head refuses this node: wrong secret (status 401)" in w.machines[0].log, what="refusal"
         )
         assert all(visit[2] != "Bearer " for visit in impostor.visits)
         assert impostor.reports == {}

@@ -1,8 +1,8 @@
 """Whether a connection comes from the node that it names. Pure: `AgentServer` does the I/O.
 
 Two conditions must hold. The connection comes from the address that the cloud lists for that node. And it shows the
-secret whose hash is in the node's own record in the bucket. A job's code on another node cannot meet the first
-condition. Another user of the same computer cannot meet the second.
+secret whose hash is in the node's own record in the bucket. A job's code on another node has another address. Another
+user of the same computer does not know the secret.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Caller:
     """Who asks for a connection."""
 
     node: str  # the name that the caller gives
-    token: str  # the secret that the caller shows
+    secret: str  # the secret that the caller shows
     address: str  # where the connection comes from, as the kernel reports it
 
 
@@ -37,11 +37,11 @@ class Refusal:
     refresh: Literal["", "machines", "record"] = ""  # what to read again, since that may change the answer
 
 
-def decide(caller: Caller, listed: Sequence[Instance] | None, token_hash: str | None) -> Refusal | None:
+def decide(caller: Caller, listed: Sequence[Instance] | None, secret_hash: str | None) -> Refusal | None:
     """None if the caller may connect.
 
     listed: the cluster's machines, as the cloud listed them last; None: the cloud has not answered yet.
-    token_hash: `hash_of` the node's secret, from its record; "": the record has none; None: not read yet.
+    secret_hash: the hash in the node's record; "": the bucket has no hash for this node; None: not read yet.
     """
     if not caller.node:
         return Refusal("the agent does not name its node: it is older than this head", 401)
@@ -49,12 +49,12 @@ def decide(caller: Caller, listed: Sequence[Instance] | None, token_hash: str | 
         return Refusal("the name that the agent gives is not a node's name", 401)
     if refusal := _check_address(caller, listed):
         return refusal
-    if token_hash is None:
+    if secret_hash is None:
         return Refusal("the node's record in the bucket has not been read yet", 503, "record")
-    if not token_hash:
-        return Refusal("the bucket has no record with the node's token", 401, "record")
-    if not hmac.compare_digest(hash_of(caller.token).encode(), token_hash.encode()):
-        return Refusal("wrong token", 401, "record")
+    if not secret_hash:
+        return Refusal("the bucket has no record with the node's secret", 401, "record")
+    if not hmac.compare_digest(hash_of(caller.secret).encode(), secret_hash.encode()):
+        return Refusal("wrong secret", 401, "record")
     return None
 
 

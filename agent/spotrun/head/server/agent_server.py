@@ -37,7 +37,7 @@ class AgentServer:
 
     def __init__(self, head: Head) -> None:
         self._head = head
-        self._token_hashes: dict[str, str] = {}  # by node, as in the nodes' records
+        self._secret_hashes: dict[str, str] = {}  # by node, as in the nodes' records
         self._read_at: dict[str, float] = {}  # by node, monotonic
         self._looked_at = -LOOK_EVERY
         self._waiting = 0  # callers that wait for a list
@@ -54,7 +54,7 @@ class AgentServer:
         """None if the caller may connect. Asks the cloud and reads the bucket again if that may change the answer."""
         deadline, read = time.monotonic() + PATIENCE, False
         while True:
-            refusal = decide(caller, self._head.fleet.last_list, self._token_hashes.get(caller.node))
+            refusal = decide(caller, self._head.fleet.last_list, self._secret_hashes.get(caller.node))
             if refusal is None:
                 return None
             if refusal.refresh == "machines" and await self._look(deadline):
@@ -100,13 +100,13 @@ class AgentServer:
         key = host_key(self._head.cluster.name, node)
         try:
             data = await asyncio.to_thread(self._head.store.find, key, RECORD)
-            self._token_hashes[node] = HostRecord.model_validate_json(data).token_sha256 if data else ""
+            self._secret_hashes[node] = HostRecord.model_validate_json(data).token_sha256 if data else ""
         except StoreError as error:
             log.warning("%s", error)
             return False
         except ValidationError as error:
             log.warning("%s is not a node's record: %s", key, problem(error))
-            self._token_hashes[node] = ""
+            self._secret_hashes[node] = ""
         return True
 
     def _add_event(self, caller: Caller, refusal: Refusal) -> None:
