@@ -155,7 +155,7 @@ async def test_a_cloud_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
         app.router.add_route("*", "/{path:.*}", hang)
         return app
 
-    monkeypatch.setattr(api, "_LIMIT", 0.3)
+    monkeypatch.setattr(api, "_CALL_SECONDS", 0.3)
     with serve(build) as (_, url):
         monkeypatch.setenv(api.ENDPOINT, url)
         cloud = GcpCloud(CLUSTER)
@@ -171,7 +171,7 @@ async def test_a_cloud_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setenv(api.ENDPOINT, f"http://127.0.0.1:{free.getsockname()[1]}")
     monkeypatch.setitem(api.OPTIONS, "retry", api.OPTIONS["retry"].with_timeout(0.1))
     cloud = GcpCloud(CLUSTER)
-    with pytest.raises(CloudError, match=r"Google does not answer \(.*refused.*see whether this machine"):
+    with pytest.raises(CloudError, match=r"Google does not answer \(.*refused.*check whether this machine"):
         await cloud.nodes()
     await cloud.close()
 

@@ -1,4 +1,4 @@
-"""google-cloud-compute for one project. Clients are made once, and every call ends in bounded time."""
+"""Calls to Compute Engine for one project. The clients are made once. Every call ends within a fixed time."""
 
 from __future__ import annotations
 
@@ -29,39 +29,40 @@ T = TypeVar("T")
 
 ENDPOINT = "GOOGLE_COMPUTE_CUSTOM_ENDPOINT"  # the variable of Terraform's google provider
 _SCOPE = "https://www.googleapis.com/auth/cloud-platform"
-_THREADS = 16  # a zone that hangs takes one for each of its pools; other zones must not wait
-_ATTEMPT = 10.0  # seconds for one request
-_PATIENCE = 20.0  # seconds for a request with its retries
-_LIMIT = 30.0  # seconds for a call, which may have several pages
-_SETTLE = 5.0  # seconds to wait for an operation; the head looks again anyway
+_THREADS = 16  # a zone that hangs blocks a thread for each of its pools, and the other zones need threads too
+_REQUEST_SECONDS = 10.0  # the most that one request may take
+_RETRY_SECONDS = 20.0  # the most that a request and its retries may take
+_CALL_SECONDS = 30.0  # the most that a call may take, which may send several requests
+_SETTLE = 5.0  # seconds to wait for the end of an operation; what ends later is seen at the next look
 OPTIONS: dict[str, Any] = {
-    "retry": Retry(predicate=errors.transient, initial=0.5, maximum=5.0, multiplier=2.0, timeout=_PATIENCE),
-    "timeout": ConstantTimeout(_ATTEMPT),  # type: ignore[no-untyped-call]
+    "retry": Retry(predicate=errors.transient, initial=0.5, maximum=5.0, multiplier=2.0, timeout=_RETRY_SECONDS),
+    "timeout": ConstantTimeout(_REQUEST_SECONDS),  # type: ignore[no-untyped-call]
 }
 
 
 @dataclass(frozen=True)
 class Clients:
-    """Synchronous clients over REST; call their methods with `**OPTIONS`."""
+    """One synchronous client for each kind of resource. Call the methods of a client with `**OPTIONS`."""
 
-    instances: compute_v1.InstancesClient
-    groups: compute_v1.InstanceGroupManagersClient
-    operations: compute_v1.ZoneOperationsClient
-    regions: compute_v1.RegionsClient
-    projects: compute_v1.ProjectsClient
-    images: compute_v1.ImagesClient
-    image_operations: compute_v1.GlobalOperationsClient
-    templates: compute_v1.InstanceTemplatesClient
-    machines: compute_v1.MachineTypesClient
-    accelerators: compute_v1.AcceleratorTypesClient
-    disks: compute_v1.DisksClient
-    addresses: compute_v1.AddressesClient
+    instances: compute_v1.InstancesClient  # machines
+    groups: compute_v1.InstanceGroupManagersClient  # the managed instance groups of pools
+    operations: compute_v1.ZoneOperationsClient  # changes in a zone
+    regions: compute_v1.RegionsClient  # a region's quotas
+    projects: compute_v1.ProjectsClient  # the project's quotas
+    images: compute_v1.ImagesClient  # machine images
+    image_operations: compute_v1.GlobalOperationsClient  # changes of images
+    templates: compute_v1.InstanceTemplatesClient  # what the groups' new machines are like
+    machine_types: compute_v1.MachineTypesClient  # which machine types a zone offers
+    accelerators: compute_v1.AcceleratorTypesClient  # which GPUs a zone offers
+    disks: compute_v1.DisksClient  # disks, for the list of what is left
+    addresses: compute_v1.AddressesClient  # IP addresses, for the list of what is left
 
 
 class Api:
-    """Calls to Compute Engine, in separate threads, so that a call that hangs does not block the loop's own threads.
+    """Runs calls to Compute Engine in threads of its own. So a call that hangs blocks none of the event loop's threads.
 
-    With GOOGLE_COMPUTE_CUSTOM_ENDPOINT (`http://127.0.0.1:8080/compute/v1/`) calls go there, without credentials.
+    If the variable GOOGLE_COMPUTE_CUSTOM_ENDPOINT has a URL, such as `http://127.0.0.1:8080/compute/v1/`, all calls go
+    there, without credentials.
     """
 
     def __init__(self, project: str) -> None:
@@ -71,10 +72,13 @@ class Api:
         self._made: Clients | None = None
 
     async def ask(self, what: str, call: Callable[[Clients], T]) -> T:
-        """The result of `call`, which runs in a thread. Raises `CloudError` that begins with `what`."""
+        """Run `call` in a thread, and return its result. Raises `CloudError` if the call fails.
+
+        what: what the call does. The message of the error begins with this.
+        """
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(_LIMIT):
+            async with asyncio.timeout(_CALL_SECONDS):
                 return await loop.run_in_executor(self._threads, lambda: call(self._clients()))
         except Exception as error:  # a client may raise anything, and the head must survive it
             raise errors.explain(error, what, self.project) from error
@@ -82,7 +86,10 @@ class Api:
     async def change(
         self, what: str, request: Any, method: Callable[[Clients], Callable[..., compute_v1.Operation]]
     ) -> None:
-        """Send a change of a zone, and wait a little for its end. Raises `CloudError` if Google refuses it by then."""
+        """Send a change of a zone, and wait up to _SETTLE seconds for its end.
+
+        Raises `CloudError` if Google refuses the change within that time.
+        """
         request.request_id = str(uuid.uuid4())  # Google executes requests with the same id only once
         operation = await self.ask(what, lambda clients: method(clients)(request, **OPTIONS))
         if operation.status != compute_v1.Operation.Status.DONE:
@@ -98,11 +105,7 @@ class Api:
 
     def _settle(self, zone: str, operation: compute_v1.Operation, clients: Clients) -> compute_v1.Operation:
         request = compute_v1.WaitZoneOperationRequest(project=self.project, zone=zone, operation=operation.name)
-        limit = ConstantTimeout(_SETTLE)  # type: ignore[no-untyped-call]
-        try:
-            return clients.operations.wait(request, retry=None, timeout=limit)
-        except requests.exceptions.Timeout:  # Google answers when the operation ends; the operation continues
-            return operation
+        return settle(operation, lambda **limit: clients.operations.wait(request, **limit))
 
     def _clients(self) -> Clients:
         with self._lock:
@@ -111,8 +114,19 @@ class Api:
             return self._made
 
 
+def settle(operation: compute_v1.Operation, wait: Callable[..., compute_v1.Operation]) -> compute_v1.Operation:
+    """Wait up to _SETTLE seconds for the end of an operation, and return its newest state.
+
+    wait: asks Google to answer when the operation has ended. It takes the keyword arguments of a client's method.
+    """
+    try:
+        return wait(retry=None, timeout=ConstantTimeout(_SETTLE))  # type: ignore[no-untyped-call]
+    except requests.exceptions.Timeout:
+        return operation  # it has not ended, and continues at Google
+
+
 def check_credentials(project: str) -> None:
-    """Raise `CloudError` if there are none here."""
+    """Raise `CloudError` if this computer has no credentials for Google Cloud."""
     try:
         credentials()
     except google.auth.exceptions.GoogleAuthError as error:
@@ -130,7 +144,7 @@ def credentials() -> Credentials:
     for name in ("google.auth", "urllib3.connectionpool"):
         logging.getLogger(name).setLevel(logging.ERROR)  # we report such problems ourselves, if they matter
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # it warns about personal credentials, which operators have
+        warnings.simplefilter("ignore", UserWarning)  # google.auth warns about an operator's own credentials
         default, _ = google.auth.default(scopes=[_SCOPE])
     found: Credentials = default
     return found

@@ -43,7 +43,7 @@ async def _offered(api: Api, need: Need) -> bool:
             )
             return clients.accelerators.get(wanted, **OPTIONS)
         request = compute_v1.GetMachineTypeRequest(project=api.project, zone=need.zone, machine_type=need.type)
-        return clients.machines.get(request, **OPTIONS)
+        return clients.machine_types.get(request, **OPTIONS)
 
     try:
         await api.ask(f"{need.kind} type {need.type} in {need.zone}", call)
@@ -62,7 +62,9 @@ async def _zones(api: Api, region: str, kind: Kind, name: str) -> list[str]:
             offered = clients.accelerators.aggregated_list(wanted, **OPTIONS)
             return [zone for zone, found in offered if found.accelerator_types]
         request = compute_v1.AggregatedListMachineTypesRequest(project=api.project, filter=only)
-        return [zone for zone, found in clients.machines.aggregated_list(request, **OPTIONS) if found.machine_types]
+        return [
+            zone for zone, found in clients.machine_types.aggregated_list(request, **OPTIONS) if found.machine_types
+        ]
 
     found = await api.ask(f"zones with {kind} type {name}", call)
     zones = (zone.removeprefix("zones/") for zone in found)
