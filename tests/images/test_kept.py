@@ -12,6 +12,7 @@ import pytest
 
 from images import build, kept
 from spotrun.cloud.base import Image
+from spotrun.cloud.gcp import api
 from spotrun.errors import SpotrunError
 from tests.fakes import gce, moto_server
 from tests.fakes.moto_server import Moto
@@ -131,6 +132,16 @@ def test_images_of_a_project(google: gce.FakeGce, tmp_path: Path, capsys: pytest
     assert google.calls.count("images.delete") == 1
     assert kept.main([file]) == 0
     assert "spotrun-2" not in capsys.readouterr().out
+
+
+def test_a_slow_deletion_is_no_error(
+    google: gce.FakeGce, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    google.times.operation = 600.0
+    monkeypatch.setattr(api, "_SETTLE", 0.2)
+    assert kept.main([cluster(tmp_path, GCP), "--prune", "2"]) == 0
+    assert google.calls.count("images.delete") == google.calls.count("global_operations.wait") == 1
+    assert "is removed: 0.30 dollars a month less" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from google.cloud import compute_v1
 
 from spotrun.cloud.base import Image
 from spotrun.cloud.gcp import errors
-from spotrun.cloud.gcp.api import OPTIONS, Api, Clients
+from spotrun.cloud.gcp.api import OPTIONS, Api, Clients, settle
 from spotrun.errors import GoneError
 
 T = TypeVar("T")
@@ -24,12 +24,13 @@ _PATH = re.compile(r"projects/([^/]+)/global/images/(family/)?([^/]+)")
 
 
 def exists(project: str, path: str) -> bool:
-    """Whether there is an image at projects/<project>/global/images/[family/]<name>. Blocking. Raises `CloudError`.
+    """Whether the image exists. Blocking. Raises `CloudError`.
 
-    project: the project that asks.
+    project: the cluster's project. Only error messages use it. path: projects/<project>/global/images/<name>, or
+    projects/<project>/global/images/family/<name>.
     """
     match = _PATH.fullmatch(path)
-    assert match is not None, path  # the stacks' own checks
+    assert match is not None, path  # the path is from a stack, which has checked it
     owner, family, name = match.groups()
 
     def call(clients: Clients) -> compute_v1.Image:
@@ -46,18 +47,21 @@ def exists(project: str, path: str) -> bool:
 
 
 def baked(project: str) -> list[Image]:
-    """The project's images that `make image` made, newest first. Blocking. Raises `CloudError`."""
+    """The images of the project that `make image` has baked, newest first. Blocking. Raises `CloudError`."""
     return _ask(project, "images", lambda clients: _baked(clients, project))
 
 
 def remove(project: str, image: Image) -> None:
-    """Delete an image. Blocking. Raises `CloudError`."""
+    """Delete an image, and wait a few seconds for the end of the deletion. Blocking.
+
+    Raises `CloudError` if Google refuses the deletion within that time. A slower deletion continues at Google.
+    """
 
     def call(clients: Clients) -> compute_v1.Operation:
         request = compute_v1.DeleteImageRequest(project=project, image=image.id)
         begun = clients.images.delete_unary(request, **OPTIONS)
         rest = compute_v1.WaitGlobalOperationRequest(project=project, operation=begun.name)
-        return clients.image_operations.wait(rest, **OPTIONS)  # waits at most two minutes; Google continues
+        return settle(begun, lambda **limit: clients.image_operations.wait(rest, **limit))
 
     what = f"image {image.name}"
     for error in _ask(project, what, call).error.errors:
