@@ -11,7 +11,7 @@ from spotrun.cloud.base import Instance, Problem, Shortfall
 from spotrun.cloud.gcp import errors, instances
 from spotrun.cloud.gcp import quotas as quota
 from spotrun.cloud.gcp.instances import Failure, Member
-from spotrun.cloud.gcp.quotas import Quota, Shape
+from spotrun.cloud.gcp.quotas import MachineUse, Quota
 from spotrun.spec import ClusterSpec, PoolSpec
 from tests.fakes.on_gcp import CLUSTER
 
@@ -160,28 +160,28 @@ def test_a_placed_pool_that_stays_empty_names_placement_and_the_key_that_turns_i
 @pytest.mark.parametrize(
     ("machine", "accelerator", "expected"),
     [
-        ("e2-small", None, Shape("e2", 2, ssd=100)),
-        ("n1-standard-8", None, Shape("n1", 8, ssd=100)),
-        ("n1-standard-8", {"type": "nvidia-tesla-t4", "count": 2}, Shape("n1", 8, "NVIDIA_T4_GPUS", 2, 100)),
-        ("n1-highmem-16", {"type": "nvidia-tesla-v100", "count": 1}, Shape("n1", 16, "NVIDIA_V100_GPUS", 1, 100)),
-        ("n2-custom-6-3072", None, Shape("n2", 6, ssd=100)),
-        ("c3-standard-22-lssd", None, Shape("c3", 22, ssd=100)),
-        ("g2-standard-4", None, Shape("g2", 4, "NVIDIA_L4_GPUS", 1, 100)),
-        ("g2-standard-32", None, Shape("g2", 32, "NVIDIA_L4_GPUS", 1, 100)),
-        ("g2-standard-24", None, Shape("g2", 24, "NVIDIA_L4_GPUS", 2, 100)),
-        ("g2-standard-96", None, Shape("g2", 96, "NVIDIA_L4_GPUS", 8, 100)),
-        ("a2-highgpu-2g", None, Shape("a2", 24, "NVIDIA_A100_GPUS", 2, 100)),
-        ("a2-megagpu-16g", None, Shape("a2", 96, "NVIDIA_A100_GPUS", 16, 100)),
-        ("a2-ultragpu-8g", None, Shape("a2", 96, "NVIDIA_A100_80GB_GPUS", 8, 100)),
-        ("a3-highgpu-8g", None, Shape("a3", 208, "NVIDIA_H100_GPUS", 8, 100)),
-        ("a3-megagpu-8g", None, Shape("a3", 208, "NVIDIA_H100_MEGA_GPUS", 8, 100)),
-        ("a3-ultragpu-8g", None, Shape("a3", 224, "NVIDIA_H200_GPUS", 8, 0)),  # it takes no Persistent Disk
-        ("zz-odd", None, Shape("zz", 0, ssd=100)),
+        ("e2-small", None, MachineUse("e2", 2, ssd=100)),
+        ("n1-standard-8", None, MachineUse("n1", 8, ssd=100)),
+        ("n1-standard-8", {"type": "nvidia-tesla-t4", "count": 2}, MachineUse("n1", 8, "NVIDIA_T4_GPUS", 2, 100)),
+        ("n1-highmem-16", {"type": "nvidia-tesla-v100", "count": 1}, MachineUse("n1", 16, "NVIDIA_V100_GPUS", 1, 100)),
+        ("n2-custom-6-3072", None, MachineUse("n2", 6, ssd=100)),
+        ("c3-standard-22-lssd", None, MachineUse("c3", 22, ssd=100)),
+        ("g2-standard-4", None, MachineUse("g2", 4, "NVIDIA_L4_GPUS", 1, 100)),
+        ("g2-standard-32", None, MachineUse("g2", 32, "NVIDIA_L4_GPUS", 1, 100)),
+        ("g2-standard-24", None, MachineUse("g2", 24, "NVIDIA_L4_GPUS", 2, 100)),
+        ("g2-standard-96", None, MachineUse("g2", 96, "NVIDIA_L4_GPUS", 8, 100)),
+        ("a2-highgpu-2g", None, MachineUse("a2", 24, "NVIDIA_A100_GPUS", 2, 100)),
+        ("a2-megagpu-16g", None, MachineUse("a2", 96, "NVIDIA_A100_GPUS", 16, 100)),
+        ("a2-ultragpu-8g", None, MachineUse("a2", 96, "NVIDIA_A100_80GB_GPUS", 8, 100)),
+        ("a3-highgpu-8g", None, MachineUse("a3", 208, "NVIDIA_H100_GPUS", 8, 100)),
+        ("a3-megagpu-8g", None, MachineUse("a3", 208, "NVIDIA_H100_MEGA_GPUS", 8, 100)),
+        ("a3-ultragpu-8g", None, MachineUse("a3", 224, "NVIDIA_H200_GPUS", 8, 0)),  # it takes no Persistent Disk
+        ("zz-odd", None, MachineUse("zz", 0, ssd=100)),
     ],
 )
-def test_what_a_machine_takes(machine: str, accelerator: dict[str, Any] | None, expected: Shape) -> None:
+def test_what_a_machine_takes(machine: str, accelerator: dict[str, Any] | None, expected: MachineUse) -> None:
     pool = PoolSpec.model_validate({"name": "x", "zone": "z", "machine": machine, "accelerator": accelerator})
-    assert quota.shape(pool) == expected
+    assert quota.machine_use(pool) == expected
 
 
 def cluster(*pools: dict[str, Any]) -> ClusterSpec:

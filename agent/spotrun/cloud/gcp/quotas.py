@@ -1,4 +1,4 @@
-"""Whether the project's quotas allow each pool its machines. `make up` asks before it makes anything. Pure.
+"""Which quotas of the project are too small for a pool. `make up` checks this before it makes anything. Pure.
 
 `regions.get` and `projects.get` show the older quotas. Quotas of newer machine families (H100 and later, the vCPUs of
 G2 and A3) are only in the Cloud Quotas API, so nothing is known about them here. If such a quota is too small, the
@@ -28,8 +28,8 @@ class Quota:
 
 
 @dataclass(frozen=True)
-class Shape:
-    """What one machine takes of the quotas."""
+class MachineUse:
+    """What one machine uses of the quotas."""
 
     family: str  # the family of its machine type
     vcpus: int  # 0: not known
@@ -39,18 +39,19 @@ class Shape:
 
 
 def read(found: Iterable[compute_v1.Quota]) -> dict[str, Quota]:
-    """By metric."""
+    """The quotas, by metric."""
     return {quota.metric: Quota(quota.limit, quota.usage) for quota in found}
 
 
 def compare(cluster: ClusterSpec, quotas: Mapping[str, Quota], running: Mapping[str, int]) -> list[Shortfall]:
-    """The shortfalls of each pool alone: pools stand in for each other, and are never all full.
+    """The quotas that are too small for all the machines of a pool.
 
-    running: the cluster's present machines by pool. What they use still counts as available to the cluster.
+    Each pool is looked at alone, because pools replace each other and are never all full. running: how many machines
+    each pool has now. What these machines use of a quota counts as free.
     """
-    head = PoolSpec(name="x", zone=cluster.head.zone, machine=cluster.head.machine, market="on-demand", disk=IMAGE_GB)
+    head = PoolSpec(name=HEAD, zone=cluster.head.zone, machine=cluster.head.machine, market="on-demand", disk=IMAGE_GB)
     pools = {HEAD: head, **{pool.name: pool for pool in cluster.pools}}
-    needs = {name: _needs(shape(pool), pool.market, quotas) for name, pool in pools.items()}
+    needs = {name: _needs(machine_use(pool), pool.market, quotas) for name, pool in pools.items()}
     own: dict[str, float] = {}
     for name, amounts in needs.items():
         for metric, amount in amounts.items():
@@ -65,19 +66,19 @@ def compare(cluster: ClusterSpec, quotas: Mapping[str, Quota], running: Mapping[
     return found
 
 
-def shape(pool: PoolSpec) -> Shape:
-    """What one machine of a pool takes, from its machine type's name."""
+def machine_use(pool: PoolSpec) -> MachineUse:
+    """What one machine of a pool uses, as the name of its machine type says."""
     family, vcpus = pool.machine.partition("-")[0], google_vcpus(pool.machine)
     ssd = float(pool.disk) if google_has_persistent_disk(pool.machine) else 0.0
     if pool.accelerator is not None:
         model = pool.accelerator.type.removeprefix("nvidia-").removeprefix("tesla-").replace("-", "_").upper()
-        return Shape(family, vcpus, f"NVIDIA_{model}_GPUS", pool.accelerator.count, ssd)
+        return MachineUse(family, vcpus, f"NVIDIA_{model}_GPUS", pool.accelerator.count, ssd)
     quota, gpus = google_gpu_quota(pool.machine)
-    return Shape(family, vcpus, quota, gpus, ssd)
+    return MachineUse(family, vcpus, quota, gpus, ssd)
 
 
-def _needs(one: Shape, market: Market, quotas: Mapping[str, Quota]) -> dict[str, float]:
-    """What one machine takes of each quota that counts it and that Compute Engine shows."""
+def _needs(one: MachineUse, market: Market, quotas: Mapping[str, Quota]) -> dict[str, float]:
+    """How much one machine uses of each quota in `quotas`."""
     family = f"{one.family.upper()}_CPUS"
     general = "CPUS" if one.family in ("n1", "e2", "f1", "g1") else ""
     cpus = family if family in quotas else general
@@ -100,7 +101,7 @@ def _counted(standard: str, preemptible: str, market: Market, quotas: Mapping[st
     """
     if market != "spot":
         return standard
-    granted, other = quotas.get(preemptible), quotas.get(standard)
-    if granted is not None and (granted.limit > 0 or (other is not None and other.limit == 0)):
+    of_spot, of_standard = quotas.get(preemptible), quotas.get(standard)
+    if of_spot is not None and (of_spot.limit > 0 or (of_standard is not None and of_standard.limit == 0)):
         return preemptible
     return standard
