@@ -169,7 +169,7 @@ async def test_what_is_refused_changes_nothing(aws: Moto, proxy: Proxy) -> None:
         (mine.remove([machines["spot"], "i-none"]), f"'i-none'; machines: {', '.join(sorted(machines.values()))}"),
         (mine.recreate(["i-none"]), "there is no machine 'i-none'"),
         (mine.preempt("i-none"), "there is no machine 'i-none'"),
-        (mine.preempt(machines["head"]), "is on-demand, the cloud does not preempt those; kill it instead"),
+        (mine.preempt(machines["head"]), "is on-demand, and the cloud preempts only spot machines; kill it instead"),
     ):
         with pytest.raises(CloudError, match=words.replace("(", r"\(")):
             await attempt

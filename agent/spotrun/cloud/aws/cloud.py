@@ -45,7 +45,7 @@ class AwsCloud:
         self._clients = Clients(cluster.region)
         self._page = page
         self._changing = threading.Lock()
-        self._taken: set[str] = set()  # machines that were terminated here, until their groups list them so
+        self._terminated: set[str] = set()  # machines that were terminated here, until their groups list them so
         self._whole: dict[str, float] = {}  # pool: when it last had its size
         self._problems: dict[str, Problem] = {}
         self._spot: dict[tuple[str, str], float] = {}  # (machine type, zone): dollars an hour
@@ -60,7 +60,7 @@ class AwsCloud:
         return {pool: group.size for pool, group in (await ask(self._groups)).items() if pool != names.HEAD}
 
     async def resize(self, pool: str, size: int) -> None:
-        """As in the protocol. Only size 0 ends live machines; another size may stay higher for them."""
+        """As in `Cloud`. Only size 0 ends live machines; another size may stay higher for them."""
         spec = self._cluster.pool(pool)
         if spec is None:
             known = ", ".join(sorted(each.name for each in self._cluster.pools))
@@ -70,15 +70,15 @@ class AwsCloud:
         await ask(self._resize, pool, size)
 
     async def remove(self, names: Sequence[str]) -> None:
-        """As in the protocol. A machine that has already ended is skipped, and its pool keeps its size."""
-        await ask(self._take, instances.removal, list(names))
+        """As in `Cloud`. A machine that has already ended is skipped, and its pool keeps its size."""
+        await ask(self._end, instances.removal, list(names))
 
     async def recreate(self, names: Sequence[str]) -> None:
-        """As in the protocol. The new machine has another name. A machine that has already ended is skipped."""
-        await ask(self._take, instances.replacement, list(names))
+        """As in `Cloud`. The new machine has another name. A machine that has already ended is skipped."""
+        await ask(self._end, instances.replacement, list(names))
 
     async def preempt(self, name: str, notice: float | None = None) -> None:
-        """As in the protocol. EC2's notice is 120 s long; see `interruption.interrupt` for others.
+        """As in `Cloud`. EC2's notice is 120 s long; see `interruption.interrupt` for others.
 
         `notice` 0 terminates any machine of the cluster at once, also on-demand; its group makes another.
         """
@@ -87,7 +87,7 @@ class AwsCloud:
         known = await ask(self._known)
         machine = instances.find(name, known)
         if machine.market != "spot":
-            raise CloudError(f"machine {name} is on-demand, the cloud does not preempt those; kill it instead")
+            raise CloudError(f"machine {name} is on-demand, and the cloud preempts only spot machines; kill it instead")
         if machine.state != "running":
             raise CloudError(f"machine {name} is {machine.state}; wait until it is running")
         group = (await ask(self._groups)).get(machine.pool)
@@ -96,7 +96,7 @@ class AwsCloud:
         await interruption.interrupt(self._clients, self._cluster.name, group.arn, name, notice)
 
     async def prices(self) -> dict[str, float]:
-        """As in the protocol: spot prices from EC2, on-demand prices from the shipped table.
+        """As in `Cloud`: spot prices from EC2, on-demand prices from the shipped table.
 
         A spot price that EC2 does not give is taken from the table, or left out. The log says so once. Missing prices
         never keep a head from seeing its machines.
@@ -151,18 +151,18 @@ class AwsCloud:
 
     # Changes.
 
-    def _take(self, rule: instances.Rule, asked: list[str]) -> None:
+    def _end(self, rule: instances.Rule, asked: list[str]) -> None:
         """Have groups terminate machines. Tries all of them, then raises the last refusal."""
         with self._changing:
             groups = list(self._groups().values())
             known = instances.instances(self._cluster, groups, self._described())
-            self._taken &= {name for group in groups for name in group.members}
-            leaving = rule(asked, groups, known, self._taken)
+            self._terminated &= {name for group in groups for name in group.members}
+            leaving = rule(asked, groups, known, self._terminated)
             refused: CloudError | None = None
-            for name, lower in leaving.take:
+            for name, lower in leaving.terminate:
                 try:
                     call(self._terminate, name, lower)
-                    self._taken.add(name)
+                    self._terminated.add(name)
                 except CloudError as error:
                     refused = error
             for name in leaving.astray:
@@ -176,10 +176,10 @@ class AwsCloud:
             if group is None or size == 0 or size >= group.size:
                 return self._set_size(pool, size)
             known = instances.instances(self._cluster, [group], self._described())
-            lowering = instances.lowering(size, group, known, self._taken)
-            for name in lowering.take:
+            lowering = instances.lowering(size, group, known, self._terminated)
+            for name in lowering.terminate:
                 self._terminate(name, lower=True)
-                self._taken.add(name)
+                self._terminated.add(name)
             if lowering.size is not None:
                 self._set_size(pool, lowering.size)
 

@@ -29,7 +29,7 @@ _STATES: dict[str, State] = {
     "stopped": "stopping",
     "terminated": "terminated",
 }
-# How the lifecycle states of members begin that a group no longer counts.
+# A group no longer counts a member whose lifecycle state begins with one of these words.
 # https://docs.aws.amazon.com/autoscaling/ec2/userguide/ec2-auto-scaling-lifecycle.html
 _LEAVING = ("Terminat", "Detach")
 
@@ -41,11 +41,11 @@ class ScalingGroup:
     pool: str  # the pool's name
     name: str  # the group's name
     arn: str  # the group's ARN
-    zone: str  # its zones, separated by commas
+    zones: str  # the names of its zones, separated by commas
     size: int  # the desired capacity
     min: int  # the least capacity
     members: Mapping[str, str]  # lifecycle states by instance id
-    suspended: str | None = None  # why the group launches nothing; None: it does
+    suspended: str | None = None  # why the group launches no machines; None if it launches machines
     placed: bool = False  # whether its machines are in a placement group
 
     @property
@@ -56,10 +56,10 @@ class ScalingGroup:
 
 @dataclass(frozen=True)
 class Departures:
-    """Which machines to end."""
+    """Machines that should end."""
 
-    take: tuple[tuple[str, bool], ...]
-    """The machines that groups should terminate, and whether that lowers the group's size."""
+    terminate: tuple[tuple[str, bool], ...]
+    """The machines that their groups should terminate. With each: whether its group's size gets lower by one."""
     astray: tuple[str, ...] = ()  # machines that run but are in no group
 
 
@@ -67,11 +67,11 @@ class Departures:
 class Lowering:
     """How to lower a group's size."""
 
-    take: tuple[str, ...] = ()  # dead members to remove; each removal lowers the size by one
-    size: int | None = None  # the size to set after that; None: set none
+    terminate: tuple[str, ...] = ()  # dead members to terminate; each of them lowers the size by one
+    size: int | None = None  # the size to set after that; None: set no size
 
 
-# (asked, groups, known, taken): see `removal`.
+# `removal` or `replacement`. Arguments: asked, groups, known, terminated.
 Rule = Callable[[Sequence[str], Sequence[ScalingGroup], Sequence[Instance], AbstractSet[str]], Departures]
 
 
@@ -81,7 +81,7 @@ def group_of(pool: str, said: AutoScalingGroupTypeDef) -> ScalingGroup:
         pool=pool,
         name=said["AutoScalingGroupName"],
         arn=said.get("AutoScalingGroupARN", ""),
-        zone=",".join(said["AvailabilityZones"]),
+        zones=",".join(said["AvailabilityZones"]),
         size=said["DesiredCapacity"],
         min=said["MinSize"],
         members={member["InstanceId"]: member["LifecycleState"] for member in said.get("Instances", [])},
@@ -115,68 +115,73 @@ def instances(cluster: ClusterSpec, groups: Iterable[ScalingGroup], said: Iterab
         )
     for name, group in member_of.items():
         if name not in found and name in group.counted:
-            # EC2 does not list it yet. Its age is unknown; 0 keeps it from looking like the successor of another.
+            # EC2 does not list the machine yet, so its time of creation is unknown. The head would take a later time
+            # than 0 for a sign that the machine is the successor of another one.
             spec = cluster.pool(group.pool)
             market = spec.market if spec else "on-demand"
-            found[name] = Instance(name, group.pool, group.zone, "", "provisioning", market, 0.0, name)
+            found[name] = Instance(name, group.pool, group.zones, "", "provisioning", market, 0.0, name)
     return sorted(found.values(), key=lambda machine: (machine.pool, machine.created, machine.name))
 
 
 def removal(
-    asked: Sequence[str], groups: Sequence[ScalingGroup], known: Sequence[Instance], taken: AbstractSet[str]
+    asked: Sequence[str], groups: Sequence[ScalingGroup], known: Sequence[Instance], terminated: AbstractSet[str]
 ) -> Departures:
-    """Which machines to end so that each of `asked` goes and lowers its pool's size once.
+    """The machines to terminate so that each of `asked` ends, and lowers its pool's size by one.
 
-    taken: machines that were ended before. A machine that has already ended is skipped: its group makes another, and
-    the size stays. Raises `CloudError` for the head and for unknown names.
+    terminated: machines that were terminated before, and that their groups may still count. A machine that its group no
+    longer counts is skipped. The group replaces such a machine, so the size stays. Raises `CloudError` for the head and
+    for unknown names.
     """
     machines = _named(asked, known)
     if any(machine.pool == names.HEAD for machine in machines):
         raise CloudError("the head cannot be removed; `make down` ends the cluster")
     member_of = {name: group for group in groups for name in group.counted}
     sizes = {group.pool: group.size for group in member_of.values()}
-    take: list[tuple[str, bool]] = []
+    found: list[tuple[str, bool]] = []
     for name in dict.fromkeys(machine.name for machine in machines):
         group = member_of.get(name)
-        if group is None or name in taken:
+        if group is None or name in terminated:
             continue
-        # At its least size, a group refuses a lower one.
+        # A group refuses a size below its least size.
         lower = sizes[group.pool] > group.min
         sizes[group.pool] -= lower
-        take.append((name, lower))
-    return Departures(tuple(take), _astray(machines, member_of, taken))
+        found.append((name, lower))
+    return Departures(tuple(found), _astray(machines, member_of, terminated))
 
 
 def replacement(
-    asked: Sequence[str], groups: Sequence[ScalingGroup], known: Sequence[Instance], taken: AbstractSet[str]
+    asked: Sequence[str], groups: Sequence[ScalingGroup], known: Sequence[Instance], terminated: AbstractSet[str]
 ) -> Departures:
-    """Which machines to end so that each of `asked` is replaced. Raises `CloudError` for unknown names."""
+    """The machines to terminate so that each of `asked` is replaced. Raises `CloudError` for unknown names."""
     machines = _named(asked, known)
     member_of = {name: group for group in groups for name in group.counted}
     wanted = [name for name in dict.fromkeys(machine.name for machine in machines) if name in member_of]
-    return Departures(tuple((name, False) for name in wanted if name not in taken), _astray(machines, member_of, taken))
+    return Departures(
+        tuple((name, False) for name in wanted if name not in terminated), _astray(machines, member_of, terminated)
+    )
 
 
-def lowering(size: int, group: ScalingGroup, known: Sequence[Instance], taken: AbstractSet[str]) -> Lowering:
-    """How to lower a group to `size` without ending a live machine. With size 0, every machine ends.
+def lowering(size: int, group: ScalingGroup, known: Sequence[Instance], terminated: AbstractSet[str]) -> Lowering:
+    """How to lower a group to `size` without terminating a live machine. Size 0 terminates all machines.
 
     If a group's size is set below the number of its members, the group chooses which member to end. A member that
     died a moment ago still counts as a member. So dead members are removed by name, and the size is never set below the
-    number of members that stay. Leaving members count too, because AWS's guide does not exclude them.
+    number of members that stay. Leaving members count as members that stay, because AWS's guide does not say that a
+    group leaves them out.
 
-    taken: as in `removal`.
+    terminated: as in `removal`.
     """
     if size >= group.size or size == 0:
         return Lowering((), size)
     ended = {machine.name for machine in known if machine.state in ("stopping", "terminated")}
-    dead = [name for name in group.counted if name in ended and name not in taken]
-    take = tuple(dead[: group.size - size])
-    least = max(size, len(group.members) - len(take))
-    return Lowering(take, least if least < group.size - len(take) else None)
+    dead = [name for name in group.counted if name in ended and name not in terminated]
+    removed = tuple(dead[: group.size - size])
+    least = max(size, len(group.members) - len(removed))
+    return Lowering(removed, least if least < group.size - len(removed) else None)
 
 
 def find(name: str, known: Sequence[Instance]) -> Instance:
-    """The machine of this name. Raises `CloudError` that lists the machines if there is none."""
+    """The machine of this name. If there is none, raises `CloudError` with a list of the machines."""
     return _named([name], known)[0]
 
 
@@ -190,6 +195,8 @@ def _named(asked: Sequence[str], known: Sequence[Instance]) -> list[Instance]:
 
 
 def _astray(
-    machines: Sequence[Instance], member_of: Mapping[str, ScalingGroup], taken: AbstractSet[str]
+    machines: Sequence[Instance], member_of: Mapping[str, ScalingGroup], terminated: AbstractSet[str]
 ) -> tuple[str, ...]:
-    return tuple(m.name for m in machines if m.state == "running" and m.name not in member_of and m.name not in taken)
+    return tuple(
+        m.name for m in machines if m.state == "running" and m.name not in member_of and m.name not in terminated
+    )
