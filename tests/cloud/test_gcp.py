@@ -201,7 +201,7 @@ async def test_the_notice_is_the_pools_own(cloud: GcpCloud, gce: FakeGce) -> Non
     pools = [pool.model_copy(update={"notice": 120.0}) if pool.name == "spot-a" else pool for pool in CLUSTER.pools]
     early = GcpCloud(CLUSTER.model_copy(update={"pools": tuple(pools)}))
     node = (await pool_of(early, "spot-a", 1))[0]
-    with pytest.raises(CloudError, match="notice 30: Google gives 120 s of notice, or none"):
+    with pytest.raises(CloudError, match="notice 30 is not possible: Google gives 120 s of notice, or none"):
         await early.preempt(node.name, 30)
     await early.preempt(node.name, 120)
     assert gce.calls.count("instances.simulate_maintenance_event") == 1
@@ -223,9 +223,9 @@ async def test_a_kill_gives_none(cloud: GcpCloud, gce: FakeGce) -> None:
 async def test_preemptions_that_there_are_not(cloud: GcpCloud, gce: FakeGce) -> None:
     steady, spot = (await pool_of(cloud, "steady", 1))[0], (await pool_of(cloud, "spot-b", 1))[0]
     for name, notice, message in [
-        (steady.name, None, "is on-demand, the cloud does not preempt those; kill it instead"),
+        (steady.name, None, "is on-demand, and the cloud preempts only spot machines; kill it instead"),
         ("head", None, "is on-demand"),
-        (spot.name, 5.0, "notice 5: Google gives 30 s of notice, or none"),
+        (spot.name, 5.0, "notice 5 is not possible: Google gives 30 s of notice, or none"),
         ("nope", None, "there is no machine 'nope'"),
         ("nope", 0, "there is no machine 'nope'"),
     ]:

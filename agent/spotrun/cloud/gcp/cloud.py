@@ -1,9 +1,10 @@
 """The `Cloud` protocol on Google Compute Engine.
 
-A preemption with notice is `simulateMaintenanceEvent`, Google's own way to test one on a spot machine
-(https://cloud.google.com/compute/docs/instances/simulating-host-maintenance). The metadata server gives notice, and the
-machine ends within 30 s, or after the pool's `notice`. Google offers no other notice. A preemption without notice is
-`instances.delete`: it is not announced, and presses the machine's power button.
+`preempt` with notice calls `simulateMaintenanceEvent`. This is Google's own way to test a preemption
+(https://cloud.google.com/compute/docs/instances/simulating-host-maintenance). The metadata server gives notice. The
+spot machine ends within 30 s, or after the pool's `notice`. Google offers no other length of notice.
+
+`preempt` without notice calls `instances.delete`. Google then presses the machine's power button without notice.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _AT_ONCE = 1000  # machines that one request may name
 
 
 class GcpCloud:
-    """The machines of a cluster in Google Cloud. Machines are named by name or id; `head` means the head's."""
+    """The machines of a cluster in Google Cloud. Methods accept a machine's name or id, and `head`."""
 
     def __init__(self, cluster: ClusterSpec) -> None:
         self.cluster = cluster
@@ -50,7 +51,7 @@ class GcpCloud:
         return known
 
     async def sizes(self) -> dict[str, int]:
-        """As in the protocol. Pools that Terraform has not made are absent."""
+        """As in `Cloud`. Pools that Terraform has not made are left out."""
         found, silent = await _ask_each({pool.name: self._size_if_any(pool.name) for pool in self.cluster.pools})
         known = {name: size for name, size in found.items() if size is not None}
         if silent:
@@ -78,16 +79,18 @@ class GcpCloud:
         await asyncio.gather(*(self._recreate(pool, each) for pool, each in wanted.items() if each))
 
     async def preempt(self, name: str, notice: float | None = None) -> None:
-        """As in the protocol. `notice` 0 kills any machine. Of others, only the pool's own is allowed."""
+        """As in `Cloud`. `notice` 0 kills any machine. Any other `notice` must be the pool's usual one."""
         if notice is not None and notice <= 0:
             return await self.kill(name)
         node = await self._find(name)
         pool = self.cluster.pool(node.pool)
         usual = (pool.notice if pool else None) or GCE_NOTICE
         if notice not in (None, usual):
-            raise CloudError(f"notice {notice:g}: Google gives {usual:g} s of notice, or none (0)")
+            raise CloudError(f"notice {notice:g} is not possible: Google gives {usual:g} s of notice, or none (0)")
         if node.market != "spot":
-            raise CloudError(f"machine {node.name} is on-demand, the cloud does not preempt those; kill it instead")
+            raise CloudError(
+                f"machine {node.name} is on-demand, and the cloud preempts only spot machines; kill it instead"
+            )
         if node.state == "stopping":
             return
         if node.state != "running":
@@ -97,7 +100,7 @@ class GcpCloud:
         await self.api.change(what, request, lambda c: c.instances.simulate_maintenance_event_unary)
 
     async def kill(self, name: str) -> None:
-        """Take a machine without notice. Its group makes another. Returns before the machine is gone."""
+        """Delete a machine without notice. Its group makes a new one. Returns before the machine has ended."""
         node = await self._find(name)
         if node.state == "terminated":
             raise CloudError(f"machine {node.name} is terminated already")
@@ -105,7 +108,7 @@ class GcpCloud:
         await self.api.change(f"machine {node.name}: kill", request, lambda c: c.instances.delete_unary)
 
     async def prices(self) -> dict[str, float]:
-        """From the shipped table. Pools that are not in it are absent."""
+        """As in `Cloud`. Prices are from the table that spotrun ships. Pools without a price there are left out."""
         found = {pool.name: _price(pool) for pool in self.cluster.pools}
         return {name: price for name, price in found.items() if price is not None}
 
@@ -115,7 +118,7 @@ class GcpCloud:
         return [problem for pool in self.cluster.pools for problem in known[pool.name]]
 
     async def shortfalls(self) -> list[Shortfall]:
-        """As in the protocol, also for the head's machine, from the project's and the region's quotas."""
+        """As in `Cloud`, and for the head's machine too. Compares the quotas of the project and of the region."""
         region = compute_v1.GetRegionRequest(project=self.api.project, region=self.cluster.region)
         project = compute_v1.GetProjectRequest(project=self.api.project)
         regional, general, nodes = await asyncio.gather(
@@ -129,7 +132,7 @@ class GcpCloud:
     async def close(self) -> None:
         await self.api.close()
 
-    # What a method asks for.
+    # Requests to Google.
 
     async def _nodes_in(self, zone: str) -> list[Instance]:
         request = compute_v1.ListInstancesRequest(
@@ -177,7 +180,10 @@ class GcpCloud:
         return found
 
     async def _delete_pending(self, pool: str, size: int) -> None:
-        """Shrink a pool towards `size` by machines that do not exist yet: a resize lets Google choose which to end."""
+        """Delete machines that do not exist yet, until the pool has `size` machines or no such machine is left.
+
+        A resize alone would let Google choose machines that run.
+        """
         surplus = await self._size(pool) - size
         if surplus <= 0:
             return
@@ -206,7 +212,7 @@ class GcpCloud:
             what = f"pool {pool}: recreate {', '.join(names)}"
             await self.api.change(what, request, lambda c: c.groups.recreate_instances_unary)
 
-    # Finding things.
+    # Names, and what they stand for.
 
     def _group(self, pool: str) -> dict[str, str]:
         name = group(self.cluster.name, pool)
@@ -234,7 +240,10 @@ class GcpCloud:
         return found
 
     async def _find_members(self, names: Sequence[str]) -> dict[str, list[Member]]:
-        """By pool, from the groups, which also know machines that are being made. Raises if a name is unknown."""
+        """The group members with these names, by pool. Raises `CloudError` if a name is unknown.
+
+        Groups list machines before they exist. `nodes` does not.
+        """
         known, silent = await _ask_each({pool: self._members(pool) for pool in self._zones})
         found: dict[str, list[Member]] = {}
         for name in names:
@@ -248,17 +257,20 @@ class GcpCloud:
 
 
 async def _ask_each(questions: Mapping[str, Awaitable[T]]) -> tuple[dict[str, T], dict[str, CloudError]]:
-    """The answers and the refusals. Raises the first refusal if there is no answer at all."""
+    """The answers, and the `CloudError` of each question that failed with one.
+
+    If every question failed, raises the first error. Raises every error that is no `CloudError`.
+    """
     said = dict(zip(questions, await asyncio.gather(*questions.values(), return_exceptions=True), strict=True))
-    refused = {name: each for name, each in said.items() if isinstance(each, CloudError)}
+    failed = {name: each for name, each in said.items() if isinstance(each, CloudError)}
     found: dict[str, T] = {}
     for name, each in said.items():
         if isinstance(each, BaseException):
-            if name not in refused or len(refused) == len(said):
+            if name not in failed or len(failed) == len(said):
                 raise each
         else:
             found[name] = each
-    return found, refused
+    return found, failed
 
 
 def _unknown(name: str, known: Iterable[str]) -> CloudError:

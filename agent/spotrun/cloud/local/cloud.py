@@ -78,7 +78,7 @@ class LocalCloud:
         await self._ask("POST", "recreate", names=list(names))
 
     async def preempt(self, name: str, notice: float | None = None) -> None:
-        """As in the protocol. `notice` 0 kills any machine."""
+        """As in `Cloud`. `notice` 0 kills any machine."""
         await self._ask("POST", "preempt", name=name, notice=notice)
 
     async def prices(self) -> dict[str, float]:

@@ -112,7 +112,9 @@ class LocalPools:
             return await self.kill(name)
         machine = self.find(name, alive=True)
         if machine.pool.market != "spot":
-            raise CloudError(f"machine {machine.name} is on-demand, the cloud does not preempt those; kill it instead")
+            raise CloudError(
+                f"machine {machine.name} is on-demand, and the cloud preempts only spot machines; kill it instead"
+            )
         if machine.state != "stopping":
             now = time.time()
             machine.due = now + (NOTICE[self.config.metadata] if notice is None else notice)
