@@ -11,7 +11,7 @@ from scripts.control import ENDED, Status
 from scripts.display import Display
 from scripts.faults import Fault
 from scripts.ssh import Access, Unreachable
-from spotrun.errors import SpotrunError, StoreError
+from spotrun.errors import SpecError, SpotrunError, StoreError
 from spotrun.spec import ClusterSpec, JobSpec, check_fit, load_job
 
 _PAUSE = 0.5  # seconds between two attempts to reach the head again
@@ -20,7 +20,10 @@ _PAUSE = 0.5  # seconds between two attempts to reach the head again
 def check(cluster: ClusterSpec, path: str) -> JobSpec:
     """The job at `path`, checked: it can run on the cluster, and its folder can be sent. Raises `SpotrunError`."""
     job = load_job(path)
-    check_fit(job, cluster)
+    try:
+        check_fit(job, cluster)
+    except SpecError as error:
+        raise SpecError(f"{path}: {error}") from None
     bundle.check(Path(path).absolute().parent, job.script)
     return job
 

@@ -36,7 +36,10 @@ class LocalSite:
 
     def plan(self) -> bool:
         up = make_command(self.file, "up")
-        raise SpotrunError(f"{self.file}: cloud local has no plan, it is not made by Terraform; `{up}`")
+        raise SpotrunError(
+            f"{self.file}: cloud local has no plan, it is not made by Terraform; `{up}`;"
+            " for a cloud: CLUSTER=clusters/gcp-l4.yaml"
+        )
 
     def up(self) -> control.Status:
         store = self.bucket()

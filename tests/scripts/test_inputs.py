@@ -164,6 +164,15 @@ def test_a_job_that_is_not_there_names_a_make_target(standin: Machines, fab: Fab
     assert fab("status")[1].splitlines()[-1] == "other jobs: toy-2 queued"
 
 
+def test_a_job_larger_than_the_cluster_names_its_file(standin: Machines, fab: Fab, tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text("script: train.py\nnodes: 99\n")
+    (tmp_path / "train.py").touch()
+    code, _, err = fab("train", job=str(file))
+    assert code == 2
+    assert err.startswith(f"spotrun: {file}: nodes: 99: cluster c has at most ")
+
+
 def test_json_has_no_nan(standin: Machines, fab: Fab) -> None:
     standin.write(status_json=status(step=1, metrics={"loss": float("nan"), "norm": float("inf")}))
 

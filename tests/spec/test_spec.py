@@ -30,7 +30,7 @@ CLUSTER_MISTAKES = {
     "empty": ("", [": this cluster file is empty"]),
     "only a comment": ("# hello\n", [": this cluster file is empty"]),
     "a list": ("- a\n", [": a cluster file is a mapping (key: value), this is a list"]),
-    "a word": ("hello\n", [": a cluster file is a mapping (key: value), this is a str"]),
+    "a word": ("hello\n", [": a cluster file is a mapping (key: value), this is text"]),
     "broken": ("name: [\n", [":2: this is not YAML: expected the node content, but found '<stream end>'"]),
     "two documents": ("a: 1\n---\nb: 2\n", [":2: this is not YAML: but found another document"]),
     "a tag": (
@@ -58,7 +58,7 @@ CLUSTER_MISTAKES = {
         ],
     ),
     "key is a number": (CLUSTER + "1: x\n", [": top level: the key 1 is not text; put it in quotes"]),
-    "missing": ("name: a\ncloud: local\n", [": pools: is missing; allowed: a list of at least one pool"]),
+    "missing": ("name: a\ncloud: local\n", [": pools: is missing; give a list of at least one pool"]),
     "no pools": (
         "name: a\ncloud: local\npools: []\n",
         [":3: pools: []: is not allowed; allowed: a list of at least one pool"],
@@ -281,7 +281,7 @@ CLUSTER_MISTAKES = {
 JOB_MISTAKES = {
     "no script": (
         "args: []\n",
-        [": script: is missing; allowed: a Python file in the job file's folder, such as train.py"],
+        [": script: is missing; give a Python file in the job file's folder, such as train.py"],
     ),
     "script not there": (
         "script: trian.py\n",
@@ -353,11 +353,14 @@ JOB_MISTAKES = {
     ),
     "env of spotrun's own": (
         "script: train.py\nenv: {MASTER_PORT: 1}\n",
-        [":2: env.MASTER_PORT: 1: is set by spotrun itself; allowed: a variable: its text"],
+        [":2: env.MASTER_PORT: 1: is set by spotrun itself; allowed: a variable: its text; quote true, no, on"],
     ),
     "env's name": (
         "script: train.py\nenv: {a-b: c}\n",
-        [":2: env.a-b: 'c': is not a valid name of an environment variable; allowed: a variable: its text"],
+        [
+            ":2: env.a-b: 'c': is not a valid name of an environment variable;"
+            " allowed: a variable: its text; quote true, no, on"
+        ],
     ),
     "option among requirements": (
         "script: train.py\nrequirements: [--pre]\n",
@@ -418,6 +421,30 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     assert refusal(load_cluster, deep)[0].startswith(f"{deep}: this is not YAML that can be read: ")
 
 
+def test_a_file_that_was_probably_not_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, text in {
+        "clusters/mine.yaml": "pools: []",
+        "toy/job.yaml": "script: a.py",
+        "tab.yaml": "a:\n\tb: 1",
+    }.items():
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text(text)
+    Path("train.py").touch()
+    for load, name, said in [
+        (load_cluster, "mine", "there is no such cluster file; did you mean clusters/mine.yaml?"),
+        (load_cluster, "toy/job.yaml", "this looks like a job file, not a cluster file"),
+        (load_job, "clusters/mine.yaml", "this looks like a cluster file, not a job file"),
+        (load_job, "toy", "this is a folder, not a job file; did you mean toy/job.yaml?"),
+        (load_job, "toy/job", "there is no such job file; did you mean toy/job.yaml?"),
+        (load_job, "~/job.yaml", "there is no such job file; ~ is not expanded here: write the whole path"),
+        (load_job, "train.py", "this is a Python file, not a job file"),
+        (load_job, "tab.yaml", "2: this is not YAML: a tab; YAML takes only spaces here"),
+    ]:
+        found = refusal(load, Path(name))
+        assert [line.replace("yaml:2", "yaml: 2") for line in found] == [f"{name}: {said}"]
+
+
 def test_defaults_of_a_cluster(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text(CLUSTER)
@@ -470,7 +497,7 @@ def test_a_job_larger_than_the_cluster() -> None:
         {"name": "a", "cloud": "local", "pools": [{"name": "p", "zone": "local-a", "max": 2}]}
     )
     check_fit(JobSpec(script="a.py", nodes={"min": 2, "max": 9}), cluster)
-    with pytest.raises(SpecError, match=r"nodes\.min: 3: the pools of cluster a have at most 2 nodes in all"):
+    with pytest.raises(SpecError, match=r"nodes: 3: cluster a has at most 2 nodes; lower it"):
         check_fit(JobSpec(script="a.py", nodes={"min": 3}), cluster)
 
 

@@ -7,6 +7,7 @@ description of the model's field. What the files are about is in the other modul
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -33,11 +34,14 @@ class File:
                 content = file.read(LIMIT + 1)
             text = content.decode()
         except FileNotFoundError:
-            raise SpecError(f"{path}: there is no such {kind}") from None
+            raise SpecError(f"{path}: there is no such {kind}{_meant(path)}") from None
         except IsADirectoryError:
-            raise SpecError(f"{path}: this is a folder, not a {kind}") from None
+            raise SpecError(f"{path}: this is a folder, not a {kind}{_meant(path)}") from None
         except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path with a zero byte
-            raise SpecError(f"{path}: cannot read this {kind}: {error}") from None
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise SpecError(f"{path}: cannot read this {kind}: {reason}") from None
+        if path.suffix == ".py":
+            raise SpecError(f"{path}: this is a Python file, not a {kind}")
         if len(content) > LIMIT:
             raise SpecError(f"{path}: this is not a {kind}: it has more than {LIMIT >> 10} kB")
         try:
@@ -51,13 +55,19 @@ class File:
             mark = getattr(error, "problem_mark", None)
             where = f":{mark.line + 1}" if mark else ""
             problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+            if "'\\t'" in problem:
+                problem = "a tab; YAML takes only spaces here"
             raise SpecError(f"{path}{where}: this is not YAML: {problem}") from None
         except (ValueError, RecursionError) as error:  # an impossible date, lists that are too deep
             raise SpecError(f"{path}: this is not YAML that can be read: {error}") from None
         if data is None:
             raise SpecError(f"{path}: this {kind} is empty")
         if not isinstance(data, dict):
-            raise SpecError(f"{path}: a {kind} is a mapping (key: value), this is a {type(data).__name__}")
+            what = "text" if isinstance(data, str) else f"a {type(data).__name__}"
+            raise SpecError(f"{path}: a {kind} is a mapping (key: value), this is {what}")
+        for key, other in (("script", "job file"), ("pools", "cluster file")):
+            if key in data and other != kind and not data.keys() & {"script", "pools"} - {key}:
+                raise SpecError(f"{path}: this looks like a {other}, not a {kind}")
         self.data: dict[str, Any] = data
 
     def parse(self, model: type[M]) -> M:
@@ -66,7 +76,7 @@ class File:
             return model.model_validate(self.data)
         except ValidationError as error:
             lines: list[str] = []
-            for detail in error.errors(include_url=False):
+            for detail in sorted(error.errors(include_url=False), key=lambda detail: self._line(detail["loc"])):
                 lines += self._explain(model, detail)
             raise SpecError("\n".join(dict.fromkeys(lines))) from None
 
@@ -93,7 +103,7 @@ class File:
             keys = list(parent.model_fields) if parent else []
             return [self.say(place, f"unknown key; allowed: {', '.join(keys)}{nearest(str(place[-1]), keys)}")]
         if kind == "missing":
-            return [self.say(place, f"is missing; allowed: {allowed}")]
+            return [self.say(place, f"is missing; give {allowed}")]
         reason = str(context["error"]) if kind == "value_error" and str(context.get("error", "")) else "is not allowed"
         found, value = self._value(place)
         options = list(get_args(field.annotation)) if field is not None and kind == "literal_error" else []
@@ -141,6 +151,14 @@ class File:
                 raise SpecError(f"{self.path}:{line}: {dotted(here)}: this key is already on line {first}; keep one")
             lines[str(key.value)] = line
             self._refuse_duplicates(value, here)
+
+
+def _meant(path: Path) -> str:
+    """A hint: a file that was probably meant with a path at which there is none."""
+    if str(path).startswith("~"):
+        return "; ~ is not expanded here: write the whole path"
+    tried = (f"{path}/job.yaml", f"{path}.yaml", f"clusters/{path}.yaml")
+    return next((f"; did you mean {each}?" for each in tried if os.path.isfile(each)), "")  # Path's raises: too long
 
 
 def _weight(node: Any, known: dict[int, int]) -> int:

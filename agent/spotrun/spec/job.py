@@ -94,7 +94,9 @@ class JobSpec(Spec):
     grow_interval: Duration = Field(default=30.0, description=DURATION)
     hold_idle: Interval = Field(default=600.0, description=INTERVAL)
     heartbeat_timeout: Interval = Field(default=3.0, description=INTERVAL)
-    env: dict[Annotated[str, AfterValidator(_env_name)], Text] = Field(default={}, description="a variable: its text")
+    env: dict[Annotated[str, AfterValidator(_env_name)], Text] = Field(
+        default={}, description="a variable: its text; quote true, no, on"
+    )
     requirements: tuple[Annotated[str, Strict(), AfterValidator(_requirement)], ...] = Field(
         default=(), description="a list of package requirements, such as scikit-learn>=1.5"
     )
@@ -137,8 +139,8 @@ def check_fit(job: JobSpec, cluster: ClusterSpec) -> None:
     most = sum(pool.max for pool in cluster.pools)
     if job.nodes.min > most:
         raise SpecError(
-            f"job {job.name}: nodes.min: {job.nodes.min}: the pools of cluster {cluster.name} have at most {most}"
-            " nodes in all; lower nodes.min or raise the pools' max"
+            f"nodes: {job.nodes.min}: cluster {cluster.name} has at most {most} nodes; lower it, or raise"
+            " max of the pools"
         )
 
 
