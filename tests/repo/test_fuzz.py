@@ -290,8 +290,7 @@ def test_faults() -> None:
     rng = random.Random("faults")
     for _ in range(100):
         with contextlib.suppress(SpotrunError):
-            for fault in faults.parse(mutate(rng, "preempt@25%,kill@120")):
-                assert fault.step(100) is not None
+            assert all(fault.at >= 0 for fault in faults.parse(mutate(rng, "preempt@25%,kill@120")))
 
 
 # Archives
