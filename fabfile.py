@@ -208,14 +208,16 @@ def kill(_: Context, cluster: str = LOCAL, node: str = "", json: bool = False) -
 @command
 def relaunch(_: Context, cluster: str = LOCAL, id: str = "", json: bool = False) -> None:
     """Continue an ended or held job from its checkpoint, or restart the workers of a running job."""
-    answer = control.ask(_access(cluster), "relaunch", *_of(inputs.job(id, cluster)))
+    which = _of(inputs.job(id, cluster))
+    answer = control.ask(_access(cluster), "relaunch", *which)
     _print(answer, json, f"job {answer['job']} relaunched; follow it with: {_hint(cluster, answer['job'])}")
 
 
 @command
 def stop(_: Context, cluster: str = LOCAL, id: str = "", json: bool = False) -> None:
     """Stop a job; its state goes into the bucket."""
-    answer = control.ask(_access(cluster), "stop", *_of(inputs.job(id, cluster)))
+    which = _of(inputs.job(id, cluster))
+    answer = control.ask(_access(cluster), "stop", *which)
     again = make_command(cluster, "relaunch", f"ID={answer['job']}")
     _print(answer, json, f"job {answer['job']} stops; `{again}` runs it on")
 

@@ -65,7 +65,7 @@ def variables(environment: Mapping[str, str]) -> None:
         if name in _KNOWN or difflib.get_close_matches(name.upper(), _KNOWN, n=1):
             near = difflib.get_close_matches(name.upper(), allowed, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise SpotrunError(f"{name}: `make {' '.join(targets)}` has no such variable: {', '.join(allowed)}{hint}")
+            raise SpotrunError(f"`make {' '.join(targets)}` does not take {name}; it takes {', '.join(allowed)}{hint}")
 
 
 def _meant(word: str, taken: list[str]) -> str:
@@ -101,7 +101,9 @@ def _bytes(text: str) -> bytes:
 def node(text: str, file: str) -> str:
     """A node's name. file: the cluster file, for the hint. Raises `SpotrunError`."""
     if not text:
-        raise SpotrunError(f"no node named: NODE=<name>; `{make_command(file, 'status')}` lists them")
+        raise SpotrunError(
+            f"NODE is missing: name a node, such as NODE=spot-0; `{make_command(file, 'status')}` lists them"
+        )
     if not _NODE.fullmatch(text):
         raise SpotrunError(f"NODE: {text!r}: is no node's name; `{make_command(file, 'status')}` lists them")
     return text
@@ -130,7 +132,9 @@ def seconds(name: str, text: str, default: float | None = None) -> float:
     except ValueError:
         value = math.nan
     if not 0 < value <= _LONGEST:  # also NaN
-        raise SpotrunError(f"{name}: {text!r}: allowed: seconds, a number more than 0 and at most {_LONGEST:.0f}")
+        raise SpotrunError(
+            f"{name}: {text!r}: allowed: seconds, a number more than 0 and at most {_LONGEST:.0f} (a week)"
+        )
     return value
 
 

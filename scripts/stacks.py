@@ -143,7 +143,7 @@ class Stacks:
         left = self._folder(stack) / "errored.tfstate"
         if left.exists():
             raise CloudError(
-                f"Terraform could not save what it knows of stack {self.cluster}-{stack}, it is in {left}: sign in,"
+                f"Terraform could not save its state of stack {self.cluster}-{stack}; it is in {left}: sign in,"
                 f" then `terraform -chdir={left.parent} state push errored.tfstate`, and remove that file"
             )
 
@@ -168,7 +168,7 @@ class Stacks:
                     raise KeyboardInterrupt
                 said = process.communicate()
             except KeyboardInterrupt:
-                console.warn("spotrun: Terraform stops and saves what it knows; again to kill it")
+                console.warn("spotrun: Terraform stops and saves what it knows; press Ctrl-C again to kill it")
                 try:
                     process.communicate()
                 except KeyboardInterrupt:

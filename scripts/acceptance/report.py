@@ -44,7 +44,7 @@ def overview(steps: Sequence[Step], cluster: ClusterSpec) -> str:
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     most, known = total(steps, cluster)
     rest = "" if known else ", and what is not in the price table"
-    return "\n".join([*lines, f"all of it: at most {price(most)}{rest}"])
+    return "\n".join([*lines, f"all of it: {f'at most {price(most)}' if most else 'costs nothing'}{rest}"])
 
 
 def verdict(steps: Sequence[Step], record: Record) -> str:

@@ -248,5 +248,5 @@ def test_a_dry_run_only_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     code, document = accept(str(ROOT / "clusters/local.yaml"), False, True, said.append)
     assert code == 0
     assert {step["state"] for step in document["steps"]} == {"not run"}
-    assert said[0].splitlines()[-1] == "all of it: at most free"
+    assert said[0].splitlines()[-1] == "all of it: costs nothing"
     assert not (tmp_path / "home/acceptance").exists()

@@ -429,7 +429,7 @@ def test_down_goes_on_where_it_was_broken_off(
 
 def test_terraform_that_could_not_save(made: stacks.Stacks, aws: Moto, tmp_path: Path) -> None:
     (tmp_path / "stacks" / "c-base" / "errored.tfstate").touch()
-    with pytest.raises(CloudError, match=r"could not save what it knows of stack c-base.* state push errored.tfstate"):
+    with pytest.raises(CloudError, match=r"could not save its state of stack c-base.* state push errored.tfstate"):
         made.apply()
     assert not any("apply" in call for call in calls(tmp_path))
 

@@ -53,7 +53,7 @@ WRONG = [
     ("run", {"node": "a//b", "cmd": "id"}, "NODE: 'a//b': is no node's name"),
     ("logs", {"node": "-x"}, "NODE: '-x': is no node's name"),
     ("kill", {"node": "a\nb"}, "NODE: 'a\\nb': is no node's name"),
-    ("kill", {"node": ""}, "no node named: NODE=<name>"),
+    ("kill", {"node": ""}, "NODE is missing: name a node, such as NODE=spot-0"),
     ("preempt", {"node": "x" * 99}, "is no node's name"),
     ("logs", {"id": "../x"}, "ID: '../x': is no job's id; `make status CLUSTER=… ` names the newest jobs"),
     ("status", {"id": "a//b"}, "ID: 'a//b': is no job's id"),
@@ -99,11 +99,11 @@ def test_a_mistake_is_one_line_and_status_2(
 @pytest.mark.parametrize(
     ("targets", "typed", "said"),
     [
-        ("train", "JBO", "JBO: `make train` has no such variable: JOB, FAULTS, CLUSTER, JSON; did you mean JOB?"),
-        ("train", "job", "job: `make train` has no such variable: JOB, FAULTS, CLUSTER, JSON; did you mean JOB?"),
-        ("train", "NODES", "NODES: `make train` has no such variable: JOB, FAULTS, CLUSTER, JSON"),
-        ("stop", "JOB", "JOB: `make stop` has no such variable: ID, CLUSTER, JSON"),
-        ("down", "JSON NODE", "NODE: `make down` has no such variable: FORCE, ALL, CLUSTER, JSON"),
+        ("train", "JBO", "`make train` does not take JBO; it takes JOB, FAULTS, CLUSTER, JSON; did you mean JOB?"),
+        ("train", "job", "`make train` does not take job; it takes JOB, FAULTS, CLUSTER, JSON; did you mean JOB?"),
+        ("train", "NODES", "`make train` does not take NODES; it takes JOB, FAULTS, CLUSTER, JSON"),
+        ("stop", "JOB", "`make stop` does not take JOB; it takes ID, CLUSTER, JSON"),
+        ("down", "JSON NODE", "`make down` does not take NODE; it takes FORCE, ALL, CLUSTER, JSON"),
         ("up train", "JOB", ""),
         ("down", "VENV PYTHON TERRAFORM AWS_PROFILE SPOTRUN_HOME HOME TMPDIR SHELL CLUSTER", ""),
     ],
@@ -147,7 +147,7 @@ def test_a_task_refuses_such_a_variable(standin: Machines, fab: Fab, monkeypatch
     monkeypatch.setenv("SPOTRUN_TARGETS", "stop")
     code, _, err = fab("stop")
     assert code == 2
-    assert "JOB: `make stop` has no such variable" in err
+    assert "`make stop` does not take JOB" in err
     assert len(standin.calls()) == 1
 
 
@@ -207,6 +207,13 @@ def test_no_key_is_a_traceback(tmp_path: Path) -> None:
         for call in (store.find, store.exists, store.list, lambda key: store.put(key, b"")):
             with pytest.raises(StoreError):
                 call(key)
+
+
+def test_an_id_is_checked_before_the_way_in(fab: Fab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPOTRUN_HOME", str(tmp_path / "never up"))
+    for task in ("stop", "relaunch", "follow", "logs", "status"):
+        code, _, err = fab(task, id="digits.x")
+        assert (code, "ID: 'digits.x': is no job's id" in err) == (2, True), task
 
 
 def test_times() -> None:

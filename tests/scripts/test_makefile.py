@@ -153,8 +153,8 @@ def real(venv: Path) -> Path:
 def test_targets_without_a_task_refuse_what_they_do_not_take(real: Path) -> None:
     (real / ".installed-dev").touch()
     for words, said in [
-        (("images", "cluster=x"), "cluster: `make images` has no such variable: PRUNE, CLUSTER, JSON; did you mean"),
-        (("soak", "run=3"), "run: `make soak` has no such variable: RUNS, SEED, CLUSTER, JSON; did you mean RUNS?"),
+        (("images", "cluster=x"), "`make images` does not take cluster; it takes PRUNE, CLUSTER, JSON; did you mean"),
+        (("soak", "run=3"), "`make soak` does not take run; it takes RUNS, SEED, CLUSTER, JSON; did you mean RUNS?"),
         (("images", "clusters/gcp-l4.yaml"), "clusters/gcp-l4.yaml: is not a target; did you mean CLUSTER="),
     ]:
         done = make(real, *words)

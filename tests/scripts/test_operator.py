@@ -514,7 +514,10 @@ def test_a_users_mistake_is_status_2_and_one_line(standin: Machines) -> None:
     assert (refused.returncode, refused.stderr) == (2, "spotrun: there is no node x-1; there are spot-0, spot-1\n")
     unnamed = fab(standin, "kill")
     listing = make_command(str(standin.cluster), "status")
-    assert (unnamed.returncode, unnamed.stderr) == (2, f"spotrun: no node named: NODE=<name>; `{listing}` lists them\n")
+    assert (unnamed.returncode, unnamed.stderr) == (
+        2,
+        f"spotrun: NODE is missing: name a node, such as NODE=spot-0; `{listing}` lists them\n",
+    )
     standin.cluster.write_text("name: c\ncloud: locl\npools: []\n")
     wrong = fab(standin, "status")
     assert wrong.returncode == 2
