@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -62,6 +63,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if config.getoption("--fast") and str(collection_path.relative_to(Path(__file__).parent)) in SLOW:
         return True
     return None
+
+
+def pytest_collection_finish() -> None:
+    # A test module that imports the tasks has made Ctrl-C end this process at once.
+    if module := sys.modules.get("scripts.ctrl_c"):
+        module.raise_again()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

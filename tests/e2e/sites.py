@@ -63,7 +63,7 @@ class Operator:
     def __init__(self, site: Site) -> None:
         self.site = site
 
-    def fab(self, *words: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    def fab(self, *words: str, timeout: float = 900) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             self._command(words), cwd=ROOT, env=self._environment(), capture_output=True, text=True, timeout=timeout
         )
