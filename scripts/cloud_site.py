@@ -10,7 +10,7 @@ from scripts import control, preflight, queue, stacks
 from scripts.home import home
 from scripts.make_command import make_command
 from scripts.ssh import HEAD, Access, Unreachable
-from scripts.transports import Iap, Ssm
+from scripts.transports import Iap, Ssm, Transport
 from spotrun import cloud
 from spotrun.cloud.local.layout import ensure_key
 from spotrun.errors import CloudError, NotFound, SpecError, SpotrunError
@@ -109,8 +109,7 @@ class CloudSite:
         ensure_key(key)
         url = bucket_url(self.cluster, cloud.account(self.cluster))
         store = Store.as_operator(url, self.cluster.region)
-        way = Iap(self.cluster.project or "", key) if self.cluster.cloud == "gcp" else Ssm(self.cluster.region, key)
-        return Access(self.cluster.name, store, way, folder, self.file)
+        return Access(self.cluster.name, store, transport(self.cluster, key), folder, self.file)
 
     def _published(self) -> bool:
         """Whether a head has put its host keys into the bucket: the cluster is up, or comes up."""
@@ -226,3 +225,8 @@ def _list(store: Store, prefix: str) -> list[str]:
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")
+
+
+def transport(cluster: ClusterSpec, key: Path) -> Transport:
+    """The way to the head's SSH server in the cluster's cloud."""
+    return Iap(cluster.project or "", key) if cluster.cloud == "gcp" else Ssm(cluster.region, key)

@@ -433,7 +433,7 @@ async def test_a_new_head_names_the_newest_jobs(
         head.store.put(job_key("d-20260103-000000", "state.json"), b"junk")
         ids = ["a-20260102-000000-10", "a-20260102-000000-2", "a-20260102-000000", "b-20260101-000000"]
         for verb in ("relaunch", "follow"):
-            with pytest.raises(SpotrunError, match="since this head began; name one: " + ", ".join(ids)):
+            with pytest.raises(SpotrunError, match="since this head began; name one of these: " + ", ".join(ids)):
                 await ctl_(verb)
         assert await ctl_("jobs") == 0
         assert [each["job"] for each in json.loads(capfdbinary.readouterr().out)] == ids
@@ -545,7 +545,7 @@ def test_train_finds_mistakes_before_anything_is_brought_up(standin: Machines) -
     assert (missing.returncode, "script: 'train.py': there is no such file in" in missing.stderr) == (2, True)
     (standin.folder / "train.py").touch()
     large = fab(standin, "train", "--job", str(job))
-    assert (large.returncode, "the pools of cluster c have at most 2 nodes in all" in large.stderr) == (2, True)
+    assert (large.returncode, "cluster c has at most 2 nodes" in large.stderr) == (2, True)
     odd = fab(standin, "train", "--job", str(job), "--faults", "boom@3")
     assert (odd.returncode, "FAULTS: 'boom@3': allowed:" in odd.stderr) == (2, True)
     assert standin.calls() == []
