@@ -250,9 +250,7 @@ class LocalPools:
         site: web.BaseSite | None = None
         try:
             await asyncio.sleep(self.config.boot_delay)
-            listener = web.TCPSite(self._metadata, machine.address, METADATA_PORT, reuse_address=True)
-            await listener.start()
-            site = listener
+            site = await self._listen(machine)
             process = await self._boot(machine)
             if process.stdout is not None and await process.stdout.readline() and machine.state == "provisioning":
                 log.info("%s runs at %s", machine.name, machine.address)
@@ -278,6 +276,12 @@ class LocalPools:
         log.warning("%s: %s", machine.name, message)
         text = f"machine {machine.name}: {message}"
         self._broken[machine.name] = Problem(machine.pool.name, "other", text, time.time())
+
+    async def _listen(self, machine: Machine) -> web.BaseSite:
+        """Serve a machine's metadata. The test of the images replaces this."""
+        site = web.TCPSite(self._metadata, machine.address, METADATA_PORT, reuse_address=True)
+        await site.start()
+        return site
 
     async def _boot(self, machine: Machine) -> asyncio.subprocess.Process:
         folder, memory = self.layout.folder(machine.name), self.layout.tmpfs / machine.name
