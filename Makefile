@@ -1,20 +1,21 @@
-# The front door: `make` prints the targets. Set-up happens by itself, once, and again when pyproject.toml or
-# constraints.txt change.
+# `make` prints the targets. The first target that needs the virtual environment makes it. A changed pyproject.toml or
+# constraints.txt updates it.
 
 CLUSTER ?= clusters/local.yaml
 JOB     ?= examples/digits/job.yaml
 VENV    ?= .venv
 FAB     := $(VENV)/bin/python -m scripts.fab
 CHECKOV := $(VENV)-checkov
-# Several tests at a time, one after the other of a file where that is possible: they share costly fixtures.
-PARALLEL := -n auto --dist worksteal
+# Run several tests at a time. If possible, the tests of a file run one after the other: they share costly fixtures.
+# The report has each test's outcome and seconds: it tells what is slow, and what fails now and then.
+PARALLEL = -n auto --dist worksteal --junitxml=build/$@.xml
 # Variables from the user of a target, taken as typed. Make expands a variable from its command line at each use, also
 # for `export`: '$HOME' becomes OME, and '$(shell …)' runs here. A copy by `:=` of `$(value X)` is not expanded.
-GIVEN   := CLUSTER JOB NODE RANK CMD TIMEOUT FAULTS NOTICE ID JSON FORCE ALL STRICT RAW TAIL RUNS SEED PUBLIC PRUNE DRY
+GIVEN   := CLUSTER JOB NODE RANK CMD TIMEOUT FAULTS NOTICE ID GROUP MONTH MEASURE RATE OUT TO TRACES POLARITY JSON FORCE ALL STRICT RAW TAIL RUNS SEED PUBLIC PRUNE DRY
 override defined = $(foreach name,$(1),$(if $(filter-out undefined,$(origin $(name))),$(name)))
 # Make exports all variables of its command line (such as TERRAFORM=tofu). ARGS is for developers: a shell expands it.
 TYPED   := $(foreach name,$(filter-out ARGS,$(.VARIABLES)),$(if $(filter command,$(origin $(name))),$(name)))
-# For the tasks: they refuse a variable of the command line that no target takes, and one that is nearly right.
+# The tasks read these, and refuse a variable of the command line that no target takes, such as a misspelt one.
 SPOTRUN_TYPED   := $(TYPED)
 SPOTRUN_TARGETS := $(MAKECMDGOALS)
 export SPOTRUN_TYPED SPOTRUN_TARGETS
@@ -25,7 +26,7 @@ export $(TYPED)
 unexport MAKEFLAGS MFLAGS MAKEOVERRIDES
 # Quote a value as one word for a shell. Before GNU Make 4.4, $(shell) does not see exported variables.
 override quoted = '$(subst ','\'',$(1))'
-# A cluster in a cloud takes more packages: the cloud's own, and what its stacks are written with.
+# A cluster in a cloud needs more packages: the cloud's SDK, and CDKTF for its stacks.
 CLOUD   := $(firstword $(filter gcp aws,$(shell sed -nE 's/^cloud: *[^a-z]?([a-z]+).*/\1/p' -- $(call quoted,$(CLUSTER)) 2>/dev/null)))
 READY   := $(VENV)/.installed$(if $(CLOUD),-$(CLOUD))
 
@@ -40,12 +41,12 @@ override NO      := 0 n no false off N No NO False FALSE Off OFF
 override YES     := 1 y yes true on Y Yes YES True TRUE On ON
 
 .DEFAULT_GOAL := help
-.PHONY: help plan up train status follow logs ssh run preempt kill relaunch stop down acceptance image images image-versions image-trial test test-fast test-clouds test-gpu test-image lint bench-recovery bench-footprint bench-synth bench-startup soak clean
+.PHONY: help plan up train jobs status cost advise follow logs ssh run preempt kill relaunch stop pause resume priority simulate down acceptance image images image-versions image-trial test test-fast test-clouds test-gpu test-image lint bench-recovery bench-footprint bench-synth bench-startup bench-snapshots bench-jobs bench-scale bench-capacity soak clean
 
-# For these targets, no task checks what was typed: done first, and only where there is anything to check.
+# No task checks what was typed for these targets. So check it first, if there is anything to check.
 ifneq ($(strip $(SPOTRUN_TYPED) $(word 2,$(MAKECMDGOALS))),)
 image images image-trial: typed-ready
-image-versions test test-fast test-clouds test-gpu test-image lint bench-recovery bench-footprint bench-synth bench-startup soak: typed-dev
+image-versions test test-fast test-clouds test-gpu test-image lint bench-recovery bench-footprint bench-synth bench-startup bench-snapshots bench-jobs bench-scale bench-capacity soak: typed-dev
 .PHONY: typed-ready typed-dev
 typed-ready: $(READY)
 typed-dev: $(VENV)/.installed-dev
@@ -67,11 +68,20 @@ up: $(READY) ## bring the cluster up: a head and a bucket; nodes come with a job
 train: $(READY) ## run a job and follow it; brings the cluster up first [JOB= FAULTS=preempt@25%,kill@60% or none]
 	@$(FAB) train $(cluster) --job " $$JOB" $(call flag,FAULTS,faults)
 
+jobs: $(READY) ## all jobs, by group: priority, phase, nodes, step, end, cost, and why a job waits
+	@$(FAB) jobs $(cluster)
+
 status: $(READY) ## what the cluster does now [ID=job]
 	@$(FAB) status $(cluster) $(job_id)
 
-follow: $(READY) ## follow the running job; Ctrl-C ends only the following [ID=job]
-	@$(FAB) follow $(cluster) $(job_id)
+cost: $(READY) ## what jobs have cost so far and will cost to the end, by pool and market, with savings [ID=job, or GROUP=group; MONTH=2026-11]
+	@$(FAB) cost $(cluster) $(job_id) $(call flag,MONTH,month) $(call flag,GROUP,group)
+
+advise: $(READY) ## which machines suit a job, by cost and time to finish [JOB= MEASURE=2m: measure each pool first; RATE=samples/s OUT=folder: a table and a plot]
+	@$(FAB) advise $(cluster) --job " $$JOB" $(call flag,MEASURE,measure) $(call flag,RATE,rate) $(call flag,OUT,out)
+
+follow: $(READY) ## follow the running job, or all jobs of a group; Ctrl-C stops following, and they run on [ID=job, or GROUP=group]
+	@$(FAB) follow $(cluster) $(job_id) $(call flag,GROUP,group)
 
 logs: $(READY) ## what the workers printed [NODE= RANK= ID=job TAIL=lines RAW=1: with escape sequences]
 	@$(FAB) logs $(cluster) $(job_id) $(call flag,NODE,node) $(call flag,RANK,rank) $(call flag,TAIL,tail) $(call yes,RAW,raw)
@@ -85,14 +95,26 @@ run: $(READY) ## run a command on all nodes, or on one: CMD='df -h' [NODE= TIMEO
 preempt: $(READY) ## have the cloud take a node away, with notice, as a test: NODE= [NOTICE=seconds]
 	@$(FAB) preempt $(cluster) --node " $$NODE" $(call flag,NOTICE,notice)
 
-kill: $(READY) ## have the cloud take a node away without a word, as a test: NODE=
+kill: $(READY) ## have the cloud take a node away without notice, as a test: NODE=
 	@$(FAB) kill $(cluster) --node " $$NODE"
 
 relaunch: $(READY) ## continue an ended or held job from its checkpoint, or restart the workers of a running job [ID=job]
 	@$(FAB) relaunch $(cluster) $(job_id)
 
-stop: $(READY) ## stop the job; its state goes into the bucket [ID=job]
-	@$(FAB) stop $(cluster) $(job_id)
+stop: $(READY) ## stop the job, or all jobs of a group; their state goes into the bucket. Of a failed job: let its kept node go [ID=job, or GROUP=group]
+	@$(FAB) stop $(cluster) $(job_id) $(call flag,GROUP,group)
+
+pause: $(READY) ## give the job's machines to others until `make resume`; its state goes into the bucket [ID=job]
+	@$(FAB) pause $(cluster) $(job_id)
+
+resume: $(READY) ## let a paused job have machines again [ID=job]
+	@$(FAB) resume $(cluster) $(job_id)
+
+priority: $(READY) ## change the job's priority: TO= (-1000 to 1000; a job of a higher one gets machines first) [ID=job]
+	@$(FAB) priority $(cluster) $(job_id) $(call flag,TO,to)
+
+simulate: $(READY) ## what a job would cost, and when it would end, on recorded spot markets; starts nothing [JOB= TRACES=folder POLARITY=available|preempted RUNS= SEED=]
+	@$(FAB) simulate $(cluster) --job " $$JOB" $(call flag,TRACES,traces) $(call flag,POLARITY,polarity) $(call flag,RUNS,runs) $(call flag,SEED,seed)
 
 down: $(READY) ## take the cluster down; refused while a job runs [FORCE=1: even then; ALL=1: also a cloud's network and bucket; refused while it holds checkpoints]
 	@$(FAB) down $(cluster) $(call yes,FORCE,force) $(call yes,ALL,all)
@@ -125,7 +147,7 @@ image-trial: $(READY) ## install what a bake would install, in a local Debian co
 	@$(VENV)/bin/python -m images.trial "$$CLUSTER"
 
 test-image: $(VENV)/.installed-dev ## bake both images into folders and start what is in them; needs root and debootstrap
-	@$(VENV)/bin/python -m pytest tests/image $(ARGS)
+	@$(VENV)/bin/python -m pytest tests/image --junitxml=build/$@.xml $(ARGS)
 
 lint: $(VENV)/.installed-dev $(CHECKOV)/.installed ## check style, types, images, and what the stacks would make [STRICT=1: no tool may be missing]
 	@$(VENV)/bin/ruff check .
@@ -149,6 +171,18 @@ bench-synth: $(VENV)/.installed-dev ## measure the time and memory to write a cl
 bench-startup: $(VENV)/.installed-dev ## measure how long an agent takes to join; writes bench/RESULTS.md
 	@$(VENV)/bin/python -m bench.startup $(ARGS)
 
+bench-snapshots: $(VENV)/.installed-dev ## measure how long snapshots delay training; writes bench/RESULTS.md
+	@$(VENV)/bin/python -m bench.snapshots $(ARGS)
+
+bench-jobs: $(VENV)/.installed-dev ## measure how long an urgent job waits for a machine of a full cluster; writes bench/RESULTS.md
+	@$(VENV)/bin/python -m bench.jobs $(ARGS)
+
+bench-scale: $(VENV)/.installed-dev ## measure the head with up to 1,000 agents and 100 jobs; writes bench/RESULTS.md
+	@$(VENV)/bin/python -m bench.scale $(ARGS)
+
+bench-capacity: $(VENV)/.installed-dev ## compare policies of capacity on recorded spot markets; writes bench/RESULTS.md
+	@$(VENV)/bin/python -m bench.capacity $(ARGS)
+
 soak: $(VENV)/.installed-dev ## start clusters on this machine, and small jobs with random faults on them [RUNS=10 SEED=1 ARGS='--out bench/RESULTS.md']
 	@$(VENV)/bin/python -m bench.soak $(call flag,RUNS,runs) $(call flag,SEED,seed) $(ARGS)
 
@@ -168,7 +202,7 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt
 	@$(call install,train$(comma)local$(comma)operator$(comma)examples$(comma)infra$(comma)gcp$(comma)aws$(comma)dev)
 	@touch $(VENV)/.installed $(VENV)/.installed-gcp $(VENV)/.installed-aws $@
 
-# Apart from the rest: it pins old versions of what the clouds' modules need.
+# In another virtual environment: checkov pins old versions of packages that the clouds' packages need.
 $(CHECKOV)/.installed: .ci/checkov.txt
 	@echo "Installing checkov into $(CHECKOV); this happens once" >&2
 	@$(VENV)/bin/python -m venv $(CHECKOV)
@@ -176,9 +210,9 @@ $(CHECKOV)/.installed: .ci/checkov.txt
 	@touch $@
 
 comma := ,
-# Make the virtual environment unless it is there, and install the project with these extras. All it says goes to
-# stderr: stdout is for what the target itself answers. pip would compile one module after the other, and spend most of
-# its time on those of Terraform's providers, of which few are ever loaded.
+# Make the virtual environment if it is missing, and install the project with these extras. All output goes to stderr:
+# stdout is for the target's own answer. pip does not compile, because it would compile one module after the other, most
+# of them of Terraform's providers, of which few are ever loaded.
 define install
 if [ ! -x $(VENV)/bin/python ]; then \
 	for python in $(PYTHON) python3.11 python3.12 python3.13 python3.14 python3 python; do \

@@ -14,17 +14,22 @@ import functools
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from invoke.context import Context
 from invoke.exceptions import Exit
 from invoke.tasks import task
 
-from scripts import console, control, display, faults, inputs, jobs, report
+from scripts import console, control, display, faults, inputs, report
+from scripts import cost as costs
+from scripts import group as groups
+from scripts import jobs as jobruns
 from scripts import logs as joblogs
 from scripts import site as sites
 from scripts import ssh as remote
 from scripts.make_command import LOCAL, make_command
+from spotrun.cloud import prices
 from spotrun.errors import CloudError, SpotrunError, StoreError
 from spotrun.text import clean
 
@@ -68,7 +73,8 @@ def up(_: Context, cluster: str = LOCAL, json: bool = False) -> None:
     text = f"`{make_command(cluster, 'train')}` runs a job, `{make_command(cluster, 'down')}` takes it down"
     again = make_command(cluster, "relaunch", "ID=")
     held = [
-        f"\n{job} was not ended when the cluster went down: `{again}{job}` runs it on" for job in status.get("held", ())
+        f"\n{job} was not ended when the cluster went down: `{again}{job}` continues it"
+        for job in status.get("held", ())
     ]
     _print(status, json, f"cluster {site.cluster.name} is up; {text}{''.join(held)}")
 
@@ -80,7 +86,7 @@ def plan(_: Context, cluster: str = LOCAL, json: bool = False) -> None:
     _print(
         {"changes": changes},
         json,
-        f"`{make_command(cluster, 'up')}` makes it so" if changes else "nothing would change",
+        f"`{make_command(cluster, 'up')}` makes these changes" if changes else "nothing would change",
     )
 
 
@@ -88,6 +94,15 @@ def plan(_: Context, cluster: str = LOCAL, json: bool = False) -> None:
 def train(_: Context, cluster: str = LOCAL, job: str = DIGITS, faults: str = "auto", json: bool = False) -> int:
     """Run a job and follow it to its end; brings the cluster up first. Fails if the job fails."""
     return _train(cluster, job, faults, json)
+
+
+@command
+def jobs(_: Context, cluster: str = LOCAL, json: bool = False) -> None:
+    """All jobs, by group: those that have not ended, then the newest of the others."""
+    with control.open_head(_access(cluster)) as head:
+        rows = head.ask("jobs")
+        idle_cost = None if json else head.ask("status").get("idle_cost")
+    _print(rows, json, "" if json else display.listing(rows, idle_cost))
 
 
 @command
@@ -101,8 +116,49 @@ def status(_: Context, cluster: str = LOCAL, id: str = "", json: bool = False) -
 
 
 @command
-def follow(_: Context, cluster: str = LOCAL, id: str = "", json: bool = False) -> int:
-    """Follow a job to its end; Ctrl-C ends only the following."""
+def cost(_: Context, cluster: str = LOCAL, id: str = "", month: str = "", group: str = "", json: bool = False) -> None:
+    """What jobs have cost, by pool and market, and what they will cost; also while the cluster is down."""
+    wanted, job = inputs.group(group, id, cluster), inputs.job(id, cluster)
+    period, site = inputs.month(month), sites.of_file(cluster)
+    books, old = costs.read(site.bucket(), site.cluster.name, job), prices.warning(site.cluster.cloud)
+    found = costs.document(books, site.cluster.name, job, period, wanted, old)
+    _print(found, json, "" if json else costs.text(found))
+
+
+@command
+def advise(
+    _: Context,
+    cluster: str = LOCAL,
+    job: str = DIGITS,
+    measure: str = "",
+    rate: str = "",
+    out: str = "",
+    json: bool = False,
+) -> None:
+    """Rank the machines that a job could train on by cost and time; can measure on the cluster's pools first.
+
+    measure: seconds on one node of each pool. rate: samples per second of one machine. out: a folder for a table and a
+    plot.
+    """
+    from scripts import advising
+
+    advice = advising.advise(
+        sites.of_file(cluster),
+        job,
+        inputs.interval("MEASURE", measure),
+        inputs.rate(rate),
+        functools.partial(console.say, out=sys.stderr if json else sys.stdout),
+    )
+    if out:
+        advising.write(advice, Path(out))
+    _print(advice, json, "" if json else advising.text(advice))
+
+
+@command
+def follow(_: Context, cluster: str = LOCAL, id: str = "", group: str = "", json: bool = False) -> int:
+    """Follow a job, or all jobs of a group, to the end; Ctrl-C stops following, and they run on."""
+    if wanted := inputs.group(group, id, cluster):
+        return _follow_group(sites.of_file(cluster), wanted, json)
     return _follow(sites.of_file(cluster), inputs.job(id, cluster), [], json)
 
 
@@ -171,17 +227,17 @@ def run(_: Context, cluster: str = LOCAL, cmd: str = "", node: str = "", timeout
             keys = ("node", "code", "output", "left_out")
             console.answer({key: getattr(outcome, key) for key in keys})
         elif not outcome.reached or not outcome.output:
-            hear(outcome.node, outcome.output or f"(exit status {outcome.code})")
+            show_output(outcome.node, outcome.output or f"(exit status {outcome.code})")
 
-    def hear(node: str, text: str) -> None:
+    def show_output(node: str, text: str) -> None:
         for line in clean(text).splitlines():
             console.say(f"{node}: {line}")
 
     try:
-        if remote.run(access, nodes, cmd, patience, show, (lambda *_: None) if json else hear):
+        if remote.run(access, nodes, cmd, patience, show, (lambda *_: None) if json else show_output):
             return 0
     except KeyboardInterrupt:
-        console.warn(f"\nspotrun: run: interrupted; the command may go on over there, for at most {patience:g} s")
+        console.warn(f"\nspotrun: run: interrupted; the command may still run there, for at most {patience:g} s")
         return 130
     failed = [each for each in outcomes if each.code]
     console.warn(f"spotrun: run: {report.failures(failed, len(nodes))}")
@@ -214,12 +270,62 @@ def relaunch(_: Context, cluster: str = LOCAL, id: str = "", json: bool = False)
 
 
 @command
-def stop(_: Context, cluster: str = LOCAL, id: str = "", json: bool = False) -> None:
-    """Stop a job; its state goes into the bucket."""
+def stop(_: Context, cluster: str = LOCAL, id: str = "", group: str = "", json: bool = False) -> None:
+    """Stop a job, or all jobs of a group; their state goes into the bucket. Of a failed job: let its kept node go."""
+    if wanted := inputs.group(group, id, cluster):
+        answer = control.ask(_access(cluster), "stop", "--group", wanted)
+        _print(answer, json, f"group {wanted} stops: {', '.join(answer['jobs'])}")
+        return
     which = _of(inputs.job(id, cluster))
     answer = control.ask(_access(cluster), "stop", *which)
     again = make_command(cluster, "relaunch", f"ID={answer['job']}")
-    _print(answer, json, f"job {answer['job']} stops; `{again}` runs it on")
+    does = f"lets node {answer['kept']} go" if answer.get("kept") else "stops"
+    _print(answer, json, f"job {answer['job']} {does}; `{again}` continues it")
+
+
+@command
+def pause(_: Context, cluster: str = LOCAL, id: str = "", json: bool = False) -> None:
+    """Take a job's machines away until `resume`; its state goes into the bucket."""
+    which = _of(inputs.job(id, cluster))
+    answer = control.ask(_access(cluster), "pause", *which)
+    again = make_command(cluster, "resume", f"ID={answer['job']}")
+    _print(answer, json, f"job {answer['job']} pauses; `{again}` continues it")
+
+
+@command
+def resume(_: Context, cluster: str = LOCAL, id: str = "", json: bool = False) -> None:
+    """Let a paused job have machines again."""
+    which = _of(inputs.job(id, cluster))
+    answer = control.ask(_access(cluster), "resume", *which)
+    _print(answer, json, f"job {answer['job']} resumes; follow it with: {_hint(cluster, answer['job'])}")
+
+
+@command
+def priority(_: Context, cluster: str = LOCAL, id: str = "", to: str = "", json: bool = False) -> None:
+    """Change a job's priority. Jobs of a higher priority get their machines first."""
+    which = _of(inputs.job(id, cluster))
+    wanted = inputs.priority(to)
+    answer = control.ask(_access(cluster), "priority", *which, "--to", str(wanted))
+    _print(answer, json, f"job {answer['job']} has priority {wanted} now")
+
+
+@command
+def simulate(
+    _: Context,
+    cluster: str = LOCAL,
+    job: str = DIGITS,
+    traces: str = "",
+    polarity: str = "",
+    runs: str = "",
+    seed: str = "",
+    json: bool = False,
+) -> None:
+    """What a job would cost and when it would end, by policy, on traces of spot markets. Starts nothing."""
+    from scripts import simulate as replays  # loads numpy
+
+    count = int(inputs.number("RUNS", runs, least=1) or replays.RUNS)
+    found = replays.simulate(cluster, job, traces, polarity, count, int(inputs.number("SEED", seed) or 1))
+    _print(found, json, replays.text(found))
 
 
 @command
@@ -249,25 +355,39 @@ def _train(cluster: str, job: str, wanted: str, json: bool) -> int:
         wanted = faults.DEMO if (cluster, job) == (LOCAL, DIGITS) else "none"
     plan = faults.parse(wanted)
     site = sites.of_file(cluster)
-    jobs.check(site.cluster, job)
+    jobruns.check(site.cluster, job)
     say = functools.partial(console.say, out=sys.stderr if json else sys.stdout)
     say(f"bringing cluster {site.cluster.name} up")
     site.ready()
-    return _follow(site, jobs.submit(site.access(), site.cluster, job, say), plan, json)
+    return _follow(site, jobruns.submit(site.access(), site.cluster, job, say), plan, json)
 
 
 def _follow(site: sites.Site, job: str | None, plan: list[faults.Fault], json: bool) -> int:
     access = site.access()
     try:
         with display.opened(json, file=site.file) as view:
-            last = jobs.follow(access, job, view, plan, site.access)
+            document = jobruns.follow(access, job, view, plan, site.access)
     except KeyboardInterrupt:
         console.warn(f"\ndetached; the job goes on. Follow it again with: {_hint(site.file, job)}")
         return 130
+    last = document["job"]
     if not json:
         words = joblogs.last_words(access, last["id"]) if last["phase"] == "succeeded" else []
-        console.say("\n".join(["", *words, report.report(last)]))
+        console.say("\n".join(["", *words, report.report(last, document.get("idle_cost"), site.file)]))
     return 0 if last["phase"] == "succeeded" else 1
+
+
+def _follow_group(site: sites.Site, group: str, json: bool) -> int:
+    listener = groups.Lines() if json else groups.Plain(group)
+    try:
+        ended = groups.follow(site.access(), group, listener, site.access)
+    except KeyboardInterrupt:
+        again = make_command(site.file, "follow", f"GROUP={group}")
+        console.warn(f"\ndetached; the jobs go on. Follow them again with: {again}")
+        return 130
+    if not json:
+        console.say(display.listing(ended))
+    return 0 if all(job["phase"] == "succeeded" for job in ended) else 1
 
 
 def _access(cluster: str) -> remote.Access:

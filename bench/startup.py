@@ -2,9 +2,9 @@
 
 python -m bench.startup [--runs 5] [--out bench/RESULTS.md]
 
-The agent tells its service manager when it has joined (sd_notify): that is the moment that counts. It has connected
-then; the health gate goes on beside, and a job is taken when that has passed, too. A second process, with the same to
-do, is timed part by part; and for comparison `import torch`, for which an agent does not wait.
+The agent tells its service manager when it has joined (sd_notify). That moment is measured. The agent has then
+connected to the head. It takes a job later, when the health gate has passed. A second process does the same work, and
+each part is timed. `import torch` is timed for comparison; an agent does not wait for it.
 """
 
 from __future__ import annotations
@@ -130,11 +130,11 @@ def render(rows: dict[str, list[float]], machine: str, day: str) -> str:
         f"seconds, medians of {len(rows[JOINED])} runs. Goal: under {GOAL:g} s: {goal}. The parts are those of another "
         "process that does the same, one after the other.",
         "",
-        "Joined means connected: the head knows the node, and learns of notices. A job is taken when the health gate "
-        "has passed, too. The gate that was measured had nothing to ask, as there were no GPUs. On a machine with GPUs "
-        "**every** start of the agent has besides: nvidia-smi, twice, and a matrix product on each GPU, for which a "
-        "process imports torch (below, from a warm disk); with EFA also fi_info and the loading of NCCL's plugin. How "
-        "long that takes has not been measured. A first boot has besides: the machine's own boot, and all of this from "
+        "Joined means connected: the head knows the node, and learns of notices. The node takes a job only after the "
+        "health gate has passed. Here the gate had little to do, as there were no GPUs. On a machine with GPUs, "
+        "**every** start of the agent also runs nvidia-smi twice, and a matrix product on each GPU, for which a "
+        "process imports torch (below, from a warm disk). With EFA, it also runs fi_info and loads NCCL's plugin. How "
+        "long that takes has not been measured. A first boot adds the machine's own boot, and reads all of this from "
         "a cold disk.",
         "",
         "| what | seconds | range |",

@@ -144,7 +144,7 @@ class Torchrun:
 
     def _standing_by(self) -> int:
         """How many agents wait as spares, by the rendezvous state that torchrun keeps in its store."""
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+        from torch.distributed import TCPStore
 
         store = TCPStore("127.0.0.1", self._port, is_master=False, timeout=timedelta(seconds=10))
         state: Any = pickle.loads(base64.b64decode(store.get("torch.rendezvous.bench")))  # our own processes wrote it

@@ -2,11 +2,11 @@
 
     python -m images.build CLUSTER [--public] [--prune N] [PACKER'S OPTIONS…]
 
---public: on AWS, build in the region's default network with a public address, into which nothing is let.
+--public: on AWS, build in the region's default network with a public address, to which nothing can connect.
 --prune: afterwards remove all images but the newest N and those that a cluster uses (`images.kept`).
 
-Builds spotrun's wheel of this checkout, then runs Packer. What the image holds is in build/image/image-<cloud>.json
-afterwards, and the image's name on standard output.
+Builds spotrun's wheel from this checkout, then runs Packer. Afterwards, build/image/image-<cloud>.json lists what the
+image has. The image's name is printed on standard output.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ from spotrun.spec import ClusterSpec, load_cluster
 ROOT = Path(__file__).parent.parent
 OUT = ROOT / "build/image"
 PACKER = (1, 9)  # images/plugins.pkr.hcl
-INTERRUPTED = 130  # as a shell has it: 128 and SIGINT
+INTERRUPTED = 130  # as in a shell: 128 + SIGINT
 PUBLIC, PRUNE = "--public", "--prune"
 NO_SUBNET = (
-    "AWS's builder needs a way out. `{public}` builds in the default network with a public address, and opens no port."
+    "The builder on AWS needs a way to the internet. `{public}` builds in the default network with a public address,"
+    " and opens no port."
     ' Or name a private subnet behind a NAT gateway in images/mine.auto.pkrvars.hcl (aws_subnet = "subnet-…"), or with'
     ' ARGS="-var aws_subnet=subnet-…"'
 )
@@ -61,7 +62,7 @@ def main(argv: list[str]) -> int:
 
 
 def _own(words: list[str]) -> tuple[dict[str, str], list[str]]:
-    """This program's own options, which come first, with their values; then Packer's."""
+    """Split the options: this program's own, which come first, by name; and Packer's."""
     own: dict[str, str] = {}
     rest = list(words)
     while rest and rest[0] in (PUBLIC, PRUNE):
@@ -71,11 +72,11 @@ def _own(words: list[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def build(cluster: ClusterSpec, file: str, public: bool, options: list[str]) -> str:
-    """Build an image and return its name. Raises `SpotrunError`, or `KeyboardInterrupt` when nothing runs any more."""
+    """Build an image and return its name. Raises `SpotrunError`; after Ctrl-C, `KeyboardInterrupt` at Packer's end."""
     if cluster.cloud not in SOURCES:
         raise SpotrunError(f"{file}: cloud {cluster.cloud} has no images; name a cluster file of gcp or aws")
     if public and cluster.cloud != "aws":
-        raise SpotrunError(f"{file}: PUBLIC=1 is for AWS; on Google Cloud the builder goes out through Cloud NAT")
+        raise SpotrunError(f"{file}: PUBLIC=1 is for AWS; on Google Cloud the builder uses Cloud NAT")
     if cluster.cloud == "aws":
         _check_way_out(cluster, file, public, options)
     packer = _packer()
@@ -119,7 +120,7 @@ def names_subnet(options: list[str], environment: Mapping[str, str], settings: l
 
 
 def told(variable: str, form: str, options: list[str], environment: Mapping[str, str], settings: list[str]) -> bool:
-    """Whether Packer is told a value that begins as the regular expression says, in one of the ways that it knows.
+    """Whether Packer gets a value for the variable, from any source, that begins with `form`, a regular expression.
 
     https://developer.hashicorp.com/packer/docs/templates/hcl_templates/variables
     """
@@ -180,9 +181,9 @@ def wheel(folder: Path) -> None:
 
 
 def _run(command: list[str]) -> None:
-    """Its output goes to stderr: stdout is for the answer. Raises `SpotrunError` if it fails.
+    """Run a command with its output on stderr: stdout is for the answer. Raises `SpotrunError` if it fails.
 
-    Ctrl-C reaches the command as well, and Packer then takes away what it has made in the cloud: that is waited for.
+    Ctrl-C reaches the command as well. Packer then removes what it has made in the cloud, and this function waits.
     """
     interrupted = False
 

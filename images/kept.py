@@ -2,8 +2,8 @@
 
     python -m images.kept CLUSTER [--json] [--prune N]
 
-An image that a cluster uses is never removed: one that is up, by its templates and machines, or one whose cluster file
-names the image.
+An image in use is never removed. A cluster that is up uses the images of its templates and machines. A cluster file
+uses the image that it names.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def number(text: str) -> int:
 
 
 def baked(cluster: ClusterSpec, file: str) -> list[Image]:
-    """The images that a cluster of this cloud, in this project or region, can use, newest first.
+    """The baked images in the cluster's project (Google Cloud) or region (AWS), newest first.
 
     Raises `SpotrunError`.
     """
@@ -90,7 +90,7 @@ def surplus(found: Sequence[Image], keep: int, named: Collection[str]) -> list[I
 
 
 def names(file: Path) -> set[str]:
-    """The images that this cluster file and those beside it name. A file that cannot be read is an error.
+    """The images that this cluster file, and the files beside it, name. A file that cannot be read is an error.
 
     Raises `SpotrunError`.
     """

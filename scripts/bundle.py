@@ -1,9 +1,11 @@
 """The code bundle: a job's folder as one archive, named after its content.
 
-Equal folders give equal bytes (sorted, no times, no owners), so what is in the bucket already is not sent again. What
-`.gitignore` files exclude stays out: those in the folder, below it, and above it up to the repository's root. Files
-`.spotrunignore` in the same places have the same syntax, and take precedence. A file that looks like a secret is
-refused unless a line in a `.spotrunignore` allows it.
+Equal folders give equal archives, because names are sorted, and times and owners are left out. So an archive that is
+already in the bucket is not sent again.
+
+Files that a `.gitignore` excludes are left out. A `.gitignore` counts if it is in the folder, below it, or above it up
+to the repository's root. A `.spotrunignore` in one of these places has the same syntax and takes precedence. A file
+that looks like a secret is refused, unless a line in a `.spotrunignore` allows it.
 """
 
 from __future__ import annotations
@@ -28,9 +30,9 @@ from spotrun.errors import SpotrunError
 from spotrun.spec import bundle as limits
 from spotrun.store import Store, code_key
 
-LEVEL = 9  # part of what names a bundle: another level is another archive
+LEVEL = 9  # of the compression; another level gives another archive, with another name
 ALWAYS_OUT = {".git", ".venv", "__pycache__", ".spotrun"}
-FRESH = 1800.0  # seconds: an older object is sent again, as a head may be about to remove it (`head.sweep`)
+FRESH = 1800.0  # seconds; an older object is sent again, as a head may be about to remove it (`head/code_sweep.py`)
 OWN, GIT = ".spotrunignore", ".gitignore"
 _SHOWN = 3  # files in a message
 
@@ -41,8 +43,8 @@ class Bundle:
 
     sha256: str  # of the archive, which is at `code_key(sha256)`
     size: int  # bytes of the archive
-    files: int  # how many are in it
-    bytes: int  # of the files
+    files: int  # the number of files in the archive
+    bytes: int  # the sizes of the files, added up
     largest: tuple[tuple[str, int], ...]  # names and bytes of the largest files
     sent: bool  # False if the bucket had the archive
 
@@ -68,7 +70,7 @@ class _Ignores:
     def verdict(self, path: Path, is_folder: bool) -> tuple[bool, bool]:
         """Whether the path stays out, and whether a `.spotrunignore` explicitly allows it.
 
-        As in git: the last matching pattern counts, of the innermost file that has one.
+        As in git, the innermost ignore file with a matching pattern counts, and in this file the last such pattern.
         """
         for own, files in ((True, self.own), (False, self.git)):
             for base, spec in reversed(files):
@@ -82,7 +84,7 @@ def check(folder: Path, script: str, limit: int = limits.BYTES) -> list[Path]:
     """The files of the bundle. Raises `SpotrunError` if the script would be missing, or a file cannot be sent."""
     names = files(folder, limit)
     if Path(script) not in names:
-        raise SpotrunError(f"{folder / script}: a {GIT} excludes the job's script, or a {OWN}, so no node would get it")
+        raise SpotrunError(f"{folder / script}: a {GIT} or {OWN} excludes the job's script, so no node would get it")
     return names
 
 
@@ -96,7 +98,7 @@ def upload(store: Store, folder: Path, script: str, limit: int = limits.BYTES) -
         with path.open("w+b") as archive:
             sha256, size = pack(folder, names, archive)
         if size > limits.PACKED:
-            raise SpotrunError(f"{folder}: {_size(size)} packed, a bundle takes at most {_size(limits.PACKED)}")
+            raise SpotrunError(f"{folder}: {_size(size)} packed; a bundle may have at most {_size(limits.PACKED)}")
         age = store.age(code_key(sha256))
         sent = age is None or age > FRESH
         if sent:
@@ -129,22 +131,22 @@ def pack(folder: Path, names: list[Path], out: BinaryIO) -> tuple[str, int]:
 
 
 def files(folder: Path, limit: int = limits.BYTES) -> list[Path]:
-    """What goes into the bundle, relative to `folder`, sorted. Raises `SpotrunError` for what cannot."""
+    """The bundle's files, relative to `folder`, sorted. Raises `SpotrunError` if one of them cannot be sent."""
     root = folder.resolve()
     wanted = dict(_walk(root, root, _outer_ignores(root)))
     found = sorted(wanted)
     sizes = {name: (root / name).lstat().st_size for name in found}
     if len(found) > limits.FILES:
         raise SpotrunError(
-            f"{folder}: {len(found)} files, a bundle takes at most {limits.FILES}; put data into the bucket, and what"
-            f" is not code into {GIT} or {OWN}"
+            f"{folder}: {len(found)} files; a bundle may have at most {limits.FILES}. Put data into the bucket, and"
+            f" exclude other files that the job does not need in {GIT} or {OWN}"
         )
     if sum(sizes.values()) > limit:
         largest = sorted(found, key=lambda name: -sizes[name])[:_SHOWN]
         shown = ", ".join(f"{name} ({_size(sizes[name])})" for name in largest)
         raise SpotrunError(
-            f"{folder}: {_size(sum(sizes.values()))} of files, a bundle takes at most {_size(limit)}; the largest:"
-            f" {shown}. Put data into the bucket, and what is not code into {GIT} or {OWN}"
+            f"{folder}: {_size(sum(sizes.values()))} of files; a bundle may have at most {_size(limit)}. The largest:"
+            f" {shown}. Put data into the bucket, and exclude other files that the job does not need in {GIT} or {OWN}"
         )
     _refuse_secrets(folder, root, [name for name in found if not wanted[name]])
     return found
@@ -164,8 +166,8 @@ def _refuse_secrets(folder: Path, root: Path, names: list[Path]) -> None:
     lines = ", ".join(f"`!/{_escaped(name)}`" for name, _ in shown)
     what = ", ".join(f"{name} ({kind})" for name, kind in shown)
     raise SpotrunError(
-        f"{folder}: {what}{more}: a bundle with secrets can be read on each node and in the bucket. Put them into {GIT}"
-        f" or {OWN}; or send them on purpose, by {lines} in {folder / OWN}"
+        f"{folder}: {what}{more}: a bundle with secrets can be read on each node and in the bucket. Exclude them in"
+        f" {GIT} or {OWN}; or, to send them on purpose, write {lines} into {folder / OWN}"
     )
 
 
@@ -185,11 +187,11 @@ def _walk(folder: Path, root: Path, ignores: _Ignores) -> Iterator[tuple[Path, b
         elif entry.is_symlink():
             if not Path(os.path.realpath(path)).is_relative_to(root) or os.readlink(path).startswith("/"):
                 raise SpotrunError(
-                    f"{path}: a link to {os.readlink(path)}, which nodes do not have; copy the file here, or put the"
-                    f" link into {GIT} or {OWN}"
+                    f"{path}: a link to {os.readlink(path)}, which nodes do not have; copy the file here, or exclude"
+                    f" the link in {GIT} or {OWN}"
                 )
             with _explained(path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                path.stat()  # a link to itself leads nowhere; one to what is not there yet may go along
+                path.stat()  # a link to itself is an error; a link to a missing file is sent
             yield path.relative_to(root), wanted
         elif entry.is_file(follow_symlinks=False):  # sockets, pipes and devices stay out
             yield path.relative_to(root), wanted
@@ -204,7 +206,7 @@ def _read(folder: Path, name: str) -> tuple[tuple[Path, GitIgnoreSpec], ...]:
 
 
 def _outer_ignores(root: Path) -> _Ignores:
-    """Of the folders above, up to the repository's root; none if this is in no repository."""
+    """The ignore files of the folders above, up to the repository's root; none if there is no repository."""
     above = [root, *root.parents]
     top = next((index for index, folder in enumerate(above) if (folder / ".git").exists()), 0)
     ignores = _Ignores()

@@ -1,4 +1,4 @@
-"""A cluster in a cloud, as its operator's commands see it: stacks by Terraform, the bucket, the way in."""
+"""A cluster in a cloud, for the operator's commands: its stacks (Terraform), its bucket, SSH to its head."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from spotrun.spec import ClusterSpec, described
 from spotrun.spec.names import bucket_url
 from spotrun.store import Store, cluster_key, head_key, host_key, replaced_key
 
-BOOT = 900.0  # seconds that a new head may take: its machine, its image's boot, its first look at the bucket
+BOOT = 900.0  # seconds to wait for a new head: its machine is made and boots, and it reads the bucket
 _LISTED = 10  # names in a message
 
 
@@ -36,7 +36,7 @@ class CloudSite:
         return self._access
 
     def bucket(self) -> Store:
-        """The bucket, which may not be made yet."""
+        """The bucket, which may not exist yet."""
         return self._access.store
 
     def plan(self) -> bool:
@@ -44,11 +44,11 @@ class CloudSite:
         return self._stacks(bucket_url(self.cluster, cloud.account(self.cluster))).plan()
 
     def ready(self) -> control.Status:
-        """`up`, unless the head is there already and knows this description: training alone needs no Terraform."""
+        """Do `up`, unless a head with this description is there already: then training needs no Terraform."""
         description = self.bucket().find(cluster_key(self.cluster.name))
         if not self._published() or description != self.cluster.document().encode():
             return self.up()
-        # The bucket says that it is up as described: Terraform cannot repair the way in.
+        # The bucket says that the cluster is up. If its head does not answer, Terraform cannot change that.
         return control.await_head(self._access, self.cluster.digest, BOOT)
 
     def up(self) -> control.Status:
@@ -58,30 +58,30 @@ class CloudSite:
         preflight.check_offers(cluster, self.file)
         with cloud.asking(cluster) as ask:
             preflight.check_quotas(cluster, ask)
-            made = self._stacks(store.url)
-            if not made.exists("pools") and _machines(ask):
+            terraform = self._stacks(store.url)
+            if not terraform.exists("pools") and _machines(ask):
                 raise SpotrunError(
-                    f"cluster {cluster.name} is up, but Terraform knows nothing of it here: {self._other_state()};"
-                    " it would make a second one beside it"
+                    f"cluster {cluster.name} is up, but Terraform knows nothing of it here: {self._other_state()}."
+                    " Terraform would make a second cluster beside it"
                 )
-            preflight.check_images(cluster, made.document("pools"), self.file)
-            if not made.has_head():  # also after a `down` that was broken off
+            preflight.check_images(cluster, terraform.document("pools"), self.file)
+            if not terraform.has_head():  # true also after an interrupted `down`
                 queue.hold(store, cluster.name)
-            made.apply()
+            terraform.apply()
             _forget_gone(cluster, store, ask)
         return control.await_head(self._access, cluster.digest, BOOT)
 
-    def unfinished(self) -> list[str]:
-        """The bucket says it: the head may be out of reach."""
+    def unfinished(self) -> list[control.Unfinished]:
+        """As in `Site`. The bucket is asked, since the head may be out of reach."""
         return queue.unfinished(self.bucket(), self.cluster.name, self._make("down", "FORCE=1"))
 
     def down(self, everything: bool) -> str:
-        """Have Terraform take the machines away. A bucket with checkpoints is never deleted."""
+        """Have Terraform remove the machines. A bucket with checkpoints is never deleted."""
         cluster, store = self.cluster, self.bucket()
         if everything:
             self._refuse_contents()
-        made = self._stacks(store.url)
-        made.destroy("pools")
+        terraform = self._stacks(store.url)
+        terraform.destroy("pools")
         with cloud.asking(cluster) as ask:
             if left := _machines(ask):
                 raise CloudError(
@@ -96,12 +96,12 @@ class CloudSite:
             return f"cluster {cluster.name} is down; {rest}"
         self._refuse_contents()  # a job may have written until its machines ended
         store.delete(_list(store, ""))
-        made.destroy("base")
+        terraform.destroy("base")
         return f"nothing is left of cluster {cluster.name}"
 
     @functools.cached_property
     def _access(self) -> Access:
-        """The way in, whether or not a head is there yet. One login for all that a command does."""
+        """How to reach the head and the bucket, even before there is a head. A command logs in to the cloud once."""
         folder = home() / "clusters" / self.cluster.name
         private_paths.make_folder(folder.parent)
         private_paths.make_folder(folder)
@@ -112,16 +112,17 @@ class CloudSite:
         return Access(self.cluster.name, store, transport(self.cluster, key), folder, self.file)
 
     def _published(self) -> bool:
-        """Whether a head has put its host keys into the bucket: the cluster is up, or comes up."""
+        """Whether a head has put its host keys into the bucket: the cluster is up, or is starting."""
         return self.bucket().find(host_key(self.cluster.name, HEAD)) is not None
 
     def _make(self, target: str, *variables: str) -> str:
         return make_command(self.file, target, *variables)
 
     def _stacks(self, bucket: str) -> stacks.Stacks:
-        """The stacks. Raises `SpotrunError` if the cluster stands elsewhere than its file says now.
+        """The stacks. Raises `SpotrunError` if the cluster exists in another place than its file says now.
 
-        Terraform would look for it in the new place, find nothing, and forget machines that run on in the old one.
+        Terraform would look for the cluster in the new place, find nothing, and forget machines that still run in the
+        old place.
         """
         made = stacks.synthesize(self.cluster, self.file, home())
         if there := made.place():
@@ -131,24 +132,25 @@ class CloudSite:
     def _refuse_move(self, there: stacks.Place, wanted: stacks.Place) -> None:
         if changes := moves(there, wanted):
             raise SpotrunError(
-                f"{self.file}: {', '.join(changes)}: a cluster does not move; put that back, or first have it as it was"
-                f" and `{self._make('down', 'ALL=1')}`"
+                f"{self.file}: {', '.join(changes)}: a cluster does not move. Change it back; then, to have it in the"
+                f" new place, run `{self._make('down', 'ALL=1')}` and change it again"
             )
 
     def _refuse_rebuild(self) -> None:
         """Raise `SpotrunError` if the network of a cluster that is up would change: AWS refuses that after minutes."""
         document = self.bucket().find(cluster_key(self.cluster.name))
-        if document is None:  # stack pools makes it: the cluster is not up
+        if document is None:  # stack pools makes this document, so the cluster is not up
             return
         try:
             before = described(document)
         except SpecError:
-            return  # of another version; Terraform will tell
+            return  # a document of another version: Terraform will show the change
         url = self.bucket().url
         self._refuse_move(_place(before, url), _place(self.cluster, url))
         if changes := rebuilds(before, self.cluster):
             raise SpotrunError(
-                f"{self.file}: {', '.join(changes)}: this cannot change while it is up; `{self._make('down')}` first"
+                f"{self.file}: {', '.join(changes)}: this cannot change while the cluster is up; run"
+                f" `{self._make('down')}` first"
             )
 
     def _refuse_contents(self) -> None:
@@ -169,20 +171,20 @@ class CloudSite:
         )
 
     def _other_state(self) -> str:
-        """Where Terraform keeps its state, and where else the state of this cluster may be."""
+        """Where Terraform looks for its state, and why the state of this cluster may be elsewhere."""
         if self.cluster.state is not None:
             return f"state is {self.cluster.state}; was the cluster made with another state, or none?"
         return f"its state is in {home() / 'terraform'}; the cluster was made with another state (key state)"
 
 
 def moves(there: stacks.Place, wanted: stacks.Place) -> list[str]:
-    """What of the place would change. Pure."""
+    """What would change about the cluster's place. Pure."""
     before, after = vars(there), vars(wanted)
     return [f"{key} is {after[key]} and was {before[key]}" for key in before if before[key] != after[key]]
 
 
 def rebuilds(before: ClusterSpec, after: ClusterSpec) -> list[str]:
-    """What would make the cloud replace the network, in which machines stand. Pure."""
+    """Changes that would make the cloud replace the network while machines are in it. Pure."""
     if after.cloud != "aws":
         return []
     old, new = before.network, after.network
@@ -197,26 +199,26 @@ def _place(cluster: ClusterSpec, bucket: str) -> stacks.Place:
 
 
 def _machines(ask: cloud.Ask) -> list[str]:
-    """The machines that there are. Raises `CloudError` also if one zone does not answer: it may have some."""
+    """Names of the machines. Raises `CloudError` also if one zone does not answer: it may have machines."""
     nodes = ask(lambda each: each.nodes())
     return [node.name for node in nodes if node.state in ("provisioning", "running")]
 
 
 def _of_machines(cluster: ClusterSpec, store: Store) -> list[str]:
-    """Keys of what machines say of themselves: how to reach them, and why they take no job."""
+    """Keys of the documents that machines write about themselves: how to reach them, and why they take no job."""
     return [key for what in ("hosts", "unfit") for key in _list(store, f"clusters/{cluster.name}/{what}")]
 
 
 def _forget_gone(cluster: ClusterSpec, store: Store, ask: cloud.Ask) -> None:
-    """Delete what machines have left that are gone: an EC2 machine's name never comes back to overwrite it."""
-    left = _of_machines(cluster, store)  # before the machines are listed: each is there before it writes
+    """Delete the documents of machines that are gone: on EC2, no new machine has an old name and overwrites them."""
+    left = _of_machines(cluster, store)  # listed before the machines: a machine exists before it writes
     if left:
         known = {HEAD, *(node.name for node in ask(lambda each: each.nodes()))}
         store.delete([key for key in left if Path(key).stem not in known])
 
 
 def _list(store: Store, prefix: str) -> list[str]:
-    """All keys; none of a bucket that is gone, as after a `down` that was broken off."""
+    """All keys; none if the bucket is gone, as after an interrupted `down`."""
     try:
         return store.list(prefix)
     except NotFound:
@@ -228,5 +230,5 @@ def _some(names: list[str]) -> str:
 
 
 def transport(cluster: ClusterSpec, key: Path) -> Transport:
-    """The way to the head's SSH server in the cluster's cloud."""
+    """How SSH reaches the head in the cluster's cloud."""
     return Iap(cluster.project or "", key) if cluster.cloud == "gcp" else Ssm(cluster.region, key)

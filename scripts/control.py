@@ -8,21 +8,29 @@ import shlex
 import socket
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import paramiko
 
 from scripts import console
+from scripts.job_table import job_id
 from scripts.make_command import LOCAL, here, make_command
 from scripts.ssh import TIMEOUT, Access, StrictConnection, Unreachable, connect
 from spotrun.errors import CredentialsError, SpotrunError
 from spotrun.head.server.ctl import NO_ANSWER, SILENCE
 
 Status = dict[str, Any]  # the status document
-PATIENCE = 180.0  # seconds that a head may be away while following; it is recreated in less
-_PAUSE = 1.0
+PATIENCE = 180.0  # seconds to wait for a head that is away; its cloud recreates it in less
+_PAUSE = 0.25  # seconds between two questions to a head that does not answer yet
 ACTIVE = ("queued", "starting", "running", "draining", "waiting", "finishing", "parked")
 ENDED = ("succeeded", "failed", "stopped")
+
+
+class Unfinished(NamedTuple):
+    """A job that the end of the cluster would interrupt, or whose kept node it would take."""
+
+    job: str
+    node: str = ""  # the node that a failed job keeps
 
 
 class Head:
@@ -47,7 +55,7 @@ class Head:
             raise Unreachable(f"the head's answer to {verb} is not JSON: {output[:200]!r}") from None
 
     def follow(self, job: str | None) -> Iterator[Status]:
-        """Status documents until the job ended or the head is gone."""
+        """Status documents, until the job has ended or the head is gone."""
         with self._started(_command("follow", *(["--job", job] if job else [])), SILENCE) as channel:
             rest = b""
             while block := channel.recv(65536):
@@ -77,7 +85,7 @@ def open_head(access: Access) -> Iterator[Head]:
 
 
 def ask(access: Access, verb: str, *arguments: str, data: object = None) -> Any:
-    """One question over a connection of its own."""
+    """As `Head.ask`, over a new connection."""
     with open_head(access) as head:
         return head.ask(verb, *arguments, data=data)
 
@@ -95,18 +103,23 @@ def await_head(access: Access, description: str, patience: float = PATIENCE) -> 
             raise
         except SpotrunError as error:
             problem = str(error)
-        if patience > PATIENCE and problem != told:  # a long wait needs a word
+        if patience > PATIENCE and problem != told:  # the wait may be long, so say why
             console.warn(f"spotrun: waiting for the head: {problem}")
             told = problem
         if time.monotonic() > deadline:
             raise Unreachable(f"the head of cluster {access.cluster} does not come up: {problem}") from None
-        time.sleep(_PAUSE / 4)
+        time.sleep(_PAUSE)
 
 
-def unfinished(access: Access) -> list[str]:
-    """The jobs that the head has yet to end, the active one first."""
+def unfinished(access: Access) -> list[Unfinished]:
+    """The jobs that have not ended, or keep a node, the active one first."""
     jobs: list[Status] = ask(access, "jobs")
-    return [str(job["job"]) for job in jobs if job["phase"] in ACTIVE]
+    kept = {job_id(job): str(found["node"]) for job in jobs if (found := job.get("kept"))}
+    return [
+        Unfinished(job_id(job), kept.get(job_id(job), ""))
+        for job in jobs
+        if job["phase"] in ACTIVE or job_id(job) in kept
+    ]
 
 
 def _command(*words: str) -> str:
@@ -114,7 +127,7 @@ def _command(*words: str) -> str:
 
 
 def _check_exit(channel: paramiko.Channel, verb: str, file: str) -> None:
-    """Raise unless the command ended well. The head's process being killed is not the operator's mistake."""
+    """Raise unless the command succeeded: `SpotrunError` for a mistake of the operator, `Unreachable` for the rest."""
     code = channel.recv_exit_status()
     if code == 0:
         return
@@ -137,5 +150,5 @@ def _parsed(line: bytes) -> Status:
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise Unreachable(f"the head sent what is not a status document: {line[:200]!r}")
+        raise Unreachable(f"this answer of the head is not a status document: {line[:200]!r}")
     return found

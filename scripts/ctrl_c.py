@@ -1,11 +1,11 @@
-"""What Ctrl-C does while the modules of a command load: end it, without a traceback."""
+"""Lets Ctrl-C end a command without a traceback while the modules of the command load."""
 
 from __future__ import annotations
 
 import os
 import signal
 
-INTERRUPTED = 130  # the exit status of a command that Ctrl-C ended, as shells have it
+INTERRUPTED = 130  # the exit status of a command that Ctrl-C ended, as in shells
 
 
 def exit_quietly() -> None:

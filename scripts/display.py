@@ -1,7 +1,7 @@
-"""What a status document looks like to a person: a live picture on a terminal, lines elsewhere.
+"""Shows status documents to a person: a live picture on a terminal, plain lines elsewhere.
 
-A document's texts come from machines where a job's code runs: `show`, `say` and `text` remove their control characters,
-and no console here interprets rich's markup.
+A document has texts from machines where a job's code runs. So `show`, `say` and `text` remove control characters, and
+no console here interprets rich's markup.
 """
 
 from __future__ import annotations
@@ -15,23 +15,24 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TextIO, TypeVar
 
 from rich.console import Console, Group, RenderableType
+from rich.errors import NotRenderableError
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from scripts import console
+from scripts import console, job_table, kept
 from scripts.control import ENDED, Status
+from scripts.job_table import COLOURS, job_id, money, steps
 from scripts.make_command import LOCAL, here, make_command
 from spotrun.errors import SpotrunError
 from spotrun.text import clean, tidy
 
 T = TypeVar("T")
-_COLOURS = {
-    **{"running": "green", "succeeded": "green", "failed": "red", "waiting": "yellow", "draining": "yellow"},
-    **{"checking": "yellow", "unfit": "red"},  # nodes
-    "silent": "red",  # a job and its nodes
-}
+_MALFORMED = (
+    *(LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError),
+    NotRenderableError,  # a list where there should be text
+)
 _EVENTS = 8  # shown on a terminal
 _EVERY = 10.0  # seconds between two lines of progress where there is no terminal
 
@@ -43,26 +44,26 @@ def understood(show: Callable[..., T]) -> Callable[..., T]:
     def wrapped(*args: Any, **options: Any) -> T:
         try:
             return show(*args, **options)
-        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
+        except _MALFORMED as error:
             what = f"{type(error).__name__}: {error}"
-            raise SpotrunError(f"the head's status is not one that this version of spotrun reads ({what})") from None
+            raise SpotrunError(f"this version of spotrun cannot read the head's status ({what})") from None
 
     return wrapped
 
 
 class Display(Protocol):
-    """Where following shows what it sees."""
+    """Shows a job to the person or program that follows it."""
 
     def show(self, status: Status) -> None:
-        """A new status document."""
+        """Show a new status document."""
 
     def say(self, text: str) -> None:
-        """A line about the following itself."""
+        """Show a line that is not from a status document."""
 
 
 @contextlib.contextmanager
 def opened(as_json: bool, out: TextIO | None = None, file: str = LOCAL) -> Iterator[Display]:
-    """The display that fits: JSON lines for programs, live on a terminal, else plain lines. file: the cluster file."""
+    """The display for `out`: JSON lines for programs, live on a terminal, else plain lines. file: the cluster file."""
     out = out or sys.stdout
     if as_json:
         yield Lines(out)
@@ -75,7 +76,7 @@ def opened(as_json: bool, out: TextIO | None = None, file: str = LOCAL) -> Itera
 
 
 class Lines:
-    """A status document a line; what is said goes to stderr."""
+    """One JSON line for each status document. Other lines go to stderr."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
@@ -88,7 +89,7 @@ class Lines:
 
 
 class Plain:
-    """A line for each event, and one of progress from time to time."""
+    """A line for each event, and a line of progress from time to time."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
@@ -105,12 +106,15 @@ class Plain:
             if key not in self._seen:
                 self._seen.add(key)
                 self.say(event_line(event))
+        job = status["job"]
         for node in status["nodes"]:
-            doing = node.get("doing", "")  # an older head does not send this key
+            if not _concerns(node, job):
+                continue
+            own = next((each for each in node.get("jobs", ()) if job and each["job"] == job["id"]), node)
+            doing = own.get("doing", "")  # an older head does not send this key
             if doing and doing != self._doing.get(node["name"]):
                 self.say(f"{clock(time.time())} {'node':<11} {node['name']}: {doing}")
             self._doing[node["name"]] = doing
-        job = status["job"]
         if job is None:
             return
         state = (job["phase"], job["generation"])
@@ -123,7 +127,7 @@ class Plain:
 
 
 class Terminal:
-    """A picture that is redrawn in place. What is said scrolls by above it."""
+    """A picture that is redrawn in place. Other lines scroll by above it."""
 
     def __init__(self, console: Console, file: str = LOCAL) -> None:
         self._file = file
@@ -142,7 +146,7 @@ def progress(job: Status) -> str:
     words = [f"{job['id']} {job['phase']}" + (f" ({job['reason']})" if job["reason"] else "")]
     if job["generation"]:
         words.append(f"generation {job['generation']}")
-    words.append(f"step {_steps(job)}")
+    words.append(f"step {steps(job)}")
     if job["samples_per_second"] and job["phase"] not in ENDED:
         words.append(f"{job['samples_per_second']:,.0f} samples/s")
     words += [f"{name} {number(value)}" for name, value in job["metrics"].items()]
@@ -154,29 +158,45 @@ def progress(job: Status) -> str:
 def text(status: Status, jobs: Sequence[Status] = (), file: str = LOCAL) -> str:
     """The whole document as plain text. jobs: those that the head knows of, from `ctl jobs`. file: the cluster file."""
     status, jobs = tidy(status), tidy(jobs)
-    blank = io.StringIO()
-    paper = Console(width=120, highlight=False, markup=False, emoji=False, record=True, file=blank, color_system=None)
-    paper.print(picture(status, file))
-    shown = paper.export_text().rstrip()
-    known = status["job"]["id"] if status["job"] else None
-    others = [f"{each['job']} {each['phase']}" for each in jobs if each["job"] != known]
+    shown = _plain(picture(status, file, whole=True))
+    known = [job_id(each) for each in status.get("jobs", ())] + [status["job"]["id"] if status["job"] else None]
+    others = [f"{job_id(each)} {each['phase']}" for each in jobs if job_id(each) not in known]
     return f"{shown}\nother jobs: {', '.join(others)}" if others else shown
 
 
-def picture(status: Status, file: str = LOCAL) -> RenderableType:
-    """The whole document, for a console without markup."""
+@understood
+def listing(jobs: Sequence[Status], idle_cost: float | None = None) -> str:
+    """The jobs as plain text. jobs: rows of `ctl jobs`. idle_cost: dollars, for devices that no job held."""
+    if not jobs:
+        return "no job has run on this cluster yet"
+    shown = _plain(job_table.table(tidy(jobs), time.time()))
+    return "\n".join([shown, *idle(idle_cost)])
+
+
+def idle(dollars: float | None) -> list[str]:
+    """A line about what idle devices have cost; none if that is less than a cent, or not known."""
+    return [f"devices that no job held: {money(dollars)} so far"] if (dollars or 0.0) >= 0.005 else []
+
+
+def picture(status: Status, file: str = LOCAL, whole: bool = False) -> RenderableType:
+    """The document, for a console without markup. whole: also what is about other jobs alone."""
     parts: list[RenderableType] = [_headline(status)]
     if parked := status.get("parked"):  # a head of spotrun 0.1 does not send this key
         parts.append(Text(here(parked["text"], file), style="red"))
     for held in status.get("held", ()):
         again = make_command(file, "relaunch", f"ID={held}")
-        parts.append(Text(f"{held}: held since the cluster was brought up; `{again}` runs it on"))
+        parts.append(Text(f"{held}: held since the cluster was brought up; `{again}` continues it"))
     if status["job"] is not None:
         parts.append(_job(status["job"]))
+        # A command on two lines could not be copied.
+        parts += [Text(line, no_wrap=True, overflow="ignore") for line in kept.lines(status["job"], file)]
         for condition in status["job"].get("conditions", ()):
             parts.append(Text(f"since {clock(condition['since'])}: {condition['text']}", style="red"))
-    if status["nodes"]:
-        parts.append(_nodes(status["nodes"]))
+    if whole and len(status.get("jobs", ())) > 1:
+        parts.append(job_table.table(status["jobs"], time.time()))
+    if nodes := [node for node in status["nodes"] if whole or _concerns(node, status["job"])]:
+        parts.append(_nodes(nodes))
+    parts += [Text(line) for line in idle(status.get("idle_cost"))]
     for pool in status["pools"]:
         if pool["problem"]:
             parts.append(Text(f"pool {pool['name']}: {pool['problem']}", style="yellow"))
@@ -213,7 +233,7 @@ def _headline(status: Status) -> Text:
 
 def _job(job: Status) -> RenderableType:
     table = Table.grid(padding=(0, 2))
-    phase = Text(job["phase"], style=_COLOURS.get(job["phase"], "cyan")).append(f"  {job['reason']}", style="dim")
+    phase = Text(job["phase"], style=COLOURS.get(job["phase"], "cyan")).append(f"  {job['reason']}", style="dim")
     table.add_row("job", Text(job["id"], style="bold"), phase)
     table.add_row(
         "generation", str(job["generation"]), f"failures {job['restarts']}, restarts at most {job['max_restarts']}"
@@ -221,36 +241,62 @@ def _job(job: Status) -> RenderableType:
     bar: RenderableType = ""
     if job["total_steps"]:
         bar = ProgressBar(total=job["total_steps"], completed=min(job["step"], job["total_steps"]), width=40)
-    table.add_row("step", _steps(job), bar)
+    table.add_row("step", steps(job), bar)
     metrics = "  ".join(f"{name} {number(value)}" for name, value in job["metrics"].items())
     table.add_row("speed", f"{job['samples_per_second'] or 0:,.0f} samples/s", metrics)
     goodput = "" if job["goodput"] is None else f"goodput {job['goodput']:.0%}"
+    if job.get("placement"):  # an older head does not send this key
+        table.add_row("machines", "", Text(job["placement"]))
+    if job.get("cost") is not None:
+        budget = f" of {money(job['budget'])}" if job.get("budget") else ""
+        end = f"about {money(job['cost_to_end'])} at the end" if job.get("cost_to_end") and not job["ended"] else ""
+        table.add_row("cost", f"{money(job['cost'])}{budget}", end)
     table.add_row("saved", f"snapshot {_or(job['snapshot'])}  checkpoint {_or(job['checkpoint'])}", goodput)
     return table
 
 
 def _nodes(nodes: list[Status]) -> Table:
+    """A line for each node, and another one for each further job on it."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for title in ("node", "pool", "zone", "address", "machine", "phase", "step", ""):
+    for title in ("node", "pool", "zone", "address", "machine", "devices", "phase", "step", ""):
         table.add_column(title)
     for node in nodes:
         left = f"taken in {max(0.0, node['notice'] - time.time()):.0f} s" if node["notice"] else ""
-        doing = f"{node['doing']}, {node['doing_seconds']:.0f} s" if node.get("doing") else ""
-        table.add_row(
-            node["name"],
-            node["pool"],
-            node["zone"],
-            node["address"],
-            node["state"],
-            Text(node["phase"] or "", style=_COLOURS.get(node["phase"] or "", "")),
-            _or(node["step"]) if node["step"] != -1 else "",
-            Text(", ".join(filter(None, [left, doing])), style="yellow"),
-        )
+        names = [node[key] for key in ("name", "pool", "zone", "address", "state")]
+        for job, devices in job_table.holds(node.get("jobs", ()), node.get("devices") or 0) or [(None, "")]:
+            found = job or node
+            doing = f"{found['doing']}, {found['doing_seconds']:.0f} s" if found.get("doing") else ""
+            end = ", ".join(filter(None, [left, "" if job is None and node.get("jobs") else doing]))
+            table.add_row(*names, *_work(node, job, devices), Text(end, style="yellow"))
+            names, left = [""] * len(names), ""
     return table
 
 
-def _steps(job: Status) -> str:
-    return f"{job['step']}/{job['total_steps']}" if job["total_steps"] else str(job["step"])
+def _work(node: Status, job: Status | None, devices: str) -> list[str | Text]:
+    """What some devices of a node do: whose they are, phase, step."""
+    owner = "idle" if job is None else job["job"]
+    if job is None and node.get("jobs"):
+        return [f"{devices}: {owner}", "", ""]
+    found = node if job is None else job
+    phase, step = found["phase"] or "", found["step"]
+    return [
+        f"{devices or '-'}: {owner}" if devices or job else "",
+        Text(phase, style=COLOURS.get(phase, "")),
+        _or(step) if step != -1 else "",
+    ]
+
+
+def _concerns(node: Status, job: Status | None) -> bool:
+    """Whether a node works for a job, or for none yet."""
+    found = [each["job"] for each in node.get("jobs", ())]
+    return job is None or not found or job["id"] in found
+
+
+def _plain(shown: RenderableType) -> str:
+    blank = io.StringIO()
+    paper = Console(width=120, highlight=False, markup=False, emoji=False, record=True, file=blank, color_system=None)
+    paper.print(shown, crop=False)
+    return "\n".join(line.rstrip() for line in paper.export_text().splitlines()).rstrip()
 
 
 def _or(value: object) -> str:

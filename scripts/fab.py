@@ -1,4 +1,4 @@
-"""`fab`, as the Makefile calls it: Ctrl-C shows no traceback while Fabric loads either."""
+"""Runs `fab` for the Makefile, so that Ctrl-C shows no traceback while Fabric loads."""
 
 from __future__ import annotations
 

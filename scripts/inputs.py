@@ -12,24 +12,32 @@ from typing import Any
 
 from scripts.make_command import make_command
 from spotrun.errors import SpotrunError
+from spotrun.spec.fields import INTERVAL, PRIORITY, parse_duration
 
 _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _JOB = re.compile(r"[a-z0-9][a-z0-9-]{0,99}")
+_GROUP = re.compile(r"[a-z][a-z0-9-]{0,39}")
 _LONGEST = 7 * 86400.0  # seconds
 # What each target takes besides CLUSTER and JSON.
 TAKES = {
     "plan": (),
     "up": (),
     "train": ("JOB", "FAULTS"),
+    "jobs": (),
     "status": ("ID",),
-    "follow": ("ID",),
+    "cost": ("ID", "MONTH", "GROUP"),
+    "advise": ("JOB", "MEASURE", "RATE", "OUT"),
+    "follow": ("ID", "GROUP"),
     "logs": ("NODE", "RANK", "ID", "TAIL", "RAW"),
     "ssh": ("NODE",),
     "run": ("CMD", "NODE", "TIMEOUT"),
     "preempt": ("NODE", "NOTICE"),
     "kill": ("NODE",),
     "relaunch": ("ID",),
-    "stop": ("ID",),
+    "stop": ("ID", "GROUP"),
+    **dict.fromkeys(("pause", "resume"), ("ID",)),
+    "priority": ("ID", "TO"),
+    "simulate": ("JOB", "TRACES", "POLARITY", "RUNS", "SEED"),
     "down": ("FORCE", "ALL"),
     "acceptance": ("ALL", "DRY"),
     "image": ("PUBLIC", "PRUNE"),
@@ -39,6 +47,7 @@ TAKES = {
     **dict.fromkeys(("help", "clean", "image-versions", "image-trial"), ()),
     **dict.fromkeys(("test", "test-fast", "test-clouds", "test-gpu", "test-image"), ()),
     **dict.fromkeys(("bench-recovery", "bench-footprint", "bench-synth", "bench-startup"), ()),
+    **dict.fromkeys(("bench-snapshots", "bench-jobs", "bench-scale", "bench-capacity"), ()),
 }
 _COMMON = ("CLUSTER", "JSON")
 _KNOWN = tuple(dict.fromkeys(name for names in (*TAKES.values(), _COMMON) for name in names))
@@ -46,12 +55,12 @@ _EXAMPLES = {"cluster": "clusters/local.yaml", "job": "examples/digits/job.yaml"
 
 
 def variables(environment: Mapping[str, str]) -> None:
-    """Raise `SpotrunError` for what make ignores on its command line: a variable that none of its targets takes, and
-    a file that is no target.
+    """Raise `SpotrunError` for words that make itself would ignore: a misspelt variable, a file that is not a target.
 
-    `make train JBO=mine.yaml` would train the default job, and `make down clusters/gcp-l4.yaml` take the local cluster
-    down. Other names may be meant for the tools that a target starts, and are left alone. environment: SPOTRUN_TARGETS
-    and SPOTRUN_TYPED are words from the Makefile; without them, a task was started by `fab`, which checks its options.
+    Otherwise `make train JBO=mine.yaml` would train the default job, and `make down clusters/gcp-l4.yaml` would take
+    the local cluster down. Names that resemble none of ours may be meant for the tools that a target starts, and pass.
+    environment: the Makefile puts the words into SPOTRUN_TARGETS and SPOTRUN_TYPED. Without them, `fab` started the
+    task and has checked its options.
     """
     targets = environment.get("SPOTRUN_TARGETS", "").split()
     taken = [name for target in targets for name in TAKES.get(target, ())]
@@ -105,15 +114,58 @@ def node(text: str, file: str) -> str:
             f"NODE is missing: name a node, such as NODE=spot-0; `{make_command(file, 'status')}` lists them"
         )
     if not _NODE.fullmatch(text):
-        raise SpotrunError(f"NODE: {text!r}: is no node's name; `{make_command(file, 'status')}` lists them")
+        raise SpotrunError(f"NODE: {text!r}: is not a node's name; `{make_command(file, 'status')}` lists them")
     return text
 
 
 def job(text: str, file: str) -> str | None:
     """A job's id; None if none is given. Raises `SpotrunError`."""
     if text and not _JOB.fullmatch(text):
-        raise SpotrunError(f"ID: {text!r}: is no job's id; `{make_command(file, 'status')}` names the newest jobs")
+        raise SpotrunError(f"ID: {text!r}: is not a job's id; `{make_command(file, 'status')}` names the newest jobs")
     return text or None
+
+
+def group(text: str, job: str, file: str) -> str | None:
+    """A group's name; None if none is given. job: the ID that is given. Raises `SpotrunError`."""
+    if text and job:
+        raise SpotrunError(f"GROUP and ID: give one of them: a group of jobs ({text}), or one job ({job})")
+    if text and not _GROUP.fullmatch(text):
+        raise SpotrunError(f"GROUP: {text!r}: is not a group's name; `{make_command(file, 'jobs')}` lists the groups")
+    return text or None
+
+
+def interval(name: str, text: str) -> float | None:
+    """Seconds, also as 90s or 2m; None if none are given. Raises `SpotrunError`."""
+    if not text:
+        return None
+    try:
+        return seconds(name, str(parse_duration(text if text[-1:].isalpha() else float(text))))
+    except ValueError:
+        raise SpotrunError(f"{name}: {text!r}: allowed: {INTERVAL}") from None
+
+
+def rate(text: str) -> float | None:
+    """Samples per second; None if none are given. Raises `SpotrunError`."""
+    if text and not (re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", text) and float(text) > 0):
+        raise SpotrunError(f"RATE: {text!r}: allowed: samples per second of one machine, a number more than zero")
+    return float(text) if text else None
+
+
+def month(text: str) -> str:
+    """A month; empty if none is given. Raises `SpotrunError`."""
+    if text and not re.fullmatch("[0-9]{4}-(0[1-9]|1[0-2])", text):
+        raise SpotrunError(f"MONTH: {text!r}: is not a month; allowed: a year and a month, such as 2026-11")
+    return text
+
+
+def priority(text: str) -> int:
+    """A job's priority. Raises `SpotrunError`."""
+    allowed = f"a whole number from {-PRIORITY} to {PRIORITY}"
+    if not text:
+        raise SpotrunError(f"TO is missing: give the job's new priority, such as TO=10; allowed: {allowed}")
+    if not re.fullmatch("-?[0-9]{1,9}", text) or abs(int(text)) > PRIORITY:
+        raise SpotrunError(f"TO: {text!r}: allowed: {allowed}")
+    return int(text)
 
 
 def number(name: str, text: str, least: int = 0) -> str | None:

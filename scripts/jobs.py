@@ -45,19 +45,21 @@ def follow(
     plan: list[Fault] | None = None,
     look: Callable[[], object] = lambda: None,
 ) -> Status:
-    """Show a job until it ends, and take machines away as planned. Returns the job's last state.
+    """Show a job until it ends, and take machines away as planned. Returns the last status document.
 
     look: raises `Unreachable` if the cluster has been taken down: then there is nothing to wait for. The head may be
     away for a while: training goes on without it. Raises `Unreachable` if the head, or the bucket, stays away.
     """
     todo, hit = list(plan or []), 0
     last: Status | None = None
-    gone_since: float | None = None
+    document: Status = {}
+    absence = Absence(display.say, look)
     while True:
         try:
             with control.open_head(access) as head:
                 for status in head.follow(job):
-                    gone_since, last = None, status["job"]
+                    absence.over()
+                    document, last = status, status["job"]
                     display.show(status)
                     if last is None:
                         continue
@@ -66,24 +68,36 @@ def follow(
                         todo, hit = todo[1:], last["generation"]
                         _take(head, fault, status, display)
         except (Unreachable, StoreError) as error:
-            _refuse_down(look)
-            if gone_since is None:
-                display.say(f"the head is away ({error}); training goes on, trying again")
-            gone_since = gone_since or time.monotonic()
-            if time.monotonic() - gone_since > control.PATIENCE:
-                raise Unreachable(f"the head has been away for {control.PATIENCE:.0f} s: {error}") from None
+            absence.endure(error)
         if last is not None and last["phase"] in ENDED:
-            return last
+            return document
         time.sleep(_PAUSE)
 
 
-def _refuse_down(look: Callable[[], object]) -> None:
-    try:
-        look()
-    except Unreachable:
-        raise
-    except SpotrunError:
-        return  # it is not known
+class Absence:
+    """The time for which the head has been away. look: see `follow`."""
+
+    def __init__(self, say: Callable[[str], None], look: Callable[[], object]) -> None:
+        self._say, self._look = say, look
+        self._since: float | None = None
+
+    def over(self) -> None:
+        """The head has answered."""
+        self._since = None
+
+    def endure(self, error: SpotrunError) -> None:
+        """Say once that the head is away. Raises `Unreachable` if it stays away, or the cluster has been taken down."""
+        try:
+            self._look()
+        except Unreachable:
+            raise
+        except SpotrunError:
+            pass  # it is not known
+        if self._since is None:
+            self._say(f"the head is away ({error}); training goes on, trying again")
+        self._since = self._since or time.monotonic()
+        if time.monotonic() - self._since > control.PATIENCE:
+            raise Unreachable(f"the head has been away for {control.PATIENCE:.0f} s: {error}") from None
 
 
 def _take(head: control.Head, fault: Fault, status: Status, display: Display) -> None:

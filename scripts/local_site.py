@@ -1,4 +1,4 @@
-"""A cluster of the local cloud, as its operator's commands see it."""
+"""A cluster of the local cloud, for the operator's commands."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class LocalSite:
     def plan(self) -> bool:
         up = make_command(self.file, "up")
         raise SpotrunError(
-            f"{self.file}: cloud local has no plan, it is not made by Terraform; `{up}`;"
-            " for a cloud: CLUSTER=clusters/gcp-l4.yaml"
+            f"{self.file}: cloud local has no plan: Terraform does not make it. Run `{up}`, or name a cluster file of"
+            " another cloud, such as CLUSTER=clusters/gcp-l4.yaml"
         )
 
     def up(self) -> control.Status:
@@ -50,10 +50,10 @@ class LocalSite:
 
     ready = up  # which does nothing if nothing is missing
 
-    def unfinished(self) -> list[str]:
+    def unfinished(self) -> list[control.Unfinished]:
         try:
             return control.unfinished(self.access())
-        except Unreachable:  # then the bucket says it
+        except Unreachable:  # the bucket knows the jobs too
             if not cloud.alive(self.cluster.name, home()):
                 return []
             return queue.unfinished(self._store(), self.cluster.name, make_command(self.file, "down", "FORCE=1"))

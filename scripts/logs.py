@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from scripts import control
+from scripts.job_table import job_id
 from scripts.make_command import make_command
 from scripts.ssh import Access
 from spotrun.errors import SpotrunError
@@ -33,11 +34,11 @@ class Log:
 
 
 def find(access: Access, job: str | None, node: str | None, rank: str | None) -> list[Log]:
-    """Logs of a job's newest generation that has logs: those of rank 0, unless a node or a rank is named."""
+    """The logs of the newest generation that has any: rank 0's, unless a node or a rank is named."""
     if job is None:
         status = control.ask(access, "status")["job"]
-        # A head that began after the last job had ended has that job only in the list of jobs.
-        newest_first = [status["id"]] if status else [each["job"] for each in control.ask(access, "jobs")]
+        # If the head began after the last job had ended, only the list of jobs has this job.
+        newest_first = [status["id"]] if status else [job_id(each) for each in control.ask(access, "jobs")]
         if not newest_first:
             raise SpotrunError(f"no job has run on this cluster yet; `{make_command(access.file, 'train')}` runs one")
         job = str(newest_first[0])
@@ -75,7 +76,7 @@ def read(store: Store, key: str, lines: int | None = None) -> Iterator[str]:
         if at + RANGE >= size:
             rest = text
             break
-        # Without a line's end, yield all of it: the rest that is kept is never longer than a range.
+        # If there is no line's end, yield all of the text, so that `rest` is never longer than a range.
         cut = text.rfind("\n", len(rest)) + 1 or len(text)
         yield text[:cut]
         rest = text[cut:]

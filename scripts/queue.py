@@ -1,4 +1,4 @@
-"""A cluster's queue in its bucket: for the time when the head is out of reach, or not up yet."""
+"""Reads and holds a cluster's queue in its bucket, while the head is out of reach or not up yet."""
 
 from __future__ import annotations
 
@@ -6,24 +6,25 @@ import json
 import time
 import uuid
 
-from scripts.control import ENDED
+from scripts.control import ENDED, Unfinished
 from spotrun.errors import SpotrunError, StoreError
 from spotrun.store import Store, job_key, queue_key, up_key
 from spotrun.wire import UpRecord, read_queue
 
 
-def unfinished(store: Store, cluster: str, force: str) -> list[str]:
-    """Jobs that the end of the cluster would interrupt. Held jobs do not run, so they are not among them.
+def unfinished(store: Store, cluster: str, force: str) -> list[Unfinished]:
+    """Jobs that the end of the cluster would interrupt, or that keep a node. Held jobs do not run: they are left out.
 
     force: the command that takes the cluster down anyway. Raises `SpotrunError` if the bucket has no usable answer.
     """
     try:
         queue = read_queue(store.find(queue_key(cluster)))
-        return [job for job in queue.jobs if not _ended(store.find(job_key(job, "state.json")))]
+        found = (_unfinished(job, store.find(job_key(job, "state.json"))) for job in queue.jobs)
+        return [each for each in found if each is not None]
     except ValueError:
-        raise SpotrunError(f"cluster {cluster}: its queue in the bucket is broken; `{force}` passes over it") from None
+        raise SpotrunError(f"cluster {cluster}: its queue in the bucket is broken; `{force}` ignores it") from None
     except StoreError as error:
-        raise SpotrunError(f"cluster {cluster}: what runs is not known: {error}; `{force}` passes over it") from None
+        raise SpotrunError(f"cluster {cluster}: which jobs run is not known: {error}; `{force}` ends them") from None
 
 
 def hold(store: Store, cluster: str) -> None:
@@ -33,10 +34,13 @@ def hold(store: Store, cluster: str) -> None:
         store.put(up_key(cluster), record.model_dump_json().encode())
 
 
-def _ended(state: bytes | None) -> bool:
-    """Whether a job's state says that it has ended. A job whose state cannot be read may still run."""
+def _unfinished(job: str, state: bytes | None) -> Unfinished | None:
+    """The job, unless its state says that it has ended and keeps no node. A state that cannot be read may still run."""
     try:
         found = json.loads(state or b"")
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(found, dict) and found.get("phase") in ENDED
+        if not (isinstance(found, dict) and found.get("phase") in ENDED):
+            return Unfinished(job)
+        kept = found.get("kept_node")
+        return Unfinished(job, str(kept["member"]["node"])) if kept else None
+    except (ValueError, RecursionError, LookupError, TypeError):
+        return Unfinished(job)

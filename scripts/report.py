@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from scripts import cost, kept
+from scripts.columns import duration
 from scripts.control import Status
-from scripts.display import number, understood
+from scripts.display import idle, number, understood
+from scripts.make_command import LOCAL
 from scripts.ssh import Outcome
 from spotrun.text import tidy
 
@@ -18,18 +21,23 @@ NODE_TIME = {  # the kinds of `spotrun.head.node_time`, for the report
     "spare": "idle spares: ready, not needed now",
     "leaving": "leaving: under notice, while training goes on without them",
     "unfit": "unfit: failed the health checks",
+    "kept": "kept for SSH after the job had failed",
     "saving": "saving the last state to the bucket",
     "unknown": "not known: counted by an older version of the head",
 }
 
 
 @understood
-def report(job: Status) -> str:
-    """The report of a job from its last status, without control characters."""
+def report(job: Status, idle_cost: float | None = None, file: str = LOCAL) -> str:
+    """The report of a job from its last status, without control characters.
+
+    idle_cost: see `display.listing`. file: the cluster file, which commands name.
+    """
     job = tidy(job)
     lines = [_verdict(job)]
     if job["failure"]:
         lines += _failure(job["failure"])
+    lines += [f"  {line}" for line in kept.lines(job, file)]
     if job["metrics"]:
         lines.append("  last values: " + ", ".join(f"{name} {number(value)}" for name, value in job["metrics"].items()))
     lines += _interruptions(job["interruptions"])
@@ -40,17 +48,9 @@ def report(job: Status) -> str:
         machines += f", cost ${job['cost']:.2f}"
     split = _node_time(job)
     lines += [machines + (", of which:" if split else ", and where it went is not known"), *split]
+    lines += cost.by_pool(job.get("account") or [], job.get("budget"))
+    lines += [f"  {line}" for line in idle(idle_cost)]
     return "\n".join(lines)
-
-
-def duration(seconds: float) -> str:
-    """12.3 s, 4 min 5 s, 2 h 10 min"""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s"
-    return f"{minutes // 60} h {minutes % 60} min"
 
 
 def failures(outcomes: Sequence[Outcome], nodes: int) -> str:

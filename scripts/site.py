@@ -1,4 +1,4 @@
-"""A cluster behind one interface, wherever it is: what the operator's commands need of it."""
+"""One interface to a cluster, whether it is local or in a cloud, for the operator's commands."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from scripts.ssh import Access
 from spotrun.errors import SpotrunError
 from spotrun.spec import ClusterSpec, load_cluster
 from spotrun.store import Store
+
+_NAMED = 5  # jobs that a message names; it counts the others
 
 
 class Site(Protocol):
@@ -25,25 +27,25 @@ class Site(Protocol):
         """The cluster file, which messages name in the commands that they propose."""
 
     def access(self) -> Access:
-        """The way in. Raises `Unreachable` if the cluster is not up, `CloudError` without credentials."""
+        """How to reach the head. Raises `Unreachable` if the cluster is not up, `CloudError` without credentials."""
 
     def bucket(self) -> Store:
         """The bucket, whether or not the cluster is up. Raises `CloudError` without credentials."""
 
     def plan(self) -> bool:
-        """Print what `up` would change in the cloud. Whether it would change anything. Raises `SpotrunError`."""
+        """Print what `up` would change in the cloud. Returns whether that is anything. Raises `SpotrunError`."""
 
     def up(self) -> control.Status:
-        """Start what is missing, and wait for the head. The head's first status document."""
+        """Start what is missing, and wait for the head. Returns the head's first status document."""
 
     def ready(self) -> control.Status:
-        """`up`, unless the cluster is up as described already."""
+        """As `up`, but does nothing if the cluster is already up as described."""
 
-    def unfinished(self) -> list[str]:
-        """The jobs that the end of the cluster would interrupt."""
+    def unfinished(self) -> list[control.Unfinished]:
+        """The jobs that the end of the cluster would interrupt, or whose kept nodes it would take."""
 
     def down(self, everything: bool) -> str:
-        """End all machines. What happened, in a line. everything: also network, bucket, identities of a cloud."""
+        """End all machines. Returns what happened, in a line. everything: also a cloud's network and bucket."""
 
 
 def load(path: str) -> ClusterSpec:
@@ -55,12 +57,12 @@ def load(path: str) -> ClusterSpec:
 
 
 def of_file(file: str) -> Site:
-    """The cluster of a cluster file. Raises `SpecError`."""
+    """The site of a cluster file's cluster. Raises `SpecError`."""
     return site(load(file), file)
 
 
 def site(cluster: ClusterSpec, file: str = LOCAL) -> Site:
-    """The cluster that a description is about. Each kind's module is imported only when it is used."""
+    """The site of a cluster. The module of its cloud is imported only here, when it is used."""
     if cluster.cloud == "local":
         from scripts.local_site import LocalSite
 
@@ -71,10 +73,21 @@ def site(cluster: ClusterSpec, file: str = LOCAL) -> Site:
 
 
 def take_down(found: Site, force: bool, everything: bool = False) -> str:
-    """Take a cluster down. What happened, in a line. Raises `SpotrunError` if jobs run, unless `force` is true."""
-    if jobs := [] if force else found.unfinished():
-        raise SpotrunError(
-            f"cluster {found.cluster.name}: not ended yet: {', '.join(jobs)}; `{make_command(found.file, 'stop')}`"
-            f" saves a job's state and stops it, `{make_command(found.file, 'down', 'FORCE=1')}` ends it at once"
-        )
+    """Take a cluster down. Returns what happened, in a line. Raises `SpotrunError` if jobs run and `force` is false."""
+    if unfinished := [] if force else found.unfinished():
+        raise SpotrunError(f"cluster {found.cluster.name}: {_said(found, unfinished)}")
     return found.down(everything)
+
+
+def _said(found: Site, unfinished: list[control.Unfinished]) -> str:
+    """What a cluster still has, and how to end that."""
+    jobs, kept = [each.job for each in unfinished if not each.node], [each for each in unfinished if each.node]
+    said, again = [], make_command(found.file, "down", "FORCE=1")
+    if jobs:
+        named = jobs if len(jobs) <= _NAMED else [*jobs[:_NAMED], f"{len(jobs) - _NAMED} more"]
+        stop = make_command(found.file, "stop", *([f"ID={jobs[0]}"] if len(jobs) > 1 else []))
+        said.append(f"not ended yet: {', '.join(named)}; `{stop}` saves a job's state and stops it")
+    for each in kept[:_NAMED]:
+        stop = make_command(found.file, "stop", f"ID={each.job}")
+        said.append(f"{each.job} has failed and keeps node {each.node} for SSH; `{stop}` lets it go")
+    return f"{'; '.join(said)}, `{again}` ends {'it' if len(unfinished) == 1 else 'all'} at once"

@@ -32,14 +32,14 @@ from spotrun.store import Store, host_key
 from spotrun.wire import HostRecord
 
 HEAD = "head"
-POOL = 16  # connections at once: hundreds of threads are slower than sixteen, not faster
+AT_ONCE = 16  # connections at once; hundreds of threads are slower than sixteen
 TIMEOUT = 10  # seconds for each stage of a connection
-ALIVE = 30  # seconds between two signs of life: Session Manager ends what is silent for long
+ALIVE = 30  # seconds between two signs of life; Session Manager ends a connection that is silent for long
 GRACE = 20.0  # seconds beyond its time limit that a command's output may take to end
 EXIT_TIMEOUT = 124  # of coreutils' timeout
 KEPT = 1 << 20  # characters of a command's output that are kept: the last ones
 LINE = 64 << 10  # characters after which an unfinished line is shown
-# What may stand in a known_hosts file: a line break in either would add a host or a key of its own.
+# Only such texts go into a known_hosts file. A line break in a text could add another host or another key.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]*")
 _ADDRESS = re.compile(r"[A-Za-z0-9._:-]+")
 _KEY = re.compile(r"[a-z0-9@.-]+ [A-Za-z0-9+/]+=*( [ -~]*)?")
@@ -55,7 +55,7 @@ class Access:
 
     cluster: str  # its name
     store: Store  # its bucket
-    transport: Transport  # the way to the head's SSH server
+    transport: Transport  # how connections reach the head's SSH server
     scratch: Path  # a folder for known_hosts
     file: str = LOCAL  # the cluster file, which messages name in the commands that they propose
 
@@ -72,7 +72,7 @@ class Outcome:
 
 
 class StrictConnection(Connection):
-    """A `fabric.Connection` that accepts exactly the host keys of `record`. gateway: what it goes through, if anything.
+    """A `fabric.Connection` that accepts exactly the host keys of `record`. gateway: it runs over this one, if any.
 
     Fabric itself adds unknown keys, and follows the user's own SSH configuration; both would undo the check.
     """
@@ -93,13 +93,13 @@ class StrictConnection(Connection):
         for line in record.keys:
             try:
                 entry = paramiko.hostkeys.HostKeyEntry.from_line(f"{host_pattern(record)} {line}")
-            except Exception as error:  # each kind of key has a parser of its own, which raises what it likes
+            except Exception as error:  # each kind of key has a parser, with its own exceptions
                 raise Unreachable(f"{record.node}: its host record has a broken key, {line[:60]!r}: {error}") from None
             if entry is not None and entry.key is not None:
                 known.add(host_pattern(record), entry.key.get_name(), entry.key)
 
     def open_gateway(self) -> Any:
-        """What the connection runs over. A gateway that is a command is ours: Fabric's polls, and leaves orphans."""
+        """The socket of the gateway. A command is run by `Tunnel`: Fabric's own way polls, and leaves orphans."""
         return self.gateway.sock if isinstance(self.gateway, Tunnel) else super().open_gateway()
 
 
@@ -111,7 +111,7 @@ def read_host(access: Access, node: str) -> HostRecord:
     key = host_key(access.cluster, node)
     data = access.store.find(key)
     if data is None and node == HEAD:
-        raise Unreachable(f"the head of cluster {access.cluster} has not come up yet")
+        raise Unreachable(f"the head of cluster {access.cluster} has not started yet")
     if data is None:
         listing = make_command(access.file, "status")
         raise SpotrunError(f"{node}: there is no such machine in cluster {access.cluster}; `{listing}` lists them")
@@ -122,10 +122,12 @@ def read_host(access: Access, node: str) -> HostRecord:
         raise Unreachable(f"{access.store.url}/{key}: not a host record: {problem['msg']}") from None
     bad = [line for line in record.keys if not _KEY.fullmatch(line)]
     bad += [] if _ADDRESS.fullmatch(record.address) else [record.address]
-    # Words on a command line of the cloud's own tool: not to be taken for options.
+    # These go onto the command line of the cloud's own tool, which must not take them for options.
     bad += [name for name in (record.machine, record.zone) if name and not _NAME.fullmatch(name)]
     if bad:
-        raise Unreachable(f"{access.store.url}/{key}: not a host record: {bad[0][:60]!r} is no address and no host key")
+        raise Unreachable(
+            f"{access.store.url}/{key}: not a host record: {bad[0][:60]!r} is neither an address nor a key"
+        )
     return record
 
 
@@ -143,18 +145,18 @@ def run(
     command: str,
     timeout: float,
     report: Callable[[Outcome], None],
-    heard: Callable[[str, str], None] = lambda node, text: None,
+    on_output: Callable[[str, str], None] = lambda node, text: None,
 ) -> bool:
     """Run a shell command on nodes at once. True if all exited with 0.
 
-    report: gets each node's outcome. heard: gets a node's name and whole lines of its output, as they come, from one
-    thread at a time. An interrupt, or an error in `report`, closes the connections and waits for no command.
+    report: gets each node's outcome. on_output: gets a node's name and whole lines of its output as they come, from
+    one thread at a time. An interrupt, or an error in `report`, closes the connections and waits for no command.
     """
     turn = threading.Lock()
 
     def tell(node: str, text: str) -> None:
         with turn:
-            heard(node, text)
+            on_output(node, text)
 
     through = [node for node in nodes if node != HEAD]
     opened: set[StrictConnection] = set()
@@ -173,7 +175,7 @@ def run(
                 return Outcome(node, 255, str(error), reached=False)
 
         good = True
-        with ThreadPoolExecutor(POOL) as pool:
+        with ThreadPoolExecutor(AT_ONCE) as pool:
             try:
                 for outcome in pool.map(one, nodes):
                     report(outcome)
@@ -217,7 +219,7 @@ def shell_command(access: Access, node: str) -> list[str]:
     for record in records.values():
         access.transport.admit(record)
     proxy = _proxy(access.transport.tunnel(head))
-    if node != HEAD:  # not ProxyJump: the jump would not take these options over
+    if node != HEAD:  # not ProxyJump, which would not use these options for the jump
         jump = ["ssh", *options, *proxy, "-p", str(head.port), "-W", f"[{target.address}]:{target.port}"]
         proxy = _proxy([*jump, f"{user}@{head.address}"])
     return ["ssh", *options, *proxy, "-p", str(target.port), f"{user}@{target.address}"]
@@ -229,7 +231,7 @@ def host_pattern(record: HostRecord) -> str:
 
 
 def _proxy(command: list[str]) -> list[str]:
-    """The option that has ssh run over a command; percent signs would mean something to ssh."""
+    """The option that makes ssh run over a command. ssh expands percent signs, so they are escaped."""
     return ["-o", "ProxyCommand=" + shlex.join(command).replace("%", "%%")] if command else []
 
 
@@ -250,7 +252,7 @@ def _gateway(access: Access, head: HostRecord) -> Iterator[Tunnel | None]:
     try:
         tunnel = Tunnel(command)
     except OSError as error:
-        raise Unreachable(f"{head.node}: the way in does not start: {error}") from None
+        raise Unreachable(f"{head.node}: the tunnel does not start: {error}") from None
     with contextlib.closing(tunnel):
         yield tunnel
 
@@ -263,7 +265,7 @@ def _open(access: Access, record: HostRecord, gateway: Connection | Tunnel | Non
     except paramiko.BadHostKeyException as error:
         raise Unreachable(
             f"{where}: refused: its host key has changed ({error.key.get_name()} {error.key.fingerprint}); the bucket"
-            " has another. Either the machine was replaced this moment, then try again, or someone is in between"
+            " has another. If the machine has just been replaced, try again. Otherwise, this may be an attack"
         ) from None
     except paramiko.AuthenticationException:
         raise Unreachable(f"{where}: refused user {access.transport.user} with key {access.transport.key}") from None
@@ -280,7 +282,7 @@ def _open(access: Access, record: HostRecord, gateway: Connection | Tunnel | Non
 
 
 def _run(
-    connection: StrictConnection, node: str, command: str, timeout: float, heard: Callable[[str], None]
+    connection: StrictConnection, node: str, command: str, timeout: float, on_output: Callable[[str], None]
 ) -> Outcome:
     # `timeout` runs on the node: a time limit here alone would leave the command running there.
     wrapped = f"timeout -k 5 {timeout:g} bash -c -- {shlex.quote(command)}"
@@ -291,21 +293,21 @@ def _run(
             channel.set_combine_stderr(True)
             channel.exec_command(wrapped)
             for text in _lines(channel, deadline):
-                heard(text)
+                on_output(text)
                 kept, total = (kept + text)[-KEPT:], total + len(text)
             if not channel.status_event.wait(max(0.0, deadline - time.monotonic())):
                 raise TimeoutError
             code = channel.recv_exit_status()
     except TimeoutError:
-        late = f"no end of its output {GRACE:g} s after TIMEOUT={timeout:g}; write a large output to a file\n"
+        late = f"its output did not end {GRACE:g} s after TIMEOUT={timeout:g}; write a large output to a file\n"
         return Outcome(node, 255, late, reached=False)
     except (paramiko.SSHException, EOFError, OSError) as error:
         return Outcome(node, 255, f"{node}: connection lost: {error or type(error).__name__}\n", reached=False)
     if code < 0:
         return Outcome(node, 255, f"{node}: connection lost: no exit status came\n", reached=False)
     if code == EXIT_TIMEOUT:
-        late = f"ended after {timeout:g} s; give it longer with TIMEOUT=\n"
-        heard(late)
+        late = f"ended after {timeout:g} s; give it more time with TIMEOUT=\n"
+        on_output(late)
         kept, total = (kept + late)[-KEPT:], total + len(late)
     return Outcome(node, code, kept, left_out=total - len(kept))
 

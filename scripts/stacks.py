@@ -1,7 +1,7 @@
 """Terraform for a cluster in a cloud: synthesize its two stacks, show what would change, apply, destroy.
 
 `make plan`, `make up` and `make down` run Terraform on what `python -m infra` writes: what `cdktf diff|deploy|destroy`
-do as well, on the same state, but with nothing to install from npm.
+do as well, on the same state, but with nothing to install from npm. What these commands refuse is in `cloud_site`.
 """
 
 from __future__ import annotations

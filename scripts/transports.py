@@ -18,7 +18,7 @@ from spotrun.errors import CloudError
 from spotrun.wire import HostRecord
 
 TIMEOUT = 60.0  # seconds for a cloud's command line tool to answer
-# How long OS Login takes the operator's key, and after how many seconds it is told again.
+# How long OS Login accepts the operator's key, and the seconds after which it gets the key again.
 KEY_TTL, KEY_AGAIN = "12h", 6 * 3600.0
 # EC2 Instance Connect keeps a pushed key for a minute
 # (https://docs.aws.amazon.com/ec2-instance-connect/latest/APIReference/API_SendSSHPublicKey.html).
@@ -26,11 +26,11 @@ PUSHED = 45.0
 
 
 class Transport(Protocol):
-    """One way in. key: the file of the private key; the public key is beside it."""
+    """One of these ways. key: the file of the private key; the public key is beside it."""
 
     @property
     def user(self) -> str:
-        """Whom to log in as."""
+        """The user to log in as."""
 
     @property
     def key(self) -> Path: ...
@@ -39,12 +39,12 @@ class Transport(Protocol):
         """A command whose input and output are a connection to the head's SSH server; empty: connect to its address."""
 
     def admit(self, machine: HostRecord) -> None:
-        """Have a machine take the key now. Raises `CloudError`."""
+        """Make a machine accept the key now. Raises `CloudError`."""
 
 
 @dataclass(frozen=True)
 class Direct:
-    """The local cloud: every machine is on this computer and knows the key."""
+    """The local cloud: every machine is on this computer and accepts the key."""
 
     user: str
     key: Path
@@ -58,11 +58,11 @@ class Direct:
 
 @dataclass(frozen=True)
 class Iap:
-    """Google's Identity-Aware Proxy, with OS Login: who may log in is a matter of IAM alone."""
+    """Google's Identity-Aware Proxy, with OS Login: IAM alone decides who may log in."""
 
     project: str
     key: Path
-    _known: dict[str, float] = field(default_factory=dict, repr=False)  # the account, and when the key was told
+    _known: dict[str, float] = field(default_factory=dict, repr=False)  # by account: when the key was registered
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def tunnel(self, head: HostRecord) -> list[str]:
@@ -74,8 +74,8 @@ class Iap:
     def user(self) -> str:
         """The POSIX account of the gcloud login. This registers the key with OS Login, and again after some hours."""
         with self._lock:
-            for name, told in self._known.items():
-                if time.monotonic() - told < KEY_AGAIN:
+            for name, registered in self._known.items():
+                if time.monotonic() - registered < KEY_AGAIN:
                     return name
             name = self._register()
             self._known.clear()
@@ -101,7 +101,7 @@ class Iap:
 
 @dataclass(frozen=True)
 class Ssm:
-    """Amazon's Session Manager, with EC2 Instance Connect: a machine takes the key for a minute."""
+    """Amazon's Session Manager, with EC2 Instance Connect: a machine accepts the key for a minute."""
 
     region: str
     key: Path
@@ -136,10 +136,10 @@ _INSTALL = {
 
 
 def require(name: str) -> str:
-    """The program's path. Raises `CloudError` that says how to get it."""
+    """The program's path. If there is none, raises `CloudError` that says how to install it."""
     path = shutil.which(name)
     if path is None:
-        raise CloudError(f"there is no `{name}` on this machine, which is the way in: {_INSTALL[name]}")
+        raise CloudError(f"there is no `{name}` on this machine, which SSH to the cluster needs: {_INSTALL[name]}")
     return path
 
 

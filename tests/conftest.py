@@ -5,6 +5,7 @@ Tests marked `gpu` need CUDA devices. Without one they are skipped; under `--gpu
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import sys
@@ -12,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 SHARED = "TESTS_SHARED"  # the variable: a folder for all workers of this run
 # What `make test-fast` leaves out: whole clusters, torch, machines, and many or large programs.
@@ -20,6 +22,7 @@ SLOW = (
     "cloud/test_local_cloud.py",
     "e2e",
     "fakes",
+    "head/test_dying_head.py",
     "head/test_lease.py",
     "image",
     "images/test_build.py",
@@ -28,14 +31,18 @@ SLOW = (
     "node/test_agent.py",
     "node/test_gate.py",
     "node/test_launch.py",
+    "node/test_life_signs.py",
     "node/test_network.py",
     "node/test_packages.py",
+    "node/test_probe.py",
     "node/test_workers.py",
     "repo/test_fuzz.py",
     "repo/test_gpu_marker.py",
     "scripts/test_makefile.py",
     "train",
 )
+
+CLOUDS = "\npytestmark = pytest.mark.clouds"  # of a module: none of its tests runs but with `-m clouds`
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -46,6 +53,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--gpu"):
         config.option.markexpr = "gpu"
+    gc.disable()  # until all modules are imported: they stay, so to search them for garbage takes time for nothing
+    # How long an example takes depends on what else runs. Otherwise as hypothesis has it, with its own profile in CI.
+    settings.register_profile("tests", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("tests")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # several tests at a time share the cores
     if not hasattr(config, "workerinput"):  # workers inherit the environment
         folder = tempfile.mkdtemp(prefix="spotrun-tests-")
@@ -54,18 +65,24 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist: how many workers `-n auto` starts
-def pytest_xdist_auto_num_workers() -> int:
-    """Twice the cores: tests that start processes wait for most of their time."""
-    return 2 * len(os.sched_getaffinity(0))
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Twice the cores: tests that start processes wait for most of their time. The fast ones do not."""
+    cores = len(os.sched_getaffinity(0))
+    return cores if config.getoption("--fast") else 2 * cores
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out what is slow, and modules of which no test would run: each worker imports all that are collected."""
     if config.getoption("--fast") and str(collection_path.relative_to(Path(__file__).parent)) in SLOW:
         return True
+    if config.option.markexpr == "not clouds" and collection_path.suffix == ".py":
+        return CLOUDS in collection_path.read_text() or None
     return None
 
 
 def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
     # A test module that imports the tasks has made Ctrl-C end this process at once.
     if module := sys.modules.get("scripts.ctrl_c"):
         module.raise_again()

@@ -7,10 +7,10 @@ import fcntl
 import inspect
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from hashlib import sha256
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar, overload
 
 from tests.conftest import SHARED
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 SLOW = 4.0  # how much longer than on a quiet machine anything may take: a limit is there for what never comes
 
 
-def wait_for(look: Callable[[], T], timeout: float = 30.0, what: str = "") -> T:
+def wait_for(look: Callable[[], T | None], timeout: float = 30.0, what: str = "") -> T:
     """The first truthy result of `look`, polled; an AssertionError that names `what` after `timeout` seconds.
 
     timeout: on a quiet machine; a busy one gets `SLOW` times as long.
@@ -26,19 +26,25 @@ def wait_for(look: Callable[[], T], timeout: float = 30.0, what: str = "") -> T:
     timeout *= SLOW
     deadline = time.monotonic() + timeout
     while True:
+        began = time.monotonic()
         found = look()
         if found:
             return found
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {timeout:g} s: {what or look}")
-        time.sleep(0.02)
+        time.sleep(_pause(began))
 
 
-async def await_for(look: Callable[[], T | Awaitable[T]], timeout: float = 30.0, what: str = "") -> T:
+@overload
+async def await_for(look: Callable[[], Coroutine[Any, Any, T | None]], timeout: float = 30.0, what: str = "") -> T: ...
+@overload
+async def await_for(look: Callable[[], T | None], timeout: float = 30.0, what: str = "") -> T: ...
+async def await_for(look: Callable[[], Any], timeout: float = 30.0, what: str = "") -> Any:
     """`wait_for` in an event loop; `look` may be a coroutine function."""
     timeout *= SLOW
     deadline = time.monotonic() + timeout
     while True:
+        began = time.monotonic()
         found = look()
         if inspect.isawaitable(found):
             found = await found
@@ -46,7 +52,12 @@ async def await_for(look: Callable[[], T | Awaitable[T]], timeout: float = 30.0,
             return found
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {timeout:g} s: {what or look}")
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(_pause(began))
+
+
+def _pause(began: float) -> float:
+    """Seconds until the next look. A look that starts programs must not keep busy what it waits for."""
+    return min(2.0, max(0.02, 3 * (time.monotonic() - began)))
 
 
 def once(name: str, make: Callable[[], str]) -> str:

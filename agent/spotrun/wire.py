@@ -8,42 +8,23 @@ newest document counts (as in a Kubernetes spec and status). Each is one JSON te
 from __future__ import annotations
 
 import hashlib
-from typing import Annotated, Literal, Self
+import json
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, model_validator
+
+from spotrun.document import FORMAT as FORMAT
+from spotrun.document import Document as Document
+from spotrun.document import Kept as Kept
+from spotrun.document import problem as problem
+from spotrun.folders import Input, Keeping
 
 MAX_MESSAGE = 1 << 20  # bytes; a larger frame is refused and the connection closed
-FORMAT = 1  # of the documents in the bucket: see `Kept`
+VERSION = 2  # of `Order` and `Report`; since 2, a node may have several jobs
 NODE_HEADER = "Spotrun-Node"  # header of an agent's request to connect: the node's name. `Authorization` has its secret
 REFUSAL_HEADER = "Spotrun-Refusal"  # header of the answer to a refused request: the reason
-
-
-class Document(BaseModel):
-    """A frozen message part. A logged number may be NaN, for which JSON has no number.
-
-    Unknown keys are ignored: the other side may be of another version.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="strings")
-
-    def replace(self, **changes: object) -> Self:
-        """A copy with these fields changed; their values are not validated. Raises `TypeError` for an unknown field."""
-        if unknown := changes.keys() - type(self).model_fields.keys():
-            raise TypeError(f"{type(self).__name__} has no field {', '.join(sorted(unknown))}")
-        return self.model_copy(update=changes)
-
-
-def _known(value: int) -> int:
-    if value > FORMAT:
-        raise ValueError(f"has format {value}; this version of spotrun reads format {FORMAT}: update it")
-    return value
-
-
-class Kept(Document):
-    """A document in the bucket."""
-
-    # It goes up only when readers of the older format would misread the document, not for each new key.
-    format: Annotated[int, AfterValidator(_known)] = FORMAT  # a higher one cannot be read
 
 
 class StateRef(Document):
@@ -59,6 +40,8 @@ class Member(Document):
     node: str
     boot: str  # id of the agent's process: a node that comes back is another member
     address: str
+    devices: tuple[int, ...] = ()  # the node's devices that the job has; (): all of them
+    share: float = 1.0  # which part of the node's devices these are
 
 
 class Generation(Document):
@@ -76,6 +59,8 @@ class Bundle(Document):
     id: str
     code: str  # sha256 of the bundle at code/<sha256>.tar.zst
     job: dict[str, object]  # the job file, validated, as JSON (JobSpec.kept reads it)
+    inputs: tuple[Input, ...] = ()  # folders of other jobs that its working folder has
+    state_bytes: int = Field(default=0, ge=0)  # of its newest snapshot; 0: not known
 
 
 class SaveOrder(Document):
@@ -86,17 +71,48 @@ class SaveOrder(Document):
     parts: int = Field(ge=1)
 
 
-class Order(Document):
-    """Head to agent: what the agent should be doing."""
+class JobOrder(Document):
+    """What the agent should do for one job."""
 
-    kind: Literal["order"] = "order"
-    epoch: int  # of the head that speaks; an agent ignores a lower one than it has seen
-    bundle: Bundle | None = None  # None: no job, end everything
+    bundle: Bundle
+    devices: tuple[int, ...] = ()  # the node's devices that the job may use, by index; (): all of them
     generation: Generation | None = None  # None: no workers, but be ready. Workers of other generations are ended
     stop_at: int | None = None  # every worker of `generation` snapshots after this step and exits (drain)
     save: SaveOrder | None = None  # checkpoint at this step of `generation`
     upload: StateRef | None = None  # with `generation` None: upload this local snapshot; `save` has the parts
+    keep: int = 0  # upload the folders of `JobSpec.keep` as this generation has left them; 0: do not
     dump: bool = False  # write the stacks of all workers to the log, then end them (they hang)
+
+
+class Order(Document):
+    """Head to agent: what the agent should be doing."""
+
+    kind: Literal["order"] = "order"
+    version: int = VERSION  # of the documents that the head writes and reads
+    epoch: int  # of the head that speaks; an agent ignores a lower one than it has seen
+    number: int = 0  # within its connection; 0: the head does not number its orders
+    jobs: tuple[JobOrder, ...] = ()  # at most one for each job; the agent ends everything of other jobs
+    parked: tuple[str, ...] = ()  # jobs that the head cannot read or plan; the agent leaves them as they are
+
+    @model_validator(mode="before")
+    @classmethod
+    def _first_version(cls, values: object) -> object:
+        """Version 1 had the keys of one `JobOrder` beside `epoch`, and no job if `bundle` was null."""
+        if not isinstance(values, dict) or "jobs" in values or "bundle" not in values:
+            return values
+        found = [{key: values[key] for key in JobOrder.model_fields if key in values}] if values["bundle"] else []
+        return {"version": 1, **values, "jobs": found}
+
+    def job(self, job: str) -> JobOrder | None:
+        """What the order says about a job."""
+        return next((each for each in self.jobs if each.bundle.id == job), None)
+
+    def text(self, version: int) -> str:
+        """The JSON for an agent that reads this version. An agent of version 1 has one job, and ignores `jobs`."""
+        if version > 1:
+            return self.model_dump_json()
+        first = self.jobs[0].model_dump(mode="json") if self.jobs else {"bundle": None}
+        return json.dumps(self.model_dump(mode="json") | first)
 
 
 class Failure(Document):
@@ -174,29 +190,26 @@ class Trouble(Document):
     tries: int = 1
 
 
-class Report(Document):
-    """Agent to head: what the agent does."""
+class Place(Document):
+    """Where a job's things are on a node, as paths."""
 
-    kind: Literal["report"] = "report"
-    node: str
-    boot: str
-    pool: str
-    zone: str
-    address: str
-    ssh_port: int = 22
-    devices: int = 1  # worker processes this node takes when the job says "auto"
-    job: str | None = None
-    # checking: the machine is being checked. unfit: a check has failed. Neither takes a job.
-    # idle: no job. preparing: code, packages, fork server. ready: can start at once. starting, running: workers live.
-    # drained: all workers stopped at stop_at. failed: a worker ended early. succeeded: all workers exited 0.
-    # Phases from starting on are about `generation`.
-    phase: Literal[
-        "checking", "unfit", "idle", "preparing", "ready", "starting", "running", "drained", "failed", "succeeded"
-    ] = "idle"
-    doing: str = ""  # the step that the node is at, such as "importing torch"; empty unless it prepares or starts
-    # Epoch seconds when that step began, by the node's clock.
-    doing_since: float = Field(default=0.0, ge=0, le=253402300799)
-    unfit: tuple[str, ...] = ()  # what is wrong with the machine, one line each
+    folder: str  # the working folder of its workers
+    env: str  # a file for a shell: the environment of its workers
+    logs: str  # the folder with what its workers of the newest generation have printed
+
+
+class JobReport(Document):
+    """What the agent does for one job."""
+
+    job: str = ""  # id
+    # idle: no order about the job, but its snapshot is in memory. preparing: code, packages, fork server. ready: can
+    # start at once. starting, running: workers live. drained: all workers stopped at stop_at. failed: a worker ended
+    # early. succeeded: all workers exited 0. Phases from starting on are about `generation`.
+    phase: Literal["idle", "preparing", "ready", "starting", "running", "drained", "failed", "succeeded"] = "idle"
+    devices: tuple[int, ...] = ()  # those that its living workers use; (): no worker lives
+    # What the job is at, such as "importing torch", while it prepares or starts. In phase ready: what it waits for.
+    doing: str = ""
+    doing_since: float = Field(default=0.0, ge=0, le=253402300799)  # since when, epoch seconds by the node's clock
     generation: int = 0  # the newest generation of this job that this agent took part in
     store: str = ""  # "host:port" for the next generation, if this node is its first member
     workers: tuple[Worker, ...] = ()
@@ -205,9 +218,82 @@ class Report(Document):
     parts: tuple[Part, ...] = ()  # uploaded, but the manifest has not been seen
     late: int | None = None  # stop or save step that arrived too late for a worker here: choose a later one
     trouble: Trouble | None = None  # with uploads of parts to the bucket; None after one has succeeded
+    keeping: Keeping | None = None  # the folders that the order says to keep
+    stacks: str = ""  # bucket key of the stacks written on `dump`
+    place: Place | None = None  # of a job whose node may be kept for a person; None: no worker has started here
+
+    @property
+    def essence(self) -> tuple[object, ...]:
+        """The values of the report without progress, which changes all the time."""
+        return _work_essence(self)
+
+
+class Report(Document):
+    """Agent to head: what the agent does."""
+
+    kind: Literal["report"] = "report"
+    version: int = VERSION  # of the documents that the agent writes and reads
+    node: str
+    boot: str
+    pool: str
+    zone: str
+    address: str
+    ssh_port: int = 22
+    devices: int = 1  # GPUs, or 1 on a machine without GPUs
+    # checking: the machine is being checked. unfit: a check has failed. Neither takes a job. ready: takes jobs.
+    phase: Literal["checking", "unfit", "ready"] = "ready"
+    since: float = Field(default=0.0, ge=0, le=253402300799)  # when the checks began, epoch seconds; 0: not checking
+    unfit: tuple[str, ...] = ()  # what is wrong with the machine, one line each
     notice: Notice | None = None
     coming: Notice | None = None  # a notice with a distant deadline: the node trains on, and reports `notice` later
-    stacks: str = ""  # bucket key of the stacks written on `dump`
+    jobs: tuple[JobReport, ...] = ()
+    order: int = Field(default=0, ge=0)  # number of the newest order that came over this connection; 0: none has
+
+    @model_validator(mode="before")
+    @classmethod
+    def _first_version(cls, values: object) -> object:
+        """Version 1 had the keys of one `JobReport` beside those of the node, and one phase for both."""
+        if not isinstance(values, dict) or not ("job" in values or "workers" in values):
+            return values
+        phase = values.get("phase", "idle")
+        own = phase in ("checking", "unfit")
+        if "jobs" in values:  # from `text`, with the keys of both versions
+            return {**values, "phase": phase if own else "ready"}
+        found = {key: values[key] for key in JobReport.model_fields if key in values and key != "devices"}
+        if own:
+            found["phase"] = "idle"
+        workers = found.get("phase") in ("starting", "running")
+        found["devices"] = range(int(values.get("devices", 1))) if workers else ()
+        jobs = [found] if values.get("job") else []
+        since = values.get("doing_since", 0.0) if own else 0.0
+        return {"version": 1, **values, "phase": phase if own else "ready", "since": since, "jobs": jobs}
+
+    @property
+    def essence(self) -> tuple[object, ...]:
+        """The values of the report without progress, which changes all the time."""
+        return (_node_essence(self), *map(_work_essence, self.jobs))
+
+    def of(self, job: str) -> JobReport | None:
+        """What the report says about a job."""
+        return next((each for each in self.jobs if each.job == job), None)
+
+    def text(self, version: int) -> str:
+        """The JSON for a head that reads this version; 0: the version is not known yet."""
+        if version > 1:
+            return self.model_dump_json()
+        # A head of version 1 knows one job. It ignores `jobs`.
+        works = [each.model_dump(mode="json", exclude={"devices"}) for each in self.jobs]
+        first = works[0] if works else {"job": None, "phase": "idle"}
+        own = {} if self.phase == "ready" else {"phase": self.phase}
+        return json.dumps(self.model_dump(mode="json") | first | own)
+
+
+_work_essence: Callable[[JobReport], tuple[object, ...]] = attrgetter(
+    *(name for name in JobReport.model_fields if name not in ("workers", "snapshot"))
+)
+_node_essence: Callable[[Report], tuple[object, ...]] = attrgetter(
+    *(name for name in Report.model_fields if name not in ("jobs", "order"))
+)
 
 
 class HeadRecord(Kept):
@@ -250,6 +336,14 @@ class HostRecord(Kept):
     token_sha256: str = ""  # `hash_of` the secret of this node's agent; "" in the head's record
 
 
+class AliveJob(Document):
+    """One job in a node's sign of life."""
+
+    job: str  # id
+    generation: int  # as in JobReport
+    step: int  # the newest step that a worker of this node has completed; -1: none
+
+
 class AliveRecord(Kept):
     """clusters/<name>/alive/<node>.json: a node's sign of life, written repeatedly while the node has a job."""
 
@@ -257,9 +351,19 @@ class AliveRecord(Kept):
     boot: str
     at: float  # by the node's clock; only used to see that a sign is new
     every: float  # seconds between two signs
-    job: str
-    generation: int  # as in Report
-    step: int  # the newest step that a worker of this node has completed; -1: none
+    job: str  # this, `generation` and `step` are of the first of `jobs`: a head of an older version knows one job
+    generation: int
+    step: int
+    jobs: tuple[AliveJob, ...] = ()  # all of them; an agent of an older version writes none
+
+    @property
+    def every_job(self) -> tuple[AliveJob, ...]:
+        """The node's jobs, of a sign of any version."""
+        return self.jobs or (AliveJob(job=self.job, generation=self.generation, step=self.step),)
+
+    def of(self, job: str) -> AliveJob | None:
+        """What the sign says about a job."""
+        return next((each for each in self.every_job if each.job == job), None)
 
 
 class UnfitRecord(Kept):
@@ -282,15 +386,6 @@ def read_queue(data: bytes | None) -> QueueRecord:
     if data.lstrip().startswith(b"["):  # spotrun 0.1 stored only the ids
         return QueueRecord(jobs=TypeAdapter(tuple[str, ...]).validate_json(data))
     return QueueRecord.model_validate_json(data)
-
-
-def problem(error: ValueError) -> str:
-    """One line about what is wrong with a document."""
-    if not isinstance(error, ValidationError):
-        return " ".join(str(error).split())[:300]
-    first = error.errors()[0]
-    where = ".".join(map(str, first["loc"]))
-    return f"{where}: {first['msg'].removeprefix('Value error, ')}".removeprefix(": ")
 
 
 def hash_of(secret: str) -> str:

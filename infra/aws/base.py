@@ -1,6 +1,6 @@
-"""The stack that exists as long as the cluster: network, bucket, identities.
+"""Stack `base`, which `make down` leaves: network, bucket, identities.
 
-Stack `pools` finds everything in it by name, so it needs no access to this stack's state.
+Stack `pools` finds all parts of this stack by their names, so it needs no access to the state of this stack.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The way out of a cluster that is up: to the internet, or only to AWS's own services.
+"""How a cluster's machines reach the internet (a NAT gateway), or only AWS's own services (endpoints).
 
 Both cost by the hour, so they belong to stack `pools`: a cluster that is down does not pay for them. They are only in
 the head's zone, because each further zone would cost the same again. The other zones reach them there.
@@ -20,9 +20,10 @@ SERVICES = ("autoscaling", "ec2", "fis", "servicequotas", "ssm", "ssmmessages")
 
 
 def make(stack: AwsStack, subnet: Any) -> list[Any]:
-    """What must exist before the head: if Systems Manager's agent cannot connect, it pauses for long before it retries.
+    """Make the NAT gateway or the endpoints. Returns what must exist before the head.
 
-    subnet: the private subnet of the head's zone.
+    If Systems Manager's agent on the head cannot connect at first, it pauses for long before it retries. subnet: the
+    private subnet of the head's zone.
     """
     return [_nat(stack)] if stack.cluster.network.nat else _endpoints(stack, subnet)
 

@@ -27,9 +27,12 @@ SESSIONS = (
 LOOKS = (
     "autoscaling:DescribeAutoScalingGroups",
     "autoscaling:DescribeScalingActivities",
+    "ec2:DescribeAvailabilityZones",
+    "ec2:DescribeCapacityReservations",
     "ec2:DescribeInstanceTypes",
     "ec2:DescribeInstances",
     "ec2:DescribeSpotPriceHistory",
+    "ec2:GetSpotPlacementScores",
     "servicequotas:GetAWSDefaultServiceQuota",
     "servicequotas:GetServiceQuota",
 )
@@ -80,15 +83,15 @@ def _files(bucket: str, cluster: objects.Cluster) -> list[Statement]:
     job, own = f"{bucket}/{keys.JOBS}*", {kind: f"{bucket}/{cluster.records(kind)}*" for kind in objects.RECORDS}
     growing = {kind: f"{job}/{kind}/*" for kind in objects.GROWING}
     forgotten = [own[kind] for kind in objects.FORGOTTEN]
-    checkpoints = f"{job}/{keys.CHECKPOINTS}/*"
+    checkpoints, kept = (f"{job}/{kind}/*" for kind in (keys.CHECKPOINTS, keys.KEPT))
     read = [f"{bucket}/{each}" for each in (f"{keys.CODE}*", f"{keys.DATA}*", cluster.head)]
     return [
         _allow("List", ["s3:ListBucket"], bucket),
-        _allow("Read", ["s3:GetObject"], [*read, checkpoints, *forgotten]),
+        _allow("Read", ["s3:GetObject"], [*read, checkpoints, kept, *forgotten]),
         _allow(
             "Write",
             ["s3:AbortMultipartUpload", "s3:PutObject"],
-            [f"{checkpoints}/g*", *growing.values(), *own.values()],
+            [f"{checkpoints}/g*", kept, *growing.values(), *own.values()],
         ),
         _allow("Tag", ["s3:PutObjectTagging"], growing[keys.LOGS]),
         _allow("Forget", ["s3:DeleteObject"], forgotten),

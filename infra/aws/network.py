@@ -1,7 +1,7 @@
-"""The cluster's network: a subnet for each zone in use, and the rules between machines. The way out is in `egress`.
+"""The cluster's network: a subnet for each zone in use, and the rules between machines. Egress is in `egress`.
 
-Only operators come in, through Systems Manager, whose agent on the head calls out. So no rule lets anything in from
-outside, and no machine has a public address. There are no flow logs: each line costs, and nothing reads them.
+No rule lets anything in from outside, and no machine has a public address: operators come in through Systems Manager,
+whose agent on the head opens the connection. There are no flow logs: each line costs, and nothing reads them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Network:
         private = {zone: self._subnet(PRIVATE, zone, self._cut(part(zone))) for zone in zones}
         routes = self._route_table(PRIVATE, private)
         self._nodes, self._head = self._group(NODES), self._group(HEAD)
-        self._inside()
+        self._connect_machines()
         storage = cdk.aws("vpc_endpoint")(
             stack,
             "endpoint-s3",
@@ -57,9 +57,9 @@ class Network:
             **stack.named(label(name, "s3")),
         )
         if spec.nat:
-            self._outside(zones)
+            self._allow_internet(zones)
         else:
-            self._apart(storage)
+            self._allow_endpoints(storage)
 
     def _cut(self, index: int) -> ipaddress.IPv4Network:
         return list(ipaddress.IPv4Network(self._cluster.network.cidr).subnets(_PARTS))[index]
@@ -95,8 +95,8 @@ class Network:
             **self._stack.named(name),
         )
 
-    def _inside(self) -> None:
-        """Between the cluster's machines. DNS, time and metadata need no rule."""
+    def _connect_machines(self) -> None:
+        """Rules between the cluster's machines. DNS, time and metadata need no rule."""
         nodes, head = self._nodes.id, self._head.id
         # EFA requires exactly this: everything, in both directions, between members of the group.
         # https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/efa-start-nccl.html#nccl-start-base-setup
@@ -107,8 +107,8 @@ class Network:
         self._in("head-from-nodes", head, HEAD_PORT, referenced_security_group_id=nodes)
         self._out("nodes-to-head", nodes, HEAD_PORT, referenced_security_group_id=head)
 
-    def _outside(self, zones: list[str]) -> None:
-        """The internet by HTTPS, through the NAT gateway that `egress` puts into a public subnet."""
+    def _allow_internet(self, zones: list[str]) -> None:
+        """Let machines reach the internet by HTTPS, through the NAT gateway that `egress` puts into a public subnet."""
         gateway = cdk.aws("internet_gateway")(
             self._stack, "internet", vpc_id=self._vpc.id, **self._stack.named(self._cluster.name)
         )
@@ -124,8 +124,8 @@ class Network:
         for what, group in ((NODES, self._nodes), (HEAD, self._head)):
             self._out(f"{what}-to-internet", group.id, 443, cidr_ipv4="0.0.0.0/0")
 
-    def _apart(self, storage: Any) -> None:
-        """Without the internet: the bucket, and endpoints of AWS's own services."""
+    def _allow_endpoints(self, storage: Any) -> None:
+        """Let machines reach only the bucket and the endpoints of AWS's own services, not the internet."""
         group = self._group(ENDPOINTS)
         for what, members in ((NODES, self._nodes), (HEAD, self._head)):
             self._in(f"endpoints-from-{what}", group.id, 443, referenced_security_group_id=members.id)

@@ -1,4 +1,4 @@
-"""The stack of a cluster that is up: the head's machine, and a group for each pool, whose size the head sets."""
+"""Stack `pools`, which makes a cluster be up: a group for the head, and one for each pool, whose size the head sets."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ class Pools(AwsStack):
                 "instances_distribution": distribution(pool),
             },
             placement_group=placement.name if placement else None,
-            # By default AWS replaces machines before they are lost, and moves them between zones. The head decides
-            # whether to move the training, and the notice is enough for that.
+            # By default, AWS replaces a machine that it may take soon, and moves machines between zones. Here the head
+            # decides whether training moves, and the notice is early enough for that.
             capacity_rebalance=False,
             suspended_processes=["AZRebalance"],
             # If AWS chooses which machines go, it takes the youngest: they have the least state.
@@ -145,9 +145,9 @@ class Pools(AwsStack):
                 "http_endpoint": "enabled",
                 "http_tokens": "required",
                 "http_put_response_hop_limit": 1,
-                "instance_metadata_tags": "enabled",  # a machine learns from them what it is
+                "instance_metadata_tags": "enabled",  # a machine learns from its tags what it is
             },
-            # The group also tags machines, but only these tags surely exist when a machine first looks.
+            # The group also tags its machines, but maybe only after a machine has read its tags.
             tag_specifications=[
                 {"resource_type": kind, "tags": tags} for kind in ("instance", "volume", "network-interface")
             ],
@@ -161,14 +161,14 @@ class Pools(AwsStack):
             vpc_zone_identifier=[self._subnet(zone).id],
             health_check_type="EC2",
             wait_for_capacity_timeout="0",  # the head waits, and reports what is missing
-            # Of the group's machines first: what they are placed by can only go after them.
+            # Terraform waits until the machines have ended: only then can their placement group be deleted.
             timeouts={"delete": _ENDING},
             tag=[{"key": key, "value": value, "propagate_at_launch": True} for key, value in tags.items()],
             **options,
         )
 
     def _tags(self, pool: str) -> dict[str, str]:
-        """The tags of a machine, also what it reads about itself."""
+        """The tags of a machine. From some of them, the machine learns what it is."""
         return {
             **self.tags,
             "Name": group(self.cluster.name, pool),
@@ -204,9 +204,9 @@ class Pools(AwsStack):
 def with_efas(machine: str) -> tuple[Interface, ...]:
     """The interfaces that give a machine all its EFAs, and one address. Raises KeyError if the type has no EFA.
 
-    With one card, the primary interface is the EFA. With several cards, as AWS advises, the primary interface only has
-    the address. Each card that can have an EFA gets one without an address: as device 1 on card 0, where the primary
-    interface is device 0, and as device 0 on the other cards.
+    With one card, the primary interface is the EFA. With several cards, the primary interface has only the address, as
+    AWS advises. Each card that can have an EFA gets one without an address. On card 0 it is device 1, because the
+    primary interface is device 0. On the other cards it is device 0.
     https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/efa-acc-inst-types.html (several cards)
     https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/create-efa.html (one card)
     """
@@ -229,7 +229,10 @@ def distribution(pool: PoolSpec) -> dict[str, Any]:
 
 
 def _interface(interface: Interface, group: str, alone: bool) -> dict[str, Any]:
-    """alone: only a single interface can have the key for public addresses. The subnets give none anyway."""
+    """alone: whether it is the only interface. AWS refuses the key about public addresses beside other interfaces.
+
+    The subnets give no public addresses anyway.
+    """
     return {
         "device_index": interface.device,
         "network_card_index": interface.card,

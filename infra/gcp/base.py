@@ -1,7 +1,7 @@
-"""The stack that exists as long as the cluster: network, bucket, identities.
+"""Stack `base`, which `make down` leaves: network, bucket, identities.
 
-All its names are known in advance, and stack `pools` uses these names. So `pools` can be planned before this stack
-exists, and needs no access to its state.
+All names of its parts are known in advance, and stack `pools` uses these names. So `pools` can be planned before this
+stack exists, and needs no access to the state of this stack.
 """
 
 from __future__ import annotations
@@ -17,20 +17,23 @@ from spotrun.store import keys
 IAP = "35.235.240.0/20"  # the addresses of IAP's tunnels: https://cloud.google.com/iap/docs/using-tcp-forwarding
 LOG_DAYS = 90
 
-BUCKET_ROLE = "roles/storage.objectUser"  # the head's, for all objects of the bucket
+BUCKET_ROLE = "roles/storage.objectUser"  # the role of the head, for all objects of the bucket
 # What the head may do in addition: what `spotrun.cloud.gcp` calls. IAM cannot narrow lists. It cannot narrow groups
 # either: conditions do not know an instance group manager's name, and in Compute's v1 API it cannot have a tag
 # (https://cloud.google.com/iam/docs/conditions-resource-attributes). So the head could resize every group of the
 # project, but it cannot change their templates. A separate project for the cluster protects other groups.
 HEAD_PERMISSIONS = (
+    "compute.advice.capacity",  # what Google says about the market
+    "compute.advice.capacityHistory",
     "compute.instanceGroupManagers.get",  # sizes, members, errors
-    "compute.instanceGroupManagers.update",  # resize, delete and recreate members
+    "compute.instanceGroupManagers.list",  # resize requests
+    "compute.instanceGroupManagers.update",  # resize, request, delete and recreate members
     "compute.instances.list",
     "compute.projects.get",  # quotas
     "compute.regions.get",
     "compute.zoneOperations.get",
 )
-# Only on this cluster's machines: conditions do know the names of machines.
+# The head may use these only on this cluster's machines: conditions do know the names of machines.
 HEAD_MACHINE_PERMISSIONS = ("compute.instances.delete", "compute.instances.simulateMaintenanceEvent")
 
 
@@ -145,7 +148,7 @@ class Base(GcpStack):
         return network
 
     def _firewall(self, network: Any, node: str, head: str) -> None:
-        """Everything that may come in. The rules use service accounts, which no machine can choose for itself."""
+        """All traffic that may come in. The rules use service accounts, which no machine can choose for itself."""
         ssh = [{"protocol": "tcp", "ports": ["22"]}]
         agents = [{"protocol": "tcp", "ports": [str(HEAD_PORT)]}]
         self._rule(network, "iap-to-head", head, ssh, source_ranges=[IAP])
@@ -182,11 +185,12 @@ def node_rights(bucket: str, cluster: str) -> dict[str, tuple[str, str]]:
         found = [f'resource.name.extract("/objects/{keys.JOBS}{{job}}/{kind}/") != ""' for kind in kinds]
         return f"{begins(keys.JOBS)} && ({' || '.join(found)})"
 
-    checkpoints, head = job(keys.CHECKPOINTS), f'resource.name == "{root}{mine.head}"'
-    read = [begins(keys.CODE), begins(keys.DATA), head, f"({checkpoints})"]
+    checkpoints, kept, head = job(keys.CHECKPOINTS), job(keys.KEPT), f'resource.name == "{root}{mine.head}"'
+    read = [begins(keys.CODE), begins(keys.DATA), head, f"({checkpoints})", f"({kept})"]
     records = [f"({job(*objects.GROWING)})", *(begins(mine.records(kind)) for kind in objects.RECORDS)]
     return {
         "read": ("roles/storage.objectViewer", " || ".join(read)),
         "checkpoints": ("roles/storage.objectCreator", f'{checkpoints} && !resource.name.endsWith("/manifest.json")'),
+        "kept": ("roles/storage.objectCreator", kept),
         "records": ("roles/storage.objectUser", " || ".join(records)),
     }

@@ -12,6 +12,8 @@ from spotrun.spec.names import MAINTENANCE_NOTICE, PREEMPT_NOTICE
 
 _GPU_MAINTENANCE = 3600  # seconds of notice. https://cloud.google.com/compute/docs/gpus/gpu-host-maintenance
 _RUN = (30, 120 * 86400)  # seconds. https://cloud.google.com/compute/docs/instances/limit-vm-runtime
+_FLEX_RUN = (600, 7 * 86400)  # https://cloud.google.com/compute/docs/instances/about-flex-start-vms
+_MODELS = {"spot": "SPOT", "flex": "FLEX_START", "on-demand": "STANDARD"}
 
 
 def check(cluster: ClusterSpec) -> None:
@@ -59,11 +61,12 @@ def scheduling(pool: PoolSpec, placed: bool = False) -> dict[str, Any]:
     placed: a policy puts the machines close to each other.
     """
     spot, seconds = pool.market == "spot", run_seconds(pool)
-    fixed = spot or placed or has_gpus(pool)  # cannot be moved to another host while they run
+    steady = pool.market == "on-demand"
+    fixed = not steady or placed or has_gpus(pool)  # cannot be moved to another host while they run
     found: dict[str, Any] = {
-        "provisioning_model": "SPOT" if spot else "STANDARD",
+        "provisioning_model": _MODELS[pool.market],
         "on_host_maintenance": "TERMINATE" if fixed else "MIGRATE",
-        "automatic_restart": not spot,
+        "automatic_restart": steady,
     }
     if spot:
         found["preemptible"] = True  # the API also wants its old word for spot
@@ -79,9 +82,27 @@ def run_seconds(pool: PoolSpec) -> int | None:
     if pool.max_run_duration is None:
         return None
     seconds = round(pool.max_run_duration)
-    if not _RUN[0] <= seconds <= _RUN[1]:
-        raise SpotrunError(f"pool {pool.name}: max_run_duration is {seconds} s; Google allows 30s to 120d")
+    least, most = _FLEX_RUN if pool.market == "flex" else _RUN
+    if not least <= seconds <= most:
+        allowed = "10m to 7d for market flex" if pool.market == "flex" else "30s to 120d"
+        raise SpotrunError(f"pool {pool.name}: max_run_duration is {seconds} s; Google allows {allowed}")
     return seconds
+
+
+def reservation(pool: PoolSpec) -> dict[str, str] | None:
+    """Which reservations a pool's machines may use: those of market flex none, as Google demands."""
+    return {"type": "NO_RESERVATION"} if pool.market == "flex" else None
+
+
+def repair(pool: PoolSpec) -> dict[str, str]:
+    """What a group does when a machine has ended. Google demands that it does nothing for market flex.
+
+    A preempted machine is recreated from the group's present template, not from its old one:
+    https://cloud.google.com/compute/docs/instance-groups/update-on-repair
+    """
+    if pool.market == "flex":
+        return {"default_action_on_failure": "DO_NOTHING"}
+    return {"default_action_on_failure": "REPAIR", "force_update_on_repair": "YES"}
 
 
 def image(name: str | None, project: str) -> dict[str, str]:

@@ -73,6 +73,7 @@ class Pools(GcpStack):
             shielded_instance_config=_shielded(secure_boot=not options.has_gpus(pool)),
             guest_accelerator=[pool.accelerator.model_dump()] if pool.accelerator else None,
             resource_policies=[policy.id] if policy and kind == "compact" else None,
+            reservation_affinity=options.reservation(pool),
         )
         if pool.notice is not None:
             self._give_notice(template, round(pool.notice))
@@ -84,9 +85,7 @@ class Pools(GcpStack):
             lifecycle={"ignore_changes": ["target_size"]},  # the head sets the size
             # An update ends no machine. Later machines use the new template, and between jobs there are no machines.
             update_policy=_updates("OPPORTUNISTIC"),
-            # A preempted machine is recreated from the group's present template, not from its old one:
-            # https://cloud.google.com/compute/docs/instance-groups/update-on-repair
-            instance_lifecycle_policy={"default_action_on_failure": "REPAIR", "force_update_on_repair": "YES"},
+            instance_lifecycle_policy=options.repair(pool),
             resource_policies={"workload_policy": policy.id} if policy and kind == "workload" else None,
         )
 

@@ -27,8 +27,8 @@ _REFUSED = r"\b403\b|Forbidden|AccessDenied|UnauthorizedOperation|PERMISSION_DEN
 
 
 def permissions(cluster: ClusterSpec) -> Facts:
-    """Dry runs and questions, of all that stacks and tasks call."""
-    allowed, refused = _tried(cluster).permissions(cluster)
+    """Ask the cloud what you may do of all that stacks and tasks call. Makes nothing."""
+    allowed, refused = _audit(cluster).permissions(cluster)
     facts: Facts = {"allowed": len(allowed), "refused": ", ".join(refused) or "none"}
     if refused:
         raise Failed(f"you may not: {', '.join(refused)}", facts)
@@ -36,7 +36,7 @@ def permissions(cluster: ClusterSpec) -> Facts:
 
 
 def grants(access: Access) -> Facts:
-    """What the head was refused since it started. It came up all the same, as it tries again."""
+    """The head's requests that the cloud refused since the head started. The head is up, since it retries them."""
     said = ways.say(access, HEAD, "journalctl --unit spotrun-head --no-pager --output cat")
     refused = [line for line in said.splitlines() if re.search(_REFUSED, line)]
     return {"refused at first": len(refused), "the last one": refused[-1][:200] if refused else "none"}
@@ -56,14 +56,14 @@ def guest_agent(access: Access) -> Facts:
 
 
 def instance_connect(access: Access) -> Facts:
-    """Whether sshd complained of the program that asks for pushed keys. That we are in says that it works."""
+    """How often sshd complained of the program that gets pushed keys. The program works: this login needed it."""
     command = "journalctl --unit ssh --no-pager --output cat | grep -c AuthorizedKeysCommand || true"
     said = ways.say(access, HEAD, command)
     return {"complaints of sshd": int(said.strip() or 0)}
 
 
 def notice_order(found: Trace) -> Facts:
-    """Which of Google's words a preempted machine saw, in order, with the seconds from the first one."""
+    """The notices that a preempted machine saw in Google's metadata, in order, with the seconds since the first."""
     seen = _notices(found)
     if not seen:
         raise SpotrunError("neither preempted nor maintenance-event changed before the machine ended")
@@ -75,7 +75,7 @@ def notice_order(found: Trace) -> Facts:
 
 
 def maintenance_notice(found: Trace) -> Facts:
-    """Whether a machine trained on after word of maintenance whose time is far: the agent reports it as coming."""
+    """Whether a machine trained on after an early notice of maintenance, which its agent reports as an event."""
     told = [text for text in found.events if re.search(_COMING, text)]
     seen = [line for line in _notices(found) if line["key"] == "maintenance-event"]
     facts: Facts = {"metadata": ", ".join(str(line["value"]) for line in seen) or "no change"}
@@ -83,22 +83,22 @@ def maintenance_notice(found: Trace) -> Facts:
     if interruptions := [each["kind"] for each in found.last["interruptions"]]:
         raise Failed(f"the machine did not train on: {', '.join(interruptions)}", facts)
     if not seen:
-        raise NotRun("simulateMaintenanceEvent gave this machine no word of maintenance while the job ran")
+        raise NotRun("simulateMaintenanceEvent gave this machine no notice of maintenance while the job ran")
     if not told:
         raise Failed("the metadata server announced maintenance, and the agent did not report it", facts)
     return facts
 
 
 def disk_encryption(cluster: ClusterSpec) -> Facts:
-    """With what keys the machines' disks are encrypted. That machines have joined says that they may be used."""
-    keys: list[str] = _tried(cluster).disk_keys(cluster)
+    """The keys that encrypt the machines' disks. Machines have joined, so they may use these keys."""
+    keys: list[str] = _audit(cluster).disk_keys(cluster)
     if not keys:
-        raise NotRun("this account's disks are not encrypted with a KMS key: none is the default for EBS")
+        raise NotRun("this account has no default KMS key for EBS, so its disks are not encrypted with one")
     return {"keys": ", ".join(keys)}
 
 
 def left(cluster: ClusterSpec, file: str) -> Facts:
-    """What carries the cluster's label after `down`. Anything that costs by the hour is unexpected."""
+    """What still has the cluster's label after `down`. Anything that costs by the hour is unexpected."""
     if cluster.cloud == "local":
         from spotrun.cloud.local import cloud
 
@@ -106,11 +106,11 @@ def left(cluster: ClusterSpec, file: str) -> Facts:
             raise SpotrunError(f"processes of cluster {cluster.name} still run")
         return {"processes": 0}
     bucket = f"${_BUCKET[cluster.cloud]} a GB and month"
-    return judge(_tried(cluster).left(cluster), {site(cluster, file).bucket().url: bucket})
+    return judge(_audit(cluster).left(cluster), {site(cluster, file).bucket().url: bucket})
 
 
 def judge(found: Sequence[Left], facts: Facts) -> Facts:
-    """The list with prices. Raises `Failed` if anything is in it that `down` should have removed. Pure."""
+    """The list with prices. Raises `Failed` if the list has something that `down` should have removed. Pure."""
     facts = facts | {f"{each.kind} {each.name}": _price(each) for each in found}
     if wrong := [f"{each.kind} {each.name} ({_price(each)})" for each in found if not each.stays]:
         raise Failed(f"still there: {', '.join(wrong)}", facts)
@@ -118,7 +118,7 @@ def judge(found: Sequence[Left], facts: Facts) -> Facts:
 
 
 def _notices(found: Trace) -> list[dict[str, Any]]:
-    """What the probe has seen change on Google's metadata server. It prints nothing if nothing changes."""
+    """The changes on Google's metadata server that the probe has printed."""
     return [line for line in found.lines if line["probe"] == "notice"]
 
 
@@ -128,7 +128,7 @@ def _price(each: Left) -> str:
     return f"${each.hourly:.4f} an hour" if each.hourly else "free"
 
 
-def _tried(cluster: ClusterSpec) -> ModuleType:
-    """The module of the cluster's cloud. Raises `CloudError` without its SDK or credentials."""
+def _audit(cluster: ClusterSpec) -> ModuleType:
+    """The module `audit` of the cluster's cloud. Raises `CloudError` without its SDK or credentials."""
     cloud.account(cluster)
     return importlib.import_module(f"spotrun.cloud.{cluster.cloud}.audit")

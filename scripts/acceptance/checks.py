@@ -1,4 +1,4 @@
-"""What does each step, by its name: functions that try the real thing, with the functions behind the `make` targets."""
+"""The function of each step, by the step's name. These functions call what the `make` targets call."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _up(rig: Rig, step: Step) -> Facts:
 
 
 def _gate(found: Trace) -> Facts:
-    """The lines of the health gate on the machine of a job, as its probe has printed them."""
+    """What the health gate says of a job's machine, as the job's probe has printed it."""
     said = found.all("fitness")
     shown = ("machine", "gpus", "torch_gpus", "efas", "disk", "clock")
     facts: Facts = {key: said[0][key] for key in shown if said[0].get(key) is not None}
@@ -58,20 +58,20 @@ def _gate(found: Trace) -> Facts:
 
 def _node_ssh(found: Trace) -> Facts:
     if found.ways is None:
-        raise SpotrunError(found.ways_error or "the job ended before the ways into its node could be tried")
+        raise SpotrunError(found.ways_error or "the job ended before SSH to its node could be tried")
     return found.ways
 
 
 def _preempt(found: Trace) -> Facts:
     """The pause of an interruption with notice, by part. No step may be lost."""
-    facts = trace.pause(found.loss("preempt"))
+    facts = trace.pause(found.interruption("preempt"))
     if facts["steps lost"]:
         raise Failed(f"{facts['steps lost']} steps were lost although there was a notice", facts)
     return facts
 
 
 def _kill(found: Trace) -> Facts:
-    return trace.pause(found.loss("kill"))
+    return trace.pause(found.interruption("kill"))
 
 
 def _notice(found: Trace) -> Facts:
@@ -82,7 +82,7 @@ def _notice(found: Trace) -> Facts:
 
 
 def _replacement(found: Trace) -> Facts:
-    """A machine that alone had the job is gone, and the job ended well: another has had it."""
+    """The job's only machine was taken, and the job succeeded. So another machine has replaced it."""
     if not found.taken:
         raise SpotrunError("no machine was taken from the job")
     generations = int(found.last["generation"])
@@ -92,7 +92,7 @@ def _replacement(found: Trace) -> Facts:
 
 
 def _reference(found: Trace) -> Facts:
-    if interruptions := [loss["kind"] for loss in found.last["interruptions"]]:
+    if interruptions := [each["kind"] for each in found.last["interruptions"]]:
         raise NotRun(f"the run was disturbed ({', '.join(interruptions)}): a reference needs one without interruptions")
     started, ended = found.last["started"], found.last["ended"]
     facts: Facts = {"digest": found.said("train")["digest"]}
@@ -100,19 +100,19 @@ def _reference(found: Trace) -> Facts:
 
 
 def _equality(reference: str, rig: Rig, step: Step) -> Facts:
-    """The digests of both runs. They hold only where each sum has two addends: then its order does not matter."""
+    """Compare the digests of both runs. With two workers they must be equal: the order of two addends is irrelevant."""
     undisturbed, disturbed = (rig.trace(name).said("train") for name in (reference, step.job))
     facts: Facts = {"undisturbed": undisturbed["digest"], "disturbed": disturbed["digest"]}
     facts["workers"] = int(disturbed["world"])
     if undisturbed["digest"] == disturbed["digest"]:
         return facts
     if disturbed["world"] != 2:
-        raise NotRun(f"the digests differ, as sums over {disturbed['world']} workers may: their order can change")
-    raise Failed("the disturbed run ended with other bits than the undisturbed one", facts)
+        raise NotRun(f"the digests differ. With {disturbed['world']} workers they may: the order of sums can change")
+    raise Failed("the disturbed run ended with another state than the undisturbed one", facts)
 
 
 def _of_job(judge: Callable[[Trace], Facts]) -> Check:
-    """A check that only reads what came of the step's job."""
+    """A check that only reads the results of the step's job."""
     return lambda rig, step: judge(rig.trace(step.job))
 
 

@@ -1,4 +1,4 @@
-"""What GPU machines are measured by: a probe's numbers against the type's known figures. Pure but for the logs."""
+"""Compares a probe's numbers with the known figures of a GPU. Pure, except that `vit` reads logs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from spotrun.errors import SpotrunError
 from spotrun.spec import ClusterSpec
 from spotrun.spec.machine_types import GPUS_BY_NAME, Gpu
 
-# A GPU that is well reaches more than this share of its data sheet. Its clock falls with the power that products take.
+# A healthy GPU reaches more than these shares of its data sheet. It does not reach all: its clock falls under load.
 PRODUCT, MEMORY, BUS = 0.35, 0.6, 0.3
 
 
@@ -23,7 +23,7 @@ def figures(name: str) -> Gpu | None:
 
 
 def matrix(found: Trace) -> Facts:
-    """The slowest GPU's matrix product and memory, and what of the data sheet that is."""
+    """The speed of the slowest GPU's matrix products and memory, and its share of the data sheet."""
     lines = found.all("matrix")
     slowest = min(lines, key=lambda line: line["tflops"])
     memory = min(float(line["memory"]) for line in lines)
@@ -40,7 +40,7 @@ def matrix(found: Trace) -> Facts:
 
 
 def copy(found: Trace) -> Facts:
-    """What a snapshot's copy to the host reaches, alone and on all GPUs at once."""
+    """The lowest speed of copies to the host among all GPUs, and the longest stall of a snapshot."""
     lines = found.all("copy")
     alone = min(float(line["pinned"]) for line in lines)
     facts: Facts = {
@@ -66,7 +66,7 @@ def fork(found: Trace) -> Facts:
 
 
 def tests(found: Trace) -> Facts:
-    """What pytest said of the tests for CUDA."""
+    """The result of the tests for CUDA, from pytest."""
     line = found.said("tests")
     facts: Facts = {"pytest": line["summary"]}
     if line["status"] != 0:
@@ -116,17 +116,17 @@ def vit(access: Access, found: Trace) -> Facts:
 
 
 def transfer(found: Trace) -> Facts:
-    """The rate at which a machine that came later got the state, from the pause's own part."""
+    """The rate at which a new machine got the state, from that part of the pause."""
     size = float(found.said("train")["mib"]) * (1 << 20)
-    phases = found.loss("kill")["phases"]
+    phases = found.interruption("kill")["phases"]
     if len(phases) < 5 or not phases[3] or not phases[4] > phases[3]:
-        raise SpotrunError("the books do not say how long the state took")
+        raise SpotrunError("the job's record does not say how long the transfer of the state took")
     seconds = phases[4] - phases[3]
     return {"state GB": round(size / 1e9, 2), "restored s": round(seconds, 2), "GB/s": round(size / 1e9 / seconds, 2)}
 
 
 def segments(found: Trace) -> Facts:
-    """NCCL's shared memory that no process used at the end of a job whose machines were taken."""
+    """NCCL's shared memory that no process uses, at the end of a job whose machines were taken."""
     lines = found.all("segments")
     facts: Facts = {"machines": len(lines), "segments": sum(int(line["segments"]) for line in lines)}
     if left := [f"{line['node']}: {path}" for line in lines for path in line["left"]]:

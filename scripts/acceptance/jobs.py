@@ -1,4 +1,4 @@
-"""The jobs of an acceptance: what they run, and what is done to their machines on the way."""
+"""The jobs of an acceptance: what they run, and which of their machines are taken meanwhile."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 PROBES = Path(__file__).parent / "probes"
 VIT = Path(__file__).parents[2] / "examples" / "vit"
-LOCAL_NOTICE = 15.0  # seconds; the local cloud can give any notice, and the usual 30 are for nothing there
-# This computer runs all machines of the local cloud: where it is busy, a node may be silent for longer than elsewhere.
+LOCAL_NOTICE = 15.0  # seconds; the local cloud can give any notice, and the usual 30 s would only take time
+# One computer runs all machines of the local cloud. If it is busy, a node may be silent for longer than elsewhere.
 _LOCAL = {"heartbeat_timeout": "15s"}
 # NCCL names the transport between machines in its debug output alone:
 # https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-debug
@@ -35,7 +35,7 @@ class Plan:
     folder: Path = PROBES  # the job's folder
     settings: dict[str, Any] | None = None  # the other keys of its job file
     take: tuple[Taken, ...] = ()  # machines that are taken, one after the other
-    ways: bool = False  # whether the ways into a node are tried while it runs
+    ways: bool = False  # whether SSH to a node is tried while the job runs
     expects: tuple[str, ...] = ("train",)  # the probes whose lines its log must have
     steady: bool = False  # whether it runs on on-demand machines with GPUs only
 
@@ -52,14 +52,14 @@ class Plan:
 
 
 def plans(cloud: str) -> dict[str, Plan]:
-    """All of them, by name. On the local cloud the steps are as short as they can be."""
+    """All jobs, by name. On the local cloud, their training steps are as short as possible."""
     train = ("--steps=300", "--pause=0.005" if cloud == "local" else "--pause=0.05")
     watch = ("--watch",) if cloud == "gcp" else ()
     here = _LOCAL if cloud == "local" else {}
     first = Taken("preempt", 60)
     alone = (*train, "--fitness", "--hold=60", *watch)
     faults = Plan(settings=here, args=(*train, "--hold=60,150"), nodes=2, take=(first, Taken("kill", 150)))
-    # Four GB of state, so that its way to a newcomer takes a time that can be measured.
+    # Four GB of state, so that its transfer to a new machine takes long enough to be measured.
     heavy = ("--mib=3815",)
     pair = Plan("pair.py", nodes=2, settings={"env": _NCCL}, expects=("all-reduce",))
     return {

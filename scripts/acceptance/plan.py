@@ -11,7 +11,7 @@ from spotrun.spec import ClusterSpec, PoolSpec
 from spotrun.spec.cluster import HeadSpec
 from spotrun.spec.machine_types import GPUS
 
-# A machine without GPUs for the first steps on machines: the smallest on which torch and a checkpoint have room.
+# The first steps that need machines take this type: no GPU, the smallest with room for torch and a checkpoint.
 SMALL = {"gcp": "e2-standard-4", "aws": "m5.xlarge"}
 # Dollars for an hour on demand, for types that the table of GPU machines lacks: list prices of us-central1 and
 # us-east-1, as docs/gcp.md and docs/aws.md have them for the head. Spot is never dearer.
@@ -29,9 +29,10 @@ def steady(cluster: ClusterSpec) -> list[str]:
 
 
 def small(cluster: ClusterSpec) -> ClusterSpec:
-    """The cluster with machines without GPUs instead of its own, one pool a zone; itself where none has GPUs.
+    """The cluster with small machines without GPUs, one pool in each zone. Unchanged if it has no GPUs.
 
-    Each zone keeps a pool: a network on AWS cannot lose one while it is up. No placement: small machines have none.
+    Each zone keeps a pool, because a network on AWS cannot lose a zone while it is up. No placement: small machines
+    have none.
     """
     if cluster.cloud == "local" or not any(map(has_gpus, cluster.pools)):
         return cluster
@@ -45,7 +46,7 @@ def small(cluster: ClusterSpec) -> ClusterSpec:
 
 
 def cluster_of(cluster: ClusterSpec, stage: Stage) -> ClusterSpec:
-    """The cluster as a stage has it."""
+    """The cluster in the form that a stage needs."""
     if stage == "moved":
         network = cluster.network.model_copy(update={"placement": not cluster.network.placement})
         return cluster.model_copy(update={"network": network})
@@ -53,11 +54,11 @@ def cluster_of(cluster: ClusterSpec, stage: Stage) -> ClusterSpec:
 
 
 def missing(step: Step, cluster: ClusterSpec) -> str:
-    """Why a step cannot be tried on this cluster, whatever happens; empty if it can."""
+    """Why a step can never be tried on this cluster; empty if it can."""
     if step.needs == "account" and cluster.cloud == "local":
         return "it needs an account of a cloud, and this is the local cloud"
     if step.clouds and cluster.cloud not in step.clouds:
-        return f"it is about {' and '.join(step.clouds)}, and this is {cluster.cloud}"
+        return f"it is only for {' and '.join(step.clouds)}, and this is {cluster.cloud}"
     if step.needs in ("gpu", "two gpus"):
         if cluster.cloud == "local":
             return "it needs machines with GPUs, and the local cloud has none"
@@ -86,16 +87,17 @@ def blocked(step: Step, steps: Sequence[Step], results: Mapping[str, Result]) ->
         if STAGES.index(other.stage) < STAGES.index(step.stage):
             return f"step {other.name!r} failed, and this one costs more"
         if other.gate and other.stage == step.stage and steps.index(other) < steps.index(step):
-            return f"step {other.name!r} failed, on which this one builds"
+            return f"step {other.name!r} failed, and this one depends on it"
     return ""
 
 
 def todo(
     steps: Sequence[Step], results: Mapping[str, Result], again: bool, standing: bool, cluster: ClusterSpec
 ) -> list[Step]:
-    """The steps to go through, in order.
+    """The steps to run, in order.
 
-    Those that have not passed, and what brings up their cluster. The end too, if a cluster comes up or stands.
+    These are the steps that have not passed, the steps that bring up their cluster, and the end if a cluster is or will
+    be up.
     """
 
     def due(step: Step) -> bool:
@@ -124,7 +126,7 @@ def dollars(step: Step, cluster: ClusterSpec) -> float | None:
 
 
 def total(steps: Iterable[Step], cluster: ClusterSpec) -> tuple[float, bool]:
-    """Dollars at most of those that can be tried, and whether all of their prices are known."""
+    """What the steps that can be tried cost at most, in dollars, and whether all prices are known."""
     found = [dollars(step, cluster) for step in steps if not missing(step, cluster)]
     return sum(filter(None, found)), None not in found
 

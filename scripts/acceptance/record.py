@@ -1,4 +1,4 @@
-"""What has been tried and what came of it: the state of an acceptance, with which a later run continues."""
+"""The state of an acceptance: the results of its steps. A later run continues from it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class NotRun(SpotrunError):
 
 
 class Failed(SpotrunError):
-    """A step failed, and this was measured all the same."""
+    """A step failed. It has measured these facts nevertheless."""
 
     def __init__(self, reason: str, facts: Facts) -> None:
         super().__init__(reason)
@@ -34,7 +34,7 @@ class Failed(SpotrunError):
 
 
 class Result(Document):
-    """What came of a step."""
+    """The result of a step."""
 
     state: State
     reason: str = ""  # why it did not pass
@@ -44,18 +44,18 @@ class Result(Document):
 
 
 class Record(Document):
-    """An acceptance as far as it has come."""
+    """The state of an acceptance."""
 
     cluster: str  # its name
-    digest: str  # of its description; another description is another acceptance
+    digest: str  # of the cluster's description; with another description, the acceptance begins again
     results: dict[str, Result] = Field(default_factory=dict)  # by step
-    standing: bool = False  # it has begun to bring the cluster up, and has not seen it down since
+    standing: bool = False  # whether the acceptance has begun to bring the cluster up, and not taken it down since
     at: float = 0.0  # when this was written, epoch seconds
 
     def with_result(self, step: str, result: Result) -> Record:
         return self.replace(results={**self.results, step: result}, at=time.time())
 
-    def but_standing(self, standing: bool) -> Record:
+    def with_standing(self, standing: bool) -> Record:
         return self.replace(standing=standing, at=time.time())
 
     @property
@@ -72,9 +72,9 @@ def parse(data: bytes | None) -> Record | None:
 
 
 def choose(found: list[Record | None], cluster: str, digest: str) -> Record:
-    """The newest of those of this cluster; an empty one if there is none, or if the description has changed since.
+    """The newest record of this cluster. If there is none, or the description has changed since: an empty record.
 
-    That a cluster stands is not forgotten: an older description of it may still have to be taken down.
+    `standing` is kept: the cluster of the older description may still have to be taken down.
     """
     known = [each for each in found if each is not None and each.cluster == cluster]
     newest = max(known, key=lambda each: each.at, default=Record(cluster=cluster, digest=digest))
@@ -86,22 +86,22 @@ class Keeper:
 
     def __init__(self, folder: Path, bucket: Callable[[], Store], cluster: str) -> None:
         self._folder, self._cluster = folder, cluster
-        self._bucket = functools.cache(bucket)  # an error is not kept: it is asked again
+        self._bucket = functools.cache(bucket)  # an error is not cached, so the next call tries again
 
     def load(self, digest: str) -> Record:
         """The newest record in either place."""
         file = self._folder / "state.json"
         found = [parse(file.read_bytes() if file.exists() else None)]
-        with contextlib.suppress(SpotrunError):  # no login yet, no bucket yet: steps say so
+        with contextlib.suppress(SpotrunError):  # no login yet, or no bucket yet: a step reports that
             found.append(parse(self._bucket().find(acceptance_key(self._cluster, "state.json"))))
         return choose(found, self._cluster, digest)
 
     def save(self, record: Record) -> None:
-        """Write it here, and into the bucket once the cluster has come up."""
+        """Write the record here, and into the bucket once the cluster may be up."""
         self._write("state.json", record.model_dump_json(indent=1), bool(record.standing))
 
     def publish(self, **reports: str) -> list[str]:
-        """Write report.md and the like; where they are now."""
+        """Write the reports, such as report.md. Returns where they are."""
         return [place for name, text in reports.items() for place in self._write(f"report.{name}", text, True)]
 
     def _write(self, name: str, text: str, bucket: bool) -> list[str]:

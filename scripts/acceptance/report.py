@@ -9,7 +9,7 @@ from typing import Any
 from scripts.acceptance.plan import dollars, missing, total
 from scripts.acceptance.record import Fact, Facts, Record, Result
 from scripts.acceptance.steps import Step
-from scripts.report import duration
+from scripts.columns import duration
 from spotrun.spec import ClusterSpec
 from spotrun.text import clean
 
@@ -23,7 +23,7 @@ def announce(step: Step, cluster: ClusterSpec) -> str:
 
 
 def outcome(step: Step, result: Result) -> str:
-    """The lines after it."""
+    """The lines after a step."""
     facts = f"  {_facts(result.facts)}" if result.facts else ""
     if result.state == "passed":
         return f"  passed after {duration(result.seconds)}{facts}"

@@ -1,4 +1,4 @@
-"""The cluster that an acceptance tries, as it stands at the moment, and the jobs that run on it."""
+"""The cluster that an acceptance tries, in its present form, and the jobs that run on it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Rig:
     def __init__(self, cluster: ClusterSpec, file: str, folder: Path, wanted: Sequence[Step]) -> None:
         self.cluster, self.file = cluster, file
         self.folder = folder  # for files on this computer
-        self._wanted = wanted  # the steps of this run: they say what jobs can be queued early
+        self._wanted = wanted  # the steps of this run; their jobs can be queued early
         self.facts_of: Callable[[str], Facts] = lambda step: {}  # what a step has measured, in any run
         self._plans = plans(cluster.cloud)
         self._submitted: dict[str, str] = {}
@@ -37,7 +37,7 @@ class Rig:
         self._standing: sites.Site | None = None
 
     def site(self, stage: Stage) -> sites.Site:
-        """The cluster as a stage has it. Its cluster file is written if it is not the operator's own."""
+        """The cluster in the form that a stage needs. Writes a cluster file, unless it is the operator's own."""
         found = plan.cluster_of(self.cluster, stage)
         if found is self.cluster:
             return sites.site(found, self.file)
@@ -47,7 +47,7 @@ class Rig:
         return sites.site(found, str(file))
 
     def up(self, stage: Stage) -> Facts:
-        """Bring it up as a stage has it, as `make up` does."""
+        """Bring the cluster up in the form that a stage needs, as `make up` does."""
         site = self.site(stage)
         if self._standing is not None and self._standing.cluster != site.cluster:
             self._await_no_machines()
@@ -56,7 +56,7 @@ class Rig:
         return {"head's epoch": int(status["head"]["epoch"]), "pools": len(status["pools"])}
 
     def _await_no_machines(self) -> None:
-        """Wait until the last job's machines are given up: what they stand in cannot change under them."""
+        """Wait until the last job's machines are gone: their network and placement cannot change before that."""
         deadline = time.monotonic() + _GONE
         while left := [node["name"] for node in control.ask(self.access, "status")["nodes"] if node["pool"] != HEAD]:
             if time.monotonic() > deadline:
@@ -64,7 +64,7 @@ class Rig:
             time.sleep(_AGAIN)
 
     def down(self) -> Facts:
-        """Take it down, as `make down FORCE=1` does."""
+        """Take the cluster down, as `make down FORCE=1` does."""
         return {"said": sites.site(self.cluster, self.file).down(everything=False)}
 
     def is_up(self) -> bool:
@@ -72,16 +72,16 @@ class Rig:
         try:
             sites.site(self.cluster, self.file).access()
         except SpotrunError:
-            return False  # also without credentials or a bucket: a step says so
+            return False  # also without credentials or a bucket: a step reports that
         return True
 
     @property
     def access(self) -> Access:
-        """The way into the cluster as it stands."""
+        """How to reach the cluster in its present form."""
         return (self._standing or self.site("head")).access()
 
     def trace(self, name: str) -> Trace:
-        """What came of a job, which is run once. Raises what it failed with, to each step that reads it."""
+        """The results of a job. The job runs once. If it failed, each step that reads the results gets its error."""
         if name not in self._seen:
             try:
                 self._seen[name] = self._run(name)
@@ -95,7 +95,7 @@ class Rig:
     def _run(self, name: str) -> Trace:
         access, planned = self.access, self._plans[name]
         job = self._submitted.get(name) or self._submit(name, access)
-        # Machines stay while another job waits: without it they are given up, and have to boot again.
+        # Queue the next job early: if no job waits, the head gives the machines up, and they would have to boot again.
         if following := self._next(name):
             self._submit(following, access)
         notice = LOCAL_NOTICE if self.cluster.cloud == "local" else None
@@ -105,7 +105,7 @@ class Rig:
     def _next(self, name: str) -> str:
         """The job after this one on the same machines; empty if there is none."""
         able = [step for step in self._wanted if step.job and not plan.missing(step, self.cluster)]
-        # Two small machines are cheap to ask for early; two with GPUs must wait until one of them has proved well.
+        # Two small machines are cheap, so ask for them early. Ask for two with GPUs only when one of them works.
         groups = {step.job: step.stage.replace("machines", "machine") for step in able}
         names = [each for each in groups if groups[each] == groups.get(name)]
         later = names[names.index(name) + 1 :] if name in names else []
@@ -125,7 +125,7 @@ def cluster_file(cluster: ClusterSpec) -> str:
 
 
 def stage_job(folder: Path, name: str, planned: Plan, steady: Sequence[str] = ()) -> Path:
-    """Copy a job's folder to `folder` with a job file of its own; that file's path."""
+    """Copy a job's folder to `folder`, and write a job file there. Returns the path of this file."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(planned.folder, folder, ignore=_IGNORED)
     if planned.script == "tests.py":

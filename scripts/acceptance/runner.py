@@ -1,4 +1,4 @@
-"""Going through the steps: each once, in order, and the end in every case."""
+"""Runs the steps: each once, in order, and those of stage `end` in every case."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Runner:
     checks: Mapping[str, Check]  # by step; they raise `SpotrunError` if it failed, `NotRun` if it cannot be tried
     keeper: Keeper  # where the record is kept
     say: Callable[[str], None]  # prints a line
-    record: Record  # what has come of the steps so far
+    record: Record  # the results so far
     _interrupted: bool = field(default=False, init=False)
 
     def run(self, again: bool = False) -> int:
-        """Go through the steps; the exit status: 0, 1 if a step failed, 130 after Ctrl-C.
+        """Run the steps. Returns the exit status: 0, 1 if a step failed, 130 after Ctrl-C.
 
-        again: also the steps that have passed. The steps of the end are done after a failure and after Ctrl-C too.
+        again: repeat the steps that have passed. The steps of the end are done after a failure and after Ctrl-C too.
         """
         chosen = plan.todo(self.steps, self.record.results, again, self.record.standing, self.cluster)
         names = {step.name for step in chosen}
@@ -57,7 +57,7 @@ class Runner:
         return 130 if self._interrupted else 1 if self.record.failed else 0
 
     def _end(self, steps: Sequence[Step]) -> None:
-        """What is always done. It is skipped if nothing has been brought up."""
+        """Run the steps of the end. `down` is skipped if nothing has been brought up."""
         for step in steps:
             if not self.record.standing and step.name == "down":
                 self._put(step, Result(state="not run", reason="nothing was brought up"), quiet=True)
@@ -68,7 +68,7 @@ class Runner:
                 self._interrupted = True
                 result = Result(state="failed", reason=INTERRUPTED, at=time.time())
             if step.name == "down" and result.state == "passed":
-                self.record = self.record.but_standing(False)
+                self.record = self.record.with_standing(False)
             self._put(step, result)
 
     def _attempt(self, step: Step) -> Result:
@@ -77,7 +77,7 @@ class Runner:
             return Result(state="not run", reason=reason, at=time.time())
         self.say(report.announce(step, self.cluster))
         if step.sets_up:
-            self.record = self.record.but_standing(True)  # before it begins: a killed run has left something, too
+            self.record = self.record.with_standing(True)  # saved before the step begins, since it may be killed
             self.keeper.save(self.record)
         began = time.monotonic()
         state: dict[str, Any] = {"state": "passed"}
@@ -111,7 +111,7 @@ class Runner:
 
 @contextlib.contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """A SIGTERM, as of a CI job that is cancelled, ends the run as Ctrl-C does: with the cluster taken down."""
+    """Treat SIGTERM like Ctrl-C: the run ends and takes the cluster down. A cancelled CI job gets a SIGTERM."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

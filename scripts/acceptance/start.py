@@ -1,4 +1,4 @@
-"""`make acceptance`, from what the operator asks for to the exit status."""
+"""The command `make acceptance`."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from spotrun.errors import SpotrunError
 
 
 def accept(file: str, again: bool, only_list: bool, say: Callable[[str], None]) -> tuple[int, dict[str, Any]]:
-    """Try everything on the cluster of this file, or list what would be tried; the exit status, and the report.
+    """Run the steps on the cluster of this file, or list them. Returns the exit status and the report.
 
-    again: also what has passed already. Raises `SpotrunError` if the cluster is up, unless an acceptance brought it up.
+    again: repeat the steps that have passed. Raises `SpotrunError` if the cluster is up, unless an acceptance brought
+    it up.
     """
     operated = sites.of_file(file)
     cluster = operated.cluster

@@ -17,7 +17,7 @@ PATIENCE = 3.0  # a step may take so many times as long as is usual
 
 @dataclass(frozen=True)
 class Step:
-    """One thing to try."""
+    """One step: what is tried, and what that shows."""
 
     name: str  # as reports and checks call it
     stage: Stage  # when it is done, and with how many machines
@@ -26,9 +26,9 @@ class Step:
     minutes: float  # how long it usually takes
     remedy: str  # what to do if it fails
     gate: bool = False  # if it fails, the rest of its stage is not run
-    sets_up: tuple[Stage, ...] = ()  # the stages whose cluster it brings up; it is done again before any step of these
+    sets_up: tuple[Stage, ...] = ()  # the stages whose cluster it brings up; a new run repeats it before their steps
     clouds: tuple[str, ...] = ()  # where it can be tried; empty: everywhere
-    job: str = ""  # the job that it reads, of `jobs.plans`
+    job: str = ""  # the job of `jobs.plans` whose results it reads
 
     @property
     def limit(self) -> float:
@@ -38,14 +38,14 @@ class Step:
 
 # Remedies that several steps have.
 _PAUSE = "the parts of the pause in the report say where the time went"
-_TERRAFORM = "Terraform's words are on stderr"
+_TERRAFORM = "Terraform's messages are on stderr"
 
 STEPS: tuple[Step, ...] = (
     Step("tools", "desk", "account", "this computer has the programs that the cloud needs", 0.5,
          "install the program that the reason names"),
     Step("login", "desk", "account", "the cloud accepts the credentials here", 0.2,
          "sign in as the reason says"),
-    Step("permissions", "desk", "account", "you may make what the stacks have, by trying without making it", 0.5,
+    Step("permissions", "desk", "account", "you may make all that is in the stacks; nothing is made", 0.5,
          "have an administrator grant what the reason names: section 3 of docs/gcp.md and docs/aws.md"),
     Step("offers", "desk", "account", "each zone has the machine types of its pools", 0.5,
          "take a zone that the reason names; on AWS, letters of zones differ from account to account"),
@@ -54,7 +54,7 @@ STEPS: tuple[Step, ...] = (
     Step("image", "desk", "account", "the image that the machines boot from is there", 1,
          "bake one with `make image CLUSTER=…`: docs/images.md"),
     Step("plan", "desk", "account", "Terraform and its provider accept the stacks", 2,
-         "Terraform's own words are on stderr; report them if the cluster file is one of the samples"),
+         "Terraform's own messages are on stderr; report them if the cluster file is one of the samples"),
 
     Step("up", "head", "local", "a head comes up, finds the bucket and answers", 6,
          "the console of the head's machine says why: section 11 of docs/gcp.md and docs/aws.md", gate=True,
@@ -62,8 +62,8 @@ STEPS: tuple[Step, ...] = (
     Step("ways in", "head", "local", "the head is reached by `make status`, `make run` and `make ssh`", 0.5,
          "the reason is the tool's own: the roles for SSH, the firewall, the image's SSH server", gate=True),
     Step("host keys", "head", "local", "a head with another host key is refused", 0.2,
-         "report this: nothing else protects the way in"),
-    Step("grants", "head", "account", "what the head was refused before its rights had spread was tried again", 0.2,
+         "report this: SSH to the head has no other protection"),
+    Step("grants", "head", "account", "the head has retried what was refused before its rights took effect", 0.2,
          "the head's journal has the refusals: `make run NODE=head CMD='journalctl -u spotrun-head'`"),
     Step("guest agent", "head", "account", "Google's guest agent leaves the host key as the machine published it", 0.2,
          "set_host_keys must be false in the image's instance_configs.cfg: bake the image again", clouds=("gcp",)),
@@ -83,7 +83,7 @@ STEPS: tuple[Step, ...] = (
     Step("replacement", "machine", "local", "another machine takes its place and trains on from the bucket", 0.2,
          "`make status` names the pool's problem", job="single"),
     Step("notice order", "machine", "account",
-         "which of Google's words comes first: preempted or maintenance-event", 0.2,
+         "which metadata value changes first at a preemption: preempted or maintenance-event", 0.2,
          "if `preempted` never came, the simulated event is not a preemption: report it", clouds=("gcp",),
          job="single"),
     Step("shutdown budget", "machine", "account", "2 GiB of state reach the bucket before a notice ends", 8,
@@ -99,17 +99,17 @@ STEPS: tuple[Step, ...] = (
          _PAUSE, job="faults"),
     Step("kill", "machines", "local", "one of two machines is taken without notice: training goes on", 1,
          _PAUSE, job="faults"),
-    Step("equality", "machines", "local", "the disturbed run ends with the undisturbed run's bits", 0.1,
+    Step("equality", "machines", "local", "the disturbed run ends with the state of the undisturbed run", 0.1,
          "report both digests: a step was lost or done twice", job="faults"),
 
-    Step("gpu up", "gpu", "gpu", "the cluster follows its own file, with its own pools", 3,
+    Step("gpu up", "gpu", "gpu", "the cluster has the pools of its own file now", 3,
          _TERRAFORM, gate=True, sets_up=("gpu", "gpus")),
     Step("gpu gate", "gpu", "gpu", "driver, GPUs and adapters pass every line of the health gate", 8,
          "the reason is the gate's own line: docs/images.md", gate=True, job="gpu"),
     Step("matrix product", "gpu", "gpu", "bf16 products and memory are as fast as the type's known figures", 1,
-         "another GPU of the type may be well; `nvidia-smi -q -d PERFORMANCE` says what slows this one", job="gpu"),
+         "another GPU of the type may be fine; `nvidia-smi -q -d PERFORMANCE` says what slows this one", job="gpu"),
     Step("snapshot copy", "gpu", "gpu", "a snapshot leaves the GPU at the speed of the bus", 1,
-         "less than half of the usual is a machine with a bad link: `nvidia-smi -q` shows its width", job="gpu"),
+         "at less than half of the usual speed, the link is bad: `nvidia-smi -q` shows its width", job="gpu"),
     Step("fork server", "gpu", "gpu", "workers are forked from a server that has torch, and use CUDA", 0.5,
          "an import of the job initialises CUDA: the launcher's log names it", job="gpu"),
     Step("gpu tests", "gpu", "gpu", "the tests that other computers skip pass (`make test-gpu`)", 6,
@@ -130,18 +130,18 @@ STEPS: tuple[Step, ...] = (
     Step("gpu kill", "gpus", "two gpus", "one of two GPU machines is taken without notice: training goes on", 6,
          _PAUSE, job="gpu faults"),
     Step("state transfer", "gpus", "two gpus", "a newcomer gets 4 GB of state; the report has the rate", 0.1,
-         "a tenth of the all-reduce's speed is the network between zones or a wrong interface", job="gpu faults"),
+         "at a tenth of the all-reduce's speed, the zones differ or the interface is wrong", job="gpu faults"),
     Step("nccl segments", "gpus", "two gpus", "no shared memory of NCCL is left by workers that were killed", 0.1,
          "`make run CMD='ls -l /dev/shm'` shows the files; report them with the agent's log", job="gpu faults"),
-    Step("gpu equality", "gpus", "two gpus", "with one GPU a machine, the bits are those of the undisturbed run", 0.1,
+    Step("gpu equality", "gpus", "two gpus", "with one GPU a machine, the end state is the undisturbed run's", 0.1,
          "report both digests: a step was lost or done twice", job="gpu faults"),
     Step("maintenance notice", "gpus", "gpu", "a machine with an hour of notice before maintenance trains on", 8,
          "the events in the report say what the agent saw; `make logs` has what the metadata server said",
          clouds=("gcp",), job="gpu maintenance"),
 
-    Step("moved up", "moved", "two gpus", "the cluster follows a change of network.placement", 3,
+    Step("moved up", "moved", "two gpus", "a change of network.placement takes effect", 3,
          _TERRAFORM, gate=True, sets_up=("moved",)),
-    Step("placement", "moved", "two gpus", "what network.placement is worth: the speed with it and without it", 6,
+    Step("placement", "moved", "two gpus", "the report has the speed with network.placement and without it", 6,
          "without capacity for placed machines, set network.placement: false", job="moved pair"),
 
     Step("down", "end", "local", "the machines, the head and what belongs to them are gone", 5,

@@ -1,4 +1,4 @@
-"""Following one job of an acceptance: when what was seen, and the machines that are taken on the way."""
+"""Follows one job of an acceptance: notes when things are first seen, and takes machines meanwhile."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from scripts.control import Status
 from scripts.ssh import HEAD, Access
 from spotrun.errors import SpotrunError
 
-# Of `wire.Worker.phases`, behind the time at which the head ordered the generation.
+# The parts of a pause. Each ends at one of the times in an interruption's `phases`.
 PARTS = ("noticed and ordered", "forked", "imported", "grouped", "restored", "first step")
 _LOGS = 60.0  # seconds for an ended job's last log to reach the bucket
 _AGAIN = 0.5
-_TRIES = 3  # of the ways into a node: its SSH server may be busy
+_TRIES = 3  # of SSH to a node, whose server may be busy
 
 
 @dataclass
 class Trace:
-    """What came of a job."""
+    """The results of a job."""
 
     job: str  # its id
     last: Status = field(default_factory=dict)  # its last status
@@ -35,8 +35,8 @@ class Trace:
     taken: list[tuple[str, str]] = field(default_factory=list)  # (kind, node) of the machines that were taken
     nodes: dict[str, float] = field(default_factory=dict)  # every machine that was seen with it
     events: dict[str, None] = field(default_factory=dict)  # the texts of the head's events, in order
-    ways: Facts | None = None  # what the ways into a node said
-    ways_error: str = ""  # why one of them failed
+    ways: Facts | None = None  # results of SSH to a node; None: it has not worked yet
+    ways_error: str = ""  # why SSH to a node failed
 
     def all(self, probe: str) -> list[dict[str, Any]]:
         """The lines of a probe. Raises `SpotrunError` if there are none."""
@@ -48,17 +48,17 @@ class Trace:
         """The newest line of a probe. Raises `SpotrunError` if there is none."""
         return self.all(probe)[-1]
 
-    def loss(self, kind: str) -> Status:
+    def interruption(self, kind: str) -> Status:
         """The interruption of that kind. Raises `SpotrunError` if there was none."""
-        found: Status | None = next((loss for loss in self.last["interruptions"] if loss["kind"] == kind), None)
+        found: Status | None = next((each for each in self.last["interruptions"] if each["kind"] == kind), None)
         if found is None:
-            seen = ", ".join(loss["kind"] for loss in self.last["interruptions"]) or "none"
-            raise SpotrunError(f"job {self.job}: no interruption of kind {kind} is in its books; interruptions: {seen}")
+            seen = ", ".join(each["kind"] for each in self.last["interruptions"]) or "none"
+            raise SpotrunError(f"job {self.job}: no interruption of kind {kind} is in its record; others: {seen}")
         return found
 
 
 class Watch:
-    """A display (`display.Display`) that sees a job through: it notes times, takes machines, and ends what is late."""
+    """A `display.Display` that notes times, takes machines, and stops a job that takes too long."""
 
     def __init__(self, access: Access, plan: Plan, trace: Trace, limit: float, notice: float | None) -> None:
         self._access, self._plan, self._trace, self._limit, self._notice = access, plan, trace, limit, notice
@@ -82,13 +82,13 @@ class Watch:
             return
         if self._plan.ways and self._trace.ways is None and self._tries < _TRIES:
             self._try_ways(str(job["members"][0]))
-        # The generation that the last one hit must have been left.
+        # A new generation must have begun since the last machine was taken.
         if self._todo and job["step"] >= self._todo[0].step and job["generation"] > len(self._trace.taken):
             self._take(self._todo[0].kind, status)
             del self._todo[0]
 
     def say(self, text: str) -> None:
-        """What is said about the following itself is for a terminal."""
+        """Ignore lines that are only for a terminal."""
 
     def _try_ways(self, node: str) -> None:
         self._tries += 1
@@ -108,7 +108,7 @@ class Watch:
 
 
 def note(trace: Trace, job: Status, nodes: Iterable[Status], now: float) -> None:
-    """Note what is seen for the first time."""
+    """Note the time of everything that is seen for the first time."""
     trace.last = job
     for node in nodes:
         trace.nodes.setdefault(node["name"], now)
@@ -128,12 +128,12 @@ def note(trace: Trace, job: Status, nodes: Iterable[Status], now: float) -> None
 
 
 def follow(access: Access, plan: Plan, job: str, limit: float, notice: float | None) -> Trace:
-    """See a job through to its end, and read what its probes printed. Raises `SpotrunError` unless it succeeded.
+    """Follow a job to its end, and read what its probes printed. Raises `SpotrunError` unless the job succeeded.
 
-    limit: seconds for all of it, with its machines' boot. notice: seconds before a machine is taken; None: as usual.
+    limit: seconds for the job, with the boot of its machines. notice: seconds of a notice; None: the usual time.
     """
     trace = Trace(job)
-    trace.last = jobs.follow(access, job, Watch(access, plan, trace, limit, notice))
+    trace.last = jobs.follow(access, job, Watch(access, plan, trace, limit, notice))["job"]
     if trace.last["phase"] != "succeeded":
         raise SpotrunError(report.report(trace.last))
     deadline = time.monotonic() + _LOGS
@@ -168,18 +168,18 @@ def _parsed(text: str) -> dict[str, Any]:
 
 
 def boot(trace: Trace) -> Facts:
-    """Seconds from the job's submission to what came after it."""
+    """Seconds from the job's submission to each mark."""
     began = float(trace.last["submitted"])
     order = ("listed", "running", "joined", "fit", "chosen", "first step")
     return {f"{mark} after s": round(trace.marks[mark] - began, 2) for mark in order if mark in trace.marks}
 
 
-def pause(loss: Status) -> Facts:
+def pause(interruption: Status) -> Facts:
     """An interruption's pause by part, in seconds, from the last step before it to the first one after it."""
-    facts: Facts = {"steps lost": int(loss["steps_lost"] or 0)}
-    if loss["seconds"] is not None:
-        facts["pause s"] = round(float(loss["seconds"]), 3)
-    times = [float(loss["at"]), *map(float, loss["phases"])]
+    facts: Facts = {"steps lost": int(interruption["steps_lost"] or 0)}
+    if interruption["seconds"] is not None:
+        facts["pause s"] = round(float(interruption["seconds"]), 3)
+    times = [float(interruption["at"]), *map(float, interruption["phases"])]
     last = times[0]
     for part, at in zip(PARTS, times[1:], strict=False):
         if at > 0:

@@ -1,4 +1,4 @@
-"""The ways into a cluster's machines, tried as an operator goes them."""
+"""Tries the ways into a cluster's machines as an operator would."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def say(access: Access, node: str, command: str) -> str:
 
 
 def refuses_another_key(access: Access) -> Facts:
-    """Have the bucket say another host key of the head than it has: the connection must be refused."""
+    """Connect with a wrong host key in the head's record: the connection must be refused."""
     forged = dataclasses.replace(access, store=cast(Store, _Forged(access)))
     try:
         with ssh.connect(forged):
@@ -50,11 +50,11 @@ def refuses_another_key(access: Access) -> Facts:
         if "host key has changed" in str(error):
             return {"said": str(error).partition(";")[0]}
         raise
-    raise SpotrunError("the head was let in with a host key that is not the one in the bucket")
+    raise SpotrunError("SSH accepted the head, although its host key is not the one in the bucket")
 
 
 class _Forged:
-    """The bucket, in which the head's record has a fresh key of nobody's."""
+    """The bucket, with a new key that no machine has in the head's record."""
 
     def __init__(self, access: Access) -> None:
         self._store, self.url = access.store, access.store.url
@@ -67,7 +67,7 @@ class _Forged:
         record = HostRecord.model_validate_json(data)
         kinds = [line for line in record.keys if line.startswith("ssh-ed25519 ")]
         if not kinds:
-            raise SpotrunError("the head's record has no ed25519 key to put another in the place of")
+            raise SpotrunError("the head's record has no ed25519 key that could be replaced")
         line = Ed25519PrivateKey.generate().public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
         return record.replace(keys=(line,)).model_dump_json().encode()
 

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Collection, Iterator
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,31 +19,18 @@ from spotrun.cloud import asking, prices
 from spotrun.cloud.base import Shortfall
 from spotrun.cloud.gcp import GcpCloud, api
 from spotrun.errors import CloudError, PartialError
-from spotrun.head.capacity import Observation, decide
+from spotrun.head.capacity.sizes import Need, Observation, decide
 from spotrun.head.fleet.pools import Fleet
 from spotrun.spec import ClusterSpec
 from spotrun.store import Store, host_key
 from tests.fakes import gce as fakegce
 from tests.fakes.gce import Event, FakeGce
-from tests.fakes.on_gcp import CLUSTER, A, B, pool_of, project, running, successor
+from tests.fakes.on_gcp import CLUSTER, A, B, pool_of, running, successor
 from tests.helpers import await_for
 
 pytestmark = pytest.mark.clouds
 
 LIST = "instances.list"
-
-
-@pytest.fixture
-def gce() -> Iterator[FakeGce]:
-    with project() as fake:
-        yield fake
-
-
-@pytest.fixture
-async def cloud(gce: FakeGce) -> AsyncIterator[GcpCloud]:
-    found = GcpCloud(CLUSTER)
-    yield found
-    await found.close()
 
 
 async def test_what_a_cluster_has(cloud: GcpCloud, gce: FakeGce) -> None:
@@ -274,7 +261,7 @@ async def scale(fleet: Fleet, needed: int, keep: Collection[str], silent: Collec
     """What the head does. keep: members. silent: machines that do not report, in a zone that does not answer."""
     known = ({name: state for name, state in pool.states.items() if name not in silent} for pool in fleet.pools())
     pools = tuple(replace(pool, states=states) for pool, states in zip(fleet.pools(), known, strict=True))
-    found = decide(Observation(pools, needed, frozenset(keep)))
+    found = decide(Observation(pools, (Need(needed),), frozenset(keep)))
     await fleet.scale(found.sizes, found.remove)
 
 

@@ -15,13 +15,15 @@ from spotrun.cloud.gcp.quotas import MachineUse, Quota
 from spotrun.spec import ClusterSpec, PoolSpec
 from tests.fakes.on_gcp import CLUSTER
 
+pytestmark = pytest.mark.clouds
+
 SPOT = CLUSTER.pools[0]
 DRY = "ZONE_RESOURCE_POOL_EXHAUSTED"
 DRY_TEXT = "zone us-central1-a has no more spot g2-standard-8 at present: {} missing (" + DRY + ")"
 
 
 def test_every_status_has_a_state() -> None:
-    assert set(instances.STATES) == {each.name for each in compute_v1.Instance.Status} - {"UNDEFINED_STATUS"}
+    assert set(instances.STATES) == set(compute_v1.Instance.Status.__members__) - {"UNDEFINED_STATUS"}
 
 
 def test_a_machine_as_google_writes_it() -> None:
@@ -56,8 +58,10 @@ def test_a_machine_as_google_writes_it() -> None:
             },
             1795248001.5 + 86460,
         ),
+        ({"scheduling": {"preemptible": True}}, 1795248001.5 + 86400),
+        ({"scheduling": {"preemptible": True, "provisioning_model": "SPOT"}}, 0.0),
     ],
-    ids=["never", "before it runs", "as Google says once it runs"],
+    ids=["never", "before it runs", "as Google says once it runs", "preemptible, before there was spot", "spot"],
 )
 def test_when_google_ends_a_machine(values: dict[str, Any], expected: float) -> None:
     found = compute_v1.Instance(creation_timestamp="2026-11-21T00:00:01.500-08:00", **values)

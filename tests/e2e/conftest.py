@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spotrun.spec import ClusterSpec
-from tests.e2e.harness import Harness
+from tests.e2e.harness import Harness, running
 
 SPEC = {
     "name": "e2e",
@@ -27,14 +26,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def _cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
-    folder = tmp_path_factory.mktemp("e2e")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SPOTRUN_HOME", str(folder / "home"))
-        harness = Harness(folder, ClusterSpec.model_validate(SPEC))
-        try:
-            yield harness
-        finally:
-            harness.close()
+    with running(tmp_path_factory.mktemp("e2e"), SPEC) as harness:
+        yield harness
 
 
 @pytest.fixture

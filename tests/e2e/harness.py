@@ -8,10 +8,13 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from bench.soak.checks import samples
 from scripts import bundle, control
@@ -33,6 +36,11 @@ OPTIONS = (
     "hang",
     "late",
     "slow",
+    "flood",
+    "fill",
+    "largest",
+    "leave",
+    "find",
 )  # of the toy script; the rest is the job file's
 
 
@@ -54,6 +62,7 @@ class Harness:
         self.spec = spec
         self._changed = threading.Condition()
         self._newest: dict[str, Any] = {}
+        self._job = ""
         self._error: BaseException | None = None
         self._follower: threading.Thread | None = None
         self._closing = False
@@ -66,7 +75,8 @@ class Harness:
         out.mkdir()
         args = ["--out", str(out)]
         for name in [name for name in OPTIONS if name in options]:
-            args += [f"--{name}", str(options.pop(name))]
+            value = options.pop(name)
+            args += [f"--{name}"] if value is True else [f"--{name}", str(value)]
         job = JobSpec(name="toy", script="train.py", args=tuple(args), **options)
         packed = bundle.upload(self.access.store, TOY, "train.py")
         request = {"job": job.model_dump(mode="json"), "code": packed.sha256}
@@ -76,7 +86,8 @@ class Harness:
 
     def watch(self, job: str) -> None:
         """From here on, the `until…` methods are about this job."""
-        self._newest, self._error = {}, None
+        with self._changed:
+            self._job, self._newest, self._error = job, {}, None
         self._follower = threading.Thread(target=self._follow, args=(job,), daemon=True)
         self._follower.start()
 
@@ -157,6 +168,8 @@ class Harness:
                 with control.open_head(self.access) as head:
                     for status in head.follow(job):
                         with self._changed:
+                            if self._job != job:
+                                return  # another job is watched now
                             self._newest = status
                             self._changed.notify_all()
                         if status["job"]["ended"]:
@@ -177,6 +190,18 @@ class Harness:
         lines = [f"{event['at'] % 1000:8.2f} {event['kind']}: {event['text']}" for event in events]
         rest = {key: value for key, value in self._newest.items() if key != "events"}
         return "\n".join([*lines, json.dumps(rest, indent=1)])
+
+
+@contextmanager
+def running(folder: Path, spec: Mapping[str, Any]) -> Iterator[Harness]:
+    """A cluster with a home in this folder; afterwards it is down."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPOTRUN_HOME", str(folder / "home"))
+        harness = Harness(folder, ClusterSpec.model_validate(spec))
+        try:
+            yield harness
+        finally:
+            harness.close()
 
 
 def undisturbed(out: Path, ranks: int, **options: Any) -> str:

@@ -22,8 +22,9 @@ from pathlib import Path
 from spotrun.cloud.base import Market
 from spotrun.cloud.local import metadata, pools, procs
 from spotrun.cloud.local.daemon import claim_subnet
-from spotrun.cloud.local.layout import HEAD, Config, Layout, Pool, base_environment, remove_tree, write_json
+from spotrun.cloud.local.layout import Config, Layout, Pool, base_environment, remove_tree, write_json
 from spotrun.cloud.local.machine import Machine
+from spotrun.spec.names import HEAD
 from tests.fakes.moto_server import ACCOUNT
 
 LOOK = 0.1  # seconds between two looks at the cloud's list
@@ -138,12 +139,12 @@ class Group(pools.LocalPools):
             if node.gone.is_set():
                 del self.machines[node.name]
         for each in listed:
-            node = self.machines.get(each.name)
-            if node is None:
+            known = self.machines.get(each.name)
+            if known is None:
                 self._create(each)
-            elif each.end is not None and node.id == each.id and node.due == float("inf"):
-                node.due, node.state = each.end, "stopping"
-                self._give_notice(node)
+            elif each.end is not None and known.id == each.id and known.due == float("inf"):
+                known.due, known.state = each.end, "stopping"
+                self._give_notice(known)
 
     def door(self, node: Machine) -> str:
         """The address of this computer at which a machine's SSH server answers."""
@@ -162,11 +163,8 @@ class Group(pools.LocalPools):
         pool = Pool(each.pool, each.zone, each.machine, each.market, 1)
         self._start(Machine(each.name, 0, pool, address, each.id, time.time(), metadata.Subject(facts)))
 
-    def _environment(self, node: Machine, memory: Path, scratch: Path, keys: Path) -> dict[str, str]:
-        values = super()._environment(node, memory, scratch, keys) | self._extra
-        for name in ("SPOTRUN_NODE", "SPOTRUN_LOCAL_CLOUD", "SPOTRUN_LOCAL_CLOUD_TOKEN"):
-            values.pop(name, None)
-        return values
+    def _env(self, machine: Machine, values: dict[str, str]) -> dict[str, str]:
+        return {name: value for name, value in values.items() if name != "SPOTRUN_NODE"} | self._extra
 
 
 Make = Callable[[Config, Layout, str, Mapping[str, str]], Group]

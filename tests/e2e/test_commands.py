@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import wait_for
+
 ROOT = Path(__file__).parents[2]
 Fab = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -69,6 +71,50 @@ def test_a_job_that_fails(fab: Fab, tmp_path: Path) -> None:
     last = json.loads(done.stdout.splitlines()[-1])
     assert last["job"]["phase"] == "failed"
     assert "RuntimeError: not today" in last["job"]["failure"]["traceback"]
+
+
+def test_the_node_of_a_job_that_fails_is_kept(fab: Fab, tmp_path: Path) -> None:
+    """The script's end is known at once. A person runs it again there, as the worker did, and lets the node go."""
+    (tmp_path / "helper.py").write_text("def why():\n    import os\n    return os.environ['TONE']\n")
+    (tmp_path / "train.py").write_text(
+        "import sys, spotrun, helper\nrun = spotrun.init()\nraise RuntimeError(f'{helper.why()} {sys.argv[1:]}')\n"
+    )
+    (tmp_path / "job.yaml").write_text(
+        "script: train.py\nname: kept\nargs: [--lr, '1 2']\nenv: {TONE: \"it's $HOME\"}\nnodes: 2\nmax_restarts: 1\n"
+        "keep_on_failure: 30m\n"
+    )
+    error = "RuntimeError: it's $HOME ['--lr', '1 2']"
+    done = fab("train", "--job", str(tmp_path / "job.yaml"))
+    assert done.returncode == 1, done.stdout + done.stderr
+    told = [line.strip() for line in done.stdout.splitlines()]
+    assert error in told
+    job = next(line.split()[1] for line in told if line.startswith("job kept-") and "submitted" in line)
+    found = json.loads(fab("status", "--id", job, "--json").stdout)["job"]["kept"]
+    node = found["node"]
+    assert any(line.startswith(f"node {node} is kept until ") and " UTC" in line for line in told)
+    for wanted in (f"make ssh NODE={node}", found["run"], found["logs"], f"make stop ID={job}"):
+        assert any(line.endswith(wanted) for line in told), (wanted, told)
+    assert f"keeps {node} until" in " ".join(fab("jobs").stdout.split())
+
+    again = fab("run", "--node", node, "--cmd", found["run"])
+    assert again.returncode == 1, again.stdout + again.stderr
+    assert error in again.stdout
+    looked = fab("run", "--node", node, "--cmd", f"cat {found['logs']}/*.log; stat -c %a {found['env']}")
+    assert error in looked.stdout
+    assert looked.stdout.splitlines()[-1] == f"{node}: 600"
+
+    down = fab("down")
+    assert down.returncode == 2
+    assert f"{job} has failed and keeps node {node} for SSH; `make stop ID={job}` lets it go" in down.stderr
+    stopped = fab("stop", "--id", job)
+    assert stopped.returncode == 0, stopped.stderr
+    assert f"job {job} lets node {node} go" in stopped.stdout
+
+    def empty() -> bool:
+        status = json.loads(fab("status", "--json").stdout)
+        return not status["nodes"] and all(pool["target"] == 0 for pool in status["pools"])
+
+    wait_for(empty, what="all machines to go", timeout=240)
 
 
 def test_mistakes_are_one_line(fab: Fab, tmp_path: Path) -> None:

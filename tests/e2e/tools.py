@@ -17,13 +17,14 @@ import sys
 import threading
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 from tests.infra.terraform import Tools, adapt, configure
 
 ROOT = Path(__file__).parent.parent.parent
 TOOLS = {"aws": ("aws", "session-manager-plugin"), "gcp": ("gcloud",)}
 # Whom OS Login makes of an operator, in its own form: no account of any image.
-OPERATOR = {
+OPERATOR: dict[str, Any] = {
     "name": "117000000000000000001",
     "posixAccounts": [
         {

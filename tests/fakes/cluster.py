@@ -43,7 +43,7 @@ follow)
 *)
     if [ -e refuse ]; then cat refuse >&2; exit 2; fi
     [ "$1" = submit ] && cat > submitted
-    echo '{"job": "digits-1", "node": "spot-1"}' ;;
+    echo '{"job": "digits-1", "node": "spot-1", "jobs": ["digits-1", "digits-2"]}' ;;
 esac
 """
 

@@ -31,7 +31,8 @@ from google.protobuf.json_format import ParseError
 
 from spotrun.spec import ClusterSpec, PoolSpec
 from spotrun.spec.names import BUCKET, CLUSTER, HEAD, POOL, ROLE, group
-from tests.fakes.gce_api import Methods, Refused
+from tests.fakes.gce_advice import Refused, Zone
+from tests.fakes.gce_api import Methods
 from tests.fakes.mig import STOCKOUT, Event, Group, Limit, Machine, Times, Vm, stamp
 from tests.fakes.serving import DIRECT, Loop, serve
 
@@ -51,6 +52,8 @@ _SERVICES = (
     "addresses",
     "machine_types",
     "accelerator_types",
+    "advice",
+    "instance_group_manager_resize_requests",
 )
 _SYSTEM = {"$alt", "alt", "prettyPrint"}  # https://cloud.google.com/apis/docs/system-parameters
 _STOCKOUT_TEXT = (
@@ -116,7 +119,7 @@ class FakeGce:
                 machine_type=pool.machine,
                 labels=about,
                 metadata=_items({**about, BUCKET: bucket}),
-                scheduling={"provisioning_model": "SPOT" if pool.market == "spot" else "STANDARD"},
+                scheduling=_scheduling(pool),
             )
             self._add(group(cluster.name, pool.name), pool.zone, template, 1 if pool is head else 0)
 
@@ -159,6 +162,13 @@ class FakeGce:
             for index, (name, family) in enumerate(families.items())
         ]
         self._the_loop.do(lambda: setattr(self._methods, "images", found))
+
+    def set_market(
+        self, zone: str, obtainability: float, uptime: str, rates: Mapping[float, float], prices: Mapping[float, float]
+    ) -> None:
+        """What Google says of a zone's spot machines. rates, prices: since when, epoch seconds, and how much."""
+        found = Zone(obtainability, uptime, dict(rates), dict(prices))
+        self._the_loop.do(lambda: self._methods.markets.update({zone: found}))
 
     def set_offers(self, **zones: set[str]) -> None:
         """The machine and accelerator types of each zone (`us_central1_a`). At first every zone has all there are."""
@@ -219,8 +229,23 @@ class FakeGce:
             text = message or _STOCKOUT_TEXT.format(self.project, found.zone)
             found.limit = None if most is None else Limit(most, code, text)
             found.nudge()
+            if name in self._methods.requests:
+                self._methods.requests[name].grant()
 
         self._the_loop.do(change)
+
+    def fail_requests(self, name: str, code: str, message: str) -> None:
+        """Let the resize requests of a group that wait fail."""
+        self._the_loop.do(lambda: self._methods.requests[name].fail(code, message))
+
+    def stop(self, name: str) -> None:
+        """A machine stops for ever, and its group does nothing about it."""
+
+        def stop() -> None:
+            vm = self._vm(name)
+            vm.resource.status = "TERMINATED"
+
+        self._the_loop.do(stop)
 
     def set_quotas(self, quotas: Mapping[str, tuple[float, float]], region: str = "") -> None:
         """Limit and usage by metric, of a region or of the project."""
@@ -369,6 +394,14 @@ def _routes() -> list[Route]:
 def _value(kind: Any, text: str) -> Any:
     """A query parameter as JSON has it."""
     return text == "true" if kind is not None and kind.type == kind.TYPE_BOOL else text
+
+
+def _scheduling(pool: PoolSpec) -> dict[str, Any]:
+    if pool.market != "flex":
+        return {"provisioning_model": "SPOT" if pool.market == "spot" else "STANDARD"}
+    seconds = round(pool.max_run_duration or 0)
+    end = {"instance_termination_action": "DELETE", "max_run_duration": {"seconds": seconds}}
+    return {"provisioning_model": "FLEX_START", **end}
 
 
 def _items(values: Mapping[str, str]) -> compute_v1.Metadata:

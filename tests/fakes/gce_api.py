@@ -11,17 +11,13 @@ from typing import Any
 
 from google.cloud import compute_v1
 
+from tests.fakes import gce_advice
+from tests.fakes.gce_advice import Refused
 from tests.fakes.mig import Event, Group, Times, Vm, stamp
+from tests.fakes.mig_requests import Requests
 
 _DONE, _RUNNING = compute_v1.Operation.Status.DONE, compute_v1.Operation.Status.RUNNING
 _WAIT = 120.0  # seconds that zoneOperations.wait holds its answer at the most
-
-
-class Refused(Exception):
-    """An HTTP error. strange: the request itself is not of the API, which a test must hear of."""
-
-    def __init__(self, status: int, reason: str, message: str, strange: bool = False) -> None:
-        self.status, self.reason, self.message, self.strange = status, reason, message, strange
 
 
 class Methods:
@@ -31,11 +27,13 @@ class Methods:
         self.project, self.times, self.page = project, times, page
         self.tell: Callable[[Event], None] = lambda event: None
         self.groups: dict[tuple[str, str], Group] = {}
+        self.requests: dict[str, Requests] = {}  # by group
         self.templates: dict[str, compute_v1.InstanceTemplate] = {}
         self.quotas: dict[str, list[compute_v1.Quota]] = {}
         self.images = [compute_v1.Image(name="spotrun-1", family="spotrun")]  # as `make image` leaves one
         self.disks: list[compute_v1.Disk] = []  # apart from the machines' own
         self.addresses: list[compute_v1.Address] = []
+        self.markets: dict[str, gce_advice.Zone] = {}  # by zone
         self.offers: dict[str, set[str]] | None = None  # types by zone; None: all, everywhere
         self.failing: dict[str, tuple[str, str]] = {}
         self._operations: dict[str, compute_v1.Operation] = {}
@@ -90,6 +88,14 @@ class Methods:
         found = [vm for each in self.groups.values() if zone in ("", each.zone) for vm in each.vms()]
         return sorted(found, key=lambda vm: str(vm.resource.name))
 
+    # What Google says about the market.
+
+    def _advice_capacity(self, request: Any) -> compute_v1.CapacityAdviceResponse:
+        return gce_advice.capacity(self.markets, request)
+
+    def _advice_capacity_history(self, request: Any) -> compute_v1.CapacityHistoryResponse:
+        return gce_advice.history(self.markets, request)
+
     # Groups.
 
     def _instance_group_managers_insert(self, request: Any) -> compute_v1.Operation:
@@ -122,6 +128,22 @@ class Methods:
         if request.size < 0:
             raise Refused(400, "invalid", f"Invalid value for field 'size': '{request.size}'")
         self._group(request).resize(request.size)
+        return self._operation(request.zone)
+
+    def _instance_group_manager_resize_requests_list(self, request: Any) -> Any:
+        items, token = self._page([*self._requests(request).made.values()], request)
+        return compute_v1.InstanceGroupManagerResizeRequestsListResponse(items=items, next_page_token=token)
+
+    def _instance_group_manager_resize_requests_insert(self, request: Any) -> compute_v1.Operation:
+        wanted = request.instance_group_manager_resize_request_resource
+        self._requests(request).insert(wanted, lambda why: Refused(400, "invalid", why, strange=True))
+        return self._operation(request.zone)
+
+    def _instance_group_manager_resize_requests_cancel(self, request: Any) -> compute_v1.Operation:
+        found = self._requests(request)
+        if found.made[request.resize_request].state != "ACCEPTED":
+            raise Refused(400, "invalid", f"Resize request '{request.resize_request}' is not in state ACCEPTED")
+        found.cancel(request.resize_request)
         return self._operation(request.zone)
 
     def _instance_group_managers_delete_instances(self, request: Any) -> compute_v1.Operation:
@@ -296,6 +318,10 @@ class Methods:
         self.templates[wanted.name] = wanted
         return self._operation("")
 
+    def _requests(self, request: Any) -> Requests:
+        group = self._group(request)
+        return self.requests.setdefault(str(group.resource.name), Requests(group))
+
     def _group(self, request: Any) -> Group:
         found = self.groups.get((request.zone, request.instance_group_manager))
         if found is None:
@@ -330,7 +356,7 @@ class Methods:
         await asyncio.sleep(self.times.operation)
         if error is not None:
             made.error = compute_v1.Error(errors=[{"code": error[0], "message": error[1]}])
-        made.status = _DONE
+        made.status = _DONE  # type: ignore[assignment]
 
 
 def _names(urls: Iterable[str], zone: str) -> list[str]:

@@ -8,7 +8,9 @@ import hashlib
 import ssl
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from aiohttp import WSCloseCode, WSMsgType, web
 from cryptography import x509
@@ -17,7 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from spotrun.store import Store, head_key
-from spotrun.wire import MAX_MESSAGE, NODE_HEADER, REFUSAL_HEADER, HeadRecord, Order, Report
+from spotrun.wire import MAX_MESSAGE, NODE_HEADER, REFUSAL_HEADER, HeadRecord, JobReport, Order, Report
 from tests.helpers import await_for
 
 
@@ -49,15 +51,41 @@ def certificate() -> tuple[ssl.SSLContext, str]:
     return context, hashlib.sha256(cert.public_bytes(serialization.Encoding.DER)).hexdigest()
 
 
+@dataclass(frozen=True)
+class Seen:
+    """A report, with the keys of one of its jobs beside those of the node. `devices` is the node's."""
+
+    report: Report
+    work: JobReport  # without a job: an empty one
+
+    @classmethod
+    def of(cls, report: Report, job: str = "") -> Seen:
+        """job: its id; default: the only one."""
+        works = [each for each in report.jobs if job in ("", each.job)]
+        assert len(works) < 2, works
+        return cls(report, works[0] if works else JobReport())
+
+    @property
+    def job(self) -> str | None:
+        return self.work.job or None
+
+    @property
+    def phase(self) -> str:
+        return self.report.phase if self.report.phase != "ready" else self.work.phase
+
+    def __getattr__(self, key: str) -> Any:
+        return getattr(self.report if key in Report.model_fields else self.work, key)
+
+
 class FakeHead:
     """A head without a mind: it keeps the newest report of each node and sends the orders it is given.
 
-    refusal: why it lets nobody in.
+    refusal: why it lets nobody in. Most tests have one job at most, so they see its keys with the node's (`Seen`).
     """
 
     def __init__(self, store: Store, cluster: str = "test", epoch: int = 1, refusal: str = "") -> None:
         self.store, self.cluster, self.epoch, self.refusal = store, cluster, epoch, refusal
-        self.reports: dict[str, Report] = {}
+        self.newest: dict[str, Report] = {}
         self.history: list[Report] = []
         self.orders: dict[str, Order] = {}
         self.visits: list[tuple[str, str, str]] = []  # node, address, Authorization
@@ -78,6 +106,10 @@ class FakeHead:
             self.publish(self.record)
         return self.record
 
+    @property
+    def reports(self) -> dict[str, Seen]:
+        return {node: Seen.of(report) for node, report in self.newest.items()}
+
     def publish(self, record: HeadRecord) -> None:
         self.store.put(head_key(self.cluster), record.model_dump_json().encode())
 
@@ -92,17 +124,22 @@ class FakeHead:
         if node in self.sockets:
             await self.sockets[node].send_str(order.model_dump_json())
 
-    async def wait(self, node: str, look: Callable[[Report], object], what: str, timeout: float = 40) -> Report:
-        """The newest report of the node, once `look` holds for it."""
+    async def wait(
+        self, node: str, look: Callable[[Seen], object], what: str, timeout: float = 40, job: str = ""
+    ) -> Seen:
+        """The newest report of the node, once `look` holds for it. job: of the reported jobs; default: the only one."""
 
-        def found() -> Report | None:
-            report = self.reports.get(node)
-            return report if report is not None and look(report) else None
+        def found() -> Seen | None:
+            report = self.newest.get(node)
+            if report is None or (not job and len(report.jobs) > 1):
+                return None
+            seen = Seen.of(report, job)
+            return seen if look(seen) else None
 
         try:
             report = await await_for(found, timeout, what)
         except AssertionError as error:
-            raise AssertionError(f"{error}; newest report: {self.reports.get(node)}") from None
+            raise AssertionError(f"{error}; newest report: {self.newest.get(node)}") from None
         assert report is not None
         return report
 
@@ -117,7 +154,7 @@ class FakeHead:
             if message.type is not WSMsgType.TEXT:
                 continue
             report = Report.model_validate_json(message.data)
-            self.reports[report.node] = report
+            self.newest[report.node] = report
             self.history.append(report)
             if not node:
                 node = report.node

@@ -21,6 +21,11 @@ from google.cloud import compute_v1
 
 STOCKOUT = "ZONE_RESOURCE_POOL_EXHAUSTED_WITH_DETAILS"
 _SUFFIX = string.ascii_lowercase + string.digits
+_MARKETS: dict[str, Literal["spot", "flex", "on-demand"]] = {
+    "SPOT": "spot",
+    "FLEX_START": "flex",
+    "STANDARD": "on-demand",
+}
 _ids = count(secrets.randbelow(1 << 40) + (1 << 60))
 
 
@@ -46,7 +51,7 @@ class Machine:
     id: str
     zone: str
     machine_type: str
-    market: Literal["spot", "on-demand"]
+    market: Literal["spot", "flex", "on-demand"]
     labels: dict[str, str]
     metadata: dict[str, str]
     address: str
@@ -90,7 +95,7 @@ class Vm:
             id=str(found.id),
             zone=found.zone.rpartition("/")[2],
             machine_type=found.machine_type.rpartition("/")[2],
-            market="spot" if found.scheduling.provisioning_model == "SPOT" else "on-demand",
+            market=_MARKETS[found.scheduling.provisioning_model],
             labels=dict(found.labels),
             metadata={item.key: item.value for item in found.metadata.items},
             address=found.network_interfaces[0].network_i_p,
@@ -169,6 +174,15 @@ class Group:
     def managed(self) -> list[compute_v1.ManagedInstance]:
         return [self._managed(member) for _, member in sorted(self.members.items())]
 
+    def add(self) -> Member:
+        """A member whose machine is not made before `start`."""
+        name = self._name()
+        self.members[name] = Member(name)
+        return self.members[name]
+
+    def start(self, member: Member) -> None:
+        member.life = asyncio.create_task(self._live(member))
+
     def nudge(self) -> None:
         """Try at once what failed: something has changed."""
         for member in self.members.values():
@@ -189,9 +203,7 @@ class Group:
     def _adjust(self) -> None:
         staying = [member for member in self.members.values() if not member.leaving]
         for _ in range(self.resource.target_size - len(staying)):
-            name = self._name()
-            member = self.members[name] = Member(name)
-            member.life = asyncio.create_task(self._live(member))
+            self.start(self.add())
         surplus = len(staying) - self.resource.target_size
         staying.sort(key=lambda each: each.vm is None or each.vm.resource.status != "RUNNING")
         for member in staying[: max(0, surplus)]:

@@ -1,5 +1,6 @@
 """The process behind `motoserver`: moto's server, and what moto 5.2 lacks of AWS.
 
+    placement scores            of spot machines; see `moto_scores`
     placement groups            create, describe, delete; refused while machines are in them
     spot interruptions          FIS's aws:ec2:send-spot-instance-interruptions does nothing in moto
     scaling groups              their machines are spot if the policy says so, are in the placement group, and failed
@@ -41,6 +42,8 @@ from moto.s3.models import FakeBucket
 from moto.server import ThreadedMotoServer
 from moto.servicequotas.models import ServiceQuotasBackend
 from moto.servicequotas.responses import ServiceQuotasResponse
+
+from tests.fakes import moto_scores
 
 ACCOUNT = "123456789012"
 NOTICE = 0.0  # seconds from a spot interruption's notice to its end
@@ -327,7 +330,11 @@ def extend() -> None:
     for name in ("create", "describe", "delete"):
         action = f"{name}_placement_group" + ("s" if name == "describe" else "")
         setattr(EC2Response, action, getattr(Placements, action))
-    _set(EC2Response, register_image=register_image)
+    _set(
+        EC2Response,
+        register_image=register_image,
+        get_spot_placement_scores=moto_scores.Scores.get_spot_placement_scores,
+    )
     _set(Instance, add_block_device=Disks.add_block_device)
     _set(EC2Backend, create_launch_template=Templates.create_launch_template)
     _set(SecurityGroupRule, __init__=Rules.__init__, description=property(lambda rule: rule.said))
@@ -347,6 +354,10 @@ def _set(owner: type, **methods: Any) -> None:
 def answer(region: str, question: dict[str, Any]) -> object:
     if "notices" in question:
         return NOTICES
+    if "scores" in question:
+        moto_scores.SCORES.update(question["scores"])
+    if "configurations" in question:
+        moto_scores.LIMIT["new"] = question["configurations"]
     if "address" in question:
         name, address = question["address"]
         for machine in (each for each in _machines(region) if each.id == name):

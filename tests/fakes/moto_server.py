@@ -9,6 +9,7 @@ The process ends with the `with` block, and with the process that started it. Wh
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import subprocess
@@ -16,10 +17,15 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import boto3
+import botocore.loaders
+import botocore.session
 from botocore.config import Config
+
+# Each session would parse the descriptions of the services that it is asked for again: 0.3 s for EC2's.
+botocore.session.create_loader = functools.cache(botocore.loaders.create_loader)
 
 REGION = "us-east-1"
 ACCOUNT = "123456789012"
@@ -45,6 +51,7 @@ class Moto:
     def __init__(self, process: subprocess.Popen[str], region: str) -> None:
         self._process = process
         self._lock = threading.Lock()
+        self._clients: dict[str, Any] = {}
         self.region = region
         self.endpoint = f"http://127.0.0.1:{self._answer()}"
         self.environment = {
@@ -59,14 +66,16 @@ class Moto:
 
     def client(self, service: str) -> Any:
         """A boto3 client of this account."""
-        return boto3.session.Session().client(
-            service,
-            region_name=self.region,
-            endpoint_url=self.endpoint,
-            aws_access_key_id="testing",
-            aws_secret_access_key="testing",
-            config=Config(s3={"addressing_style": "path"}),
-        )
+        if service not in self._clients:
+            self._clients[service] = boto3.session.Session().client(
+                cast(Any, service),  # its type has a literal for each service
+                region_name=self.region,
+                endpoint_url=self.endpoint,
+                aws_access_key_id="testing",
+                aws_secret_access_key="testing",
+                config=Config(s3={"addressing_style": "path"}),
+            )
+        return self._clients[service]
 
     def image(self, name: str = "spotrun-test", architecture: str = "x86_64") -> str:
         """The id of a new machine image of this account."""
@@ -80,6 +89,14 @@ class Moto:
         next call of this.
         """
         self._ask({"ration": [zone, machines, message]})
+
+    def score(self, zone: str, score: int) -> None:
+        """Set the placement score of a zone, from 1 to 10. Each is 5 at the start."""
+        self._ask({"scores": {zone: score}})
+
+    def allow_configurations(self, most: int) -> None:
+        """How many new configurations the account may ask the placement scores of. It is 10 at the start."""
+        self._ask({"configurations": most})
 
     def quota(self, code: str, value: float) -> None:
         """Set one of EC2's quotas, such as L-3819A6DF. Each is 64 at the start."""

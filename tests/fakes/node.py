@@ -8,20 +8,23 @@ import hashlib
 import io
 import os
 import signal
+import subprocess
 import sys
 import tarfile
 import uuid
 import zipfile
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+import pytest
 import zstandard
 
 from spotrun.errors import NotFound
 from spotrun.spec import JobSpec
 from spotrun.store import Store, code_key, log_key
-from spotrun.wire import Bundle, Generation, Member, Order, Report
-from tests.fakes.head import FakeHead, FakeMetadata
+from spotrun.wire import Bundle, Generation, JobOrder, Member, Order
+from tests.fakes.head import FakeHead, FakeMetadata, Seen
 from tests.helpers import await_for
 
 AGENT = (
@@ -61,6 +64,7 @@ control.restored = time.time()
 control.step = step
 print("hello from", rank, "of", dist.get_world_size(), "cwd", os.getcwd(), "argv", sys.argv, flush=True)
 print("tone", os.environ.get("TONE"), "restart", os.environ["TORCHELASTIC_RESTART_COUNT"], "name", __name__)
+print("devices", os.environ.get("CUDA_VISIBLE_DEVICES"), "restarts", os.environ["SPOTRUN_RESTARTS"])
 
 
 def snapshot():
@@ -122,6 +126,16 @@ def put_code(store: Store, data: bytes) -> str:
     return sha256
 
 
+def order_of(bundle: Bundle, epoch: int = 1, **job: Any) -> Order:
+    """An order for one job."""
+    return Order(epoch=epoch, jobs=(JobOrder(bundle=bundle, **job),))
+
+
+def changed(order: Order, **values: object) -> Order:
+    """The order of one job with other values for that job."""
+    return order.replace(jobs=(order.jobs[0].replace(**values),))
+
+
 def wheel(folder: Path) -> Path:
     """A package of one empty module, as a wheel."""
     path = folder / "tiny_package-1-py3-none-any.whl"
@@ -132,6 +146,18 @@ def wheel(folder: Path) -> Path:
         file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: t\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         file.writestr(f"{info}/RECORD", "")
     return path
+
+
+@contextlib.contextmanager
+def small_memory(folder: Path) -> Iterator[None]:
+    """A tmpfs of 32 MiB on a folder. Not every user may mount one; then the test is skipped."""
+    command = ["mount", "-t", "tmpfs", "-o", "size=32m,mode=0700", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode != 0:
+        pytest.skip("this user may not mount a tmpfs")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 class Machine:
@@ -232,10 +258,10 @@ class World:
         spec = JobSpec.model_validate({"name": "toy", "script": script, "args": list(args), **job})
         return Bundle(id=f"toy-{uuid.uuid4().hex[:6]}", code=code, job=spec.model_dump(mode="json"))
 
-    async def ready(self, bundle: Bundle, names: Iterable[str]) -> list[Report]:
+    async def ready(self, bundle: Bundle, names: Iterable[str]) -> list[Seen]:
         """Order the bundle, wait until the nodes are ready for it."""
         for name in names:
-            await self.head.order(name, Order(epoch=self.head.epoch, bundle=bundle))
+            await self.head.order(name, order_of(bundle, self.head.epoch))
         return [
             await self.head.wait(name, lambda r: r.phase == "ready" and r.job == bundle.id and r.store, f"{name} ready")
             for name in names
@@ -246,17 +272,15 @@ class World:
         members = tuple(Member(node=r.node, boot=r.boot, address=r.address) for r in reports)
         return Generation(number=number, members=members, store=reports[0].store)
 
-    async def begin(self, bundle: Bundle, number: int, names: Iterable[str], **more: object) -> Order:
-        """Order a generation of these nodes, first rank first."""
+    async def begin(self, bundle: Bundle, number: int, names: Iterable[str], **more: Any) -> Order:
+        """Order a generation of these nodes, first rank first. more: other values of the `JobOrder`."""
         names = list(names)
-        order = Order.model_validate(
-            {"epoch": self.head.epoch, "bundle": bundle, "generation": self.generation(number, names), **more}
-        )
+        order = order_of(bundle, self.head.epoch, generation=self.generation(number, names), **more)
         for name in names:
             await self.head.order(name, order)
         return order
 
-    async def steps(self, names: Iterable[str], number: int, step: int) -> list[Report]:
+    async def steps(self, names: Iterable[str], number: int, step: int) -> list[Seen]:
         """Wait until all workers of a generation have done this many steps."""
         return [
             await self.head.wait(
@@ -267,7 +291,7 @@ class World:
             for name in names
         ]
 
-    async def phase(self, names: Iterable[str], number: int, phase: str) -> list[Report]:
+    async def phase(self, names: Iterable[str], number: int, phase: str) -> list[Seen]:
         return [
             await self.head.wait(
                 name, lambda r: r.generation == number and r.phase == phase, f"{name}: generation {number} {phase}"

@@ -24,6 +24,7 @@ from tests.fakes.gce import Event, FakeGce
 from tests.fakes.on_gcp import CLUSTER, A
 from tests.helpers import wait_for
 
+pytestmark = pytest.mark.clouds
 GROUPS = f"projects/my-project/zones/{A}/instanceGroupManagers"
 GROUP = f"{GROUPS}/demo--spot-a"
 

@@ -7,11 +7,13 @@ from dataclasses import replace
 import pytest
 
 from spotrun.head import accounting
+from spotrun.head.account import Rates, Use
 from spotrun.head.job_state import Cause, JobState, Start, Stop, apply
+from spotrun.head.meter import running
 from spotrun.head.planner.plan import plan
 from spotrun.head.view import Machine
 from spotrun.wire import StateRef, Worker
-from tests.head.views import NOW, A, B, C, job, node, spec, start, view
+from tests.head.views import NOW, A, B, C, Seen, job, node, spec, start, view
 
 
 def at(step: int, base: int, restored: float, stepped: float, **changes: object) -> Worker:
@@ -50,42 +52,57 @@ def test_reports_of_an_older_generation_do_not_count() -> None:
     assert accounting.observe(state, view(state, *nodes)) == state
 
 
+def counted(state: JobState, seen: Seen, prices: dict[str, float], before: float) -> JobState:
+    """The job after it has paid for all machines since `before`."""
+    uses = [Use(name, pool, before, seen.now) for name, pool in running(seen).items()]
+    return accounting.count(state, seen, uses, Rates(prices, {}, dict.fromkeys("pq", "spot")))
+
+
 def test_goodput_is_a_share_of_machine_time() -> None:
     state = job(A, B, counted_at=NOW - 10)
     seen = view(
         state, node(A), node(B), node(C, connected=False, cloud="running"), node("d", connected=False, cloud="gone")
     )
-    counted = accounting.count(state, seen, {"p": 3.6})
-    assert counted.node_seconds == pytest.approx(30)
-    assert counted.cost == pytest.approx(0.03)
-    assert accounting.goodput(counted) == pytest.approx(2 * 4.95 / 30)
+    after = counted(state, seen, {"p": 3.6}, NOW - 10)
+    assert after.node_seconds == pytest.approx(30)
+    assert after.cost == pytest.approx(0.03)
+    assert accounting.goodput(after) == pytest.approx(2 * 4.95 / 30)
 
 
 def test_every_machine_that_runs_is_paid_for() -> None:
     """Also one that boots or is unusable: the budget holds it."""
     state = job(counted_at=NOW - 600, spec=spec(budget=50.0))
-    machines = [Machine(f"m{number}", "p", "running", NOW - 599) for number in range(8)]
+    machines = [Machine(f"m{number}", "p", "running", NOW - 600) for number in range(8)]
     making = Machine("m8", "p", "provisioning", NOW - 599)
     connected = node("m0", phase="unfit", pool="p", job=None)
-    seen = view(state, connected, machines=(*machines, making, Machine("q0", "q", "running", NOW - 599)))
-    counted = accounting.count(state, seen, {"p": 98.0, "q": 6.0})
-    assert counted.cost == pytest.approx((8 * 98 + 6) / 6)
-    assert counted.node_seconds == pytest.approx(9 * 600)
-    (stop,) = plan(replace(seen, job=counted)).actions
+    seen = view(state, connected, machines=(*machines, making, Machine("q0", "q", "running", NOW - 600)))
+    after = counted(state, seen, {"p": 98.0, "q": 6.0}, NOW - 600)
+    assert after.cost == pytest.approx((8 * 98 + 6) / 6)
+    assert after.node_seconds == pytest.approx(9 * 600)
+    assert after.hourly == pytest.approx(8 * 98 + 6)
+    (stop,) = plan(replace(seen, job=after)).actions
     assert stop == Stop("the budget of $50 is spent")
 
 
 def test_what_ran_before_its_price_was_known_is_paid_for() -> None:
     """As when the cloud does not tell prices for a while, and machines of one pool are gone by then."""
-    state = job(counted_at=NOW - 7200, spec=spec(budget=50.0))
+    state = job(spec=spec(budget=50.0))
     both = (Machine("p0", "p", "running", NOW - 7200), Machine("q0", "q", "running", NOW - 7200))
-    before = accounting.count(state, view(state, now=NOW - 3600, machines=both), {})
+    before = counted(state, view(state, now=NOW - 3600, machines=both), {}, NOW - 7200)
     assert (before.cost, before.node_seconds) == (0.0, 7200.0)
     seen = view(before, machines=both[:1])
-    counted = accounting.count(before, seen, {"p": 30.0})
-    assert (counted.cost, counted.node_seconds) == (pytest.approx(60), 10800.0)
-    assert plan(replace(seen, job=counted)).actions == (Stop("the budget of $50 is spent"),)
-    assert accounting.count(counted, seen, {"p": 30.0, "q": 6.0}).cost == pytest.approx(66)
+    after = counted(before, seen, {"p": 30.0}, NOW - 3600)
+    assert (after.cost, after.node_seconds) == (pytest.approx(60), 10800.0)
+    assert plan(replace(seen, job=after)).actions == (Stop("the budget of $50 is spent"),)
+    assert counted(after, seen, {"p": 30.0, "q": 6.0}, NOW).cost == pytest.approx(66)
+
+
+def test_the_state_of_an_older_head_goes_on() -> None:
+    """Its cost is not split by pool, and what it counted without a price gets one."""
+    old = job(node_seconds=7200.0, cost=5.0, unpriced={"p": 3600.0})
+    after = counted(old, view(old, listed=False), {"p": 2.0}, NOW)
+    assert (after.cost, after.node_seconds, after.unpriced) == (pytest.approx(7), 7200.0, {})
+    assert JobState.model_validate_json(after.model_dump_json()) == after
 
 
 def test_a_first_start_is_no_loss() -> None:

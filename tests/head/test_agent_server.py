@@ -17,8 +17,22 @@ from aiohttp import web
 from spotrun.cloud.base import Instance
 from spotrun.head.server import agent_server
 from spotrun.head.server.admission import Caller, decide
+from spotrun.machine.metadata import Identity
+from spotrun.node.connection import Connection
 from spotrun.store import head_key, host_key
-from spotrun.wire import NODE_HEADER, REFUSAL_HEADER, HeadRecord, HostRecord, Report, hash_of
+from spotrun.wire import (
+    NODE_HEADER,
+    REFUSAL_HEADER,
+    Bundle,
+    Generation,
+    HeadRecord,
+    HostRecord,
+    JobOrder,
+    Member,
+    Order,
+    Report,
+    hash_of,
+)
 from tests.fakes.head import certificate
 from tests.head.world import World
 from tests.helpers import await_for
@@ -73,8 +87,8 @@ def publish(world: World, node: str, secret: str) -> None:
 class Client:
     """Connects to the server of a head as agents do."""
 
-    def __init__(self, world: World, port: int) -> None:
-        self.world, self.port = world, port
+    def __init__(self, world: World, port: int, fingerprint: str) -> None:
+        self.world, self.port, self.fingerprint = world, port, fingerprint
 
     async def connect(self, node: str, token: str, address: str = "127.0.0.1", about: str = "") -> tuple[int, str]:
         """(101, "") once the head has this node's report; else the HTTP status and the reason.
@@ -100,10 +114,10 @@ class Client:
                     await await_for(lambda: node in self.world.head.agents.known, what="the report")
                     return 101, ""
             except aiohttp.WSServerHandshakeError as error:
-                return error.status, str((error.headers or {}).get(REFUSAL_HEADER, ""))
+                return error.status, error.headers.get(REFUSAL_HEADER, "") if error.headers else ""
 
     def refusals(self) -> list[str]:
-        return [event["text"] for event in self.world.head.events if event["kind"] == "refused"]
+        return [event["text"] for event in self.world.events() if event["kind"] == "refused"]
 
 
 @asynccontextmanager
@@ -111,13 +125,13 @@ async def serving(root: Path) -> AsyncIterator[Client]:
     """The server of a head whose cloud lists the machines p-0 and p-1, at 127.0.0.1."""
     world = World(root)
     world.cloud.size["p"] = 2
-    context, _ = certificate()
+    context, fingerprint = certificate()
     runner = web.AppRunner(agent_server.AgentServer(world.head).app(), shutdown_timeout=0.5)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context).start()
-    watching = asyncio.create_task(world.head.watch_cloud())
+    watching = asyncio.create_task(world.head.scaler.run())
     try:
-        yield Client(world, runner.addresses[0][1])
+        yield Client(world, runner.addresses[0][1], fingerprint)
     finally:
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
@@ -136,6 +150,43 @@ async def test_a_node_connects(tmp_path: Path) -> None:
         publish(client.world, "p-0", "secret")
         assert await client.connect("p-0", "secret") == (101, "")
         assert client.refusals() == []
+
+
+async def test_orders_come_as_differences_until_the_connection_is_lost(tmp_path: Path) -> None:
+    async with serving(tmp_path) as client:
+        world, orders = client.world, list[Order]()
+        record = HeadRecord(epoch=1, address="127.0.0.1", port=client.port, fingerprint=client.fingerprint)
+        world.store.put(head_key("c"), record.model_dump_json().encode())
+        agent = Connection(world.store, "c", Identity("p-0", "z", "127.0.0.1", "p-0"), orders.append)
+        agent.publish(Report(node="p-0", boot="b", pool="p", zone="z", address="127.0.0.1"))
+        generation = Generation(number=1, members=(Member(node="p-0", boot="b", address="h"),), store="h:1")
+        order = JobOrder(bundle=Bundle(id="j", code="c", job={}), generation=generation)
+
+        def told(stop_at: int) -> Order | None:
+            """The order with this stop step, once the head knows that the agent has it."""
+            known = world.head.agents.known.get("p-0")
+            if known is None or known.send is None:
+                return None
+            if orders and orders[-1].jobs[0].stop_at == stop_at:
+                return orders[-1] if known.report.order == orders[-1].number else None
+            if known.sent is None:
+                known.sent = Order(epoch=1, jobs=(order.replace(stop_at=stop_at),))
+                known.send(known.sent)
+            return None
+
+        for stop_at in (1, 2):
+            running = asyncio.create_task(agent.run())
+            first = await await_for(lambda at=stop_at: told(at), what="a whole order")
+            world.head.agents.known["p-0"].sent = None
+            second = await await_for(lambda at=stop_at: told(at + 10), what="a difference")
+            assert first
+            assert second
+            assert second.jobs[0].generation == generation
+            assert second.jobs[0].generation is first.jobs[0].generation, "it was not sent again"
+            assert first.number == 1, "the first order of a connection is a whole one"
+            running.cancel()
+            await asyncio.wait([running])
+            await await_for(lambda: world.head.agents.known["p-0"].send is None, what="the end of the connection")
 
 
 REFUSALS = {

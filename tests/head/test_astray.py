@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from scripts import queue
+from scripts.control import Unfinished
 from spotrun.head.journal import Journal
 from spotrun.store import Store, job_key, queue_key
-from tests.head.world import CODE, JOB, World, asked
+from tests.head.world import CODE, JOB, World, asked, phases
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ async def astray(world: World) -> str:
     world.new_head()
     await world.turn()
     assert world.queue() == []
-    assert await asked(world, world.head, "jobs") == [{"job": job, "phase": "queued"}]
+    assert await phases(world, world.head) == [(job, "queued")]
     return job
 
 
@@ -43,7 +44,7 @@ async def test_a_job_that_is_not_in_the_queue_can_be_relaunched(world: World) ->
 async def test_a_job_that_is_not_in_the_queue_can_be_stopped(world: World) -> None:
     job = await astray(world)
     assert await asyncio.wait_for(asked(world, world.head, "stop", job), 60) == {"job": job}
-    assert await asked(world, world.head, "jobs") == [{"job": job, "phase": "stopped"}]
+    assert await phases(world, world.head) == [(job, "stopped")]
 
 
 async def test_two_relaunches_at_once_queue_the_job_once(world: World) -> None:
@@ -55,11 +56,11 @@ async def test_two_relaunches_at_once_queue_the_job_once(world: World) -> None:
 
 async def test_a_job_without_a_state_hides_no_other_and_can_be_taken_out(world: World) -> None:
     first, second = [await world.head.submit(JOB, CODE) for _ in range(2)]
-    await world.turn()
     world.store.delete([job_key(second, "state.json")])
-    assert await asked(world, world.head, "jobs") == [
-        {"job": first, "phase": "queued"},
-        {"job": second, "phase": "gone"},
+    world.new_head()
+    assert await phases(world, world.head) == [
+        (first, "queued"),
+        (second, "gone"),
     ]
     assert await asked(world, world.head, "stop", second) == {"job": second}
     assert world.queue() == [first]
@@ -69,4 +70,4 @@ def test_a_state_that_is_nested_too_deeply_counts_as_one_that_may_run(tmp_path: 
     store = Store(str(tmp_path))
     store.put(queue_key("c"), b'["toy-20260101-000000"]')
     store.put(job_key("toy-20260101-000000", "state.json"), b"[" * 100_000)
-    assert queue.unfinished(store, "c", "make down FORCE=1") == ["toy-20260101-000000"]
+    assert queue.unfinished(store, "c", "make down FORCE=1") == [Unfinished("toy-20260101-000000")]

@@ -27,7 +27,7 @@ class Flaky(Store):
         self.answers = list(answers)
         self.looks = 0
 
-    def find(self, key: str) -> bytes | None:
+    def find(self, key: str, most: int | None = None) -> bytes | None:
         assert key == cluster_key("c")
         self.looks += 1
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]

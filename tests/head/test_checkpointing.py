@@ -13,7 +13,7 @@ from spotrun.head.planner.plan import plan
 from spotrun.head.status import conditions
 from spotrun.head.timeouts import TIMEOUTS
 from spotrun.head.view import Node, View
-from spotrun.wire import Part, Report, StateRef, Trouble
+from spotrun.wire import JobReport, Part, StateRef, Trouble
 from tests.head.views import NOW, A, B, C, job, node, view
 
 REF = StateRef(generation=1, step=48)
@@ -24,7 +24,7 @@ def failing(name: str, seconds: float, **changes: Any) -> Node:
     """A node that has failed to save its part for so long."""
     trouble = Trouble(step=48, message=FULL, since=NOW - seconds - 1, at=NOW - 1, tries=3)
     found = node(name, **changes)
-    return replace(found, report=found.report.model_copy(update={"trouble": trouble}))
+    return replace(found, work=found.work.replace(trouble=trouble))
 
 
 def running(since: float, **changes: Any) -> JobState:
@@ -121,12 +121,12 @@ def test_events_tell_when_saving_begins_to_fail_and_when_it_succeeds_again() -> 
     notes: list[str] = []
     agents = Agents(lambda _, text: notes.append(text))
 
-    def say(report: Report) -> list[str]:
+    def say(work: JobReport) -> list[str]:
         notes.clear()
-        agents.receive(report, print, NOW)  # type: ignore[arg-type]
+        agents.receive(node(A).report.replace(jobs=(work,)), print, NOW)  # type: ignore[arg-type]
         return notes
 
-    bad, good = failing(A, 60).report, node(A).report
+    bad, good = failing(A, 60).work, node(A).work
     say(good)
     assert say(bad) == [f"a cannot save its part, and tries again: {FULL}"]
     assert bad.trouble is not None

@@ -8,18 +8,19 @@ from typing import Any
 
 import pytest
 
-from spotrun.head.capacity import Pool
+from spotrun.head.capacity.sizes import Need, Pool
+from spotrun.head.demand import Wish
 from spotrun.head.fleet import classify, decide, record
 from spotrun.head.fleet.record import LIMIT, Recreate, Replacement
 from spotrun.head.job_state import Ending, JobState
 from spotrun.head.planner import idle
 from spotrun.head.planner.plan import plan
 from spotrun.head.timeouts import TIMEOUTS
-from spotrun.head.view import Machine, View
+from spotrun.head.view import Machine
 from spotrun.node.health import gate
 from spotrun.wire import StateRef
 from tests.head.views import NOW as EARLIER
-from tests.head.views import job, member, node, planned, spare
+from tests.head.views import Seen, fleet, fleet_plan, job, member, node, planned, spare
 from tests.head.views import view as view_of
 
 ALONE = TIMEOUTS.alone
@@ -80,7 +81,7 @@ def was_replaced(*ages: float, pool: str = "p", name: str = "x", **changes: Any)
     return tuple(Replacement(**{**values, "at": NOW - age, "created": NOW - age - 1, **changes}) for age in ages)
 
 
-def view(state: JobState, *nodes: Any, machines: tuple[Machine, ...], **changes: Any) -> View:
+def view(state: JobState, *nodes: Any, machines: tuple[Machine, ...], **changes: Any) -> Seen:
     return view_of(state, *nodes, now=NOW, machines=machines, **changes)
 
 
@@ -99,13 +100,13 @@ def begun(at: float) -> dict[str, float]:
     return {"began": at, "awake_since": at}
 
 
-def states(view: View) -> dict[str, str]:
-    return {name: each.state for name, each in classify.classify(view).items()}
+def states(view: Seen) -> dict[str, str]:
+    return {name: each.state for name, each in classify.classify(fleet(view)).items()}
 
 
 BAD = Recreate(node=A, pool="p", why=WHY, created=MADE)
 TWO = (booting(A), booting(B))
-CASES: dict[str, tuple[View, tuple[Recreate, ...]]] = {
+CASES: dict[str, tuple[Seen, tuple[Recreate, ...]]] = {
     "one that is unfit, in a zone that does not answer": (
         view(waiting(), unfit(A), machines=(machine(A, state="unknown"),)),
         (),
@@ -303,7 +304,7 @@ CASES: dict[str, tuple[View, tuple[Recreate, ...]]] = {
         (Recreate(node=A, pool="p", created=MADE), Recreate(node=B, pool="p", created=MADE)),
     ),
     "a machine whose agent reported to an earlier head has served: its replacement is not limited": (
-        view(waiting(joined={A: MADE}), spare(C, reported_at=NOW), machines=(booting(A), machine(C)), **begun(LATE)),
+        view(waiting(), spare(C, reported_at=NOW), machines=(booting(A), machine(C)), joined={A: MADE}, **begun(LATE)),
         (Recreate(node=A, pool="p", created=MADE),),
     ),
     "a machine made since the generation ended holds nothing": (
@@ -325,7 +326,7 @@ CASES: dict[str, tuple[View, tuple[Recreate, ...]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_replacements(name: str) -> None:
     given, expected = CASES[name]
-    assert decide.decide(given).recreate == expected
+    assert fleet_plan(given).recreate == expected
 
 
 def test_the_planner_asks_for_them() -> None:
@@ -367,7 +368,7 @@ def test_boot_timeout(kind: str, expected: float) -> None:
     assert classify.boot_timeout(kind) == expected
 
 
-def asking(seconds: int, refusal: str = "", made_anew: bool = True) -> tuple[list[float], View]:
+def asking(seconds: int, refusal: str = "", made_anew: bool = True) -> tuple[list[float], Seen]:
     """When the cloud is asked, with one machine that is always unfit; and what is known at the end."""
     given, times = view(waiting(), machines=()), []
     for now in range(int(NOW), int(NOW) + seconds, 5):
@@ -396,7 +397,7 @@ def test_a_cloud_that_refuses_is_asked_ever_more_rarely_and_counts_nothing() -> 
     assert record.exhausted(given.replaced, given.now) == set()
     assert len(given.replaced) == 1
     said = f"a takes no job: {WHY}; the cloud does not replace it: Rate exceeded"
-    assert decide.decide(given).reasons == {"p": said}
+    assert fleet_plan(given).reasons == {"p": said}
 
 
 def test_records_are_not_kept_without_end() -> None:
@@ -439,7 +440,7 @@ def test_nobody_comes_in_the_place_of_one_in_a_zone_that_does_not_answer() -> No
         "a new head",
     ],
 )
-def test_a_silent_machine_in_a_zone_that_does_not_answer_is_unknown(seen: View, expected: set[str]) -> None:
+def test_a_silent_machine_in_a_zone_that_does_not_answer_is_unknown(seen: Seen, expected: set[str]) -> None:
     assert {name for name, state in states(seen).items() if state == "unknown"} == expected
 
 
@@ -456,7 +457,7 @@ def test_an_unproven_machine_that_leaves_does_not_count_beside_an_abandoned_one(
     seen = view(waiting(), spare(B, reported_at=NOW), abandoned, machines=machines, **begun(MADE - 5000))
     assert states(seen)[C] == "abandoned"
     pools = (Pool("p", 3, 3, dict.fromkeys("abc", "ready")), Pool("q", 3, 0))
-    sizes = decide.decide(seen, pools, 3).resize
+    sizes = fleet_plan(seen, pools, 3).resize
     assert sizes == {"q": 2 if not leaving.joined else 1}
 
 
@@ -504,21 +505,21 @@ SPENT = was_replaced(900, 600, 300)
         "in time",
     ],
 )
-def test_a_pool_is_closed_when_none_of_its_machines_serves(given: View, expected: set[str]) -> None:
-    (pool,) = decide.observe(given, classify.classify(given), [Pool("p", 4, 2)], 1).pools
+def test_a_pool_is_closed_when_none_of_its_machines_serves(given: Seen, expected: set[str]) -> None:
+    (pool,) = decide.observe(fleet(given), given.conditions, [Pool("p", 4, 2)], Wish((Need(1),))).pools
     assert ({"p"} if pool.supply == "closed" else set()) == expected
 
 
 def test_what_operators_read() -> None:
     given = view(waiting(), unfit(A), spare(B, reported_at=NOW), machines=(machine(A), machine(B, pool="q")))
-    assert decide.decide(given).reasons == {"p": f"a takes no job: {WHY}"}
+    assert fleet_plan(given).reasons == {"p": f"a takes no job: {WHY}"}
     given = view(waiting(), machines=(), replaced=SPENT)
     at = NOW - 900 + WINDOW
-    assert decide.decide(given).reasons == {
+    assert fleet_plan(given).reasons == {
         "p": f"3 machines took no job and were replaced, the last since: {WHY}; no more are before "
         f"{int(at // 3600) % 24:02}:{int(at // 60) % 60:02} UTC"
     }
-    assert decide.decide(view(waiting(), spare(A, reported_at=NOW), machines=(machine(A),))).reasons == {}
+    assert fleet_plan(view(waiting(), spare(A, reported_at=NOW), machines=(machine(A),))).reasons == {}
 
 
 def test_a_member_is_never_unusable() -> None:
@@ -551,5 +552,5 @@ def test_a_member_is_never_unusable() -> None:
         pytest.param(view(job(B), node(B, reported_at=NOW), machines=(machine(B),)), "", id="the job trains"),
     ],
 )
-def test_a_plan_says_what_the_job_waits_for(given: View, expected: str) -> None:
+def test_a_plan_says_what_the_job_waits_for(given: Seen, expected: str) -> None:
     assert plan(given).reason == expected

@@ -86,6 +86,7 @@ async def test_a_checkpoint_is_taken_after_the_wall_clock_has_stepped_back(
         for name in ("a", "b"):
             world.receive(name, job=job.id, phase="running", generation=1, workers=stepping(step))
         await world.turn()
-        if world.head.job and world.head.job.saving:
-            return
-    pytest.fail("no checkpoint was begun within 800 s; the interval is 300 s")
+        assert world.head.job is not None
+        if world.head.job.saving:
+            break
+    assert world.head.job.saving, "no checkpoint was begun within 800 s; the interval is 300 s"

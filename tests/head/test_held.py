@@ -16,7 +16,7 @@ from spotrun.errors import SpotrunError
 from spotrun.spec import ClusterSpec
 from spotrun.store import Store, job_key, queue_key, up_key
 from spotrun.wire import read_queue
-from tests.head.world import CODE, JOB, World, asked, rewrite
+from tests.head.world import CODE, JOB, World, asked, phases, rewrite
 from tests.helpers import wait_for
 
 SPEC = ClusterSpec.model_validate({"name": "c", "cloud": "local", "pools": [{"name": "p", "zone": "local-a"}]})
@@ -60,10 +60,10 @@ async def test_held_jobs_get_no_machine_and_hold_up_nobody(world: World) -> None
     await world.look()
     assert (head.job, world.cloud.size) == (None, {"p": 0, "q": 0})
     status = head.status()
-    assert f"{job.id}: held since the cluster was brought up; `make relaunch ID={job.id}` runs it on" in display.text(
+    assert f"{job.id}: held since the cluster was brought up; `make relaunch ID={job.id}` continues it" in display.text(
         status
     )
-    assert await asked(world, head, "jobs") == [{"job": job.id, "phase": "held"}]
+    assert await phases(world, head) == [(job.id, "held")]
     with pytest.raises(SpotrunError, match=f"have been held since the cluster was brought up: {job.id}; name one"):
         await asked(world, head, "relaunch", "")
     another = await head.submit(JOB, CODE)
@@ -143,11 +143,11 @@ def test_down_asks_the_bucket_when_the_head_is_dead(home: Path, machine: subproc
     store.put(queue_key("c"), b'{"format": 1, "jobs": ["toy-1", "toy-2", "toy-3"], "held": ["toy-0"]}')
     store.put(job_key("toy-1", "state.json"), b'{"phase": "succeeded"}')
     store.put(job_key("toy-2", "state.json"), b'{"phase": "running"}')
-    with pytest.raises(SpotrunError, match="c: not ended yet: toy-2, toy-3; `make stop` saves a job's state and"):
+    with pytest.raises(SpotrunError, match="c: not ended yet: toy-2, toy-3; `make stop ID=toy-2` saves"):
         sites.take_down(sites.site(SPEC), force=False)
     for junk in (b"{", b'{"format": 2, "jobs": []}'):
         store.put(queue_key("c"), junk)
-        with pytest.raises(SpotrunError, match="its queue in the bucket is broken; `make down FORCE=1` passes over it"):
+        with pytest.raises(SpotrunError, match="its queue in the bucket is broken; `make down FORCE=1` ignores it"):
             sites.take_down(sites.site(SPEC), force=False)
     assert machine.poll() is None
     assert "is down" in sites.take_down(sites.site(SPEC), force=True)
@@ -164,6 +164,6 @@ def test_down_refuses_when_the_bucket_does_not_answer(home: Path, machine: subpr
     folder = Layout.of(home, "c").bucket / "clusters" / "c" / "queue.json"
     folder.parent.mkdir(parents=True)
     folder.symlink_to(folder)
-    with pytest.raises(SpotrunError, match=r"what runs is not known: .*; `make down FORCE=1` passes over it"):
+    with pytest.raises(SpotrunError, match=r"which jobs run is not known: .*; `make down FORCE=1` ends them"):
         sites.take_down(sites.site(SPEC), force=False)
     assert machine.poll() is None

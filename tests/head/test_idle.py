@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 
-from spotrun.head.fleet.decide import needed
+from spotrun.head.capacity.observe import situation
+from spotrun.head.capacity.place import place
+from spotrun.head.demand import wish
 from spotrun.head.fleet.record import Recreate
 from spotrun.head.job_state import Idle, JobState, Progress, SetIdle, Start, apply
 from spotrun.head.planner import idle
 from spotrun.head.status import conditions
 from spotrun.head.timeouts import TIMEOUTS
-from spotrun.head.view import Machine, View
+from spotrun.head.view import FleetView, Machine, View
+from spotrun.spec import ClusterSpec
 from spotrun.wire import StateRef
 from tests.head.views import NOW, job, member, notice, planned, spare, spec, wanted
 from tests.head.views import view as view_of
@@ -51,12 +54,21 @@ BACK = SetIdle(GIVEN, "1 of the 2 machines that it needs, for 10 min: they are g
 RESTING = GIVEN.model_copy(update={"next": NOW - 1})
 ASKED = RESTING.model_copy(update={"tries": 3, "until": NOW + 1})
 CASES: dict[str, tuple[View, tuple[SetIdle, ...]]] = {
-    "long enough: they are given back": (view(short(), reporting(A)), (BACK,)),
-    "not yet": (view(short(HOLD - 1), reporting(A)), ()),
-    "as long as the job file says": (view(short(31, spec=spec(nodes=2, hold_idle=60)), reporting(A)), ()),
-    "their state is not in the bucket": (view(short(), reporting(A, snapshot=HELD)), ()),
-    "it is": (view(short(checkpoints=(HELD,)), reporting(A, snapshot=HELD)), (BACK,)),
-    "a silent one holds it, and that is worth a while": (
+    "a job has waited for hold_idle: its machines are given back": (view(short(), reporting(A)), (BACK,)),
+    "a job has waited for less than hold_idle: it keeps its machines": (view(short(HOLD - 1), reporting(A)), ()),
+    "a job with hold_idle of 60 s has waited for 31 s: it keeps its machines": (
+        view(short(31, spec=spec(nodes=2, hold_idle=60)), reporting(A)),
+        (),
+    ),
+    "the waiting machines' state is not in the bucket: the job keeps them": (
+        view(short(), reporting(A, snapshot=HELD)),
+        (),
+    ),
+    "the waiting machines' state is in the bucket: they are given back": (
+        view(short(checkpoints=(HELD,)), reporting(A, snapshot=HELD)),
+        (BACK,),
+    ),
+    "a silent machine holds much work: the job keeps the machines": (
         view(
             short(reached=10**5, pace=0.1),
             reporting(A),
@@ -64,7 +76,7 @@ CASES: dict[str, tuple[View, tuple[SetIdle, ...]]] = {
         ),
         (),
     ),
-    "a silent one holds it, and that is not worth as much": (
+    "a silent machine holds little work: the machines are given back": (
         view(
             short(reached=100, pace=0.1),
             *(reporting(A), reporting(B, snapshot=HELD, reported_at=NOW - 90, connected=False, cloud="stopping")),
@@ -72,13 +84,13 @@ CASES: dict[str, tuple[View, tuple[SetIdle, ...]]] = {
         ),
         (BACK,),
     ),
-    "the cloud cannot be asked": (view(short(), reporting(A), machines=(), listed=False), ()),
+    "the cloud does not answer: nothing is done": (view(short(), reporting(A), machines=(), listed=False), ()),
     "a new head has no report of the last members yet": (
         view(short(last=(member(A), member(B))), reporting(A), awake_since=NOW - 1),
         (),
     ),
-    "given back: nothing before it is time": (view(short(idle=GIVEN)), ()),
-    "it is time: the cloud is asked again": (
+    "the machines were given back and the next try is not due: nothing is done": (view(short(idle=GIVEN)), ()),
+    "the next try is due: the cloud is asked again": (
         view(short(idle=RESTING)),
         (
             SetIdle(
@@ -87,11 +99,11 @@ CASES: dict[str, tuple[View, tuple[SetIdle, ...]]] = {
             ),
         ),
     ),
-    "asked: it gets its time": (
+    "the cloud was asked again and the try still lasts: nothing is done": (
         view(short(idle=RESTING.model_copy(update={"tries": 3, "until": NOW + 1})), reporting(A)),
         (),
     ),
-    "asked in vain: ever more rarely": (
+    "the third try failed: the pause grows to 8 minutes": (
         view(short(idle=RESTING.model_copy(update={"tries": 3, "until": NOW - 1})), reporting(A)),
         (
             SetIdle(
@@ -100,7 +112,7 @@ CASES: dict[str, tuple[View, tuple[SetIdle, ...]]] = {
             ),
         ),
     ),
-    "but not for ever": (
+    "the thirtieth try failed: the pause is not longer than 30 minutes": (
         view(short(idle=RESTING.model_copy(update={"tries": 30, "until": NOW - 1}))),
         (
             SetIdle(
@@ -158,11 +170,19 @@ def test_since_when_there_are_too_few(given: View, expected: Idle | None) -> Non
 
 
 def test_no_machine_is_asked_for_while_they_are_given_back() -> None:
-    asked = {"queue": ["j"], "busy": True, "now": NOW}
-    assert needed(job=short(), **asked) == 2
-    assert needed(job=short(idle=GIVEN), **asked) == 0
-    assert needed(job=short(idle=RESTING.model_copy(update={"until": NOW + 1})), **asked) == 2
-    assert needed(job=job(A, B, spec=TWO, idle=GIVEN), **asked) == 2
+    cluster = ClusterSpec.model_validate(
+        {"name": "c", "cloud": "local", "pools": [{"name": "p", "zone": "local-a", "max": 4}]}
+    )
+
+    def machines(job: JobState) -> int:
+        fleet = FleetView(now=NOW, jobs=(job,), nodes=())
+        found = wish(fleet, cluster, {}, place(situation(fleet, cluster, ())))
+        return sum(need.machines for need in found.needs)
+
+    assert machines(short()) == 2
+    assert machines(short(idle=GIVEN)) == 0
+    assert machines(short(idle=RESTING.model_copy(update={"until": NOW + 1}))) == 2
+    assert machines(job(A, B, spec=TWO, idle=GIVEN)) == 2
 
 
 def test_what_is_given_back_is_not_replaced() -> None:
@@ -189,7 +209,7 @@ def test_years_of_waiting_cost_a_few_minutes_a_day() -> None:
     state, there, asked = job(spec=TWO, submitted=NOW), 0.0, []
     day, tick = 86400, 5
     for now in range(int(NOW), int(NOW) + 2 * day, tick):
-        held = not idle.resting(state)
+        held = not state.resting
         there += tick if held else 0
         given = replace(view(state, *([reporting(A, reported_at=float(now))] if held else [])), now=float(now))
         state = idle.observe(state, given)
@@ -231,7 +251,7 @@ async def test_pools_are_emptied_and_asked_again_also_by_a_new_head(tmp_path: Pa
     await world.turn()
     await world.look()
     assert set(world.cloud.size.values()) == {0}
-    assert "they are given back; next try in 60 s" in world.head.events[-1]["text"]
+    assert "they are given back; next try in 60 s" in world.events()[-1]["text"]
 
     await world.turn()
     await world.look()

@@ -221,7 +221,7 @@ async def test_a_thawed_head_writes_nothing_more(world: World) -> None:
     kept = {key: world.store.get(key) for key in (job_key(job.id, "state.json"), queue_key("c"))}
     assert old.job is not None
     with pytest.raises(ConflictError):
-        await old.journal.write(apply(old.job, Stop("too late"), time.time()), old.events, time.time())
+        await old.journal.write(apply(old.job, Stop("too late"), time.time()), [], time.time())
     with pytest.raises(ConflictError):
         await old.journal.replace(old.job)
     queued = await new.submit(JOB, CODE)
@@ -241,7 +241,7 @@ async def test_a_head_without_its_lease_ends_before_it_orders(world: World) -> N
     with pytest.raises(SystemExit):
         await world.head.run()
     with pytest.raises(SystemExit):
-        await world.head.watch_cloud()
+        await world.head.scaler.run()
     assert {name: len(sent) for name, sent in world.orders.items()} == orders
     assert world.written(job.id).stopping == ""
     assert world.cloud.calls == []

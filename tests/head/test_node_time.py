@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 
 from spotrun.head import accounting, node_time
+from spotrun.head.account import Rates, Use
 from spotrun.head.job_state import Interruption, JobState, Progress
+from spotrun.head.meter import running
 from spotrun.head.status import job_status
 from spotrun.head.view import Machine, Node
 from spotrun.wire import Notice
@@ -18,11 +20,12 @@ UNSTARTED = Progress(base=9, step=9)
 LEAVING = replace(node(A), due=NOW + 30)
 
 
-def counted(state: JobState, *nodes: Node, running: tuple[str, ...] = ()) -> dict[str, float]:
+def counted(state: JobState, *nodes: Node, there: tuple[str, ...] = ()) -> dict[str, float]:
     """What one count of ten seconds adds."""
-    machines = tuple(Machine(name, "p", "running", NOW - 100) for name in running)
+    machines = tuple(Machine(name, "p", "running", NOW - 100) for name in there)
     state = state.model_copy(update={"counted_at": NOW - 10})
-    return accounting.count(state, view(state, *nodes, machines=machines), {}).spent
+    seen = view(state, *nodes, machines=machines)
+    return accounting.count(state, seen, [Use(n, p, NOW - 10, NOW) for n, p in running(seen).items()], Rates()).spent
 
 
 @pytest.mark.parametrize(
@@ -42,11 +45,11 @@ def counted(state: JobState, *nodes: Node, running: tuple[str, ...] = ()) -> dic
     ],
 )
 def test_each_machine_is_of_one_kind(state: JobState, seen: Node, kind: str) -> None:
-    assert counted(state, seen, running=(A,)) == {kind: pytest.approx(10)}
+    assert counted(state, seen, there=(A,)) == {kind: pytest.approx(10)}
 
 
 def test_a_machine_without_an_agent_is_starting() -> None:
-    assert counted(job(A), node(A), running=(A, "boots")) == {"training": pytest.approx(10), "starting": 10}
+    assert counted(job(A), node(A), there=(A, "boots")) == {"training": pytest.approx(10), "starting": 10}
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 
 from spotrun.head.fleet.record import Recreate
+from spotrun.head.fleet.replacements import Record
 from spotrun.head.job_state import Ending, Finish, JobState, Progress, Save, Saving, Start, apply
 from spotrun.head.planner import liveness, patience
 from spotrun.head.timeouts import TIMEOUTS
-from spotrun.head.view import Machine, View
+from spotrun.head.view import Machine
+from spotrun.store import replaced_key
 from spotrun.wire import StateRef, Worker
 from tests.head.views import NOW as EARLIER
-from tests.head.views import frozen, job, member, node, notice, planned, spare, spec, wanted
+from tests.head.views import Seen, fleet, frozen, job, member, node, notice, planned, spare, spec, wanted
 from tests.head.views import view as view_of
 from tests.head.world import World
 
@@ -47,7 +49,7 @@ def left(*members: str, **changes: Any) -> JobState:
     return job(**{**values, "pace": 0.1, "progress": Progress(), "spec": THREE, **changes})
 
 
-def view(state: JobState, *nodes: Any, head: float, **changes: Any) -> View:
+def view(state: JobState, *nodes: Any, head: float, **changes: Any) -> Seen:
     """head: how long it has been there, seconds."""
     begun = {"began": NOW - head, "awake_since": NOW - head}
     return view_of(state, *nodes, **{"now": NOW, **begun, **changes})
@@ -68,7 +70,15 @@ def reporting(name: str, snapshot: StateRef | None = None, **changes: Any) -> An
         (job(A, B, progress=PROGRESS), LIVED),
         (job(), 5.0),
     ],
-    ids=["no checkpoint", "some is saved", "all is", "an older generation's", "never ran", "it runs", "at step 50"],
+    ids=[
+        "no checkpoint",
+        "a checkpoint has a part of the work",
+        "a checkpoint has all of the work",
+        "the checkpoint is of an older generation",
+        "the generation never completed a step",
+        "the generation still runs",
+        "the generation is at step 50",
+    ],
 )
 def test_at_stake(given: JobState, expected: float) -> None:
     assert patience.at_stake(given) == pytest.approx(expected)
@@ -78,24 +88,24 @@ def test_at_stake(given: JobState, expected: float) -> None:
 
 GONE = (Recreate(node=C, pool="p", created=MADE),)
 MACHINES = (machine(A), machine(B), unreported(C))
-CASES: dict[str, tuple[View, tuple[Recreate, ...]]] = {
-    "one of three does not find the new head: it gets a moment": (
+CASES: dict[str, tuple[Seen, tuple[Recreate, ...]]] = {
+    "one of three does not report to a new head: the head waits a moment": (
         view(left(A, B, C), reporting(A, HELD), reporting(B, HELD), machines=MACHINES, head=MARGIN - 1),
         (),
     ),
-    "then it is replaced: others hold the state": (
+    "one of three does not report for long, and others hold the state: it is replaced": (
         view(left(A, B, C), reporting(A, HELD), reporting(B, HELD), machines=MACHINES, head=MARGIN + 1),
         GONE,
     ),
-    "it alone may hold 12 s of work": (
+    "a silent machine alone may hold 12 s of work: the head waits 12 s": (
         view(left(A, B, C), reporting(A), reporting(B), machines=MACHINES, head=MARGIN + LIVED - 1),
         (),
     ),
-    "12 s of work are worth 12 s, though no checkpoint is as new": (
+    "a silent machine alone may hold 12 s of work: after 12 s it is replaced": (
         view(left(A, B, C), reporting(A), reporting(B), machines=MACHINES, head=MARGIN + LIVED + 1),
         GONE,
     ),
-    "the checkpoint is older than its generation": (
+    "the newest checkpoint is of an older generation: the wait is short": (
         view(
             left(A, B, C, generation=4, checkpoints=(StateRef(generation=2, step=100),)),
             *(reporting(A), reporting(B)),
@@ -104,33 +114,35 @@ CASES: dict[str, tuple[View, tuple[Recreate, ...]]] = {
         ),
         GONE,
     ),
-    "days of work are worth an hour at the most": (
+    "a silent machine may hold days of work: the head waits an hour": (
         view(left(A, B, C, reached=10**9), reporting(A), reporting(B), machines=MACHINES, head=HOLDER - 1),
         (),
     ),
-    "and no more": (
+    "a silent machine may hold days of work: after an hour it is replaced": (
         view(left(A, B, C, reached=10**9), reporting(A), reporting(B), machines=MACHINES, head=HOLDER + 1),
         GONE,
     ),
     "a spare that reported to an earlier head holds nothing": (
         view(
-            left(A, B, joined={C: MADE}, reached=10**9),
+            left(A, B, reached=10**9),
             reporting(A),
             reporting(B),
             machines=MACHINES,
+            joined={C: MADE},
             head=MARGIN + 1,
         ),
         GONE,
     ),
-    "a machine that has never joined boots: another rule's": (
+    "a machine that has never joined still boots: it is not replaced": (
         view(left(A, B), reporting(A), reporting(B), machines=MACHINES, head=MARGIN + 1),
         (),
     ),
-    "so does one made since in its place": (
+    "a machine made in the place of a member still boots: it is not replaced": (
         view(
-            left(A, B, C, joined={C: MADE}),
+            left(A, B, C),
             *(reporting(A), reporting(B)),
             machines=(machine(A), machine(B), machine(C, created=NOW - 40, answered=0.0)),
+            joined={C: MADE},
             head=MARGIN + 1,
         ),
         (),
@@ -139,7 +151,7 @@ CASES: dict[str, tuple[View, tuple[Recreate, ...]]] = {
         view(left(A, B, C), machines=tuple(map(unreported, (A, B, C))), head=ALONE - 1),
         (),
     ),
-    "no node reports for long": (
+    "no node reports for long: all machines are replaced": (
         view(left(A, B, C), machines=tuple(map(unreported, (A, B, C))), head=ALONE + 1),
         tuple(Recreate(node=name, pool="p", created=MADE) for name in (A, B, C)),
     ),
@@ -151,7 +163,7 @@ CASES: dict[str, tuple[View, tuple[Recreate, ...]]] = {
         ),
         (),
     ),
-    "it is going": (
+    "the cloud already ends a silent machine: it is not replaced": (
         view(
             left(A, B, C),
             reporting(A),
@@ -161,12 +173,15 @@ CASES: dict[str, tuple[View, tuple[Recreate, ...]]] = {
         ),
         (),
     ),
-    "the cloud cannot be asked": (view(left(A, B, C), reporting(A), reporting(B), machines=(), head=HOLDER), ()),
+    "the cloud does not answer: nothing is replaced": (
+        view(left(A, B, C), reporting(A), reporting(B), machines=(), head=HOLDER),
+        (),
+    ),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_machines_that_a_new_head_does_not_hear(name: str) -> None:
+def test_machines_that_do_not_report_to_a_new_head(name: str) -> None:
     given, expected = CASES[name]
     assert tuple(each for each in planned(given) if isinstance(each, Recreate)) == expected
     assert all(wanted(given, each) for each in expected)
@@ -236,12 +251,10 @@ def test_a_silent_node_takes_no_part_in_saving() -> None:
 
 
 def test_what_has_joined_is_remembered() -> None:
-    given = view(
-        left(A, joined={B: MADE, C: MADE}), machines=(machine(A), unreported(B), machine(C, created=NOW)), head=9
-    )
-    found = liveness.remember_joined(given.job, given)
-    assert found.joined == {A: MADE, B: MADE}, "the machine called c is another one now and has not joined"
-    assert liveness.remember_joined(found, view(found, machines=(), head=9)) is found
+    machines, known = (machine(A), unreported(B), machine(C, created=NOW)), {B: MADE, C: MADE}
+    found = liveness.now_joined(fleet(view(left(A), machines=machines, joined=known, head=9)))
+    assert found == {A: MADE, B: MADE}, "the machine called c is another one now and has not joined"
+    assert liveness.now_joined(fleet(view(left(A), machines=(), joined=found, head=9))) is found
 
 
 def test_work_is_known_after_the_generation_has_ended() -> None:
@@ -263,9 +276,8 @@ async def test_a_new_head_replaces_the_member_that_does_not_come_back(tmp_path: 
     )
     for name in names:
         world.receive(name, job=started, phase="running", generation=1, workers=(worker,), snapshot=HELD.model_dump())
-    world.head.journal._written_at = 0.0
     await world.turn()
-    assert world.written(started).joined.keys() == set(names)
+    assert Record.model_validate_json(world.store.get(replaced_key("c"))).joined.keys() == set(names)
 
     await world.head.journal.replace(world.written(started).model_copy(update={"ordered_at": time.time() - 60}))
 

@@ -64,16 +64,31 @@ def slow(silent: float, stepped: float) -> View:
 
 
 CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
-    "all is well": (view(job(A, B, C), node(A), node(B), node(C)), ()),
-    "begin with all": (view(job(), spare(A), spare(B), spare(C)), (start(A, B, C),)),
-    "wait for the third": (view(job(), spare(A), spare(B)), ()),
-    "no third to expect": (view(job(), spare(A), spare(B), expected=2), (start(A, B),)),
-    "third does not come": (view(job(), spare(A), spare(B), waiting_since=NOW - 11), (start(A, B),)),
-    "too few": (view(job(), spare(A), expected=1), ()),
-    "not those that prepare": (view(job(), spare(A), spare(B), spare(C, phase="preparing")), ()),
-    "not those with notice": (view(job(), spare(A), spare(B), spare(C), spare(D, notice=notice())), (start(A, B, C),)),
-    "no more than max": (view(job(), spare(D), spare(C), spare(B), spare(A)), (start(A, B, C),)),
-    "notice": (
+    "all members train: nothing is done": (view(job(A, B, C), node(A), node(B), node(C)), ()),
+    "all nodes of a new job are ready: it begins with all": (
+        view(job(), spare(A), spare(B), spare(C)),
+        (start(A, B, C),),
+    ),
+    "two of three nodes are ready and a third is expected: the job waits": (view(job(), spare(A), spare(B)), ()),
+    "two of three nodes are ready and no third is expected: the job begins": (
+        view(job(), spare(A), spare(B), expected=2),
+        (start(A, B),),
+    ),
+    "the third node has not come for 11 s: the job begins with two": (
+        view(job(), spare(A), spare(B), waiting_since=NOW - 11),
+        (start(A, B),),
+    ),
+    "fewer nodes than the least are ready: the job waits": (view(job(), spare(A), expected=1), ()),
+    "a node still prepares: the job waits for it": (view(job(), spare(A), spare(B), spare(C, phase="preparing")), ()),
+    "one of four ready nodes is under notice: the job begins without it": (
+        view(job(), spare(A), spare(B), spare(C), spare(D, notice=notice())),
+        (start(A, B, C),),
+    ),
+    "more nodes than the most are ready: the job begins with the most": (
+        view(job(), spare(D), spare(C), spare(B), spare(A)),
+        (start(A, B, C),),
+    ),
+    "a member is under notice: all drain": (
         view(job(A, B, C), node(A), node(B, notice=notice()), node(C)),
         (Drain(56, PREEMPT, NOW + 27),),
     ),
@@ -90,7 +105,7 @@ CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
         ),
         (start(A, C, cause=PREEMPT),),
     ),
-    "draining": (
+    "one of three members has drained: the others are awaited": (
         view(
             job(A, B, C, draining=Draining(step=56, cause=PREEMPT, deadline=NOW + 27)),
             node(A, phase="drained"),
@@ -99,59 +114,68 @@ CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
         ),
         (),
     ),
-    "drained: on with the others": (
+    "all members have drained: the next generation begins without the leaving one": (
         view(
             job(A, B, C, draining=Draining(step=56, cause=PREEMPT, deadline=NOW + 27)),
             *(node(A, phase="drained"), node(B, phase="drained", notice=notice()), node(C, phase="drained")),
         ),
         (start(A, C, cause=PREEMPT),),
     ),
-    "drained: too few are left": (
+    "all members have drained and too few stay: the generation ends": (
         view(
             job(A, B, spec=spec(), draining=Draining(step=56, cause=PREEMPT, deadline=NOW + 27)),
             *(node(A, phase="drained"), node(B, phase="drained", notice=notice())),
         ),
         (EndGeneration(PREEMPT),),
     ),
-    "a worker had passed the stop": (
+    "a worker had passed the stop step already: a later one is chosen": (
         view(
             job(A, B, C, draining=Draining(step=50, cause=PREEMPT, deadline=NOW + 27)),
             *(node(A, late=50, step=52), node(B, notice=notice()), node(C)),
         ),
         (Drain(67, PREEMPT, NOW + 27),),
     ),
-    "a drain that does not end is given up": (
+    "a drain has not ended at its deadline: the next generation begins": (
         view(
             job(A, B, C, draining=Draining(step=56, cause=PREEMPT, deadline=NOW - 1)),
             *(node(A), node(B, notice=notice(2)), node(C)),
         ),
         (start(A, C, cause=PREEMPT),),
     ),
-    "kill: link closed and peers failed": (
+    "a member disconnected and its peers failed: it was killed": (
         view(job(A, B, C), failed(A, "peer"), node(B, connected=False), node(C)),
         (start(A, C, cause=KILL),),
     ),
-    "kill: the spare takes the place, behind the survivors": (
+    "a spare takes the place of a killed member, behind the survivors": (
         view(job(C, B, A), node(A), failed(C, "peer"), node(B, connected=False), spare(D)),
         (start(C, A, D, cause=KILL),),
     ),
-    "a closed link alone is no loss": (view(job(A, B, C), node(A), node(B, connected=False), node(C)), ()),
-    "a silent node whose peers get on is no loss": (
+    "a member only disconnected: nothing is done": (view(job(A, B, C), node(A), node(B, connected=False), node(C)), ()),
+    "a member is silent and its peers complete steps: nothing is done": (
         view(job(A, B, C), node(A), node(B, reported_at=NOW - 60), node(C)),
         (),
     ),
-    "closed link and the cloud says gone": (
+    "a member disconnected and the cloud says that it is gone: it was killed": (
         view(job(A, B, C), node(A), node(B, connected=False, cloud="gone"), node(C)),
         (start(A, C, cause=KILL),),
     ),
-    "the cloud says gone but it answers": (view(job(A, B, C), node(A), node(B, cloud="gone"), node(C)), ()),
-    "frozen": (
+    "the cloud says that a member is gone, but it reports: nothing is done": (
+        view(job(A, B, C), node(A), node(B, cloud="gone"), node(C)),
+        (),
+    ),
+    "a member is silent and nobody completes a step: it is interrupted": (
         view(job(A, B, C), node(A, **STUCK), frozen(B, 4), node(C, **STUCK)),
         (start(A, C, cause=SILENT),),
     ),
-    "frozen, not long enough": (view(job(A, B, C), node(A, **STUCK), frozen(B, 2), node(C, **STUCK)), ()),
-    "everybody silent: the head is blind": (view(job(A, B, C), frozen(A, 9), frozen(B, 9), frozen(C, 9)), ()),
-    "the head itself stood still": (
+    "a member is silent and nobody completes a step, but not for long: nothing is done": (
+        view(job(A, B, C), node(A, **STUCK), frozen(B, 2), node(C, **STUCK)),
+        (),
+    ),
+    "all members are silent: the head may be cut off, so nothing is done": (
+        view(job(A, B, C), frozen(A, 9), frozen(B, 9), frozen(C, 9)),
+        (),
+    ),
+    "a member is silent, but the head has just woken up: nothing is done": (
         view(job(A, B, C), node(A, **STUCK), frozen(B, 4), node(C, **STUCK), awake_since=NOW - 1),
         (),
     ),
@@ -159,28 +183,31 @@ CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
         view(job(A, B, C), node(A), spare(B, boot="b2"), node(C)),
         (Start((*start(A, C).members, Member(node=B, boot="b2", address="127.0.0.1")), "a:1", KILL),),
     ),
-    "too few survivors wait": (view(job(A, B), failed(A, "peer"), node(B, connected=False)), (EndGeneration(KILL),)),
-    "user code": (
+    "a member was killed and too few are left: the generation ends": (
+        view(job(A, B), failed(A, "peer"), node(B, connected=False)),
+        (EndGeneration(KILL),),
+    ),
+    "the script fails on a member: count it and begin again": (
         view(job(A, B, C), failed(A, "peer"), failed(B, "user", at=NOW - 0.2), node(C)),
         (CountFailure(failure("user", at=NOW - 0.2), B), start(A, B, C, cause=Cause(kind="crash", node=B))),
     ),
-    "user code once too often": (
+    "the script fails more often than max_restarts: the job fails": (
         view(job(A, B, C, restarts=3), node(A), failed(B, "user"), node(C)),
         (CountFailure(failure("user"), B), EndGeneration(), Finish("failed", "boom")),
     ),
-    "the earliest failure counts": (
+    "the script fails on two members: the earlier failure counts": (
         view(job(A, B, C), failed(A, "user", at=NOW - 0.5), failed(B, "user"), node(C)),
         (CountFailure(failure("user", at=NOW - 0.5), A), start(A, B, C, cause=Cause(kind="crash", node=A))),
     ),
-    "a worker that dies on a node being taken is no crash": (
+    "a worker dies on a node under notice: that is no failure of the script": (
         view(job(A, B, C), node(A), failed(B, "signal", notice=notice()), node(C)),
         (Drain(56, PREEMPT, NOW + 27),),
     ),
-    "killed by a signal: first see whether a peer is gone": (
+    "a worker was killed by a signal: first see whether a peer is gone": (
         view(job(A, B, C), failed(A, "signal"), node(B), node(C)),
         (),
     ),
-    "killed by a signal on a node that is well": (
+    "a worker was killed by a signal and no peer is gone: count a failure": (
         view(
             job(A, B, C),
             failed(A, "signal", at=NOW - 2, reported_at=NOW),
@@ -188,11 +215,11 @@ CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
         ),
         (CountFailure(failure("signal", at=NOW - 2), A), start(A, B, C, cause=Cause(kind="crash", node=A))),
     ),
-    "killed by a signal since a peer was lost": (
+    "a worker was killed by a signal because a peer is gone: count no failure": (
         view(job(A, B, C), failed(A, "signal"), node(B, connected=False, cloud="gone"), node(C)),
         (start(A, C, cause=KILL),),
     ),
-    "nodes hold different states: one saves": (
+    "nodes hold different states: one of them saves a later one": (
         view(
             job(A, B, saving=Saving(ref=StateRef(generation=1, step=48), holders=(A, B), since=NOW)),
             *(node(A, parts=(part(0, "x"),)), node(B, parts=(part(1, "y"),))),
@@ -202,41 +229,44 @@ CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
             Save(StateRef(generation=1, step=56), (A,)),
         ),
     ),
-    "nodes hold different states, and wait": (
+    "nodes hold different states and the job stops: the end of the job is set": (
         view(
             job(saving=Saving(ref=StateRef(generation=1, step=48), holders=(A, B), since=NOW), stopping="so"),
             *(node(A, phase="drained", parts=(part(0, "x"),)), node(B, phase="drained", parts=(part(1, "y"),))),
         ),
         (SetEnding(Ending(phase="stopped", reason="so", state=StateRef(generation=1, step=48))),),
     ),
-    "peers failed: first see who is gone": (
+    "collectives failed: first see who is gone": (
         view(job(A, B, C), failed(A, "peer"), failed(B, "peer"), node(C)),
         (),
     ),
-    "peers failed and everybody is well": (
+    "collectives failed and no member is gone: count a failure": (
         view(
             job(A, B, C),
             *(failed(n, "peer", at=NOW - 2, reported_at=NOW) for n in (A, B, C)),
         ),
         (CountFailure(failure("peer", at=NOW - 2), A), start(A, B, C, cause=Cause(kind="crash", node=A))),
     ),
-    "grow": (
+    "another node is ready: all drain to grow": (
         view(job(A, B), node(A), node(B), spare(C)),
         (Drain(56, Cause(kind="grow"), NOW + 60),),
     ),
-    "grow, not so soon": (view(job(A, B, ordered_at=NOW - 5), node(A), node(B), spare(C)), ()),
-    "grow, not for the last steps": (
+    "another node is ready, but the generation is young: it does not grow yet": (
+        view(job(A, B, ordered_at=NOW - 5), node(A), node(B), spare(C)),
+        (),
+    ),
+    "another node is ready, but few steps are left: it does not grow": (
         view(
             job(A, B, progress=Progress(base=0, step=990, stepped_at=NOW, pace=0.1, total_steps=1000)),
             *(node(A), node(B), spare(C)),
         ),
         (),
     ),
-    "stop": (
+    "the operator stops the job: all drain": (
         view(job(A, B, C, stopping="stopped by the operator"), node(A), node(B), node(C)),
         (Drain(56, Cause(kind="stop"), NOW + 60),),
     ),
-    "stopped workers": (
+    "all members of a stopping job have drained: the generation ends": (
         view(
             job(
                 A,
@@ -248,40 +278,40 @@ CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
         ),
         (EndGeneration(Cause(kind="stop")),),
     ),
-    "stop while waiting": (
+    "the operator stops a waiting job: its end is set": (
         view(job(stopping="stopped by the operator"), spare(A)),
         (SetEnding(Ending(phase="stopped", reason="stopped by the operator")),),
     ),
-    "the budget is spent": (
+    "the budget is spent: the job stops": (
         view(job(A, B, cost=2.5, spec=spec(budget=2.5)), node(A), node(B)),
         (Stop("the budget of $2.5 is spent"),),
     ),
-    "hang": (
+    "no step is completed for hang_timeout: the stacks are kept": (
         view(
             job(A, B, progress=Progress(base=0, step=50, stepped_at=NOW - 301, pace=0.1)),
             *(node(A, stepped_at=NOW - 301), node(B, stepped_at=NOW - 301)),
         ),
         (DumpStacks(),),
     ),
-    "no hang: the start may take longer": (
+    "the first step takes longer than hang_timeout: that is no hang": (
         view(
             job(A, B, ordered_at=NOW - 301, progress=Progress()),
             *(node(A, phase="starting", stepped_at=0.0), node(B, phase="starting", stepped_at=0.0)),
         ),
         (),
     ),
-    "checkpoint by the interval": (
+    "the checkpoint interval has passed: a step is saved": (
         view(job(A, B, C, saved_at=NOW - 301, started=NOW - 900), node(A), node(B), node(C)),
         (Save(StateRef(generation=1, step=56), (A, B, C)),),
     ),
-    "a checkpoint step that came too late": (
+    "a worker had passed the checkpoint's step already: it is given up": (
         view(
             job(A, B, C, saving=Saving(ref=StateRef(generation=1, step=49), holders=(A, B, C), since=NOW)),
             *(node(A, late=49), node(B), node(C)),
         ),
         (AbortSave("a worker was past the step already"),),
     ),
-    "while waiting, the newest state goes into the bucket": (
+    "the job waits: the newest state goes into the bucket": (
         view(
             job(),
             node(A, phase="drained"),
@@ -289,39 +319,39 @@ CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
         ),
         (Save(StateRef(generation=1, step=56), (B,)),),
     ),
-    "it is there already": (
+    "the job waits and the newest state is in the bucket: nothing is done": (
         view(job(checkpoints=(StateRef(generation=1, step=48),)), node(A, phase="drained")),
         (),
     ),
-    "done: the last state first": (
+    "all members have finished: the last state is saved first": (
         view(job(A, B), node(A, phase="succeeded"), node(B, phase="succeeded")),
         (EndGeneration(ending=Ending(phase="succeeded", state=StateRef(generation=1, step=48))),),
     ),
-    "done, state in the bucket": (
+    "all members have finished and the last state is in the bucket: the job succeeds": (
         view(
             job(ending=Ending(phase="succeeded"), checkpoints=(StateRef(generation=1, step=48),)),
             node(A, phase="succeeded"),
         ),
         (Finish("succeeded", ""),),
     ),
-    "one has not finished": (view(job(A, B), node(A, phase="succeeded"), node(B)), ()),
-    "one was killed before it finished: again": (
+    "one of two members has finished: the other is awaited": (view(job(A, B), node(A, phase="succeeded"), node(B)), ()),
+    "one member has finished and another was killed: a generation begins again": (
         view(job(A, B, C), node(A, phase="succeeded"), failed(C, "peer"), node(B, connected=False)),
         (start(A, C, cause=KILL),),
     ),
-    "set-up fails everywhere": (
+    "the set-up fails on every node: the job fails": (
         view(job(), spare(A, failure=failure("setup"), phase="failed")),
         (Finish("failed", "set-up failed on a: boom"),),
     ),
-    "a dead machine that the cloud still counts, needed": (
+    "a dead machine is needed and the cloud still counts it: it is replaced": (
         view(job(), spare(A), frozen(B, 4, snapshot=None), expected=2, machines=listed(A, B)),
         (Recreate(node=B, pool="p"),),
     ),
-    "a dead machine that alone holds the state gets a moment": (
+    "a dead machine alone holds the state: the head waits a moment": (
         view(job(), spare(A), frozen(B, 4), expected=2, machines=listed(A, B)),
         (Save(StateRef(generation=1, step=48), (B,)),),
     ),
-    "no machine is replaced because the head sees none": (
+    "all machines are silent: none is replaced": (
         view(job(), frozen(A, 40, snapshot=None), frozen(B, 40, snapshot=None), machines=listed(A, B)),
         (),
     ),
@@ -329,15 +359,15 @@ CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
         view(job(ending=Ending(phase="succeeded", deadline=NOW + 9)), node(A), frozen(B, 40), machines=listed(A, B)),
         (Save(StateRef(generation=1, step=48), (A,)),),
     ),
-    "another job's set-up failure is not this one's": (
+    "the set-up of another job failed: nothing is done": (
         view(job(), spare(A, job="i", failure=failure("setup"), phase="failed")),
         (),
     ),
-    "set-up fails on one, others still prepare": (
+    "the set-up fails on one node and others still prepare: the job waits": (
         view(job(), spare(A, failure=failure("setup"), phase="failed"), spare(B, phase="preparing")),
         (),
     ),
-    "all leave, spares stand by: first the state": (
+    "all members leave and spares are ready: the state is saved first": (
         view(
             job(A, B, draining=Draining(step=56, cause=PREEMPT, deadline=NOW + 27)),
             *(node(n, phase="drained", notice=notice(), snapshot=StateRef(generation=1, step=56)) for n in (A, B)),
@@ -345,7 +375,7 @@ CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
         ),
         (EndGeneration(PREEMPT),),
     ),
-    "the state of those that leave is on its way": (
+    "the state of leaving members is being uploaded: spares wait for it": (
         view(
             job(
                 generation=1,
@@ -357,7 +387,7 @@ CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
         ),
         (),
     ),
-    "the state of those that leave is in the bucket": (
+    "the state of leaving members is in the bucket: spares begin": (
         view(
             job(generation=1, checkpoints=(StateRef(generation=1, step=56),)),
             *(node(n, phase="drained", notice=notice(), snapshot=StateRef(generation=1, step=56)) for n in (A, B)),
@@ -365,29 +395,29 @@ CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
         ),
         (start(C, D, "e"),),
     ),
-    "a snapshot that is gone is given up": (
+    "a node does not have the snapshot any more: its upload is given up": (
         view(
             job(saving=Saving(ref=StateRef(generation=1, step=48), holders=(A,), since=NOW - 9)),
             node(A, phase="drained", late=48),
         ),
         (AbortSave("a node does not have that snapshot any more"),),
     ),
-    "a large checkpoint gets its time": (
+    "a checkpoint takes 200 s: it is not given up": (
         view(
             job(A, B, saving=Saving(ref=StateRef(generation=1, step=40), holders=(A, B), since=NOW - 200)),
             *(node(A), node(B)),
         ),
         (),
     ),
-    "done, the holders have not reported to a new head yet": (
+    "the job is done and no holder of its last state has reported to a new head: wait": (
         view(job(last=(member(A), member(B)), ending=Ending(phase="succeeded", deadline=NOW + 50)), awake_since=NOW),
         (),
     ),
-    "done, the link to the holders broke": (
+    "the job is done and the holder of its last state disconnected: wait": (
         view(job(ending=Ending(phase="succeeded", deadline=NOW + 50)), node(A, connected=False)),
         (),
     ),
-    "done, the holders are gone": (
+    "the job is done and the holder of its last state is gone: finish": (
         view(job(ending=Ending(phase="succeeded", deadline=NOW + 50)), node(A, connected=False, cloud="gone")),
         (Finish("succeeded", ""),),
     ),
@@ -395,25 +425,25 @@ CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
         view(job(generation=1, last=(member(A), member(B), member(C))), spare(A), spare(B), awake_since=NOW - 1),
         (),
     ),
-    "all members vanished while no head was there": (
+    "all members vanished while there was no head: spares begin": (
         view(job(A, B), spare(C), spare(D), vanished=frozenset((A, B)), awake_since=NOW - 30),
         (start(C, D, cause=Cause(kind="kill", node="a, b")),),
     ),
-    "one has finished, the other hangs": (
+    "one member has finished and the other hangs: the stacks are kept": (
         view(
             job(A, B, progress=Progress(base=0, step=50, stepped_at=NOW - 301, pace=0.1)),
             *(node(A, phase="succeeded", stepped_at=NOW - 301), node(B, stepped_at=NOW - 301)),
         ),
         (DumpStacks(),),
     ),
-    "no member takes the generation up": (
+    "no member has joined the generation within start_timeout: begin again": (
         view(
             job(A, B, ordered_at=NOW - 601, generation=2, progress=Progress()),
             *(spare(n, generation=1) for n in (A, B)),
         ),
         (start(A, B, cause=Cause(kind="start", node="a, b")),),
     ),
-    "a member cannot take the generation up": (
+    "the set-up of a member failed: begin without it": (
         view(
             job(A, B, C, ordered_at=NOW - 2, generation=2, progress=Progress()),
             *(node(A, generation=2), spare(B, failure=failure("setup"), phase="failed"), node(C, generation=2)),
@@ -427,25 +457,28 @@ CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
         ),
         (Drain(51, PREEMPT, NOW + 27),),
     ),
-    "slow steps: a frozen member is lost before three of them have passed": (slow(31, stepped=31), (REGROUP_SLOW,)),
-    "slow steps: not while it may be on its way back": (slow(29, stepped=31), ()),
-    "slow steps: not while the others may be in a step": (slow(31, stepped=29), ()),
-    "a long pause is not many steps": (
+    "slow steps: a frozen member is interrupted before three steps' time has passed": (
+        slow(31, stepped=31),
+        (REGROUP_SLOW,),
+    ),
+    "slow steps: a member that is silent for less is not interrupted": (slow(29, stepped=31), ()),
+    "slow steps: a silent member is not interrupted while the others may be in a step": (slow(31, stepped=29), ()),
+    "a long pause before a notice does not count as many steps": (
         view(
             job(A, B, C, progress=Progress(base=0, step=50, stepped_at=NOW - 45, pace=0.1)),
             *(node(n, stepped_at=NOW - 45, notice=notice() if n == B else None) for n in (A, B, C)),
         ),
         (Drain(56, PREEMPT, NOW + 27),),
     ),
-    "one that is being checked is no member yet": (
+    "nodes that are checked or unfit do not become members": (
         view(job(), spare(A), spare(B, phase="checking"), spare(C, phase="unfit")),
         (),
     ),
-    "nor one to grow by": (
+    "a node that is checked is no reason to grow": (
         view(job(A, B, ordered_at=NOW - 1000), node(A), node(B), spare(C, phase="checking")),
         (),
     ),
-    "ended": (view(job(phase="succeeded")), ()),
+    "the job has ended: nothing is done": (view(job(phase="succeeded")), ()),
 }
 
 

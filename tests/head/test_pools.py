@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from spotrun.cloud.base import Advice, Said
 from spotrun.errors import CloudError
 from spotrun.wire import Failure
 from tests.head.world import World
@@ -74,7 +75,7 @@ async def test_the_next_pool_stands_in_for_a_zone_that_does_not_answer(world: Wo
     assert (pools["p"]["target"], pools["q"]["problem"]) == (2, None)
     world.cloud.out = {"p": "machines in z: other words"}
     await world.look()
-    assert sum("does not answer" in event["text"] for event in world.head.events) == 1
+    assert sum("does not answer" in event["text"] for event in world.events()) == 1
 
     # One is lost: silent, and the other says so as well.
     world.head.disconnect("p-1", world.sends["p-1"])
@@ -108,10 +109,10 @@ async def test_a_head_that_has_never_known_a_zone(world: World) -> None:
     assert world.head.fleet.state_of("q-0", 2.0) == "running"
     await world.turn()
     assert world.head.job is not None
-    assert world.head._view(time.time()).vanished == frozenset()
+    assert world.head.job.current == job.current, "who knows whether its members are gone"
     world.receive("p-0", job=job.id)
     world.head.disconnect("p-0", world.sends["p-0"])
-    world.head._forget()
+    world.head.scaler.forget()
     assert "p-0" in world.head.agents.known
     assert world.head.job.current == job.current
     await world.look()
@@ -145,3 +146,27 @@ async def test_machines_of_a_zone_that_did_not_answer_go_once_it_does(world: Wor
     world.cloud.out = {}
     await world.look()
     assert world.cloud.size == {"p": 0, "q": 0}
+
+
+async def test_what_the_cloud_says_about_the_market_is_asked_after_each_look(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without an answer the last one counts, and the log says so once."""
+    fleet = world.head.fleet
+    following = asyncio.create_task(fleet.follow_market())
+
+    async def look() -> None:
+        await fleet.look()
+        for _ in range(5):  # the follower's turns on the loop
+            await asyncio.sleep(0)
+
+    await asyncio.sleep(0)
+    world.cloud.said = {"p": Advice(obtainability=Said(0.5, 1.0, "test"))}
+    await look()
+    assert fleet.advice == world.cloud.said
+    world.cloud.silent.add("advice")
+    await look()
+    await look()
+    assert fleet.advice == world.cloud.said
+    assert [record.message for record in caplog.records] == ["advice: advice: Rate exceeded"]
+    following.cancel()

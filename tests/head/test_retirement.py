@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,13 @@ from hypothesis import strategies as st
 from spotrun.cloud.base import Instance
 from spotrun.head.fleet import record, retirement
 from spotrun.head.fleet.record import Recreate
-from spotrun.head.job_state import Cause, Drain, EndGeneration, JobState, Start
+from spotrun.head.job_state import Cause, Drain, EndGeneration, JobState, KeptNode, Start
 from spotrun.head.timeouts import TIMEOUTS
-from spotrun.head.view import Machine, Node, View
+from spotrun.head.view import Machine, Node
 from spotrun.spec import PoolSpec
 from spotrun.spec.notices import RETIRE_LEAD
 from spotrun.wire import StateRef
-from tests.head.views import NOW, job, node, notice, planned, spare, spec, view, wanted
+from tests.head.views import NOW, Seen, fleet, job, member, node, notice, planned, spare, spec, view, wanted
 from tests.head.world import World, stepping
 
 DAY = 86400.0
@@ -38,8 +39,12 @@ def machine(name: str, left: float, retires: float, life: float = DAY, **changes
     return Machine(**{"name": name, "pool": "p", **values, **changes})
 
 
-def marked(job: JobState, *nodes: Node, machines: tuple[Machine, ...]) -> View:
-    return retirement.mark(view(job, *nodes, machines=machines))
+def marked(job: JobState, *nodes: Node, machines: tuple[Machine, ...]) -> Seen:
+    return marked_view(view(job, *nodes, machines=machines))
+
+
+def marked_view(seen: Seen) -> Seen:
+    return replace(seen, nodes=retirement.mark(fleet(seen)).nodes)
 
 
 # When.
@@ -90,11 +95,11 @@ def test_nobody_retires_early_while_a_machine_is_missing() -> None:
     two = (node("a"), node("b"))
     early = (machine("a", FAR, -1), machine("b", FAR, 300))
     elastic = job("a", "b", spec=spec(nodes={"min": 1, "max": 3}))
-    assert planned(retirement.mark(view(elastic, *two, machines=early, expected=3))) == ()
-    (drain,) = planned(retirement.mark(view(elastic, *two, machines=early, expected=2)))
+    assert planned(marked_view(view(elastic, *two, machines=early, expected=3))) == ()
+    (drain,) = planned(marked_view(view(elastic, *two, machines=early, expected=2)))
     assert isinstance(drain, Drain)
     late = (machine("a", SOON, -1), machine("b", FAR, 300))
-    (drain,) = planned(retirement.mark(view(elastic, *two, machines=late, expected=3)))
+    (drain,) = planned(marked_view(view(elastic, *two, machines=late, expected=3)))
     assert isinstance(drain, Drain)
 
 
@@ -135,6 +140,14 @@ def test_all_whose_end_is_near_retire_together() -> None:
     found = planned(marked(waiting, *drained, machines=machines))
     assert not any(isinstance(each, Recreate | Start) for each in found), "they hold the only state"
     assert found, "which is put into the bucket"
+
+
+def test_a_node_that_is_kept_for_a_person_stays_until_its_machine_ends() -> None:
+    kept = KeptNode(member=member("a"), until=NOW + 600)
+    state = job("a", phase="failed", ended=NOW - 1, current=None, kept_node=kept)
+    machines = (machine("a", left=9000, retires=-2), machine("b", left=9000, retires=-1))
+    seen = marked_view(view(state, spare("a"), spare("b"), machines=machines, expected=2))
+    assert [each.name for each in seen.nodes if each.due] == ["b"], "nor does it hold up another one"
 
 
 def test_a_machine_that_has_retired_is_replaced() -> None:

@@ -19,8 +19,7 @@ from spotrun.head.timeouts import TIMEOUTS
 from spotrun.head.view import Machine, Sign, View
 from spotrun.spec import JobSpec
 from spotrun.store import Store, alive_key
-from spotrun.wire import AliveRecord, Order, StateRef
-from tests.fakes.node import world as machines
+from spotrun.wire import AliveJob, AliveRecord, StateRef
 from tests.head.views import NOW, frozen, job, member, node, planned, spare, spec
 from tests.head.views import view as view_of
 from tests.head.world import World, stepping
@@ -29,7 +28,6 @@ from tests.helpers import await_for
 A, B = "a", "b"
 ALONE = TIMEOUTS.alone
 MADE = 1.0
-PATIENCE = 120.0  # seconds that an agent with torch may take on a busy machine
 HANG = 10.0  # seconds; the bound on silence is 30 s then, and signs come every 2 s
 ONE = spec(nodes=1, hang_timeout=HANG)
 TWO = spec(nodes=2, hang_timeout=HANG)
@@ -225,6 +223,21 @@ def test_a_sign_is_judged_by_the_head_s_clock() -> None:
     assert silence.seen(step, record(at=5.0, step=6, boot="b2"), 130.0).changed == 130.0
 
 
+def test_a_job_that_steps_hides_no_job_that_hangs() -> None:
+    """Two jobs of one node have one sign."""
+
+    def both(at: float, j: int, k: int) -> AliveRecord:
+        steps = (AliveJob(job="j", generation=1, step=j), AliveJob(job="k", generation=4, step=k))
+        return record(at, step=j).replace(jobs=steps)
+
+    sign = silence.seen(None, both(1.0, j=5, k=9), 100.0)
+    sign = silence.seen(sign, both(2.0, j=6, k=9), 110.0)
+    sign = silence.seen(sign, both(3.0, j=7, k=9), 120.0)
+    assert (sign.changed, sign.advanced, sign.jobs) == (120.0, 120.0, {"j": 120.0, "k": 100.0})
+    # The sign of an agent that knows one job.
+    assert silence.seen(sign, record(4.0, step=7), 130.0).jobs == {"j": 120.0}
+
+
 async def test_signs_are_read_and_those_of_gone_machines_removed(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     listed: set[str] | None = None
@@ -272,7 +285,7 @@ async def test_a_frozen_job_of_one_node_gets_another_machine(tmp_path: Path) -> 
     head._began = head._awake_since = time.time() - 400
     await world.turn()
     assert world.head.status()["job"]["phase"] == "silent"
-    assert [e["text"] for e in head.events if e["kind"] == "silence"] == [
+    assert [e["text"] for e in world.events() if e["kind"] == "silence"] == [
         "the only node, p-0, has been silent for 20 s or more; looking in the bucket for signs of life, nothing is "
         "ended before that"
     ]
@@ -286,39 +299,6 @@ async def test_a_frozen_job_of_one_node_gets_another_machine(tmp_path: Path) -> 
     assert head.job.interruptions[-1].kind == "silent"
     await head.replacements.answered()
     assert world.recreated == ["p-0"]
-
-
-@pytest.mark.timeout(900)
-async def test_an_agent_signs_while_it_has_a_job(tmp_path: Path) -> None:
-    async with machines(tmp_path, "node-a") as w:
-        bundle = w.bundle("--steps", "1000000", hang_timeout=5)
-        await w.head.order("node-a", Order(epoch=w.head.epoch, bundle=bundle))
-        await w.head.wait("node-a", lambda r: r.phase == "ready" and r.store, "it is ready", PATIENCE)
-        order = await w.begin(bundle, 1, ["node-a"])
-        key = alive_key("test", "node-a")
-
-        def signed(step: int) -> AliveRecord | None:
-            data = w.store.find(key)
-            found = AliveRecord.model_validate_json(data) if data else None
-            return found if found and found.step >= step else None
-
-        first = await await_for(lambda: signed(1), PATIENCE, "a sign with a step")
-        assert (first.node, first.job, first.generation, first.every) == ("node-a", bundle.id, 1, 1.0)
-        assert first.boot == w.head.reports["node-a"].boot
-        await await_for(lambda: signed(first.step + 1), PATIENCE, "a later one")
-        await w.head.order("node-a", Order(epoch=order.epoch))
-        await await_for(lambda: not w.store.exists(key), PATIENCE, "no sign without a job")
-
-
-@pytest.mark.timeout(900)
-async def test_an_agent_that_ends_well_leaves_no_sign(tmp_path: Path) -> None:
-    """It has taken a job; whether that is ready yet does not matter."""
-    async with machines(tmp_path, "node-a") as w:
-        await w.head.order("node-a", Order(epoch=w.head.epoch, bundle=w.bundle()))
-        key = alive_key("test", "node-a")
-        await await_for(lambda: w.store.exists(key), PATIENCE, "a sign")
-        await w.machines[0].end()
-        assert not w.store.exists(key)
 
 
 def test_the_bounds_follow_the_job_s_own() -> None:

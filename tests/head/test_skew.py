@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -29,13 +30,15 @@ from spotrun.wire import (
     Document,
     HeadRecord,
     HostRecord,
+    JobOrder,
+    JobReport,
     Manifest,
     Order,
     Report,
     UnfitRecord,
     read_queue,
 )
-from tests.head.world import CODE, JOB, World, asked, rewrite, stepping
+from tests.head.world import CODE, JOB, World, asked, phases, rewrite, stepping
 
 NEWER = {"from_tomorrow": {"deep": [1]}, "another": None}
 
@@ -47,7 +50,7 @@ def maps(model: type[BaseModel]) -> set[str]:
     return found.union(*(maps(each) for each in model.__subclasses__()))
 
 
-MAPS = {"env", "labels", "capacity"} | maps(Document)
+MAPS = {"env", "labels", "capacity", "inputs"} | maps(Document)
 
 
 @pytest.fixture
@@ -65,8 +68,8 @@ def grown(value: Any) -> Any:
 def running(world: World, job: JobState, step: int) -> None:
     """Both members train on; each report has unknown keys, as of a newer agent."""
     for name in ("a", "b"):
-        values = {"node": name, "boot": "b", "pool": "p", "zone": "z", "address": "127.0.0.1", "store": f"{name}:1"}
-        report = Report(**values, job=job.id, phase="running", generation=1, workers=stepping(step))
+        work = JobReport(job=job.id, phase="running", generation=1, store=f"{name}:1", workers=stepping(step))
+        report = Report(node=name, boot="b", pool="p", zone="z", address="127.0.0.1", jobs=(work,))
         received = _report(json.dumps(grown(report.model_dump(mode="json"))))
         assert isinstance(received, Report), received
         assert received == report
@@ -91,7 +94,7 @@ async def test_a_job_runs_on_under_an_older_head(world: World) -> None:
     await world.look()
     assert world.head.job is not None
     assert (world.head.job.id, world.head.job.generation, world.head.job.reached) == (job.id, 1, 9)
-    assert [order.generation.number for order in world.orders["a"] if order.generation] == [1]
+    assert [each.generation.number for order in world.orders["a"] for each in order.jobs if each.generation] == [1]
     assert world.cloud.calls == []
     assert world.queue() == [job.id]
 
@@ -108,7 +111,7 @@ async def test_an_older_head_keeps_the_unknown_keys_of_a_job_file(world: World) 
     await world.turn()
     state = json.loads(world.store.get(job_key(job.id, "state.json")))
     assert (state["epoch"], state["spec"]) == (2, expected)
-    assert [order.bundle.job for order in world.orders["a"] if order.bundle][-1] == expected
+    assert world.orders["a"][-1].jobs[0].bundle.job == expected
 
 
 async def test_a_newer_head_reads_what_an_older_one_kept(world: World) -> None:
@@ -123,11 +126,11 @@ async def test_a_newer_head_reads_what_an_older_one_kept(world: World) -> None:
 
 
 def test_an_order_of_a_newer_head_is_read() -> None:
-    order = Order(epoch=3, bundle=Bundle(id="j", code=CODE, job=JobSpec(script="a.py").model_dump(mode="json")))
+    bundle = Bundle(id="j", code=CODE, job=JobSpec(script="a.py").model_dump(mode="json"))
+    order = Order(epoch=3, jobs=(JobOrder(bundle=bundle),))
     read = Order.model_validate_json(json.dumps(grown(order.model_dump(mode="json"))))
     assert read.epoch == 3
-    assert read.bundle is not None
-    assert JobSpec.kept(read.bundle.job) == JobSpec(script="a.py")
+    assert JobSpec.kept(read.jobs[0].bundle.job) == JobSpec(script="a.py")
 
 
 @pytest.mark.parametrize(
@@ -183,7 +186,7 @@ def test_what_a_person_wrote_is_strict(tmp_path: Path) -> None:
 async def test_a_newer_operator_submits_a_job(world: World) -> None:
     job = await world.head.submit(JOB | {"hold_longer": 5.0}, CODE)
     assert world.written(job).spec.name == "toy"
-    said = [event["text"] for event in world.head.events if event["kind"] == "job"]
+    said = [event["text"] for event in world.events() if event["kind"] == "job"]
     assert said == [f"{job}: this head is of another version, it ignores hold_longer"]
 
 
@@ -205,7 +208,7 @@ UNREADABLE = {
 
 @pytest.mark.parametrize(("change", "reason"), UNREADABLE.values(), ids=UNREADABLE.keys())
 async def test_a_job_that_cannot_be_read_is_parked(world: World, change: Callable[[Any], Any], reason: str) -> None:
-    """It keeps its place and its machines, its agents get no word, and everybody hears of it."""
+    """It keeps its place and its machines, its agents get no order, and everybody hears of it."""
     job = await world.started()
     behind = await world.head.submit(JOB, CODE)
     world.cloud.size["p"] = 2
@@ -219,25 +222,28 @@ async def test_a_job_that_cannot_be_read_is_parked(world: World, change: Callabl
         world.receive(name, job=job.id, phase="running", generation=1, workers=stepping(3))
     await world.turn(3)
     await world.look()
-    assert (world.orders, world.cloud.calls) == ({"a": [], "b": []}, [])
-    assert (world.queue(), head.job) == ([job.id, behind], None)
+    assert world.orders == {"a": [], "b": []}
+    assert world.cloud.calls == [("resize", ("p", 4))], "the next one gets machines of its own"
+    assert world.queue() == [job.id, behind]
+    assert head.job is not None
+    assert (head.job.id, head.job.current) == (behind, None), "the next one needs other machines"
     assert world.store.get(job_key(job.id, "state.json")) == bad
-    said = [event["text"] for event in head.events if event["kind"] == "job"]
+    said = [event["text"] for event in world.events() if event["kind"] == "job"]
     assert len(said) == 1, "said once"
     assert f"{job.id} is parked, with its machines: " in said[0]
     assert reason in said[0]
     assert head.status()["parked"]["text"] == said[0]
     assert job.id in display.text(head.status())
-    assert await asked(world, head, "jobs") == [
-        {"job": job.id, "phase": "parked"},
-        {"job": behind, "phase": "queued"},
+    assert await phases(world, head) == [
+        (job.id, "parked"),
+        (behind, "queued"),
     ]
     with pytest.raises(UnreadableError, match="is parked"):
         await head.load(job.id)
 
     world.store.put(job_key(job.id, "state.json"), good)
     await turn_later(head)
-    assert (head.parked, head.status()["parked"]) == (None, None)
+    assert (head.parked, head.status()["parked"]) == ({}, None)
     assert head.job is not None
     assert (head.job.id, head.job.current) == (job.id, job.current)
 
@@ -252,7 +258,7 @@ async def test_a_parked_job_can_be_taken_out_of_the_queue(world: World) -> None:
     assert await asked(world, head, "stop", job) == {"job": job}
     await world.turn()
     assert head.job is not None
-    assert (head.job.id, head.parked, world.queue()) == (behind, None, [behind])
+    assert (head.job.id, head.parked, world.queue()) == (behind, {}, [behind])
     assert world.store.get(job_key(job, "state.json")) == bad
 
 
@@ -274,7 +280,7 @@ async def test_a_queue_of_a_newer_format_keeps_a_job_that_cannot_be_read(world: 
     head = world.new_head()
     await world.turn()
     assert head.jobs == [job]
-    assert head.parked is not None
+    assert list(head.parked) == [job]
 
 
 async def test_a_checkpoint_of_a_newer_format_parks_its_job_and_stays(world: World) -> None:
@@ -285,8 +291,7 @@ async def test_a_checkpoint_of_a_newer_format_parks_its_job_and_stays(world: Wor
         world.store.put(checkpoint_key(job, step), json.dumps(manifest | more).encode())
     head = world.new_head()
     await world.turn()
-    assert head.parked is not None
-    assert "0000000010/manifest.json is not a manifest: format: has format 2" in head.parked.reason
+    assert "0000000010/manifest.json is not a manifest: format: has format 2" in head.parked[job].reason
     checkpoints.prune(world.store, job, 1)
     assert world.store.exists(checkpoint_key(job, 10))
     assert [ref.step for ref in checkpoints.list_complete(world.store, job)] == [5]
@@ -303,6 +308,6 @@ def test_a_queue_is_read() -> None:
 
 async def turn_later(head: Head) -> None:
     """A turn at which the head tries again to read a parked job."""
-    assert head.parked is not None
-    head.parked = job_queue.Parked(head.parked.job, head.parked.reason, time.time() - 2 * job_queue.TRY_EVERY)
+    at = time.time() - 2 * job_queue.TRY_EVERY
+    head.parked = {job: replace(each, tried=at) for job, each in head.parked.items()}
     await head._turn(time.time())

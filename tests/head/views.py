@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+from spotrun.head.capacity.sizes import Need, Pool
+from spotrun.head.demand import Wish
 from spotrun.head.fleet.classify import classify
-from spotrun.head.fleet.decide import decide
+from spotrun.head.fleet.decide import FleetPlan, decide
 from spotrun.head.fleet.decide import wanted as wanted_now
-from spotrun.head.fleet.record import Recreate
+from spotrun.head.fleet.record import Recreate, Replacement
 from spotrun.head.job_state import Cause, JobState, Progress, Start
 from spotrun.head.planner.plan import plan
-from spotrun.head.view import Machine, Node, View
+from spotrun.head.view import FleetView, Machine, Node, View
 from spotrun.spec import JobSpec
-from spotrun.wire import Failure, Generation, Member, Notice, Part, Report, StateRef, Worker
+from spotrun.wire import Failure, Generation, JobReport, Member, Notice, Part, Report, StateRef, Worker
 
 NOW = 1000.0
 A, B, C, D = "a", "b", "c", "d"
@@ -67,15 +71,39 @@ def node(name: str, **changes: Any) -> Node:
         "snapshot": StateRef(generation=1, step=48),
     }
     outer = {"connected": True, "reported_at": NOW - 0.1, "cloud": "running", **outer}
-    return Node(report=Report(**{**report, **changes}), **outer)
+    found = Report.model_validate({**report, **changes})
+    return Node(report=found, work=found.jobs[0] if found.jobs else JobReport(), **outer)
 
 
 def spare(name: str, **changes: Any) -> Node:
     return node(name, **{"phase": "ready", "generation": 0, "workers": (), "snapshot": None, **changes})
 
 
-def view(job: JobState, *nodes: Node, **changes: Any) -> View:
-    return View(**{"now": NOW, "job": job, "nodes": nodes, "expected": 3, "waiting_since": NOW - 1, **changes})
+@dataclass(frozen=True)
+class Seen(View):
+    """What a job sees, and what the cloud was asked about its machines."""
+
+    replaced: tuple[Replacement, ...] = ()
+
+
+def view(job: JobState, *nodes: Node, **changes: Any) -> Seen:
+    """What the job sees. It has all of the nodes and may have all of the machines."""
+    found = Seen(**{"now": NOW, "job": job, "nodes": nodes, "expected": 3, "waiting_since": NOW - 1, **changes})
+    return replace(found, conditions=classify(fleet(found)))
+
+
+def fleet(seen: Seen) -> FleetView:
+    """The same of a fleet that has no other job."""
+    kept = ("now", "nodes", "expected", "began", "awake_since", "machines", "listed", "signs", "joined", "replaced")
+    jobs = () if seen.job.over else (seen.job,)
+    return FleetView(jobs=jobs, **{key: getattr(seen, key) for key in kept})
+
+
+def fleet_plan(seen: Seen, pools: Sequence[Pool] = (), needed: int | None = None) -> FleetPlan:
+    """What to ask of the cloud. needed: the machines that the job wants; None: keep the sizes."""
+    found, keep = fleet(seen), frozenset(member.node for member in seen.job.last)
+    wish = None if needed is None else Wish((Need(needed),) if needed else (), keep)
+    return decide(found, classify(found), pools, wish)
 
 
 def listed(*names: str) -> tuple[Machine, ...]:
@@ -108,11 +136,11 @@ def frozen(name: str, seconds: float, **changes: Any) -> Node:
     return node(name, reported_at=NOW - seconds, stepped_at=NOW - seconds, **changes)
 
 
-def planned(view: View) -> tuple[Any, ...]:
+def planned(seen: Seen) -> tuple[Any, ...]:
     """All that the head does now: for the job, then about single machines."""
-    return (*plan(view).actions, *decide(view).recreate)
+    return (*plan(seen).actions, *fleet_plan(seen).recreate)
 
 
-def wanted(view: View, action: Recreate) -> bool:
+def wanted(seen: Seen, action: Recreate) -> bool:
     """Whether that machine should still be replaced."""
-    return action in wanted_now(view, classify(view))
+    return action in wanted_now(fleet(seen), classify(fleet(seen)))

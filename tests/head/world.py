@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from aiohttp import ClientSession, UnixConnector, web
 
-from spotrun.cloud.base import Instance, Problem
+from spotrun.cloud.base import Advice, Instance, Problem
 from spotrun.errors import CloudError, PartialError, SpotrunError
 from spotrun.head.clock import Clock
 from spotrun.head.fleet.record import Replacement
@@ -27,7 +27,7 @@ from spotrun.wire import Order, Report, Worker, read_queue
 T = TypeVar("T")
 
 CODE = "0" * 64
-JOB = {"name": "toy", "script": "train.py", "nodes": {"min": 2, "max": 2}}
+JOB: dict[str, Any] = {"name": "toy", "script": "train.py", "nodes": {"min": 2, "max": 2}}
 
 
 class MemoryCloud:
@@ -43,6 +43,7 @@ class MemoryCloud:
         self.room: dict[str, int] = {}  # machines that a pool can have at the most, whatever its size
         self.silent: set[str] = set()  # what cannot be asked: prices, problems
         self.price: dict[str, float] = {"p": 1.0, "q": 2.0}
+        self.said: dict[str, Advice] = {}
         self.refusal: str | Exception = ""  # what a recreate is refused with
         self.hold = asyncio.Event()  # a recreate waits for it
         self.hold.set()
@@ -88,6 +89,10 @@ class MemoryCloud:
         self.throttle("prices")
         return dict(self.price)
 
+    async def advice(self) -> Mapping[str, Advice]:
+        self.throttle("advice")
+        return self.said
+
     async def problems(self) -> list[Problem]:
         self.throttle("problems")
         return []
@@ -120,7 +125,14 @@ class World:
         return self.head
 
     def receive(self, name: str, link: str = "", **values: Any) -> None:
-        report = {"node": name, "boot": "b", "pool": "p", "zone": "z", "address": "127.0.0.1", "store": f"{name}:1"}
+        report: dict[str, Any] = {
+            "node": name,
+            "boot": "b",
+            "pool": "p",
+            "zone": "z",
+            "address": "127.0.0.1",
+        }
+        report |= {"job": None, "store": f"{name}:1"}  # the keys of one job may be given beside those of the node
         received = self.orders.setdefault(name + link, [])
         send = self.sends.setdefault(name + link, received.append)
         self.head.receive(Report.model_validate({**report, "phase": "ready", **values}), send)
@@ -146,17 +158,25 @@ class World:
         await self.turn()
         await self.look()
         await self.look()
+        await self.turn()
         return job
+
+    def events(self) -> list[dict[str, Any]]:
+        """Those that the status document would show."""
+        return self.head.events.seen_from(self.head.job)
 
     async def turn(self, times: int = 1) -> None:
         for _ in range(times):
             await self.head._turn(self.clock())
+            if tasks := self.head.completions.tasks:
+                await asyncio.gather(*tasks.values())
+                await self.head._turn(self.clock())
 
     async def look(self) -> None:
-        """One look of `watch_cloud`."""
+        """One look of the scaler."""
         looked = asyncio.Event()
         self.head._changed = looked
-        task = asyncio.create_task(self.head.watch_cloud())
+        task = asyncio.create_task(self.head.scaler.run())
         waiting = asyncio.create_task(looked.wait())
         await asyncio.wait([task, waiting], return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
@@ -190,16 +210,22 @@ def rewrite(world: World, key: str, change: Callable[[Any], Any]) -> None:
     world.store.put(key, json.dumps(change(json.loads(world.store.get(key)))).encode())
 
 
-async def asked(world: World, head: Head, verb: str, job: str | None = None) -> Any:
-    """The answer of the head's control socket."""
+async def phases(world: World, head: Head) -> list[tuple[str, str]]:
+    """The jobs that the head lists, with their phases."""
+    return [(each["id"], each["phase"]) for each in await asked(world, head, "jobs")]
+
+
+async def asked(world: World, head: Head, verb: str, job: str | None = None, **more: Any) -> Any:
+    """The answer of the head's control socket. more: other keys of the request."""
     runner = web.AppRunner(ControlServer(head).app())
     await runner.setup()
     path = str(world.root / "s")
     try:
         await web.UnixSite(runner, path).start()
         async with ClientSession(connector=UnixConnector(path)) as session:
-            call = session.get if job is None else session.post
-            async with call(f"http://head/{verb}", **({} if job is None else {"json": {"job": job}})) as response:
+            posts = verb.partition("?")[0] not in ("jobs", "status")
+            call = session.post if posts else session.get
+            async with call(f"http://head/{verb}", **({"json": {"job": job, **more}} if posts else {})) as response:
                 if response.status != 200:
                     raise SpotrunError(await response.text())
                 return await response.json()

@@ -119,7 +119,7 @@ class Group(mirror.Group):
         network = f"--network-namespace-path={machine.network.path}"
         unshare = ["unshare", "--mount", "--propagation", "private", "sh", "-c", _START, "start"]
         environment = {
-            **self._environment(node, disk, disk, disk),
+            **self._env(node, node.environment(self.layout.mark(node.name), disk, disk, disk)),
             "CGROUP": " ".join(map(str, machine.cgroups)),
             "ROOT": str(self._root),
             "DISK": str(disk),

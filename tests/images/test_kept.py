@@ -6,16 +6,19 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from images import build, kept
 from spotrun.cloud.base import Image
-from spotrun.cloud.gcp import api
 from spotrun.errors import SpotrunError
-from tests.fakes import gce, moto_server
+from spotrun.spec import load_cluster
+from tests.fakes import moto_server
 from tests.fakes.moto_server import Moto
+
+if TYPE_CHECKING:
+    from tests.fakes.gce import FakeGce
 
 GCP = """
 name: demo
@@ -79,8 +82,10 @@ def test_a_local_cluster_has_no_images(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.fixture
-def google(monkeypatch: pytest.MonkeyPatch) -> Iterator[gce.FakeGce]:
+def google(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGce]:
     """Four images, of which a cluster that is up uses the oldest, and one that is none of spotrun's."""
+    from tests.fakes import gce  # not at the top: Google's library takes seconds to import
+
     with gce.running(page=2) as fake:
         for name, value in fake.environment.items():
             monkeypatch.setenv(name, value)
@@ -113,7 +118,7 @@ STACK: dict[str, Any] = {
 }
 
 
-def test_images_of_a_project(google: gce.FakeGce, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_images_of_a_project(google: FakeGce, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = cluster(tmp_path, GCP)
     assert kept.main([file]) == 0
     said = capsys.readouterr().out
@@ -135,10 +140,10 @@ def test_images_of_a_project(google: gce.FakeGce, tmp_path: Path, capsys: pytest
 
 
 def test_a_slow_deletion_is_no_error(
-    google: gce.FakeGce, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    google: FakeGce, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     google.times.operation = 600.0
-    monkeypatch.setattr(api, "_SETTLE", 0.2)
+    monkeypatch.setattr("spotrun.cloud.gcp.api._SETTLE", 0.2)
     assert kept.main([cluster(tmp_path, GCP), "--prune", "2"]) == 0
     assert google.calls.count("images.delete") == google.calls.count("global_operations.wait") == 1
     assert "is removed: 0.30 dollars a month less" in capsys.readouterr().err
@@ -160,7 +165,7 @@ def test_images_of_an_account(amazon: Moto, tmp_path: Path, capsys: pytest.Captu
     ec2.create_launch_template(LaunchTemplateName="demo--spot", LaunchTemplateData={"ImageId": made[0][0]})
     (machine,) = ec2.run_instances(ImageId=made[1][0], MinCount=1, MaxCount=1)["Instances"]
     # moto makes all of them at one moment; the order of equals is that of the list.
-    found = {each.name: each for each in kept.baked(kept.load_cluster(file), file)}
+    found = {each.name: each for each in kept.baked(load_cluster(file), file)}
     assert sorted(found) == [f"spotrun-{number}" for number in (1, 2, 3, 4)]
     assert (found["spotrun-1"].users, found["spotrun-2"].users) == (("demo--spot",), (machine["InstanceId"],))
     assert found["spotrun-3"].users == ()

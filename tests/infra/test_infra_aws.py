@@ -254,14 +254,15 @@ NODE_RIGHTS = [
     (
         ["s3:GetObject"],
         [
-            *(f"{BUCKET}/{each}" for each in ("code/*", "data/*", "clusters/demo/head.json", "jobs/*/checkpoints/*")),
+            *(f"{BUCKET}/{each}" for each in ("code/*", "data/*", "clusters/demo/head.json")),
+            *(f"{BUCKET}/jobs/*/{each}/*" for each in ("checkpoints", "kept")),
             *OWN[1:],
         ],
         None,
     ),
     (
         ["s3:AbortMultipartUpload", "s3:PutObject"],
-        [*(f"{BUCKET}/jobs/*/{each}*" for each in ("checkpoints/*/g", "logs/", "metrics/", "system/")), *OWN],
+        [*(f"{BUCKET}/jobs/*/{each}*" for each in ("checkpoints/*/g", "kept/", "logs/", "metrics/", "system/")), *OWN],
         None,
     ),
     (["s3:PutObjectTagging"], f"{BUCKET}/jobs/*/logs/*", None),

@@ -24,6 +24,7 @@ POOLS = """
   - {name: steady, zone: us-central1-b, machine: g2-standard-8, market: on-demand}
   - {name: cpu, zone: us-central1-a, machine: n2-standard-8, market: on-demand, max_run_duration: 2h}
   - {name: t4, zone: us-central1-a, machine: n1-standard-8, accelerator: {type: nvidia-tesla-t4, count: 2}}
+  - {name: flex, zone: us-central1-b, machine: g2-standard-8, market: flex, max_run_duration: 3d}
   - {name: b200, zone: us-central1-a, machine: a4-highgpu-8g}
 """
 HEADER = "name: demo\ncloud: gcp\nregion: us-central1\nproject: my-project\n"
@@ -143,6 +144,7 @@ def test_the_bucket_is_granted_on_the_bucket(cluster: Cluster) -> None:
         "node-list": ("roles/storage.legacyBucketReader", False),
         "node-read": ("roles/storage.objectViewer", True),
         "node-checkpoints": ("roles/storage.objectCreator", True),
+        "node-kept": ("roles/storage.objectCreator", True),
         "node-records": ("roles/storage.objectUser", True),
     }
     for right in granted.values():
@@ -164,17 +166,19 @@ def test_the_head_may_do_what_its_cloud_module_asks_and_no_more(cluster: Cluster
         "groups.resize_unary": "compute.instanceGroupManagers.update",
         "groups.delete_instances_unary": "compute.instanceGroupManagers.update",
         "groups.recreate_instances_unary": "compute.instanceGroupManagers.update",
+        "resizes.list": "compute.instanceGroupManagers.list",
+        "resizes.insert_unary": "compute.instanceGroupManagers.update",
+        "resizes.cancel_unary": "compute.instanceGroupManagers.update",
+        "advice.capacity": "compute.advice.capacity",
+        "advice.capacity_history": "compute.advice.capacityHistory",
         "operations.wait": "compute.zoneOperations.get",
         "regions.get": "compute.regions.get",
         "projects.get": "compute.projects.get",
     }
+    clients = "instances|groups|operations|regions|projects|images|advice|resizes"
     modules = (ROOT / "agent/spotrun/cloud/gcp").glob("*.py")
     sources = [path.read_text() for path in modules if path.name not in OPERATORS]
-    calls = {
-        ".".join(call)
-        for source in sources
-        for call in re.findall(r"\b\w+\.(instances|groups|operations|regions|projects|images)\.(\w+)[()]", source)
-    }
+    calls = {".".join(call) for source in sources for call in re.findall(rf"\b\w+\.({clients})\.(\w+)[()]", source)}
     roles = cluster.base.all("google_project_iam_custom_role")
     granted = [permission for role in roles.values() for permission in role["permissions"]]
     assert sorted(granted) == sorted({needs[call] for call in calls})
@@ -307,6 +311,16 @@ def test_every_machine_is_shielded_private_and_known(cluster: Cluster, pool: str
                 "max_run_duration": {"seconds": 7200},
             },
         ),
+        (
+            "flex",
+            {
+                "provisioning_model": "FLEX_START",
+                "automatic_restart": False,
+                "on_host_maintenance": "TERMINATE",
+                "instance_termination_action": "DELETE",
+                "max_run_duration": {"seconds": 259200},
+            },
+        ),
         ("head", {"provisioning_model": "STANDARD", "automatic_restart": True, "on_host_maintenance": "MIGRATE"}),
     ],
 )
@@ -396,6 +410,14 @@ def test_pools_start_at_none_and_their_size_is_the_heads_to_set(cluster: Cluster
     # What comes back after a preemption is of the template as it is now.
     assert made["instance_lifecycle_policy"] == {"default_action_on_failure": "REPAIR", "force_update_on_repair": "YES"}
     assert made["version"] == [{"instance_template": f"${{{TEMPLATE}.{pool}-template.self_link}}"}]
+
+
+def test_a_flex_pool_uses_no_reservation_and_its_group_repairs_nothing(cluster: Cluster) -> None:
+    """Google demands both of groups that get their machines by resize requests."""
+    assert template(cluster, "flex")["reservation_affinity"] == {"type": "NO_RESERVATION"}
+    assert "reservation_affinity" not in template(cluster, "spot")
+    assert group(cluster, "flex")["instance_lifecycle_policy"] == {"default_action_on_failure": "DO_NOTHING"}
+    assert group(cluster, "flex")["target_size"] == 0
 
 
 def test_there_is_one_head_that_keeps_its_address(cluster: Cluster) -> None:

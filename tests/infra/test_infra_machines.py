@@ -10,6 +10,8 @@ from infra.gcp import options
 from spotrun.errors import SpotrunError
 from spotrun.spec import ClusterSpec, PoolSpec
 
+pytestmark = pytest.mark.clouds
+
 
 def pool(machine: str, **keys: Any) -> PoolSpec:
     text = {"name": "x", "zone": "us-central1-a", "machine": machine, **keys}
@@ -46,6 +48,17 @@ def test_machines_that_cannot_be_placed_are_refused(machine: str) -> None:
 def test_runs_that_google_does_not_take_are_refused(length: str) -> None:
     with pytest.raises(SpotrunError, match="Google allows 30s to 120d"):
         options.scheduling(pool("g2-standard-8", max_run_duration=length))
+
+
+@pytest.mark.parametrize("length", ["9m", "30s"])
+def test_runs_of_flex_machines_that_google_does_not_take_are_refused(length: str) -> None:
+    with pytest.raises(SpotrunError, match="Google allows 10m to 7d for market flex"):
+        options.scheduling(pool("g2-standard-8", market="flex", max_run_duration=length))
+
+
+def test_a_flex_machine_runs_for_a_week_unless_the_file_says_otherwise() -> None:
+    found = options.scheduling(pool("g2-standard-8", market="flex"))
+    assert (found["provisioning_model"], found["max_run_duration"]) == ("FLEX_START", {"seconds": 604800})
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from aiohttp import web
 from spotrun.errors import StoreError
 from spotrun.spec import ClusterSpec
 from spotrun.state import slots
-from spotrun.store import Store, checkpoint_key, head_key, host_key, log_key, unfit_key
+from spotrun.store import Store, checkpoint_key, head_key, host_key, kept_key, log_key, unfit_key
 from spotrun.train import download
 from spotrun.wire import Manifest, Order, SaveOrder
 from tests.fakes import gcs
@@ -78,6 +78,7 @@ ATTACKS = {
     "say that a job has ended": ("put", "jobs/other-1/state.json"),
     "write a job's events": ("put", "jobs/other-1/events.jsonl"),
     "remove a checkpoint": ("delete", "jobs/other-1/checkpoints/0000000048/g1-shard-00001-of-00001.safetensors"),
+    "remove a folder that a job has left": ("delete", "jobs/other-1/kept/0001/out/model.bin"),
     "remove its manifest": ("delete", "jobs/other-1/checkpoints/0000000048/manifest.json"),
     "make a checkpoint count": ("put", "jobs/other-1/checkpoints/0000000048/manifest.json"),
     "change what operators put there": ("put", "data/images/1.tar"),
@@ -115,6 +116,8 @@ def test_a_node_may(cloud: Cloud) -> None:
         ("get", "data/images/1.tar"),
         ("get", checkpoint_key("other-1", 48)),
         ("put", checkpoint_key("j-1", 48, "g1-state-of-00002.json")),
+        ("put", kept_key("j-1", 1, "out/model.bin")),
+        ("get", kept_key("other-1", 1, "out/model.bin")),
         ("abort", checkpoint_key("j-1", 48, "g1-shard-00001-of-00002.safetensors")),
         ("list", ""),
     ]:

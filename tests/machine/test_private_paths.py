@@ -288,7 +288,8 @@ def test_no_other_user_has_the_server_fork(public: Path) -> None:
         assert as_nobody(lambda: ask_for_a_fork(address)).startswith("PermissionError")
         for path in (Path(address), Path(address).parent):
             path.chmod(0o777)
-        assert as_nobody(lambda: ask_for_a_fork(address)) in ("passed over", "ConnectionResetError", "BrokenPipeError")
+        answer = as_nobody(lambda: ask_for_a_fork(address)).partition(":")[0]
+        assert answer in ("passed over", "ConnectionResetError", "BrokenPipeError")
         launcher.stdin.write("x")
         launcher.stdin.flush()
         assert launcher.stdout.readline().strip() == "7"

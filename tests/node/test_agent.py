@@ -21,14 +21,14 @@ from spotrun.node.connection import Connection
 from spotrun.state import shards
 from spotrun.store import Store, checkpoint_key, code_key, head_key, host_key
 from spotrun.wire import MAX_MESSAGE, HostRecord, Order, Report, SaveOrder, StateRef, hash_of
-from tests.fakes.head import FakeHead
-from tests.fakes.node import HELPER, TOY, Machine, put_code, wheel, world
+from tests.fakes.head import FakeHead, Seen
+from tests.fakes.node import HELPER, TOY, Machine, changed, order_of, put_code, wheel, world
 from tests.helpers import await_for
 
 A, B = "node-a", "node-b"
 
 
-def worker(report: Report) -> int:
+def worker(report: Seen) -> int:
     return report.workers[0].pid
 
 
@@ -69,13 +69,13 @@ async def test_a_generation_runs_to_its_end(tmp_path: Path) -> None:
         assert ended[1].store == ready[0].store
         phases = ended[0].workers[0].phases
         assert 0 < phases[0] <= phases[1] <= phases[2] <= phases[3]
-        order = [r.phase for r in w.head.history if r.node == A]
+        order = [Seen.of(r).phase for r in w.head.history if r.node == A]
         changes = [phase for n, phase in enumerate(order) if n == 0 or order[n - 1] != phase]
         assert [phase for phase in changes if phase not in ("checking", "running")] == [
             "idle", "preparing", "ready", "starting", "succeeded"
         ]  # fmt: skip
         assert "checking" not in changes[1:], "it is the first or none"
-        doing = {(r.phase, r.doing) for r in w.head.history if r.node == A}
+        doing = {(r.phase, r.doing) for r in map(Seen.of, w.head.history) if r.node == A}
         assert ("preparing", "importing torch") in doing
         assert {text for phase, text in doing if phase in ("idle", "ready", "running", "succeeded")} == {""}
         text = await w.bucket_log(bundle, 1, B, 0, "done at 40")
@@ -107,14 +107,14 @@ async def test_drain_regroup_and_loss(tmp_path: Path) -> None:
 
         # A step that has gone by: refused, and training goes on.
         for name in (A, B):
-            await w.head.order(name, order.model_copy(update={"stop_at": 3}))
+            await w.head.order(name, changed(order, stop_at=3))
         for name in (A, B):
             await w.head.wait(name, lambda r: r.late == 3, "late")
         await w.steps([A, B], 1, max(w.head.reports[name].workers[0].step for name in (A, B)) + 5)
 
         stop = w.head.reports[A].workers[0].step + 150
         for name in (A, B):
-            await w.head.order(name, order.model_copy(update={"stop_at": stop}))
+            await w.head.order(name, changed(order, stop_at=stop))
         drained = await w.phase([A, B], 1, "drained")
         assert [r.snapshot for r in drained] == [StateRef(generation=1, step=stop)] * 2
         assert [r.workers[0].step for r in drained] == [stop, stop]
@@ -145,17 +145,17 @@ async def test_drain_regroup_and_loss(tmp_path: Path) -> None:
 
         # Workers whose generation is taken away are ended; the node is ready for another.
         pid = worker(w.head.reports[A])
-        await w.head.order(A, Order(epoch=1, bundle=bundle))
+        await w.head.order(A, order_of(bundle))
         ready = await w.head.wait(A, lambda r: r.phase == "ready", "ready")
         assert (ready.workers, ready.generation, ready.failure) == ((), 3, None)
         assert gone(pid)
         # What has ended here cannot be taken up again, nor can a store that is not there be used.
-        await w.head.order(A, Order(epoch=1, bundle=bundle, generation=w.generation(3, [A])))
+        await w.head.order(A, order_of(bundle, generation=w.generation(3, [A])))
         missed = await w.head.wait(A, lambda r: r.phase == "failed", "failed")
         assert missed.failure is not None
         assert "has ended on this node already" in missed.failure.message
         stale = w.generation(4, [A]).model_copy(update={"store": "127.0.9.2:9"})
-        await w.head.order(A, Order(epoch=1, bundle=bundle, generation=stale))
+        await w.head.order(A, order_of(bundle, generation=stale))
         (refused,) = await w.phase([A], 4, "failed")
         assert refused.failure is not None
         assert "no store is held at 127.0.9.2:9" in refused.failure.message
@@ -180,7 +180,7 @@ async def test_user_errors_and_hangs(tmp_path: Path) -> None:
         order = await w.begin(bundle, 2, [A, B])
         await w.steps([A, B], 2, 7)
         for name in (A, B):
-            await w.head.order(name, order.model_copy(update={"dump": True}))
+            await w.head.order(name, changed(order, dump=True))
         hung = await w.phase([A, B], 2, "failed")
         for report, rank in zip(hung, (0, 1), strict=True):
             assert report.failure is not None
@@ -207,7 +207,7 @@ async def test_several_workers_on_a_node(tmp_path: Path) -> None:
         order = await w.begin(bundle, 2, [A])
         (running,) = await w.steps([A], 2, 3)
         stop = running.workers[0].step + 100
-        await w.head.order(A, order.model_copy(update={"stop_at": stop}))
+        await w.head.order(A, changed(order, stop_at=stop))
         (drained,) = await w.phase([A], 2, "drained")
         assert drained.snapshot == StateRef(generation=2, step=stop)
 
@@ -228,10 +228,10 @@ async def test_checkpoint_parts(tmp_path: Path) -> None:
         order = await w.begin(bundle, 1, [A, B])
         await w.steps([A, B], 1, 3)
 
-        async def save(step: int) -> list[Report]:
+        async def save(step: int) -> list[Seen]:
             for index, name in enumerate((A, B)):
                 wanted = SaveOrder(step=step, index=index, parts=2)
-                await w.head.order(name, order.model_copy(update={"save": wanted}))
+                await w.head.order(name, changed(order, save=wanted))
             return [
                 await w.head.wait(name, lambda r: r.late == step or any(p.step == step for p in r.parts), "saved")
                 for name in (A, B)
@@ -259,15 +259,15 @@ async def test_checkpoint_parts(tmp_path: Path) -> None:
         # No workers: what a node holds in memory goes into the bucket.
         stop = max(w.head.reports[name].workers[0].step for name in (A, B)) + 150
         for name in (A, B):
-            await w.head.order(name, order.model_copy(update={"stop_at": stop}))
+            await w.head.order(name, changed(order, stop_at=stop))
         await w.phase([A, B], 1, "drained")
         ref = StateRef(generation=1, step=stop)
-        upload = Order(epoch=1, bundle=bundle, upload=ref, save=SaveOrder(step=stop, index=0, parts=1))
+        upload = order_of(bundle, upload=ref, save=SaveOrder(step=stop, index=0, parts=1))
         await w.head.order(A, upload)
         report = await w.head.wait(A, lambda r: r.parts, "uploaded")
         assert (report.parts[0].generation, report.parts[0].step, report.phase) == (1, stop, "ready")
         lost = StateRef(generation=1, step=stop + 1)
-        upload = Order(epoch=1, bundle=bundle, upload=lost, save=SaveOrder(step=stop + 1, index=0, parts=1))
+        upload = order_of(bundle, upload=lost, save=SaveOrder(step=stop + 1, index=0, parts=1))
         await w.head.order(B, upload)
         await w.head.wait(B, lambda r: r.late == stop + 1 and not r.parts, "that it has no such snapshot")
 
@@ -308,11 +308,11 @@ async def test_the_head_goes_away_and_training_goes_on(tmp_path: Path) -> None:
 
         # Junk on the link is passed over; a message that is too large costs the link, which comes back.
         socket = w.head.sockets[A]
-        for junk in ("", "{", "[]", '{"kind": "report"}', '{"epoch": "x"}', '{"epoch": 3, "generation": {}}'):
+        for junk in ("", "{", "[]", '{"kind": "report"}', '{"epoch": "x"}', '{"epoch": 3, "jobs": [{}]}'):
             await socket.send_str(junk)
         await socket.send_bytes(b"\0" * 100)
         evil = bundle.model_copy(update={"id": "../../evil"})
-        await socket.send_str(Order(epoch=2, bundle=evil).model_dump_json())
+        await socket.send_str(order_of(evil, 2).model_dump_json())
         await socket.send_str(" " * (MAX_MESSAGE + 1))
         await await_for(lambda: w.head.sockets.get(A) not in (None, socket), what="a new link")
         log = w.machines[0].log
@@ -330,7 +330,7 @@ async def test_hostile_bundles_are_refused(tmp_path: Path) -> None:
 
         async def refusal(code: str) -> str:
             bundle = template.model_copy(update={"id": f"bad-{code[:8]}", "code": code})
-            await w.head.order(A, Order(epoch=1, bundle=bundle))
+            await w.head.order(A, order_of(bundle))
             report = await w.head.wait(A, lambda r: r.job == bundle.id and r.failure, "a failure")
             assert report.failure is not None
             assert (report.phase, report.failure.kind) == ("failed", "setup")
@@ -375,7 +375,7 @@ async def test_packages_and_launcher(tmp_path: Path) -> None:
 
         # A package that is not there.
         bundle = w.bundle(files=files, requirements=["tiny-package @ file:///nowhere/tiny_package-1-py3-none-any.whl"])
-        await w.head.order(A, Order(epoch=1, bundle=bundle))
+        await w.head.order(A, order_of(bundle))
         report = await w.head.wait(A, lambda r: r.job == bundle.id and r.failure, "a failure")
         assert report.failure is not None
         assert report.failure.kind == "setup"
@@ -428,6 +428,23 @@ async def test_a_connection_ends_when_it_is_cancelled_while_the_head_is_away(
     task.cancel()
     await asyncio.wait([task], timeout=100)
     assert task.cancelled()
+
+
+async def test_an_agent_connects_again_for_a_whole_order_if_it_lacks_the_base_of_a_difference(tmp_path: Path) -> None:
+    store, orders = Store(str(tmp_path)), list[Order]()
+    head = FakeHead(store)
+    await head.start()
+    connection = Connection(store, "test", Identity(A, "zone-a", "127.0.9.2", A), orders.append)
+    connection.publish(Report(node=A, boot="b", pool="p", zone="z", address="127.0.9.2"))
+    task = asyncio.create_task(connection.run())
+    await await_for(lambda: A in head.sockets, what="a report")
+    head.orders[A] = Order(epoch=1, number=1)
+    await head.sockets[A].send_str('{"kind": "change", "base": 7, "number": 8, "version": 2, "epoch": 1, "jobs": []}')
+    await await_for(lambda: orders, what="the whole order")
+    assert (len(head.visits), orders) == (2, [head.orders[A]])
+    task.cancel()
+    await asyncio.wait([task])
+    await head.stop()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

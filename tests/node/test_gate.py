@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from spotrun.machine import gpus
 from spotrun.machine.metadata import Identity, detect
 from spotrun.machine.systemd import Systemd
-from spotrun.node import agent as agents
+from spotrun.node import network
 from spotrun.node.agent import Agent, Settings
 from spotrun.node.boot import _identify
 from spotrun.node.health import gate, verdict
@@ -21,7 +22,7 @@ from spotrun.node.health.verdict import Facts
 from spotrun.store import Store, checkpoint_key, host_key, unfit_key
 from spotrun.wire import Order, Report, SaveOrder, UnfitRecord
 from tests.fakes.head import FakeMetadata
-from tests.fakes.node import Machine, World, world
+from tests.fakes.node import Machine, World, changed, order_of, world
 from tests.helpers import await_for
 
 A = "node-a"
@@ -84,16 +85,16 @@ async def test_what_goes_on_while_the_gate_does(tmp_path: Path) -> None:
         found.metadata.change(preempted="TRUE")
         await w.head.wait(A, lambda r: r.notice and r.phase == "checking", "the notice")
         found.metadata.change(preempted="FALSE")
-        await w.head.order(A, Order(epoch=1, bundle=bundle))
+        await w.head.order(A, order_of(bundle))
         before = len(w.head.history)
         await await_for(lambda: len(w.head.history) > before + 3, what="reports since the order")
-        assert {(r.phase, r.job, r.unfit) for r in w.head.history} == {("checking", None, ())}
+        assert {(r.phase, r.jobs, r.unfit) for r in w.head.history} == {("checking", (), ())}
         assert len(found.processes()) == 1  # no launcher
         assert "workers' environment" not in found.log
 
         found.scratch.unlink()
         await w.ready(bundle, [A])
-        assert next(r.phase for r in w.head.history if r.phase != "checking") == "preparing"
+        assert next(r.jobs[0].phase for r in w.head.history if r.jobs) == "preparing"
         assert found.log.count("workers' environment: GLOO_SOCKET_IFNAME=lo") == 1
         await w.begin(bundle, 1, [A])
         await w.phase([A], 1, "succeeded")
@@ -113,7 +114,7 @@ async def test_a_state_is_not_lost_with_the_fitness(tmp_path: Path, pace: str, p
         await w.ready(bundle, [A])
         order = await w.begin(bundle, 1, [A])
         (stepping,) = await w.steps([A], 1, 3)
-        await w.head.order(A, order.model_copy(update={"stop_at": stepping.workers[0].step + 300}))
+        await w.head.order(A, changed(order, stop_at=stepping.workers[0].step + 300))
         await w.head.wait(A, lambda r: r.phase == "drained" and r.snapshot, "a snapshot")
         await found.kill()
 
@@ -122,12 +123,12 @@ async def test_a_state_is_not_lost_with_the_fitness(tmp_path: Path, pace: str, p
         await found.start()
         report = await w.head.wait(A, lambda r: r.phase == phase and r.snapshot, "what it holds")
         assert report.job == bundle.id
-        assert all(r.snapshot for r in w.head.history if r.node == A), "from its first word on"
+        assert all(r.jobs[0].snapshot for r in w.head.history if r.node == A), "from its first word on"
         ref = report.snapshot
         assert ref is not None
         assert ref.generation == 1
         save = SaveOrder(step=ref.step, index=0, parts=1)
-        await w.head.order(A, Order(epoch=1, bundle=bundle, upload=ref, save=save))
+        await w.head.order(A, order_of(bundle, upload=ref, save=save))
         report = await w.head.wait(A, lambda r: r.parts, "its part in the bucket")
         assert (report.phase, report.parts[0].step) == (phase, ref.step)
         assert w.store.exists(checkpoint_key(bundle.id, ref.step, report.parts[0].files[0].name))
@@ -175,11 +176,11 @@ async def test_an_unfit_machine_says_so_and_takes_no_job(tmp_path: Path, monkeyp
         )
         assert (record.node, record.boot, record.type, record.problems) == (A, report.boot, "small", (why,))
         assert f"this machine takes no job: {why}" in found.log
-        await w.head.order(A, Order(epoch=1, bundle=bundle))
+        await w.head.order(A, order_of(bundle))
         before = len(w.head.history)
         await await_for(lambda: len(w.head.history) > before + 2, what="reports since the order")
         assert phases(w.head.history) == ["checking", "unfit"]
-        assert {r.job for r in w.head.history} == {None}
+        assert {r.jobs for r in w.head.history} == {()}
         assert len(found.processes()) == 1  # no launcher
 
 
@@ -195,7 +196,7 @@ async def test_a_machine_that_becomes_fit_takes_its_word_back(tmp_path: Path) ->
         report = await w.head.wait(A, lambda r: r.phase == "unfit", "that it is not fit")
         assert report.unfit[0].startswith("the scratch folder cannot be used: ")
         await await_for(lambda: w.store.exists(unfit_key("test", A)), what="a record")
-        await w.head.order(A, Order(epoch=1, bundle=(bundle := w.bundle())))
+        await w.head.order(A, order_of(bundle := w.bundle()))
         found.scratch.unlink()
         await w.ready(bundle, [A])
         await await_for(lambda: not w.store.exists(unfit_key("test", A)), what="the record's end")
@@ -280,14 +281,14 @@ async def test_what_workers_are_told_is_what_there_is_when_the_gate_passes(
 ) -> None:
     """A driver's device files may come after the agent."""
     count = 0
-    for module in (agents, agents.network):
+    for module in (gpus, network):
         monkeypatch.setattr(module, "gpu_count", lambda: count)
     found, _ = agent(tmp_path)
     count = 8
     found.set_problems(("no driver",))
-    assert (found._devices, found._environment) == (1, {})
+    assert (found._node.devices, found._node.environment) == (1, {})
     found.set_problems(())
-    assert (found._devices, found._environment["NCCL_SOCKET_IFNAME"]) == (8, "=lo")
+    assert (found._node.devices, found._node.environment["NCCL_SOCKET_IFNAME"]) == (8, "=lo")
 
 
 @pytest.mark.parametrize("flavour", ["gce", "ec2"])

@@ -38,7 +38,7 @@ class Bench:
     async def begin(self, *modules: str, procs: int = 1) -> None:
         env = dict(os.environ)
         env["PYTHONPATH"] = os.pathsep.join([str(self.root / "modules"), env.get("PYTHONPATH", "")])
-        await self.launcher.start("127.0.9.9", procs, env, modules)
+        await self.launcher.start("127.0.9.9", env, modules)
         await self.said(lambda e: e["type"] == "ready", "the launcher ready")
 
     async def said(self, look: Callable[[dict[str, Any]], bool], what: str) -> dict[str, Any]:
@@ -85,7 +85,7 @@ async def bench(root: Path) -> AsyncIterator[Bench]:
 
 
 PLAIN = """
-import atexit, os, signal, sys, threading, time, __main__
+import atexit, os, signal, sys, threading, __main__
 assert __name__ == "__main__" and __main__.__file__ == __file__ == sys.argv[0]
 assert sys.path[0] == os.path.dirname(__file__) and os.getcwd() == os.path.dirname(__file__)
 print(sys.argv[1:], os.environ["MORE"], os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"])
@@ -102,7 +102,7 @@ os.kill(child, signal.SIGTERM)
 assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
 atexit.register(lambda: print("at exit", state))
 def late():
-    time.sleep(0.2)
+    threading.main_thread().join()
     print("a thread ended")
 threading.Thread(target=late).start()
 state = "kept"
@@ -156,6 +156,26 @@ async def test_a_worker_is_like_python_running_the_script(tmp_path: Path) -> Non
         b.launcher.store = "127.0.9.9:1"
         b.start(13, "")
         await b.said(lambda e: e["type"] == "refused" and e["generation"] == 13, "a refusal")
+
+
+FORKS = """
+import os
+from multiprocessing import get_context
+if __name__ == "__main__":
+    for method in ("forkserver", "spawn", "fork"):
+        process = get_context(method).Process(target=os._exit, args=(7,))
+        process.start()
+        process.join()
+        print(method, process.exitcode)
+"""
+
+
+async def test_a_worker_starts_processes_in_every_way(tmp_path: Path) -> None:
+    async with bench(tmp_path) as b:
+        await b.begin()
+        b.start(1, FORKS)
+        assert await b.code(1) == 0
+        assert b.log(1) == "forkserver 7\nspawn 7\nfork 7\n"
 
 
 LISTED = """
@@ -286,7 +306,7 @@ def _alive(pid: int) -> bool:
 async def test_a_launcher_that_cannot_start_says_so(tmp_path: Path) -> None:
     events: list[dict[str, Any]] = []
     launcher = Launcher(events.append)
-    await launcher.start("127.0.9.9", 1, {"PYTHONPATH": str(tmp_path), "PYTHONHOME": str(tmp_path)}, [])
+    await launcher.start("127.0.9.9", {"PYTHONPATH": str(tmp_path), "PYTHONHOME": str(tmp_path)}, [])
     await await_for(lambda: events, what="an event")
     assert events[-1]["type"] == "ended"
     assert events[-1]["code"] != 0

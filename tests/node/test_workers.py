@@ -11,7 +11,7 @@ import pytest
 
 from spotrun.node import cleanup, workers
 from spotrun.node.workers import create, phase_of
-from spotrun.state.control import EXIT_DRAINED, EXIT_PEER, Control
+from spotrun.state.control import EXIT_DRAINED, EXIT_PEER, NONE, Control
 from spotrun.wire import Failure, Generation
 from tests.fakes.nccl import NCCL_SHORT, WATCHDOG
 
@@ -74,7 +74,7 @@ def test_a_worker_that_nccl_aborts_has_lost_a_peer(log: str, message: str, tmp_p
         pytest.param(0.5, 6, False, workers.SETTLE, id="a small one"),
         pytest.param(7.0, 6, False, 14.0, id="a large one: twice what it takes"),
         pytest.param(70.0, 6, False, 20.0, id="not longer than the two steps that it is worth"),
-        pytest.param(70.0, workers.NONE, False, 80.0, id="the first one is worth all steps of this process"),
+        pytest.param(70.0, NONE, False, 80.0, id="the first one is worth all steps of this process"),
         pytest.param(0.5, 6, True, workers.LEAVE, id="a worker that leaves a drain"),
         pytest.param(70.0, 6, True, 140.0, id="a drain with a large one"),
     ],

@@ -63,12 +63,24 @@ def test_cluster_files_exist(page: Path) -> None:
         assert (ROOT / file).exists() or file == "clusters/mine.yaml", f"{page.name}: {file}"
 
 
+def test_what_the_page_says_is_where_is_there() -> None:
+    """Each row of the table names a file, and functions or classes in that file."""
+    section = (ROOT / "docs/how-it-works.md").read_text().partition("## Where is what\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| [^|]+ \| `([^|`]+)` \| ([^|]+) \|$", section, re.MULTILINE)
+    assert len(rows) == section.count("\n| ") - 1  # all but the heading
+    for file, names in rows:
+        path = next((ROOT / top / file for top in ("agent/spotrun", ".") if (ROOT / top / file).is_file()), None)
+        assert path is not None, file
+        for name in re.findall(r"`(\w+)`", names):
+            assert re.search(rf"^ *(async )?(def|class) {name}\b", path.read_text(), re.MULTILINE), f"{file}: {name}"
+
+
 @clouds
 def test_every_key_of_a_cluster_file_is_explained(cloud: str, page: Path) -> None:
     """And none that is not: the table of keys has exactly those that this cloud takes."""
     elsewhere = {
-        "gcp": {"network.efa", "permissions_boundary"},
-        "aws": {"project", "pools[].accelerator", "pools[].max_run_duration", "pools[].notice"},
+        "gcp": {"network.efa", "permissions_boundary", "pools[].devices"},
+        "aws": {"project", *(f"pools[].{key}" for key in ("accelerator", "devices", "max_run_duration", "notice"))},
     }[cloud]
     wanted = {key for key in keys(ClusterSpec) if not key.startswith(("local.", *elsewhere))}
     section = page.read_text().partition("## 6. The cluster file")[2].partition("\n## ")[0]

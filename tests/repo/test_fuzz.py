@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 import pytest
+import xxhash
 import yaml
 import zstandard
 from invoke.context import Context
@@ -39,7 +40,7 @@ from spotrun.state.control import SIZE, TEXT, Control
 from spotrun.store import Store, checkpoint_key, code_key, host_key, job_key, log_key, queue_key
 from spotrun.wire import HeadRecord, HostRecord, Manifest, Order, Report, Worker
 from tests.fakes.cluster import CLUSTER, machines
-from tests.scripts.statuses import FAILURE, status
+from tests.scripts.statuses import FAILURE, shared, status
 
 ROOT = Path(__file__).parents[2]
 CHUNKS = range(4)
@@ -428,7 +429,7 @@ def test_documents(tmp_path: Path, chunk: int) -> None:
             record = json.dumps(
                 warp(rng, {"job": "t", "generation": 1, "step": 2, "size": 3, "xxh3": "0", "state": {}})
             )
-            outer = {"record": record, "xxh3": slots.xxhash.xxh3_128_hexdigest(record.encode())}
+            outer = {"record": record, "xxh3": xxhash.xxh3_128_hexdigest(record.encode())}
             slots.record_path(tmp_path, 0).write_bytes(
                 json.dumps(outer).encode() if number % 2 else document(rng, outer)
             )
@@ -458,8 +459,9 @@ def test_status_documents(chunk: int) -> None:
     whole = status(**{"phase": "failed", "failure": FAILURE, "ended": 5.0, "interruptions": [
         {"kind": "kill", "node": "spot-1", "seconds": 1.0, "steps_lost": 1, "at": 1.0, "generation": 1}
     ]})  # fmt: skip
+    several = shared()
     for _ in range(50):
-        data = document(rng, whole)
+        data = document(rng, rng.choice([whole, several]))
         with contextlib.suppress(SpotrunError):
             found = control._parsed(data)
             text.to_json(found)
@@ -468,7 +470,8 @@ def test_status_documents(chunk: int) -> None:
                 view.show(found)
             shown = display.text(found, [{"job": "a", "phase": "queued"}])
             told = report.report(found["job"]) if found.get("job") else ""
-            for out in (plain.getvalue(), shown, told):
+            listed = display.listing(found.get("jobs", []), found.get("idle_cost"))
+            for out in (plain.getvalue(), shown, told, listed):
                 assert out == text.clean(out)
 
 

@@ -76,7 +76,8 @@ def test_what_machines_say_is_clean_wherever_it_is_shown() -> None:
     with display.opened(False, plain) as view:
         view.show(document)
         view.say(EVIL)
-    shown = display.text(document, [{"job": EVIL, "phase": EVIL}])
+    jobs = [{"job": EVIL, "phase": EVIL}, {"id": EVIL, "phase": EVIL, "group": EVIL, "reason": EVIL}]
+    shown = display.text({**document, "jobs": jobs}, jobs)
     told = report.report(document["job"])  # type: ignore[arg-type]
     for out in (plain.getvalue(), shown, told):
         assert not BAD.search(out)

@@ -136,7 +136,7 @@ COMING = "c--gpu-0 will be taken at 16:40 UTC: maintenance; it trains on until s
         ((MAINTENANCE,), COMING, (), None, ""),
         ((MAINTENANCE,), "c--gpu-0 will be taken: maintenance", (), Failed, "the agent did not report it"),
         ((MAINTENANCE,), COMING, ({"kind": "preempt"},), Failed, "did not train on: preempt"),
-        ((), "", (), NotRun, "no word of maintenance"),
+        ((), "", (), NotRun, "no notice of maintenance"),
     ],
     ids=["it trains on", "no event that it is coming", "it was drained at once", "no word in the metadata"],
 )
@@ -161,7 +161,7 @@ def test_that_notice_is_tried_on_on_demand_machines_only() -> None:
     assert plan.missing(step, mixed) == ""
     only_spot = plan.missing(step, spot.model_copy(update={"pools": tuple(pools[:1])}))
     assert only_spot == "no pool of the cluster has on-demand machines with GPUs"
-    assert plan.missing(step, load_cluster(ROOT / "clusters/local.yaml")) == "it is about gcp, and this is local"
+    assert plan.missing(step, load_cluster(ROOT / "clusters/local.yaml")) == "it is only for gcp, and this is local"
     assert plans("gcp")["gpu maintenance"].job_file("x", plan.steady(mixed))["pools"] == ["on-demand"]
 
 
@@ -200,7 +200,7 @@ def test_a_notice_loses_no_step() -> None:
     assert check("preempt", faults=seen(interruptions=(loss,)))()["pause s"] == 2.0
     with pytest.raises(Failed, match="2 steps were lost although there was a notice"):
         check("preempt", faults=seen(interruptions=(loss | {"steps_lost": 2},)))()
-    with pytest.raises(SpotrunError, match="no interruption of kind preempt is in its books; interruptions: crash"):
+    with pytest.raises(SpotrunError, match="no interruption of kind preempt is in its record; others: crash"):
         check("preempt", faults=seen(interruptions=(loss | {"kind": "crash"},)))()
 
 

@@ -74,7 +74,7 @@ def test_gitignore_is_honoured_as_git_does(tmp_path: Path) -> None:
     assert names(repo / "job") == sorted(listed.stdout.split("\0")[:-1], key=Path)
 
 
-def test_some_folders_never_go_along(tmp_path: Path) -> None:
+def test_some_folders_are_never_sent(tmp_path: Path) -> None:
     write(tmp_path, train_dot_py="", _dot_venv__lib="", _dot_git__HEAD="", sub__a_dot_py="")
     (tmp_path / "sub/__pycache__").mkdir()
     (tmp_path / "sub/__pycache__/a.pyc").touch()
@@ -111,21 +111,21 @@ def test_a_bundle_is_sent_once(tmp_path: Path) -> None:
     assert (again.sha256, again.sent) == (first.sha256, False)
 
 
-def test_what_cannot_be_packed_is_named(tmp_path: Path) -> None:
+def test_the_error_names_what_cannot_be_packed(tmp_path: Path) -> None:
     store = Store(str(tmp_path / "bucket"))
     folder = write(tmp_path / "job", train_dot_py="x", weights="w" * 3000, small="s" * 10)
-    with pytest.raises(SpotrunError, match=r"a bundle takes at most .* the largest: weights \(.*\), small"):
+    with pytest.raises(SpotrunError, match=r"a bundle may have at most .* The largest: weights \(.*\), small"):
         bundle.upload(store, folder, "train.py", limit=2000)
     (folder / "out").symlink_to("/etc/hostname")
     with pytest.raises(SpotrunError, match="out: a link to /etc/hostname, which nodes do not have"):
         bundle.files(folder)
     (folder / "out").unlink()
     (folder / ".gitignore").write_text("*.py\n")
-    with pytest.raises(SpotrunError, match=r"train\.py: a \.gitignore excludes the job's script"):
+    with pytest.raises(SpotrunError, match=r"train\.py: a \.gitignore or \.spotrunignore excludes the job's script"):
         bundle.upload(store, folder, "train.py")
 
 
-def test_what_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_names_what_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "later").symlink_to("not-there-yet")
     assert names(tmp_path) == ["later"]
     (tmp_path / "loop").symlink_to("loop")
@@ -178,7 +178,7 @@ def test_secrets_are_refused_by_name(tmp_path: Path, name: str, kind: str) -> No
         bundle.upload(store, folder, "train.py")
     assert f"{folder}: {name} ({kind}): " in str(caught.value)
     line = f"!/{name}"
-    assert f"on purpose, by `{line}` in {folder}/.spotrunignore" in str(caught.value)
+    assert f"on purpose, write `{line}` into {folder}/.spotrunignore" in str(caught.value)
     assert store.list("") == []
     (folder / ".spotrunignore").write_text(f"{line}\n")
     assert name in names(folder), "that line allows it"
@@ -188,7 +188,7 @@ def test_secrets_are_refused_by_name(tmp_path: Path, name: str, kind: str) -> No
     assert name not in names(folder)
 
 
-def test_what_is_no_secret_goes_along(tmp_path: Path) -> None:
+def test_harmless_files_with_similar_names_are_sent(tmp_path: Path) -> None:
     for name in HARMLESS:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("private_key: -----BEGIN PRIVATE KEY-----")
@@ -229,7 +229,7 @@ def test_packer_and_node_have_the_same_limits(tmp_path: Path, monkeypatch: pytes
     )
     folder = write(tmp_path / "job", train_dot_py="x", a="1", b="2")
     monkeypatch.setattr(limits, "FILES", 2)
-    with pytest.raises(SpotrunError, match="3 files, a bundle takes at most 2; put data into the bucket"):
+    with pytest.raises(SpotrunError, match=r"3 files; a bundle may have at most 2\. Put data into the bucket"):
         bundle.files(folder)
     (folder / "a").unlink()
     (tmp_path / "packed").write_bytes(archive(folder))
@@ -284,7 +284,7 @@ def test_unused_code_is_removed_once_it_is_old(tmp_path: Path) -> None:
 
 
 def test_code_of_a_job_that_is_just_submitted_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An object that is about to be removed is sent again, and looked at again before it is removed."""
+    """If its object is about to be removed, the code is sent again. The head checks the age again before it removes."""
     store = Store(str(tmp_path / "bucket"))
     folder = write(tmp_path / "job", train_dot_py="x")
     key = code_key(bundle.upload(store, folder, "train.py").sha256)

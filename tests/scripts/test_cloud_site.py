@@ -1,4 +1,4 @@
-"""What an operator is told around Terraform: tools, quotas, jobs that still run, checkpoints in the bucket."""
+"""Checks around Terraform, and their messages: tools, quotas, jobs that still run, checkpoints in the bucket."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -34,10 +34,12 @@ from spotrun.store import (
     unfit_key,
     up_key,
 )
-from tests.fakes import gce as fakegce
 from tests.fakes import moto_server
 from tests.fakes.moto_server import Moto
 from tests.helpers import wait_for
+
+if TYPE_CHECKING:
+    from tests.fakes.gce import FakeGce
 
 AWS = """
 name: c
@@ -55,7 +57,7 @@ region: us-central1
 pools:
 - {name: spot, zone: us-central1-a, machine: g2-standard-8, max: 4}
 """
-# Terraform, as far as a test that is not about Terraform needs it: it notes what it is asked to do.
+# A program instead of Terraform, which only notes what it is asked to do.
 TERRAFORM = """
 [ "$1" = version ] && echo "Terraform v1.11.4" || echo "$(basename "$PWD") $*" >> "$CALLS"
 [ "$1 $REFUSE" = "$REFUSE $1" ] && { echo "no way" >&2; exit 1; }
@@ -76,7 +78,7 @@ def account() -> Iterator[Moto]:
 
 @pytest.fixture
 def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Say:
-    """PATH with nothing on it but what is put there."""
+    """An empty PATH, and a function that puts programs on it."""
     folder = tmp_path / "programs"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))
@@ -93,7 +95,7 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Say:
 
 @pytest.fixture
 def aws(account: Moto, programs: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Moto:
-    """An operator of an account, with all tools but a Terraform that only notes what it is asked."""
+    """An account, an operator's credentials, and all tools. `TERRAFORM` is in the place of Terraform."""
     for name, value in account.environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("SPOTRUN_HOME", str(tmp_path / "home"))
@@ -176,7 +178,7 @@ def test_another_terraform(programs: Say, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_no_credentials(aws: Moto, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before Terraform, whatever is asked for."""
+    """Each command reports that before it runs Terraform."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
@@ -196,7 +198,7 @@ def test_no_credentials(aws: Moto, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_zone_that_does_not_offer_a_machine_type_on_aws(aws: Moto, tmp_path: Path) -> None:
-    """Zone e of us-east-1 has no G5. It is told before quotas are looked at, and before anything is made."""
+    """Zone e of us-east-1 has no G5. The error comes before quotas are read, and before anything is made."""
     preflight.check_offers(spec(tmp_path), file(tmp_path))
     text = AWS.replace("us-east-1b", "us-east-1e").replace("machine: g5.2xlarge, max", "machine: p9.big, max")
     with pytest.raises(SpotrunError) as caught:
@@ -208,34 +210,39 @@ def test_a_zone_that_does_not_offer_a_machine_type_on_aws(aws: Moto, tmp_path: P
     assert calls(tmp_path) == []
 
 
-def test_a_zone_that_does_not_offer_a_type_on_google(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def gce(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGce]:
+    from tests.fakes import gce  # not at the top: Google's library takes seconds to import
+
+    with gce.running() as fake:
+        for name, value in fake.environment.items():
+            monkeypatch.setenv(name, value)
+        yield fake
+
+
+def test_a_zone_that_does_not_offer_a_type_on_google(gce: FakeGce, tmp_path: Path) -> None:
     t4 = "- {name: t4, zone: us-central1-b, machine: n1-standard-4, accelerator: {type: nvidia-tesla-t4}}\n"
     described, path = spec(tmp_path, GCP + t4), file(tmp_path, GCP + t4)
     small = {"e2-small", "g2-standard-8", "n1-standard-4"}
-    with fakegce.running() as gce:
-        for name, value in gce.environment.items():
-            monkeypatch.setenv(name, value)
+    preflight.check_offers(described, path)
+    gce.set_offers(us_central1_a=small, us_central1_b=small | {"nvidia-tesla-t4"})
+    preflight.check_offers(described, path)
+    gce.set_offers(
+        us_central1_a=small - {"g2-standard-8"},
+        us_central1_b=small,
+        us_central1_f=small | {"nvidia-tesla-t4"},
+        us_east1_b=small,
+    )
+    with pytest.raises(SpotrunError) as caught:
         preflight.check_offers(described, path)
-        gce.set_offers(us_central1_a=small, us_central1_b=small | {"nvidia-tesla-t4"})
+    one, other = str(caught.value).splitlines()
+    g2 = "zone us-central1-a does not offer machine type g2-standard-8"
+    assert one.endswith(f"pool spot: {g2}; zones of the region that do: us-central1-b, us-central1-f")
+    gpu = "zone us-central1-b does not offer accelerator type nvidia-tesla-t4"
+    assert other.endswith(f"pool t4: {gpu}; zones of the region that do: us-central1-f")
+    gce.fail(403, reason="forbidden", message="Required 'compute.machineTypes.get' permission for 'x'")
+    with pytest.raises(CredentialsError, match=r"type .* in us-central1-.: .*a role with compute\.machineTypes\.get"):
         preflight.check_offers(described, path)
-        gce.set_offers(
-            us_central1_a=small - {"g2-standard-8"},
-            us_central1_b=small,
-            us_central1_f=small | {"nvidia-tesla-t4"},
-            us_east1_b=small,
-        )
-        with pytest.raises(SpotrunError) as caught:
-            preflight.check_offers(described, path)
-        one, other = str(caught.value).splitlines()
-        g2 = "zone us-central1-a does not offer machine type g2-standard-8"
-        assert one.endswith(f"pool spot: {g2}; zones of the region that do: us-central1-b, us-central1-f")
-        gpu = "zone us-central1-b does not offer accelerator type nvidia-tesla-t4"
-        assert other.endswith(f"pool t4: {gpu}; zones of the region that do: us-central1-f")
-        gce.fail(403, reason="forbidden", message="Required 'compute.machineTypes.get' permission for 'x'")
-        with pytest.raises(
-            CredentialsError, match=r"type .* in us-central1-.: .*a role with compute\.machineTypes\.get"
-        ):
-            preflight.check_offers(described, path)
 
 
 def test_a_quota_that_is_too_small(aws: Moto, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -399,14 +406,14 @@ def test_down_that_finds_machines_left(
     assert store.exists(head_key("c"))
 
 
-def test_up_of_what_another_checkout_made(
+def test_up_of_a_cluster_that_another_checkout_made(
     aws: Moto, made: stacks.Stacks, machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stacks, "synthesize", lambda *_: made)
     for code in ("L-3819A6DF", "L-DB2E81BA"):
         aws.quota(code, 64)
     with pytest.raises(
-        SpotrunError, match=r"is up, but Terraform knows nothing of it here: its state is in .*second one"
+        SpotrunError, match=r"is up, but Terraform knows nothing of it here: its state is in .*second cluster"
     ):
         at(tmp_path).up()
     assert not any("apply" in call for call in calls(tmp_path))
@@ -418,7 +425,7 @@ def test_what_users_put_into_the_bucket_stays(aws: Moto, tmp_path: Path) -> None
         sites.take_down(at(tmp_path), force=True, everything=True)
 
 
-def test_down_goes_on_where_it_was_broken_off(
+def test_down_continues_after_an_interruption(
     aws: Moto, made: stacks.Stacks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bucket went, the network did not."""
@@ -527,7 +534,7 @@ def test_moves(wanted: Place, said: list[str]) -> None:
         (known("aws_s3_bucket", bucket="b", region="us-east-1"), Place("aws", "us-east-1", "s3://b")),
     ],
 )
-def test_where_terraform_knows_a_cluster_to_be(
+def test_the_place_of_a_cluster_in_terraforms_state(
     state: str, place: Place | None, aws: Moto, made: stacks.Stacks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STATE", state)
@@ -558,12 +565,14 @@ def test_a_cluster_does_not_move(
         lambda: at(tmp_path).plan(),
     )
     for ask in asks:
-        with pytest.raises(SpotrunError, match=r"(region|bucket) is .* and was .*: a cluster does not move; .* ALL=1`"):
+        with pytest.raises(
+            SpotrunError, match=r"(region|bucket) is .* and was .*: a cluster does not move\. .* ALL=1`"
+        ):
             ask()
     assert {call.split()[1] for call in calls(tmp_path)} == {"init", "state"}
 
 
-def test_a_description_of_elsewhere_is_told_before_terraform_is_asked(aws: Moto, tmp_path: Path) -> None:
+def test_another_region_is_refused_before_terraform_is_asked(aws: Moto, tmp_path: Path) -> None:
     """As on Google, whose buckets' names do not tell the region."""
     elsewhere = spec(tmp_path, AWS.replace("us-east-1", "us-west-2"))
     bucket(tmp_path).put(cluster_key("c"), elsewhere.document().encode())
@@ -614,26 +623,23 @@ def test_images_on_aws(aws: Moto, tmp_path: Path) -> None:
             preflight.check_images(about, absent, path)
 
 
-def test_images_on_google(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_on_google(gce: FakeGce, tmp_path: Path) -> None:
     def taking(image: str) -> dict[str, Any]:
         family, _, name = image.rpartition("/")
         asked = {"project": "my-project", family or "name": name}
         return {"data": {"google_compute_image": {"image": asked}}}
 
     described, path = spec(tmp_path, GCP), file(tmp_path, GCP)
-    with fakegce.running() as gce:
-        for name, value in gce.environment.items():
-            monkeypatch.setenv(name, value)
-        for there in ("family/spotrun", "spotrun-1"):
-            preflight.check_images(described, taking(there), path)
-        gce.set_images(**{"other-1": "other"})
-        for absent in ("family/spotrun", "spotrun-1"):
-            said = f"no image projects/my-project/global/images/{absent}: `make image CLUSTER=.*c.yaml` bakes one"
-            with pytest.raises(SpotrunError, match=said):
-                preflight.check_images(described, taking(absent), path)
-        gce.fail(403, reason="forbidden", message="Required 'compute.images.get' permission for 'x'")
-        with pytest.raises(CredentialsError, match=r"image projects/.*/other-1: .*a role with compute\.images\.get"):
-            preflight.check_images(described, taking("other-1"), path)
+    for there in ("family/spotrun", "spotrun-1"):
+        preflight.check_images(described, taking(there), path)
+    gce.set_images(**{"other-1": "other"})
+    for absent in ("family/spotrun", "spotrun-1"):
+        said = f"no image projects/my-project/global/images/{absent}: `make image CLUSTER=.*c.yaml` bakes one"
+        with pytest.raises(SpotrunError, match=said):
+            preflight.check_images(described, taking(absent), path)
+    gce.fail(403, reason="forbidden", message="Required 'compute.images.get' permission for 'x'")
+    with pytest.raises(CredentialsError, match=r"image projects/.*/other-1: .*a role with compute\.images\.get"):
+        preflight.check_images(described, taking("other-1"), path)
 
 
 @pytest.mark.parametrize(
@@ -646,7 +652,7 @@ def test_images_on_google(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         ("zone: us-east-1a", ["zone us-east-1b is not used any more"]),
     ],
 )
-def test_what_cannot_change_while_it_is_up(change: str, said: list[str], tmp_path: Path) -> None:
+def test_changes_that_a_cluster_that_is_up_cannot_take(change: str, said: list[str], tmp_path: Path) -> None:
     text = {
         "": AWS,
         "max: 4": AWS.replace("max: 4", "max: 8"),
@@ -658,11 +664,13 @@ def test_what_cannot_change_while_it_is_up(change: str, said: list[str], tmp_pat
 def test_up_refuses_what_cannot_change(aws: Moto, tmp_path: Path) -> None:
     bucket(tmp_path).put(cluster_key("c"), spec(tmp_path).document().encode())
     changed = AWS + "network: {nat: false}\n"
-    with pytest.raises(SpotrunError, match=r"network\.nat: this cannot change while it is up; `make down CLUSTER="):
+    with pytest.raises(
+        SpotrunError, match=r"network\.nat: this cannot change while the cluster is up; run `make down CLUSTER="
+    ):
         at(tmp_path, changed).up()
     assert calls(tmp_path) == []
 
 
-def test_remote_knows_the_way_of_each_cloud(tmp_path: Path) -> None:
+def test_each_cloud_has_its_transport(tmp_path: Path) -> None:
     assert isinstance(cloud_site.transport(spec(tmp_path, GCP), tmp_path), Iap)
     assert isinstance(cloud_site.transport(spec(tmp_path), tmp_path), Ssm)

@@ -1,4 +1,4 @@
-"""What an operator types: refused in one line that says what is allowed, with exit status 2, as JSON too."""
+"""Wrong words from an operator: refused in one line that says what is allowed, with exit status 2, also as JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from spotrun.errors import SpotrunError, StoreError
 from spotrun.spec import load_cluster
 from spotrun.store import Store
 from tests.fakes.cluster import Machines, machines
-from tests.scripts.statuses import status
+from tests.scripts.statuses import shared, status
 
 Fab = Callable[..., tuple[int, str, str]]
 
@@ -49,17 +49,26 @@ def fab(standin: Machines, capsys: pytest.CaptureFixture[str]) -> Fab:
 
 
 WRONG = [
-    ("ssh", {"node": "../head"}, "NODE: '../head': is no node's name; `make status CLUSTER=… ` lists them"),
-    ("run", {"node": "a//b", "cmd": "id"}, "NODE: 'a//b': is no node's name"),
-    ("logs", {"node": "-x"}, "NODE: '-x': is no node's name"),
-    ("kill", {"node": "a\nb"}, "NODE: 'a\\nb': is no node's name"),
+    ("ssh", {"node": "../head"}, "NODE: '../head': is not a node's name; `make status CLUSTER=… ` lists them"),
+    ("run", {"node": "a//b", "cmd": "id"}, "NODE: 'a//b': is not a node's name"),
+    ("logs", {"node": "-x"}, "NODE: '-x': is not a node's name"),
+    ("kill", {"node": "a\nb"}, "NODE: 'a\\nb': is not a node's name"),
     ("kill", {"node": ""}, "NODE is missing: name a node, such as NODE=spot-0"),
-    ("preempt", {"node": "x" * 99}, "is no node's name"),
-    ("logs", {"id": "../x"}, "ID: '../x': is no job's id; `make status CLUSTER=… ` names the newest jobs"),
-    ("status", {"id": "a//b"}, "ID: 'a//b': is no job's id"),
-    ("stop", {"id": "--job"}, "ID: '--job': is no job's id"),
-    ("relaunch", {"id": "Ä"}, "ID: 'Ä': is no job's id"),
-    ("follow", {"id": "a b"}, "ID: 'a b': is no job's id"),
+    ("preempt", {"node": "x" * 99}, "is not a node's name"),
+    ("logs", {"id": "../x"}, "ID: '../x': is not a job's id; `make status CLUSTER=… ` names the newest jobs"),
+    ("status", {"id": "a//b"}, "ID: 'a//b': is not a job's id"),
+    ("stop", {"id": "--job"}, "ID: '--job': is not a job's id"),
+    ("stop", {"group": "A b"}, "GROUP: 'A b': is not a group's name; `make jobs CLUSTER=… ` lists the groups"),
+    ("stop", {"id": "a-1", "group": "b"}, "GROUP and ID: give one of them: a group of jobs (b), or one job (a-1)"),
+    ("follow", {"id": "a-1", "group": "b"}, "GROUP and ID: give one of them: a group of jobs (b), or one job (a-1)"),
+    ("pause", {"id": "A"}, "ID: 'A': is not a job's id"),
+    ("resume", {"id": "A"}, "ID: 'A': is not a job's id"),
+    ("priority", {"id": "A", "to": "1"}, "ID: 'A': is not a job's id"),
+    ("priority", {"id": "a-1"}, "TO is missing: give the job's new priority, such as TO=10; allowed: a whole number"),
+    ("priority", {"to": "high"}, "TO: 'high': allowed: a whole number from -1000 to 1000"),
+    ("priority", {"to": "-1001"}, "TO: '-1001': allowed: a whole number from -1000 to 1000"),
+    ("relaunch", {"id": "Ä"}, "ID: 'Ä': is not a job's id"),
+    ("follow", {"id": "a b"}, "ID: 'a b': is not a job's id"),
     ("logs", {"rank": "first"}, "RANK: 'first': allowed: a whole number, at least 0"),
     ("logs", {"tail": "0"}, "TAIL: '0': allowed: a whole number, at least 1"),
     ("run", {"cmd": "id", "timeout": "abc"}, "TIMEOUT: 'abc': allowed: seconds, a number more than 0 and at most"),
@@ -102,14 +111,14 @@ def test_a_mistake_is_one_line_and_status_2(
         ("train", "JBO", "`make train` does not take JBO; it takes JOB, FAULTS, CLUSTER, JSON; did you mean JOB?"),
         ("train", "job", "`make train` does not take job; it takes JOB, FAULTS, CLUSTER, JSON; did you mean JOB?"),
         ("train", "NODES", "`make train` does not take NODES; it takes JOB, FAULTS, CLUSTER, JSON"),
-        ("stop", "JOB", "`make stop` does not take JOB; it takes ID, CLUSTER, JSON"),
+        ("stop", "JOB", "`make stop` does not take JOB; it takes ID, GROUP, CLUSTER, JSON"),
         ("down", "JSON NODE", "`make down` does not take NODE; it takes FORCE, ALL, CLUSTER, JSON"),
         ("up train", "JOB", ""),
         ("down", "VENV PYTHON TERRAFORM AWS_PROFILE SPOTRUN_HOME HOME TMPDIR SHELL CLUSTER", ""),
     ],
 )
 def test_a_variable_that_no_target_takes_is_refused(targets: str, typed: str, said: str) -> None:
-    """`make train JBO=mine.yaml` trained the default job, `make stop JOB=one` stopped another."""
+    """Otherwise `make train JBO=mine.yaml` would train the default job, and `make stop JOB=one` stop another one."""
     environment = {"SPOTRUN_TARGETS": targets, "SPOTRUN_TYPED": typed}
     if not said:
         inputs.variables(environment)
@@ -133,7 +142,7 @@ def test_a_variable_that_no_target_takes_is_refused(targets: str, typed: str, sa
 def test_a_word_that_is_no_target_is_refused(
     standin: Machines, fab: Fab, monkeypatch: pytest.MonkeyPatch, targets: str, said: str
 ) -> None:
-    """`make down clusters/gcp-l4.yaml` took the local cluster down: to make, a file that is there is up to date."""
+    """Otherwise `make down clusters/gcp-l4.yaml` would take the local cluster down: make ignores existing files."""
     monkeypatch.setenv("SPOTRUN_TARGETS", targets)
     task, word = targets.split()
     assert fab(task) == (2, "", f"spotrun: {word}: is not a target{said}\n")
@@ -151,7 +160,7 @@ def test_a_task_refuses_such_a_variable(standin: Machines, fab: Fab, monkeypatch
     assert len(standin.calls()) == 1
 
 
-def test_a_job_that_is_not_there_names_a_make_target(standin: Machines, fab: Fab) -> None:
+def test_the_error_about_a_missing_job_names_a_make_target(standin: Machines, fab: Fab) -> None:
     standin.write(refuse="spotrun: there is no job nope in /bucket")
     code, _, err = fab("stop", id="nope")
     assert code == 2
@@ -164,7 +173,44 @@ def test_a_job_that_is_not_there_names_a_make_target(standin: Machines, fab: Fab
     assert fab("status")[1].splitlines()[-1] == "other jobs: toy-2 queued"
 
 
-def test_a_job_larger_than_the_cluster_names_its_file(standin: Machines, fab: Fab, tmp_path: Path) -> None:
+ASKED = {
+    "stop a job": ("stop", {"id": "a-1"}, "stop --job a-1", "job digits-1 stops; `"),
+    "stop a group": ("stop", {"group": "search"}, "stop --group search", "group search stops: digits-1, digits-2\n"),
+    "pause": ("pause", {"id": "a-1"}, "pause --job a-1", "job digits-1 pauses; `"),
+    "pause the only job": ("pause", {}, "pause", "job digits-1 pauses; `"),
+    "resume": ("resume", {"id": "a-1"}, "resume --job a-1", "job digits-1 resumes; follow it with: "),
+    "a lower priority": (
+        "priority",
+        {"id": "a-1", "to": "-5"},
+        "priority --job a-1 --to -5",
+        "job digits-1 has priority -5 now\n",
+    ),
+}
+
+
+@pytest.mark.parametrize(("task", "options", "asked", "said"), ASKED.values(), ids=ASKED)
+def test_what_operators_ask_of_the_head(
+    standin: Machines, fab: Fab, task: str, options: dict[str, object], asked: str, said: str
+) -> None:
+    code, out, err = fab(task, **options)
+    assert (code, err, standin.calls()) == (0, "", [asked])
+    assert out.startswith(said)
+    code, out, _ = fab(task, **options, json=True)
+    assert (code, json.loads(out)["job"]) == (0, "digits-1")
+
+
+def test_jobs_lists_all_jobs_and_what_idle_devices_cost(standin: Machines, fab: Fab) -> None:
+    document = shared()
+    standin.write(jobs_json=document["jobs"], status_json=document)
+    code, out, _ = fab("jobs")
+    assert (code, out.splitlines()[-1]) == (0, "devices that no job held: $0.25 so far")
+    first = [line.split()[0] for line in out.splitlines()[1:-1]]
+    assert first == ["digits-1", "eval-1", "search", "trial-1", "trial-2"]
+    code, out, _ = fab("jobs", json=True)
+    assert (code, json.loads(out)) == (0, document["jobs"])
+
+
+def test_the_error_about_a_too_large_job_names_its_file(standin: Machines, fab: Fab, tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     file.write_text("script: train.py\nnodes: 99\n")
     (tmp_path / "train.py").touch()
@@ -186,7 +232,7 @@ def test_json_has_no_nan(standin: Machines, fab: Fab) -> None:
     assert "loss nan" in fab("status")[1]
 
 
-def test_what_is_out_of_reach_is_json_too(standin: Machines, fab: Fab) -> None:
+def test_the_error_about_an_unreachable_head_is_json_too(standin: Machines, fab: Fab) -> None:
     code, out, _ = fab("status", cluster=str(standin.cluster), json=True)  # there is no status.json to answer with
     assert code == 3
     assert list(json.loads(out)) == ["error"]
@@ -201,7 +247,7 @@ def test_a_home_that_cannot_be_written_is_a_mistake(
     assert "Traceback" not in err
 
 
-def test_no_key_is_a_traceback(tmp_path: Path) -> None:
+def test_an_impossible_key_is_an_error_of_the_bucket(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     for key in ("../a", "a//b", "a/./b", "a\0b", "\ud800"):
         for call in (store.find, store.exists, store.list, lambda key: store.put(key, b"")):
@@ -209,11 +255,13 @@ def test_no_key_is_a_traceback(tmp_path: Path) -> None:
                 call(key)
 
 
-def test_an_id_is_checked_before_the_way_in(fab: Fab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_id_is_checked_before_the_cluster_is_reached(
+    fab: Fab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SPOTRUN_HOME", str(tmp_path / "never up"))
     for task in ("stop", "relaunch", "follow", "logs", "status"):
         code, _, err = fab(task, id="digits.x")
-        assert (code, "ID: 'digits.x': is no job's id" in err) == (2, True), task
+        assert (code, "ID: 'digits.x': is not a job's id" in err) == (2, True), task
 
 
 def test_times() -> None:
@@ -224,7 +272,7 @@ def test_times() -> None:
 
 
 def test_down_with_another_home_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fab: Fab) -> None:
-    """It said that the cluster is down, which was up."""
+    """It must not say that the cluster is down: with its own home, the cluster is up."""
     file = tmp_path / "mine.yaml"
     name = "h" + tmp_path.name[-12:].lower().replace("_", "").strip("-")  # of this test alone
     file.write_text(f"name: {name}\ncloud: local\npools:\n- {{name: spot, zone: local-a}}\n")

@@ -34,7 +34,7 @@ HOSTILE = {
 # What a `make test` around these tests has in its environment.
 INHERITED = {
     *("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "CLUSTER", "JOB", "NODE", "RANK", "CMD", "TIMEOUT", "FAULTS", "NOTICE", "ID"),
-    *("JSON", "FORCE", "ALL", "STRICT", "RAW", "TAIL"),
+    *("GROUP", "MONTH", "MEASURE", "RATE", "OUT", "TO", "JSON", "FORCE", "ALL", "STRICT", "RAW", "TAIL"),
 }
 # Which targets take which variables, and what the command calls them.
 TARGETS = {
@@ -42,6 +42,10 @@ TARGETS = {
     "train": {"JOB": "job", "FAULTS": "faults"},
     "logs": {"NODE": "node", "RANK": "rank", "ID": "id"},
     "preempt": {"NODE": "node", "NOTICE": "notice"},
+    "stop": {"ID": "id", "GROUP": "group"},
+    "advise": {"JOB": "job", "MEASURE": "measure", "RATE": "rate", "OUT": "out"},
+    "cost": {"ID": "id", "GROUP": "group", "MONTH": "month"},
+    "priority": {"ID": "id", "TO": "to"},
 }
 
 

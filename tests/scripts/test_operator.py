@@ -21,8 +21,9 @@ import pytest
 from aiohttp import web
 from rich.console import Console
 
-from scripts import control, display, faults, jobs, logs, report, ssh
+from scripts import control, display, faults, jobs, logs, queue, report, ssh
 from scripts import site as sites
+from scripts.columns import duration
 from scripts.make_command import LOCAL, here, make_command
 from scripts.transports import Direct
 from spotrun.cloud.local.layout import Layout
@@ -32,7 +33,7 @@ from spotrun.head.job_state import JobState
 from spotrun.head.server import control as head_control
 from spotrun.head.server import ctl
 from spotrun.spec import ClusterSpec, load_cluster
-from spotrun.store import Store, host_key, job_key, log_key
+from spotrun.store import Store, host_key, job_key, log_key, queue_key
 from tests.fakes.cluster import Machines, machines
 from tests.helpers import await_for, wait_for
 from tests.scripts.statuses import FAILURE, status
@@ -139,11 +140,11 @@ def test_a_host_record_with_junk_is_refused(standin: Machines, field: str, value
             ssh.shell_command(standin.access, "head")
 
 
-def test_a_command_that_takes_too_long_is_ended_over_there(standin: Machines) -> None:
+def test_a_command_that_takes_too_long_is_ended_on_the_node(standin: Machines) -> None:
     outcomes: list[ssh.Outcome] = []
     assert not ssh.run(standin.access, ["head"], "echo began; exec sleep 600", 0.5, outcomes.append)
     assert outcomes[0].code == ssh.EXIT_TIMEOUT
-    assert outcomes[0].output == "began\nended after 0.5 s; give it longer with TIMEOUT=\n"
+    assert outcomes[0].output == "began\nended after 0.5 s; give it more time with TIMEOUT=\n"
 
 
 def test_a_host_key_of_another_kind_is_refused(standin: Machines) -> None:
@@ -177,14 +178,14 @@ def test_follow_outlives_the_head(standin: Machines) -> None:
     standin.write(follow_1=[status(step=10)], follow_2=[status(step=60), status(**SUCCEEDED)])
     seen = Recorder()
     last = jobs.follow(standin.access, None, seen)
-    assert last["phase"] == "succeeded"
+    assert last["job"]["phase"] == "succeeded"
     assert [each["job"]["step"] for each in seen.shown] == [10, 60, 100]
     assert standin.calls() == ["follow", "follow --job digits-1"]
     assert seen.said[0].startswith("the head is away (")
 
 
 def test_follow_ends_when_the_cluster_is_taken_down(standin: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It tried for three minutes, and said that training goes on."""
+    """Otherwise it would wait three minutes for the head, and say that training goes on."""
     monkeypatch.setenv("SPOTRUN_HOME", str(standin.home))
     standin.write(follow_1=[status(step=10)], follow_2=[status(step=60)])
     layout = Layout.of(standin.home, "c")
@@ -214,7 +215,7 @@ def test_follow_outlives_a_bucket_that_is_away(standin: Machines, monkeypatch: p
         return find(store, key)
 
     monkeypatch.setattr(Store, "find", flaky)
-    assert jobs.follow(standin.access, None, Recorder())["phase"] == "succeeded"
+    assert jobs.follow(standin.access, None, Recorder())["job"]["phase"] == "succeeded"
     assert asked == 3
 
 
@@ -244,7 +245,7 @@ def test_faults_take_the_last_member_once_a_generation(standin: Machines) -> Non
     ]
 
 
-def test_a_fault_that_is_refused_is_told(standin: Machines) -> None:
+def test_a_refused_fault_is_reported(standin: Machines) -> None:
     standin.write(follow_1=[status(step=90), status(**SUCCEEDED)], refuse="spotrun: there is no node spot-1")
     seen = Recorder()
     jobs.follow(standin.access, None, seen, faults.parse("kill@1"))
@@ -340,7 +341,7 @@ def test_the_closing_report() -> None:
     ]
     failed = report.report(status(phase="failed", reason="ValueError: no", failure=FAILURE)["job"])
     assert "  rank 1 on spot-1: ValueError: no\n    Traceback\n      line\n" in failed
-    assert [report.duration(each) for each in (0, 61, 7260)] == ["0.0 s", "1 min 1 s", "2 h 1 min"]
+    assert [duration(each) for each in (0, 61, 7260)] == ["0.0 s", "1 min 1 s", "2 h 1 min"]
 
 
 def test_the_closing_report_says_where_the_node_time_went() -> None:
@@ -439,7 +440,7 @@ async def test_a_new_head_names_the_newest_jobs(
         assert [each["job"] for each in json.loads(capfdbinary.readouterr().out)] == ids
 
 
-async def test_a_follower_hears_from_a_head_with_nothing_new(
+async def test_a_follower_gets_signs_of_life_from_a_head_without_news(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     monkeypatch.setattr(head_control, "ALIVE_EVERY", 0.1)
@@ -460,7 +461,7 @@ async def test_a_follower_hears_from_a_head_with_nothing_new(
         assert set(others) == {b""}
 
 
-async def test_a_head_that_cannot_answer_is_no_mistake_of_the_users(
+async def test_a_head_that_cannot_answer_is_not_reported_as_a_mistake(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def away(*_: object) -> None:
@@ -569,22 +570,68 @@ def test_down_refuses_while_a_job_runs(standin: Machines, monkeypatch: pytest.Mo
     jobs_json = [{"job": "digits-0", "phase": "failed"}, *({"job": f"digits-{n}", "phase": "queued"} for n in (1, 2))]
     standin.write(jobs_json=jobs_json)
     spec = sites.load(str(standin.cluster))
-    with pytest.raises(SpotrunError, match="not ended yet: digits-1, digits-2; `make stop` saves a job's state"):
-        sites.take_down(sites.site(spec), force=False)
-    proposed = r"`make stop CLUSTER=my\.yaml` .* `make down CLUSTER=my\.yaml FORCE=1`"
+    many = [{"job": f"digits-{n}", "phase": "running"} for n in range(40)]
+    for found, said in [
+        (jobs_json[:2], "not ended yet: digits-1; `make stop` saves a job's state"),
+        (many, "digits-0, digits-1, digits-2, digits-3, digits-4, 35 more; `make stop ID=digits-0` saves a job's"),
+        (jobs_json, "not ended yet: digits-1, digits-2; `make stop ID=digits-1` saves a job's state"),
+    ]:
+        standin.write(jobs_json=found)
+        with pytest.raises(SpotrunError, match=said):
+            sites.take_down(sites.site(spec), force=False)
+    proposed = r"`make stop CLUSTER=my\.yaml ID=digits-1` .* `make down CLUSTER=my\.yaml FORCE=1`"
     with pytest.raises(SpotrunError, match=proposed):
         sites.take_down(sites.site(spec, "my.yaml"), force=False)
     standin.store.delete([host_key("c", "head")])
     assert "is down" in sites.take_down(sites.site(spec), force=False), "no job runs where no head came up"
 
 
+def test_down_refuses_while_a_failed_job_keeps_a_node(standin: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPOTRUN_HOME", str(standin.home))
+    spec = sites.load(str(standin.cluster))
+    kept = {"job": "digits-0", "phase": "failed", "kept": {"node": "spot-1", "until": 1.0}}
+    lets_go = "digits-0 has failed and keeps node spot-1 for SSH; `make stop ID=digits-0` lets it go"
+    for found, said in [
+        ([kept], f"cluster c: {lets_go}, `make down FORCE=1` ends it at once"),
+        (
+            [kept, {"job": "digits-1", "phase": "queued"}],
+            "cluster c: not ended yet: digits-1; `make stop` saves a job's state and stops it;"
+            f" {lets_go}, `make down FORCE=1` ends all at once",
+        ),
+    ]:
+        standin.write(jobs_json=found)
+        with pytest.raises(SpotrunError) as caught:
+            sites.take_down(sites.site(spec), force=False)
+        assert str(caught.value) == said
+
+
+@pytest.mark.parametrize(
+    ("state", "found"),
+    [
+        ({"phase": "failed", "kept_node": {"member": {"node": "spot-1"}}}, [control.Unfinished("a", "spot-1")]),
+        ({"phase": "failed", "kept_node": None}, []),
+        ({"phase": "failed"}, []),
+        ({"phase": "failed", "kept_node": "spot-1"}, [control.Unfinished("a")]),
+        ({"phase": "running"}, [control.Unfinished("a")]),
+    ],
+    ids=["a kept node", "no kept node", "of an older version", "of an unknown version", "running"],
+)
+def test_the_bucket_says_what_a_cluster_without_a_head_still_has(
+    tmp_path: Path, state: dict[str, object], found: list[control.Unfinished]
+) -> None:
+    store = Store(str(tmp_path))
+    store.put(queue_key("c"), b'["a"]')
+    store.put(job_key("a", "state.json"), json.dumps(state).encode())
+    assert queue.unfinished(store, "c", "make down FORCE=1") == found
+
+
 def test_hints_name_the_cluster() -> None:
     assert make_command(LOCAL, "stop") == "make stop"
     assert make_command("a b.yaml", "down", "FORCE=1") == "make down CLUSTER='a b.yaml' FORCE=1"
-    said = "job x is held; `make relaunch ID=x` runs it on, `make stop` does not"
+    said = "job x is held; `make relaunch ID=x` continues it, `make stop` does not"
     assert here(said, LOCAL) == said
     again = "`make relaunch CLUSTER=gcp.yaml ID=x`"
-    assert here(said, "gcp.yaml") == f"job x is held; {again} runs it on, `make stop CLUSTER=gcp.yaml` does not"
+    assert here(said, "gcp.yaml") == f"job x is held; {again} continues it, `make stop CLUSTER=gcp.yaml` does not"
     assert here(here(said, "gcp.yaml"), "gcp.yaml") == here(said, "gcp.yaml")
     parked = {"job": "y", "text": "y is not readable; `make stop ID=y`"}
     shown = display.text({**status(), "held": ["x"], "parked": parked}, file="gcp.yaml")
@@ -593,12 +640,12 @@ def test_hints_name_the_cluster() -> None:
 
 
 def test_a_heads_refusal_names_the_cluster(standin: Machines) -> None:
-    standin.write(refuse="spotrun: job x is held; `make relaunch ID=x` runs it on")
+    standin.write(refuse="spotrun: job x is held; `make relaunch ID=x` continues it")
     done = fab(standin, "stop")
     assert done.returncode == 2
     assert (
         done.stderr
-        == f"spotrun: job x is held; `{make_command(str(standin.cluster), 'relaunch', 'ID=x')}` runs it on\n"
+        == f"spotrun: job x is held; `{make_command(str(standin.cluster), 'relaunch', 'ID=x')}` continues it\n"
     )
 
 
@@ -613,7 +660,7 @@ def test_control_c_detaches(standin: Machines) -> None:
 
 @pytest.mark.parametrize("program", ["fabric", "scripts.fab"])
 def test_control_c_shows_no_traceback_while_modules_load(standin: Machines, tmp_path: Path, program: str) -> None:
-    """It did, in the first second of a command. `scripts.fab` is how the Makefile calls it."""
+    """The modules load in the first second of a command. The Makefile calls `scripts.fab`."""
     loading = tmp_path / "loading"
     slow = tmp_path / "modules/spotrun/__init__.py"  # the first of spotrun's own modules, as slow as on a cold disk
     slow.parent.mkdir(parents=True)
@@ -625,7 +672,7 @@ def test_control_c_shows_no_traceback_while_modules_load(standin: Machines, tmp_
 
 
 def test_control_c_ends_a_run(standin: Machines) -> None:
-    """It waited until the commands ended, an hour if TIMEOUT said so."""
+    """It does not wait until the commands end, which may take as long as TIMEOUT."""
     for node in ("spot-1", "head"):
         file = standin.folder / node
         command = f"touch {file}; while [ -e {file} ]; do sleep 0.1; done"
@@ -633,24 +680,24 @@ def test_control_c_ends_a_run(standin: Machines) -> None:
         with interruptible(standin, "run", *words) as process:
             wait_for(file.exists, what="the command's begin")
             said = interrupted(process)
-            assert "run: interrupted; the command may go on over there, for at most 3600 s" in said
+            assert "run: interrupted; the command may still run there, for at most 3600 s" in said
         file.unlink()  # it does: here it ends
 
 
-def test_an_output_that_does_not_end_in_time_is_told_in_a_line(
+def test_an_output_that_does_not_end_in_time_is_reported_in_a_line(
     standin: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ssh, "GRACE", 0.3)
     outcomes: list[ssh.Outcome] = []
     assert not ssh.run(standin.access, ["head"], "setsid sleep 5 & echo y", 0.2, outcomes.append)
-    text = "no end of its output 0.3 s after TIMEOUT=0.2; write a large output to a file\n"
+    text = "its output did not end 0.3 s after TIMEOUT=0.2; write a large output to a file\n"
     assert outcomes == [ssh.Outcome("head", 255, text, reached=False)]
 
 
 def test_an_output_is_shown_as_it_comes_and_only_its_end_is_kept(
     standin: Machines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The output of a `run` was in memory as a whole, and was shown at its end."""
+    """The output may be larger than the operator's memory."""
     monkeypatch.setattr(ssh, "KEPT", 1000)
     gate = tmp_path / "gate"
     heard: list[str] = []

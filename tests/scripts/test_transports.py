@@ -1,4 +1,4 @@
-"""The ways into a cluster: a tunnel that is a command, and what the clouds' own tools are asked for."""
+"""The transports: a tunnel that is a command, and what the clouds' own tools are asked for."""
 
 from __future__ import annotations
 
@@ -160,13 +160,19 @@ def test_ssm(say: Say, tmp_path: Path) -> None:
     transport.admit(head)
     transport.admit(head)
     transport.admit(head.model_copy(update={"machine": "i-4567"}))
-    assert [line.split()[3] for line in calls.read_text().splitlines()] == ["i-0123", "i-4567"], "a key holds a while"
+    assert [line.split()[3] for line in calls.read_text().splitlines()] == ["i-0123", "i-4567"], (
+        "the machine still accepts the key"
+    )
 
 
 @pytest.mark.parametrize(
     ("program", "script", "said"),
     [
-        ("gcloud", None, "there is no `gcloud` on this machine, which is the way in: install the Google Cloud CLI"),
+        (
+            "gcloud",
+            None,
+            "there is no `gcloud` on this machine, which SSH to the cluster needs: install the Google Cloud CLI",
+        ),
         (
             "gcloud",
             "echo hm; echo 'ERROR: log in' >&2; exit 1",
@@ -174,16 +180,17 @@ def test_ssm(say: Say, tmp_path: Path) -> None:
         ),
         ("gcloud", "echo '[]'", "`gcloud compute os-login ssh-keys` answered no JSON object: "),
         ("gcloud", "echo '{}'", "OS Login gives you no account in project p: you need the roles compute.osLogin and"),
-        ("aws", None, "there is no `aws` on this machine, which is the way in: install the AWS CLI"),
+        ("aws", None, "there is no `aws` on this machine, which SSH to the cluster needs: install the AWS CLI"),
         ("aws", "echo 'Token has expired' >&2; exit 255", "` failed: Token has expired"),
     ],
 )
-def test_what_keeps_a_door_shut(program: str, script: str | None, said: str, say: Say, tmp_path: Path) -> None:
+def test_why_a_cloud_gives_no_access(program: str, script: str | None, said: str, say: Say, tmp_path: Path) -> None:
     if script is not None:
         say(program, script)
     iap, ssm = Iap("p", tmp_path / "key"), Ssm("us-east-1", tmp_path / "key")
+    ask: Callable[[], object] = (lambda: iap.user) if program == "gcloud" else (lambda: ssm.admit(HEAD))
     with pytest.raises(CloudError) as caught:
-        _ = iap.user if program == "gcloud" else ssm.admit(HEAD)
+        ask()
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
 

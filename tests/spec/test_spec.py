@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from spotrun.errors import SpecError
-from spotrun.spec import ClusterSpec, JobSpec, check_fit, load_cluster, load_job
+from spotrun.spec import ClusterSpec, JobSpec, check_fit, devices_of, load_cluster, load_job
 from spotrun.spec.cluster import IMAGE_GB
 from spotrun.spec.fields import parse_duration
 from spotrun.spec.machine_types import EFAS
@@ -24,6 +24,10 @@ AWS = "name: a\ncloud: aws\nregion: us-east-1\npools:\n- {name: p, zone: us-east
 CIDR = "a private IPv4 range from /16 to /20, such as 10.77.0.0/16"
 LABEL = "lower-case letters, digits and single inner hyphens, a letter first, at most 20 characters"
 INTERVAL = "seconds, or a number with s, m, h or d, such as 90s or 5m, more than zero"
+KEEP = (
+    "a list of folders in the job's working folder: letters, digits, _, . and -, no . at the start, with / between"
+    " folders, at most 200 characters"
+)
 
 # Text of the file, then the lines of the message without the file's name.
 CLUSTER_MISTAKES = {
@@ -53,7 +57,7 @@ CLUSTER_MISTAKES = {
     "unknown key inside": (
         CLUSTER.replace("max:", "mx:"),
         [
-            ":4: pools[0].mx: 2: unknown key; allowed: name, zone, machine, market, max, disk, accelerator,"
+            ":4: pools[0].mx: 2: unknown key; allowed: name, zone, machine, market, max, devices, disk, accelerator,"
             " max_run_duration, notice; did you mean max?"
         ],
     ),
@@ -77,7 +81,7 @@ CLUSTER_MISTAKES = {
     ),
     "wrong market": (
         CLUSTER.replace("max: 2", "market: on_demand"),
-        [":4: pools[0].market: 'on_demand': is not allowed; allowed: spot, on-demand; did you mean on-demand?"],
+        [":4: pools[0].market: 'on_demand': is not allowed; allowed: spot, flex, on-demand; did you mean on-demand?"],
     ),
     "too small": (
         CLUSTER.replace("max: 2", "max: 0"),
@@ -191,6 +195,14 @@ CLUSTER_MISTAKES = {
         AWS.replace("g5.2xlarge}", "g5.2xlarge, notice: 120s}"),
         [":5: pools[0].notice: '120s': is only for cloud gcp, this is aws"],
     ),
+    "devices on another cloud": (
+        AWS.replace("g5.2xlarge}", "g5.2xlarge, devices: 4}"),
+        [":5: pools[0].devices: 4: is only for cloud local, this is aws"],
+    ),
+    "no devices": (
+        CLUSTER.replace("max: 2", "devices: 0"),
+        [":4: pools[0].devices: 0: is not allowed; allowed: a whole number from 1 to 64"],
+    ),
     "a notice that Google does not give": (
         GCP.replace("g2-standard-8}", "g2-standard-8, notice: 60s}"),
         [":6: pools[0].notice: '60s': is not a notice that Google gives; allowed: 120s, or no key for the usual 30s"],
@@ -267,9 +279,30 @@ CLUSTER_MISTAKES = {
         CLUSTER.replace("name: p", "name: head"),
         [":4: pools[0].name: 'head': is reserved for the head; choose another"],
     ),
+    "flex on AWS": (
+        AWS.replace("g5.2xlarge}", "g5.2xlarge, market: flex}"),
+        [
+            ":5: pools[0].market: 'flex': is only for clouds gcp and local, this is aws; allowed: spot, on-demand",
+        ],
+    ),
+    "a flex machine that runs too long": (
+        GCP.replace("g2-standard-8}", "g2-standard-8, market: flex, max_run_duration: 8d}"),
+        [":6: pools[0].max_run_duration: '8d': is more than 7d, the longest that a flex machine runs"],
+    ),
+    "a market change of no place": (
+        CLUSTER + "local: {market: [{where: local-b, price: 1}]}\n",
+        [
+            ":5: local.market[0].where: 'local-b': is no zone of a pool and no pool; allowed: local-a, p; did you mean"
+            " local-a?"
+        ],
+    ),
+    "a market change that is none": (
+        CLUSTER + "local: {market: [{where: p, capacity: many}]}\n",
+        [":5: local.market[0].capacity: 'many': is not allowed; allowed: a whole number, 0 or more"],
+    ),
     "capacity of no zone": (
         CLUSTER + "local: {capacity: {local-b: 1}}\n",
-        [":5: local.capacity.local-b: 1: no pool is in this zone; allowed: local-a; did you mean local-a?"],
+        [":5: local.capacity.local-b: 1: is no zone of a pool and no pool; allowed: local-a, p; did you mean local-a?"],
     ),
     "negative duration": (
         CLUSTER + "local: {boot_delay: -1}\n",
@@ -369,11 +402,78 @@ JOB_MISTAKES = {
             " such as scikit-learn>=1.5"
         ],
     ),
+    "priority out of bounds": (
+        "script: train.py\npriority: 1001\n",
+        [":2: priority: 1001: is not allowed; allowed: a whole number from -1000 to 1000"],
+    ),
+    "priority in words": (
+        "script: train.py\npriority: high\n",
+        [":2: priority: 'high': is not allowed; allowed: a whole number from -1000 to 1000"],
+    ),
+    "a job with no device": (
+        "script: train.py\ndevices: 0\n",
+        [":2: devices: 0: is not allowed; allowed: a whole number, at least 1"],
+    ),
+    "a group in capitals": (
+        "script: train.py\ngroup: Search\n",
+        [f":2: group: 'Search': is not a valid name; allowed: {LABEL.replace('20', '40')}"],
+    ),
+    "`after` is a name and not a list": (
+        "script: train.py\nafter: prepare\n",
+        [":2: after: 'prepare': is not allowed; allowed: a list of jobs' ids or names"],
+    ),
+    "a job to wait for whose name is not valid": (
+        "script: train.py\nafter: [prepare, Data set]\n",
+        [":2: after[1]: 'Data set': is not a valid name; allowed: a list of jobs' ids or names"],
+    ),
+    "a value of `on` that is not allowed": (
+        "script: train.py\nafter: [prepare]\non: failure\n",
+        [":3: on: 'failure': is not allowed; allowed: success, end"],
+    ),
+    "`on` without `after`": (
+        "script: train.py\non: end\n",
+        [":2: on: 'end': says how the jobs of after must end, and after is empty"],
+    ),
+    "an input without a folder": (
+        "script: train.py\ninputs: {data: prepare}\n",
+        [
+            ":2: inputs.data: 'prepare': is not a job and a folder that the job keeps; allowed: a folder's name:"
+            " <a job's id or name>/<a folder that the job keeps>"
+        ],
+    ),
+    "an input in a folder of a folder": (
+        "script: train.py\ninputs: {a/b: prepare/out}\n",
+        [
+            ":2: inputs.a/b: 'prepare/out': is not the name of a folder; allowed: a folder's name:"
+            " <a job's id or name>/<a folder that the job keeps>"
+        ],
+    ),
+    "an input from outside the other job's folder": (
+        "script: train.py\ninputs: {data: prepare/../../other}\n",
+        [
+            ":2: inputs.data: 'prepare/../../other': is not the path of a folder within another one; allowed:"
+            " a folder's name: <a job's id or name>/<a folder that the job keeps>"
+        ],
+    ),
+    "a folder to keep that is outside": (
+        "script: train.py\nkeep: [out, ../data]\n",
+        [f":2: keep[1]: '../data': is not the path of a folder within another one; allowed: {KEEP}"],
+    ),
+    "the whole working folder to keep": (
+        "script: train.py\nkeep: [.]\n",
+        [f":2: keep[0]: '.': is not the path of a folder within another one; allowed: {KEEP}"],
+    ),
+    "no checkpoints to keep": (
+        "script: train.py\nkeep: 0\n",
+        [f":2: keep: 0: is not allowed; allowed: {KEEP}"],
+    ),
     "near key": (
         "script: train.py\nmax_restart: 1\n",
         [
-            ":2: max_restart: 1: unknown key; allowed: name, script, args, nodes, procs_per_node, snapshot_interval,"
-            " checkpoint_interval, keep, deadline, budget, max_restarts, hang_timeout, start_timeout, grow_interval,"
+            ":2: max_restart: 1: unknown key; allowed: name, script, args, nodes, devices, priority, pools, group,"
+            " labels, after, on, inputs, keep, keep_on_failure, procs_per_node, snapshot_interval, checkpoint_interval,"
+            " keep_checkpoints, deadline, budget, policy, zones, restart_time, work, max_restarts,"
+            " hang_timeout, start_timeout, grow_interval,"
             " hold_idle, heartbeat_timeout, env, requirements; did you mean max_restarts?"
         ],
     ),
@@ -501,6 +601,102 @@ def test_a_job_larger_than_the_cluster() -> None:
         check_fit(JobSpec(script="a.py", nodes={"min": 3}), cluster)
 
 
+SHARED = ClusterSpec.model_validate(
+    {
+        "name": "a",
+        "cloud": "local",
+        "pools": [
+            {"name": "small", "zone": "local-a", "max": 8},
+            {"name": "large", "zone": "local-a", "max": 2, "devices": 4},
+        ],
+    }
+)
+MISFITS = {
+    "a pool that the cluster does not have": (
+        {"pools": ["small", "big"]},
+        "pools: 'big': cluster a has no such pool; allowed: small, large",
+    ),
+    "more devices than any machine has": (
+        {"devices": 8},
+        "devices: 8: cluster a has at most 4 a machine; lower it",
+    ),
+    "more devices than the machines of its pools have": (
+        {"devices": 2, "pools": ["small"]},
+        "devices: 2: cluster a has at most 1 a machine in pools small; lower it",
+    ),
+    "more nodes than there are with its devices": (
+        {"devices": 2, "nodes": 3},
+        "nodes: 3: cluster a has at most 2 nodes with 2 devices; lower it, or raise max of the pools",
+    ),
+    "more nodes than its pools have": (
+        {"nodes": 3, "pools": ["large"]},
+        "nodes: 3: cluster a has at most 2 nodes in pools large; lower it, or raise max of the pools",
+    ),
+}
+
+
+@pytest.mark.parametrize(("keys", "expected"), MISFITS.values(), ids=MISFITS)
+def test_a_job_that_can_never_fit(keys: dict[str, object], expected: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        check_fit(JobSpec.model_validate({"script": "a.py", **keys}), SHARED)
+    assert str(caught.value) == expected
+
+
+@pytest.mark.parametrize("keys", [{"nodes": 10}, {"nodes": 2, "devices": 4}, {"nodes": 8, "pools": ["small"]}])
+def test_a_job_as_large_as_the_cluster_fits(keys: dict[str, object]) -> None:
+    check_fit(JobSpec.model_validate({"script": "a.py", **keys}), SHARED)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (CLUSTER, 1),
+        (CLUSTER.replace("max: 2", "devices: 4"), 4),
+        (AWS, 1),
+        (AWS.replace("g5.2xlarge", "g5.48xlarge"), 8),
+        (GCP.replace("g2-standard-8}", "n1-standard-8, accelerator: {type: nvidia-tesla-t4, count: 2}}"), 2),
+        (GCP.replace("g2-standard-8", "z9-giant-1024"), None),
+    ],
+    ids=["local", "local with devices", "one GPU", "eight GPUs", "GPUs attached", "a type that is not known"],
+)
+def test_the_devices_of_a_machine(text: str, expected: int | None, tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(text)
+    cluster = load_cluster(path)
+    assert devices_of(cluster.pools[0], cluster) == expected
+    if expected is None:
+        check_fit(JobSpec(script="a.py", devices=64), cluster)  # its nodes will tell
+
+
+def test_a_job_of_a_pipeline(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        "script: train.py\nafter: [search-1]\non: end\ninputs: {data: prepare/out/small/}\nkeep: [model/]\n"
+    )
+    job = load_job(path)
+    assert (job.after, job.on, job.sources, job.keep) == (
+        ("search-1",),
+        "end",
+        {"data": ("prepare", "out/small")},
+        ("model",),
+    )
+    assert JobSpec.model_validate(job.model_dump(mode="json")) == job
+
+
+def test_a_number_under_keep_is_the_number_of_checkpoints() -> None:
+    old = JobSpec.model_validate({"script": "a.py", "keep": 7})
+    assert (old.keep_checkpoints, old.keep) == (7, ())
+    assert "keep" not in old.model_dump()  # version 0.1 reads a number there
+    both = JobSpec.model_validate({"script": "a.py", "keep": ["out"], "keep_checkpoints": 2}, extra="allow")
+    assert (both.keep_checkpoints, both.keep) == (2, ("out",))
+
+
+def test_keys_of_a_newer_version_stay() -> None:
+    found = JobSpec.model_validate({"script": "a.py", "keep": 7, "colour": "red"}, extra="allow")
+    assert found.model_dump(mode="json")["colour"] == "red"
+
+
 def test_the_example_files_are_valid() -> None:
     root = Path(__file__).parents[2]
     clusters = [load_cluster(path) for path in root.glob("clusters/*.yaml")]
@@ -536,3 +732,16 @@ def test_the_image_is_as_large_as_is_said() -> None:
 def test_specs_load_without_torch() -> None:
     code = "import sys, spotrun.spec; sys.exit('torch' in sys.modules or 'aiohttp' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(("given", "seconds"), [("30m", 1800.0), (90, 90.0)], ids=["minutes", "seconds"])
+def test_a_node_is_kept_for_an_interval(given: object, seconds: float) -> None:
+    job = JobSpec.model_validate({"script": "a.py", "keep_on_failure": given})
+    assert job.keep_on_failure == seconds
+    check_fit(job, SHARED)
+
+
+@pytest.mark.parametrize("given", ["0s", "soon", True, -1], ids=["no time", "a word", "yes", "less than nothing"])
+def test_a_node_is_not_kept_for_anything_else(given: object) -> None:
+    with pytest.raises(ValueError, match="keep_on_failure"):
+        JobSpec.model_validate({"script": "a.py", "keep_on_failure": given})

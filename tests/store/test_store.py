@@ -16,7 +16,7 @@ def store(tmp_path: Path) -> Store:
     return Store(str(tmp_path / "bucket"))
 
 
-def test_what_is_put_is_got(store: Store, tmp_path: Path) -> None:
+def test_get_and_fetch_return_what_was_put(store: Store, tmp_path: Path) -> None:
     store.put("a/b", b"one")
     store.put("a/b", b"two")
     assert store.get("a/b") == b"two"
@@ -36,7 +36,7 @@ def test_an_object_that_is_too_large_is_not_read(store: Store) -> None:
     assert store.find("none", 99) is None
 
 
-def test_what_is_not_there(store: Store, tmp_path: Path) -> None:
+def test_a_missing_object(store: Store, tmp_path: Path) -> None:
     assert store.find("a") is None
     assert not store.exists("a")
     assert store.list("a") == []
@@ -47,7 +47,7 @@ def test_what_is_not_there(store: Store, tmp_path: Path) -> None:
         store.fetch("a", tmp_path / "x")
 
 
-def test_only_one_creates(store: Store) -> None:
+def test_only_the_first_create_succeeds(store: Store) -> None:
     assert store.create("epoch/1", b"first")
     assert not store.create("epoch/1", b"second")
     assert store.get("epoch/1") == b"first"
@@ -75,11 +75,11 @@ def test_a_path_with_odd_characters(tmp_path: Path) -> None:
 def test_a_bucket_that_cannot_be_written(tmp_path: Path) -> None:
     store = Store(str(tmp_path / "bucket"))
     store.put("a", b"x")
-    with pytest.raises(StoreError, match="a/b"):  # a is no folder
+    with pytest.raises(StoreError, match="a/b"):  # `a` is a file
         store.put("a/b", b"y")
 
 
-def test_a_url_of_no_cloud() -> None:
+def test_a_url_with_an_unknown_scheme() -> None:
     with pytest.raises(StoreError, match="nope://x"):
         Store("nope://x")
 

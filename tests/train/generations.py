@@ -24,7 +24,9 @@ from torch.utils.data import DataLoader, Dataset
 import spotrun
 from spotrun.state import slots
 from spotrun.state.control import Context, Control
-from spotrun.train import boundary, distributed
+from spotrun.state.slots import Record
+from spotrun.train import boundary, distributed, sections
+from spotrun.train.copier import Copier
 
 SAMPLES, BATCH, EPOCHS = 104, 8, 3  # with 3 workers: 5 steps an epoch, the last of 8 samples (3, 3, 2)
 
@@ -53,6 +55,8 @@ class Plan:
     accumulate: int = 1
     gate: str = ""  # a FIFO from which it reads before it says that it is done
     patience: float = 600.0  # seconds that it waits for the others when it leaves a drain
+    together: bool = False  # the workers of a node copy each snapshot together, as soon as they can
+    die_copied: int = -1  # step whose snapshot it copies, or its section, before it kills itself
 
 
 def train(environment: dict[str, str], plan: Plan) -> None:
@@ -65,6 +69,8 @@ def train(environment: dict[str, str], plan: Plan) -> None:
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     boundary.leave_together = functools.partial(leave_together, plan)  # type: ignore[attr-defined]
+    if plan.together:
+        copy_together(plan)
     run = spotrun.init(seed=5)
     hidden = 700  # more than one DDP bucket of 1 MB
     model = run.ddp(
@@ -103,6 +109,28 @@ def train(environment: dict[str, str], plan: Plan) -> None:
     torch.save(state, out / f"final-{run.rank}.pt")
 
 
+def copy_together(plan: Plan) -> None:
+    """Share snapshots of any size, all but the first two. Each boundary waits for what runs beside training."""
+    sections.MINIMUM = 0
+    take_snapshot, copied = boundary.Boundary._snapshot, Copier._copy
+
+    def snapshot(self: boundary.Boundary, *args: Any, **kwargs: Any) -> None:
+        for each in filter(None, (self.writer, self.section)):
+            Copier.settle(each)
+        take_snapshot(self, *args, **kwargs)
+        if self.section is not None:
+            self.section.settle()  # it has mapped what the writer laid out
+
+    def copy(self: Copier, *args: Any) -> Any:
+        found = copied(self, *args)
+        if plan.die_copied == self._control.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return found
+
+    boundary.Boundary._snapshot = snapshot  # type: ignore[method-assign]
+    Copier._copy = copy  # type: ignore[assignment, method-assign]
+
+
 def leave_together(plan: Plan, device: torch.device, group: Any) -> None:
     if plan.gate:
         Path(plan.gate).read_text()
@@ -117,15 +145,25 @@ class Cluster:
     generation: int = 0
     controls: list[Control] = field(default_factory=list)
 
-    def context(self, node: str, rank: int, interval: int) -> Context:
-        control = self.path / f"control-{self.generation}-{rank}"
-        self.controls.append(Control(control, create=True))
-        return Context("job", self.generation, node, str(control), str(self.slots(node)), "", interval)
+    def context(self, node: str, rank: int, interval: int, per_node: int = 1) -> Context:
+        paths = [str(self.path / f"control-{self.generation}-{each}") for each in range(rank + per_node)]
+        self.controls.append(Control(Path(paths[rank]), create=True))
+        first = rank - rank % per_node
+        return Context(
+            job="job",
+            generation=self.generation,
+            node=node,
+            control=paths[rank],
+            slots=str(self.slots(node)),
+            bucket="",
+            snapshot_interval=interval,
+            controls=paths[first : first + per_node],
+        )
 
     def slots(self, node: str) -> Path:
         return self.path / f"slots-{node}"
 
-    def newest(self, node: str) -> slots.Record:
+    def newest(self, node: str) -> Record:
         return slots.newest(self.slots(node), "job")[0][1]
 
     @contextmanager
@@ -146,7 +184,7 @@ class Cluster:
             port = server.getsockname()[1]
         processes = []
         for rank in range(world):
-            context = self.context(nodes[rank // per_node], rank, interval)
+            context = self.context(nodes[rank // per_node], rank, interval, per_node)
             self.controls[rank].stop_at = stop_at
             environment = {
                 "MASTER_ADDR": "127.0.0.1",

@@ -8,7 +8,9 @@ import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +31,7 @@ from spotrun.wire import FileRef, Manifest, StateRef
 from tests.train.blocks import block
 
 
-def state_at(step: int) -> dict[str, object]:
+def state_at(step: int) -> dict[str, Any]:
     return {
         "weight": torch.arange(1000.0) + step,
         "small": [torch.full((n,), step) for n in range(5)],
@@ -166,9 +168,9 @@ class Dying(Store):
         super().__init__(url)
         self.left, self.after = nth, after
 
-    def put(self, key: str, data: bytes | Path) -> None:
+    def put(self, key: str, data: bytes | Path, stopped: Callable[[], bool] | None = None) -> None:
         self._die(not self.after)
-        super().put(key, data)
+        super().put(key, data, stopped)
         self._die(self.after)
 
     def create(self, key: str, data: bytes) -> bool:

@@ -17,6 +17,8 @@ from torch import nn
 import spotrun
 from spotrun.state import slots
 from spotrun.state.control import EXIT_DRAINED, Context, Control
+from spotrun.train import sections
+from spotrun.train.sections import Section, Sections
 from spotrun.train.slot_files import Reader
 from spotrun.train.snapshot import Writer
 from spotrun.train.training_state import load
@@ -77,11 +79,11 @@ def launch(folder: Path, ranks: int, stop_at: int) -> list[dict[str, Any]]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     processes = []
-    for rank in range(ranks):
-        path = folder / f"control-{stop_at}-{rank}"
-        control = Control(path, create=True)
-        control.stop_at = stop_at
-        context = Context("job", stop_at, "a", str(path), str(folder / "slots"), "", 0)
+    paths = [str(folder / f"control-{stop_at}-{rank}") for rank in range(ranks)]
+    for path in paths:
+        Control(Path(path), create=True).stop_at = stop_at
+    for rank, path in enumerate(paths):
+        context = Context("job", stop_at, "a", path, str(folder / "slots"), "", 0, controls=paths)
         environment = {
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
@@ -113,6 +115,27 @@ def test_eight_workers_restore_without_a_copy_each(tmp_path: Path) -> None:
     assert max(rose) < 0.5, rose
     files = sum(path.stat().st_size for path in (tmp_path / "slots").glob("*.safetensors"))
     assert files < 2.1 * STATE
+
+
+def test_a_section_is_copied_without_memory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sections, "MINIMUM", 0)
+    state = {f"{index}": torch.ones(STATE // 64) for index in range(16)}
+    places = {sections.place(tensor) for tensor in state.values()}
+    encode = lambda encoder: encoder.encode(state, "state")  # noqa: E731
+    lead, own = block(), block()
+    lead.pid = own.pid = os.getpid()
+    writer = Writer(tmp_path, "job", 1, lead, sections=Sections(lead, [own]), equal=lambda: places)
+    section = Section(tmp_path, (1, 2), own, lead, encode, lambda: places)
+    before = own_memory()
+    for step in range(1, 7):
+        lead.step = own.step = step
+        assert writer.take(step, encode, set(), wait=True)
+        section.end_step(step, set, alone=False)
+        Writer.settle(writer)
+        section.settle()
+        writer.announce(step + 1, exact=True)
+    assert own.section == 6
+    assert own_memory() - before < 0.1 * STATE
 
 
 class Keeping(nn.Module):

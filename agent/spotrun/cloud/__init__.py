@@ -43,7 +43,7 @@ class Ask(Protocol):
 
 @contextlib.contextmanager
 def asking(cluster: ClusterSpec) -> Iterator[Ask]:
-    """For questions over one connection to the cluster's cloud. The first question opens the connection."""
+    """Yields a function that asks the cluster's cloud. All questions use one connection, which the first one opens."""
     opened: list[Cloud] = []
 
     async def put(question: Callable[[Cloud], Awaitable[T]]) -> T:

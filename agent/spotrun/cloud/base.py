@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -11,7 +11,7 @@ NEAR = (
     "; network.placement may be the reason, since machines close to each other are scarcer: set `placement: false`"
     " in the cluster file and run `make up` between jobs"
 )
-Market = Literal["spot", "on-demand"]
+Market = Literal["spot", "flex", "on-demand"]
 State = Literal["provisioning", "running", "stopping", "terminated"]
 
 
@@ -24,10 +24,11 @@ class Instance:
     zone: str  # its zone
     address: str  # its private IP address; empty if it has none yet
     state: State  # as the cloud lists it
-    market: Market  # spot or on-demand
+    market: Market  # spot, flex or on-demand
     created: float  # epoch seconds
     id: str  # unique to each incarnation
-    ends: float = 0.0  # epoch seconds when the cloud ends it because of `max_run_duration`; 0: never
+    ends: float = 0.0  # epoch seconds when the cloud ends it, if that is known, as with `max_run_duration`; 0: never
+    started: float = 0.0  # epoch seconds since when it costs money, if the cloud says so; 0: it does not
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,28 @@ class Problem:
     """Why a pool has fewer machines than its size."""
 
     pool: str  # the pool's name
-    kind: Literal["stockout", "quota", "other"]  # what the cloud lacks
+    kind: Literal["stockout", "quota", "queue", "other"]  # what the cloud lacks. queue: the request waits for its turn
     message: str  # one line for the operator
     at: float  # epoch seconds when the problem was first seen
+
+
+@dataclass(frozen=True)
+class Said:
+    """A number that the cloud says."""
+
+    value: float  # the number
+    at: float  # epoch seconds since when it holds: the time of a price change, otherwise of the answer
+    source: str  # the cloud's call that says it
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What the cloud says about the market of a pool. None, or empty: it does not say."""
+
+    obtainability: Said | None = None  # 0 to 1: how likely the pool gets all its `max` machines now
+    uptime: Said | None = None  # seconds that a machine of the pool is expected to run
+    preemptions: Said | None = None  # 0 to 1: of such machines that ended lately, the share that the cloud took
+    prices: tuple[Said, ...] = ()  # dollars an hour for a machine, oldest first
 
 
 @dataclass(frozen=True)
@@ -85,7 +105,7 @@ class Cloud(Protocol):
     async def resize(self, pool: str, size: int) -> None:
         """Set the number of machines of a pool. Returns before the pool has them.
 
-        Use a lower size for machines that never came. To take a machine away, use `remove`, which names it.
+        A lower size is only for giving up machines that do not exist yet. To end a machine, `remove` it by name.
         """
 
     async def remove(self, names: Sequence[str]) -> None:
@@ -100,8 +120,14 @@ class Cloud(Protocol):
     async def prices(self) -> dict[str, float]:
         """Dollars an hour for one machine of each pool."""
 
+    async def advice(self) -> Mapping[str, Advice]:
+        """What the cloud says about the pools' markets. Pools about which it says nothing are left out.
+
+        Rights that are missing, and calls that the cloud does not offer, leave numbers out. The log says so once.
+        """
+
     async def problems(self) -> list[Problem]:
-        """Why pools are smaller than their sizes now; the last known reasons where a pool's zone does not answer."""
+        """Why pools are smaller than their sizes. If a pool's zone does not answer: the last known reasons."""
 
     async def shortfalls(self) -> list[Shortfall]:
         """Quotas that are too small for all the machines that the cluster file allows."""

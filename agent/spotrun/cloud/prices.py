@@ -1,4 +1,7 @@
-"""What machines cost, from the shipped table `prices.csv`. prices.SOURCE.md has its sources."""
+"""What machines cost, from the shipped table `prices.csv`. prices.SOURCE.md has its sources.
+
+On AWS, the prices of spot machines come from EC2, and from this table only if EC2 gives none (`cloud/aws/cloud.py`).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,12 @@ import re
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable
+from datetime import UTC, date, datetime
 from typing import NamedTuple
+
+DATE = "2026-11-21"  # when the table was taken
+OLD = 30  # days after which prices are told to be old
+_LOCAL = 1.0  # what the local cloud invents for each on-demand machine
 
 
 class _Row(NamedTuple):
@@ -17,6 +25,8 @@ class _Row(NamedTuple):
     zone: str
     on_demand: float | None
     spot: float | None
+    gpu: str
+    gpus: int
 
 
 def on_demand(cloud: str, place: str, machine: str, accelerator: str = "", count: int = 0) -> float | None:
@@ -25,6 +35,8 @@ def on_demand(cloud: str, place: str, machine: str, accelerator: str = "", count
     place: a region or a zone. accelerator, count: the GPUs attached to a machine of Google's N1 family, as in a cluster
     file (`nvidia-tesla-t4`, 1). Other machine types have their own GPUs.
     """
+    if cloud == "local":
+        return _LOCAL
     return _median(row.on_demand for row in _rows(cloud, place, machine, accelerator, count))
 
 
@@ -35,6 +47,40 @@ def spot(cloud: str, place: str, machine: str, accelerator: str = "", count: int
     and AWS's by id.
     """
     return _median(row.spot for row in _rows(cloud, place, machine, accelerator, count))
+
+
+def old(today: date) -> str:
+    """A warning if the table is old; empty if it is not."""
+    age = (today - date.fromisoformat(DATE)).days
+    if age <= OLD:
+        return ""
+    return f"The shipped prices are of {DATE}, {age} days ago: look up what the cloud asks now, or update spotrun."
+
+
+def warning(cloud: str) -> str:
+    """As `old`, for today. The local cloud does not use the table."""
+    return "" if cloud == "local" else old(datetime.now(UTC).date())
+
+
+class Listed(NamedTuple):
+    """One machine type of the table, in one region."""
+
+    machine: str  # the machine type
+    gpu: str  # the name of its GPUs, such as L4
+    gpus: int  # how many of them
+    on_demand: float | None  # USD an hour; None: not known
+    spot: float | None  # the same, at the median of the region's zones
+
+
+def listed(cloud: str, region: str) -> list[Listed]:
+    """The machine types with GPUs of their own for which the table has a price in the region."""
+    found = []
+    for (where, machine, accelerator, _), rows in _table().items():
+        mine = [row for row in rows if row.region == region]
+        if where == cloud and mine and not accelerator and mine[0].gpus:
+            prices = (_median(row.on_demand for row in mine), _median(row.spot for row in mine))
+            found.append(Listed(machine, mine[0].gpu, mine[0].gpus, *prices))
+    return sorted(found)
 
 
 def _rows(cloud: str, place: str, machine: str, accelerator: str, count: int) -> list[_Row]:
@@ -66,7 +112,8 @@ def _table() -> dict[tuple[str, str, str, int], list[_Row]]:
         if machine.startswith("n1-"):
             attached = (cells["accelerator"], int(cells["accelerator_count"]))
         prices = (_price(cells["on_demand_usd_per_hour"]), _price(cells["spot_usd_per_hour"]))
-        table[cells["cloud"], machine, *attached].append(_Row(cells["region"], cells["zone"], *prices))
+        gpus = (cells["accelerator"], int(cells["accelerator_count"]))
+        table[cells["cloud"], machine, *attached].append(_Row(cells["region"], cells["zone"], *prices, *gpus))
     return dict(table)
 
 

@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from spotrun.head import node_time
+from spotrun.head.account import Line, Rates, Use, add, merged, total
+from spotrun.head.demand import Holdings
+from spotrun.head.fleet.classify import Condition
 from spotrun.head.job_state import JobState, Progress
-from spotrun.head.view import Node, View
-from spotrun.wire import Worker
+from spotrun.head.meter import NOBODY, hourly, running
+from spotrun.head.speeds import noted
+from spotrun.head.view import FleetView, Node, View
+from spotrun.wire import Kept, Worker
 
 
 def observe(job: JobState, view: View) -> JobState:
     """The job with the progress that the members report. The first step after an interruption ends the interruption."""
     if job.current is None:
         return job
-    here = [n for n in view.members() if n is not None and n.report.generation == job.generation]
-    workers = [worker for node in here for worker in node.report.workers if worker.base >= 0]
+    here = [n for n in view.members() if n is not None and n.work.generation == job.generation]
+    workers = [worker for node in here for worker in node.work.workers if worker.base >= 0]
     if not workers:
         return job
     progress = _progress(job.progress, here, workers)
@@ -24,33 +29,90 @@ def observe(job: JobState, view: View) -> JobState:
     phase = "running" if job.phase == "starting" and progress.step > progress.base else job.phase
     reached, pace = max(progress.step, progress.base), progress.pace or job.pace
     job = job.replace(progress=progress, phase=phase, reached=reached, pace=pace)
+    if len(here) == len(job.members):
+        steps, at = progress.step - progress.base, progress.stepped_at
+        speeds = noted(job.speeds, here, progress.samples_per_second, progress.pace, steps, at)
+        job = job.replace(speeds=speeds)
     if progress.step > progress.base and job.interruptions and job.interruptions[-1].seconds is None:
         job = _close(job, workers)
     return job
 
 
-def count(job: JobState, view: View, prices: Mapping[str, float]) -> JobState:
-    """Add the time since the last count for every machine that costs money. prices: USD an hour, by pool.
+Uses = Sequence[Use]
 
-    Each machine that the cloud lists as running costs money: also while it boots, is checked or is unfit. While the
-    cloud does not answer, each machine with a connected agent counts. Time at an unknown price is kept by pool, and is
-    added to the cost once the price is known.
-    """
-    if job.ended_already or not job.counted_at:
+
+class Idle(Kept):
+    """What machines cost while no job had their devices. clusters/<name>/idle.json."""
+
+    counted_at: float = 0.0  # the time is counted up to here
+    node_seconds: float = 0.0
+    cost: float = 0.0  # USD, as far as prices are known
+    account: tuple[Line, ...] = ()  # the same by month, pool and market, since a head began to write this
+
+
+def count(job: JobState, view: View, uses: Uses, rates: Rates) -> JobState:
+    """Add machine time that the job pays. Time at an unknown price is added to the cost once the price is known."""
+    if job.over:
         return job.replace(counted_at=view.now)
-    span = max(0.0, view.now - job.counted_at)
-    pools = {node.name: node.report.pool for node in view.nodes if node.connected or node.cloud == "running"}
-    pools |= {machine.name: machine.pool for machine in view.machines if machine.state == "running"}
-    due = dict(job.unpriced)
-    for pool in pools.values():
-        due[pool] = due.get(pool, 0.0) + span
+    account = add(job.account, [*_unpriced(job, view.now), *uses], rates)
+    seconds: dict[str, float] = {}
+    for use in uses:
+        seconds[use.machine] = seconds.get(use.machine, 0.0) + use.seconds
     return job.replace(
         counted_at=view.now,
-        node_seconds=job.node_seconds + span * len(pools),
-        spent=node_time.add(job.spent, job, view, pools, span),
-        cost=job.cost + sum(seconds * prices.get(pool, 0.0) for pool, seconds in due.items()) / 3600,
-        unpriced={pool: seconds for pool, seconds in due.items() if pool not in prices},
+        node_seconds=job.node_seconds + sum(seconds.values()),
+        spent=node_time.add(job.spent, job, view, seconds),
+        cost=job.cost + total(account) - total(job.account),
+        account=account,
+        unpriced={},
+        hourly=hourly(uses, rates),
     )
+
+
+def count_idle(idle: Idle, now: float, uses: Uses, rates: Rates) -> Idle:
+    """Add machine time that no job pays, as `count` does for a job."""
+    account = add(idle.account, uses, rates)
+    return idle.replace(
+        counted_at=now,
+        node_seconds=idle.node_seconds + sum(use.seconds for use in uses),
+        cost=idle.cost + total(account) - total(idle.account),
+        account=account,
+    )
+
+
+def joined(before: Idle, idle: Idle) -> Idle:
+    """What an earlier head has counted, and what this one has."""
+    return idle.replace(
+        node_seconds=before.node_seconds + idle.node_seconds,
+        cost=before.cost + idle.cost,
+        account=merged((*before.account, *idle.account)),
+    )
+
+
+def shares(view: FleetView, expected: Holdings, conditions: Mapping[str, Condition]) -> dict[str, dict[str, float]]:
+    """Which part of each machine is whose cost: by job, and of no job under `NOBODY`.
+
+    The parts of a machine add up to 1. A job pays for the devices that it has or that boot for it, for the nodes that
+    save its last state, and for the node that is kept after it has failed. A machine that serves nobody, since it is
+    unfit, boots or ends, is paid by the first job that wants more nodes. Idle devices are the cluster's own.
+    """
+    found: dict[str, dict[str, float]] = {NOBODY: {}, **{job.id: {} for job in view.jobs}}
+    counts = {node.name: node.report.devices for node in view.nodes}
+    left = dict.fromkeys(running(view), 1.0)
+    for job in view.jobs:
+        mine = {member.node: member.devices for member in job.bound} | dict(expected.get(job.id, {}))
+        if job.ending is not None:  # its last state goes into the bucket
+            mine |= dict.fromkeys(view.reporting.get(job.id, ()), ())
+        for name, devices in mine.items():
+            if left.get(name, 0.0) > 0:
+                share = min(left[name], len(devices) / max(counts.get(name, 1), len(devices)) if devices else 1.0)
+                found[job.id][name], left[name] = share, left[name] - share
+    first = next((job.id for job in view.jobs if job.wants_nodes and len(found[job.id]) < job.spec.nodes.max), NOBODY)
+    for name, share in left.items():
+        if share > 1e-9:
+            idle = share < 1 or (name in conditions and conditions[name].state == "ready")
+            found[NOBODY if idle else first][name] = share
+    return found
 
 
 def goodput(job: JobState) -> float | None:
@@ -58,6 +120,11 @@ def goodput(job: JobState) -> float | None:
     if job.node_seconds <= 0:
         return None
     return max(0.0, min(1.0, node_time.counted(job) / job.node_seconds))
+
+
+def _unpriced(job: JobState, now: float) -> list[Use]:
+    """What an older head has counted without a price. The job's other fields have this time already."""
+    return [Use("", pool, now - seconds, now) for pool, seconds in job.unpriced.items()]
 
 
 def _progress(before: Progress, here: Sequence[Node], workers: Sequence[Worker]) -> Progress:
@@ -68,7 +135,7 @@ def _progress(before: Progress, here: Sequence[Node], workers: Sequence[Worker])
     steps = front.step - base
     stepping = front.stepped_at - restored_at
     pace = stepping / steps if steps > 0 and stepping > 0 else before.pace
-    samples = sum(w.samples for n in here for w in n.report.workers)
+    samples = sum(w.samples for n in here for w in n.work.workers)
     return Progress(
         base=base,
         step=max(front.step, before.step),

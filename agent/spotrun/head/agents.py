@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from spotrun.head.fleet import retirement
 from spotrun.head.fleet.pools import Fleet
 from spotrun.head.job_state import JobState
-from spotrun.head.orders import order_for
+from spotrun.head.orders import JobOrders
 from spotrun.head.planner import notice_fit
-from spotrun.head.view import Machine, Node
-from spotrun.wire import Bundle, Order, Report
+from spotrun.head.timeouts import TIMEOUTS
+from spotrun.head.view import NO_WORK, Machine, Node
+from spotrun.spec import JobSpec
+from spotrun.wire import Bundle, JobReport, Order, Report
 
 Send = Callable[[Order], None]
 AddEvent = Callable[[str, str], None]
+Devices = tuple[int, ...]
 
 
 @dataclass
@@ -39,9 +42,24 @@ class Agents:
         self._notice = notice
         self._long_drains: set[str] = set()  # jobs with an event that their drains do not fit into a notice
         self.known: dict[str, KnownAgent] = {}
-        self.ready_at = 0.0  # when an agent last became ready
+        self.ready_at: dict[str, float] = {}  # when an agent last became ready for a job
+        self._misfits: dict[tuple[str, str, str], float] = {}  # job, node, boot: when a set-up last failed
+        self._bundles: dict[str, tuple[JobSpec, Bundle]] = {}
+        self._orders: dict[str, JobOrders] = {}
         self._add_event = add_event
         self._retired: set[Send] = set()  # connections that a newer one of the same node has replaced
+
+    def progress(self, report: Report, send: Send, now: float, made: float = 0.0) -> bool:
+        """Keep a report in which only progress is new; False: more is new, or the connection is, so `receive` it."""
+        agent = self.known.get(report.node)
+        if agent is None or agent.send is not send or agent.since < made or agent.report.essence != report.essence:
+            return False
+        agent.report, agent.reported_at = report, now
+        if report.phase != "checking":
+            agent.answered = now
+        for work in report.jobs:
+            self._note(report, work, now)
+        return True
 
     def receive(self, report: Report, send: Send, now: float, made: float = 0.0) -> bool:
         """Keep a report, unless a newer connection of the node exists. True: the cloud should be asked now.
@@ -57,8 +75,8 @@ class Agents:
         noticed = report.notice is not None and (last is None or last.notice is None)
         if last is None:
             self._add_event("node", f"{report.node} joined")
-        if report.phase == "ready" and (last is None or last.phase != "ready"):
-            self.ready_at = now
+        for job in _ready_jobs(report) - (_ready_jobs(last) if last else set()):
+            self.ready_at[job] = now
         if report.unfit and (last is None or _words(last.unfit) != _words(report.unfit)):
             self._add_event("unfit", f"{report.node} takes no job: {'; '.join(report.unfit)}")
         if report.notice and noticed:
@@ -67,10 +85,12 @@ class Agents:
             taken = f"will be taken at {time.strftime('%H:%M', time.gmtime(report.coming.deadline))} UTC"
             text = f"{report.node} {taken}: {report.coming.kind}; it trains on until shortly before"
             self._add_event("notice", text)
-        self._add_saving_event(report, last)
-        self._add_drain_event(report)
+        for work in report.jobs:
+            self._add_saving_event(report.node, work, last.of(work.job) if last else None)
+            self._note(report, work, now)
         sent = before.sent if before and before.send is send else None
-        since = before.since if before and last and last.phase == report.phase and before.since >= made else now
+        same = last is not None and _phases(last) == _phases(report)
+        since = before.since if before and same and before.since >= made else now
         unfit_since = before.unfit_since if before and before.unfit_since >= made else 0.0  # of this machine only
         if report.phase == "unfit":
             # An agent that restarts again and again is checked each time, so checking must not end this.
@@ -81,20 +101,26 @@ class Agents:
         self.known[report.node] = KnownAgent(report, now, send, sent, since, answered, unfit_since)
         return noticed
 
-    def _add_saving_event(self, report: Report, last: Report | None) -> None:
-        """An event when a node starts to fail at saving, when the reason changes, and when it succeeds again."""
-        now, before = report.trouble, last.trouble if last else None
-        if now is not None and (before is None or _words((before.message,)) != _words((now.message,))):
-            self._add_event("checkpoint", f"{report.node} cannot save its part, and tries again: {now.message}")
-        elif now is None and before is not None and report.parts:
-            self._add_event("checkpoint", f"{report.node} saves again, after {before.tries} tries that failed")
+    def _note(self, report: Report, work: JobReport, now: float) -> None:
+        """Note what a report says about a job, whether or not it is new."""
+        if work.failure is not None and work.failure.kind == "setup":
+            self._misfits[(work.job, report.node, report.boot)] = now
+        self._add_drain_event(report, work)
 
-    def _add_drain_event(self, report: Report) -> None:
+    def _add_saving_event(self, node: str, work: JobReport, last: JobReport | None) -> None:
+        """An event when a node starts to fail at saving, when the reason changes, and when it succeeds again."""
+        now, before = work.trouble, last.trouble if last else None
+        if now is not None and (before is None or _words((before.message,)) != _words((now.message,))):
+            self._add_event("checkpoint", f"{node} cannot save its part, and tries again: {now.message}")
+        elif now is None and before is not None and work.parts:
+            self._add_event("checkpoint", f"{node} saves again, after {before.tries} tries that failed")
+
+    def _add_drain_event(self, report: Report, work: JobReport) -> None:
         """An event when the first snapshot of a job shows that no drain will fit into a notice."""
-        if not report.job or report.job in self._long_drains:
+        if work.job in self._long_drains:
             return
-        if why := notice_fit.too_long(report, self._notice(report.pool)):
-            self._long_drains.add(report.job)
+        if why := notice_fit.too_long(report.node, work, self._notice(report.pool)):
+            self._long_drains.add(work.job)
             self._add_event("snapshot", why)
 
     def disconnect(self, node: str, send: Send) -> bool:
@@ -107,36 +133,73 @@ class Agents:
         self._add_event("connection", f"{node} is not connected")
         return True
 
-    def order(self, job: JobState | None, epoch: int) -> None:
-        """Send each connected agent its order, if the order has changed."""
-        bundle = None
-        if job is not None and not job.ended_already:
-            bundle = Bundle(id=job.id, code=job.code, job=job.spec.model_dump(mode="json"))  # the same for all agents
+    def order(
+        self,
+        jobs: Sequence[JobState],
+        nodes: Mapping[str, Mapping[str, Devices]],
+        epoch: int,
+        parked: tuple[str, ...],
+    ) -> None:
+        """Send each connected agent its order, if the order has changed.
+
+        nodes: for each agent that gets an order, the jobs that it should know, with its devices for each. parked: jobs
+        that agents leave as they are.
+        """
+        for job in jobs:
+            wanted = JobOrders(job, self._bundle(job))
+            if job.id not in self._orders or not self._orders[job.id].same(wanted):
+                self._orders[job.id] = wanted
         for node, agent in self.known.items():
-            order = order_for(job, bundle, node, agent.report.boot, epoch) if job and bundle else Order(epoch=epoch)
-            if agent.send is not None and order != agent.sent:
-                agent.sent = order
-                agent.send(order)
+            if agent.send is None or node not in nodes:
+                continue
+            boot = agent.report.boot
+            found = tuple(self._orders[job].of(node, boot, devices) for job, devices in nodes[node].items())
+            if agent.sent is None or (agent.sent.jobs, agent.sent.parked) != (found, parked):
+                agent.sent = Order(epoch=epoch, jobs=found, parked=parked)
+                agent.send(agent.sent)
+
+    def _bundle(self, job: JobState) -> Bundle:
+        """The same object for as long as the job's code and file stay the same."""
+        known = self._bundles.get(job.id)
+        inputs, size = job.inputs, job.state_bytes
+        if known is None or known[0] is not job.spec or (known[1].inputs, known[1].state_bytes) != (inputs, size):
+            spec = job.spec.model_dump(mode="json")
+            bundle = Bundle(id=job.id, code=job.code, job=spec, inputs=inputs, state_bytes=size)
+            known = self._bundles[job.id] = (job.spec, bundle)
+        return known[1]
+
+    def forget_job(self, job: str) -> None:
+        """Drop what is known about a job that has ended."""
+        self.ready_at.pop(job, None)
+        self._bundles.pop(job, None)
+        self._orders.pop(job, None)
+        self._long_drains.discard(job)
 
     def forget(self, kept: Collection[str]) -> None:
         """Drop agents that are not connected, except `kept`."""
         for name in [name for name, agent in self.known.items() if agent.send is None and name not in kept]:
             del self.known[name]
 
-    def reports(self, job: str | None = None) -> list[Report]:
-        """The newest report of each agent, or of each agent that has this job."""
-        return [agent.report for agent in self.known.values() if job in (None, agent.report.job)]
+    def work(self, job: str) -> list[tuple[str, JobReport]]:
+        """What each agent last reported about a job, with the node's name."""
+        found = ((name, agent.report.of(job)) for name, agent in self.known.items())
+        return [(name, work) for name, work in found if work is not None]
 
-    def busy(self) -> bool:
-        """Whether a connected agent still has a job."""
-        return any(agent.send is not None and agent.report.job for agent in self.known.values())
+    def misfits(self, now: float) -> frozenset[tuple[str, str]]:
+        """Jobs and nodes on which they could not be set up within the last `TIMEOUTS.setup_again`."""
+        self._misfits = {key: at for key, at in self._misfits.items() if now - at < TIMEOUTS.setup_again}
+        return frozenset((job, node) for job, node, _ in self._misfits)
+
+    def busy(self) -> frozenset[str]:
+        """Connected agents that still have a job."""
+        return frozenset(name for name, agent in self.known.items() if agent.send is not None and agent.report.jobs)
 
     def nodes(self, fleet: Fleet) -> tuple[Node, ...]:
         """The agents as decisions see them."""
         found = []
         for name, agent in self.known.items():
             state = fleet.state_of(name, agent.reported_at, agent.report.pool)
-            found.append(Node(agent.report, agent.send is not None, agent.reported_at, state, agent.since))
+            found.append(Node(agent.report, NO_WORK, agent.send is not None, agent.reported_at, state, agent.since))
         return tuple(found)
 
     def machines(self, fleet: Fleet) -> tuple[Machine, ...]:
@@ -149,8 +212,18 @@ class Agents:
             answered = agent.answered if agent else 0.0
             state = "unknown" if each.pool in fleet.away else each.state
             kind, retires = pools[each.pool].machine or "", ends.get(each.name, 0.0)
-            found.append(Machine(each.name, each.pool, state, each.created, answered, kind, each.ends, retires))
+            times = (each.ends, retires, each.started)
+            found.append(Machine(each.name, each.pool, state, each.created, answered, kind, *times))
         return tuple(found)
+
+
+def _phases(report: Report) -> tuple[str, ...]:
+    return (report.phase, *(f"{work.job} {work.phase}" for work in report.jobs))
+
+
+def _ready_jobs(report: Report) -> set[str]:
+    """Jobs whose workers could start on this node now."""
+    return {work.job for work in report.jobs if work.phase == "ready"}
 
 
 def _words(lines: tuple[str, ...]) -> list[str]:

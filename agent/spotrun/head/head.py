@@ -1,7 +1,7 @@
-"""The head's loop: reports in, orders out, the job's state in the bucket before anyone acts on it.
+"""The head's loop: reports in, orders out, the jobs' states in the bucket before anyone acts on them.
 
-One task (`run`) owns the job and changes it. Connections, the control socket and replacements only leave documents,
-requests and answers for it and wake it up. Another (`watch_cloud`) asks the cloud. Whatever is killed here at any point
+One task (`run`) owns the jobs and changes them. Connections, the control socket and replacements only leave documents,
+requests and answers for it and wake it up. Another (`Scaler.run`) asks the cloud. Whatever is killed here at any point
 is rebuilt from the bucket and from the agents' next reports.
 """
 
@@ -10,41 +10,50 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from spotrun.cloud.base import Cloud
 from spotrun.errors import ConflictError, SpotrunError, StoreError, UnreadableError
-from spotrun.head import accounting, capacity, job_queue, lease
+from spotrun.head import accounting, job_queue, lease
 from spotrun.head.agents import Agents, Send
+from spotrun.head.assignment import Assignment, as_it_is, assign, job_view, keeps_state
+from spotrun.head.books import Books
 from spotrun.head.clock import Clock
+from spotrun.head.completions import Completions
+from spotrun.head.demand import Question, question
+from spotrun.head.events import Events
 from spotrun.head.fleet import retirement
-from spotrun.head.fleet.classify import classify
-from spotrun.head.fleet.decide import decide, needed, wanted
+from spotrun.head.fleet.classify import Condition, classify
 from spotrun.head.fleet.pools import Fleet
-from spotrun.head.fleet.record import Recreate, exhausted
 from spotrun.head.fleet.replacements import Replacements
-from spotrun.head.job_state import Cause, EndGeneration, Finish, JobState, SetIdle, apply, saved
+from spotrun.head.job_state import Cause, EndGeneration, Finish, JobState, LetGo, SetIdle, apply
 from spotrun.head.journal import Journal
 from spotrun.head.lease import Lease
 from spotrun.head.life_signs import Signs
-from spotrun.head.orders import manifests
 from spotrun.head.planner import idle, liveness, notice_fit, silence
 from spotrun.head.planner.plan import plan
+from spotrun.head.predecessors import Predecessors
+from spotrun.head.requests import Change, Requests
+from spotrun.head.scaler import Scaler
 from spotrun.head.status import event, status
-from spotrun.head.view import View
-from spotrun.spec import ClusterSpec, JobSpec
+from spotrun.head.view import FleetView, View
+from spotrun.spec import ClusterSpec
 from spotrun.store import Store
 from spotrun.wire import FORMAT, Report
 
 log = logging.getLogger(__name__)
 
-TICK = 0.25  # seconds between looks while a job is active; reports wake the loop at once
+TICK = 0.25  # seconds between looks while a job is active; a report of more than progress wakes the loop at once
+TICK_SHARE = 0.2  # of a core, that looks for mere progress take at the most: with many agents they are rarer
 IDLE_TICK = 2.0
 GAP = 2.0  # seconds: after a pause this long, the head no longer trusts what it knows about silent nodes
 
-Change = Callable[[JobState, float], JobState]
+NOT_COMING = ("abandoned", "replacing", "unfit", "unknown")  # machines in these states are not counted on
+SHOWN = 50  # newest events in a status document
 
 
 class Head:
@@ -69,130 +78,148 @@ class Head:
         self.lease = held
         self.clock = clock or Clock()
         self.journal = Journal(store, cluster.name)
-        self.fleet = Fleet(cluster, cloud)
+        self.predecessors = Predecessors(self.journal)
+        self.completions = Completions(self.journal, self.wake)
+        self.fleet, self.books = Fleet(cluster, cloud, self.clock), Books(store, cluster.name)
+        self.events = Events(self.clock)
+        self.add_event = self.events.add
         self.agents = Agents(self.add_event, partial(notice_fit.notice_of, cluster))
         self.signs = Signs(store, cluster.name, self.fleet.listed, self.clock)
-        self._changed, self._look_now = asyncio.Event(), asyncio.Event()
-        recreate, wake = self.fleet.recreate, self._changed.set
-        self.replacements = Replacements(cluster.name, self.description, store, recreate, self._wanted, wake)
-        self.job: JobState | None = None
-        self.parked: job_queue.Parked | None = None  # the first job in the queue, if it cannot be read
-        self.events: list[dict[str, Any]] = []
+        self._changed = asyncio.Event()
+        self.scaler = Scaler(self, poll_seconds)
+        recreate, wanted = self.fleet.recreate, self.scaler.still_wanted
+        self.replacements = Replacements(cluster.name, self.description, store, recreate, wanted, self.wake)
+        self.states: dict[str, JobState] = {}  # the jobs that this head runs, in order of submission
+        self.ended: JobState | None = None  # the job that ended last
+        self.parked: dict[str, job_queue.Parked] = {}  # jobs in the queue that are left as they are
+        self.assignment = Assignment()
         self.published = asyncio.Condition()  # notified after each turn: what status() says may have changed
-        self._poll_seconds = poll_seconds
-        self.taking = asyncio.Lock()  # held while the first job of the queue may change
+        self.taking = asyncio.Lock()  # held while jobs are taken up
         self._relaunching = asyncio.Lock()  # two at once would write the same job's state
-        self._requests: list[tuple[Change, asyncio.Future[JobState]]] = []
-        self._answers: list[tuple[asyncio.Future[JobState], JobState]] = []  # given once they are in the bucket
-        self._exhausted: frozenset[str] = frozenset()  # pools in which no more machines are replaced, as was noted
-        self._removing: frozenset[str] = frozenset()  # machines that the last change of sizes removes
+        self.requests = Requests()
+        self._question: Question | None = None  # what was asked for `assignment`; None: nothing, the head could not see
+        self.ended_at = 0.0  # when a job ended last, or let its kept node go
         self._began = self._ticked_at = self._awake_since = 0.0
+        self._unchanged: dict[str, View] = {}  # the views of the jobs that this turn has left as they were
 
     # What connections and the control socket call.
 
     def receive(self, report: Report, send: Send) -> None:
-        """A connection has received its agent's newest report."""
-        if self.agents.receive(report, send, self.clock(), self.fleet.made(report.node)):
-            self._look_now.set()
+        """A connection has received its agent's newest report. Mere progress waits for the next tick."""
+        now, made = self.clock(), self.fleet.made(report.node)
+        if self.agents.progress(report, send, now, made):
+            return
+        if self.agents.receive(report, send, now, made):
+            self.scaler.look_now.set()
         self._changed.set()
 
     def disconnect(self, node: str, send: Send) -> None:
         """A connection has closed. A newer connection of the same node is not touched."""
         if self.agents.disconnect(node, send):
             self._changed.set()
-            self._look_now.set()
+            self.scaler.look_now.set()
 
-    def look(self) -> None:
-        """Ask the cloud now, since its last answer may be out of date."""
-        self._look_now.set()
+    def wake(self) -> None:
+        """Take a turn now: something has changed."""
+        self._changed.set()
 
     async def submit(self, job: dict[str, object], code: str) -> str:
         """Queue a job and return its id. Raises `SpecError`."""
-        state = job_queue.accept(job, code, self.cluster, self.fleet.unpriced(), self.clock())
-        state = await self.journal.create(state)
-        if unknown := sorted(job.keys() - JobSpec.model_fields.keys()):
-            self.add_event("job", f"{state.id}: this head is of another version, it ignores {', '.join(unknown)}")
-        await self.enqueue(state.id)
-        return state.id
+        return await job_queue.submit(self, job, code)
 
     async def enqueue(self, job: str) -> None:
         """Put a job at the end of the queue."""
         await self.journal.enqueue(job)
         self._changed.set()
-        self._look_now.set()
+        self.scaler.look_now.set()
 
     async def relaunch(self, job: str) -> None:
-        """Continue an ended or a held job from its newest checkpoint; restart the workers of an active one.
+        """Continue an ended or a held job from its newest checkpoint; restart the workers of one that trains.
 
         A job that has not ended and is not in the queue is put back into it.
         """
         async with self._relaunching:
             await job_queue.relaunch(self, job)
 
-    async def change(self, change: Change, job: str | None = None) -> JobState:
-        """Have the loop change the active job; the job once that is in the bucket.
+    async def change(self, change: Change, job: str | None = None, kept: bool = False) -> JobState:
+        """Have the loop change a job; the job once that is in the bucket. None: the only job that has not ended.
 
-        Raises `SpotrunError` if none is active, or another than `job`.
+        Raises `SpotrunError` if there is no such job.
         """
-
-        def checked(active: JobState, now: float) -> JobState:
-            if job not in (None, active.id):
-                raise SpotrunError(f"job {job} is not active, {active.id} is")
-            return change(active, now)
-
-        future: asyncio.Future[JobState] = asyncio.get_running_loop().create_future()
-        self._requests.append((checked, future))
+        answer = self.requests.add(change, job, kept)
         self._changed.set()
-        return await future
+        return await answer
 
     async def load(self, job: str) -> JobState:
-        """A job's state: that of the active job from memory, that of another from the bucket."""
-        if self.parked is not None and self.parked.job == job:
-            raise UnreadableError(self.parked.text)
-        return self.job if self.job is not None and self.job.id == job else await self.journal.read(job)
+        """A job's state: from memory if this head runs it, else from the bucket."""
+        if job in self.parked:
+            raise UnreadableError(self.parked[job].text)
+        return self.states.get(job) or await self.journal.read(job)
 
     @property
     def jobs(self) -> list[str]:
-        """Ids of the jobs not yet ended, the active one first."""
+        """Ids of the jobs that have not ended, or keep a node, in order of submission."""
         return list(self.journal.queue or ())
 
-    def status(self) -> dict[str, Any]:
-        """The status document as of now."""
-        view = self._view(self.clock()) if self.job else None
-        document = status(self.cluster, self.epoch, self.job, view, self.fleet, self.events)
-        document["head"]["description"] = self.description
-        parked = self.parked.status() if self.parked else None
-        return {"format": FORMAT, **document, "parked": parked, "held": self.journal.held}
+    @property
+    def job(self) -> JobState | None:
+        """The job that a question without an id is about: the first that trains, waits, or the one that ended last."""
+        unended = [job for job in self.states.values() if not job.ended_already]
+        ends = [job for job in (self.ended, *self.states.values()) if job and job.ended_already]
+        ended = max(ends, key=lambda job: job.ended or 0.0, default=None)
+        return next((job for job in unended if job.current), next(iter(unended), ended))
 
-    def add_event(self, kind: str, text: str) -> None:
-        """Add to the job's events."""
-        self.events.append({"at": self.clock(), "kind": kind, "text": text})
-        del self.events[: -job_queue.EVENTS]
-        log.info("%s: %s", kind, text)
+    def status(self, job: str | None = None) -> dict[str, Any]:
+        """The status document as of now. job: the job that it is about; None: `self.job`."""
+        view = self.fleet_view(self.clock())
+        conditions = classify(view)
+        views = {each.id: self._job_view(view, each, conditions) for each in view.jobs}
+        about = self.states.get(job) if job is not None else self.job
+        document = status(self.cluster, self.epoch, about, view, views, conditions, self.fleet, self.scaler.places)
+        document["head"]["description"] = self.description
+        document["events"] = self.events.seen_from(about)[-SHOWN:]
+        parked = next(iter(self.parked.values()), None)
+        document |= {"parked": parked.status() if parked else None, "held": self.journal.held}
+        return {"format": FORMAT, **document, **self.books.status()}
+
+    def let_go(self, job: JobState) -> None:
+        """Forget a job that has ended, or that is not in the queue any more."""
+        self.states.pop(job.id, None)
+        self.journal.forget(job.id)
+        self.completions.forget(job.id)
+        self.agents.forget_job(job.id)
+        last = self.ended
+        if job.ended_already:
+            self.ended, self.ended_at = job, max(self.ended_at, job.ended or 0.0)
+        if last is not self.ended and last is not None:
+            self.events.forget(last.id)  # those of the job that ended last are kept
+        elif not job.ended_already:
+            self.events.forget(job.id)
 
     # The loop.
 
     async def run(self) -> None:
-        """Run the active job, until cancelled."""
-        beside = [asyncio.create_task(work) for work in (self.signs.run(), self._watch_clock())]
+        """Run the jobs, until cancelled."""
+        beside = [asyncio.create_task(w) for w in (self.signs.run(), self._watch_clock(), self.fleet.follow_market())]
         try:
             await self._turns()
         finally:
             for task in beside:
                 task.cancel()
             await asyncio.gather(*beside, return_exceptions=True)
-            await self.replacements.close()
+            await asyncio.gather(self.replacements.close(), self.completions.close())
 
     async def _turns(self) -> None:
         await self.journal.read_queue()
         self._began = self._ticked_at = self._awake_since = self.clock()
+        took = 0.0  # seconds of processor time, by the last turn
         while True:
-            busy = bool(self.journal.queue)
+            tick = max(TICK, took / TICK_SHARE) if self.journal.queue else IDLE_TICK
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(TICK if busy else IDLE_TICK):  # wait_for may swallow a cancellation
+                async with asyncio.timeout(tick):  # wait_for may swallow a cancellation
                     await self._changed.wait()
             self._changed.clear()
-            now = self.clock()
+            now, began = self.clock(), time.thread_time()
             self._tick(now)
             try:
                 await self._turn(now)
@@ -202,6 +229,7 @@ class Head:
                 # Nothing was sent or asked that is not written; the next turn tries again.
                 log.warning("%s", error)
                 await asyncio.sleep(1.0)
+            took = time.thread_time() - began
 
     async def _watch_clock(self) -> None:
         """Notice when this process was suspended. A long turn does not count: reports arrive during it."""
@@ -218,139 +246,154 @@ class Head:
         if self.lease is not None:
             await self.lease.check()
         await self.replacements.read()
+        parked = set(self.parked)
         async with self.taking:
-            await job_queue.activate(self)
+            await job_queue.take_up(self)
+        if not parked <= self.parked.keys():
+            self._question = None  # a job is back: it has what its generation has
         for answer in self.replacements.answers(now):
             self.add_event("cloud", answer)
-        requests, self._requests = self._requests, []
-        for change, future in requests:
-            if future.done():
-                continue  # the request was cancelled
-            if self.job is None or self.job.ended_already:
-                why = f"; {self.parked.text}" if self.parked else ""
-                future.set_exception(SpotrunError(f"no job is active{why}"))
-                continue
+        self.requests.apply(self.states, {job: each.text for job, each in self.parked.items()}, now)
+        view, conditions = self._see(now)
+        wanted: set[str] = set()
+        fleet = self.fleet
+        uses = self.books.count(view, self.assignment.expected, conditions, fleet.rates, fleet.advice)
+        self._unchanged.clear()
+        for job in view.jobs:
             try:
-                self.job = change(self.job, now)
-                self._answers.append((future, self.job))
-            except SpotrunError as error:
-                future.set_exception(error)
-        if self.job is not None and not self.job.ended_already:
-            self.job = await self._advance(self.job, now)
-        if self.job is not None:
-            if self.journal.urgent(self.job):
-                await self._check_epoch()
-            await self.journal.write(self.job, self.events, now)
-        for future, changed in self._answers:
-            if not future.done():
-                future.set_result(changed)
-        self._answers.clear()
-        if self.parked is None:  # an order is complete: it cannot be made without the job's state
-            self.agents.order(self.job, self.epoch)
+                wanted |= self._advance(job, view, conditions, uses[job.id])
+            except Exception as error:
+                self._park(job.id, error)
+        self.signs.want(frozenset(wanted))
+        await self._write(now)
+        self.requests.answer()
+        view, acted = replace(view, jobs=self._active()), len(self._unchanged) < len(view.jobs)
+        conditions = classify(view) if acted else conditions
+        self._order(view, conditions)
         async with self.published:
             self.published.notify_all()
-        found = decide(self._view(now)).recreate if self.job is not None else ()
-        recreate = tuple(each for each in found if each.node not in self._removing)
-        if self.replacements.pending(recreate):
-            await self._check_epoch()
-            await self.replacements.begin(recreate, now)
+        await self.scaler.replace(view, conditions)
 
-    async def _advance(self, job: JobState, now: float) -> JobState:
-        """Observe, count, complete checkpoints, plan, apply."""
+    def _park(self, job: str, error: Exception) -> None:
+        """Leave a job as it is after an error that nobody expected. The other jobs go on."""
+        job_queue.park(self, job, f"unexpected error in the head: {error!r}"[:1000], error)
+
+    def _see(self, now: float) -> tuple[FleetView, Mapping[str, Condition]]:
+        """Look at everything, and decide whose each device is."""
+        view = self.fleet_view(now)
+        self.replacements.joined = liveness.now_joined(view)
+        conditions = classify(view)
+        if view.blind():
+            self._question, self.assignment = None, as_it_is(view)
+            return view, conditions
+        places = self.scaler.placer.look(view, conditions)
+        out = {name for name, each in conditions.items() if each.state in NOT_COMING}
+        before = self.assignment.held if self._question else as_it_is(view).held
+        pins, misfits = job_queue.pins(self), self.agents.misfits(now)
+        asked = question(view, self.cluster, self.fleet.sizes, before, places, out, pins, misfits)
+        if asked != self._question:
+            self._question, self.assignment = asked, assign(asked)
+        return view, conditions
+
+    def _advance(
+        self, job: JobState, fleet: FleetView, conditions: Mapping[str, Condition], uses: accounting.Uses
+    ) -> frozenset[str]:
+        """Observe, count, complete checkpoints, plan, apply. The nodes whose signs of life the job needs."""
+        now, add_event = fleet.now, partial(self.add_event, job=job.id)
+        if job.ended_already:
+            view = self._job_view(fleet, job, conditions)
+            self._carry_out(replace(view, job=accounting.count(job, view, uses, self.fleet.rates)))
+            return frozenset()
         interrupted = bool(job.interruptions) and job.interruptions[-1].seconds is None
-        taken = max((report.generation for report in self.agents.reports(job.id)), default=0)
+        reports = (fleet.by_name[name].report.of(job.id) for name in fleet.reporting.get(job.id, ()))
+        work = [each for each in reports if each is not None]
+        taken = max((each.generation for each in work), default=0)
         if taken > job.generation:
             # Another head has used this number, when both believed to be the only one. So it is not free any more.
             job = apply(job, EndGeneration(cause=Cause(kind="head")), now).replace(generation=taken)
-        self.job = job
-        view = self._view(now)
-        self.signs.update(view, self.add_event)
-        job = idle.observe(silence.observe(job, view), view)
-        job = liveness.remember_joined(accounting.count(accounting.observe(job, view), view, self.fleet.prices), view)
+        view = self._job_view(fleet, job, conditions)
+        wanted = self.signs.update(view, add_event)
+        job = accounting.observe(idle.observe(silence.observe(job, view), view), view)
+        job = accounting.count(job, view, uses, self.fleet.rates)
         if interrupted and job.interruptions[-1].seconds is not None:
             last = job.interruptions[-1]
-            self.add_event("recovered", f"after {last.seconds:.1f} s, {last.steps_lost} steps lost ({last.kind})")
-        for manifest in manifests(job, self.agents.reports(), now):
-            found = await self.journal.complete(manifest, job.spec.keep)
-            self.add_event("checkpoint", f"step {manifest.step} is in the bucket")
-            job = saved(job, tuple(found), manifest, now)
-        self.job = job
-        for action in plan(self._view(now)).actions:
-            if said := event(job, action):
-                self.add_event(*said)
-            job = apply(job, action, now)
-            if isinstance(action, Finish | EndGeneration | SetIdle):
-                self._look_now.set()
-        return job
+            add_event("recovered", f"after {last.seconds:.1f} s, {last.steps_lost} steps lost ({last.kind})")
+        job, manifest = self.completions.advance(job, work, now)
+        if manifest is not None:
+            add_event("checkpoint", f"step {manifest.step} is in the bucket")
+        self._carry_out(replace(view, job=job))
+        return wanted
 
-    def _view(self, now: float) -> View:
-        assert self.job is not None
-        unseen = [member.node for member in self.job.members if member.node not in self.agents.known]
-        view = View(
+    def _carry_out(self, view: View) -> None:
+        """Plan, and apply what is planned."""
+        job = view.job
+        for action in (actions := plan(view).actions):
+            if said := event(job, action):
+                self.add_event(*said, job=job.id)
+            job = apply(job, action, view.now)
+            if isinstance(action, Finish | EndGeneration | SetIdle | LetGo):
+                self.scaler.look_now.set()
+            if isinstance(action, Finish | LetGo):
+                self.ended_at = view.now
+        self.states[job.id] = job
+        if not actions:
+            self._unchanged[job.id] = view
+
+    async def _write(self, now: float) -> None:
+        """Put what has changed into the bucket. Nothing is ordered before that."""
+        if any(self.journal.urgent(job) for job in self.states.values()):
+            await self.check_epoch()
+        jobs = list(self.states.values())
+        written = (self.journal.write(job, self.events.of(job.id), now) for job in jobs)
+        # All of them end before the next turn, which would otherwise write the same objects at the same time.
+        for job, failed in zip(jobs, await asyncio.gather(*written, return_exceptions=True), strict=True):
+            if isinstance(failed, Exception) and not isinstance(failed, SpotrunError):
+                self._park(job.id, failed)
+            elif failed is not None:
+                raise failed
+
+    def _order(self, view: FleetView, conditions: Mapping[str, Condition]) -> None:
+        """Send orders. An agent of version 1 that has a parked job gets none: it would end that job."""
+        parked = job_queue.parked_nodes(self)
+        told = [node.name for node in view.nodes if node.report.version > 1 or node.name not in parked]
+        nodes: dict[str, dict[str, tuple[int, ...]]] = {name: {} for name in told}
+        for job in view.jobs:
+            seen = self._unchanged.get(job.id) or self._job_view(view, job, conditions)
+            bound = {member.node for member in job.bound}
+            for node in seen.nodes:
+                needed = node.assigned and not job.ended_already
+                knows = needed or node.name in bound or keeps_state(seen, node)
+                if knows and node.name in nodes:
+                    nodes[node.name][job.id] = node.devices
+        self.agents.order(view.jobs, nodes, self.epoch, tuple(self.parked))
+
+    def fleet_view(self, now: float) -> FleetView:
+        """What the head knows now about all jobs, nodes and machines."""
+        view = FleetView(
             now=now,
-            job=self.job,
+            jobs=self._active(),
             nodes=self.agents.nodes(self.fleet),
             expected=sum(self.fleet.sizes.values()),
-            waiting_since=max(self.agents.ready_at, self.job.submitted),
             began=self._began,
             awake_since=self._awake_since,
-            vanished=frozenset(
-                name for name in unseen if self.fleet.state_of(name, self.job.ordered_at) in ("terminated", "gone")
-            ),
             machines=self.agents.machines(self.fleet),
             listed=self.fleet.instances is not None,
+            listed_at=self.fleet.listed_at,
             replaced=self.replacements.replaced,
             signs=self.signs.found,
+            joined=self.replacements.joined,
         )
         return retirement.mark(view)
 
-    def _wanted(self, action: Recreate) -> bool:
-        if self.job is None or action.node in self._removing:
-            return False
-        view = self._view(self.clock())
-        return any((e.node, e.created) == (action.node, action.created) for e in wanted(view, classify(view)))
+    def _active(self) -> tuple[JobState, ...]:
+        return tuple(job for job in self.states.values() if not job.over)
 
-    # The machines.
+    def _job_view(self, view: FleetView, job: JobState, conditions: Mapping[str, Condition]) -> View:
+        unseen = [member.node for member in job.members if member.node not in self.agents.known]
+        gone = frozenset(n for n in unseen if self.fleet.state_of(n, job.ordered_at) in ("terminated", "gone"))
+        ready, placed = self.agents.ready_at.get(job.id, 0.0), self.scaler.places.get(job.id)
+        return job_view(view, job, self.assignment, conditions, ready, gone, placed.hourly if placed else 0.0)
 
-    async def watch_cloud(self) -> None:
-        """Ask what there is and say what there should be, for ever. A cloud that does not answer changes nothing.
-
-        Raises `SystemExit` when another head has taken over.
-        """
-        while True:
-            try:
-                await self._check_epoch()
-                for problem in await self.fleet.look():
-                    self.add_event("cloud", f"pool {problem.pool}: {problem.message}")
-                machines = needed(self.journal.queue, self.job, self.agents.busy(), self.clock())
-                if machines is not None:
-                    await self._scale(machines)
-                self._forget()
-            except SpotrunError as error:
-                log.warning("%s", error)
-            self._changed.set()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._poll_seconds):
-                    await self._look_now.wait()
-            self._look_now.clear()
-
-    async def _scale(self, machines: int) -> None:
-        if self.job is None:
-            found = capacity.decide(capacity.Observation(self.fleet.pools(), machines))
-            return await self.fleet.scale(found.sizes, found.remove)
-        view = self._view(self.clock())
-        fleet = decide(view, self.fleet.pools(), machines)
-        spent = exhausted(view.replaced, view.now)
-        for pool in sorted(spent - self._exhausted):
-            self.add_event("cloud", f"pool {pool}: {fleet.reasons[pool]}")
-        self._exhausted, self._removing = spent, frozenset(fleet.remove)
-        return await self.fleet.scale(fleet.resize, fleet.remove)
-
-    async def _check_epoch(self) -> None:
+    async def check_epoch(self) -> None:
+        """Raises `SystemExit` when another head has taken over."""
         await lease.check(self.lease, self.store, self.cluster.name, self.epoch)
-
-    def _forget(self) -> None:
-        """Drop agents whose machines are gone for good, unless the generation still counts on them."""
-        members = {member.node for member in self.job.members} if self.job else set()
-        unknown = {name for name, seen in self.agents.known.items() if seen.report.pool in self.fleet.away}
-        self.agents.forget(self.fleet.names() | members | unknown)

@@ -1,41 +1,48 @@
-"""The jobs that have not ended: which one is active, and what operators change about the others.
+"""The jobs that have not ended: taking them up from the bucket, and what operators change about them.
 
-A job whose state in the bucket cannot be read is parked. A parked job keeps its place in the queue and its machines.
-Agents get no orders, so they continue to train. The jobs behind a parked job wait. The head tries to read the state
-again from time to time, and so does each new head.
+A job whose state in the bucket cannot be read is parked, and so is a job for which the head fails to plan. A parked
+job keeps its place in the queue and its devices. Orders tell the agents to leave the job as it is, so it continues to
+train. The head tries again from time to time, and so does each new head.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import re
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from spotrun.errors import JobNotFound, SpotrunError, UnreadableError
-from spotrun.head.job_state import Cause, EndGeneration, JobState, apply
-from spotrun.spec import ClusterSpec, JobSpec, check_fit
+from spotrun.errors import JobNotFound, SpecError, SpotrunError, UnreadableError
+from spotrun.head.allocate import Claim
+from spotrun.head.demand import pinned
+from spotrun.head.job_state import Cause, EndGeneration, JobState, Stop, apply
+from spotrun.head.predecessors import awaited, settle
+from spotrun.spec import JobSpec, check_fit
 
 if TYPE_CHECKING:
     from spotrun.head.head import Head
 
-EVENTS = 1000  # newest ones of a job that are kept
-TRY_EVERY = 10.0  # seconds between two tries to read the state of a parked job
+log = logging.getLogger(__name__)
+
+TRY_EVERY = 10.0  # seconds between two tries to continue a parked job
+AT_ONCE = 16  # jobs that are read at the same time
 
 
 @dataclass(frozen=True)
 class Parked:
-    """The first job in the queue, which cannot be read."""
+    """A job in the queue that the head leaves as it is."""
 
     job: str
-    reason: str  # why its state cannot be read
+    reason: str  # why the head cannot read or plan it
     tried: float  # when the head last tried
 
     @property
     def text(self) -> str:
         """What happened, and what an operator can do."""
         return (
-            f"{self.job} is parked, with its machines: {self.reason}; a head of the version that wrote it can continue"
+            f"{self.job} is parked, with its machines: {self.reason}; a head of another version may be able to continue"
             f" it, `make stop ID={self.job}` takes it out of the queue"
         )
 
@@ -44,66 +51,132 @@ class Parked:
         return {"job": self.job, "reason": self.reason, "text": self.text}
 
 
-def accept(job: dict[str, object], code: str, cluster: ClusterSpec, unpriced: str, now: float) -> JobState:
-    """The state of a new job. code: SHA-256 of its bundle. unpriced: why a budget cannot be enforced; "" if it can.
+async def submit(head: Head, job: dict[str, object], code: str) -> str:
+    """See `Head.submit`."""
+    state = await head.journal.create(await _accept(head, job, code))
+    if unknown := sorted(job.keys() - JobSpec.model_fields.keys()):
+        head.add_event("job", f"{state.id}: this head is of another version, it ignores {', '.join(unknown)}")
+    await head.enqueue(state.id)
+    return state.id
 
-    Raises `SpecError`, `SpotrunError`.
-    """
+
+async def _accept(head: Head, job: dict[str, object], code: str) -> JobState:
+    """The state of a new job. code: SHA-256 of its bundle. Raises `SpecError`, `SpotrunError`."""
+    cluster, unpriced, now = head.cluster, head.fleet.unpriced(), head.clock()
     spec = JobSpec.kept(job)  # the operator's spotrun, which read the file, may be another version
     check_fit(spec, cluster)
     if spec.budget is not None and unpriced:
         raise SpotrunError(f"job {spec.name}: budget: {spec.budget:g}: could not be held: {unpriced}")
     if not re.fullmatch("[0-9a-f]{64}", code):
         raise SpotrunError(f"code {code[:80]!r} is not the sha256 of a bundle (64 hex digits)")
-    return JobState(
+    spec = await head.predecessors.resolve(spec, cluster.name)
+    state = JobState(
         id=f"{spec.name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now))}",
         name=spec.name,
         cluster=cluster.name,
         code=code,
         spec=spec,
+        after=awaited(spec),
         submitted=now,
         ordered_at=now,
     )
+    if refused := head.scaler.placer.refusal(state):
+        raise SpecError(f"job {spec.name}: {refused}")
+    return state
 
 
-async def phase(head: Head, job: str) -> str:
-    """The phase of a job that has not ended."""
+async def brief(head: Head, job: str) -> dict[str, str]:
+    """The row of a job that has not ended, and that this head does not run."""
     if job in head.journal.held:
-        return "held"
+        return {"id": job, "phase": "held"}
     try:
-        return (await head.load(job)).phase
-    except UnreadableError:
-        return "parked"
-    except JobNotFound:
-        return "gone"
-
-
-async def activate(head: Head) -> None:
-    """Make the first job in the queue the active one. A job stays active until its end is in the bucket."""
-    queue = await head.journal.read_queue()
-    if head.job is not None and queue and queue[0] == head.job.id:
-        if not head.job.ended_already or not head.journal.has(head.job):
-            return
-        await head.journal.dequeue(head.job.id)
-        queue = await head.journal.read_queue()
-    if head.parked is not None and head.parked.job not in queue[:1]:
-        head.parked = None
-    if not queue or (head.parked and head.clock() - head.parked.tried < TRY_EVERY):
-        return
-    try:
-        job, events = await head.journal.take_up(queue[0], head.epoch, head.clock())
+        return {"id": job, "phase": (await head.load(job)).phase}
     except UnreadableError as error:
-        before, head.parked = head.parked, Parked(queue[0], str(error), head.clock())
-        if before is None or before.reason != head.parked.reason:
-            head.add_event("job", head.parked.text)
+        parked = head.parked.get(job)
+        return {"id": job, "phase": "parked", "reason": parked.reason if parked else str(error)}
+    except JobNotFound:
+        return {"id": job, "phase": "gone"}
+
+
+def park(head: Head, job: str, reason: str, error: Exception | None = None) -> None:
+    """Leave a job as it is for now. Operators are told once for each reason. error: for the head's log."""
+    head.states.pop(job, None)
+    head.completions.forget(job)
+    head.parked[job] = parked = Parked(job, reason, head.clock())
+    if not head.events.has(parked.text):
+        head.add_event("job", parked.text)
+        if error is not None:
+            log.error("job %s: unexpected error", job, exc_info=error)
+    head.requests.refuse(job, parked.text)
+
+
+def parked_nodes(head: Head) -> frozenset[str]:
+    """Nodes that have a parked job."""
+    return frozenset(name for job in head.parked for name, _ in head.agents.work(job))
+
+
+def pins(head: Head) -> list[Claim]:
+    """The claims of parked jobs. An agent of version 1, which serves one job, takes no other one."""
+    found = []
+    for job in head.parked:
+        for name, work in head.agents.work(job):
+            report = head.agents.known[name].report
+            if devices := work.devices if report.version > 1 else tuple(range(report.devices)):
+                found.append(pinned(f"{job} on {name}", name, devices))
+    return found
+
+
+async def take_up(head: Head) -> None:
+    """Have every job of the queue. A job stays until its end is in the bucket and it keeps no node."""
+    for state in [each for each in head.states.values() if each.over and head.journal.has(each)]:
+        await head.journal.dequeue(state.id)
+        head.let_go(state)
+    queue = await head.journal.read_queue()
+    head.parked = {job: parked for job, parked in head.parked.items() if job in queue}
+    for state in [each for each in head.states.values() if each.id not in queue]:
+        head.let_go(state)
+    missing = [job for job in queue if job not in head.states and _is_due(head, job)]
+    for first in range(0, len(missing), AT_ONCE):
+        some = (_take_up_one(head, job) for job in missing[first : first + AT_ONCE])
+        for failed in await asyncio.gather(*some, return_exceptions=True):
+            if failed is not None:
+                raise failed
+    if missing:
+        head.states = {job: head.states[job] for job in queue if job in head.states}
+    await _settle(head)
+
+
+async def _settle(head: Head) -> None:
+    """Let jobs begin whose predecessors have ended as they should, and stop those whose predecessors have not."""
+    now, ended = head.clock(), {job for job in head.states if head.journal.ended(job)}
+    unended = {*head.jobs, *head.journal.held} - ended
+    ends = await head.predecessors.read(head.states.values(), unended, now)
+    for job in list(head.states.values()):
+        head.states[job.id] = after = settle(job, ends, now)
+        if after.stopping != job.stopping:
+            head.add_event("job", after.stopping, job=job.id)
+        elif job.blocked and not after.blocked:
+            head.add_event("job", "waits for no job any more", job=job.id)
+            head.scaler.look_now.set()
+
+
+def _is_due(head: Head, job: str) -> bool:
+    parked = head.parked.get(job)
+    return parked is None or head.clock() - parked.tried >= TRY_EVERY
+
+
+async def _take_up_one(head: Head, job: str) -> None:
+    try:
+        state, events = await head.journal.take_up(job, head.epoch, head.clock())
+    except UnreadableError as error:
+        park(head, job, str(error))
     except JobNotFound as error:
         head.add_event("job", f"left out: {error}")
-        await head.journal.dequeue(queue[0])
+        await head.journal.dequeue(job)
     else:
-        head.parked = None
-        # Events before the first job belong to it: nodes that connect again. Later ones belong to the last job.
-        new = [] if head.job is not None else [event for event in head.events if event not in events]
-        head.job, head.events = job, sorted(events + new, key=lambda event: float(event["at"]))[-EVENTS:]
+        head.parked.pop(job, None)
+        head.states[job] = state
+        head.events.load(job, events)
 
 
 async def relaunch(head: Head, job: str) -> None:
@@ -112,25 +185,31 @@ async def relaunch(head: Head, job: str) -> None:
         return await head.enqueue(job)
     state = await head.load(job)
     if not state.ended_already and not _is_astray(head, state):
+        if state.current is None:
+            how = f"`make resume ID={job}` continues it" if state.paused else "it continues by itself when it has nodes"
+            raise SpotrunError(f"job {job} does not train now; {how}")
         await head.change(lambda active, now: apply(active, EndGeneration(cause=Cause(kind="relaunch")), now), job)
         return
+    if job in head.states and state.kept_node:
+        await head.change(lambda failed, now: apply(failed, Stop("the job is relaunched"), now), job, kept=True)
     while job in await head.journal.read_queue():  # its end is not in the bucket yet
         async with head.published:
             await head.published.wait()
+    state = (await head.load(job)).replace(kept_node=None)
     state = state.replace(phase="queued", reason="", ended=None, restarts=0, failure=None, stopping="", ending=None)
-    await head.journal.replace(state.replace(counted_at=0.0, ordered_at=head.clock()))
-    if head.job is not None and head.job.id == job:
-        head.job = None
+    await head.journal.replace(state.replace(counted_at=0.0, ordered_at=head.clock(), paused=""))
+    if head.ended is not None and head.ended.id == job:
+        head.ended = None
     await head.enqueue(job)
 
 
 async def take_out(head: Head, job: str) -> bool:
-    """Take a job that waits out of the queue; False if the job is active, has ended, or is not in the queue.
+    """Take a job out of the queue that this head does not run: parked, held or astray. False: there is none.
 
     The phase of the job becomes `stopped`. The state of a parked job is not changed.
     """
     async with head.taking:
-        if head.job is not None and head.job.id == job:
+        if job in head.states:
             return False
         if job not in (*head.jobs, *head.journal.held) and not await _find_astray(head, job):
             return False
@@ -155,7 +234,7 @@ def _is_astray(head: Head, state: JobState) -> bool:
 
     Its state and the queue are two objects. A head may be killed, or the bucket may refuse, between the two writes.
     """
-    known = [*head.jobs, *head.journal.held, *([head.job.id] if head.job else [])]
+    known = [*head.jobs, *head.journal.held, *head.states]
     return state.cluster == head.cluster.name and not state.ended_already and state.id not in known
 
 

@@ -10,80 +10,23 @@ from typing import Annotated, Literal
 
 from pydantic import AliasChoices, BeforeValidator, Field
 
+from spotrun.folders import FoldersRef, Input
+from spotrun.head.account import Line
+from spotrun.head.job_parts import Cause as Cause
+from spotrun.head.job_parts import Draining as Draining
+from spotrun.head.job_parts import Ending as Ending
+from spotrun.head.job_parts import Idle as Idle
+from spotrun.head.job_parts import Interruption as Interruption
+from spotrun.head.job_parts import KeptNode as KeptNode
+from spotrun.head.job_parts import Progress as Progress
+from spotrun.head.job_parts import Saving as Saving
+from spotrun.head.speeds import Speed
 from spotrun.spec import JobSpec
-from spotrun.wire import Document, Failure, Generation, Kept, Manifest, Member, StateRef
+from spotrun.wire import Failure, Generation, Kept, Manifest, Member, StateRef
 
 Phase = Literal["queued", "starting", "running", "draining", "waiting", "finishing", "succeeded", "failed", "stopped"]
 ENDED = ("succeeded", "failed", "stopped")
-
-
-class Cause(Document):
-    """Why a generation ended."""
-
-    kind: str  # preempt (with notice), kill, silent (frozen or cut off), crash, hang, grow, end (a machine retired) …
-    node: str = ""
-
-
-class Interruption(Document):
-    """What made a generation end early, and what that cost."""
-
-    kind: str
-    node: str
-    at: float
-    generation: int  # the one that ended
-    step: int  # the newest one at that time
-    step_cost: float = 0.0  # node-seconds of one step at that time
-    seconds: float | None = None  # from the last step before to the first step after; None while it lasts
-    steps_lost: int | None = None
-    phases: tuple[float, ...] = ()  # of the generation after it: ordered, then as in wire.Worker.phases
-
-
-class Draining(Document):
-    """A generation on its way to a common stop."""
-
-    step: int
-    cause: Cause
-    deadline: float  # when the head stops waiting for it
-
-
-class Saving(Document):
-    """A checkpoint being taken: holder i uploads part i."""
-
-    ref: StateRef
-    holders: tuple[str, ...]
-    since: float
-
-
-class Ending(Document):
-    """What the job will become once its last state is in the bucket."""
-
-    phase: Literal["succeeded", "stopped", "failed"]
-    reason: str = ""
-    deadline: float = 0.0  # when the job finishes without the checkpoint; 0: not set yet
-    state: StateRef | None = None  # the newest one that nodes held when the job ended
-
-
-class Idle(Document):
-    """A job that has had fewer machines than it needs for some time; see `planner.idle`."""
-
-    since: float
-    tries: int = 0  # how often the cloud was asked again
-    next: float = 0.0  # when it is asked again; 0: the machines are still kept
-    until: float = 0.0  # when the current try ends; 0: no try is under way
-
-
-class Progress(Document):
-    """What the current generation has done, from its members' reports."""
-
-    base: int = -1  # the step that it began at
-    step: int = -1  # newest completed
-    stepped_at: float = 0.0
-    restored_at: float = 0.0
-    pace: float = 0.0  # seconds a step
-    samples_per_second: float = 0.0
-    total_steps: int = 0
-    metrics: dict[str, float] = Field(default={})
-    stall: float = 0.0  # seconds spent copying snapshots, of the worker that spent most
+_INTERRUPTIONS = AliasChoices("interruptions", "losses")  # until version 0.1, the key was `losses`
 
 
 def _read_spec(values: object) -> JobSpec:
@@ -113,28 +56,35 @@ class JobState(Kept):
     saving: Saving | None = None
     checkpoints: tuple[StateRef, ...] = ()  # complete ones, newest first
     saved_at: float = 0.0
+    state_bytes: int = 0  # size of the newest complete checkpoint
     dumping: bool = False
     stopping: str = ""  # why the job should stop; empty: it should not
     ending: Ending | None = None
     idle: Idle | None = None
+    paused: str = ""  # why the job should not train until an operator resumes it; empty: it should
+    after: tuple[str, ...] = ()  # ids of the jobs that it still waits for, see `JobSpec.after`
+    blocked: str = ""  # the same in words; empty: it waits for none
+    inputs: tuple[Input, ...] = ()  # folders of the jobs that it waited for
+    folders: FoldersRef | None = None  # the folders that it has left in the bucket
+    priority: int | None = None  # as an operator has set it; None: as in the job file
     restarts: int = 0
     failure: Failure | None = None
     failed_node: str = ""
     stacks: str = ""
+    kept_node: KeptNode | None = None  # see `JobSpec.keep_on_failure`
     progress: Progress = Progress()
     reached: int = 0  # newest step, of whichever generation
     pace: float = 0.0  # seconds a step, of the newest generation that completed steps
-    joined: dict[str, float] = Field(default={})  # machines whose agents have joined: when each was made
-    # Until version 0.1, the key was `losses`.
-    interruptions: tuple[Interruption, ...] = Field(
-        default=(), validation_alias=AliasChoices("interruptions", "losses")
-    )
+    speeds: tuple[Speed, ...] = ()  # how fast it was on which machines
+    interruptions: tuple[Interruption, ...] = Field(default=(), validation_alias=_INTERRUPTIONS)
     good_seconds: float = 0.0  # node-seconds in steps that counted, of ended generations
     node_seconds: float = 0.0
     spent: dict[str, float] = Field(default={})  # node_seconds by what the machines did, see `head.node_time`
     stalled: float = 0.0  # node-seconds that ended generations spent copying snapshots
     cost: float = 0.0  # USD, as far as prices are known
-    unpriced: dict[str, float] = Field(default={})  # machine-seconds by pool that `cost` lacks for that
+    account: tuple[Line, ...] = ()  # the same by month, pool and market, since a head began to write this
+    unpriced: dict[str, float] = Field(default={})  # machine-seconds by pool that an older head counted without a price
+    hourly: float = 0.0  # USD an hour, at present
     counted_at: float = 0.0  # node_seconds are counted up to here
 
     @property
@@ -142,9 +92,47 @@ class JobState(Kept):
         return self.phase in ENDED
 
     @property
+    def over(self) -> bool:
+        """Whether it has ended and keeps no node: the head can forget it."""
+        return self.ended_already and self.kept_node is None
+
+    @property
+    def keeper(self) -> Member | None:
+        """Which node should upload the job's folders now; None: there is nothing to upload."""
+        due = self.ending is not None and self.ending.phase == "succeeded" and self.spec.keep and self.last
+        return self.last[0] if due and (self.folders is None or self.folders.generation < self.generation) else None
+
+    @property
+    def resting(self) -> bool:
+        """Whether its machines have been given back, and the head asks for none at the moment; see `planner.idle`."""
+        return self.current is None and self.idle is not None and self.idle.next > 0 and not self.idle.until
+
+    @property
+    def wants_nodes(self) -> bool:
+        """Whether it should train as soon as it has nodes."""
+        ends = self.ended_already or self.ending is not None or bool(self.stopping)
+        return not (ends or self.paused or self.blocked or self.resting)
+
+    @property
+    def rank(self) -> int:
+        """Its priority now."""
+        return self.spec.priority if self.priority is None else self.priority
+
+    @property
     def members(self) -> tuple[Member, ...]:
         """The members of the current generation in rank order; none if no generation is under way."""
         return self.current.members if self.current else ()
+
+    @property
+    def bound(self) -> tuple[Member, ...]:
+        """The nodes that must stay the job's: its members, the one with its folders, the one kept for a person."""
+        kept = self.kept_node.member if self.kept_node else None
+        return (*self.members, *filter(None, [self.keeper, kept]))
+
+    @property
+    def size(self) -> float:
+        """How many nodes the current generation has. A part of a node's devices counts as that part of a node."""
+        return sum(member.share for member in self.members)
 
     @property
     def newest(self) -> tuple[int, int]:
@@ -237,6 +225,27 @@ class Finish:
 
 
 @dataclass(frozen=True)
+class KeepFolders:
+    """The job's folders are in the bucket."""
+
+    ref: FoldersRef
+
+
+@dataclass(frozen=True)
+class KeepNode:
+    """Keep a node of the failed job for a person."""
+
+    node: KeptNode
+
+
+@dataclass(frozen=True)
+class LetGo:
+    """Give the kept node back."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class SetIdle:
     """Give the machines back, or ask for them again."""
 
@@ -256,6 +265,9 @@ Action = (
     | SetEnding
     | Resume
     | Finish
+    | KeepFolders
+    | KeepNode
+    | LetGo
     | SetIdle
 )
 
@@ -297,6 +309,12 @@ def apply(job: JobState, action: Action, now: float) -> JobState:
             job = _end_generation(job, None, now)
             job = job.replace(phase=action.phase, reason=action.reason, ended=now)
             return job.replace(saving=None, ending=None, idle=None)
+        case KeepFolders():
+            return job.replace(folders=action.ref)
+        case KeepNode():
+            return job.replace(kept_node=action.node, last=(action.node.member,))
+        case LetGo():
+            return job.replace(kept_node=None)
         case SetIdle():
             return job.replace(idle=action.idle)
 
@@ -307,10 +325,11 @@ def saved(job: JobState, complete: tuple[StateRef, ...], manifest: Manifest, now
     saving = None if job.saving and job.saving.ref == ref else job.saving
     # An older generation may have completed the same step: then the bucket has that state under that name.
     known = complete if ref in complete else (ref, *complete)
-    return job.replace(checkpoints=known, saved_at=now, saving=saving)
+    size = sum(file.size for file in manifest.files)
+    return job.replace(checkpoints=known, saved_at=now, saving=saving, state_bytes=size)
 
 
-def good_seconds(progress: Progress, members: int) -> float:
+def good_seconds(progress: Progress, members: float) -> float:
     """Node-seconds that a generation spent in completed steps."""
     return max(0.0, progress.stepped_at - progress.restored_at) * members if progress.step > progress.base else 0.0
 
@@ -319,7 +338,7 @@ def _end_generation(job: JobState, cause: Cause | None, now: float) -> JobState:
     """Add up what the current generation did. The good seconds are corrected when the lost steps are known."""
     if job.current is None:
         return job
-    progress, members = job.progress, len(job.members)
+    progress, members = job.progress, job.size
     good = good_seconds(progress, members)
     interruptions = job.interruptions if cause is None else _interrupt(job, cause, good, now)
     return job.replace(

@@ -7,21 +7,45 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from itertools import islice
+from operator import attrgetter
 from typing import Any
 
 from spotrun.errors import JobNotFound, UnreadableError
 from spotrun.head.fenced import FencedStore
-from spotrun.head.job_state import ENDED, JobState, Progress
+from spotrun.head.job_state import ENDED, JobState
 from spotrun.state import checkpoints
 from spotrun.store import Store, checkpoint_key, job_key, queue_key, up_key
 from spotrun.wire import Manifest, QueueRecord, StateRef, problem, read_queue
 
 log = logging.getLogger(__name__)
 
+PROGRESS = (
+    "progress",
+    "reached",
+    "pace",
+    "speeds",
+    "node_seconds",
+    "spent",
+    "cost",
+    "account",
+    "unpriced",
+    "hourly",
+    "counted_at",
+)
 PROGRESS_EVERY = 2.0  # seconds between writes of a state in which only progress changed
 STATE_KEY = re.compile(r"jobs/(?P<id>[^/]+-(?P<stamp>[0-9]{8}-[0-9]{6})(?:-(?P<number>[0-9]+))?)/state\.json")
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What this head has written of a job."""
+
+    job: JobState | None = None
+    at: float = 0.0
+    event: dict[str, Any] | None = None  # the newest one
 
 
 class Journal:
@@ -33,13 +57,11 @@ class Journal:
         self._cluster = cluster
         self._fenced = FencedStore(store)
         self._queueing = asyncio.Lock()  # otherwise an older queue could reach the bucket last
-        self._written: JobState | None = None
-        self._written_at = 0.0
-        self._events: dict[str, Any] | None = None  # the newest one written
+        self._written: dict[str, _Written] = {}  # by job, since this head took it up
 
     @property
     def queue(self) -> list[str] | None:
-        """Ids of the jobs that have not ended, the active one first; None: not read yet."""
+        """Ids of the jobs that have not ended, or keep a node, in order of submission; None: not read yet."""
         return None if self._queue is None else list(self._queue.jobs)
 
     @property
@@ -95,11 +117,11 @@ class Journal:
         return found, QueueRecord(jobs=(), held=(*found.held, *left), up=up)
 
     def _unended(self) -> list[str]:
-        """Ids of the cluster's jobs that have not ended; those that had begun come first."""
+        """Ids of the cluster's jobs that have not ended, or keep a node; those that had begun come first."""
         waiting: list[tuple[bool, float, str]] = []
         for job, data in self._documents():
             if state := _state(data):
-                if state.cluster == self._cluster and not state.ended_already:
+                if state.cluster == self._cluster and not state.over:
                     waiting.append((state.phase == "queued", state.submitted, job))
             # A job whose state cannot be read may be training now.
             elif _unended_here(data, self._cluster):
@@ -114,11 +136,14 @@ class Journal:
 
     def _documents(self) -> Iterator[tuple[str, bytes]]:
         """Each job of the bucket with the bytes of its state, newest first by the time in the job's id."""
-        found = [STATE_KEY.fullmatch(key) for key in self.store.list("jobs")]
-        stamped = [(match["stamp"], int(match["number"] or 1), match["id"]) for match in found if match]
-        for _, _, job in sorted(stamped, reverse=True):
+        for _, _, job in _stamped(self.store.list("jobs")):
             if (data := self.store.find(job_key(job, "state.json"))) is not None:
                 yield job, data
+
+    async def ids(self) -> dict[str, str]:
+        """The ids of all jobs in the bucket, newest first by the time in the id; for each the job's name."""
+        keys = await asyncio.to_thread(self.store.list, "jobs")
+        return {id: id[: id.index(f"-{stamp}")] for stamp, _, id in _stamped(keys)}
 
     async def create(self, state: JobState) -> JobState:
         """Write a new job; its id gets a number if it is taken."""
@@ -157,37 +182,51 @@ class Journal:
         state = await self.read(job, own=True)
         events = _events(await self._fenced.find(job_key(job, "events.jsonl")))
         complete = await asyncio.to_thread(checkpoints.list_complete, self.store, job, strict=True)
-        self._written, self._events = None, None
+        self._written.pop(job, None)
         # With the new epoch this state differs from the last one, so an older head that still runs cannot replace it.
         state = state.replace(checkpoints=tuple(complete), epoch=epoch)
+        if (kept := state.kept_node) and (most := state.spec.keep_on_failure):
+            state = state.replace(kept_node=kept.replace(until=min(kept.until, now + most)))
         return state.replace(saved_at=min(state.saved_at, now), ordered_at=min(state.ordered_at, now)), events
 
     async def events(self, job: str) -> list[dict[str, Any]]:
-        """The events of a job that is not the active one."""
+        """The events of a job as the bucket has them."""
         return _events(await asyncio.to_thread(self.store.find, job_key(job, "events.jsonl")))
 
     async def write(self, job: JobState, events: list[dict[str, Any]], now: float) -> None:
         """Write the job's state if it has changed. If only progress has changed, write every PROGRESS_EVERY."""
-        if job == self._written:
-            return
-        if now - self._written_at < PROGRESS_EVERY and not self.urgent(job):
+        last = self._written.get(job.id) or _Written()
+        if job == last.job or (now - last.at < PROGRESS_EVERY and not self.urgent(job)):
             return
         # Events first: after the end of a job is written, no head writes its events any more.
         newest = events[-1] if events else None
-        if newest is not self._events:
+        if newest is not last.event:
             lines = "".join(json.dumps(event) + "\n" for event in events).encode()
             await self._fenced.put(job_key(job.id, "events.jsonl"), lines)
-            self._events = newest
+            self._written[job.id] = last = replace(last, event=newest)
         await self.replace(job)
-        self._written, self._written_at = job, now
+        self._written[job.id] = replace(last, job=job, at=now)
 
     def urgent(self, job: JobState) -> bool:
         """Whether a change that is more than progress is not in the bucket yet."""
-        return self._written is None or _essence(self._written) != _essence(job)
+        last = self._written.get(job.id)
+        if last is None or last.job is None:
+            return True
+        return last.job is not job and _essence(last.job) != _essence(job)
 
     def has(self, job: JobState) -> bool:
         """Whether exactly this state is in the bucket."""
-        return self._written == job
+        last = self._written.get(job.id)
+        return last is not None and last.job == job
+
+    def ended(self, job: str) -> bool:
+        """Whether this head has written that the job has ended."""
+        last = self._written.get(job)
+        return last is not None and last.job is not None and last.job.ended_already
+
+    def forget(self, job: str) -> None:
+        """Keep nothing of a job any more: another head, or a later relaunch, may have written it."""
+        self._written.pop(job, None)
 
     async def complete(self, manifest: Manifest, keep: int) -> list[StateRef]:
         """Write a checkpoint's manifest and prune older checkpoints; those that count now, newest first.
@@ -201,10 +240,16 @@ class Journal:
         return await asyncio.to_thread(checkpoints.list_complete, self.store, manifest.job)
 
 
-def _essence(job: JobState) -> JobState:
-    """The job without its progress. If a head dies, the last seconds of progress may be missing in the bucket."""
-    job = job.replace(progress=Progress(), reached=0, pace=0.0, joined={})
-    return job.replace(node_seconds=0.0, spent={}, cost=0.0, unpriced={}, counted_at=0.0)
+def _stamped(keys: Iterable[str]) -> list[tuple[str, int, str]]:
+    """Time, number and id of each job with a state, newest first."""
+    found = (STATE_KEY.fullmatch(key) for key in keys)
+    return sorted(((m["stamp"], int(m["number"] or 1), m["id"]) for m in found if m), reverse=True)
+
+
+# All values of a job but its progress. If a head dies, the last seconds of progress may be missing in the bucket.
+_essence: Callable[[JobState], tuple[object, ...]] = attrgetter(
+    *(name for name in JobState.model_fields if name not in PROGRESS)
+)
 
 
 def _events(lines: bytes | None) -> list[dict[str, Any]]:

@@ -40,20 +40,20 @@ class Signs:
         self._wake = asyncio.Event()
         self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="signs")
         self._warned = ""
-        self._last_event = ""  # its kind, as in `silence.news`; "": nodes report
+        self._last_event: dict[str, str] = {}  # by job: its kind, as in `silence.news`; "": nodes report
 
     @property
     def found(self) -> Mapping[str, Sign]:
         """The signs of the wanted nodes, as last read."""
         return dict(self._found)
 
-    def update(self, view: View, add_event: AddEvent) -> None:
-        """Choose which signs to read. Add an event when the news about silent nodes changes."""
-        self.want(silence.watched(view))
+    def update(self, view: View, add_event: AddEvent) -> frozenset[str]:
+        """The nodes whose signs a job needs (see `want`). Add an event when the news about its silent nodes changes."""
         kind, text = silence.news(view) or ("", "nodes report again")
-        if kind != self._last_event and (kind or view.job.current is not None):
+        if kind != self._last_event.get(view.job.id, "") and (kind or view.job.current is not None):
             add_event("silence", text)
-        self._last_event = kind
+        self._last_event[view.job.id] = kind
+        return silence.watched(view)
 
     def want(self, nodes: frozenset[str]) -> None:
         """From now on, read the signs of these nodes and of no others."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from spotrun.head.job_state import JobState, good_seconds
 from spotrun.head.view import Node, View
@@ -16,20 +16,21 @@ RECOVERY = "recovery"  # from an interruption to the next step
 SPARE = "spare"  # ready, beside a generation that trains without it
 LEAVING = "leaving"  # under notice, and not a member any more
 UNFIT = "unfit"  # failed its health checks
+KEPT = "kept"  # kept for a person after the job has failed
 SAVING = "saving"  # the job's last state goes into the bucket
 UNKNOWN = "unknown"  # counted by a head that did not tell these apart
 
 
-def add(
-    spent: Mapping[str, float], job: JobState, view: View, machines: Iterable[str], span: float
-) -> dict[str, float]:
-    """`spent` with `span` seconds more for each machine."""
+def add(spent: Mapping[str, float], job: JobState, view: View, machines: Mapping[str, float]) -> dict[str, float]:
+    """`spent` with more time. machines: the node-seconds of each, which are negative for time that is taken back."""
     found = dict(spent)
     nodes = {node.name: node for node in view.nodes if node.connected}
     members = {member.node for member in job.members}
-    for machine in machines:
+    for machine, seconds in machines.items():
         kind = _member(job) if machine in members else _other(job, nodes.get(machine))
-        found[kind] = found.get(kind, 0.0) + span
+        if seconds < 0 and found.get(kind, 0.0) + seconds < 0:
+            kind = max(found, key=lambda each: found[each], default=kind)
+        found[kind] = found.get(kind, 0.0) + seconds
     return found
 
 
@@ -53,12 +54,12 @@ def split(job: JobState) -> dict[str, float] | None:
 
 def counted(job: JobState) -> float:
     """Node-seconds in steps that counted, with those of the current generation."""
-    return job.good_seconds + good_seconds(job.progress, len(job.members))
+    return job.good_seconds + good_seconds(job.progress, job.size)
 
 
 def stalled(job: JobState) -> float:
     """Node-seconds that the workers spent copying snapshots into memory; they are part of the steps' time."""
-    return job.stalled + job.progress.stall * len(job.members)
+    return job.stalled + job.progress.stall * job.size
 
 
 def _member(job: JobState) -> str:
@@ -69,9 +70,11 @@ def _member(job: JobState) -> str:
 
 def _other(job: JobState, node: Node | None) -> str:
     """What a machine does that is in no generation. node: None if its agent is not connected."""
-    if node is None or node.report.phase in ("checking", "preparing"):
+    if job.ended_already:
+        return KEPT
+    if node is None or node.phase in ("checking", "preparing"):
         return STARTING
-    if node.report.phase == "unfit":
+    if node.phase == "unfit":
         return UNFIT
     if job.phase == "finishing":
         return SAVING

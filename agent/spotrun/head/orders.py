@@ -1,33 +1,79 @@
-"""From a job's state to the orders for its agents, and from uploaded parts to manifests. Pure."""
+"""From a job's state to orders for its agents, and from uploaded parts to manifests. Pure."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import cached_property
 
 from spotrun.head.job_state import JobState
-from spotrun.wire import Bundle, Manifest, Order, Part, Report, SaveOrder
+from spotrun.wire import Bundle, JobOrder, JobReport, Manifest, Member, Part, SaveOrder
 
 
-def order_for(job: JobState, bundle: Bundle, node: str, boot: str, epoch: int) -> Order:
-    """What the agent `node`, in its incarnation `boot`, should be doing for a job that has not ended."""
-    order, save = Order(epoch=epoch, bundle=bundle), _save_for(job, node)
-    if job.current is None:
-        return order.replace(upload=job.saving.ref, save=save) if job.saving and save else order
-    if all((member.node, member.boot) != (node, boot) for member in job.members):
-        return order
-    stop_at = job.draining.step if job.draining else None
-    return order.replace(generation=job.current, stop_at=stop_at, save=save, dump=job.dumping)
+class JobOrders:
+    """What agents should be doing for a job that needs them. An agent gets the same object while it is valid."""
+
+    def __init__(self, job: JobState, bundle: Bundle) -> None:
+        self._job, self._bundle, self._keeper = job, bundle, job.keeper
+        self._found: dict[tuple[str, str, tuple[int, ...]], JobOrder] = {}
+
+    def same(self, other: JobOrders) -> bool:
+        """Whether the others say the same to each agent."""
+        return self._essence == other._essence
+
+    def of(self, node: str, boot: str, devices: tuple[int, ...]) -> JobOrder:
+        """What the agent `node`, in its incarnation `boot`, should be doing. devices: those that it may use."""
+        key = (node, boot, devices)
+        if key not in self._found:
+            self._found[key] = self._order(*key)
+        return self._found[key]
+
+    @property
+    def _essence(self) -> tuple[object, ...]:
+        """All that orders depend on."""
+        job = self._job
+        kept = self._keeper, job.kept_node
+        return self._bundle, job.current, job.generation, job.draining, job.saving, job.dumping, *kept
+
+    def _order(self, node: str, boot: str, devices: tuple[int, ...]) -> JobOrder:
+        job, order, save = self._job, JobOrder(bundle=self._bundle, devices=devices), self._save(node)
+        if job.kept_node:
+            return order.replace(devices=job.kept_node.member.devices)
+        if job.current is None:
+            if self._keeper and (self._keeper.node, self._keeper.boot) == (node, boot):
+                order = order.replace(keep=job.generation)
+            return order.replace(upload=job.saving.ref, save=save) if job.saving and save else order
+        member = self._members.get((node, boot))
+        if member is None:
+            return order
+        stop_at = job.draining.step if job.draining else None
+        more = {"generation": job.current, "stop_at": stop_at, "save": save, "dump": job.dumping}
+        return order.replace(devices=member.devices, **more)
+
+    def _save(self, node: str) -> SaveOrder | None:
+        saving, index = self._job.saving, self._places.get(node)
+        if saving is None or index is None:
+            return None
+        return SaveOrder(step=saving.ref.step, index=index, parts=len(saving.holders))
+
+    @cached_property
+    def _members(self) -> Mapping[tuple[str, str], Member]:
+        return {(member.node, member.boot): member for member in self._job.members}
+
+    @cached_property
+    def _places(self) -> Mapping[str, int]:
+        """The index of each part of the checkpoint that is being taken, by the node that uploads the part."""
+        return {node: index for index, node in enumerate(self._job.saving.holders)} if self._job.saving else {}
 
 
-def manifests(job: JobState, reports: Iterable[Report], now: float) -> list[Manifest]:
+def manifests(job: JobState, reports: Iterable[JobReport], now: float) -> list[Manifest]:
     """A manifest for each checkpoint that has all its parts and is newer than every complete checkpoint.
 
     Older ones do not count: the last report of a disconnected node may name a checkpoint that has been removed.
     """
     found: dict[tuple[int, int, int], dict[int, Part]] = defaultdict(dict)
     for report in reports:
-        for part in report.parts if report.job == job.id else ():
+        for part in report.parts:
             found[(part.generation, part.step, part.parts)][part.index] = part
     return [
         Manifest(
@@ -41,10 +87,3 @@ def manifests(job: JobState, reports: Iterable[Report], now: float) -> list[Mani
         if set(parts) == set(range(count)) and (generation, step) > job.newest
         if len({part.whole for part in parts.values()}) == 1
     ]
-
-
-def _save_for(job: JobState, node: str) -> SaveOrder | None:
-    if job.saving is None or node not in job.saving.holders:
-        return None
-    holders = job.saving.holders
-    return SaveOrder(step=job.saving.ref.step, index=holders.index(node), parts=len(holders))

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shlex
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spotrun.cloud.base import Instance
 from spotrun.head import accounting, node_time
+from spotrun.head.account import HOUR
+from spotrun.head.capacity.place import Placements
+from spotrun.head.capacity.situation import Placement
+from spotrun.head.fleet.classify import Condition
 from spotrun.head.fleet.decide import decide
 from spotrun.head.fleet.pools import Fleet
 from spotrun.head.job_state import (
-    ENDED,
     AbortSave,
     Action,
     CountFailure,
@@ -18,41 +23,45 @@ from spotrun.head.job_state import (
     EndGeneration,
     Finish,
     JobState,
+    KeepNode,
+    LetGo,
     Resume,
     SetIdle,
     Start,
     Stop,
 )
-from spotrun.head.planner import idle, silence
+from spotrun.head.planner import idle, liveness, silence
 from spotrun.head.planner.plan import plan
 from spotrun.head.planner.waiting import LONGEST
-from spotrun.head.view import Node, View
+from spotrun.head.view import FleetView, Node, View
 from spotrun.spec import ClusterSpec
-
-EVENTS = 50  # newest ones in a status document
 
 
 def status(
     cluster: ClusterSpec,
     epoch: int,
     job: JobState | None,
-    view: View | None,
+    view: FleetView,
+    views: Mapping[str, View],
+    conditions: Mapping[str, Condition],
     fleet: Fleet,
-    events: Sequence[dict[str, Any]],
+    placements: Placements,
 ) -> dict[str, Any]:
-    """Everything an operator may want to know, as JSON values."""
+    """Everything an operator may want to know, as JSON values, but for events.
+
+    job: the one that the document is about. views: what each job sees that has not ended, or keeps a node. placements:
+    where each job may train.
+    """
     instances = fleet.instances or []
     problems = {problem.pool: problem.message for problem in fleet.problems}
-    for pool, problem in (decide(view).reasons if view and view.job.phase not in ENDED else {}).items():
+    for pool, problem in (decide(view, conditions).reasons if view.jobs else {}).items():
         problems[pool] = "; ".join(filter(None, [problem, problems.get(pool)]))
-    found = job_status(job, view) if job else None
-    if found and view:
-        found["reason"] = found["reason"] or plan(view).reason
     return {
         "cluster": cluster.name,
         "head": {"epoch": epoch, "description": cluster.digest},
-        "job": found,
-        "nodes": _nodes(view, instances),
+        "job": _placed(_explained(job, views.get(job.id)), placements.get(job.id)) if job else None,
+        "jobs": [row(each, views[each.id]) for each in view.jobs],
+        "nodes": _nodes(view, views, instances),
         "pools": [
             {
                 "name": pool.name,
@@ -63,7 +72,31 @@ def status(
             }
             for pool in cluster.pools
         ],
-        "events": list(events)[-EVENTS:],
+    }
+
+
+def _placed(found: dict[str, Any], placement: Placement | None) -> dict[str, Any]:
+    """A job's status with the reason of its placement."""
+    return found | {"placement": placement.reason if placement else ""}
+
+
+def _explained(job: JobState, view: View | None) -> dict[str, Any]:
+    found = job_status(job, view)
+    if view:
+        found["reason"] = found["reason"] or plan(view).reason
+    return found
+
+
+def row(job: JobState, view: View | None = None) -> dict[str, Any]:
+    """A job in a list of jobs. view: what it sees, if it has not ended or keeps a node."""
+    found = _explained(job, view)
+    keys = ("id", "name", "group", "priority", "phase", "reason", "step", "total_steps", "eta", "cost", "submitted")
+    given = {node.name: node.devices for node in view.nodes if node.assigned} if view else {}
+    nodes = {member.node: member.devices for member in (job.bound if view else job.members)} or given
+    return {key: found[key] for key in (*keys, "kept")} | {
+        "nodes": [{"node": node, "devices": list(devices)} for node, devices in nodes.items()],
+        "min": job.spec.nodes.min,
+        "max": job.spec.nodes.max,
     }
 
 
@@ -71,14 +104,18 @@ def job_status(job: JobState, view: View | None = None) -> dict[str, Any]:
     """A job alone; also of one that ended long ago, from its state.json."""
     progress = job.progress
     silent = view is not None and silence.since(view) is not None
-    newest = [n.report.snapshot for n in view.nodes if n.report.job == job.id and n.report.snapshot] if view else []
+    waits = job.phase == "waiting" and job.generation == 0
+    phase = "paused" if job.paused and job.current is None and not job.ended_already else job.phase
+    newest = [n.work.snapshot for n in view.nodes if n.work.snapshot] if view else []
     failure = None
     if job.failure:
         failure = job.failure.model_dump() | {"node": job.failed_node, "stacks": job.stacks or None}
     return {
         "id": job.id,
         "name": job.name,
-        "phase": "silent" if silent else job.phase,
+        "group": job.spec.group,
+        "priority": job.rank,
+        "phase": "silent" if silent else "queued" if waits else phase,
         "reason": job.reason,
         "generation": job.generation,
         "members": [member.node for member in job.members],
@@ -97,6 +134,7 @@ def job_status(job: JobState, view: View | None = None) -> dict[str, Any]:
         "started": job.started,
         "ended": job.ended,
         "failure": failure,
+        "kept": _kept(job) if view else None,
         "conditions": conditions(view) if view else [],
         "interruptions": [each.model_dump(exclude={"step_cost"}) for each in job.interruptions],
         "goodput": accounting.goodput(job),
@@ -104,12 +142,24 @@ def job_status(job: JobState, view: View | None = None) -> dict[str, Any]:
         "node_time": node_time.split(job),
         "snapshot_seconds": node_time.stalled(job),
         "cost": job.cost or None,
+        "budget": job.spec.budget,
+        "hourly": job.hourly,
+        "cost_to_end": cost_to_end(job),
+        "account": [line.model_dump() for line in job.account],
     }
+
+
+def cost_to_end(job: JobState) -> float | None:
+    """USD for the whole job if it goes on as at present; None if its end is not known."""
+    if job.ended_already:
+        return job.cost
+    end = _eta(job)
+    return None if end is None else job.cost + max(0.0, end - job.counted_at) * job.hourly / HOUR
 
 
 def conditions(view: View) -> list[dict[str, object]]:
     """The problems of an unended job, the oldest first: each as {"since": epoch seconds, "text": one line}."""
-    found = [_saving(node) for node in view.nodes if node.connected and node.report.job == view.job.id]
+    found = [_saving(node) for node in view.nodes if node.connected and node.work.job]
     found += [idle.condition(view), _silent(view)]
     return sorted((each for each in found if each), key=lambda each: float(str(each["since"])))
 
@@ -122,12 +172,24 @@ def _silent(view: View) -> dict[str, object] | None:
 
 def _saving(node: Node) -> dict[str, object] | None:
     """A node that cannot upload its part of a checkpoint."""
-    trouble = node.report.trouble
+    trouble = node.work.trouble
     if trouble is None:
         return None
     tries = "1 try" if trouble.tries == 1 else f"{trouble.tries} tries"
     text = f"{node.name} cannot save its part of the checkpoint of step {trouble.step} ({tries}): {trouble.message}"
     return {"since": trouble.since, "text": text}
+
+
+def _kept(job: JobState) -> dict[str, Any] | None:
+    """The node that is kept for a person, and what to do there: None if there is none."""
+    kept, spec = job.kept_node, job.spec
+    if kept is None:
+        return None
+    found = {"node": kept.member.node, "devices": list(kept.member.devices), "until": kept.until}
+    if kept.place is None:
+        return found
+    commands = (["cd", kept.place.folder], [".", kept.place.env], ["python", spec.script, *spec.args])
+    return found | kept.place.model_dump() | {"run": " && ".join(map(shlex.join, commands))}
 
 
 def _eta(job: JobState) -> float | None:
@@ -138,13 +200,22 @@ def _eta(job: JobState) -> float | None:
     return progress.stepped_at + (progress.total_steps - progress.step) * progress.pace
 
 
-def _nodes(view: View | None, instances: Sequence[Instance]) -> list[dict[str, Any]]:
-    known = {node.name: node for node in view.nodes} if view else {}
-    silent = silence.names(view) if view else frozenset()
+def _nodes(view: FleetView, views: Mapping[str, View], instances: Sequence[Instance]) -> list[dict[str, Any]]:
+    silent = {node.name for node in view.nodes if node.connected and liveness.silent(view, node)}
+    owners: dict[str, list[tuple[str, Node]]] = {}
+    for job, each in views.items():
+        for own in each.nodes:
+            if own.connected and (own.assigned or own.work.job):
+                owners.setdefault(own.name, []).append((job, own))
     found = []
     for instance in instances:
-        node = known.get(instance.name)
+        node = view.by_name.get(instance.name)
         report = node.report if node and node.connected else None
+        mine = owners.get(instance.name, [])
+        ordered = sorted(mine, key=lambda each: not each[1].assigned)
+        owner, first = next(iter(ordered), ("", node))
+        doing, since = first.doing if first and report else ("", 0.0)
+        phase = _phase(view, owner, first) if first and report else None
         found.append(
             {
                 "name": instance.name,
@@ -152,14 +223,34 @@ def _nodes(view: View | None, instances: Sequence[Instance]) -> list[dict[str, A
                 "zone": instance.zone,
                 "address": instance.address,
                 "state": instance.state,
-                "phase": "silent" if report and instance.name in silent else report.phase if report else None,
-                "doing": report.doing[:LONGEST] if report else "",
-                "doing_seconds": max(0.0, view.now - report.doing_since) if view and report and report.doing else None,
+                "phase": "silent" if instance.name in silent else phase,
+                "doing": doing[:LONGEST],
+                "doing_seconds": max(0.0, view.now - since) if doing else None,
                 "notice": report.notice.deadline if report and report.notice else (node and node.due) or None,
-                "step": max((w.step for w in report.workers), default=None) if report else None,
+                "step": max((w.step for w in first.work.workers), default=None) if first and report else None,
+                "devices": report.devices if report else None,
+                "jobs": [_place(view, job, own) for job, own in mine],
             }
         )
     return found
+
+
+def _phase(view: FleetView, job: str, node: Node) -> str:
+    """What a node does for a job."""
+    return "kept" if job in view.by_id and view.by_id[job].ended_already else node.phase
+
+
+def _place(view: FleetView, job: str, node: Node) -> dict[str, Any]:
+    """A job on a node. A job without devices there has left its state."""
+    doing, since = node.doing
+    return {
+        "job": job,
+        "devices": list(node.devices) if node.assigned else [],
+        "phase": _phase(view, job, node),
+        "doing": doing[:LONGEST],
+        "doing_seconds": max(0.0, view.now - since) if doing else None,
+        "step": max((worker.step for worker in node.work.workers), default=None),
+    }
 
 
 def event(job: JobState, action: Action) -> tuple[str, str] | None:
@@ -181,6 +272,11 @@ def event(job: JobState, action: Action) -> tuple[str, str] | None:
             return "checkpoint", f"given up: {action.reason}"
         case SetIdle():
             return "job", action.why
+        case KeepNode():
+            until = time.strftime("%H:%M:%S", time.gmtime(action.node.until))
+            return "node", f"{action.node.member.node} is kept for SSH until {until} UTC"
+        case LetGo() if job.kept_node:
+            return "node", f"{job.kept_node.member.node} is let go: {action.reason}"
         case Stop():
             return "job", action.reason
         case Resume():

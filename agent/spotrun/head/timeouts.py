@@ -38,6 +38,9 @@ class Timeouts:
     probe_pause: float = 60.0  # before the first of these times; doubled each time
     probe_pause_most: float = 1800.0  # before any of them
 
+    budget_margin: float = 10.0  # for orders, the end of workers and machines, when a job stops to keep its budget
+    setup_again: float = 60.0  # before a job goes back to a node on which it could not be set up
+
     # States.
     state_margin: float = 20.0  # for a state, besides the time of its work: agents find a new head in 10 s
     save: float = 1800.0  # for a checkpoint to get into the bucket: it may be large

@@ -1,16 +1,28 @@
-"""What the head knows about nodes, machines and the job at one moment. Its decisions rest on this. Pure."""
+"""What the head knows at one moment, about the fleet (`FleetView`) and one job (`View`). Decisions rest on it. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, TypeVar
 
 from spotrun.head.fleet.record import Replacement
 from spotrun.head.job_state import JobState
 from spotrun.head.timeouts import TIMEOUTS
-from spotrun.wire import AliveRecord, Report
+from spotrun.spec import JobSpec
+from spotrun.wire import AliveRecord, JobReport, Member, Report
 
+if TYPE_CHECKING:
+    from spotrun.head.fleet.classify import Condition
+
+T = TypeVar("T")
+
+HEARTBEAT_TIMEOUT: float = JobSpec.model_fields["heartbeat_timeout"].default  # seconds, for nodes without a job
 ENDING_STATES = ("stopping", "terminated", "gone")  # of a machine that ends or has ended (`Node.cloud`)
+
+
+NO_WORK = JobReport()  # of a node that does nothing for a job
 
 
 @dataclass(frozen=True)
@@ -18,20 +30,41 @@ class Node:
     """A node: what its agent has reported, and the state of its machine."""
 
     report: Report  # the newest one
-    connected: bool  # whether the agent is connected to this head
-    reported_at: float  # when the newest report arrived
+    work: JobReport = NO_WORK  # the part of it about the job of the view
+    connected: bool = False  # whether the agent is connected to this head
+    reported_at: float = 0.0  # when the newest report arrived
     cloud: str | None = None  # the state of its machine, or `gone`; None: the cloud has not answered
     since: float = 0.0
-    """When its present phase began, as far as this head knows.
+    """When its present phase began, or a job's phase on it, as far as this head knows.
 
     An unfit node is checked again when its agent restarts. If the node is still unfit, its first unfit time counts.
     """
     due: float = 0.0  # when its machine ends, if the node retires now (`retirement.mark`); 0: it does not retire now
+    devices: tuple[int, ...] = ()  # the devices that the job of the view has there; (): all of them
+    assigned: bool = True  # whether the job of the view has devices there
+    free: bool = True  # whether no other job trains on these devices any more
 
     @property
     def name(self) -> str:
         """The name of its machine."""
         return self.report.node
+
+    @property
+    def share(self) -> float:
+        """Which part of its devices the job of the view has."""
+        return len(self.devices) / self.report.devices if self.devices else 1.0
+
+    @property
+    def phase(self) -> str:
+        """What it does for the job of the view; `checking` or `unfit` if it takes no job."""
+        return self.work.phase if self.report.phase == "ready" else self.report.phase
+
+    @property
+    def doing(self) -> tuple[str, float]:
+        """What a node that does not train yet is doing, and since when, in epoch seconds by its clock."""
+        if self.report.phase == "checking":
+            return "checking the machine", self.report.since
+        return self.work.doing, self.work.doing_since
 
     @property
     def under_notice(self) -> bool:
@@ -50,11 +83,7 @@ class Node:
 
     @property
     def setup_failure(self) -> bool:
-        return self.report.failure is not None and self.report.failure.kind == "setup"
-
-    def expendable(self, view: View) -> bool:
-        """Whether the node is no member of the current generation."""
-        return all((m.node, m.boot) != (self.name, self.report.boot) for m in view.job.members)
+        return self.work.failure is not None and self.work.failure.kind == "setup"
 
 
 @dataclass(frozen=True)
@@ -69,6 +98,7 @@ class Machine:
     kind: str = ""  # the machine type
     ends: float = 0.0  # as in `Instance`
     retires: float = 0.0  # when the head plans to drain and replace it before it ends (`retirement.planned`); 0: never
+    started: float = 0.0  # as in `Instance`
 
     @property
     def joined(self) -> bool:
@@ -81,9 +111,86 @@ class Sign:
     """A node's sign of life in the bucket. Times are by the head's clock."""
 
     changed: float  # when the head first saw this sign
-    advanced: float  # when the head first saw the sign's step
+    advanced: float  # when the head first saw the newest step of any job of the node
     looked: float  # when the head last read the bucket for the sign, and the bucket answered
     record: AliveRecord | None = None  # the sign itself; None: there is no sign
+    jobs: Mapping[str, float] = field(default_factory=dict)  # as `advanced`, for each job by id
+
+
+@dataclass(frozen=True)
+class FleetView:
+    """What the head knows at one moment about all jobs, nodes and machines of the cluster."""
+
+    now: float  # the head's clock, epoch seconds
+    jobs: tuple[JobState, ...]  # those that have not ended, and those that keep a node
+    nodes: tuple[Node, ...]  # the nodes whose agents have reported to this head; `work` is of no job
+    expected: int = 0  # the sum of the sizes that the pools are set to
+    began: float = 0.0  # when this head started
+    awake_since: float = 0.0  # since when this head has run without a pause
+    machines: tuple[Machine, ...] = ()  # the machines that the cloud lists; empty if the cloud does not answer
+    listed: bool = True  # whether the cloud answered
+    listed_at: float = 0.0  # when the cloud was asked for `machines`
+    replaced: tuple[Replacement, ...] = ()  # the cluster's replacements, in order
+    signs: Mapping[str, Sign] = field(default_factory=dict)  # by node name, for the nodes in `silence.watched`
+    joined: Mapping[str, float] = field(default_factory=dict)  # machines whose agents have joined: when each was made
+
+    @cached_property
+    def by_id(self) -> Mapping[str, JobState]:
+        """The jobs by their ids."""
+        return {job.id: job for job in self.jobs}
+
+    @cached_property
+    def by_name(self) -> Mapping[str, Node]:
+        """The nodes by their names."""
+        return {node.name: node for node in self.nodes}
+
+    @cached_property
+    def reporting(self) -> Mapping[str, tuple[str, ...]]:
+        """By job: the names of the nodes that report about it."""
+        found: dict[str, list[str]] = {}
+        for node in self.nodes:
+            for work in node.report.jobs:
+                found.setdefault(work.job, []).append(node.name)
+        return {job: tuple(names) for job, names in found.items()}
+
+    @cached_property
+    def memberships(self) -> Mapping[str, tuple[tuple[JobState, Member], ...]]:
+        """By node name: the jobs whose current generation the node is in, and what it is there."""
+        return _by_node((member.node, (job, member)) for job in self.jobs for member in job.members)
+
+    @cached_property
+    def members(self) -> Mapping[str, tuple[JobState, ...]]:
+        """By node name: the jobs whose current generation the node is in."""
+        return {node: tuple(job for job, _ in found) for node, found in self.memberships.items()}
+
+    @cached_property
+    def kept(self) -> frozenset[str]:
+        """The nodes of failed jobs that are kept for a person."""
+        return frozenset(job.kept_node.member.node for job in self.jobs if job.kept_node)
+
+    @cached_property
+    def last(self) -> Mapping[str, tuple[JobState, ...]]:
+        """By node name: the jobs whose newest generation the node is or was in."""
+        return _by_node((member.node, job) for job in self.jobs for member in job.last)
+
+    def blind(self) -> bool:
+        """Whether this head began or woke up a moment ago, and a member of a newest generation is not back yet."""
+        return _blind(self, self.jobs)
+
+    def work(self, node: Node) -> list[tuple[JobState, JobReport]]:
+        """What a node reports about jobs that have not ended."""
+        return [(self.by_id[each.job], each) for each in node.report.jobs if each.job in self.by_id]
+
+    @cached_property
+    def shortest_timeout(self) -> float:
+        """The least that `heartbeat_timeout` can be."""
+        return min([HEARTBEAT_TIMEOUT, *(job.spec.heartbeat_timeout for job in self.jobs)])
+
+    def heartbeat_timeout(self, node: Node) -> float:
+        """Seconds without a report after which something is wrong with the node."""
+        jobs = {each.job for each in node.report.jobs} | {job.id for job in self.last.get(node.name, ())}
+        found = [self.by_id[job].spec.heartbeat_timeout for job in jobs if job in self.by_id]
+        return max(found, default=HEARTBEAT_TIMEOUT)
 
 
 @dataclass(frozen=True)
@@ -91,28 +198,56 @@ class View:
     """What the head knows at one moment about one job, its nodes and the machines."""
 
     now: float  # the head's clock, epoch seconds
-    job: JobState  # the active job
-    nodes: tuple[Node, ...]  # the nodes whose agents have reported to this head
-    expected: int = 0  # the sum of the sizes that the pools are set to
-    waiting_since: float = 0.0  # when a node last became ready, or when the job was submitted, if that is later
+    job: JobState
+    nodes: tuple[Node, ...]  # its members, the nodes on which it has devices, and those that report about it
+    expected: int = 0  # the nodes that it has or will have soon
+    waiting_since: float = 0.0  # when a node last became ready for it, or when it was submitted, if that is later
     began: float = 0.0  # when this head started
     awake_since: float = 0.0  # since when this head has run without a pause
     vanished: frozenset[str] = frozenset()  # members that never reported to this head, and whose machines are gone
     machines: tuple[Machine, ...] = ()  # the machines that the cloud lists; empty if the cloud does not answer
     listed: bool = True  # whether the cloud answered
-    replaced: tuple[Replacement, ...] = ()  # the cluster's replacements, in order
     signs: Mapping[str, Sign] = field(default_factory=dict)  # by node name, for the nodes in `silence.watched`
+    joined: Mapping[str, float] = field(default_factory=dict)  # machines whose agents have joined: when each was made
+    conditions: Mapping[str, Condition] = field(default_factory=dict)  # of machines that it has or will have soon
+    dearest: float = 0.0  # USD an hour with all machines that are asked for; 0: not known
+    queued: str = ""  # why other jobs have the devices that it wants; empty: they do not
+
+    @property
+    def shortest_timeout(self) -> float:
+        """The least that `heartbeat_timeout` can be."""
+        return self.job.spec.heartbeat_timeout
+
+    def heartbeat_timeout(self, node: Node) -> float:
+        """Seconds without a report after which something is wrong with the node."""
+        return self.job.spec.heartbeat_timeout
 
     def members(self) -> list[Node | None]:
         """The nodes of the current generation, in the order of their ranks.
 
         None stands for a member that has not reported to this head, or whose agent has been replaced by another one.
         """
-        known = {(node.name, node.report.boot): node for node in self.nodes}
+        return self._members
+
+    @cached_property
+    def _members(self) -> list[Node | None]:
+        known = {(node.report.node, node.report.boot): node for node in self.nodes}
         return [known.get((m.node, m.boot)) for m in self.job.members]
 
     def blind(self) -> bool:
         """Whether this head began or woke up a moment ago, and a member of the newest generation is not back yet."""
-        known = {(node.name, node.report.boot) for node in self.nodes}
-        missing = any((member.node, member.boot) not in known for member in self.job.last)
-        return missing and self.now - self.awake_since < TIMEOUTS.rejoin
+        return _blind(self, (self.job,))
+
+
+def _blind(view: View | FleetView, jobs: Iterable[JobState]) -> bool:
+    if view.now - view.awake_since >= TIMEOUTS.rejoin:
+        return False
+    known = {(node.name, node.report.boot) for node in view.nodes}
+    return any((member.node, member.boot) not in known for job in jobs for member in job.last)
+
+
+def _by_node(pairs: Iterable[tuple[str, T]]) -> dict[str, tuple[T, ...]]:
+    found: dict[str, list[T]] = {}
+    for node, each in pairs:
+        found.setdefault(node, []).append(each)
+    return {node: tuple(each) for node, each in found.items()}

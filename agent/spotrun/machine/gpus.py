@@ -1,9 +1,17 @@
-"""The GPUs of this machine. Standard library only: agents and training scripts import this module."""
+"""The GPUs and devices of this machine. Standard library only: agents and training scripts import this module."""
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
+
+DEVICES = "SPOTRUN_DEVICES"  # how many devices a machine of the local cloud has, if its pool says so
+
+
+def device_count() -> int:
+    """The devices of this machine: its GPUs; without GPUs, what its local pool says, or one."""
+    return gpu_count() or int(os.environ.get(DEVICES) or 1)
 
 
 def gpu_count(dev: Path = Path("/dev")) -> int:

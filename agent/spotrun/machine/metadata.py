@@ -48,7 +48,7 @@ class Answer:
 
 
 class Server:
-    """What both kinds share: one HTTP session, and answers of bounded size."""
+    """The base of both servers: one HTTP session, and a limit on the size of answers."""
 
     def __init__(self, base: str) -> None:
         self.base = base.rstrip("/")
@@ -157,7 +157,7 @@ class Ec2Metadata(Server):
         try:
             return str(json.loads(text or "")["accountId"])
         except (ValueError, KeyError, TypeError):
-            raise aiohttp.ClientPayloadError(f"{self.DOCUMENT} does not tell the account") from None
+            raise aiohttp.ClientPayloadError(f"{self.DOCUMENT} has no accountId") from None
 
     async def _renew(self) -> None:
         headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_TTL)}
@@ -196,10 +196,10 @@ async def detect() -> Metadata:
 
 
 def clock_ahead(date: str, before: float, after: float) -> float | None:
-    """The least number of seconds that this clock is ahead of an HTTP answer's Date; None without a valid Date.
+    """Seconds that this clock is ahead of the Date of an HTTP answer; negative: it is behind; None: no valid Date.
 
-    A negative number: this clock is behind. before, after: when the request was sent, and when the answer came. A Date
-    has whole seconds, rounded down (RFC 9110, 5.6.7).
+    The server made the Date between `before`, when the request was sent, and `after`, when the answer came. A Date has
+    whole seconds, rounded down (RFC 9110, 5.6.7). Of the differences that fit, the one closest to 0 is returned.
     """
     try:
         there = parsedate_to_datetime(date).timestamp()

@@ -49,7 +49,7 @@ class Systemd:
 
     async def watch(self) -> None:
         """Send signs of life while the event loop runs: systemd restarts a process whose loop is blocked."""
-        # A missing bucket or head stops no sign: a restart would not help.
+        # The signs continue if the bucket or the head is missing, because a restart would not help.
         while self.interval > 0:
             self._send("WATCHDOG=1")
             await asyncio.sleep(self.interval)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import logging
 import os
@@ -25,11 +26,13 @@ from spotrun.store import Store
 log = logging.getLogger(__name__)
 
 RETRY = 2.0  # seconds between tries to read the metadata
+THREADS = 128  # a job whose bucket or disk hangs keeps a few threads, and no other job may wait for one
 
 
 async def run() -> None:
     """Run this machine's agent until SIGTERM or SIGINT, which end everything it has started."""
     stop = asyncio.Event()
+    asyncio.get_running_loop().set_default_executor(concurrent.futures.ThreadPoolExecutor(THREADS))
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     systemd = Systemd.from_env()
@@ -66,7 +69,6 @@ async def _live(settings: Settings, systemd: Systemd) -> None:
                 tasks.create_task(gate.run())
                 tasks.create_task(watch(metadata, agent.notify, Terms.of(attributes), agent.expect))
                 tasks.create_task(agent.connection.run())
-                tasks.create_task(agent.logs.run())
                 tasks.create_task(life_sign.run())
                 tasks.create_task(agent.run())
         finally:

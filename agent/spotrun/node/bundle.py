@@ -9,8 +9,10 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import shutil
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,8 +48,32 @@ def fetch(store: Store, sha256: str, folder: Path) -> Path:
         _check(archive, sha256)
         content.mkdir()
         unpack(archive, content, code_key(sha256))
-        os.rename(content, target)
+        move(content, target)
     return target
+
+
+def copy(code: Path, folder: Path, fill: Callable[[Path], None] = lambda _: None) -> Path:
+    """Return a copy of an unpacked bundle below `folder`, which the job may write to. Make it unless it exists.
+
+    fill: called with the new copy, to add to it.
+    """
+    target = folder / code.name
+    if not target.is_dir():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="new-", dir=folder) as scratch:
+            content = shutil.copytree(code, Path(scratch, "content"), symlinks=True)
+            fill(content)
+            move(content, target)
+    return target
+
+
+def move(content: Path, target: Path) -> None:
+    """Move a folder to its place, unless another job has made the same one meanwhile."""
+    try:
+        os.rename(content, target)
+    except OSError:
+        if not target.is_dir():
+            raise
 
 
 def unpack(archive: Path, target: Path, name: str) -> None:

@@ -6,7 +6,8 @@ import contextlib
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+import uuid
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -14,12 +15,26 @@ log = logging.getLogger(__name__)
 SHARED_MEMORY = Path("/dev/shm")
 
 
-def empty(folder: Path, keep: str | None = None) -> None:
-    """Remove everything in a folder except the entry `keep`."""
+def empty(folder: Path, keep: Collection[str] = ()) -> None:
+    """Remove everything in a folder except the entries `keep`."""
     if folder.is_dir():
-        for path in folder.iterdir():
-            if path.name != keep:
-                shutil.rmtree(path, ignore_errors=True)
+        remove(path for path in folder.iterdir() if path.name not in keep)
+
+
+def set_aside(folder: Path, keep: Collection[str]) -> list[Path]:
+    """Rename everything in a folder except `keep` and what is being made there (`new-…`); return the new paths."""
+    found = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.name not in keep and not path.name.startswith("new-"):
+            with contextlib.suppress(OSError):
+                found.append(path.rename(folder / f"old-{uuid.uuid4().hex}"))
+    return found
+
+
+def remove(paths: Iterable[Path]) -> None:
+    """Remove folders with all that they contain."""
+    for path in paths:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def remove_nccl_segments() -> list[str]:

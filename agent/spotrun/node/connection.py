@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable
 
 import aiohttp
-from pydantic import ValidationError
 
 from spotrun.backoff import Backoff
+from spotrun.changes import Inbox
 from spotrun.errors import LinkError, SpotrunError
 from spotrun.machine import host_keys
 from spotrun.machine.metadata import Identity
@@ -55,11 +55,13 @@ class Connection:
         self.newest_report: Report | None = None  # whether it has been sent or not
         self._changed = asyncio.Event()
         self._epoch = 0  # highest epoch of a head that has sent an order
+        self._head_reads = 0  # the version of the reports that the head reads; 0: it has sent no order yet
+        self._inbox = Inbox()  # of the connection
 
     def publish(self, report: Report) -> None:
         """Make this the newest report. It is sent at once, or with the next heartbeat if only progress is new."""
         before, self.newest_report = self.newest_report, report
-        if before is None or _essence(before) != _essence(report):
+        if before is None or before.essence != report.essence:
             self._changed.set()
 
     async def run(self) -> None:
@@ -131,7 +133,7 @@ class Connection:
                     timeout=aiohttp.ClientWSTimeout(ws_close=1.0),
                 )
             log.info("connected to the head at %s:%s", record.address, record.port)
-            self.connected = True
+            self.connected, self._head_reads, self._inbox = True, 0, Inbox()
             sender = asyncio.create_task(self._send(socket, f"{record.address}:{record.port}"))
             try:
                 await self._receive(socket)
@@ -148,7 +150,8 @@ class Connection:
                 self._changed.clear()
                 if self.newest_report is not None:
                     async with asyncio.timeout(SEND_TIMEOUT):
-                        await socket.send_str(self.newest_report.model_dump_json())
+                        report = self.newest_report.replace(order=self._inbox.newest)
+                        await socket.send_str(report.text(self._head_reads))
                     if not reported:
                         reported, self.joined = True, head
                         self._on_joined()
@@ -166,20 +169,15 @@ class Connection:
                 log.warning("a %s frame from the head: ignored", message.type.name)
                 continue
             try:
-                order = Order.model_validate_json(message.data)
-            except ValidationError as error:
+                order = self._inbox.read(message.data)
+            except ValueError as error:
                 log.warning("a message from the head is not an order, ignored: %s", _first_line(error))
                 continue
             if order.epoch < self._epoch:
                 log.warning("an order of head %s came after an order of head %s: refused", order.epoch, self._epoch)
                 continue
-            self._epoch = order.epoch
+            self._epoch, self._head_reads = order.epoch, order.version
             self._on_order(order)
-
-
-def _essence(report: Report) -> Report:
-    """The report without progress, which changes all the time."""
-    return report.replace(workers=(), snapshot=None)
 
 
 def _first_line(error: Exception) -> str:

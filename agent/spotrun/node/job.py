@@ -1,4 +1,4 @@
-"""The job on this node: its code, packages and launcher, and its newest worker group."""
+"""A job's means on this node: its code, packages and launcher, and its newest worker group."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +16,10 @@ from pydantic import ValidationError
 
 from spotrun.backoff import Backoff
 from spotrun.errors import CorruptError, SpotrunError, StoreError
-from spotrun.node.bundle import fetch
+from spotrun.machine.metadata import Identity
+from spotrun.node import by_hand, kept_folders
+from spotrun.node.bundle import copy, fetch
+from spotrun.node.claims import Claims
 from spotrun.node.launch.client import Launcher
 from spotrun.node.launch.preload import LONGEST, SOCKETS
 from spotrun.node.launch.worker import Task
@@ -24,38 +28,49 @@ from spotrun.node.workers import WorkerGroup, create
 from spotrun.spec import JobSpec
 from spotrun.state.control import Context
 from spotrun.store import Store
-from spotrun.wire import Bundle, Failure, Generation
+from spotrun.wire import Bundle, Failure, Generation, Place
 
 log = logging.getLogger(__name__)
 
 RETRY = (1.0, 30.0)  # seconds between tries to prepare: the first pause, the longest
+RESTARTS = "SPOTRUN_RESTARTS"  # the variable: how many generations of the job were begun before this one
 QUIET_TRIES = 3  # tries before a bucket that does not answer is reported as a failure: it may be away for a moment
 
 
+@dataclass
+class Node:
+    """This node, as its jobs see it. The health gate's result sets `devices`, `environment` and `fit`."""
+
+    identity: Identity
+    boot: str  # as in Report
+    store: Store
+    tmpfs: Path  # folder in memory: <job>/slots, <job>/control
+    scratch: Path  # folder on disk: code/<sha256>, work/<job>, logs/<job>, packages
+    claims: Claims
+    devices: int = 1  # how many
+    # Variables for workers, unless the agent's own environment or the job file sets them.
+    environment: Mapping[str, str] = field(default_factory=dict)
+    fit: bool = False  # whether jobs may begin
+
+
 class Job:
-    """What one bundle needs on this node. Folders: `tmpfs`/<job>/slots, control; `scratch`/code, packages, logs.
+    """What one bundle needs on this node. devices: those that its workers may use; (): all."""
 
-    environment: variables for workers, unless the agent's own environment or the job file sets them.
-    """
-
-    def __init__(
-        self, bundle: Bundle, store: Store, address: str, devices: int, tmpfs: Path, scratch: Path,
-        changed: Callable[[], None], environment: Mapping[str, str],
-    ) -> None:  # fmt: skip
-        self.bundle = bundle
+    def __init__(self, bundle: Bundle, node: Node, devices: tuple[int, ...], changed: Callable[[], None]) -> None:
+        self.bundle, self.devices = bundle, devices
         self.failure: Failure | None = None  # why the job cannot be prepared
         self.doing, self.doing_since = "", 0.0  # the present step of the preparation; epoch seconds
-        self.newest = 0  # the newest generation that this agent took part in
         self.group: WorkerGroup | None = None
-        self.slots = tmpfs / bundle.id / "slots"
-        self.control = tmpfs / bundle.id / "control"
-        self.logs = scratch / "logs" / bundle.id
-        self._store, self._address, self._devices, self._scratch = store, address, devices, scratch
-        self._changed, self._environment = changed, environment
-        self._root = Path()  # of the unpacked bundle
+        self.slots = node.tmpfs / bundle.id / "slots"
+        self.control = node.tmpfs / bundle.id / "control"
+        self.root = Path()  # the job's own copy of the bundle: its working folder
+        self.logs = node.scratch / "logs" / bundle.id
+        self.place: Place | None = None  # as in JobReport
+        self._node, self._changed = node, changed
         self._launcher = Launcher(self._on_event)
         self._preparation: asyncio.Task[None] | None = None
         self._spec: JobSpec | None = None
+        self._env: dict[str, str] = {}  # of the launcher
         self._ready = self._ended = False
 
     @property
@@ -66,21 +81,36 @@ class Job:
     @property
     def procs(self) -> int:
         wanted = self._spec.procs_per_node if self._spec else 1
-        return self._devices if wanted == "auto" else wanted
+        return (len(self.devices) or self._node.devices) if wanted == "auto" else wanted
 
     def prepare(self) -> None:
         """Prepare the job in the background."""
         self._preparation = asyncio.create_task(self._prepare_until_done())
 
-    def start(self, generation: Generation, rank: int, node: str) -> WorkerGroup:
+    def start(self, generation: Generation, rank: int) -> WorkerGroup:
         """Start the workers of a generation. rank: of this node. Raises OSError if there is no room."""
         number = generation.number
+        self._note_place(number)
         self.slots.mkdir(parents=True, exist_ok=True)
-        group = create(generation, rank, self.procs, self.control, self.logs / f"{number:04d}")
-        self.group, self.newest = group, number
-        tasks = self._tasks(group, node)
+        group = create(generation, rank, self.procs, self.control, self._logs_of(number))
+        self.group = group
+        tasks = self._tasks(group)
         self._launcher.start_workers(number, rank, len(generation.members), generation.store, tasks)
         return group
+
+    def _note_place(self, generation: int) -> None:
+        """Write down, for a person on this node, how the workers of a generation run."""
+        if self._spec is None or self._spec.keep_on_failure is None:
+            return
+        path = self.root.parent / "env.sh"
+        by_hand.write(path, self._env | self._worker_env(generation))
+        self.place = Place(folder=str(self.root), env=str(path), logs=str(self._logs_of(generation)))
+
+    def _logs_of(self, generation: int) -> Path:
+        return self.logs / f"{generation:04d}"
+
+    def _worker_env(self, generation: int) -> dict[str, str]:
+        return {RESTARTS: str(generation - 1), **_visible(self.devices)}
 
     async def restart_launcher(self) -> None:
         """Kill the launcher and its workers. `_launcher_ended` starts another launcher."""
@@ -96,34 +126,32 @@ class Job:
             await self.group.end()
         await self._launcher.end()
 
-    def remove(self) -> None:
-        """Remove the job's files in tmpfs."""
-        shutil.rmtree(self.slots.parent, ignore_errors=True)
-
-    def _tasks(self, group: WorkerGroup, node: str) -> list[Task]:
+    def _tasks(self, group: WorkerGroup) -> list[Task]:
         """One task for each worker of the group."""
         assert self._spec is not None
+        env = self._worker_env(group.number)
         interval = self._spec.snapshot_interval
         found = []
         for each in group.workers:
             context = Context(
                 job=self.bundle.id,
                 generation=group.number,
-                node=node,
+                node=self._node.identity.name,
                 control=str(each.path),
                 slots=str(self.slots),
-                bucket=self._store.url,
+                bucket=self._node.store.url,
                 snapshot_interval=0 if interval == "auto" else interval,
                 checkpoints=[(ref.generation, ref.step) for ref in group.generation.checkpoints],
+                controls=[str(worker.path) for worker in group.workers],
             )
             task = Task(
-                root=str(self._root),
+                root=str(self.root),
                 script=self._spec.script,
                 args=self._spec.args,
                 log=str(each.log),
                 control=str(each.path),
                 generation=group.number,
-                env={Context.VARIABLE: context.to_env()},
+                env={Context.VARIABLE: context.to_env(), **env},
             )
             found.append(task)
         return found
@@ -147,24 +175,32 @@ class Job:
                     return  # another try would fail the same way
 
     async def _prepare(self) -> None:
-        bundle = self.bundle
+        bundle, node = self.bundle, self._node
         self._spec = spec = _validated(bundle)
         self._now("fetching the code")
-        self._root = await asyncio.to_thread(fetch, self._store, bundle.code, self._scratch / "code")
-        if not (self._root / spec.script).is_file():
+        code = await asyncio.to_thread(fetch, node.store, bundle.code, node.scratch / "code")
+        self.root = await asyncio.to_thread(copy, code, node.scratch / "work" / bundle.id, self._fetch_inputs)
+        if not (self.root / spec.script).is_file():
             raise CorruptError(f"the bundle has no {spec.script}; submit the job again")
-        env = {**self._environment, **os.environ, **spec.env}
+        env = {**node.environment, **os.environ, **spec.env}
         if spec.requirements:
             self._now("installing requirements")
-        packages = await install(spec.requirements, self._scratch / "packages", env)
+        packages = await install(spec.requirements, node.scratch / "packages", env)
         paths = [str(packages or ""), spec.env.get("PYTHONPATH", ""), os.environ.get("PYTHONPATH", "")]
         env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        if self.procs > 1:
-            env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: more threads than cores slow all workers down
+        if threads := _threads(self.procs, len(self.devices) or node.devices, node.devices):
+            env.setdefault("OMP_NUM_THREADS", str(threads))
         env |= await asyncio.to_thread(_make_socket_folder, self.slots.parent / "launcher")
-        modules = await asyncio.to_thread(imported_modules, self._root, spec.script)
+        self._env = env
+        modules = await asyncio.to_thread(imported_modules, self.root, spec.script)
         self._now("importing torch")
-        await self._launcher.start(self._address, self.procs, env, modules)
+        await self._launcher.start(node.identity.address, env, modules)
+
+    def _fetch_inputs(self, root: Path) -> None:
+        """Called in another thread."""
+        for each in self.bundle.inputs:
+            self.doing, self.doing_since = f"fetching input {each.name}", time.time()
+            kept_folders.fetch(self._node.store, each, root)
 
     def _now(self, doing: str) -> None:
         self.doing, self.doing_since = doing, time.time() if doing else 0.0
@@ -204,6 +240,24 @@ class Job:
         log.warning("the launcher ended (status %s); starting another", status)
         self._preparation = asyncio.create_task(self._prepare_until_done(RETRY[0] if self._ready else RETRY[1]))
         self._ready = False
+
+
+def _visible(devices: tuple[int, ...]) -> dict[str, str]:
+    """The variables that show these GPUs to CUDA and no others; (): all.
+
+    A worker gets them as a fork of a process that has not initialised CUDA. CUDA reads them when it is initialised
+    (https://docs.nvidia.com/cuda/cuda-c-programming-guide/#cuda-environment-variables).
+    """
+    if not devices:
+        return {}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices)), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+
+
+def _threads(procs: int, devices: int, all: int) -> int:
+    """Threads of each worker; 0: torch decides. More threads than cores slow all workers of the machine down."""
+    if procs > 1:
+        return 1  # as torchrun does
+    return max(1, (os.cpu_count() or 1) * devices // all) if devices < all else 0
 
 
 def _make_socket_folder(folder: Path) -> dict[str, str]:

@@ -19,7 +19,7 @@ from spotrun.errors import SpotrunError
 from spotrun.node.agent import Agent
 from spotrun.spec import JobSpec
 from spotrun.store import alive_key
-from spotrun.wire import AliveRecord, Bundle
+from spotrun.wire import AliveJob, AliveRecord, Bundle, JobReport
 
 log = logging.getLogger(__name__)
 
@@ -31,10 +31,9 @@ class LifeSign:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._key = alive_key(agent.cluster, agent.identity.name)
-        self._job: str | None = None  # the job that the sign in the bucket names
+        self._jobs: tuple[str, ...] = ()  # the jobs that the sign in the bucket names
         self._at = 0.0  # when the sign was written, by the event loop's clock
-        self._bundle: Bundle | None = None  # the job that `_interval` was computed for
-        self._interval = 0.0
+        self._intervals: dict[str, float | None] = {}  # by job id; None: the job file is malformed
         self._warned = ""
         self._lock, self._ended = threading.Lock(), False
 
@@ -43,10 +42,10 @@ class LifeSign:
         now = asyncio.get_running_loop().time
         while True:
             record = self._record()
-            if record is not None and (record.job != self._job or now() - self._at >= record.every):
+            if record is not None and (_jobs(record) != self._jobs or now() - self._at >= record.every):
                 self._at = now()
                 await self._try(self._write, record)
-            elif record is None and self._job is not None:
+            elif record is None and self._jobs:
                 await self._try(self._remove)
             await asyncio.sleep(LOOK)
 
@@ -69,29 +68,43 @@ class LifeSign:
         with self._lock:  # without the lock, a write that is under way could end after the last removal
             if not self._ended:
                 self._agent.store.put(self._key, record.model_dump_json().encode())
-                self._job = record.job
+                self._jobs = _jobs(record)
 
     def _remove(self) -> None:
         with self._lock:
             self._agent.store.delete([self._key])
-            self._job = None
+            self._jobs = ()
 
     def _record(self) -> AliveRecord | None:
-        report, bundle = self._agent.connection.newest_report, self._agent.bundle
-        if report is None or bundle is None or report.job != bundle.id:
+        """The sign that is due; None: no job has begun."""
+        report, bundles = self._agent.connection.newest_report, self._agent.bundles
+        self._intervals = {each.id: self._intervals.get(each.id) or _interval(each) for each in bundles}
+        works = [work for work in report.jobs if self._intervals.get(work.job)] if report is not None else []
+        if report is None or not works:
             return None
-        if bundle != self._bundle:
-            try:
-                self._interval = JobSpec.kept(bundle.job).sign_interval
-            except ValidationError:
-                return None  # this job never begins here
-            self._bundle = bundle
+        jobs = tuple(_newest(work) for work in works)
         return AliveRecord(
             node=report.node,
             boot=report.boot,
             at=time.time(),
-            every=self._interval,
-            job=bundle.id,
-            generation=report.generation,
-            step=max((worker.step for worker in report.workers), default=-1),
+            every=min(self._intervals[each.job] or 0.0 for each in jobs),
+            jobs=jobs,
+            **jobs[0].model_dump(),
         )
+
+
+def _newest(work: JobReport) -> AliveJob:
+    step = max((worker.step for worker in work.workers), default=-1)
+    return AliveJob(job=work.job, generation=work.generation, step=step)
+
+
+def _interval(bundle: Bundle) -> float | None:
+    """Seconds between two signs; None: the job file is malformed, so the job never begins here."""
+    try:
+        return JobSpec.kept(bundle.job).sign_interval
+    except ValidationError:
+        return None
+
+
+def _jobs(record: AliveRecord) -> tuple[str, ...]:
+    return tuple(each.job for each in record.jobs)

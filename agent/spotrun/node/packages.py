@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from spotrun.errors import SetupError
+from spotrun.node.bundle import move
 
 # pip takes the launcher's own versions of these: `pip install --target` would install other versions beside them.
 PINNED = ("torch", "numpy", "safetensors")
@@ -38,7 +39,7 @@ async def install(requirements: tuple[str, ...], folder: Path, env: dict[str, st
         if code != 0:
             said = output.strip().splitlines()[-5:]
             raise SetupError(f"requirements {', '.join(requirements)}: pip failed: {' '.join(said)}")
-        os.rename(content, target)
+        move(content, target)
     return target
 
 

@@ -164,12 +164,10 @@ def newest_snapshot(folder: Path, job: str) -> StateRef | None:
     return StateRef(generation=found[0][1].generation, step=found[0][1].step) if found else None
 
 
-def left_in_memory(tmpfs: Path) -> tuple[str, StateRef] | None:
-    """The job and its newest snapshot that an earlier agent has left in memory; None: there is none."""
-    for folder in sorted(tmpfs.iterdir()) if tmpfs.is_dir() else ():
-        if (folder / "slots").is_dir() and (ref := newest_snapshot(folder / "slots", folder.name)):
-            return folder.name, ref
-    return None
+def left_in_memory(tmpfs: Path) -> list[str]:
+    """The jobs whose snapshots an earlier agent has left in memory."""
+    folders = sorted(tmpfs.iterdir()) if tmpfs.is_dir() else []
+    return [folder.name for folder in folders if newest_snapshot(folder / "slots", folder.name)]
 
 
 def _copy_and_upload(store: Store, copy: _Copy, stopped: Callable[[], bool]) -> Part | None:

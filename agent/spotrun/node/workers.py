@@ -78,6 +78,11 @@ class WorkerGroup:
         return not self._exited.is_set()
 
     @property
+    def living(self) -> bool:
+        """Whether a worker's process may exist. The kernel kills the workers of a launcher that has ended."""
+        return self.alive or any(each.pidfd >= 0 and not _is_gone(each.pidfd) for each in self.workers)
+
+    @property
     def failure(self) -> Failure | None:
         """The first failure. A failure because of a dead peer counts only if there is no other."""
         own = min(self._failures, key=lambda found: (found.kind == "peer", found.at), default=None)
@@ -198,6 +203,7 @@ class WorkerGroup:
             each.control.close()
             if each.pidfd >= 0:
                 os.close(each.pidfd)
+                each.pidfd = -1
             each.path.unlink(missing_ok=True)
             exit_note.path_for(each.path).unlink(missing_ok=True)
 
@@ -278,7 +284,10 @@ def _read_failure(each: LocalWorker) -> Failure:
     """The failure that the worker has reported; without a report, what its exit code means."""
     code = each.code or 0
     with contextlib.suppress(OSError, ValueError, TypeError, ValidationError):
-        return Failure(**json.loads(exit_note.path_for(each.path).read_text()))
+        found = Failure(**json.loads(exit_note.path_for(each.path).read_text()))
+        # The script may have written any text there, and one report has all jobs of the node.
+        message, trace = found.message[: exit_note.LONGEST], found.traceback[-exit_note.TRACEBACK :]
+        return found.replace(message=message, traceback=trace)
 
     def failure(kind: Literal["user", "peer", "signal"], message: str) -> Failure:
         return Failure(kind=kind, rank=each.rank, at=time.time(), message=message)
@@ -303,9 +312,14 @@ def _kill(each: LocalWorker) -> None:
     """SIGKILL a worker and its descendants: a DataLoader's workers notice their parent's death only after seconds."""
     below = descendants(each.pid) if each.pid else []
     # If the process is dead already and its end has not been reported yet, something else ended it.
-    each.killed = not select.select([each.pidfd], [], [], 0)[0]
+    each.killed = not _is_gone(each.pidfd)
     _signal(each, signal.SIGKILL)
     kill(below)
+
+
+def _is_gone(pidfd: int) -> bool:
+    """Whether the process has ended (pidfd_open(2))."""
+    return bool(select.select([pidfd], [], [], 0)[0])
 
 
 def _signal(each: LocalWorker, number: signal.Signals) -> None:

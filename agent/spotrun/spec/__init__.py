@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from spotrun.spec.cluster import ClusterSpec, PoolSpec, described, digest, load_cluster
+    from spotrun.spec.cluster import ClusterSpec, PoolSpec, described, devices_of, digest, load_cluster
     from spotrun.spec.job import JobSpec, check_fit, load_job
 else:
 
@@ -22,4 +22,14 @@ else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-__all__ = ["ClusterSpec", "JobSpec", "PoolSpec", "check_fit", "described", "digest", "load_cluster", "load_job"]
+__all__ = [
+    "ClusterSpec",
+    "JobSpec",
+    "PoolSpec",
+    "check_fit",
+    "described",
+    "devices_of",
+    "digest",
+    "load_cluster",
+    "load_job",
+]

@@ -23,7 +23,7 @@ from pydantic import (
 from spotrun.errors import SpecError
 from spotrun.spec.fields import DURATION, INTERVAL, LABEL, Bool, Duration, Int, Interval, Spec, Str, label
 from spotrun.spec.file import Conflict, File, Place, nearest, refuse
-from spotrun.spec.machine_types import EFAS, OLD_GPUS
+from spotrun.spec.machine_types import EFAS, GPUS, OLD_GPUS
 from spotrun.spec.notices import GCE_LONG_NOTICE
 
 FORMAT = 1  # of the description in the bucket; a new key does not change it
@@ -48,6 +48,8 @@ _PRIVATE = tuple(ipaddress.IPv4Network(each) for each in ("10.0.0.0/8", "172.16.
 _Label = Annotated[str, Strict(), AfterValidator(label(40))]
 # GB of spotrun's own image (disk_gb in images/variables.pkr.hcl). No cloud starts a machine with a smaller disk.
 IMAGE_GB = 30
+_LOCAL = "keys metadata, boot_delay, recreate_delay, capacity, queue_delay and market"
+_WEEK = 7 * 86400.0  # the longest that Google lets a flex machine run
 _POLICY = "arn:aws:iam::<account>:policy/<name>"
 _STATE = "a folder in a bucket, gs://<bucket>/<folder> or s3://<bucket>/<folder>"
 
@@ -72,12 +74,16 @@ class PoolSpec(Spec):
     name: Annotated[str, Strict(), AfterValidator(label(20))] = Field(description=LABEL.format(20))
     zone: Str = Field(description="a zone of the region")
     machine: Str = Field(default="", description="a machine type, such as g2-standard-8 or g5.2xlarge")
-    market: Literal["spot", "on-demand"] = "spot"
+    market: Literal["spot", "flex", "on-demand"] = "spot"
+    """flex: Google's Flex-start. Machines may be waited for, are not preempted, and end after `max_run_duration`."""
     max: Int = Field(default=1, ge=1, description="a whole number, at least 1")
+    devices: Int | None = Field(default=None, ge=1, le=64, description="a whole number from 1 to 64")
+    """Devices of each machine of the local cloud. Default: 1. See `devices_of` for the other clouds."""
     disk: Int = Field(default=100, ge=20, description="the boot disk in GB, a whole number, at least 20")
     accelerator: AcceleratorSpec | None = Field(default=None, description="keys type and count")
     max_run_duration: Interval | None = Field(default=None, description=INTERVAL)
     """Seconds after which the cloud ends a machine. The head replaces machines before that, one after the other.
+    Default for market flex: a week; for the others: never.
     https://cloud.google.com/compute/docs/instances/limit-vm-runtime"""
     notice: Interval | None = Field(default=None, description="120s")
     """Seconds between Google's notice of a preemption and the power button. Default: both at once, 30 s before the end.
@@ -97,6 +103,25 @@ class NetworkSpec(Spec):
     )
 
 
+class MarketSpec(Spec):
+    """A change of the local cloud's market, at `after`. Keys that are absent change nothing."""
+
+    where: Str = Field(description="a pool or a zone")
+    after: Duration = Field(default=0.0, description=DURATION)  # seconds after the start of the local cloud
+    price: float | None = Field(default=None, ge=0, description="dollars an hour")  # of one machine
+    capacity: Int | None = Field(default=None, ge=0, description="a whole number, 0 or more")
+    """The most machines. If there are more, the cloud takes spot machines."""
+    notice: Duration | None = Field(default=None, description=DURATION)  # before machines are taken for `capacity`
+    dry: Bool | None = Field(default=None, description="true or false")
+    """Whether no machine is given. Present machines stay."""
+    obtainability: float | None = Field(default=None, ge=0, le=1, description="a number from 0 to 1")
+    """What the cloud says: how likely a pool gets its `max` machines."""
+    uptime: Interval | None = Field(default=None, description=INTERVAL)
+    """What the cloud says: how long it expects a machine to run."""
+    preemptions: float | None = Field(default=None, ge=0, le=1, description="a number from 0 to 1")
+    """What the cloud says: of the machines that ended lately, the share that it took."""
+
+
 class LocalSpec(Spec):
     """How the local cloud behaves."""
 
@@ -104,9 +129,12 @@ class LocalSpec(Spec):
     boot_delay: Duration = Field(default=0.2, description=DURATION)
     recreate_delay: Duration = Field(default=1.0, description=DURATION)
     capacity: dict[str, Annotated[int, Strict(), Field(ge=0)]] = Field(
-        default={}, description="a zone: a whole number, 0 or more"
+        default={}, description="a zone or pool: a whole number, 0 or more"
     )
-    """The most machines that a zone gives. A zone that is absent has no limit."""
+    """The most machines that a zone or pool gives. One that is absent has no limit."""
+    queue_delay: Duration = Field(default=1.0, description=DURATION)
+    """Seconds until a request for flex machines has its turn. Then it gets all of them at once, or waits on."""
+    market: tuple[MarketSpec, ...] = Field(default=(), description="a list of changes of the market")
 
 
 class ClusterSpec(Spec):
@@ -129,7 +157,7 @@ class ClusterSpec(Spec):
     """An AWS policy that limits the rights of every role of the cluster."""
     labels: dict[_Label, _Label] = Field(default={}, description="a label: its value, " + LABEL.format(40))
     """On everything that the stacks make."""
-    local: LocalSpec = Field(default=LocalSpec(), description="keys metadata, boot_delay, recreate_delay and capacity")
+    local: LocalSpec = Field(default=LocalSpec(), description=_LOCAL)
 
     def pool(self, name: str) -> PoolSpec | None:
         """The pool of that name."""
@@ -151,7 +179,7 @@ class ClusterSpec(Spec):
         head = HeadSpec(
             machine=self.head.machine or _DEFAULT_HEAD[self.cloud], zone=self.head.zone or self.pools[0].zone
         )
-        pools = tuple(pool.model_copy(update={"machine": pool.machine or "local"}) for pool in self.pools)
+        pools = tuple(_completed(pool) for pool in self.pools)
         near = self.cloud == "aws" if self.network.placement is None else self.network.placement
         network = self.network.model_copy(update={"placement": near})
         self.__dict__.update(region=region, head=head, pools=pools, network=network)  # frozen: only this validator may
@@ -165,6 +193,11 @@ class ClusterSpec(Spec):
         if self.permissions_boundary is None:
             values.pop("permissions_boundary", None)
         return values
+
+
+def _completed(pool: PoolSpec) -> PoolSpec:
+    life = pool.max_run_duration or (_WEEK if pool.market == "flex" else None)
+    return pool.model_copy(update={"machine": pool.machine or "local", "max_run_duration": life})
 
 
 def load_cluster(path: Path | str) -> ClusterSpec:
@@ -186,6 +219,13 @@ def described(document: bytes) -> ClusterSpec:
     except (ValueError, RecursionError) as error:
         problem = str(error)
     raise SpecError(f"the cluster's description in the bucket is not valid: {problem}")
+
+
+def devices_of(pool: PoolSpec, cluster: ClusterSpec) -> int | None:
+    """How many devices each machine of the pool has; None if spotrun does not know the machine type."""
+    if cluster.cloud == "local":
+        return pool.devices or 1
+    return pool.accelerator.count if pool.accelerator else GPUS.get(pool.machine)
 
 
 def digest(document: bytes) -> str:
@@ -217,11 +257,17 @@ def _cluster_conflicts(spec: ClusterSpec, region: str) -> Iterator[Conflict]:
         if pool.name in seen:
             yield ("pools", index, "name"), f"is already the name of pools[{seen[pool.name]}]"
         seen.setdefault(pool.name, index)
-    zones = sorted({pool.zone for pool in spec.pools})
-    for zone in spec.local.capacity if spec.cloud == "local" else ():
-        if zone not in zones:
-            allowed = f"allowed: {', '.join(zones)}{nearest(zone, zones)}"
-            yield ("local", "capacity", zone), f"no pool is in this zone; {allowed}"
+    yield from _market_conflicts(spec)
+
+
+def _market_conflicts(spec: ClusterSpec) -> Iterator[Conflict]:
+    """Zones and pools that are not in the file."""
+    places = sorted({place for pool in spec.pools for place in (pool.zone, pool.name)})
+    named: dict[Place, str] = {("local", "capacity", where): where for where in spec.local.capacity}
+    named |= {("local", "market", i, "where"): change.where for i, change in enumerate(spec.local.market)}
+    for place, where in named.items():
+        if where not in places:
+            yield place, f"is no zone of a pool and no pool; allowed: {', '.join(places)}{nearest(where, places)}"
 
 
 def _misplaced(spec: ClusterSpec) -> Iterator[Conflict]:
@@ -276,11 +322,15 @@ def _pool_conflicts(spec: ClusterSpec, pool: PoolSpec, place: Place) -> Iterator
         yield from _machine_conflict(cloud, pool.machine, (*place, "machine"))
     if pool.name == "head":
         yield (*place, "name"), "is reserved for the head; choose another"
-    for key in ("accelerator", "notice"):
-        if getattr(pool, key) is not None and cloud != "gcp":
-            yield (*place, key), f"is only for cloud gcp, this is {cloud}"
-    if pool.max_run_duration is not None and cloud == "aws":
+    for key, only in (("accelerator", "gcp"), ("notice", "gcp"), ("devices", "local")):
+        if getattr(pool, key) is not None and cloud != only:
+            yield (*place, key), f"is only for cloud {only}, this is {cloud}"
+    if cloud == "aws" and pool.max_run_duration is not None:
         yield (*place, "max_run_duration"), "is only for clouds gcp and local, this is aws"
+    if cloud == "aws" and pool.market == "flex":
+        yield (*place, "market"), "is only for clouds gcp and local, this is aws; allowed: spot, on-demand"
+    if pool.market == "flex" and (pool.max_run_duration or 0) > _WEEK:
+        yield (*place, "max_run_duration"), "is more than 7d, the longest that a flex machine runs"
     if cloud == "gcp" and pool.notice is not None:
         yield from _notice_conflict(pool, place)
     if cloud == "gcp" and pool.accelerator and not pool.machine.startswith("n1-"):

@@ -17,6 +17,7 @@ from pydantic import (
     model_serializer,
 )
 
+PRIORITY = 1000  # the highest one of a job; the lowest is its negative
 _LONGEST = 1e11  # seconds, 3,000 years
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
@@ -52,6 +53,19 @@ def label(limit: int) -> Callable[[str], str]:
     return check
 
 
+def job_name(value: str) -> str:
+    """A job's name or id. An id is the name with the time of its submission."""
+    return label(80)(value)
+
+
+def folder(value: str) -> str:
+    """A folder's path within another folder, without the slash at its end."""
+    parts = value.removesuffix("/").split("/")
+    if not all(re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", part) for part in parts) or len(value) > 200:
+        raise ValueError("is not the path of a folder within another one")
+    return "/".join(parts)
+
+
 def text(value: object) -> object:
     """Numbers become text. Booleans are errors: YAML also reads yes, no, on and off as booleans."""
     if isinstance(value, bool):
@@ -67,6 +81,7 @@ Str = Annotated[str, Strict(), Field(min_length=1)]
 Text = Annotated[str, BeforeValidator(text)]
 DURATION = "seconds, or a number with s, m, h or d, such as 90s or 5m"
 INTERVAL = DURATION + ", more than zero"
+FOLDER = "letters, digits, _, . and -, no . at the start, with / between folders, at most 200 characters"
 LABEL = "lower-case letters, digits and single inner hyphens, a letter first, at most {} characters"
 
 

@@ -24,6 +24,16 @@ M = TypeVar("M", bound=BaseModel)
 LIMIT = 256 << 10  # the most bytes of a file, and the most values in it
 
 
+class _Loader(yaml.SafeLoader):
+    """Reads the keys on, off, yes, no, true and false as text. YAML 1.1 reads them as booleans."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        for key, _ in node.value:
+            if key.tag == "tag:yaml.org,2002:bool":
+                key.tag = "tag:yaml.org,2002:str"
+        return super().construct_mapping(node, deep)
+
+
 class File:
     """A YAML mapping with the line of each key, to tell a user where something is wrong."""
 
@@ -45,7 +55,7 @@ class File:
         if len(content) > LIMIT:
             raise SpecError(f"{path}: this is not a {kind}: it has more than {LIMIT >> 10} kB")
         try:
-            loader = yaml.SafeLoader(text)
+            loader = _Loader(text)
             self.root = loader.get_single_node()
             if _weight(self.root, {}) > LIMIT:
                 raise SpecError(f"{path}: this is not a {kind}: its aliases stand for more than {LIMIT} values")

@@ -5,13 +5,35 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, Strict, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    SerializerFunctionWrapHandler,
+    Strict,
+    model_serializer,
+    model_validator,
+)
 
 from spotrun.errors import SpecError
-from spotrun.spec.cluster import ClusterSpec
-from spotrun.spec.fields import DURATION, INTERVAL, LABEL, Duration, Int, Interval, Spec, Text, label
+from spotrun.spec.cluster import ClusterSpec, devices_of
+from spotrun.spec.fields import (
+    DURATION,
+    FOLDER,
+    INTERVAL,
+    LABEL,
+    PRIORITY,
+    Duration,
+    Int,
+    Interval,
+    Spec,
+    Text,
+    folder,
+    job_name,
+    label,
+)
 from spotrun.spec.file import Conflict, File, nearest, refuse
 
 # The launcher sets these for each worker. A job that changed them would break its own process group.
@@ -47,7 +69,27 @@ def _script(value: str) -> str:
     return str(path)
 
 
+def _input_name(value: str) -> str:
+    if "/" in value:
+        raise ValueError("is not the name of a folder")
+    return folder(value)
+
+
+def _source(value: str) -> str:
+    job, slash, kept = value.partition("/")
+    if not slash:
+        raise ValueError("is not a job and a folder that the job keeps")
+    return f"{job_name(job)}/{folder(kept)}"
+
+
 Auto = Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)]
+
+_PoolName = Annotated[str, Strict(), AfterValidator(label(20))]
+_Label = Annotated[str, Strict(), AfterValidator(label(40))]
+_JobName = Annotated[str, Strict(), AfterValidator(job_name)]
+_Folder = Annotated[str, Strict(), AfterValidator(folder)]
+_InputName = Annotated[str, AfterValidator(_input_name)]
+_Source = Annotated[str, Strict(), AfterValidator(_source)]
 
 
 class NodesSpec(Spec):
@@ -80,14 +122,50 @@ class JobSpec(Spec):
     )
     args: tuple[Text, ...] = Field(default=(), description="a list of texts")
     nodes: NodesSpec = Field(default=NodesSpec(), description="a whole number, or keys min, max and spares")
-    procs_per_node: Auto = Field(default="auto", description="a whole number, at least 1, or auto: one for each GPU")
+    devices: Int | None = Field(default=None, ge=1, description="a whole number, at least 1")
+    """Devices of each node. Other jobs may use the rest of a node. Default: all, and no other job is on the node."""
+    priority: Int = Field(
+        default=0, ge=-PRIORITY, le=PRIORITY, description=f"a whole number from {-PRIORITY} to {PRIORITY}"
+    )
+    """Jobs of a higher priority get their devices first."""
+    pools: tuple[_PoolName, ...] = Field(default=(), description="a list of names of the cluster's pools")
+    """The pools that the job may use. Default: all."""
+    group: Annotated[str, Strict(), AfterValidator(label(40))] | None = Field(
+        default=None, description=LABEL.format(40)
+    )
+    """Jobs with the same group are listed and stopped together."""
+    labels: dict[_Label, _Label] = Field(default={}, description="a label: its value, " + LABEL.format(40))
+    """`make cost` adds up what the jobs with the same label and value have cost."""
+    after: tuple[_JobName, ...] = Field(default=(), description="a list of jobs' ids or names")
+    """The job starts after these jobs. A name means the newest job of that name when this one is submitted."""
+    on: Literal["success", "end"] = "success"
+    """How the jobs of `after` must end: success, or in any way."""
+    inputs: dict[_InputName, _Source] = Field(
+        default={}, description="a folder's name: <a job's id or name>/<a folder that the job keeps>"
+    )
+    """Folders that the job finds in its working folder. The job starts after the success of the jobs they are from."""
+    keep: tuple[_Folder, ...] = Field(
+        default=(), description=f"a list of folders in the job's working folder: {FOLDER}"
+    )
+    """Folders that a job that succeeds leaves in the bucket."""
+    keep_on_failure: Interval | None = Field(default=None, description=INTERVAL)
+    """Seconds for which the node whose script failed stays, for SSH, within the budget. Default: it does not stay."""
+    procs_per_node: Auto = Field(default="auto", description="a whole number, at least 1, or auto: one for each device")
     snapshot_interval: Auto = Field(default="auto", description="steps, a whole number, at least 1, or auto")
     checkpoint_interval: Interval = Field(default=300.0, description=INTERVAL)
-    keep: Int = Field(default=3, ge=1, description="checkpoints to keep, a whole number, at least 1")
+    keep_checkpoints: Int = Field(default=3, ge=1, description="a whole number, at least 1")
     deadline: Interval | None = Field(default=None, description=INTERVAL)
     budget: Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False)] | None = Field(
         default=None, description="dollars, a number more than zero"
     )
+    policy: Literal["elastic", "cheapest"] = "elastic"
+    """elastic: the fastest zone, with up to nodes.max machines. cheapest: nodes.min machines, at the least cost."""
+    zones: Literal["one", "any"] = "one"
+    """Whether a generation may have machines of several zones. Such traffic is slower, and clouds charge for it."""
+    restart_time: Interval = Field(default=300.0, description=INTERVAL)
+    """Seconds from asking for machines to the first step on them, at the most: what a deadline allows for it."""
+    work: Interval | None = Field(default=None, description=INTERVAL)
+    """Seconds that the whole job takes on one machine, as far as known. The head measures it once the job trains."""
     max_restarts: Int = Field(default=3, ge=0, description="a whole number, 0 or more")
     hang_timeout: Interval = Field(default=300.0, description=INTERVAL)
     start_timeout: Interval = Field(default=600.0, description=INTERVAL)
@@ -111,10 +189,34 @@ class JobSpec(Spec):
         """Seconds for which every member of a generation must be silent before its machines count as lost."""
         return max(self.hang_timeout, 10 * self.heartbeat_timeout)
 
+    @property
+    def sources(self) -> dict[str, tuple[str, str]]:
+        """Of each input: the job (its id or name), and the folder that the job keeps."""
+        return {name: (job, kept) for name, source in self.inputs.items() for job, _, kept in [source.partition("/")]}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rename(cls, value: object) -> object:
+        """Until version 0.1, `keep` was the number of checkpoints."""
+        if not isinstance(value, dict) or "keep_checkpoints" in value:
+            return value
+        number = value.get("keep")
+        if type(number) is int and number >= 1:
+            return {("keep_checkpoints" if key == "keep" else key): each for key, each in value.items()}
+        return value
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         refuse(_job_conflicts(self))
         return self
+
+    @model_serializer(mode="wrap")
+    def _dump(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leaves out an empty `keep`: to version 0.1, `keep` is a number."""
+        values: dict[str, Any] = handler(self)
+        if not self.keep:
+            values.pop("keep", None)
+        return values | (self.model_extra or {})
 
 
 def load_job(path: Path | str) -> JobSpec:
@@ -136,10 +238,23 @@ def load_job(path: Path | str) -> JobSpec:
 
 def check_fit(job: JobSpec, cluster: ClusterSpec) -> None:
     """Raise `SpecError` if the job can never run on the cluster."""
-    most = sum(pool.max for pool in cluster.pools)
+    names = [pool.name for pool in cluster.pools]
+    for name in job.pools:
+        if name not in names:
+            hint = f"allowed: {', '.join(names)}{nearest(name, names)}"
+            raise SpecError(f"pools: {name!r}: cluster {cluster.name} has no such pool; {hint}")
+    allowed = [pool for pool in cluster.pools if not job.pools or pool.name in job.pools]
+    counts = [devices_of(pool, cluster) for pool in allowed]
+    where = f" in pools {', '.join(job.pools)}" if job.pools else ""
+    wanted = job.devices or 1
+    fit = [pool for pool, count in zip(allowed, counts, strict=True) if count is None or count >= wanted]
+    if not fit:
+        largest = max(count for count in counts if count is not None)
+        raise SpecError(f"devices: {wanted}: cluster {cluster.name} has at most {largest} a machine{where}; lower it")
+    most, such = sum(pool.max for pool in fit), f" with {wanted} devices" if len(fit) < len(allowed) else ""
     if job.nodes.min > most:
         raise SpecError(
-            f"nodes: {job.nodes.min}: cluster {cluster.name} has at most {most} nodes; lower it, or raise"
+            f"nodes: {job.nodes.min}: cluster {cluster.name} has at most {most} nodes{such}{where}; lower it, or raise"
             " max of the pools"
         )
 
@@ -147,6 +262,8 @@ def check_fit(job: JobSpec, cluster: ClusterSpec) -> None:
 def _job_conflicts(spec: JobSpec) -> Iterator[Conflict]:
     if spec.nodes.min > spec.nodes.max:
         yield ("nodes", "max"), f"is less than nodes.min, which is {spec.nodes.min}"
+    if spec.on == "end" and not spec.after:
+        yield ("on",), "says how the jobs of after must end, and after is empty"
     if spec.deadline is not None and spec.deadline <= spec.checkpoint_interval:
         yield (
             ("deadline",),

@@ -1,4 +1,4 @@
-"""What is known of machine types and their GPUs: the one catalogue. Pure. Prices are in `cloud/prices.csv`.
+"""The catalogue of machine types and their GPUs. Pure. Prices are in `cloud/prices.csv`.
 
 AWS: EC2's DescribeInstanceTypes (`GpuInfo`, `NetworkInfo`), which the tests compare with these tables; for the sizes of
 P3 that it no longer lists, https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/ec2-instance-type-specifications.html.
@@ -17,7 +17,7 @@ Placement = Literal["compact", "workload"]
 
 @dataclass(frozen=True)
 class Gpu:
-    """What NVIDIA's data sheet says of one GPU."""
+    """One GPU, by NVIDIA's data sheet."""
 
     tflops: float  # bf16 matrix products without sparsity; fp16 on the T4, which has no bf16
     memory: float  # bandwidth of the GPU's memory, in GB/s
@@ -122,27 +122,30 @@ GOOGLE: dict[str, GoogleSeries] = {
     ),
     "g4-standard": GoogleSeries({"48": 1, "96": 2, "192": 4, "384": 8}),
 }
-# Types whose names say nothing of their vCPUs. https://cloud.google.com/compute/docs/general-purpose-machines
+# Types whose names do not have the number of vCPUs. https://cloud.google.com/compute/docs/general-purpose-machines
 _SHARED_CORES = {"e2-micro": 2, "e2-small": 2, "e2-medium": 2, "f1-micro": 1, "g1-small": 1}
 # Families without Persistent Disk. https://cloud.google.com/compute/docs/disks/hyperdisks#machine-type-support
 _HYPERDISK = re.compile(r"(a3-ultragpu|a4|a4x|c4|c4a|c4d|g4|h4d|m4|n4|n4a|n4d|x4)-")
-# https://cloud.google.com/compute/docs/instance-groups/about-workload-policies; A4X also needs a topology.
+# Types that need a workload policy; A4X also needs a topology.
+# https://cloud.google.com/compute/docs/instance-groups/about-workload-policies
 _WORKLOAD = re.compile(r"(a3-(high|mega|ultra)gpu-8g|a4-.*|h4d-.*)")
-# In none of the lists of https://cloud.google.com/compute/docs/instances/placement-policies-overview.
+# Types that no policy can place close to each other: they are in none of the lists of
+# https://cloud.google.com/compute/docs/instances/placement-policies-overview.
 _GOOGLE_APART = re.compile(r"(e2|f1|g1|n1|t2a|t2d)-")
-# Graviton: a g after the generation's digit; Grace: a gb.
+# ARM processors: AWS's Graviton (a g after the generation's digit) and NVIDIA's Grace (gb).
 # https://docs.aws.amazon.com/ec2/latest/instancetypes/instance-type-names.html
 _ARM = re.compile(r"(a1|[a-z]+\d+[a-z]*g[a-z]*|p\d+e?-gb\d+)\.")
+# Types that cannot be in a cluster placement group:
 # https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/placement-strategies.html#placement-groups-limitations-cluster
 _AWS_APART = re.compile(r"(t\d[a-z]*|mac[a-z0-9-]+|vt1|[a-z]+\d+[a-z]*-flex|c1|m[1-3])\.")
 
 AWS: dict[str, AwsType] = {f"{family}.{size}": found for family, sizes in _AWS.items() for size, found in sizes.items()}
-# Machine types with GPUs, of both clouds, and their number. Nothing is known of other types.
+# The number of GPUs, by machine type of both clouds. Types without GPUs, and types not known here, are absent.
 GPUS: dict[str, int] = {
     **{machine: found.gpus for machine, found in AWS.items()},
     **{f"{series}-{word}": count for series, found in GOOGLE.items() for word, count in found.gpus.items()},
 }
-# Machine types that can have EFAs, and the most that a machine can have.
+# The most EFAs that a machine can have, by machine type. Types without EFAs are absent.
 EFAS: dict[str, int] = {machine: found.efas for machine, found in AWS.items() if found.efas}
 
 

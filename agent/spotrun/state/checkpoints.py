@@ -1,6 +1,7 @@
 """Checkpoints in the bucket: which are complete, and removing old ones. No torch: the head imports this.
 
-A checkpoint is complete when its manifest, written last and create-only, lists every file with size and checksum.
+A checkpoint is complete when it has a manifest, which lists every file with size and checksum. The head writes the
+manifest last, once all parts are in the bucket (`head/orders.py`), and never replaces it.
 """
 
 from __future__ import annotations

@@ -23,10 +23,11 @@ EXIT_PEER = 87  # a collective failed: another rank is gone
 
 
 class Control:
-    """A mapped control block. Each number is an attribute that reads and writes the file, the `int` ones first.
+    """A mapped control block. Each number is an attribute, which reads and writes the file.
 
-    Times are epoch seconds, 0 before the event. The agent writes `stop_at` and `snapshot_at`, and the worker obeys when
-    its step equals that number. The worker writes all other numbers. `NONE`: nothing yet.
+    The agent writes `stop_at` and `snapshot_at`, and the worker obeys when its step equals that number. The worker
+    writes all other numbers. `NONE`: nothing yet. Times are epoch seconds; 0: the event has not happened yet. In the
+    file, the `int` numbers come before the `float` numbers, each group in the order below.
     """
 
     generation: int
@@ -41,6 +42,13 @@ class Control:
     exit: int  # exit code that the worker is about to use
     base: int  # step at which this process began: that of the restored state
     begun: int  # step of the newest snapshot that was begun
+    # The workers of a node copy a snapshot together with these numbers (see train/sections.py).
+    shared_step: int  # the coming step whose snapshot all of them copy; only local rank 0 writes it
+    shared_slot: int  # the slot of that snapshot
+    layout_0: int  # the layout of slot 0 that this worker has mapped
+    layout_1: int  # the same of slot 1
+    section: int  # step of the newest snapshot whose section this worker has copied
+    refused: int  # step of the newest snapshot whose section this worker will not copy
     stepped_at: float  # end of the newest step
     forked: float
     entered: float  # `spotrun.init` was called
@@ -65,7 +73,7 @@ class Control:
                 os.posix_fallocate(handle, 0, SIZE)
             self.__dict__["_map"] = mmap.mmap(handle, SIZE)
         except OSError as error:
-            raise OSError(error.errno, error.strerror, str(path)) from None  # or it would not say where
+            raise OSError(error.errno, error.strerror, str(path)) from None  # with the path
         finally:
             os.close(handle)
         view = memoryview(self._map)
@@ -73,7 +81,7 @@ class Control:
         self.__dict__["_ints"] = view[:start].cast("q")
         self.__dict__["_floats"] = view[start : start + len(_FLOAT_AT) * 8].cast("d")
         if create:
-            for name in ("step", "stop_at", "snapshot_at", "copied", "committed", "exit", "base", "begun"):
+            for name in _INT_AT.keys() - _FROM_ZERO:
                 setattr(self, name, NONE)
 
     def __getattr__(self, name: str) -> float:
@@ -119,6 +127,8 @@ _INT_AT, _FLOAT_AT = (
     {name: at for at, name in enumerate(name for name, kind in Control.__annotations__.items() if kind == wanted)}
     for wanted in ("int", "float")
 )
+# What has a number from the start.
+_FROM_ZERO = {"generation", "pid", "rank", "total_steps"}
 
 
 def _is_number(value: object) -> bool:
@@ -138,6 +148,7 @@ class Context:
     bucket: str  # URL
     snapshot_interval: int = 0  # steps; 0: adaptive
     checkpoints: list[tuple[int, int]] = field(default_factory=list)  # (generation, step), complete, newest first
+    controls: list[str] = field(default_factory=list)  # paths of the control blocks of this node's workers, in order
 
     VARIABLE = "SPOTRUN_CONTEXT"
 

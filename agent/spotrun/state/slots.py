@@ -5,6 +5,9 @@ slot with a record is whole, even if a writer dies. The uploader holds a shared 
 writer skips a locked slot. No torch here: the agent reads slots too.
 
     <folder>/0.safetensors  <folder>/0.json  <folder>/1.safetensors  <folder>/1.json  <folder>/0.lock …
+
+Local rank 0 of a node is the writer. The node's other workers may copy tensors into the data file, too. Each of them
+shares a lock on that file while it copies. The writer has this lock alone when it hashes the file.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import xxhash
 
@@ -141,13 +144,34 @@ def last_read(folder: Path, slot: int) -> int:
 @contextmanager
 def writing(folder: Path, slot: int) -> Iterator[bool]:
     """Lock the slot to write it, without waiting. Yields whether this succeeded."""
-    with (folder / f"{slot}.lock").open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
-        try:
-            yield True
-        finally:
-            fcntl.flock(lock, fcntl.LOCK_UN)  # a forked child (a loader's worker, say) may share the file
+    with (folder / f"{slot}.lock").open("a") as lock, locked(lock, fcntl.LOCK_EX) as free:
+        yield free
+
+
+@contextmanager
+def filling(folder: Path, slot: int, alone: bool) -> Iterator[bool]:
+    """Lock the slot's data file, together with other workers or alone, without waiting. Yields whether this succeeded.
+
+    Only for processes of the writer's node and job, while the writer has the slot's own lock.
+    """
+    try:
+        file = data_path(folder, slot).open("rb")
+    except FileNotFoundError:
+        yield False
+        return
+    with file, locked(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH) as free:
+        yield free
+
+
+@contextmanager
+def locked(file: IO[Any] | int, how: int) -> Iterator[bool]:
+    """Lock an open file, without waiting. Yields whether this succeeded."""
+    try:
+        fcntl.flock(file, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        fcntl.flock(file, fcntl.LOCK_UN)  # a forked child (a loader's worker, say) may share the file

@@ -24,12 +24,12 @@ from obstore.store import LocalStore, ObjectStore, from_url
 from spotrun.errors import ConflictError, NotFound, SpotrunError, StoreError, UploadStopped
 from spotrun.store.keys import LOG_TAG
 
-Version = tuple[tuple[str, str], ...]  # of an object: how the bucket tells it from its older versions
+Version = tuple[tuple[str, str], ...]  # tells one version of an object from the others
 Credentials = Any  # one of obstore's credential providers; they share no type
-_SMALL = 1 << 20  # bytes of a document at most
+_SMALL = 1 << 20  # bytes; a larger object is sent with the patience of an upload
 _PART = 8 << 20  # bytes of an upload's part
 _RANGE, _AT_ONCE = 32 << 20, 4  # bytes of a download's part, and how many parts are downloaded at once
-_LOCK = 10.0  # seconds to wait for another process that replaces an object in the same folder
+_LOCK = 10.0  # seconds to wait while another process replaces an object in the same folder
 # A bucket that does not exist is a FileNotFoundError, a key that no bucket can have (a//b, ../a) a ValueError.
 _ERRORS = (BaseError, OSError, ValueError)
 
@@ -53,7 +53,7 @@ class Store:
                 self._store = from_url(url, **options)
                 self._quick = from_url(url, **options, **_quick())
         except _ERRORS as error:
-            raise StoreError(f"{self.url}: not a bucket that can be used: {_why(error)}") from None
+            raise StoreError(f"{self.url}: cannot use this bucket: {_why(error)}") from None
 
     @classmethod
     def as_operator(cls, url: str, region: str = "") -> Store:
@@ -112,9 +112,10 @@ class Store:
                 obstore.put(self._quick if len(data) <= _SMALL else self._store, key, data, tags=tags)
 
     def keep(self, key: str, path: Path, stopped: Callable[[], bool] | None = None) -> None:
-        """Write an object that is never replaced. An object with the same bytes already there is a success.
+        """Write an object that is never replaced. If the object already has the same bytes, the write has succeeded.
 
-        This happens when the answer to an upload is lost: a node may have no right to replace a checkpoint.
+        The answer to an upload may get lost, and the upload is then repeated. The bucket refuses the second one if this
+        machine has no right to replace objects: nodes have none for checkpoints.
         """
         try:
             self.put(key, path, stopped)
@@ -123,7 +124,7 @@ class Store:
                 raise
 
     def create(self, key: str, data: bytes) -> bool:
-        """Write the object unless there is one already; False then. This fences writers."""
+        """Write the object unless there is one. Returns whether it was written: of several writers, only one is."""
         with self._asking("create", key):
             try:
                 obstore.put(self._quick, key, data, mode="create")
@@ -190,7 +191,7 @@ class Store:
         return self.age(key) is not None
 
     def part(self, key: str, start: int, end: int) -> bytes:
-        """The object's bytes from `start` up to, but without, `end`; at least one byte. Raises `NotFound`."""
+        """The object's bytes from `start` to before `end`, which must be greater. Raises `NotFound`."""
         with self._asking("read", key):
             return bytes(obstore.get_range(self._store, key, start=start, end=end))
 
@@ -212,7 +213,7 @@ class Store:
 
     @contextlib.contextmanager
     def _asking(self, verb: str, key: str, *kept: type[Exception]) -> Iterator[None]:
-        """Turn obstore's errors, except those `kept`, into `StoreError`; `NotFound`: no object to read."""
+        """Turn obstore's errors, except those `kept`, into `StoreError`. It is a `NotFound` if there is no object."""
         try:
             yield
         except kept:
@@ -224,7 +225,7 @@ class Store:
 
     @contextlib.contextmanager
     def _alone(self, key: str, version: Version | None) -> Iterator[None]:
-        """In a folder, let one process at a time compare and write: obstore cannot do both in one step there."""
+        """If the bucket is a folder, let one process at a time compare and write: obstore cannot do both at once."""
         if not isinstance(self._store, LocalStore) or version is None:
             yield
             return
@@ -291,5 +292,5 @@ def _quick() -> dict[str, Any]:
 
 
 def _why(error: Exception) -> str:
-    """The first line: obstore's errors are a page long."""
+    """The first line of the message: obstore's messages are a page long."""
     return str(error).partition("\n")[0] or type(error).__name__

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-# How keys begin, or what is within a job's; the stacks of `infra` give nodes their rights by these.
-CODE, DATA, JOBS = "code/", "data/", "jobs/"  # bundles; what operators put there for jobs to read; the jobs' own
-CHECKPOINTS, LOGS, METRICS, SYSTEM = "checkpoints", "logs", "metrics", "system"  # of a job
+# The folders of the bucket. The stacks of `infra` use these names to give nodes their rights.
+CODE, DATA, JOBS = "code/", "data/", "jobs/"  # code bundles, operators' files for jobs to read, a folder for each job
+CHECKPOINTS, KEPT, LOGS, METRICS, SYSTEM = (
+    "checkpoints",
+    "kept",
+    "logs",
+    "metrics",
+    "system",
+)  # folders within a job's folder
 RECORD = 64 << 10  # bytes: limit for a node's record, which a job's code could overwrite with a larger one
 LOG_TAG = {"spotrun-kind": "log"}  # on S3, whose rules cannot tell logs by the end of their keys
 
@@ -52,6 +58,16 @@ def alive_key(cluster: str, node: str) -> str:
     return f"clusters/{cluster}/alive/{node}.json"
 
 
+def idle_key(cluster: str) -> str:
+    """What machines cost while no job had their devices (`head.accounting.Idle`)."""
+    return f"clusters/{cluster}/idle.json"
+
+
+def history_key(cluster: str) -> str:
+    """What the head has learned about each pool (`head.capacity.history.Histories`)."""
+    return f"clusters/{cluster}/history.json"
+
+
 def replaced_key(cluster: str) -> str:
     """Machines whose replacement was requested lately (`head.fleet.replacements`)."""
     return f"clusters/{cluster}/replaced.json"
@@ -77,6 +93,11 @@ def checkpoints_key(job: str) -> str:
 
 def checkpoint_key(job: str, step: int, name: str = "manifest.json") -> str:
     return f"{JOBS}{job}/{CHECKPOINTS}/{step:010d}/{name}"
+
+
+def kept_key(job: str, generation: int, name: str = "") -> str:
+    """A file of a folder that a job leaves for others; without a name: the list of all of them (`KeptFiles`)."""
+    return f"{JOBS}{job}/{KEPT}/{generation:04d}" + (f"/{name}" if name else ".json")
 
 
 def log_key(job: str, generation: int, node: str, rank: int | str) -> str:

@@ -11,18 +11,18 @@ from typing import Any
 
 import torch
 
-from spotrun.train.snapshot import Writer
+from spotrun.train.copier import Copier
 from spotrun.train.staging import Stage
 
 
 class CopyGuard:
-    """Calls the writer's guard, and knows for which tensors that guard comes early enough.
+    """Calls the copier's guard, and knows for which tensors that guard comes early enough.
 
     Call it at each such moment. As a context manager, it calls itself at the end.
     """
 
-    def __init__(self, writer: Writer, stage: Stage, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self._writer, self._stage, self._optimizers = writer, stage, optimizers
+    def __init__(self, copier: Copier, stage: Stage, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._copier, self._stage, self._optimizers = copier, stage, optimizers
         self._captured: set[int] = set()  # `id` of optimizers
         self._called = False  # in this step
         self._trusted = False  # it was called in the last step
@@ -31,10 +31,10 @@ class CopyGuard:
 
     def __call__(self) -> None:
         if self._stage.capturing():
-            self._writer.doubt()
+            self._copier.doubt()
         else:
             self._called = True
-            self._writer.guard()
+            self._copier.guard()
 
     def __enter__(self) -> None: ...
 

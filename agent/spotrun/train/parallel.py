@@ -39,6 +39,7 @@ class Parallel(nn.Module):
         shares = (self._options.pop(name, True) for name in ("broadcast_buffers", "forward_sync_buffers"))
         self.__dict__["_share_buffers"] = all(list(shares))
         self.__dict__["_used"] = None
+        self.__dict__["_by_hand"] = False  # whether the script has ever kept gradients from the other ranks
         self.training = module.training
         self.rebuild()
 
@@ -70,6 +71,7 @@ class Parallel(nn.Module):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """As in DDP: gradients computed in this context are added up, and averaged over the ranks later."""
+        self.__dict__["_by_hand"] = True
         with nullcontext() if self._ddp is None else self._ddp.no_sync():
             yield
 
@@ -78,12 +80,30 @@ class Parallel(nn.Module):
         if self._ddp is not None:
             self._ddp.require_backward_grad_sync = on
 
+    def equal_parameters(self) -> list[nn.Parameter]:
+        """The parameters that DDP keeps equal on all ranks.
+
+        Not those without gradients, which DDP leaves alone. None at all if ranks begin with values of their own, or if
+        a hook or the script (`no_sync`) decides which gradients are exchanged.
+        """
+        ddp = self._ddp
+        if (
+            ddp is None
+            or self._by_hand
+            or not self._options.get("init_sync", True)
+            or ddp._comm_hooks
+            or ddp.mixed_precision
+        ):
+            return []
+        ignored = ddp.parameters_to_ignore
+        return [each for name, each in self.module.named_parameters() if each.requires_grad and name not in ignored]
+
     def share_buffers(self) -> None:
         """Give every rank the buffers of rank 0."""
         if self._ddp is None or not self._share_buffers or not self.training:
             return
         if buffers := [buffer.detach() for buffer in self.module.buffers()]:
-            dist._broadcast_coalesced(_get_default_group(), buffers, _BUCKET, 0)  # type: ignore[attr-defined]
+            dist._broadcast_coalesced(_get_default_group(), buffers, _BUCKET, 0)
 
     # nn.Module does these by walking registered submodules. Here they go to the user's module.
 

@@ -70,8 +70,8 @@ class Run:
         self.local_rank, self.device = local_rank, device
         self._control = control  # only under spotrun
         self._state = TrainingState(seed)
-        self._boundary = Boundary(context, control, self._state, device, local_rank, cpu_group(device))
         self._models: list[Parallel] = []
+        self._boundary = Boundary(context, control, self._state, device, local_rank, cpu_group(device), self._models)
         self._epochs = 1
         self._stepped: int | None = None  # the epoch in which steps() was called
         self._loader: Any = None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +35,8 @@ class SlotFile:
     entries: Entries
     mapped: mmap.mmap  # the whole file
     flat: torch.Tensor  # the whole map, as bytes
-    views: dict[str, torch.Tensor]  # the tensors in the map, by name
+    views: dict[str, torch.Tensor]  # the tensors in the map that this process writes, by name
+    inode: int  # of the file
 
     @classmethod
     def create(cls, path: Path, entries: Entries) -> SlotFile:
@@ -42,7 +45,35 @@ class SlotFile:
         mapped = map_file(path, len(header) + (entries[-1].stop if entries else 0))
         mapped[: len(header)] = header
         flat = torch.frombuffer(mapped, dtype=torch.uint8)
-        return cls(entries, mapped, flat, _views(flat, entries, len(header)))
+        return cls(entries, mapped, flat, _views(flat, entries, len(header)), path.stat().st_ino)
+
+    @classmethod
+    def attach(cls, path: Path, entries: Entries, names: Collection[str]) -> SlotFile | None:
+        """The file that another process has made, to write some of its tensors. None: it has another size, or is gone.
+
+        The entries may be those of another file: compare them.
+        """
+        begin = len(shards.header(entries))
+        try:
+            with path.open("r+b") as file:
+                found = os.fstat(file.fileno())
+                if found.st_size == 0 or found.st_size != begin + (entries[-1].stop if entries else 0):
+                    return None
+                mapped = mmap.mmap(file.fileno(), found.st_size)
+        except (FileNotFoundError, ValueError):
+            return None
+        flat = torch.frombuffer(mapped, dtype=torch.uint8)
+        own = tuple(entry for entry in entries if entry.name in names)
+        return cls(entries, mapped, flat, _views(flat, own, begin), found.st_ino)
+
+    def fill_pages(self) -> torch.Tensor:
+        """Fill the map with pages where `views` are. Returns that part of the map, in whole pages."""
+        begin = self.flat.data_ptr()
+        starts = [view.data_ptr() - begin for view in self.views.values()]
+        stops = [view.data_ptr() - begin + view.nbytes for view in self.views.values()]
+        start, stop = min(starts, default=0) // mmap.PAGESIZE * mmap.PAGESIZE, max(stops, default=0)
+        _populate(self.mapped, start, stop)
+        return self.flat[start:stop]
 
 
 class Reader:
@@ -77,9 +108,16 @@ class Reader:
 
 
 def map_file(path: Path, size: int) -> mmap.mmap:
-    """The file, of that size and with all its pages, mapped to be written."""
+    """The file, of that size and with all its pages, mapped to be written.
+
+    A worker of an older generation may still write into the file that is there. Then it is replaced.
+    """
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
+        if not _is_free(handle):
+            os.close(handle)
+            path.unlink(missing_ok=True)
+            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         os.ftruncate(handle, size)
         # Without this a full tmpfs would kill the process (SIGBUS) in the middle of a copy.
         os.posix_fallocate(handle, 0, size)
@@ -91,10 +129,20 @@ def map_file(path: Path, size: int) -> mmap.mmap:
         ) from None
     finally:
         os.close(handle)
-    with suppress(OSError, ValueError):
-        for start in range(0, size, _POPULATE):
-            mapped.madvise(_POPULATE_WRITE, start, min(_POPULATE, size - start))
+    _populate(mapped, 0, size)
     return mapped
+
+
+def _is_free(handle: int) -> bool:
+    """Whether no worker copies a section into the file (see `slots.filling`)."""
+    with slots.locked(handle, fcntl.LOCK_EX) as free:
+        return free
+
+
+def _populate(mapped: mmap.mmap, start: int, stop: int) -> None:
+    with suppress(OSError, ValueError):
+        for at in range(start, stop, _POPULATE):
+            mapped.madvise(_POPULATE_WRITE, at, min(_POPULATE, stop - at))
 
 
 def _views(flat: torch.Tensor, entries: Entries, begin: int) -> dict[str, torch.Tensor]:

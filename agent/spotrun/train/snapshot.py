@@ -9,9 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +21,10 @@ import xxhash
 
 from spotrun.state import slots
 from spotrun.state.control import NONE, Control
+from spotrun.train.copier import Copier
 from spotrun.train.encoding import Encoder
+from spotrun.train.progress import Progress
+from spotrun.train.sections import Place, Plan, Sections
 from spotrun.train.slot_files import Entries, SlotFile, layout
 from spotrun.train.staging import Copying, Stage
 
@@ -34,7 +35,6 @@ PATIENCE = 10.0  # seconds that an urgent snapshot waits for a slot that is bein
 FALL_BACK = 1.0  # seconds after which it may overwrite the newest snapshot instead
 RESERVED = 5.0  # seconds in which the agent must begin to read a slot that it asked for
 EAGER = 64 << 20  # bytes: a larger slot is laid out beside training, unless the snapshot is urgent
-SLOW = 0.5e9  # bytes per second: assumed rate of copying and hashing, until it is measured
 
 
 def next_interval(stall: float, step_seconds: float) -> int:
@@ -44,20 +44,34 @@ def next_interval(stall: float, step_seconds: float) -> int:
     return max(1, math.ceil(stall / (STALL_SHARE * max(step_seconds, 1e-6))))
 
 
+@dataclass(frozen=True)
+class _Snapshot:
+    """A snapshot whose copies have begun."""
+
+    slot: int
+    step: int
+    tree: Any  # what is not a tensor, as JSON values
+    entries: Entries
+    copying: Copying | None  # copies under way; None: those of this worker are complete
+    together: bool  # whether other workers copy a part of it
+
+
 @dataclass
-class _Stall:
-    """What a snapshot cost training."""
+class _Shared:
+    """A snapshot that is announced to the node's other workers."""
 
-    seconds: float
-    copying: Copying | None  # copies that may delay the device; None when their delay is part of `seconds`
+    step: int
+    slot: int
+    held: ExitStack  # the slot's lock
 
 
-class Writer:
+class Writer(Copier):
     """Writes this node's snapshots. One writer per node: the state is the same on all ranks.
 
     control: receives `copied`, `committed` and `stall`. The slot of its `snapshot_at` step stays untouched until the
     agent had time to lock it. stage: copies tensors of a GPU. trouble: called when a snapshot is copied; the snapshot
-    is committed only if it returns "".
+    is committed only if it returns "". sections: those of the node's other workers. equal: the places of tensors that
+    these may copy.
     """
 
     def __init__(
@@ -68,50 +82,30 @@ class Writer:
         control: Control,
         stage: Stage | None = None,
         trouble: Callable[[], str] = lambda: "",
+        sections: Sections | None = None,
+        equal: Callable[[], set[Place]] = set,
     ) -> None:
-        self._trouble = trouble
-        self._folder, self._job, self._generation, self._control = folder, job, generation, control
+        super().__init__(control, stage)
+        self._trouble, self._sections, self._equal = trouble, sections, equal
+        self._folder, self._job, self._generation = folder, job, generation
         folder.mkdir(parents=True, exist_ok=True)
         self._slots: dict[int, SlotFile] = {}
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
-        self._running: Future[None] | None = None
+        self._plans: dict[int, Plan] = {}  # by slot: how its snapshots are shared
+        self._shared: _Shared | None = None  # announced, and not begun
         found = slots.newest(folder, job)
         self._newest = found[0][0] if found else 1
         self._steps = {slot: record.step for slot, record in found}
         self._committed = dict.fromkeys(slots.SLOTS, (-math.inf, 0))  # when, and `last_read` of the slot then
-        self._stage = stage
-        self._copying: Copying | None = None  # copies that wait for their guard
-        self._torn: frozenset[str] = frozenset()  # tensors that changed too early: never again copied beside training
-        self.dropped = False  # whether the last snapshot was torn
-        self._stalls = deque([_Stall(0.0, None)], maxlen=3)  # the first few snapshots are taken at any cost
+        self.dropped = False  # whether the last snapshot was dropped
+        self._together = False  # whether other workers copied a part of the last snapshot
         self.newest_step = NONE
         self.progress = Progress(control)
 
     def stall(self) -> float | None:
-        """Seconds that a snapshot delays training, without layouts. None: not known yet for the last snapshot.
-
-        The minimum of the last few: the process may have been stopped during one.
-        """
-        for each in self._stalls:
-            if each.copying is not None and (seconds := each.copying.seconds()) is not None:
-                each.seconds += seconds
-                each.copying = None
-                self._control.stall += seconds
-        if self._stalls[-1].copying is not None:
-            return None
-        return min(each.seconds for each in self._stalls if each.copying is None)
-
-    def guard(self) -> None:
-        """Call before tensors that are copied beside training change: the device waits for their copies."""
-        copying, self._copying = self._copying, None
-        if copying is not None:
-            copying.guard()
-
-    def doubt(self) -> None:
-        """Call instead of `guard` while a CUDA graph is recorded: its replay changes tensors unnoticed."""
-        copying, self._copying = self._copying, None
-        if copying is not None:
-            copying.doubt()
+        """See `Copier`. Includes the delay of the node's other workers."""
+        if super().stall() is not None and self._together and self._sections is not None:
+            self._stalls[-1].seconds = max(self._stalls[-1].seconds, self._sections.stall())
+        return super().stall()
 
     def prepare(self, tensors: dict[str, torch.Tensor]) -> None:
         """Lay out the next slot, so that the first snapshot costs no more than the others."""
@@ -122,63 +116,139 @@ class Writer:
 
     def make_room(self, state: Callable[[Encoder], Any]) -> None:
         """`prepare` beside training. Call it when the first step has made the optimizer's state."""
-        if self._running is None or self._running.done():
+        if not self._busy and self._shared is None:
             self._collect()
             encoder = Encoder()
             state(encoder)
             self._running = self._pool.submit(self.prepare, encoder.tensors)
 
-    def take(self, step: int, state: Callable[[Encoder], Any], beside: set[int], wait: bool) -> bool:
+    def announce(self, step: int, exact: bool) -> bool:
+        """Have the node's workers copy the snapshot of a later step together. False: `take` it when it is due.
+
+        Its slot is locked, and without a record, from now on. exact: of this step, not of a step soon after it.
+        """
+        target = 1 - self._newest
+        if self._sections is None or self._shared is not None or self._busy or not self._sections.ready():
+            return False
+        self._collect()
+        if not exact:
+            step = max(step, self._sections.ahead() + 1)
+        with ExitStack() as held:
+            if self._claim(held, wait=False) != target:
+                return False
+            slots.revoke(self._folder, target)
+            self._steps.pop(target, None)
+            if self._sections.announce(target, step):
+                self._shared = _Shared(step, target, held.pop_all())
+        return self._shared is not None
+
+    @property
+    def announced(self) -> int:
+        """The step of the snapshot that is announced; NONE: none is."""
+        return NONE if self._shared is None else self._shared.step
+
+    def take(
+        self, step: int, state: Callable[[Encoder], Any], beside: set[int], wait: bool, alone: bool = False
+    ) -> bool:
         """Snapshot what `state(encoder)` encodes. False: no snapshot now, because the last one is not committed, the
         slot is being read, or a large slot is being laid out for tensors of new shapes.
 
         beside: data pointers of tensors that nothing changes before the next `guard`. wait: the snapshot is urgent, so
-        wait for the last commit, and up to `PATIENCE` seconds for the reader.
+        wait for the last commit, and up to `PATIENCE` seconds for the reader. alone: even if the other workers of the
+        node could copy a part of it.
         """
-        if wait:
-            self.settle()
-        elif self._running is not None and not self._running.done():
-            return False
-        self._collect()
-        held = ExitStack()
-        target = self._claim(held, wait)
-        if target is None:
-            return False
-        with ExitStack() as on_error:
-            on_error.push(held.__exit__)
-            started = time.monotonic()
-            encoder = Encoder()
-            tree = state(encoder)
-            laying = time.monotonic()
-            entries = layout(encoder.tensors)
-            if entries and entries[-1].stop > EAGER and not wait and not self._fits(target, entries):
-                self._running = self._pool.submit(self._make_room, held, target, entries)
-                on_error.pop_all()
+        shared, self._shared = self._shared, None
+        if shared is None:
+            if self._busy and not wait:
                 return False
-            self._lay_out(target, entries)
-            laid_out = time.monotonic()
-            self.progress.begin(step, len(self._slots[target].mapped))
-            slots.revoke(self._folder, target)
-            self._copying = copying = self._copy(encoder.tensors, self._slots[target].views, beside)
-            self.dropped = False
-            if copying is None:
-                self.progress.copied(step)
-            ended = time.monotonic()
-            self._stalls.append(_Stall((ended - laid_out) + (laying - started), copying))
-            self._control.stall += ended - started
-            self._running = self._pool.submit(self._commit, held, target, step, tree, entries, copying)
-            on_error.pop_all()
-        return True
+            self.settle()
+            self._collect()
+        held = ExitStack() if shared is None else shared.held
+        with held:
+            target = self._claim(held, wait) if shared is None else shared.slot
+            together = shared is not None and shared.step == step and not alone
+            return target is not None and self._begin(held, target, step, state, beside, wait, together)
 
     def settle(self, timeout: float | None = None) -> None:
-        """Wait until the snapshot under way is committed. Raises its error, or `TimeoutError`."""
-        if self._running is not None:
-            self._running.result(timeout)
+        """Wait until the snapshot under way is committed. Raises its error, or `TimeoutError`.
 
-    def _collect(self) -> None:
-        if self._running is not None:
-            running, self._running = self._running, None
-            running.result()
+        An announced one is given up, and its slot is unlocked.
+        """
+        shared, self._shared = self._shared, None
+        if shared is not None and self._sections is not None:
+            with shared.held:
+                self._sections.withdraw()
+        super().settle(timeout)
+
+    def _begin(
+        self,
+        held: ExitStack,
+        target: int,
+        step: int,
+        state: Callable[[Encoder], Any],
+        beside: set[int],
+        wait: bool,
+        together: bool,
+    ) -> bool:
+        """Copy the state into a slot whose lock is in `held`, and have it committed. See `take`."""
+        started = time.monotonic()
+        encoder = Encoder()
+        tree = state(encoder)
+        plan = Plan.of(encoder.tensors, self._equal() if self._sections is not None else set())
+        laying = time.monotonic()
+        together = together and plan == self._plans.get(target)
+        if not together and not self._fence_off(held, target, plan, wait):
+            return False
+        if plan.entries and plan.entries[-1].stop > EAGER and not wait and not self._fits(target, plan.entries):
+            self._running = self._pool.submit(self._make_room, held.pop_all(), target, plan.entries)
+            return False
+        self._lay_out(target, plan.entries)
+        laid_out = time.monotonic()
+        self.progress.begin(step, len(self._slots[target].mapped))
+        slots.revoke(self._folder, target)
+        own = self._own(encoder.tensors, plan) if together else encoder.tensors
+        self._copying = copying = self._copy(own, self._slots[target].views, beside)
+        self.dropped, self._together = False, together
+        if copying is None and not together:
+            self.progress.copied(step)
+        self._count(time.monotonic() - laid_out + laying - started, laid_out - laying, copying)
+        snapshot = _Snapshot(target, step, tree, plan.entries, copying, together)
+        self._running = self._pool.submit(self._commit, held.pop_all(), snapshot)
+        self._share(target, plan)
+        return True
+
+    def _fence_off(self, held: ExitStack, target: int, plan: Plan, wait: bool) -> bool:
+        """Keep the other workers from writing into the slot. False: one of them still does, and `wait` is False.
+
+        If its copy does not end soon, the slot gets a new file.
+        """
+        if self._sections is None:
+            return True
+        self._sections.withdraw()
+        began = time.monotonic()
+        while self._fits(target, plan.entries):
+            with ExitStack() as lock:
+                if lock.enter_context(slots.filling(self._folder, target, alone=True)):
+                    held.push(lock.pop_all())
+                    return True
+            if not wait:
+                return False
+            if time.monotonic() - began > FALL_BACK:
+                self._forget(target)
+            time.sleep(0.001)
+        return True
+
+    def _own(self, tensors: dict[str, torch.Tensor], plan: Plan) -> dict[str, torch.Tensor]:
+        """What this worker copies when the node's workers copy together."""
+        workers = 1 if self._sections is None else self._sections.workers
+        others = plan.equal - plan.section(0, workers)
+        return {name: tensor for name, tensor in tensors.items() if name not in others}
+
+    def _share(self, slot: int, plan: Plan) -> None:
+        """Have the other workers map the slot, if that is worth while."""
+        if self._sections is not None and self._plans.get(slot) != plan:
+            self._plans[slot] = plan
+            self._sections.say_layout(slot, plan.number(self._slots[slot].inode) if plan.pays else NONE)
 
     def _claim(self, held: ExitStack, wait: bool) -> int | None:
         """Lock the slot of the older snapshot, or the other one if the older one is being read for long."""
@@ -206,38 +276,14 @@ class Writer:
         since, last_read = self._committed[slot]
         return time.monotonic() - since < RESERVED and slots.last_read(self._folder, slot) == last_read
 
-    def _copy(
-        self, tensors: dict[str, torch.Tensor], views: dict[str, torch.Tensor], beside: set[int]
-    ) -> Copying | None:
-        staged = {}
-        for name, tensor in tensors.items():
-            if self._stage is not None and self._stage.takes(tensor):
-                staged[name] = tensor
-            else:
-                views[name].copy_(tensor.resolve_conj().resolve_neg())
-        if self._stage is None or not staged:
-            return None
-        # An inference tensor has no version, so a change would go unnoticed.
-        aside = {
-            name: tensor
-            for name, tensor in staged.items()
-            if tensor.data_ptr() in beside and name not in self._torn and not tensor.is_inference()
-        }
-        pairs = [(tensor, views[name]) for name, tensor in staged.items()]
-        return Copying(self._stage.start(pairs, [name in aside for name in staged]), aside)
-
-    def _commit(
-        self, held: ExitStack, target: int, step: int, tree: Any, entries: Entries, copying: Copying | None
-    ) -> None:
+    def _commit(self, held: ExitStack, snapshot: _Snapshot) -> None:
+        target, step = snapshot.slot, snapshot.step
         with held:
-            if copying is not None:
-                if changed := copying.land():
-                    self._drop(target, step, changed)
-                    return
-                self.progress.copied(step)
+            if not self._land(held, snapshot):
+                return
             mapped = self._slots[target].mapped
             record = slots.Record(
-                self._job, self._generation, step, len(mapped), xxhash.xxh3_128_hexdigest(mapped), tree
+                self._job, self._generation, step, len(mapped), xxhash.xxh3_128_hexdigest(mapped), snapshot.tree
             )
             self._committed[target] = (time.monotonic(), slots.last_read(self._folder, target))
             self._check_trouble(step)
@@ -248,25 +294,36 @@ class Writer:
             self.newest_step = step
             self.progress.committed(step)
         other = 1 - target
-        if self._fits(other, entries):
+        if self._fits(other, snapshot.entries):
             return
         # Lay out the other slot in the same way, while training goes on.
         with ExitStack() as lock:
             if not self._reserved(other) and lock.enter_context(slots.writing(self._folder, other)):
-                self._lay_out(other, entries)
+                self._lay_out(other, snapshot.entries)
 
-    def _drop(self, target: int, step: int, changed: list[str]) -> None:
-        """Leave the slot without a record: some of its tensors may be partly of this step, partly of a later one."""
-        log.warning(
-            "the snapshot of step %d is dropped: %s changed during the copy, before run.backward had ended. "
-            "From now on it is copied first, and the GPU waits for that copy",
-            step,
-            changed[0] if len(changed) == 1 else f"{changed[0]} and {len(changed) - 1} other tensors",
-        )
-        self._torn |= frozenset(changed)
-        self._steps.pop(target, None)
-        self.progress.dropped()
-        self.dropped = True
+    def _land(self, held: ExitStack, snapshot: _Snapshot) -> bool:
+        """Wait until all of the snapshot is in the slot. False: it never will be, so the snapshot is dropped."""
+        copying, step = snapshot.copying, snapshot.step
+        changed = [] if copying is None else copying.land()
+        missing = ""
+        if snapshot.together and self._sections is not None:
+            missing = self._sections.wait(step, max(PATIENCE, 2 * self.progress.expected))
+            self._sections.withdraw()
+            if not missing and not held.enter_context(slots.filling(self._folder, snapshot.slot, alone=True)):
+                missing = "another worker still writes into its slot"
+        if changed or missing:
+            # Without a record: some tensors may be partly of this step, partly of another one.
+            self._steps.pop(snapshot.slot, None)
+            self.progress.dropped()
+            self.dropped = True
+            if changed:
+                self._tear(step, changed)
+            else:
+                log.warning("the snapshot of step %d is dropped: %s", step, missing)
+            return False
+        if copying is not None or snapshot.together:
+            self.progress.copied(step)
+        return True
 
     def _check_trouble(self, step: int) -> None:
         """Raise `DistBackendError` if the copied state cannot be trusted. The slot stays without a record."""
@@ -293,49 +350,16 @@ class Writer:
         if self._fits(slot, entries):
             return
         slots.revoke(self._folder, slot)
-        old = self._slots.pop(slot, None)
-        if self._stage is not None and old is not None:
-            self._stage.unpin(old.flat)
+        self._forget(slot)
         self._slots[slot] = new = SlotFile.create(slots.data_path(self._folder, slot), entries)
         if self._stage is not None:
             self._stage.pin(new.flat)
 
-
-class Progress:
-    """Tells the agent how far a snapshot is, and how long it may take: a state of 100 GB takes longer than one of 1 MB.
-
-    When a worker's peer is gone, the agent ends the worker after its snapshot is committed, and waits for as long as
-    that may take.
-    """
-
-    def __init__(self, control: Control) -> None:
-        self._control = control
-        self._size = 0  # bytes of the newest snapshot
-        self._began = 0.0  # monotonic seconds
-        self._paces: deque[float] = deque(maxlen=3)  # seconds per byte of the last snapshots
-
-    @property
-    def expected(self) -> float:
-        """Seconds that the newest snapshot takes from its beginning to its record, at the slowest recent pace."""
-        return self._size * max(self._paces, default=1 / SLOW)
-
-    def begin(self, step: int, size: int) -> None:
-        """A snapshot of `size` bytes begins."""
-        self._size, self._began = size, time.monotonic()
-        self._control.expected = self.expected
-        self._control.begun = step
-
-    def copied(self, step: int) -> None:
-        """The state is in memory, without its hash and its record."""
-        self._control.copied = step
-
-    def committed(self, step: int) -> None:
-        """The snapshot counts."""
-        took = time.monotonic() - self._began
-        self._paces.append(took / max(1, self._size))
-        self._control.took = took
-        self._control.committed = step
-
-    def dropped(self) -> None:
-        """The snapshot will not count, so nobody has to wait for it."""
-        self._control.begun = self._control.copied = self._control.committed
+    def _forget(self, slot: int) -> None:
+        """Close the slot's map. No other worker may use the slot until it is laid out again."""
+        self._plans.pop(slot, None)
+        if self._sections is not None:
+            self._sections.say_layout(slot, NONE)
+        old = self._slots.pop(slot, None)
+        if self._stage is not None and old is not None:
+            self._stage.unpin(old.flat)

@@ -8,7 +8,7 @@ import torch
 
 
 class Ballast:
-    """For `run.track`. A restored one that is not what it was ends the worker."""
+    """For `run.track`. If the restored values differ from the saved ones, the worker ends."""
 
     def __init__(self, mib: int, device: torch.device) -> None:
         self.values = torch.arange(mib << 18, dtype=torch.int32, device=device)
@@ -18,4 +18,4 @@ class Ballast:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if not torch.equal(state["values"].to(self.values.device), self.values):
-            raise SystemExit("the restored ballast is not what it was")
+            raise SystemExit("the restored ballast differs from the saved one")

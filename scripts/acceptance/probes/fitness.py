@@ -1,4 +1,4 @@
-"""The health gate's own look at this machine, from within a job."""
+"""Checks this machine as the health gate does, from within a job."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SERVER = 5.0  # seconds for the metadata server: a job of the local cloud may n
 
 
 def print_facts() -> None:
-    """Print what the gate judges by, and what it would object to."""
+    """Print what the gate would find, and what it would object to."""
     facts = asyncio.run(_look())
     smi = [f"{gpu.name}: {gpu.ecc_errors} memory errors" for gpu in facts.smi]
     tell(

@@ -4,9 +4,14 @@ It runs under `python`, `torchrun` and spotrun. `--out` is a folder that all ran
 """
 
 import argparse
+import fcntl
 import hashlib
+import itertools
 import json
 import os
+import resource
+import signal
+import threading
 import time
 from pathlib import Path
 
@@ -25,10 +30,64 @@ parser.add_argument("--pause", type=float, default=0.02, help="seconds added to 
 parser.add_argument("--slow", type=int, default=0, help="step from which on each takes 0.3 s, until OUT/go is there")
 parser.add_argument("--fail", default="", help="rank@step: raise there, each time")
 parser.add_argument("--hang", default="", help="rank@step: stop there, the first time")
+parser.add_argument("--flood", type=int, default=0, help="lines to print each second")
+parser.add_argument("--fill", action="store_true", help="do nothing but fill the memory that all jobs share")
+parser.add_argument("--largest", type=int, default=0, help="bytes that a file may have, as if its disk were full")
 parser.add_argument("--late", type=float, default=0.0, help="seconds before it joins the others")
+parser.add_argument("--leave", type=Path, help="a folder in which rank 0 writes the digest, at the end")
+parser.add_argument("--find", type=Path, help="a folder in which another job has left a digest; it is copied to OUT")
 args = parser.parse_args()
+if args.find:
+    (args.out / "found").write_text((args.find / "digest").read_text())
 
+context = json.loads(os.environ.get("SPOTRUN_CONTEXT", "{}"))
+generation = context.get("generation", 0)
+
+
+def hold_device():
+    """Fail if a worker of another job uses the same device. The file, and so the lock, is open until the end."""
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if not context or local_rank >= len(devices):
+        return None
+    file = (args.out.parent / f"device-{context['node']}-{devices[local_rank]}").open("a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        file.truncate(0)
+        print(context["job"], file=file, flush=True)
+    except BlockingIOError:
+        file.seek(0)
+        user = file.read().strip()
+        if user != context["job"]:
+            raise RuntimeError(f"{file.name} is used by {user}") from None
+    return file
+
+
+def print_lines():
+    lines = (b"a line of a script that says too much\n") * (args.flood // 10)
+    while True:
+        os.write(1, lines)
+        time.sleep(0.1)
+
+
+def fill_memory():
+    folder = Path(context["slots"]).parent
+    for number in itertools.count():
+        try:
+            (folder / f"file{number}").write_bytes(bytes(1 << 20))
+        except OSError:
+            time.sleep(0.01)
+
+
+device = hold_device()
+if args.fill:
+    fill_memory()
+if args.flood:
+    threading.Thread(target=print_lines, daemon=True).start()
 time.sleep(args.late)
+if args.largest:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (args.largest, args.largest))
 run = spotrun.init(seed=1)
 generator = torch.Generator().manual_seed(0)
 inputs = torch.randn(args.samples, 16, generator=generator)
@@ -38,7 +97,6 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 sampler = spotrun.ElasticSampler(dataset, seed=3)
 loader = DataLoader(dataset, batch_size=args.batch, sampler=sampler)
 run.track(model=model, optimizer=optimizer, sampler=sampler)
-generation = json.loads(os.environ.get("SPOTRUN_CONTEXT", "{}")).get("generation", 0)
 record = (args.out / f"steps-{generation}-{run.rank}.jsonl").open("a", buffering=1)
 
 
@@ -74,4 +132,7 @@ for state in optimizer.state_dict()["state"].values():
         digest.update(value.numpy().tobytes())
 result = {"world_size": run.world_size, "step": run.step, "digest": digest.hexdigest()}
 (args.out / f"final-{run.rank}.json").write_text(json.dumps(result))
+if args.leave and run.rank == 0:
+    args.leave.mkdir(parents=True, exist_ok=True)
+    (args.leave / "digest").write_text(result["digest"])
 print("finished", result)

@@ -1,7 +1,7 @@
 """The `Cloud` protocol on AWS.
 
-The head asks often, so each look is cheap. For up to 50 pools and 1000 machines it takes three requests to Auto Scaling
-and one to EC2, one more for each pool that lacks machines, and one for prices every few minutes.
+The head asks often, so each look takes few requests. For up to 50 pools and 1000 machines, these are three to Auto
+Scaling and one to EC2. Each pool that lacks machines takes one more, and prices take one every few minutes.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from botocore.exceptions import ClientError
 
 from spotrun.cloud import prices as table
 from spotrun.cloud.aws import activities, instances, interruption, quotas
+from spotrun.cloud.aws.advice import Adviser
 from spotrun.cloud.aws.api import Clients, ask, call
-from spotrun.cloud.aws.instances import ScalingGroup
-from spotrun.cloud.base import Instance, Problem, Shortfall
+from spotrun.cloud.aws.errors import refusal
+from spotrun.cloud.aws.instances import BLOCK, ScalingGroup
+from spotrun.cloud.base import Advice, Instance, Problem, Shortfall
 from spotrun.errors import CloudError
 from spotrun.spec import ClusterSpec, PoolSpec, names
 
@@ -28,8 +30,9 @@ if TYPE_CHECKING:
     from mypy_boto3_ec2.type_defs import InstanceTypeDef, SpotPriceTypeDef
 
 _GROUPS, _MACHINES, _ACTIVITIES = 50, 1000, 100  # the most that AWS gives at once
+_BLOCKS_FOR = 600.0  # seconds to keep the ends of Capacity Blocks
 _PRICES_FOR = 300.0  # seconds to keep prices; AWS changes them a few times a day
-_LOOK_BACK = 900.0  # seconds: to a new head, a launch that failed this long before its start still counts
+_LOOK_BACK = 900.0  # seconds; a new head counts failed launches of the time before its start, up to this long
 _GONE = "No managed instance found"  # Auto Scaling's message if a machine has already left its group
 log = logging.getLogger(__name__)
 
@@ -37,7 +40,7 @@ log = logging.getLogger(__name__)
 class AwsCloud:
     """The `Cloud` protocol. A machine's name is its instance id.
 
-    page: how many items to ask for at once; default: as many as AWS gives.
+    page: the most items in one answer; default: the most that AWS gives.
     """
 
     def __init__(self, cluster: ClusterSpec, page: int | None = None) -> None:
@@ -45,12 +48,16 @@ class AwsCloud:
         self._clients = Clients(cluster.region)
         self._page = page
         self._changing = threading.Lock()
-        self._terminated: set[str] = set()  # machines that were terminated here, until their groups list them so
-        self._whole: dict[str, float] = {}  # pool: when it last had its size
+        self._terminated: set[str] = set()  # machines terminated here, until no group lists them any more
+        self._last_full: dict[str, float] = {}  # by pool: when it last had all its machines
         self._problems: dict[str, Problem] = {}
         self._spot: dict[tuple[str, str], float] = {}  # (machine type, zone): dollars an hour
         self._spot_until = 0.0
         self._unpriced: set[str] = set()
+        self._blocks: dict[str, float] = {}  # epoch seconds when Capacity Blocks end, by reservation; 0: not known
+        self._blocks_until = 0.0
+        self._blocks_refused = False
+        self._adviser = Adviser(cluster, self._clients)
 
     async def nodes(self) -> list[Instance]:
         """Every machine of the cluster, also the head's, except machines that have ended."""
@@ -60,7 +67,7 @@ class AwsCloud:
         return {pool: group.size for pool, group in (await ask(self._groups)).items() if pool != names.HEAD}
 
     async def resize(self, pool: str, size: int) -> None:
-        """As in `Cloud`. Only size 0 ends live machines; another size may stay higher for them."""
+        """As in `Cloud`. Only size 0 ends live machines. Any other size is raised to the number of live machines."""
         spec = self._cluster.pool(pool)
         if spec is None:
             known = ", ".join(sorted(each.name for each in self._cluster.pools))
@@ -80,7 +87,7 @@ class AwsCloud:
     async def preempt(self, name: str, notice: float | None = None) -> None:
         """As in `Cloud`. EC2's notice is 120 s long; see `interruption.interrupt` for others.
 
-        `notice` 0 terminates any machine of the cluster at once, also on-demand; its group makes another.
+        `notice` 0 terminates any machine of the cluster at once, even an on-demand machine. Its group makes another.
         """
         if notice is not None and notice <= 0:
             return await self.recreate([name])
@@ -98,8 +105,8 @@ class AwsCloud:
     async def prices(self) -> dict[str, float]:
         """As in `Cloud`: spot prices from EC2, on-demand prices from the shipped table.
 
-        A spot price that EC2 does not give is taken from the table, or left out. The log says so once. Missing prices
-        never keep a head from seeing its machines.
+        If EC2 gives no price for a spot pool, the table's price is used. If the table has none either, the pool is
+        left out. The log says so once. Missing prices never keep a head from seeing its machines.
         """
         try:
             await ask(self._refresh_spot_prices)
@@ -108,6 +115,10 @@ class AwsCloud:
             self._spot_until = time.monotonic() + _PRICES_FOR / 5
         found = {pool.name: self._price(pool) for pool in self._cluster.pools}
         return {pool: price for pool, price in found.items() if price is not None}
+
+    async def advice(self) -> dict[str, Advice]:
+        """As in `Cloud`, for spot pools. AWS is asked every ten minutes."""
+        return await ask(self._adviser.advice)
 
     async def problems(self) -> list[Problem]:
         return await ask(self._find_problems)
@@ -118,7 +129,7 @@ class AwsCloud:
     async def close(self) -> None:
         await ask(self._clients.close)
 
-    # What there is.
+    # What exists.
 
     def _groups(self) -> dict[str, ScalingGroup]:
         """The groups by pool, with the head's. Pools that Terraform has not made are absent."""
@@ -147,7 +158,28 @@ class AwsCloud:
                 yield from reservation["Instances"]
 
     def _known(self) -> list[Instance]:
-        return instances.instances(self._cluster, self._groups().values(), self._described())
+        said = list(self._described())
+        return instances.instances(self._cluster, self._groups().values(), said, self._block_ends(said))
+
+    def _block_ends(self, said: Iterable[InstanceTypeDef]) -> dict[str, float]:
+        """When the Capacity Blocks of these machines end, by reservation. Blocks can be extended: AWS is asked again.
+
+        A refusal leaves the ends as they were known last, and the log says so once.
+        """
+        wanted = {each.get("CapacityReservationId", "") for each in said if each.get("InstanceLifecycle") == BLOCK}
+        if wanted and (time.monotonic() >= self._blocks_until or wanted - self._blocks.keys()):
+            self._blocks_until = time.monotonic() + _BLOCKS_FOR
+            self._blocks = dict.fromkeys(wanted, 0.0) | self._blocks
+            try:
+                found = self._clients.ec2.describe_capacity_reservations(CapacityReservationIds=sorted(wanted))
+                for each in found["CapacityReservations"]:
+                    if "EndDate" in each and "CapacityReservationId" in each:
+                        self._blocks[each["CapacityReservationId"]] = each["EndDate"].timestamp()
+            except ClientError as error:
+                if not self._blocks_refused:
+                    log.warning("when Capacity Blocks end is not known: %s", refusal(error))
+                self._blocks_refused = True
+        return self._blocks
 
     # Changes.
 
@@ -198,7 +230,7 @@ class AwsCloud:
                 raise
             log.info("%s has already left its group", name)
 
-    # What is short, and what it costs.
+    # Problems and prices.
 
     def _find_problems(self) -> list[Problem]:
         groups, now = self._groups(), time.time()
@@ -211,9 +243,9 @@ class AwsCloud:
                 found[pool.name] = Problem(pool.name, "other", text, last.at if last else now)
                 continue
             if len(group.counted) >= group.size:
-                self._whole[pool.name] = now
+                self._last_full[pool.name] = now
                 continue
-            since = self._whole.setdefault(pool.name, now - _LOOK_BACK)
+            since = self._last_full.setdefault(pool.name, now - _LOOK_BACK)
             problem = activities.problem(pool, group, self._activities(group.name), since, now, last)
             if problem is not None:
                 found[pool.name] = problem
@@ -244,11 +276,11 @@ class AwsCloud:
 
     def _price(self, pool: PoolSpec) -> float | None:
         if pool.market == "on-demand":
-            price, now = table.on_demand("aws", pool.zone, pool.machine), True
+            price, current = table.on_demand("aws", pool.zone, pool.machine), True
         else:
-            current = self._spot.get((pool.machine, pool.zone))
-            price, now = current or table.spot("aws", pool.zone, pool.machine), current is not None
-        if (not now or price is None) and pool.name not in self._unpriced:
+            found = self._spot.get((pool.machine, pool.zone))
+            price, current = found or table.spot("aws", pool.zone, pool.machine), found is not None
+        if (not current or price is None) and pool.name not in self._unpriced:
             self._unpriced.add(pool.name)
             instead = "it counts as 0" if price is None else f"the shipped table's ${price:g} an hour is used"
             log.warning("pool %s: the price of %s %s is unknown; %s", pool.name, pool.market, pool.machine, instead)

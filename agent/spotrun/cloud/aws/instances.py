@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from spotrun.cloud.base import Instance, State
@@ -32,6 +33,10 @@ _STATES: dict[str, State] = {
 # A group no longer counts a member whose lifecycle state begins with one of these words.
 # https://docs.aws.amazon.com/autoscaling/ec2/userguide/ec2-auto-scaling-lifecycle.html
 _LEAVING = ("Terminat", "Detach")
+# AWS ends the machines of a Capacity Block so many seconds before the block's end.
+# https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/ec2-capacity-blocks.html
+_BLOCK_ENDS = 1800.0
+BLOCK = "capacity-block"  # the lifecycle of these machines
 
 
 @dataclass(frozen=True)
@@ -90,8 +95,16 @@ def group_of(pool: str, said: AutoScalingGroupTypeDef) -> ScalingGroup:
     )
 
 
-def instances(cluster: ClusterSpec, groups: Iterable[ScalingGroup], said: Iterable[InstanceTypeDef]) -> list[Instance]:
-    """The machines that exist or are being made, and machines that have ended (state `terminated`)."""
+def instances(
+    cluster: ClusterSpec,
+    groups: Iterable[ScalingGroup],
+    said: Iterable[InstanceTypeDef],
+    blocks: Mapping[str, float] = MappingProxyType({}),
+) -> list[Instance]:
+    """The machines that exist or are being made, and machines that have ended (state `terminated`).
+
+    blocks: epoch seconds when Capacity Blocks end, by the ids of their reservations.
+    """
     member_of = {name: group for group in groups for name in group.members}
     found: dict[str, Instance] = {}
     for machine in said:
@@ -112,6 +125,7 @@ def instances(cluster: ClusterSpec, groups: Iterable[ScalingGroup], said: Iterab
             market="spot" if machine.get("InstanceLifecycle") == "spot" else "on-demand",
             created=machine["LaunchTime"].timestamp(),
             id=name,
+            ends=max(0.0, blocks.get(machine.get("CapacityReservationId", ""), 0.0) - _BLOCK_ENDS),
         )
     for name, group in member_of.items():
         if name not in found and name in group.counted:

@@ -46,6 +46,7 @@ class Clients:
 
     instances: compute_v1.InstancesClient  # machines
     groups: compute_v1.InstanceGroupManagersClient  # the managed instance groups of pools
+    resizes: compute_v1.InstanceGroupManagerResizeRequestsClient  # requests for flex machines
     operations: compute_v1.ZoneOperationsClient  # changes in a zone
     regions: compute_v1.RegionsClient  # a region's quotas
     projects: compute_v1.ProjectsClient  # the project's quotas
@@ -55,6 +56,7 @@ class Clients:
     machine_types: compute_v1.MachineTypesClient  # which machine types a zone offers
     accelerators: compute_v1.AcceleratorTypesClient  # which GPUs a zone offers
     disks: compute_v1.DisksClient  # disks, for the list of what is left
+    advice: compute_v1.AdviceClient  # what Google says about the market
     addresses: compute_v1.AddressesClient  # IP addresses, for the list of what is left
 
 

@@ -18,8 +18,9 @@ from typing import TypeVar
 from google.cloud import compute_v1
 
 from spotrun.cloud import prices
-from spotrun.cloud.base import Instance, Problem, Shortfall
-from spotrun.cloud.gcp import quotas
+from spotrun.cloud.base import Advice, Instance, Problem, Shortfall
+from spotrun.cloud.gcp import flex, quotas
+from spotrun.cloud.gcp.advice import Adviser
 from spotrun.cloud.gcp.api import OPTIONS, Api
 from spotrun.cloud.gcp.instances import Failure, Member, diagnose, failure, instance, member
 from spotrun.errors import CloudError, GoneError, PartialError
@@ -40,6 +41,8 @@ class GcpCloud:
         self.api = Api(cluster.project or "")
         self._zones = {HEAD: cluster.head.zone, **{pool.name: pool.zone for pool in cluster.pools}}
         self._problems: dict[str, list[Problem]] = {}
+        self._adviser = Adviser(cluster, self.api)
+        self._queue = flex.Queue(self.api)
 
     async def nodes(self) -> list[Instance]:
         # Zone by zone: an aggregated list silently omits zones that Google cannot reach at the moment.
@@ -62,7 +65,10 @@ class GcpCloud:
         most = self._pool(pool).max
         if not 0 <= size <= most:
             raise CloudError(f"pool {pool}: size {size} is not allowed; its cluster file says 0 to {most}")
-        if size:
+        if self._pool(pool).market == "flex":
+            if await self._queue_for(pool, size) == size:
+                return
+        elif size:
             await self._delete_pending(pool, size)
         request = compute_v1.ResizeInstanceGroupManagerRequest(**self._group(pool), size=size)
         await self.api.change(f"pool {pool}: resize to {size}", request, lambda c: c.groups.resize_unary)
@@ -76,7 +82,7 @@ class GcpCloud:
     async def recreate(self, names: Sequence[str]) -> None:
         by_pool = await self._find_members(names)
         wanted = {pool: [m.name for m in members if m.replaceable] for pool, members in by_pool.items()}
-        await asyncio.gather(*(self._recreate(pool, each) for pool, each in wanted.items() if each))
+        await asyncio.gather(*(self._replace(pool, each) for pool, each in wanted.items() if each))
 
     async def preempt(self, name: str, notice: float | None = None) -> None:
         """As in `Cloud`. `notice` 0 kills any machine. Any other `notice` must be the pool's usual one."""
@@ -88,9 +94,8 @@ class GcpCloud:
         if notice not in (None, usual):
             raise CloudError(f"notice {notice:g} is not possible: Google gives {usual:g} s of notice, or none (0)")
         if node.market != "spot":
-            raise CloudError(
-                f"machine {node.name} is on-demand, and the cloud preempts only spot machines; kill it instead"
-            )
+            what = f"machine {node.name} is {node.market}"
+            raise CloudError(f"{what}, and the cloud preempts only spot machines; kill it instead")
         if node.state == "stopping":
             return
         if node.state != "running":
@@ -108,9 +113,16 @@ class GcpCloud:
         await self.api.change(f"machine {node.name}: kill", request, lambda c: c.instances.delete_unary)
 
     async def prices(self) -> dict[str, float]:
-        """As in `Cloud`. Prices are from the table that spotrun ships. Pools without a price there are left out."""
+        """As in `Cloud`. Prices are from the table that spotrun ships. Pools without a price there are left out.
+
+        The table has no prices of flex machines. They cost at most the on-demand price, which is taken.
+        """
         found = {pool.name: _price(pool) for pool in self.cluster.pools}
         return {name: price for name, price in found.items() if price is not None}
+
+    async def advice(self) -> dict[str, Advice]:
+        """As in `Cloud`, for spot pools. Google is asked every ten minutes."""
+        return await self._adviser.advice()
 
     async def problems(self) -> list[Problem]:
         found, silent = await _ask_each({pool.name: self._problems_of(pool) for pool in self.cluster.pools})
@@ -138,9 +150,11 @@ class GcpCloud:
         request = compute_v1.ListInstancesRequest(
             project=self.api.project, zone=zone, filter=f"labels.{CLUSTER} = {self.cluster.name}"
         )
-        return await self.api.ask(
+        found = await self.api.ask(
             f"machines in {zone}", lambda c: [instance(each) for each in c.instances.list(request, **OPTIONS)]
         )
+        # Google replaces no flex machine that has ended: see `_size`.
+        return [each for each in found if (each.market, each.state) != ("flex", "terminated")]
 
     async def _size_if_any(self, pool: str) -> int | None:
         try:
@@ -149,8 +163,28 @@ class GcpCloud:
             return None
 
     async def _size(self, pool: str) -> int:
+        """The target size, without flex machines that have ended: their group counts them, and replaces none."""
         request = compute_v1.GetInstanceGroupManagerRequest(**self._group(pool))
-        return await self.api.ask(f"pool {pool}", lambda c: c.groups.get(request, **OPTIONS).target_size)
+        target = await self.api.ask(f"pool {pool}", lambda c: c.groups.get(request, **OPTIONS).target_size)
+        return target - len(await self._ended(pool)) if target and self._is_flex(pool) else target
+
+    async def _ended(self, pool: str) -> list[str]:
+        return [each.name for each in await self._members(pool) if each.ended and each.action == "NONE"]
+
+    async def _queue_for(self, pool: str, size: int) -> int:
+        """Give a flex pool this size, as far as requests do that; its size then."""
+        ended = await self._ended(pool)
+        if ended:
+            await self._delete(pool, ended)
+        return await self._queue.change(pool, self._group(pool), await self._size(pool), size)
+
+    async def _replace(self, pool: str, names: Sequence[str]) -> None:
+        """Have machines replaced. A flex pool requests others: until they come, it is smaller."""
+        if not self._is_flex(pool):
+            return await self._recreate(pool, names)
+        size = await self._size(pool)
+        await self._delete(pool, names)
+        await self._queue_for(pool, size)
 
     async def _members(self, pool: str) -> list[Member]:
         request = compute_v1.ListManagedInstancesInstanceGroupManagersRequest(**self._group(pool))
@@ -166,6 +200,10 @@ class GcpCloud:
         )
 
     async def _problems_of(self, pool: PoolSpec) -> list[Problem]:
+        if pool.market == "flex":
+            known = await self._queue.requests(pool.name, self._group(pool.name))
+            queued = self._problems[pool.name] = flex.diagnose(pool, known, self._problems.get(pool.name, ()))
+            return queued
         try:
             members = await self._members(pool.name)
         except GoneError as error:  # one missing group must not hide the others
@@ -213,6 +251,10 @@ class GcpCloud:
             await self.api.change(what, request, lambda c: c.groups.recreate_instances_unary)
 
     # Names, and what they stand for.
+
+    def _is_flex(self, pool: str) -> bool:
+        spec = self.cluster.pool(pool)
+        return spec is not None and spec.market == "flex"
 
     def _group(self, pool: str) -> dict[str, str]:
         name = group(self.cluster.name, pool)

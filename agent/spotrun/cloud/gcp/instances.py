@@ -30,6 +30,7 @@ STATES: dict[str, State] = {
 }
 _LEAVING = {"DELETING", "ABANDONING"}
 _MAKING = {"CREATING", "CREATING_WITHOUT_RETRIES", "RECREATING"}
+_PREEMPTIBLE_RUN = 86400  # seconds. https://cloud.google.com/compute/docs/instances/preemptible
 _RECENT = 600.0  # seconds; a group keeps its errors for longer, but old ones say nothing about the present
 
 
@@ -42,15 +43,16 @@ class Member:
     there: bool  # whether the machine exists at this moment
     action: str  # what the group does with it
     errors: tuple[tuple[str, str], ...] = ()  # code and message of each error of the last attempt
+    ended: bool = False  # whether the machine exists, and has stopped for ever
 
     @property
     def pending(self) -> bool:
-        """Wanted, but it does not exist yet."""
+        """Whether the group wants the machine, and it does not exist yet."""
         return not self.there and self.action not in _LEAVING
 
     @property
     def replaceable(self) -> bool:
-        """It exists, and is not being replaced or removed."""
+        """Whether the machine exists, and is not being replaced or removed."""
         return self.there and self.action not in _LEAVING | _MAKING
 
 
@@ -66,15 +68,16 @@ class Failure:
 
 def instance(found: compute_v1.Instance) -> Instance:
     """A machine of the cluster, for the protocol. Its label names its pool."""
-    spot = found.scheduling.provisioning_model == "SPOT" or found.scheduling.preemptible
+    model = found.scheduling.provisioning_model
+    spot = model == "SPOT" or found.scheduling.preemptible
     return Instance(
         name=found.name,
         pool=found.labels.get(POOL, ""),
         zone=found.zone.rpartition("/")[2],
         address=found.network_interfaces[0].network_i_p if found.network_interfaces else "",
         state=STATES.get(found.status, "provisioning"),
-        market="spot" if spot else "on-demand",
-        created=_epoch(found.creation_timestamp),
+        market="spot" if spot else "flex" if model == "FLEX_START" else "on-demand",
+        created=epoch(found.creation_timestamp),
         id=str(found.id),
         ends=_end(found),
     )
@@ -86,13 +89,14 @@ def member(found: compute_v1.ManagedInstance) -> Member:
         id=str(found.id) if found.id else "",
         there=bool(found.instance_status),
         action=found.current_action,
+        ended=STATES.get(found.instance_status) == "terminated",
         errors=tuple((error.code, error.message) for error in found.last_attempt.errors.errors),
     )
 
 
 def failure(found: compute_v1.InstanceManagedByIgmError) -> Failure:
     name = found.instance_action_details.instance.rpartition("/")[2]
-    return Failure(name, found.error.code, found.error.message, _epoch(found.timestamp))
+    return Failure(name, found.error.code, found.error.message, epoch(found.timestamp))
 
 
 def diagnose(
@@ -127,18 +131,22 @@ def _describe(pool: PoolSpec, kind: Kind, code: str, message: str, missing: int,
     if kind == "stockout":
         what = f"{pool.market} {pool.machine}"
         return f"zone {pool.zone} has no more {what} at present: {missing} missing ({code})" + (NEAR if placed else "")
-    # Google names one machine first, but the problem is not only that machine's.
+    # The message begins with one machine's name, but other machines may have the same problem.
     told = one_line(message).rpartition("creation failed: ")[2]
     return f"{missing} missing: {code}: {told}"
 
 
 def _end(found: compute_v1.Instance) -> float:
-    """When Google ends the machine because of `max_run_duration`; 0: never. Google knows it once the machine runs."""
-    known = _epoch(found.resource_status.scheduling.termination_timestamp)
-    seconds = found.scheduling.max_run_duration.seconds
-    return known or (_epoch(found.creation_timestamp) + seconds if seconds else 0.0)
+    """When Google ends the machine because of `max_run_duration`; 0: never. Google knows it once the machine runs.
+
+    A preemptible machine of the old kind, before spot, ends after a day at the latest.
+    """
+    known = epoch(found.resource_status.scheduling.termination_timestamp)
+    old = found.scheduling.preemptible and found.scheduling.provisioning_model != "SPOT"
+    seconds = found.scheduling.max_run_duration.seconds or (_PREEMPTIBLE_RUN if old else 0)
+    return known or (epoch(found.creation_timestamp) + seconds if seconds else 0.0)
 
 
-def _epoch(text: str) -> float:
-    """2026-11-21T08:00:00.123-08:00"""
+def epoch(text: str) -> float:
+    """Epoch seconds of Google's 2026-11-21T08:00:00.123-08:00; 0 of an empty text."""
     return datetime.fromisoformat(text).timestamp() if text else 0.0

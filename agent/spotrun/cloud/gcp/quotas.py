@@ -96,10 +96,10 @@ def _needs(one: MachineUse, market: Market, quotas: Mapping[str, Quota]) -> dict
 def _counted(standard: str, preemptible: str, market: Market, quotas: Mapping[str, Quota]) -> str:
     """Which of the two quotas counts a machine. https://cloud.google.com/compute/resource-usage
 
-    Spot machines count against the standard quota until Google grants the project a preemptible quota. After that they
-    count against the preemptible one only. A preemptible quota that was never granted shows as 0.
+    Spot and flex machines count against the standard quota until Google grants the project a preemptible quota. After
+    that they count against the preemptible one only. A preemptible quota that was never granted shows as 0.
     """
-    if market != "spot":
+    if market == "on-demand":
         return standard
     of_spot, of_standard = quotas.get(preemptible), quotas.get(standard)
     if of_spot is not None and (of_spot.limit > 0 or (of_standard is not None and of_standard.limit == 0)):

@@ -7,6 +7,8 @@ It needs Linux, but no root and no containers. `cloud.up` starts it, `cloud.down
     server.py     the daemon's HTTP interface
     pools.py      pools and machines: what is wanted, what exists, and the loop between them
     reconcile.py  the decisions of pools.py, as pure functions
+    market.py     prices, capacity and advice, which change; pure
+    ledger.py     when each machine existed, and at which price
     machine.py    one machine, as the daemon knows it
     metadata.py   a machine's metadata server, Google's or EC2's
     init.py       a machine's first process: starts the role and the SSH server (sshd.py)

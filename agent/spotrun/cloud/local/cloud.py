@@ -17,10 +17,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spotrun.cloud.base import Instance, Problem, Shortfall
+from spotrun.cloud.base import Advice, Instance, Problem, Said, Shortfall
 from spotrun.cloud.local import procs
 from spotrun.cloud.local.layout import (
     DAEMON,
+    Change,
     Config,
     Layout,
     Pool,
@@ -39,8 +40,8 @@ if TYPE_CHECKING:
     from spotrun.spec import ClusterSpec
 
 _TIMEOUT = 60.0  # seconds for one request; the end of a machine with many processes takes longest
-_START = 60.0
-_END = 20.0
+_START = 60.0  # seconds for the daemon to start
+_END = 20.0  # seconds for the daemon to end its machines and itself
 _LOCKED = 180.0  # seconds to wait for another `up` or `down`, longer than one usually takes
 _ANSWER = 10.0  # seconds for requests that a healthy daemon answers at once
 
@@ -84,6 +85,9 @@ class LocalCloud:
     async def prices(self) -> dict[str, float]:
         return dict(await self._ask("GET", "prices"))
 
+    async def advice(self) -> dict[str, Advice]:
+        return {pool: _advice(values) for pool, values in (await self._ask("GET", "advice")).items()}
+
     async def problems(self) -> list[Problem]:
         return [Problem(**values) for values in await self._ask("GET", "problems")]
 
@@ -112,7 +116,11 @@ class LocalCloud:
 
     async def stockout(self, zone: str, on: bool) -> None:
         """Have a zone give no more machines, or give them again. Its present machines stay."""
-        await self._ask("POST", "stockout", zone=zone, on=on)
+        await self.market(zone, dry=on)
+
+    async def market(self, where: str, **change: float | bool | None) -> None:
+        """Change the market of a pool or zone now. change: the keys of `Change`, without `after`."""
+        await self._ask("POST", "market", where=where, **change)
 
     async def close(self) -> None:
         if self._session is not None:
@@ -224,13 +232,23 @@ def _config(cluster: ClusterSpec, layout: Layout, role_command: Sequence[str] | 
         region=cluster.region,
         bucket=cluster.bucket or layout.bucket.as_uri(),
         head=head,
-        pools=tuple(Pool(p.name, p.zone, p.machine, p.market, p.max, p.max_run_duration or 0.0) for p in cluster.pools),
+        pools=tuple(
+            Pool(p.name, p.zone, p.machine, p.market, p.max, p.max_run_duration or 0.0, p.devices or 0)
+            for p in cluster.pools
+        ),
         metadata=cluster.local.metadata,
         boot_delay=cluster.local.boot_delay,
         recreate_delay=cluster.local.recreate_delay,
+        queue_delay=cluster.local.queue_delay,
         capacity=dict(cluster.local.capacity),
+        market=tuple(Change(**each.model_dump()) for each in cluster.local.market),
         **({"role": tuple(role_command)} if role_command is not None else {}),
     )
+
+
+def _advice(values: dict[str, Any]) -> Advice:
+    said = {key: Said(**value) for key, value in values.items() if key != "prices" and value is not None}
+    return Advice(**said, prices=tuple(Said(**each) for each in values["prices"]))
 
 
 def _running(layout: Layout) -> LocalCloud | None:

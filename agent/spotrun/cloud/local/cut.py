@@ -5,7 +5,7 @@ the daemon borrows the sockets of other processes (`pidfd_getfd`) and attaches a
 (`SO_ATTACH_FILTER` with a one-instruction program). The machine's listening sockets drop SYNs in the same way. Sockets
 that its processes open during the cut are found and filtered within about 10 ms.
 
-A machine that is cut off still reaches three things: its metadata server (a real machine's is on its own host), its
+A machine that is cut off still reaches three things: its metadata server (a real machine's server is on its host), its
 bucket if that is a folder, and established connections between its own processes. A partition of a real cloud's network
 often leaves the same. It is the hardest case for fencing.
 """
@@ -30,7 +30,7 @@ _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
 _TCP_INFO, _ESTABLISHED_TO_CLOSING, _LISTEN = 11, (1, 4, 5, 6, 8, 9, 11), 10
 _LOOK_FOR_NEW = 5  # sweeps between two searches for new processes
 _LOOK_FOR_PEERS = 10  # sweeps between two searches for other ends, once the first searches found none
-_EAGER = 20
+_EAGER = 20  # first searches for another end, which are made in each sweep
 
 Address = tuple[str, int]
 Ends = tuple[Address, Address]  # (local, remote)
@@ -58,7 +58,7 @@ class Cutter:
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._cuts: dict[str, _Cut] = {}
-        self._filtered: dict[int, set[str]] = {}  # inode: the cuts that want it silent
+        self._filtered: dict[int, set[str]] = {}  # by inode: the machines whose cuts keep this socket silent
         self._strangers: dict[int, Ends | None] = {}  # ends of other machines' sockets, seen while looking for peers
 
     def cut(self, machine: str) -> None:
@@ -118,7 +118,7 @@ class Cutter:
             self._strangers.clear()
 
     def forget(self, machine: str) -> None:
-        """The machine is gone. Its peers are not told."""
+        """Drop the cut of a machine that is gone. The filters on its peers' sockets stay."""
         self._cuts.pop(machine, None)
 
     def _silence(self, machine: str, cut: _Cut, inode: int, sock: socket.socket, own: set[Ends]) -> None:
@@ -140,7 +140,7 @@ class Cutter:
         self._filtered.setdefault(inode, set()).add(machine)
 
     def _find_peers(self, machine: str, cut: _Cut) -> None:
-        """Silence the other ends in the cluster's processes. A connection that is not accepted yet shows up later."""
+        """Silence the other ends in the cluster's processes. A connection that is not accepted yet is found later."""
         if min(cut.lost.values()) > _EAGER and cut.sweeps % _LOOK_FOR_PEERS:
             return
         others = (procs.of_cluster(self._layout.unique) | {os.getpid()}) - cut.pids
@@ -208,7 +208,7 @@ def _state(sock: socket.socket) -> int:
 
 
 def _ends(sock: socket.socket) -> Ends | None:
-    """The ends of a TCP connection; None of anything else. IPv4 mapped to IPv6 reads as IPv4."""
+    """The ends of a TCP connection; None for any other socket. IPv4 addresses mapped to IPv6 are returned as IPv4."""
     if not _is_tcp(sock) or _state(sock) not in _ESTABLISHED_TO_CLOSING:
         return None
     try:

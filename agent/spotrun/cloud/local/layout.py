@@ -39,9 +39,25 @@ class Pool:
     name: str  # the pool's name
     zone: str  # its zone
     machine: str  # its machine type
-    market: Market  # spot or on-demand
+    market: Market  # spot, flex or on-demand
     max: int  # the most machines
     max_run_duration: float = 0.0  # seconds after which the cloud ends a machine; 0: never
+    devices: int = 0  # devices of each machine; 0: as many as a machine finds
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of the market. None: no change."""
+
+    where: str  # a pool or a zone
+    after: float = 0.0  # seconds after the cloud's start
+    price: float | None = None  # dollars an hour for a machine
+    capacity: int | None = None  # the most machines. If there are more, the cloud takes spot machines.
+    notice: float | None = None  # seconds of notice when the cloud takes machines because of `capacity`
+    dry: bool | None = None  # whether it gives no machine. Its present machines stay.
+    obtainability: float | None = None  # what the cloud says about the pool: see `spotrun.cloud.base.Advice`
+    uptime: float | None = None  # the same
+    preemptions: float | None = None  # the same
 
 
 @dataclass(frozen=True)
@@ -56,21 +72,27 @@ class Config:
     metadata: Literal["gce", "ec2"] = "gce"  # whose metadata server the machines see
     boot_delay: float = 0.2  # seconds until a new machine runs
     recreate_delay: float = 1.0  # seconds after a machine's end until its replacement begins
-    capacity: Mapping[str, int] = field(default_factory=dict)  # the most machines by zone; absent zones have no limit
+    queue_delay: float = 1.0  # seconds until a flex pool's request for machines has its turn
+    capacity: Mapping[str, int] = field(default_factory=dict)  # the most machines by zone or pool; absent: no limit
+    market: tuple[Change, ...] = ()  # how the market changes
     role: tuple[str, ...] = (sys.executable, "-m", "spotrun.cli", "{role}")
     """The command of a machine's role; `{role}` in it becomes `agent` or `head`."""
 
     @property
     def fixed(self) -> tuple[str, ...]:
-        """What machines are told when they are made, so it cannot change later."""
+        """What a machine learns when it is made. So these values cannot change later."""
         return self.cluster, self.region, self.bucket, self.metadata
 
     def to_json(self) -> dict[str, Any]:
-        """Leaves out an unused key, which a daemon of an older version would not know."""
+        """Leaves out unused keys, which a daemon of an older version would not know."""
         values = asdict(self)
         for pool in (values["head"], *values["pools"]):
-            if not pool["max_run_duration"]:
-                del pool["max_run_duration"]
+            for key in ("max_run_duration", "devices"):
+                if not pool[key]:
+                    del pool[key]
+        for key in ("market", "queue_delay"):
+            if values[key] == getattr(Config, key):
+                del values[key]
         return values
 
     @classmethod
@@ -80,7 +102,8 @@ class Config:
         found["head"] = Pool(**found["head"])
         found["pools"] = tuple(Pool(**pool) for pool in found["pools"])
         found["role"] = tuple(str(part) for part in found["role"])
-        found["capacity"] = {str(zone): int(most) for zone, most in found["capacity"].items()}
+        found["capacity"] = {str(where): int(most) for where, most in found["capacity"].items()}
+        found["market"] = tuple(Change(**change) for change in found.get("market", ()))
         return cls(**found)
 
     def pool(self, name: str) -> Pool | None:
@@ -95,9 +118,10 @@ class Layout:
         # A short name for this cluster in this home, unique on this computer.
         self.unique = hashlib.sha256(str(state).encode()).hexdigest()[:12]
         self.key = state / "id_ed25519"  # the operator's SSH key, which every machine accepts
-        self.record = state / "cloud.json"
-        self.config = state / "config.json"
+        self.record = state / "cloud.json"  # the running daemon's pid, endpoint and token
+        self.config = state / "config.json"  # the configuration that `up` sent last
         self.log = state / "daemon.log"
+        self.ledger = state / "ledger.jsonl"  # what machines existed when, at which price: see `ledger.py`
         self.bucket = state / "bucket"
 
     @classmethod
@@ -149,7 +173,7 @@ def ensure_key(path: Path) -> str:
 
 
 def base_environment(mark: str) -> dict[str, str]:
-    """A clean environment for the daemon, which its machines inherit."""
+    """A clean environment for the daemon. Its machines inherit it."""
     names = {name for name in os.environ if name in _INHERITED or name.lower() in _PROXIES}
     names |= {name for name in os.environ if name.startswith(_INHERITED_PREFIXES)}
     kept = {name: os.environ[name] for name in names}

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from spotrun.cloud.base import Instance, State
-from spotrun.cloud.local.layout import Pool
+from spotrun.cloud.local.layout import MARK, METADATA_PORT, SSH_PORT, Pool
 from spotrun.cloud.local.metadata import Subject
+from spotrun.machine.gpus import DEVICES
 
 
 @dataclass
@@ -23,6 +26,7 @@ class Machine:
     created: float  # epoch seconds
     subject: Subject  # what its metadata server tells of it
     state: State = "provisioning"  # as the cloud lists it
+    started: float = 0.0  # epoch seconds since when it runs; 0: it has not run
     due: float = math.inf  # epoch seconds when a stopping machine is taken, or when a terminated one may be recreated
     gone: asyncio.Event = field(default_factory=asyncio.Event)  # set when nothing of the machine is left
     life: asyncio.Task[None] | None = None  # the task that runs it from boot to end
@@ -35,6 +39,28 @@ class Machine:
         """Epoch seconds when `max_run_duration` ends it; 0: never."""
         return self.created + self.pool.max_run_duration if self.pool.max_run_duration else 0.0
 
+    def environment(self, mark: str, memory: Path, scratch: Path, keys: Path) -> dict[str, str]:
+        """The variables of its first process. memory, scratch, keys: its folders."""
+        server = f"{self.address}:{METADATA_PORT}"
+        values = {
+            **os.environ,
+            MARK: mark,
+            "SPOTRUN_NODE": self.name,
+            "SPOTRUN_TMPFS": str(memory),
+            "TMPDIR": str(memory / "tmp"),  # removed with the machine, and so is what a killed process leaves in it
+            "SPOTRUN_SCRATCH": str(scratch),
+            "SPOTRUN_SSH_KEYS": str(keys),
+            "SPOTRUN_SSH_PORT": str(SSH_PORT),
+            "GCE_METADATA_HOST": server,
+            "AWS_EC2_METADATA_SERVICE_ENDPOINT": f"http://{server}/",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+        }
+        if self.pool.devices:
+            values[DEVICES] = str(self.pool.devices)
+        return values
+
     def instance(self) -> Instance:
         where = (self.pool.name, self.pool.zone, self.address)
-        return Instance(self.name, *where, self.state, self.pool.market, self.created, self.id, self.ends)
+        times = (self.ends, self.started)
+        return Instance(self.name, *where, self.state, self.pool.market, self.created, self.id, *times)

@@ -5,24 +5,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from pathlib import Path
+from dataclasses import replace
+from typing import Literal
 
 from aiohttp import web
 
-from spotrun.cloud.base import Instance, Problem
-from spotrun.cloud.local import metadata, procs, reconcile
+from spotrun.cloud.base import Advice, Instance, Problem
+from spotrun.cloud.local import market, metadata, procs, reconcile
 from spotrun.cloud.local.cut import Cutter
 from spotrun.cloud.local.layout import (
     HEAD_MACHINE,
-    MARK,
     METADATA_PORT,
-    SSH_PORT,
+    Change,
     Config,
     Layout,
     Pool,
@@ -30,13 +29,13 @@ from spotrun.cloud.local.layout import (
     prepare,
     remove_tree,
 )
+from spotrun.cloud.local.ledger import Ledger
 from spotrun.cloud.local.machine import Machine
 from spotrun.errors import CloudError
 from spotrun.spec.names import BUCKET, CLUSTER, HEAD, NODE, POOL, ROLE
 from spotrun.spec.notices import EC2_NOTICE, GCE_NOTICE
 
 NOTICE = {"gce": GCE_NOTICE, "ec2": EC2_NOTICE}
-PRICES = {"spot": 0.3, "on-demand": 1.0}  # dollars an hour, invented; the ratio is usual in clouds
 _SWEEP = 0.01  # seconds between two looks for new sockets of a machine that is cut off
 _FIRST_HOST, _LAST_HOST = 10, 254  # last byte of the machines' addresses; the daemon has 1, the head 2
 log = logging.getLogger("cloud")
@@ -49,10 +48,13 @@ class LocalPools:
         self.config, self.layout, self.subnet, self.token = config, layout, subnet, token
         self.endpoint = ""
         self.machines: dict[str, Machine] = {}
-        self.dry: set[str] = set()
         self._wanted: dict[str, frozenset[int]] = {pool.name: frozenset() for pool in config.pools}
         self._wanted[HEAD] = frozenset({0})
         self._addresses: dict[str, str] = {HEAD_MACHINE: f"{subnet}.2"}
+        self._began = time.time()
+        self._changes: list[Change] = []  # of the market, made by hand
+        self._queued: dict[str, float] = {}  # by flex pool: when its request has its turn
+        self._ledger = Ledger(layout.ledger)
         self._short: dict[str, Problem] = {}
         self._broken: dict[str, Problem] = {}
         self._wake = asyncio.Event()
@@ -61,7 +63,7 @@ class LocalPools:
         app = metadata.build(config.metadata, self._subject_at)
         self._metadata = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
 
-    # What the interface asks for.
+    # Requests from outside.
 
     def instances(self) -> list[Instance]:
         return [machine.instance() for _, machine in sorted(self.machines.items())]
@@ -70,7 +72,10 @@ class LocalPools:
         return {pool.name: len(self._wanted[pool.name]) for pool in self.config.pools}
 
     def prices(self) -> dict[str, float]:
-        return {pool.name: PRICES[pool.market] for pool in self.config.pools}
+        return dict(self._market().prices)
+
+    def advice(self) -> dict[str, Advice]:
+        return dict(self._market().advice)
 
     def problems(self) -> list[Problem]:
         return [*self._short.values(), *self._broken.values()]
@@ -112,15 +117,9 @@ class LocalPools:
             return await self.kill(name)
         machine = self.find(name, alive=True)
         if machine.pool.market != "spot":
-            raise CloudError(
-                f"machine {machine.name} is on-demand, and the cloud preempts only spot machines; kill it instead"
-            )
-        if machine.state != "stopping":
-            now = time.time()
-            machine.due = now + (NOTICE[self.config.metadata] if notice is None else notice)
-            machine.state = "stopping"
-            machine.subject.change(terminate_at=machine.due, rebalance_at=now)
-            self._wake.set()
+            what = f"machine {machine.name} is {machine.pool.market}"
+            raise CloudError(f"{what}, and the cloud preempts only spot machines; kill it instead")
+        self._preempt(machine, notice)
 
     async def kill(self, name: str) -> None:
         machine = self.find(name)
@@ -138,7 +137,7 @@ class LocalPools:
         await asyncio.to_thread(procs.resume, self._search(machine))
 
     async def cut(self, name: str) -> None:
-        """Take a machine off the network. A repeated call silences its new sockets at once."""
+        """Cut a machine off the network, until `join`. A repeated call cuts off its new sockets at once."""
         machine = self.find(name, alive=True)
         async with self._cutting:
             await asyncio.to_thread(self._cutter.sweep if machine.cut else self._cutter.cut, machine.name)
@@ -146,17 +145,19 @@ class LocalPools:
             machine.cut = asyncio.create_task(self._keep_cut(machine))
 
     async def join(self, name: str) -> None:
+        """End a machine's cut."""
         machine = self.find(name, alive=True)
         if machine.cut is not None:
             await self._stop_cutting(machine)
             async with self._cutting:
                 await asyncio.to_thread(self._cutter.join, machine.name)
 
-    def stockout(self, zone: str, on: bool) -> None:
-        zones = {pool.zone for pool in self.config.pools}
-        if zone not in zones:
-            raise CloudError(f"no pool is in zone {zone!r}; zones: {', '.join(sorted(zones))}")
-        (self.dry.add if on else self.dry.discard)(zone)
+    def change(self, change: Change) -> None:
+        """Change the market now, whatever `after` says."""
+        places = {place for pool in self.config.pools for place in (pool.name, pool.zone)}
+        if change.where not in places:
+            raise CloudError(f"there is no zone or pool {change.where!r}; allowed: {', '.join(sorted(places))}")
+        self._changes.append(replace(change, after=time.time() - self._began))
         self._wake.set()
 
     def configure(self, config: Config) -> None:
@@ -177,6 +178,7 @@ class LocalPools:
     async def run(self) -> None:
         """Create and end machines whenever what exists or what is wanted changes. Never returns."""
         await self._metadata.setup()
+        self._ledger.begin()
         while True:
             self._wake.clear()
             wake = self._reconcile()
@@ -197,13 +199,18 @@ class LocalPools:
             n.name: reconcile.Member(n.pool.name, n.index, n.state, n.due, n.ends or math.inf)
             for n in self.machines.values()
         }
-        view = reconcile.View(time.time(), pools, self._wanted, members, self.config.capacity, frozenset(self.dry))
-        plan = reconcile.plan(view)
+        now, now_market = time.time(), self._market()
+        self._ledger.set_prices(now_market.prices)
+        limits = (now_market.capacity, now_market.dry, self._queued, self.config.queue_delay)
+        plan = reconcile.plan(reconcile.View(now, pools, self._wanted, members, *limits))
+        self._queued = dict(plan.queued)
         for name in plan.forget:
             del self.machines[name]
             self._broken.pop(name, None)
         for name in plan.destroy:
             self._end(self.machines[name])
+        for name in plan.take:
+            self._take(self.machines[name], now_market.notice)
         before = self._short
         self._short = {name: self._shortage(pools[name], missing) for name, missing in plan.short.items()}
         for pool, index in plan.create:
@@ -211,12 +218,21 @@ class LocalPools:
                 self._begin(pools[pool], index)
             except CloudError as error:  # no address is free; the existing machines stay
                 self._short[pool] = before.get(pool) or Problem(pool, "quota", str(error), time.time())
-        return plan.wake
+        return min(plan.wake, self._began + now_market.next)
+
+    def _market(self) -> market.Conditions:
+        return market.at(time.time() - self._began, self.config, self._changes, self._began)
 
     def _shortage(self, pool: Pool, missing: int) -> Problem:
+        what = f"{pool.market} {pool.machine}"
+        kind: Literal["queue", "stockout"] = "queue" if pool.name in self._queued else "stockout"
+        message = (
+            f"the request for {missing} {what} waits for its turn in zone {pool.zone}"
+            if kind == "queue"
+            else f"zone {pool.zone} has no more {what} at present: {missing} missing"
+        )
         before = self._short.get(pool.name)
-        message = f"zone {pool.zone} has no more {pool.market} {pool.machine} at present: {missing} missing"
-        return Problem(pool.name, "stockout", message, before.at if before else time.time())
+        return Problem(pool.name, kind, message, before.at if before else time.time())
 
     # A machine's life.
 
@@ -235,15 +251,38 @@ class LocalPools:
     def _start(self, machine: Machine) -> None:
         """Begin a machine's life."""
         self.machines[machine.name] = machine
+        self._ledger.note("created", machine)
         machine.life = asyncio.create_task(self._live(machine))
         machine.life.add_done_callback(lambda _: self._ended(machine))  # even if it never ran
         self._wake.set()  # the loop must also wait for this machine's end
 
+    def _preempt(self, machine: Machine, notice: float | None) -> None:
+        if machine.state != "stopping":
+            now = time.time()
+            machine.due = now + (NOTICE[self.config.metadata] if notice is None else notice)
+            machine.state = "stopping"
+            machine.subject.change(terminate_at=machine.due, rebalance_at=now)
+            self._ledger.note("notice", machine)
+            self._wake.set()
+
+    def _take(self, machine: Machine, notices: Mapping[str, float]) -> None:
+        """Preempt a machine, since there are too many; one that does not run yet ends at once."""
+        notice = notices.get(machine.pool.name, notices.get(machine.pool.zone))
+        if machine.state != "running" or notice == 0.0:
+            self._end(machine)
+        else:
+            self._preempt(machine, notice)
+
     def _end(self, machine: Machine) -> None:
-        """Take a machine at once. Returns before it is gone."""
+        """Begin to end a machine, without notice. Returns before the machine is gone."""
         if not machine.dying and machine.life is not None:
-            machine.dying, machine.state, machine.due = True, "stopping", math.inf
+            self._doom(machine)
             machine.life.cancel()
+
+    def _doom(self, machine: Machine) -> None:
+        if not machine.dying:  # it costs nothing any more
+            self._ledger.note("taken", machine)
+        machine.dying, machine.state, machine.due = True, "stopping", math.inf
 
     async def _live(self, machine: Machine) -> None:
         """Run a machine from its creation to its end."""
@@ -254,7 +293,8 @@ class LocalPools:
             process = await self._boot(machine)
             if process.stdout is not None and await process.stdout.readline() and machine.state == "provisioning":
                 log.info("%s runs at %s", machine.name, machine.address)
-                machine.state = "running"
+                machine.state, machine.started = "running", time.time()
+                self._ledger.note("running", machine)
                 self._broken.pop(machine.name, None)
             code = await process.wait()
             where = self.layout.folder(machine.name) / "init.log"
@@ -264,12 +304,13 @@ class LocalPools:
         except Exception as error:  # a machine that cannot start must not end the others
             log.exception("%s", machine.name)
             self._blame(machine, f"it could not be started: {error}")
-        machine.dying, machine.state, machine.due = True, "stopping", math.inf
+        self._doom(machine)
         await self._clear(machine, site)
 
     def _ended(self, machine: Machine) -> None:
         machine.state, machine.due = "terminated", time.time() + self.config.recreate_delay
         machine.gone.set()
+        self._ledger.note("ended", machine)
         self._wake.set()
 
     def _blame(self, machine: Machine, message: str) -> None:
@@ -285,18 +326,15 @@ class LocalPools:
 
     async def _boot(self, machine: Machine) -> asyncio.subprocess.Process:
         folder, memory = self.layout.folder(machine.name), self.layout.tmpfs / machine.name
-        keys, scratch = folder / "ssh", folder / "scratch"
+        keys, scratch, role = folder / "ssh", folder / "scratch", "head" if machine.pool.name == HEAD else "agent"
         await asyncio.to_thread(prepare, folder, memory, keep_keys=machine.pool.name == HEAD)
-        role = "head" if machine.pool.name == HEAD else "agent"
-        command = ["--", *(part.replace("{role}", role) for part in self.config.role)]
         init = [sys.executable, "-m", "spotrun.cloud.local.init", machine.address, str(keys), f"{self.layout.key}.pub"]
-        environment = self._environment(machine, memory, scratch, keys)
+        init += ["--", *(part.replace("{role}", role) for part in self.config.role)]
         async with self._spawning:
             with (folder / "init.log").open("ab") as output:
                 process = await asyncio.create_subprocess_exec(
                     *init,
-                    *command,
-                    env=environment,
+                    env=self._env(machine, machine.environment(self.layout.mark(machine.name), memory, scratch, keys)),
                     cwd=scratch,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
@@ -306,28 +344,13 @@ class LocalPools:
             machine.pid = process.pid
         return process
 
-    def _environment(self, machine: Machine, memory: Path, scratch: Path, keys: Path) -> dict[str, str]:
-        server = f"{machine.address}:{METADATA_PORT}"
-        values = {
-            **os.environ,
-            MARK: self.layout.mark(machine.name),
-            "SPOTRUN_NODE": machine.name,
-            "SPOTRUN_TMPFS": str(memory),
-            "TMPDIR": str(memory / "tmp"),  # what a killed process leaves there goes with the machine
-            "SPOTRUN_SCRATCH": str(scratch),
-            "SPOTRUN_SSH_KEYS": str(keys),
-            "SPOTRUN_SSH_PORT": str(SSH_PORT),
-            "GCE_METADATA_HOST": server,
-            "AWS_EC2_METADATA_SERVICE_ENDPOINT": f"http://{server}/",
-            "OMP_NUM_THREADS": "1",
-            "PYTHONUNBUFFERED": "1",
-        }
-        if machine.pool.name == HEAD:  # only the head may resize pools
-            values |= {"SPOTRUN_LOCAL_CLOUD": self.endpoint, "SPOTRUN_LOCAL_CLOUD_TOKEN": self.token}
-        return values
+    def _env(self, machine: Machine, values: dict[str, str]) -> dict[str, str]:
+        """The environment of a machine. Only the head may resize pools. Tests of other clouds replace this."""
+        access = {"SPOTRUN_LOCAL_CLOUD": self.endpoint, "SPOTRUN_LOCAL_CLOUD_TOKEN": self.token}
+        return values | access if machine.pool.name == HEAD else values
 
     async def _clear(self, machine: Machine, site: web.BaseSite | None) -> None:
-        """Remove everything of a machine: processes, ports, memory."""
+        """Remove all that a machine used: processes, ports, memory."""
         machine.subject.end()
         await self._stop_cutting(machine)
         async with self._cutting:
@@ -349,7 +372,7 @@ class LocalPools:
                 try:
                     await asyncio.to_thread(self._cutter.sweep, machine.name)
                 except OSError as error:
-                    log.warning("%s: the cut has a hole: %s", machine.name, error)
+                    log.warning("%s: new sockets may not be cut off: %s", machine.name, error)
 
     async def _stop_cutting(self, machine: Machine) -> None:
         if machine.cut is not None:
@@ -365,7 +388,7 @@ class LocalPools:
         return next((n.subject for n in self.machines.values() if n.address == address and not n.gone.is_set()), None)
 
     def _address(self, name: str) -> str:
-        """The same address each time for a name. If none is free, the address of a name without a machine."""
+        """The address of a machine of this name: always the same one. If none is free, another name's unused one."""
         if name not in self._addresses:
             free = [f"{self.subnet}.{host}" for host in range(_FIRST_HOST, _LAST_HOST + 1)]
             held = {address for owner, address in self._addresses.items()}

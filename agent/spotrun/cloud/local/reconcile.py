@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -31,8 +32,10 @@ class View:
     pools: Mapping[str, Pool]  # by name, with the head's
     wanted: Mapping[str, frozenset[int]]  # the numbers of each pool's machines
     machines: Mapping[str, Member]  # by name
-    capacity: Mapping[str, int] = field(default_factory=dict)  # the most machines by zone
-    dry: frozenset[str] = frozenset()  # zones that give no machine now
+    capacity: Mapping[str, int] = field(default_factory=dict)  # the most machines by zone or pool
+    dry: frozenset[str] = frozenset()  # zones and pools that give no machine now
+    queued: Mapping[str, float] = field(default_factory=dict)  # as the last plan had it
+    queue_delay: float = 0.0  # seconds that a new request of a flex pool waits for its turn
 
 
 @dataclass(frozen=True)
@@ -41,8 +44,10 @@ class Plan:
 
     create: tuple[tuple[str, int], ...] = ()  # pool and number of each machine to create
     destroy: tuple[str, ...] = ()  # machines to end
+    take: tuple[str, ...] = ()  # machines to preempt: there are more than the zone or pool may have
     forget: tuple[str, ...] = ()  # ended machines that are no longer wanted
     short: Mapping[str, int] = field(default_factory=dict)  # by pool: how many machines its zone does not give
+    queued: Mapping[str, float] = field(default_factory=dict)  # by flex pool: when its request has, or had, its turn
     wake: float = math.inf  # epoch seconds of the next look
 
 
@@ -64,26 +69,29 @@ def plan(view: View) -> Plan:
             destroy.append(name)
         else:
             dues.append(min(machine.ends, machine.due if machine.state == "stopping" else math.inf))
-    used: dict[str, int] = {}
-    for machine in view.machines.values():
-        if machine.state != "terminated" and machine.pool != HEAD and machine.pool in view.pools:
-            zone = view.pools[machine.pool].zone
-            used[zone] = used.get(zone, 0) + 1
+    used = Counter(place for each in view.machines.values() for place in _places(view, each))
     create: list[tuple[str, int]] = []
     short: dict[str, int] = {}
+    queued: dict[str, float] = {}
     for name, pool in view.pools.items():
-        for index in sorted(view.wanted.get(name, frozenset())):
-            there = view.machines.get(machine_name(name, index))
-            if there is not None and there.state != "terminated":
-                continue
-            if there is not None and there.due > view.now:
-                dues.append(there.due)
-            elif name == HEAD or _has_room(view, pool.zone, used.get(pool.zone, 0)):
-                create.append((name, index))
-                used[pool.zone] = used.get(pool.zone, 0) + (name != HEAD)
-            else:
-                short[name] = short.get(name, 0) + 1
-    return Plan(tuple(create), tuple(destroy), tuple(forget), short, min(dues, default=math.inf))
+        missing, later = _missing(view, name)
+        dues += later
+        if pool.market == "flex" and missing:  # all of them or none
+            queued[name] = view.queued.get(name, view.now + view.queue_delay)
+            turn = queued[name] <= view.now
+            given = len(missing) if turn and _room(view, pool, used) >= len(missing) else 0
+            dues += [] if turn else [queued[name]]
+        else:
+            given = min(len(missing), _room(view, pool, used))
+        create += [(name, index) for index in missing[:given]]
+        if name != HEAD:
+            used.update(dict.fromkeys((pool.zone, name), given))
+        if given < len(missing):
+            short[name] = len(missing) - given
+        elif name in queued:
+            del queued[name]
+    take = _surplus(view, frozenset(destroy))
+    return Plan(tuple(create), tuple(destroy), take, tuple(forget), short, queued, min(dues, default=math.inf))
 
 
 def resized(wanted: frozenset[int], size: int) -> frozenset[int]:
@@ -94,5 +102,42 @@ def resized(wanted: frozenset[int], size: int) -> frozenset[int]:
     return wanted | {next(free) for _ in range(size - len(wanted))}
 
 
-def _has_room(view: View, zone: str, used: int) -> bool:
-    return zone not in view.dry and used < view.capacity.get(zone, math.inf)
+def _missing(view: View, pool: str) -> tuple[list[int], list[float]]:
+    """The numbers of a pool's machines that could be created now, and when others may be: epoch seconds."""
+    missing, later = [], []
+    for index in sorted(view.wanted.get(pool, frozenset())):
+        there = view.machines.get(machine_name(pool, index))
+        if there is None or (there.state == "terminated" and there.due <= view.now):
+            missing.append(index)
+        elif there.state == "terminated":
+            later.append(there.due)
+    return missing, later
+
+
+def _places(view: View, machine: Member) -> tuple[str, ...]:
+    """The zone and the pool in which a machine takes room."""
+    if machine.state == "terminated" or machine.pool == HEAD or machine.pool not in view.pools:
+        return ()
+    return view.pools[machine.pool].zone, machine.pool
+
+
+def _room(view: View, pool: Pool, used: Mapping[str, int]) -> int:
+    """How many machines more a pool can get."""
+    if pool.name == HEAD:
+        return 1
+    if view.dry & {pool.zone, pool.name}:
+        return 0
+    free = [view.capacity[place] - used[place] for place in (pool.zone, pool.name) if place in view.capacity]
+    return max(0, min([*free, pool.max]))
+
+
+def _surplus(view: View, ending: frozenset[str]) -> tuple[str, ...]:
+    """The spot machines that the cloud takes, those with the highest numbers first. ending: machines that go anyway."""
+    taken: list[str] = []
+    for place, most in view.capacity.items():
+        there = {name for name, each in view.machines.items() if place in _places(view, each)}
+        staying = [n for n in there - ending if view.machines[n].state != "stopping" and n not in taken]
+        spot = [name for name in staying if view.pools[view.machines[name].pool].market == "spot"]
+        spot.sort(key=lambda name: (-view.machines[name].index, name))
+        taken += spot[: max(0, len(staying) - most)]
+    return tuple(taken)

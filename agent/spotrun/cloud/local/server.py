@@ -13,12 +13,13 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
-from spotrun.cloud.local.layout import Config
+from spotrun.cloud.local.layout import Change, Config
 from spotrun.cloud.local.pools import LocalPools
 from spotrun.errors import CloudError
 
 _MAX_BODY = 1 << 20  # bytes
 _MAX_NOTICE = 86400.0
+_NUMBERS = ("price", "obtainability", "uptime", "preemptions")
 T = TypeVar("T")
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 log = logging.getLogger("api")
@@ -71,6 +72,8 @@ def _look(pools: LocalPools, unique: str, request: web.Request) -> object:
             return pools.sizes()
         case "prices":
             return pools.prices()
+        case "advice":
+            return {pool: asdict(advice) for pool, advice in pools.advice().items()}
         case "problems":
             return [asdict(problem) for problem in pools.problems()]
     raise _unknown(request.path)
@@ -88,8 +91,8 @@ async def _change(pools: LocalPools, what: str, body: dict[str, Any], path: str)
             await pools.preempt(_text(body, "name"), _notice(body))
         case "kill" | "freeze" | "thaw" | "cut" | "join":
             await getattr(pools, what)(_text(body, "name"))
-        case "stockout":
-            pools.stockout(_text(body, "zone"), _value(body, "on", bool, "is neither true nor false"))
+        case "market":
+            pools.change(_market_change(body))
         case "configure":
             pools.configure(_config(body))
         case _:
@@ -136,15 +139,36 @@ def _texts(body: dict[str, Any], key: str) -> list[str]:
     return values
 
 
-def _notice(body: dict[str, Any]) -> float | None:
-    value = body.get("notice")
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise _refuse(f"notice: {value!r} is not a number of seconds")
-    if not 0 <= value <= _MAX_NOTICE:
-        raise _refuse(f"notice: {value!r} is not from 0 to {_MAX_NOTICE:g} seconds")
+def _number(body: dict[str, Any], key: str, kind: str) -> float:
+    """kind: what the number is, for the message."""
+    value = body.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+        raise _refuse(f"{key}: {value!r} is not {kind}")
     return float(value)
+
+
+def _notice(body: dict[str, Any]) -> float | None:
+    if body.get("notice") is None:
+        return None
+    value = _number(body, "notice", "a number of seconds")
+    if value > _MAX_NOTICE:
+        raise _refuse(f"notice: {value!r} is more than {_MAX_NOTICE:g} seconds")
+    return value
+
+
+def _market_change(body: dict[str, Any]) -> Change:
+    """A change of the market, from its keys that are not null."""
+    found: dict[str, Any] = {"where": _text(body, "where"), "notice": _notice(body)}
+    for key in (name for name, value in body.items() if value is not None and name not in found):
+        if key == "capacity":
+            found[key] = _value(body, key, int, "is not a whole number")
+        elif key == "dry":
+            found[key] = _value(body, key, bool, "is neither true nor false")
+        elif key in _NUMBERS:
+            found[key] = _number(body, key, "a number")
+        else:
+            raise _refuse(f"{key}: unknown; allowed: where, notice, capacity, dry, {', '.join(_NUMBERS)}")
+    return Change(**found)
 
 
 def _config(body: dict[str, Any]) -> Config:

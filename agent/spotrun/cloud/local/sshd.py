@@ -21,7 +21,7 @@ import asyncssh
 from spotrun.cloud.local.layout import SSH_PORT
 
 _CHUNK = 65536
-_LINGER = 0.5  # seconds to wait for output after a command ends: a daemon that it left may keep the pipe open
+_LINGER = 0.5  # seconds to wait for more output after a command ends; a daemon that it left may keep the pipe open
 log = logging.getLogger("sshd")
 Channel: TypeAlias = "asyncssh.SSHServerProcess[bytes]"
 
@@ -72,8 +72,8 @@ async def _session(channel: Channel) -> None:
             channel.exit(code)
 
 
-# Own Popen and pipes: until Python 3.13, asyncio's Process.wait() also waits for the end of the pipes, and a daemon
-# that the command left may keep them open for ever.
+# Not asyncio's processes: until Python 3.13, their wait() also waits for the end of the pipes. A daemon that the
+# command left behind may keep these open for ever.
 
 
 async def _with_pipes(channel: Channel, command: list[str]) -> int:

@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from spotrun.head.fleet.record import Recreate, exhausted
+from spotrun.head.job_state import JobState
 from spotrun.head.planner import patience, silence
-from spotrun.head.planner.liveness import eligible, had_joined, reports, silent
+from spotrun.head.planner.liveness import had_joined, reports, silent
 from spotrun.head.timeouts import TIMEOUTS
-from spotrun.head.view import ENDING_STATES, Machine, Node, View
+from spotrun.head.view import ENDING_STATES, FleetView, Machine, Node
+from spotrun.wire import JobReport
 
 State = Literal["booting", "checking", "ready", "leaving", "unfit", "silent", "replacing", "abandoned", "unknown"]
 
@@ -41,20 +43,22 @@ class Condition:
         return self.replacement is not None and self.replacement.unfit
 
 
-def classify(view: View) -> dict[str, Condition]:
+def classify(view: FleetView) -> dict[str, Condition]:
     """The condition of each machine that the cloud lists, by name."""
-    known = {node.name: node for node in view.nodes}
+    known = view.by_name
     reporting = [node for node in view.nodes if reports(view, node)]
     found = {}
     for machine in view.machines:
         node = known.get(machine.name)
-        found[machine.name] = (
-            _unknown(view, machine, node)
-            or _never_served(view, machine, node)
-            or _not_reporting(view, reporting, machine, node)
-            or _retired(view, machine, node)
-            or _in_service(view, machine, node)
-        )
+        condition = _ready(view, machine, node)
+        if condition is None and machine.name not in view.kept:  # a person is on a kept one: nothing replaces it
+            condition = (
+                _unknown(view, machine, node)
+                or _never_served(view, machine, node)
+                or _not_reporting(view, reporting, machine, node)
+                or _retired(view, machine, node)
+            )
+        found[machine.name] = condition or _in_service(view, machine, node)
     return found
 
 
@@ -63,9 +67,17 @@ def boot_timeout(kind: str) -> float:
     return TIMEOUTS.boot_metal if "metal" in kind else TIMEOUTS.boot
 
 
-def _unknown(view: View, machine: Machine, node: Node | None) -> Condition | None:
-    """Neither its zone nor its agent answers. A member of the generation counts as there."""
-    if machine.state != "unknown" or _is_member(view, machine):
+def _ready(view: FleetView, machine: Machine, node: Node | None) -> Condition | None:
+    """A machine whose agent serves jobs. Most are, so this comes first."""
+    if node is None or not machine.joined or machine.state in ENDING_STATES:
+        return None
+    serves = node.report.phase == "ready" and reports(view, node) and not node.leaving
+    return Condition(machine, "ready", since=node.since) if serves else None
+
+
+def _unknown(view: FleetView, machine: Machine, node: Node | None) -> Condition | None:
+    """Neither its zone nor its agent answers. A member of a generation counts as there."""
+    if machine.state != "unknown" or machine.name in view.members:
         return None
     # A new head first waits until agents have found it.
     quiet = silent(view, node) if node is not None else view.now - view.awake_since > TIMEOUTS.rejoin
@@ -77,7 +89,7 @@ def _unknown(view: View, machine: Machine, node: Node | None) -> Condition | Non
     return Condition(machine, "unknown", reason, since, wanted)
 
 
-def _never_served(view: View, machine: Machine, node: Node | None) -> Condition | None:
+def _never_served(view: FleetView, machine: Machine, node: Node | None) -> Condition | None:
     """A machine that was never fit. Another one is expected in its place, but not for ever."""
     fault = _fault(view, machine, node)
     if fault is None:
@@ -92,16 +104,16 @@ def _never_served(view: View, machine: Machine, node: Node | None) -> Condition 
     return Condition(machine, state, why, since, _request(machine, why))
 
 
-def _fault(view: View, machine: Machine, node: Node | None) -> tuple[str, float] | None:
+def _fault(view: FleetView, machine: Machine, node: Node | None) -> tuple[str, float] | None:
     """What keeps a machine from serving, and since when."""
     connected = node is not None and node.connected
     if node is not None and machine.joined:
-        if node.report.phase == "unfit":  # also of a disconnected one, which may be shutting down
+        if node.phase == "unfit":  # also of a disconnected one, which may be shutting down
             why = "; ".join(node.report.unfit) or "unfit"
-            holder = node.connected and _alone_holds_the_state(view, node)
+            holder = node.connected and _alone_holds_a_state(view, node)
             patience = TIMEOUTS.unfit_holder if holder else TIMEOUTS.unfit
             return (why, node.since) if view.now - node.since >= patience else None
-        if not connected or node.report.phase != "checking":
+        if not connected or node.phase != "checking":
             return None  # a machine that served: see `_not_reporting`
     if machine.state != "running" or had_joined(view, machine):
         return None
@@ -112,28 +124,39 @@ def _fault(view: View, machine: Machine, node: Node | None) -> tuple[str, float]
     if view.now <= max(since, view.awake_since + (TIMEOUTS.rejoin if reporting else TIMEOUTS.alone)):
         return None
     minutes = f"within {boot_timeout(machine.kind) / 60:.0f} minutes"
-    if connected and node is not None and node.report.phase == "checking":
+    if connected and node is not None and node.phase == "checking":
         return f"it could not tell {minutes} whether it is fit", since
     return f"its agent has not joined {minutes}", since
 
 
-def _alone_holds_the_state(view: View, node: Node) -> bool:
-    held = {n.name: patience.state(n) for n in view.nodes if n.connected and n.report.job == view.job.id}
-    own = held.pop(node.name, (-1, -1))
-    return own > view.job.newest and all(generation < own[0] for generation, _ in held.values())
+def _alone_holds_a_state(view: FleetView, node: Node) -> bool:
+    """Whether the node alone holds the newest state of a job, and the bucket does not have it."""
+    return any(_alone_holds(view, node, job, work) for job, work in view.work(node))
 
 
-def _not_reporting(view: View, reporting: list[Node], machine: Machine, node: Node | None) -> Condition | None:
+def _alone_holds(view: FleetView, node: Node, job: JobState, work: JobReport) -> bool:
+    own = patience.held(work)
+    others = [_held_by(n, job) for n in view.nodes if n.connected and n.name != node.name]
+    return own > job.newest and all(generation < own[0] for generation, _ in others)
+
+
+def _held_by(node: Node, job: JobState) -> tuple[int, int]:
+    """The newest snapshot of a job that a node holds; (-1, -1) if it holds none."""
+    work = node.report.of(job.id)
+    return patience.held(work) if work else (-1, -1)
+
+
+def _not_reporting(view: FleetView, reporting: list[Node], machine: Machine, node: Node | None) -> Condition | None:
     """A machine that served, and whose agent has not reported for longer than the head waits."""
     if machine.state != "running":
         return None
     if node is not None:
-        served = machine.joined and node.report.phase != "unfit"
-        if not served or not silent(view, node) or not node.expendable(view):
+        served = machine.joined and node.phase != "unfit"
+        if not served or not silent(view, node) or _is_member(view, node):
             return None
         since, most = max(node.reported_at, view.awake_since), _patience(view, reporting, node)
     else:
-        if _is_member(view, machine) or not had_joined(view, machine):
+        if machine.name in view.members or not had_joined(view, machine):
             return None
         since, most = max(view.began, view.awake_since), _patience_after_restart(view, reporting, machine)
     if view.now - since <= most:
@@ -141,63 +164,88 @@ def _not_reporting(view: View, reporting: list[Node], machine: Machine, node: No
     return Condition(machine, "replacing", "its agent does not report", since, _request(machine))
 
 
-def _patience(view: View, reporting: list[Node], node: Node) -> float:
-    """Seconds to wait for an agent: none if the job needs machines and others hold the state."""
+def _patience(view: FleetView, reporting: list[Node], node: Node) -> float:
+    """Seconds to wait for an agent: none if a job needs machines and others hold the state."""
     if not reporting:
-        return silence.alone(view, node.name)
-    safe = max([view.job.newest, *(patience.state(n) for n in reporting if n.report.job == view.job.id)])
-    only = node.report.job == view.job.id and patience.state(node) > safe
-    short = len(eligible(view)) < view.job.spec.nodes.min
-    return 0.0 if short and not only else TIMEOUTS.silent
+        return _alone(view, node.name)
+    only = any(
+        patience.held(work) > max([job.newest, *(_held_by(n, job) for n in reporting)]) for job, work in view.work(node)
+    )
+    return 0.0 if _short(view) and not only else TIMEOUTS.silent
 
 
-def _patience_after_restart(view: View, reporting: list[Node], machine: Machine) -> float:
-    """The same for an agent that has not reported to this head: the head does not know which state it holds."""
-    job = view.job
-    alone = 0.0 if reporting else silence.alone(view, machine.name)
-    held = (n.report.snapshot.generation for n in reporting if n.report.job == job.id and n.report.snapshot)
-    if max(held, default=-1) >= job.generation or all(each.node != machine.name for each in job.last):
-        return max(alone, TIMEOUTS.state_margin)
-    return max(alone, patience.patience(job, TIMEOUTS.last_holder))
+def _patience_after_restart(view: FleetView, reporting: list[Node], machine: Machine) -> float:
+    """The same for an agent that has not reported to this head: the head does not know which states it holds."""
+    alone = 0.0 if reporting else _alone(view, machine.name)
+    most = TIMEOUTS.state_margin
+    for job in view.last.get(machine.name, ()):
+        if max((_held_by(n, job)[0] for n in reporting), default=-1) < job.generation:
+            most = max(most, patience.patience(job, TIMEOUTS.last_holder))
+    return max(alone, most)
 
 
-def _retired(view: View, machine: Machine, node: Node | None) -> Condition | None:
-    """A machine that has retired: the generation goes on without it, and others or the bucket hold its state too."""
-    if node is None or not node.due or not node.connected or node.cloud != "running" or not node.expendable(view):
+def _alone(view: FleetView, node: str) -> float:
+    """Seconds to wait for a silent node while no other reports: the head may be the one that is cut off."""
+    stopped = [min(TIMEOUTS.alone, job.spec.silence_timeout) for job in view.last.get(node, ())]
+    return max(stopped, default=TIMEOUTS.alone) if silence.stopped(view, node) else TIMEOUTS.alone
+
+
+def _short(view: FleetView) -> bool:
+    """Whether fewer nodes report than a job needs that waits for them."""
+    waiting = (job for job in view.jobs if job.current is None and job.wants_nodes)
+    return any(_eligible(view, job) < job.spec.nodes.min for job in waiting)
+
+
+def _eligible(view: FleetView, job: JobState) -> int:
+    """How many nodes could be in a generation of the job that begins now."""
+    return sum(
+        reports(view, node) and not node.leaving and node.cloud not in ENDING_STATES and _serves(node, job)
+        for node in view.nodes
+    )
+
+
+def _serves(node: Node, job: JobState) -> bool:
+    work = node.report.of(job.id)
+    return work is not None and bool(work.store) and work.phase not in ("idle", "preparing")
+
+
+def _retired(view: FleetView, machine: Machine, node: Node | None) -> Condition | None:
+    """A machine that has retired: generations go on without it, and others or the bucket hold its states too."""
+    if node is None or not node.due or not node.connected or node.cloud != "running" or _is_member(view, node):
         return None
-    job = view.job
-    staying = (patience.state(n) for n in view.nodes if n.connected and not n.leaving and n.report.job == job.id)
-    kept = node.report.job != job.id or patience.state(node) <= max([job.newest, *staying])
-    uploading = job.saving is not None and node.name in job.saving.holders
-    if uploading or not kept or view.now - node.since < TIMEOUTS.last_logs:
+    staying = [n for n in view.nodes if n.connected and not n.leaving]
+    for job, work in view.work(node):
+        uploading = job.saving is not None and node.name in job.saving.holders
+        if uploading or patience.held(work) > max([job.newest, *(_held_by(n, job) for n in staying)]):
+            return None
+    if view.now - node.since < TIMEOUTS.last_logs:
         return None
     why = f"its cloud ends it at {time.strftime('%H:%M UTC', time.gmtime(node.due))}"
     return Condition(machine, "replacing", why, node.since, _request(machine, why, planned=True))
+
+
+def _is_member(view: FleetView, node: Node) -> bool:
+    """Whether the node is in a generation of a job."""
+    return any(member.boot == node.report.boot for _, member in view.memberships.get(node.name, ()))
 
 
 def _request(machine: Machine, why: str = "", planned: bool = False) -> Recreate:
     return Recreate(node=machine.name, pool=machine.pool, why=why, created=machine.created, planned=planned)
 
 
-def _is_member(view: View, machine: Machine) -> bool:
-    return any(member.node == machine.name for member in view.job.members)
-
-
-def _in_service(view: View, machine: Machine, node: Node | None) -> Condition:
-    """The condition of a machine of which nothing is asked."""
-    proven = machine.joined and (node is None or node.report.phase not in ("checking", "unfit"))
+def _in_service(view: FleetView, machine: Machine, node: Node | None) -> Condition:
+    """The condition of a machine of which nothing is asked, and that is not ready."""
+    proven = machine.joined and (node is None or node.phase not in ("checking", "unfit"))
     if machine.state in ENDING_STATES:
         return Condition(machine, "leaving", "the cloud ends it", proven=proven)
-    if node is None or (not machine.joined and node.report.phase != "checking"):
+    if node is None or (not machine.joined and node.phase != "checking"):
         if node is None and (machine.joined or had_joined(view, machine)):
             return Condition(machine, "silent", "its agent has not reported to this head", view.began)
         return Condition(machine, "booting", since=machine.created)
     if node.leaving:
         return Condition(machine, "leaving", "it retires" if node.due else "under notice", node.since, proven=proven)
-    if node.report.phase == "unfit":
+    if node.phase == "unfit":
         return Condition(machine, "unfit", "; ".join(node.report.unfit), node.since)
-    if node.report.phase == "checking":
+    if node.phase == "checking":
         return Condition(machine, "checking", since=node.since)
-    if not reports(view, node):
-        return Condition(machine, "silent", "its agent does not report", node.reported_at)
-    return Condition(machine, "ready", node.report.phase, node.since)
+    return Condition(machine, "silent", "its agent does not report", node.reported_at)

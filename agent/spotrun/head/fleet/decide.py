@@ -9,14 +9,13 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from spotrun.head import capacity
-from spotrun.head.capacity import Observation, Pool
-from spotrun.head.fleet.classify import Condition, classify
+from spotrun.head.capacity import sizes
+from spotrun.head.capacity.sizes import Observation, Pool
+from spotrun.head.demand import Wish
+from spotrun.head.fleet.classify import Condition
 from spotrun.head.fleet.record import Recreate, ask, counted, exhausted, may_ask, refusal
-from spotrun.head.job_state import JobState
-from spotrun.head.planner import idle
 from spotrun.head.timeouts import TIMEOUTS
-from spotrun.head.view import View
+from spotrun.head.view import FleetView
 
 Conditions = Mapping[str, Condition]
 
@@ -31,44 +30,24 @@ class FleetPlan:
     reasons: Mapping[str, str] = field(default_factory=dict)  # what operators should know of a pool: one line
 
 
-def decide(view: View, pools: Sequence[Pool] = (), needed: int | None = None) -> FleetPlan:
-    """The plan for the pools as the cloud knows them. needed: machines wanted; None: keep the sizes."""
-    conditions = classify(view)
+def decide(view: FleetView, conditions: Conditions, pools: Sequence[Pool] = (), wish: Wish | None = None) -> FleetPlan:
+    """The plan for the pools as the cloud knows them. wish: what jobs want of them; None: keep the sizes."""
     recreate, reasons = _recreate(view, conditions), _reasons(view, conditions)
-    if needed is None:
+    if wish is None:
         return FleetPlan(recreate=recreate, reasons=reasons)
-    found = capacity.decide(observe(view, conditions, pools, needed))
+    found = sizes.decide(observe(view, conditions, pools, wish))
     return FleetPlan(found.sizes, found.remove, recreate, reasons)
 
 
-def needed(queue: Sequence[str] | None, job: JobState | None, busy: bool, now: float) -> int | None:
-    """Machines wanted now; None: change nothing yet (the queue is not read, or logs or state are still uploaded).
-
-    queue: ids of the jobs not yet ended; None if it is not read yet. job: the active one, or the one that ended last.
-    busy: whether an agent still holds a job.
-    """
-    if queue is None or (job is not None and job.ending is not None):
-        return None
-    if idle.resting(job):
-        return 0
-    if job is not None and not job.ended_already:
-        nodes = job.spec.nodes
-        return nodes.max + nodes.spares
-    if queue and (job is None or queue[0] != job.id):
-        return None
-    ended = job.ended if job and job.ended else 0.0
-    return None if busy and now - ended < TIMEOUTS.last_logs else 0
-
-
-def wanted(view: View, conditions: Conditions) -> list[Recreate]:
+def wanted(view: FleetView, conditions: Conditions) -> list[Recreate]:
     """Machines in whose place others should be, whether or not the cloud may be asked now."""
-    if view.job.ended_already or view.job.ending is not None or idle.resting(view.job):
+    if not any(job.wants_nodes for job in view.jobs):
         return []
     running = (each for each in conditions.values() if each.machine.state == "running")
     return [each.replacement for each in running if each.replacement is not None]
 
 
-def _recreate(view: View, conditions: Conditions) -> tuple[Recreate, ...]:
+def _recreate(view: FleetView, conditions: Conditions) -> tuple[Recreate, ...]:
     replaced, found = view.replaced, []
     for action in wanted(view, conditions):
         if may_ask(replaced, action, view.now):
@@ -77,11 +56,10 @@ def _recreate(view: View, conditions: Conditions) -> tuple[Recreate, ...]:
     return tuple(found)
 
 
-def observe(view: View, conditions: Conditions, pools: Sequence[Pool], needed: int) -> Observation:
+def observe(view: FleetView, conditions: Conditions, pools: Sequence[Pool], wish: Wish) -> Observation:
     """What the policy of sizes sees: the pools with the conditions of their machines."""
-    # Also the members of a generation that has ended: they may hold the only copy of the state.
     out_of_service = {name for name, each in conditions.items() if each.state in ("replacing", "abandoned")}
-    keep = frozenset(member.node for member in view.job.last) - out_of_service
+    keep = wish.keep - out_of_service
     closed = _closed(view, conditions)
     noticed = {node.name for node in view.nodes if node.connected and node.under_notice}
     seen = []
@@ -93,10 +71,10 @@ def observe(view: View, conditions: Conditions, pools: Sequence[Pool], needed: i
                 # A machine is only known to be there while its zone or its agent answers. A member has proven itself.
                 states={n: "ready" if n in keep else state for n, state in states.items() if state != "unknown"},
                 supply="closed" if pool.supply != "away" and pool.name in closed else pool.supply,
-                leaving=len(noticed & states.keys()),
+                leaving=len(noticed & states.keys() - view.kept),
             )
         )
-    return Observation(tuple(seen), needed, keep)
+    return Observation(tuple(seen), wish.needs, keep)
 
 
 def _counts_as(condition: Condition) -> str:
@@ -104,7 +82,7 @@ def _counts_as(condition: Condition) -> str:
     return "booting" if condition.state == "leaving" and not condition.proven else condition.state
 
 
-def _closed(view: View, conditions: Conditions) -> frozenset[str]:
+def _closed(view: FleetView, conditions: Conditions) -> frozenset[str]:
     """Pools that have had their replacements and of which no machine serves: idle ones would only cost.
 
     They open again when the window of the count has passed.
@@ -120,7 +98,7 @@ def _closed(view: View, conditions: Conditions) -> frozenset[str]:
     return frozenset(found)
 
 
-def _reasons(view: View, conditions: Conditions) -> dict[str, str]:
+def _reasons(view: FleetView, conditions: Conditions) -> dict[str, str]:
     found: dict[str, str] = {}
     for each in conditions.values():
         if each.unusable and each.replacement and each.machine.pool not in found:

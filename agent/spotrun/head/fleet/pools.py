@@ -8,9 +8,11 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
-from spotrun.cloud.base import Cloud, Instance, Problem
+from spotrun.cloud.base import Advice, Cloud, Instance, Problem
+from spotrun.cloud.prices import on_demand
 from spotrun.errors import PartialError, SpotrunError
-from spotrun.head import capacity
+from spotrun.head.account import Rates
+from spotrun.head.capacity.sizes import Pool
 from spotrun.spec import ClusterSpec
 
 log = logging.getLogger(__name__)
@@ -21,16 +23,20 @@ T = TypeVar("T")
 class Fleet:
     """The pools of one cluster, as the cloud told them last."""
 
-    def __init__(self, cluster: ClusterSpec, cloud: Cloud) -> None:
+    def __init__(self, cluster: ClusterSpec, cloud: Cloud, clock: Callable[[], float] = time.time) -> None:
         self.cluster = cluster
+        self.listed_at = 0.0  # when the cloud was asked for `instances`
         self.instances: list[Instance] | None = None  # None while the cloud does not answer
         self.sizes: dict[str, int] = {}
         # Pools whose zone does not answer, and since when. Their instances and sizes are the last known ones.
         self.away: dict[str, Problem] = {}
         self.prices: dict[str, float] = {}
+        self.advice: Mapping[str, Advice] = {}  # what the cloud says about the pools' markets, by pool
+        self.rates = rates(cluster, {})  # `prices`, and what machines would cost on-demand
         self.last_list: list[Instance] | None = None  # the last answer, if any, even while there is none now
         self.looked = asyncio.Condition()  # notified each time the cloud was asked, with or without an answer
-        self._cloud = cloud
+        self._indexed: tuple[list[Instance] | None, Mapping[str, Instance]] = (None, {})  # see `_by_name`
+        self._cloud, self._clock = cloud, clock
         self._problems: list[Problem] = []  # as the cloud told them last
         self._unpriced = "the cloud has not been asked yet"  # why `prices` are not known; "" if they are
         self._refused: set[str] = set()  # pools that did not take their last size
@@ -49,6 +55,7 @@ class Fleet:
         # One by one: a budget needs the prices even when the problems are not known.
         try:
             self.prices, self._unpriced = await self._cloud.prices(), ""
+            self.rates = rates(self.cluster, self.prices)
         except SpotrunError as error:
             self._unpriced = self._unpriced and str(error)
             log.warning("prices: %s", error)
@@ -58,16 +65,32 @@ class Fleet:
             log.warning("problems: %s", error)
         return [problem for problem in self.problems if (problem.pool, problem.message) not in before]
 
+    async def follow_market(self) -> None:
+        """After each look, ask what the cloud says about the market. Never returns.
+
+        Beside the looks, since the answers may take long, and nothing waits for them.
+        """
+        said = ""
+        while True:
+            async with self.looked:
+                await self.looked.wait()
+            try:
+                self.advice, said = await self._cloud.advice(), ""
+            except SpotrunError as error:
+                if str(error) != said:
+                    said = str(error)
+                    log.warning("advice: %s", said)
+
     @property
     def problems(self) -> list[Problem]:
         """What keeps pools from their sizes, as far as is known."""
         return [each for each in self._problems if each.pool not in self.away] + list(self.away.values())
 
-    def pools(self) -> tuple[capacity.Pool, ...]:
+    def pools(self) -> tuple[Pool, ...]:
         """Each pool as the cloud told it last, for `decide`."""
         short = {problem.pool for problem in self.problems} | self._refused
         return tuple(
-            capacity.Pool(
+            Pool(
                 pool.name,
                 pool.max,
                 self.sizes.get(pool.name, 0),
@@ -116,7 +139,8 @@ class Fleet:
 
     def made(self, node: str) -> float:
         """When the machine of this name was made; 0 if that is not known."""
-        return next((each.created for each in self.instances or () if each.name == node), 0.0)
+        instance = self._by_name().get(node)
+        return instance.created if instance else 0.0
 
     def unpriced(self) -> str:
         """Why the price of machines is not known, so that no budget can be kept; "" if it is known."""
@@ -134,14 +158,21 @@ class Fleet:
         """
         if self.instances is None:
             return None
-        instance = next((each for each in self.instances if each.name == node), None)
+        instance = self._by_name().get(node)
         pool = instance.pool if instance else pool
         if pool in self.away or (pool is None and self.away):
             return None
         # A machine made after this agent's last report is a successor.
         return "gone" if instance is None or instance.created > reported_at else instance.state
 
+    def _by_name(self) -> Mapping[str, Instance]:
+        """The instances by their names: indexed once for each answer of the cloud."""
+        if self._indexed[0] is not self.instances:
+            self._indexed = (self.instances, {each.name: each for each in reversed(self.instances or ())})
+        return self._indexed[1]
+
     async def _list(self) -> None:
+        asked_at = self._clock()
         try:
             # At the same time: with a zone that is out, each of these calls takes long.
             (sizes, unsized), (found, unlisted) = await asyncio.gather(
@@ -154,6 +185,7 @@ class Fleet:
         self.sizes = {pool: size for pool, size in self.sizes.items() if pool in unsized} | sizes
         last = [instance for instance in self.last_list or () if instance.pool in unlisted]
         self.instances = self.last_list = [each for each in (*last, *found) if self.cluster.pool(each.pool)]
+        self.listed_at = asked_at
 
     def _note_away(self, missing: dict[str, str]) -> None:
         now, before = time.time(), self.away  # the first message stays: a changed one would be another event
@@ -163,6 +195,23 @@ class Fleet:
             for pool in self.cluster.pools
             if pool.name in missing
         }
+
+
+def rates(cluster: ClusterSpec, prices: Mapping[str, float]) -> Rates:
+    """What machines cost, and what they would cost on-demand: at the price of such a pool, else at the list price."""
+    listed: dict[str, float] = {}
+    for pool in cluster.pools:
+        twins = [
+            p
+            for p in cluster.pools
+            if (p.market, p.machine, p.accelerator) == ("on-demand", pool.machine, pool.accelerator)
+        ]
+        known = [prices[twin.name] for twin in twins if twin.name in prices]
+        attached = (pool.accelerator.type, pool.accelerator.count) if pool.accelerator else ()
+        price = max(known, default=None) or on_demand(cluster.cloud, pool.zone, pool.machine, *attached)
+        if price is not None:
+            listed[pool.name] = price
+    return Rates(prices, listed, {pool.name: pool.market for pool in cluster.pools})
 
 
 async def _known(question: Callable[[], Awaitable[T]]) -> tuple[T, dict[str, str]]:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from pydantic import Field
 
 from spotrun.errors import SpotrunError
 from spotrun.head.fenced import FencedStore
@@ -26,6 +28,7 @@ class Record(Kept):
     description: str
     """Digest of the cluster's description. Another description makes other machines, so the count starts again."""
     machines: tuple[Replacement, ...] = ()
+    joined: dict[str, float] = Field(default={})  # machines whose agents have joined: when each was made
 
 
 class Replacements:
@@ -42,29 +45,31 @@ class Replacements:
     ) -> None:
         """recreate: asks the cloud. still: whether a machine should still be replaced. wake: an answer came."""
         self.replaced: Asked = ()
+        self.joined: Mapping[str, float] = {}
         self.at_once = 4  # requests; some clouds look at all their pools for each
         self._key, self._description, self._fenced = replaced_key(cluster), description, FencedStore(store)
         self._recreate, self._still, self._wake = recreate, still, wake
-        self._written: Asked | None = None  # None: not read yet
+        self._written: Record | None = None  # None: not read yet
         self._asking: dict[asyncio.Task[str | None], Recreate] = {}
 
     async def read(self) -> None:
         """What earlier heads have asked; from the bucket the first time. Raises `StoreError`."""
         if self._written is None:
-            self._written = self.replaced = self._parsed(await self._fenced.find(self._key))
+            self._written = self._parsed(await self._fenced.find(self._key))
+            self.replaced, self.joined = self._written.machines, self._written.joined
 
     def pending(self, wanted: Sequence[Recreate]) -> bool:
         """Whether there is something to write or to ask."""
-        return bool(self._free(wanted)) or (self._written is not None and self.replaced != self._written)
+        return bool(self._free(wanted)) or self._written != self._record(self.replaced)
 
     async def begin(self, wanted: Sequence[Recreate], now: float) -> None:
         """Write the requests down, then ask. Raises `StoreError`; then nothing was asked or counted."""
         actions, replaced = self._free(wanted), self.replaced
         for action in actions:
             replaced = ask(replaced, action, now)
-        record = Record(description=self._description, machines=replaced)
+        record = self._record(replaced)
         await self._fenced.put(self._key, record.model_dump_json().encode())
-        self.replaced = self._written = replaced
+        self.replaced, self._written = replaced, record
         for action in actions:
             task = asyncio.create_task(self._ask(action), name=f"recreate {action.node}")
             self._asking[task] = action
@@ -117,12 +122,16 @@ class Replacements:
             return f"{type(error).__name__}: {error}"
         return ""
 
-    def _parsed(self, data: bytes | None) -> Asked:
+    def _record(self, replaced: Asked) -> Record:
+        return Record(description=self._description, machines=replaced, joined=dict(self.joined))
+
+    def _parsed(self, data: bytes | None) -> Record:
+        empty = Record(description=self._description)
         if data is None:
-            return ()
+            return empty
         try:
             record = Record.model_validate_json(data)
         except ValueError as error:
             log.warning("%s is not readable, the count starts at 0: %s", self._key, str(error).partition("\n")[0])
-            return ()
-        return record.machines if record.description == self._description else ()
+            return empty
+        return record if record.description == self._description else empty.replace(joined=record.joined)

@@ -7,13 +7,14 @@ job could not continue without it, or while another machine is missing. It never
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
 
 from spotrun.cloud.base import Instance
-from spotrun.head.planner.liveness import eligible
+from spotrun.head.job_state import JobState
+from spotrun.head.planner.liveness import reports
 from spotrun.head.timeouts import TIMEOUTS
-from spotrun.head.view import View
+from spotrun.head.view import ENDING_STATES, FleetView
 from spotrun.spec import PoolSpec
 from spotrun.spec.notices import RETIRE_LEAD
 
@@ -33,7 +34,7 @@ def planned(instances: Iterable[Instance], pools: Mapping[str, PoolSpec]) -> dic
     return found
 
 
-def mark(view: View) -> View:
+def mark(view: FleetView) -> FleetView:
     """The view in which nodes that retire now say so (`Node.due`)."""
     if not any(each.retires for each in view.machines):
         return view
@@ -41,19 +42,30 @@ def mark(view: View) -> View:
     return replace(view, nodes=tuple(replace(n, due=due[n.name]) if n.name in due else n for n in view.nodes))
 
 
-def _due(view: View) -> dict[str, float]:
+def _due(view: FleetView) -> dict[str, float]:
     """Nodes that retire now, with their machines' ends: one at a time, unless the end is near."""
-    able = {node.name for node in eligible(view)}
+    able = {
+        node.name
+        for node in view.nodes
+        if reports(view, node) and node.phase not in ("checking", "unfit") and not node.leaving
+        if node.cloud not in ENDING_STATES
+    }
     full = len(able) >= view.expected  # else a machine is missing, maybe since its zone has no machine for it
     found: dict[str, float] = {}
     for each in sorted(view.machines, key=lambda machine: (machine.retires, machine.name)):
-        if not 0 < each.retires <= view.now or each.state != "running":
-            continue
+        if not 0 < each.retires <= view.now or each.state != "running" or each.name in view.kept:
+            continue  # a kept node stays until its machine ends
         others = able - {each.name, *found}
         last = view.now >= _latest(each.ends, each.created)
-        if last or (full and not found and len(others) >= view.job.spec.nodes.min):
+        if last or (full and not found and all(_goes_on(view, job, others) for job in view.members.get(each.name, ()))):
             found[each.name] = each.ends
     return found
+
+
+def _goes_on(view: FleetView, job: JobState, others: Set[str]) -> bool:
+    """Whether the job could train on these nodes. Those of other jobs' generations do not count."""
+    taken = {name for name, jobs in view.members.items() if job not in jobs}
+    return len(others - taken) >= job.spec.nodes.min
 
 
 def _latest(ends: float, created: float) -> float:

@@ -37,7 +37,7 @@ def secure(view: View) -> tuple[Action, ...] | None:
         names = names[:1]  # the snapshot of a single node is consistent in itself
     if not job.saving or job.saving.ref != ref or not set(job.saving.holders) <= set(names):
         return (Save(ref, names),)
-    gone = any(n.report.late == ref.step for n in holders if n.name in job.saving.holders)
+    gone = any(n.work.late == ref.step for n in holders if n.name in job.saving.holders)
     again = gone and view.now - job.saving.since > TIMEOUTS.save_again
     return (AbortSave("a node does not have that snapshot any more"),) if again else ()
 
@@ -75,7 +75,7 @@ def closing(view: View) -> Finish | Resume:
     lost = f"the state after step {last[1]} is lost, it was not saved by {names}"
     if ending.phase == "succeeded" and not reachable:
         return Resume(f"{lost}; {kept}")
-    why = next((f" ({_message(node.report.trouble)})" for node in reachable if node.report.trouble), "")
+    why = next((f" ({_message(node.work.trouble)})" for node in reachable if node.work.trouble), "")
     phase = "failed" if ending.phase == "succeeded" else ending.phase
     return Finish(phase, "; ".join(filter(None, [ending.reason, lost + why, kept])))
 
@@ -89,13 +89,13 @@ def _go_on(view: View, here: list[Node]) -> tuple[Action, ...]:
         step = ahead(view, here, DRAIN_AHEAD)
         why = "something that run.track was given differs between nodes; one node saves all of it"
         return (AbortSave(why), Save(StateRef(generation=job.generation, step=step), _members(view, here)[:1]))
-    if any(node.report.late == saving.ref.step for node in here):
+    if any(node.work.late == saving.ref.step for node in here):
         return (AbortSave("a worker was past the step already"),)
-    failing = [n for n in here if n.name in saving.holders and (t := n.report.trouble) and t.step == saving.ref.step]
+    failing = [n for n in here if n.name in saving.holders and (t := n.work.trouble) and t.step == saving.ref.step]
     others = set(saving.holders) - {node.name for node in failing}
     long = waited > max(TIMEOUTS.save_newer, job.spec.checkpoint_interval)
     if failing and (long or (others and any(map(_steady, failing)))):
-        return (AbortSave(f"{failing[0].name} could not save its part: {_message(failing[0].report.trouble)}"),)
+        return (AbortSave(f"{failing[0].name} could not save its part: {_message(failing[0].work.trouble)}"),)
     return (AbortSave(f"not complete after {TIMEOUTS.save:.0f} s"),) if waited > TIMEOUTS.save else ()
 
 
@@ -113,7 +113,7 @@ def _able(nodes: Iterable[Node]) -> tuple[str, ...]:
 
 def _steady(node: Node) -> bool:
     """Whether a node has failed so long that other nodes take over. Both times are by the node's clock."""
-    trouble = node.report.trouble
+    trouble = node.work.trouble
     return trouble is not None and trouble.at - trouble.since >= TIMEOUTS.save_elsewhere
 
 
@@ -128,8 +128,8 @@ def ahead(view: View, here: list[Node], seconds: float) -> int:
     worker has passed the step nevertheless, its agent reports that the order was late.
     """
     pace = max(view.job.progress.pace or 1.0, 1e-4)
-    newest = max((w.step for n in here for w in n.report.workers), default=view.job.progress.step)
-    stepped_at = max((w.stepped_at for n in here for w in n.report.workers), default=view.now)
+    newest = max((w.step for n in here for w in n.work.workers), default=view.job.progress.step)
+    stepped_at = max((w.stepped_at for n in here for w in n.work.workers), default=view.now)
     # Only steps since the last report are unknown: one long step before it does not stand for many short steps.
     reported_at = max((n.reported_at for n in here), default=view.now)
     since = max(0.0, view.now - max(stepped_at, reported_at))
@@ -138,5 +138,5 @@ def ahead(view: View, here: list[Node], seconds: float) -> int:
 
 def torn(view: View, ref: StateRef) -> bool:
     """Whether parts of this checkpoint come from different states: together they would be no valid state."""
-    parts = [part for node in view.nodes if node.report.job == view.job.id for part in node.report.parts]
+    parts = [part for node in view.nodes if node.work.job == view.job.id for part in node.work.parts]
     return len({part.whole for part in parts if (part.generation, part.step) == (ref.generation, ref.step)}) > 1

@@ -7,7 +7,6 @@ when the cloud has enough machines. The job's state has all of this, so a new he
 
 from __future__ import annotations
 
-from spotrun.head.fleet.classify import classify
 from spotrun.head.job_state import Idle, JobState, SetIdle
 from spotrun.head.planner import patience
 from spotrun.head.planner.liveness import had_joined, reports
@@ -17,7 +16,7 @@ from spotrun.head.view import ENDING_STATES, View
 
 def observe(job: JobState, view: View) -> JobState:
     """The job, with the time since when it has had fewer machines than it needs."""
-    waits = job.current is None and job.ending is None and not job.stopping
+    waits = job.current is None and (job.wants_nodes or job.resting)
     if waits and not view.listed:
         return job  # the cloud does not answer: the number of machines is not known
     found = usable(view) if waits else set()
@@ -49,18 +48,13 @@ def decide(view: View) -> tuple[SetIdle, ...]:
     return (_later(idle, now, f"still {found} of {least} machines: given back"),)
 
 
-def resting(job: JobState | None) -> bool:
-    """Whether the job's machines have been given back, and the head asks for none at the moment."""
-    return job is not None and job.current is None and job.idle is not None and job.idle.next > 0 and not job.idle.until
-
-
 def condition(view: View) -> dict[str, object] | None:
     """For operators: since when the job waits, and one line of text."""
     idle = view.job.idle
     if idle is None or view.job.current is not None:
         return None
     found = f"{len(usable(view))} of {view.job.spec.nodes.min} machines"
-    if resting(view.job):
+    if view.job.resting:
         text = f"waiting, machines given back; next try in {duration(idle.next - view.now)}"
     elif idle.until:
         text = f"waiting, asking the cloud again: {found}, for {duration(idle.until - view.now)} more"
@@ -71,11 +65,15 @@ def condition(view: View) -> dict[str, object] | None:
 
 
 def usable(view: View) -> set[str]:
-    """Machines that are there for the job, or are booting."""
-    bad = {name for name, each in classify(view).items() if each.unusable}
-    listed = {each.name for each in view.machines if each.state in ("provisioning", "running")}
-    connected = {node.name for node in view.nodes if node.connected and node.cloud not in ENDING_STATES}
-    return (listed | connected).difference(bad)
+    """Machines that are there for the job, or are booting for it."""
+    listed = {
+        name
+        for name, each in view.conditions.items()
+        if each.machine.state in ("provisioning", "running") and not each.unusable
+    }
+    bad = {name for name, each in view.conditions.items() if each.unusable}
+    assigned = (node for node in view.nodes if node.assigned and node.connected and node.cloud not in ENDING_STATES)
+    return listed | {node.name for node in assigned}.difference(bad)
 
 
 def duration(seconds: float) -> str:

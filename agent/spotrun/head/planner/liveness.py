@@ -7,19 +7,21 @@ since. So a head that cannot see (every node is silent at once, or the head was 
 
 from __future__ import annotations
 
-from spotrun.head.job_state import JobState
+from collections.abc import Mapping
+
 from spotrun.head.timeouts import TIMEOUTS
-from spotrun.head.view import ENDING_STATES, Machine, Node, View
+from spotrun.head.view import ENDING_STATES, FleetView, Machine, Node, View
 
 HEARTBEAT = 0.5  # seconds between an agent's reports
 
 
-def silent(view: View, node: Node) -> bool:
+def silent(view: View | FleetView, node: Node) -> bool:
     """Whether the node has not reported for so long that something is wrong."""
-    return view.now - max(node.reported_at, view.awake_since) > view.job.spec.heartbeat_timeout
+    quiet = view.now - max(node.reported_at, view.awake_since)
+    return quiet > view.shortest_timeout and quiet > view.heartbeat_timeout(node)
 
 
-def reports(view: View, node: Node) -> bool:
+def reports(view: View | FleetView, node: Node) -> bool:
     """Whether the node is connected and not silent."""
     return node.connected and not silent(view, node)
 
@@ -29,48 +31,53 @@ def eligible(view: View) -> list[Node]:
     return [
         node
         for node in view.nodes
-        if reports(view, node)
-        and node.report.job == view.job.id
-        and node.report.phase not in ("checking", "unfit", "idle", "preparing")
+        if node.assigned
+        and node.free
+        and reports(view, node)
+        and node.work.job == view.job.id
+        and node.phase not in ("checking", "unfit", "idle", "preparing")
         and not node.setup_failure
         and not node.leaving
         and node.cloud not in ENDING_STATES
-        and node.report.store
+        and node.work.store
     ]
 
 
-def had_joined(view: View, machine: Machine) -> bool:
+def had_joined(view: View | FleetView, machine: Machine) -> bool:
     """Whether the machine's agent had joined before this head began, and has not reported since."""
-    job = view.job
     if any(node.name == machine.name for node in view.nodes):
         return False
-    member = any(each.node == machine.name for each in job.last) and machine.created <= job.ordered_at
-    return member or job.joined.get(machine.name) == machine.created
+    jobs = view.jobs if isinstance(view, FleetView) else (view.job,)
+    member = any(
+        any(each.node == machine.name for each in job.last) and machine.created <= job.ordered_at for job in jobs
+    )
+    return member or view.joined.get(machine.name) == machine.created
 
 
-def remember_joined(job: JobState, view: View) -> JobState:
-    """The job with the machines whose agents have joined, for the next head. Unchanged if the cloud does not answer."""
+def now_joined(view: FleetView) -> Mapping[str, float]:
+    """The machines whose agents have joined, for the next head. Unchanged if the cloud does not answer."""
     if not view.machines:
-        return job
-    joined = (each for each in view.machines if each.joined or job.joined.get(each.name) == each.created)
-    return job.replace(joined={each.name: each.created for each in joined})
+        return view.joined
+    joined = (each for each in view.machines if each.joined or view.joined.get(each.name) == each.created)
+    return {each.name: each.created for each in joined}
 
 
 def interrupted(view: View) -> dict[str, str]:
     """Members that are interrupted: name → kind (`kill`, `preempt`, `silent`)."""
     found: dict[str, str] = {}
     for member, node in zip(view.job.members, view.members(), strict=True):
-        others = [n for n in view.members() if n is not None and n is not node]
-        if kind := _interruption(view, member.node, node, others):
+        if (node is None or not reports(view, node)) and (kind := _interruption(view, member.node, node)):
             found[member.node] = kind
     return found
 
 
-def _interruption(view: View, name: str, node: Node | None, others: list[Node]) -> str | None:
-    """The kind of a member's interruption; None if there is none. node: None if it has not reported to this head."""
+def _interruption(view: View, name: str, node: Node | None) -> str | None:
+    """The kind of interruption of a member that does not report; None if there is none.
+
+    node: None if it has not reported to this head.
+    """
+    others = [each for each in view.members() if each is not None and each is not node]
     if node is not None:
-        if reports(view, node):
-            return None
         kind = "preempt" if node.leaving else "kill" if not node.connected else "silent"
         gone, stalled = node.gone, silent(view, node) and _stalled(view, others, node.reported_at)
     elif any(each.name == name for each in view.nodes):
@@ -85,8 +92,7 @@ def _interruption(view: View, name: str, node: Node | None, others: list[Node]) 
 def _peers_failed(view: View, others: list[Node]) -> bool:
     """Whether a collective failed elsewhere in this generation."""
     return any(
-        n.report.generation == view.job.generation and n.report.failure and n.report.failure.kind == "peer"
-        for n in others
+        n.work.generation == view.job.generation and n.work.failure and n.work.failure.kind == "peer" for n in others
     )
 
 
@@ -98,7 +104,7 @@ def _stalled(view: View, others: list[Node], last: float) -> bool:
     reporting = [n for n in others if n.connected and view.now - n.reported_at < 3 * HEARTBEAT]
     if not reporting:
         return False
-    newest = max((w.stepped_at for n in reporting for w in n.report.workers), default=0.0)
+    newest = max((w.stepped_at for n in reporting for w in n.work.workers), default=0.0)
     waited = view.now - max(newest, view.job.ordered_at)
     quiet = view.now - max(last, view.awake_since)
     return waited > max(1.0, 3 * view.job.progress.pace) or min(waited, quiet) > TIMEOUTS.slow_step

@@ -5,7 +5,7 @@ from __future__ import annotations
 from spotrun.head.timeouts import TIMEOUTS
 from spotrun.spec import ClusterSpec
 from spotrun.spec.notices import EC2_NOTICE, GCE_NOTICE
-from spotrun.wire import Report
+from spotrun.wire import JobReport
 
 
 def notice_of(cluster: ClusterSpec, pool: str) -> float:
@@ -19,18 +19,18 @@ def notice_of(cluster: ClusterSpec, pool: str) -> float:
     return EC2_NOTICE if like_ec2 else GCE_NOTICE
 
 
-def too_long(report: Report, notice: float) -> str:
-    """Why no drain of this node fits into `notice` seconds; "" if one does, or if no snapshot was measured yet.
+def too_long(node: str, work: JobReport, notice: float) -> str:
+    """Why no drain of a job on a node fits into `notice` seconds; "" if one does, or if no snapshot was measured yet.
 
     A drain takes the rest of a step, and the time to copy, hash and commit a snapshot.
     """
-    took = max((worker.took for worker in report.workers), default=0.0)
+    took = max((worker.took for worker in work.workers), default=0.0)
     if took == 0 or notice == 0:
         return ""
-    pace = max((w.stepping / (w.step - w.base) for w in report.workers if w.step > w.base), default=0.0)
+    pace = max((w.stepping / (w.step - w.base) for w in work.workers if w.step > w.base), default=0.0)
     if took + pace <= notice - TIMEOUTS.drain_margin:
         return ""
     return (
-        f"a drain of {report.node} takes about {took + pace:.0f} s: {took:.0f} s for the snapshot and {pace:.1f} s for "
+        f"a drain of {node} takes about {took + pace:.0f} s: {took:.0f} s for the snapshot and {pace:.1f} s for "
         f"a step. A preemption gives {notice:.0f} s of notice, so it will cost the steps since the newest snapshot"
     )

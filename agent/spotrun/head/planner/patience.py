@@ -9,7 +9,7 @@ from spotrun.head.planner import silence
 from spotrun.head.planner.liveness import reports
 from spotrun.head.timeouts import TIMEOUTS
 from spotrun.head.view import Node, View
-from spotrun.wire import StateRef
+from spotrun.wire import JobReport, StateRef
 
 
 def at_stake(job: JobState) -> float:
@@ -25,7 +25,7 @@ def patience(job: JobState, most: float) -> float:
 
 def unsaved(view: View) -> list[Node]:
     """Nodes, silent ones too, that hold a newer state than the bucket."""
-    mine = (node for node in view.nodes if node.report.job == view.job.id and not node.gone)
+    mine = (node for node in view.nodes if node.work.job == view.job.id and not node.gone)
     return [node for node in mine if state(node) > view.job.newest]
 
 
@@ -52,7 +52,12 @@ def unreported(view: View) -> str:
 
 def state(node: Node) -> tuple[int, int]:
     """Generation and step of the newest snapshot that a node holds; (-1, -1) if it holds none."""
-    ref = node.report.snapshot
+    return held(node.work)
+
+
+def held(work: JobReport) -> tuple[int, int]:
+    """The same of what a node reports about a job."""
+    ref = work.snapshot
     return (ref.generation, ref.step) if ref else (-1, -1)
 
 

@@ -23,7 +23,7 @@ from spotrun.head.job_state import (
     Start,
     Stop,
 )
-from spotrun.head.planner import checkpointing, idle, patience, silence, waiting
+from spotrun.head.planner import checkpointing, idle, keeping, kept_node, patience, silence, spending, waiting
 from spotrun.head.planner.checkpointing import DRAIN_AHEAD
 from spotrun.head.planner.liveness import eligible, interrupted, reports, silent
 from spotrun.head.timeouts import TIMEOUTS
@@ -47,10 +47,9 @@ def plan(view: View) -> Plan:
 def _actions(view: View) -> tuple[Action, ...]:
     job = view.job
     if job.ended_already:
-        return ()
-    budget = job.spec.budget
-    if budget is not None and job.cost >= budget and not job.stopping and job.ending is None:
-        return (Stop(f"the budget of ${budget:g} is spent"),)
+        return kept_node.let_go(view)
+    if not job.stopping and job.ending is None and (why := spending.exhausted(view)):
+        return (Stop(why),)
     return _assemble(view) if job.current is None else _supervise(view)
 
 
@@ -63,17 +62,24 @@ def _assemble(view: View) -> tuple[Action, ...]:
         return (SetEnding(Ending(phase="stopped", reason=job.stopping, state=patience.newest(patience.unsaved(view)))),)
     ready = eligible(view)
     if job.ending is None:
-        mine = [node for node in view.nodes if node.connected and node.report.job == job.id]
+        mine = [node for node in view.nodes if node.connected and node.work.job == job.id]
         broken = [node for node in mine if node.setup_failure]
         if broken and len(broken) == len(mine) and job.generation == 0:
-            failure = broken[0].report.failure
+            failure = broken[0].work.failure
             return (Finish("failed", f"set-up failed on {broken[0].name}: {failure.message if failure else ''}"),)
         if _enough(view, ready) and not view.blind() and not _must_save_first(view, ready):
             return (_start(job, ready, None),)
     found = checkpointing.secure(view)
     if job.ending is None:
         return (*(found or ()), *idle.decide(view))
-    if found is None or view.now > job.ending.deadline > 0 or patience.out_of_reach(view, TIMEOUTS.save):
+    if job.keeper is not None and (kept := keeping.decide(view, job.keeper, found)) is not None:
+        return kept
+    if (
+        found is None
+        or spending.over(job)
+        or view.now > job.ending.deadline > 0
+        or patience.out_of_reach(view, TIMEOUTS.save)
+    ):
         return (checkpointing.closing(view),)
     if job.ending.deadline == 0:
         return (SetEnding(job.ending.replace(deadline=view.now + TIMEOUTS.save)), *found)
@@ -89,7 +95,7 @@ def _must_save_first(view: View, ready: list[Node]) -> bool:
     job = view.job
     if job.current is None and view.now - job.ordered_at > patience.patience(job, TIMEOUTS.save):
         return False
-    reporting = [n for n in view.nodes if reports(view, n) and n.report.job == job.id]
+    reporting = [n for n in view.nodes if reports(view, n) and n.work.job == job.id]
     newest = max(map(patience.state, reporting), default=(-1, -1))
     return newest > job.newest and newest[0] > max((patience.state(n)[0] for n in ready), default=newest[0])
 
@@ -98,8 +104,8 @@ def _supervise(view: View) -> tuple[Action, ...]:
     """A generation is under way: has it ended, must it end, is a checkpoint due?"""
     job = view.job
     members = view.members()
-    reporting = [node for node in members if node is not None and node.report.generation == job.generation]
-    if len(reporting) == len(members) and all(n.report.phase == "succeeded" for n in reporting):
+    reporting = [node for node in members if node is not None and node.work.generation == job.generation]
+    if len(reporting) == len(members) and all(n.phase == "succeeded" for n in reporting):
         return (EndGeneration(ending=Ending(phase="succeeded", state=patience.newest(reporting))),)
     gone = interrupted(view) or silence.interrupted(view)
     failed = _user_failure(reporting, gone)
@@ -123,10 +129,10 @@ def _supervise(view: View) -> tuple[Action, ...]:
 
 def _after_failure(view: View, failure: Failure, node: Node) -> tuple[Action, ...]:
     """Count the failure. Restart from the newest snapshot, or end the job after too many."""
-    fail = CountFailure(failure, node.name, node.report.stacks)
+    fail = CountFailure(failure, node.name, node.work.stacks)
     cause = Cause(kind="hang" if failure.kind == "hang" else "crash", node=node.name)
     if view.job.restarts + 1 > view.job.spec.max_restarts:
-        return (fail, EndGeneration(), Finish("failed", failure.message))
+        return (fail, EndGeneration(), Finish("failed", failure.message), *kept_node.keep(view, node))
     return (fail, _restart(view, cause))
 
 
@@ -148,10 +154,10 @@ def _drain_on(view: View, reporting: list[Node], size: int) -> tuple[Action, ...
     """
     job = view.job
     assert job.draining is not None
-    settled = [node for node in reporting if node.report.phase in ("drained", "failed", "succeeded")]
+    settled = [node for node in reporting if node.phase in ("drained", "failed", "succeeded")]
     if len(settled) == size or (view.now > job.draining.deadline and not view.blind()):
         return (_restart(view, job.draining.cause),)
-    if any(node.report.late == job.draining.step for node in reporting):
+    if any(node.work.late == job.draining.step for node in reporting):
         step = checkpointing.ahead(view, reporting, 4 * DRAIN_AHEAD)
         if step > job.draining.step:
             return (Drain(step, job.draining.cause, job.draining.deadline),)
@@ -159,14 +165,17 @@ def _drain_on(view: View, reporting: list[Node], size: int) -> tuple[Action, ...
 
 
 def _reason_to_drain(view: View, reporting: list[Node]) -> tuple[Action, ...]:
-    """End a healthy generation if a member is leaving, if the job stops, or if more nodes are worth a pause."""
-    job = view.job
+    """End a healthy generation: a member leaves or goes to another job, the job stops, or growth is worth a pause."""
+    job, members = view.job, view.members()
     leaving = [node for node in reporting if node.leaving]
     if leaving:
         notice_deadlines = [n.report.notice.deadline for n in leaving if n.report.notice and not n.due]
         retirement_deadlines = [min(n.due, view.now + TIMEOUTS.drain) for n in leaving if n.due]
         cause = Cause(kind="preempt" if notice_deadlines else "end", node=", ".join(n.name for n in leaving))
         deadline = min(notice_deadlines + retirement_deadlines) - TIMEOUTS.drain_margin
+    elif taken := [node.name for node in members if node is not None and not node.assigned]:
+        cause = Cause(kind="pause" if job.paused else "move", node=", ".join(taken))
+        deadline = view.now + TIMEOUTS.drain
     elif job.stopping:
         cause, deadline = Cause(kind="stop"), view.now + TIMEOUTS.drain
     elif _worth_growing(view):
@@ -202,7 +211,7 @@ def _hang(view: View, reporting: list[Node]) -> tuple[Action, ...]:
     job = view.job
     # A node that has succeeded has no work left. The other nodes may still hang.
     training = ("starting", "running", "succeeded")
-    if not reporting or job.dumping or any(n.report.phase not in training for n in reporting):
+    if not reporting or job.dumping or any(n.phase not in training for n in reporting):
         return ()
     if any(silent(view, node) for node in reporting):
         return ()  # nobody knows what a silent node does
@@ -220,7 +229,7 @@ def _unable(view: View, node: Node) -> bool:
 
     A node whose set-up has failed gets less time than others.
     """
-    if node.report.generation >= view.job.generation or not node.connected or silent(view, node):
+    if node.work.generation >= view.job.generation or not node.connected or silent(view, node):
         return False
     waited = view.now - max(view.job.ordered_at, view.awake_since)
     return (node.setup_failure and waited > TIMEOUTS.failure) or waited > view.job.spec.start_timeout
@@ -233,9 +242,9 @@ def _user_failure(reporting: list[Node], gone: dict[str, str]) -> tuple[Failure,
     workers see `_unexplained_failure`.
     """
     found = [
-        (node.report.failure, node)
+        (node.work.failure, node)
         for node in reporting
-        if node.report.phase == "failed" and node.report.failure and node.report.failure.kind not in ("peer", "signal")
+        if node.phase == "failed" and node.work.failure and node.work.failure.kind not in ("peer", "signal")
         if not node.leaving and not node.gone and node.name not in gone
     ]
     return min(found, key=lambda item: item[0].at) if found else None
@@ -246,7 +255,7 @@ def _unexplained_failure(view: View, reporting: list[Node]) -> tuple[Failure, No
 
     None if there is no such failure, or if a member may still turn out to be lost.
     """
-    found = [(n.report.failure, n) for n in reporting if n.report.phase == "failed" and n.report.failure]
+    found = [(n.work.failure, n) for n in reporting if n.phase == "failed" and n.work.failure]
     if not found:
         return None
     failure, node = min(found, key=lambda item: (item[0].kind == "peer", item[0].at))
@@ -273,5 +282,8 @@ def _start(job: JobState, ready: list[Node], cause: Cause | None) -> Start:
     ranks = {(member.node, member.boot): rank for rank, member in enumerate(job.last)}
     ready = sorted(ready, key=lambda n: (ranks.get((n.name, n.report.boot), len(ranks)), n.name))
     chosen = ready[: job.spec.nodes.max]
-    members = tuple(Member(node=n.name, boot=n.report.boot, address=n.report.address) for n in chosen)
-    return Start(members, chosen[0].report.store, cause)
+    members = tuple(
+        Member(node=n.name, boot=n.report.boot, address=n.report.address, devices=n.devices, share=n.share)
+        for n in chosen
+    )
+    return Start(members, chosen[0].work.store, cause)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from spotrun.head.job_state import JobState
 from spotrun.head.planner.liveness import reports, silent
 from spotrun.head.timeouts import TIMEOUTS
-from spotrun.head.view import Sign, View
+from spotrun.head.view import FleetView, Sign, View
 from spotrun.wire import AliveRecord
 
 MISSED = 3  # missing signs in a row after which a node's signs count as stopped
@@ -48,7 +48,7 @@ def interrupted(view: View) -> dict[str, str]:
     return {each.node: "preempt" if each.node in leaving else "silent" for each in dead}
 
 
-def stopped(view: View, node: str) -> bool:
+def stopped(view: View | FleetView, node: str) -> bool:
     """Whether the node's sign of life has stopped; False if the bucket has not answered lately."""
     sign = view.signs.get(node)
     if sign is None or view.now - sign.looked > TIMEOUTS.sign_recent:
@@ -63,18 +63,13 @@ def stuck(view: View) -> bool:
         return False
     begun = max(_step(view, sign) for sign in signs) > max(view.job.progress.base, -1)
     patience = view.job.spec.hang_timeout if begun else view.job.spec.start_timeout
-    return min(sign.looked for sign in signs) - max(sign.advanced for sign in signs) > patience
+    return min(sign.looked for sign in signs) - max(_advanced(view, sign) for sign in signs) > patience
 
 
 def given_up(view: View) -> bool:
     """Whether a stop does not wait for the members, since none has reported for some time."""
     quiet = since(view)
     return quiet is not None and view.now - quiet > min(TIMEOUTS.tell_silence, view.job.spec.silence_timeout)
-
-
-def alone(view: View, node: str) -> float:
-    """Seconds to wait for a silent node while no other reports: the head may be the one that is cut off."""
-    return min(TIMEOUTS.alone, view.job.spec.silence_timeout) if stopped(view, node) else TIMEOUTS.alone
 
 
 def watched(view: View) -> frozenset[str]:
@@ -97,12 +92,12 @@ def seen(before: Sign | None, record: AliveRecord | None, now: float) -> Sign:
     last = before.record if before else None
     if record is None:
         return replace(before, looked=now) if before and not last else Sign(now, now, now)
-    changed = advanced = now
+    changed, jobs = now, {each.job: now for each in record.every_job}
     if before and last and last.boot == record.boot:
         changed = before.changed if last.at == record.at else now
-        steps = [(each.job, each.generation, each.step) for each in (last, record)]
-        advanced = before.advanced if steps[0] == steps[1] else now
-    return Sign(changed, advanced, now, record)
+        same = [each.job for each in record.every_job if each == last.of(each.job)]
+        jobs |= {job: before.jobs.get(job, before.advanced) for job in same}
+    return Sign(changed, max(jobs.values()), now, record, jobs)
 
 
 def news(view: View) -> tuple[str, str] | None:
@@ -126,7 +121,7 @@ def _judged(view: View, who: str) -> tuple[str, str]:
         return "bucket", f"{who}; looking in the bucket for signs of life, nothing is ended before that"
     if any(stopped(view, member.node) for member in view.job.members):
         return "dead", f"{who}, and the signs of life in the bucket have stopped: lost {limit}"
-    if any(sign.looked - sign.advanced > _due(sign) for sign in signs):
+    if any(sign.looked - _advanced(view, sign) > _due(sign) for sign in signs):
         return "stuck", f"{who}; the signs of life in the bucket go on, but no step is completed: lost {limit}"
     return "cut", f"{who}, but the signs of life in the bucket go on: only the link is cut, training is left alone"
 
@@ -143,10 +138,15 @@ def _signs(view: View) -> list[Sign]:
     return [sign for sign, boot in found if sign and (sign.record is None or sign.record.boot == boot)]
 
 
+def _advanced(view: View, sign: Sign) -> float:
+    """When the sign last showed another step of this job. The node may have others."""
+    return sign.jobs.get(view.job.id, sign.advanced)
+
+
 def _step(view: View, sign: Sign) -> int:
     """The step of the current generation that the sign names; -1 if the sign is of another generation."""
-    record = sign.record
-    return record.step if record and (record.job, record.generation) == (view.job.id, view.job.generation) else -1
+    found = sign.record.of(view.job.id) if sign.record else None
+    return found.step if found and found.generation == view.job.generation else -1
 
 
 def _another(view: View, node: str, boot: str) -> bool:

@@ -14,11 +14,13 @@ import time
 from aiohttp import WSMsgType, web
 from pydantic import ValidationError
 
+from spotrun.changes import Texts
 from spotrun.errors import StoreError
 from spotrun.head.head import Head
 from spotrun.head.server.admission import NAME, Caller, Refusal, decide
+from spotrun.head.server.outbox import Outbox
 from spotrun.store import RECORD, host_key
-from spotrun.wire import MAX_MESSAGE, NODE_HEADER, REFUSAL_HEADER, HostRecord, Order, Report, problem
+from spotrun.wire import MAX_MESSAGE, NODE_HEADER, REFUSAL_HEADER, HostRecord, Report, problem
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +44,7 @@ class AgentServer:
         self._looked_at = -LOOK_EVERY
         self._waiting = 0  # callers that wait for a list
         self._refused_at: dict[tuple[str, ...], float] = {}  # refusals with an event in the last EVENT_EVERY
+        self._texts = Texts()
         self._left_out = 0  # refusals without an event since the last one
 
     def app(self) -> web.Application:
@@ -71,7 +74,7 @@ class AgentServer:
         if refusal is not None:
             self._add_event(caller, refusal)
             return web.Response(status=refusal.status, headers={REFUSAL_HEADER: refusal.reason})
-        return await _connect(self._head, caller.node, request)
+        return await _connect(self._head, self._texts, caller.node, request)
 
     async def _look(self, deadline: float) -> bool:
         """Wait until the cloud has been asked once more; False if that took too long."""
@@ -80,7 +83,7 @@ class AgentServer:
             return False
         if now - self._looked_at >= LOOK_EVERY:
             self._looked_at = now
-            self._head.look()
+            self._head.scaler.look_now.set()
         self._waiting += 1
         try:
             async with asyncio.timeout(deadline - now), self._head.fleet.looked:
@@ -124,18 +127,13 @@ class AgentServer:
         self._head.add_event("refused", f"{node} from {caller.address}: {refusal.reason}{more}")
 
 
-async def _connect(head: Head, node: str, request: web.Request) -> web.WebSocketResponse:
-    """One node's connection, until it closes. Orders go out through a queue that keeps only the newest."""
+async def _connect(head: Head, texts: Texts, node: str, request: web.Request) -> web.WebSocketResponse:
+    """One node's connection, until it closes."""
     connection = web.WebSocketResponse(max_msg_size=MAX_MESSAGE, heartbeat=HEARTBEAT)
     await connection.prepare(request)
-    orders: asyncio.Queue[Order] = asyncio.Queue()
-
-    def send(order: Order) -> None:
-        while not orders.empty():
-            orders.get_nowait()
-        orders.put_nowait(order)
-
-    sender = asyncio.create_task(_send(connection, orders))
+    outbox = Outbox(texts)
+    send = outbox.put  # one object for as long as the connection lasts
+    sender = asyncio.create_task(_send(connection, outbox))
     connected, bad = False, 0
     try:
         async for message in connection:
@@ -149,6 +147,7 @@ async def _connect(head: Head, node: str, request: web.Request) -> web.WebSocket
                     await connection.close(code=1008, message=b"too many bad messages")
                 continue
             connected, bad = True, 0
+            outbox.taken(report.order, report.version)
             head.receive(report, send)
     finally:
         sender.cancel()
@@ -158,10 +157,10 @@ async def _connect(head: Head, node: str, request: web.Request) -> web.WebSocket
     return connection
 
 
-async def _send(connection: web.WebSocketResponse, orders: asyncio.Queue[Order]) -> None:
+async def _send(connection: web.WebSocketResponse, outbox: Outbox) -> None:
     with contextlib.suppress(ConnectionError):
         while True:
-            await connection.send_str((await orders.get()).model_dump_json())
+            await connection.send_str(await outbox.next())
 
 
 def _report(text: str) -> Report | str:

@@ -20,13 +20,16 @@ from spotrun.errors import SpotrunError, StoreError
 from spotrun.head import job_queue
 from spotrun.head.head import Head
 from spotrun.head.job_state import JobState, Stop, apply
-from spotrun.head.status import job_status
+from spotrun.head.requests import Change
+from spotrun.head.status import job_status, row
 from spotrun.machine import private_paths
+from spotrun.spec.fields import PRIORITY
 from spotrun.text import to_json
 
 log = logging.getLogger(__name__)
 
 FOLLOW_EVERY = 0.2  # seconds; `ctl follow` gets at most one status document in this time
+FOLLOW_SHARE = 0.1  # of a core, that one `ctl follow` takes at the most: with many nodes, documents are rarer
 ALIVE_EVERY = 5.0  # seconds without a change after which `ctl follow` gets an empty line, as a sign that the head runs
 NEWEST = 10  # jobs in a list of the newest ones
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -43,6 +46,9 @@ class ControlServer:
         app = web.Application(middlewares=[_same_user, _explain, self._read_queue])
         app.router.add_post("/submit", self._submit)
         app.router.add_post("/stop", self._stop)
+        app.router.add_post("/pause", self._pause)
+        app.router.add_post("/resume", self._resume)
+        app.router.add_post("/priority", self._priority)
         app.router.add_post("/relaunch", self._relaunch)
         app.router.add_post("/preempt", self._preempt)
         app.router.add_get("/status", self._status)
@@ -61,23 +67,63 @@ class ControlServer:
         return web.json_response({"job": await self._head.submit(asked["job"], str(asked["code"]))})
 
     async def _stop(self, request: web.Request) -> web.Response:
-        job = (await _body(request)).get("job")
-
-        def stop(active: JobState, now: float) -> JobState:
-            return apply(active, Stop("stopped by the operator"), now)
-
+        asked = await _body(request)
+        job, group = asked.get("job"), asked.get("group")
+        if group is not None:
+            return web.json_response({"group": group, "jobs": await self._stop_group(str(group))})
         if job is not None:
             job = str(job)
             if await job_queue.take_out(self._head, job):
                 return web.json_response({"job": job})
             state = await self._head.load(job)
+            if kept := state.kept_node if job in self._head.states else None:
+                await self._head.change(_stopped, job, kept=True)
+                return web.json_response({"job": job, "kept": kept.member.node})
             if state.ended_already:
                 how = f"{state.phase} ({state.reason})" if state.reason else state.phase
                 raise SpotrunError(f"job {job} has already ended: {how}")
-        return web.json_response({"job": (await self._head.change(stop, job)).id})
+        return web.json_response({"job": (await self._head.change(_stopped, job)).id})
+
+    async def _stop_group(self, group: str) -> list[str]:
+        """Stop the jobs of a group that have not ended, and let go of the nodes that others keep; their ids."""
+        jobs = [job.id for job in self._head.states.values() if job.spec.group == group and not job.over]
+        if not jobs:
+            raise SpotrunError(f"group {group} has no job that has not ended; `make jobs` lists the groups")
+        changes = (self._head.change(_stopped, job, kept=True) for job in jobs)
+        found = await asyncio.gather(*changes, return_exceptions=True)  # one may have ended meanwhile
+        return [state.id for state in found if isinstance(state, JobState)]
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        def pause(job: JobState, _: float) -> JobState:
+            if job.ending is not None or job.stopping:
+                raise SpotrunError(f"job {job.id} is about to end")
+            return job.replace(paused="paused by the operator")
+
+        return await self._change(request, pause)
+
+    async def _resume(self, request: web.Request) -> web.Response:
+        def resume(job: JobState, _: float) -> JobState:
+            if not job.paused:
+                raise SpotrunError(f"job {job.id} is not paused")
+            return job.replace(paused="")
+
+        return await self._change(request, resume)
+
+    async def _priority(self, request: web.Request) -> web.Response:
+        wanted = (await _body(request))["to"]
+        if type(wanted) is not int or abs(wanted) > PRIORITY:
+            raise SpotrunError(
+                f"priority {wanted!r} is not allowed: give a whole number from {-PRIORITY} to {PRIORITY}"
+            )
+        return await self._change(request, lambda job, _: job.replace(priority=wanted))
+
+    async def _change(self, request: web.Request, change: Change) -> web.Response:
+        """Change the job that the request names, or the only one that has not ended."""
+        job = (await _body(request)).get("job")
+        return web.json_response({"job": (await self._head.change(change, None if job is None else str(job))).id})
 
     async def _relaunch(self, request: web.Request) -> web.Response:
-        job = str((await _body(request)).get("job") or await self._current_job())
+        job = str((await _body(request)).get("job") or await self._current_job(alone=True))
         await self._head.relaunch(job)
         return web.json_response({"job": job})
 
@@ -93,16 +139,18 @@ class ControlServer:
         return web.json_response(await self._document(request.query.get("job")), dumps=to_json)
 
     async def _jobs(self, _: web.Request) -> web.Response:
-        unfinished = [*self._head.jobs, *self._head.journal.held]
-        found = [{"job": job, "phase": await job_queue.phase(self._head, job)} for job in unfinished]
-        newest = await self._head.journal.newest(NEWEST)
-        found += [{"job": state.id, "phase": state.phase} for state in newest if state.id not in unfinished]
-        return web.json_response(found)
+        head = self._head
+        unended = [*head.jobs, *head.journal.held]
+        known = {each["id"]: each for each in head.status()["jobs"]}
+        found = [known.get(job) or await job_queue.brief(head, job) for job in unended]
+        found += [row(state) for state in await head.journal.newest(NEWEST) if state.id not in unended]
+        # Operators of version 0.1 read `job`.
+        return web.json_response([{"job": each["id"], **each} for each in found], dumps=to_json)
 
     async def _follow(self, request: web.Request) -> web.StreamResponse:
         """Send a status document in one line whenever it has changed. Stop after the job has ended."""
         head = self._head
-        job = request.query.get("job") or (head.jobs[0] if head.jobs else await self._current_job())
+        job = request.query.get("job") or await self._current_job()
         if job in head.journal.held:
             raise SpotrunError(
                 f"job {job} has been held since the cluster was brought up; `make relaunch ID={job}` continues it"
@@ -114,14 +162,17 @@ class ControlServer:
         # If the bucket does not answer, stop sending. The operator's next request gets an answer that says why.
         with contextlib.suppress(ConnectionError, StoreError):
             while True:
+                began = time.thread_time()
                 document = await self._document(job)
                 text = to_json(document)
+                took = time.thread_time() - began
                 if text != last or time.monotonic() - written >= ALIVE_EVERY:
                     await response.write((text if text != last else "").encode() + b"\n")
                     last, written = text, time.monotonic()
                 if document["job"]["ended"]:
                     break
-                await asyncio.sleep(FOLLOW_EVERY)  # a person cannot read faster; the next line has all changes
+                # A person cannot read faster; the next line has all changes.
+                await asyncio.sleep(max(FOLLOW_EVERY, took / FOLLOW_SHARE))
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(ALIVE_EVERY / 2), head.published:
                         await head.published.wait()
@@ -130,24 +181,22 @@ class ControlServer:
     async def _document(self, job: str | None) -> dict[str, Any]:
         """The status document about `job`. None: about the active job."""
         head = self._head
-        document = head.status()
-        if job is not None and (head.job is None or head.job.id != job):
-            state = await head.load(job)
-            document["job"] = job_status(state)
-            # The document has the events of the active job; a job that has not begun has none.
-            document["events"] = await head.journal.events(job) if state.generation or state.ended else []
+        document = head.status(job)
+        if job is not None and job not in head.states:
+            found = job_status(await head.load(job))
             if job in head.journal.held:
-                document["job"] |= {"phase": "held", "members": []}
-            elif job in head.jobs[1:]:
-                document["job"]["reason"] = f"waits for {', '.join(head.jobs[: head.jobs.index(job)])} to end"
+                found |= {"phase": "held", "members": []}
+            document |= {"job": found, "events": await head.journal.events(job)}
         return document
 
-    async def _current_job(self) -> str:
-        """The active job, or the job that was active last. A request without an id is about this job.
+    async def _current_job(self, alone: bool = False) -> str:
+        """The job that a request without an id is about: see `Head.job`. alone: refuse if there are several.
 
-        Raises `SpotrunError` if this head has had no active job.
+        Raises `SpotrunError` if this head has had no job.
         """
         head = self._head
+        if alone and len(head.jobs) > 1:
+            raise SpotrunError(f"{len(head.jobs)} jobs have not ended: {', '.join(head.jobs)}; name one of them")
         if head.job is not None:
             return head.job.id
         if head.journal.held:
@@ -159,6 +208,10 @@ class ControlServer:
         if not ids:
             raise SpotrunError("no job has run on this cluster yet")
         raise SpotrunError(f"no job has run since this head began; name one of these: {', '.join(ids)}")
+
+
+def _stopped(job: JobState, now: float) -> JobState:
+    return apply(job, Stop("stopped by the operator"), now)
 
 
 async def _body(request: web.Request) -> dict[str, Any]:

@@ -28,7 +28,14 @@ def add_parser(commands: Any) -> None:
     for verb, text in (("status", "one status document"), ("follow", "a status document a line until the job ends")):
         verbs.add_parser(verb, help=text).add_argument("--job")
     verbs.add_parser("jobs", help="the jobs that have not ended, then the newest of the others")
-    verbs.add_parser("stop", help="stop a job, or the active one; its state goes into the bucket").add_argument("--job")
+    stop = verbs.add_parser("stop", help="stop a job, or all jobs of a group; their state goes into the bucket")
+    stop.add_argument("--job")
+    stop.add_argument("--group")
+    verbs.add_parser("pause", help="take a job's devices away; its state goes into the bucket").add_argument("--job")
+    verbs.add_parser("resume", help="let a paused job have devices again").add_argument("--job")
+    priority = verbs.add_parser("priority", help="change the priority of a job")
+    priority.add_argument("--job")
+    priority.add_argument("--to", type=int, required=True)
     verbs.add_parser("relaunch", help="continue an ended job, or restart an active one").add_argument("--job")
     preempt = verbs.add_parser("preempt", help="have the cloud take a node, with notice, as a test")
     preempt.add_argument("node")
@@ -60,8 +67,8 @@ async def _run(args: argparse.Namespace) -> int:
 
 
 async def _ask(session: aiohttp.ClientSession, args: argparse.Namespace) -> int:
-    base, job = "http://head", getattr(args, "job", None)
-    query = {"job": job} if job else {}
+    base = "http://head"
+    query = {key: value for key in ("job", "group", "to") if (value := getattr(args, key, None)) is not None}
     match args.verb:
         case "status" | "jobs" | "follow":
             request = session.get(f"{base}/{args.verb}", params=query)

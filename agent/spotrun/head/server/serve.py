@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
+from asyncio import sslproto
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
@@ -34,6 +36,7 @@ async def serve(
     control: the path of the control socket. side_tasks: what runs beside the head, and ends the head when it ends.
     on_serving: called with the head's address once agents can find it.
     """
+    _tune()
     context, fingerprint = await asyncio.to_thread(certificate.create)
     agents = web.AppRunner(AgentServer(head).app(), access_log=None)
     operators = web.AppRunner(ControlServer(head).app(), access_log=None)
@@ -48,11 +51,20 @@ async def serve(
         await asyncio.to_thread(head.store.put, head_key(head.cluster.name), record.model_dump_json().encode())
         log.info("head %d of cluster %s listens on %s:%d", head.epoch, head.cluster.name, address, port)
         on_serving(f"{address}:{port}")
-        await _until_stopped(head.run(), head.watch_cloud(), *side_tasks)
+        await _until_stopped(head.run(), head.scaler.run(), *side_tasks)
     finally:
         await operators.cleanup()
         await agents.cleanup()
         control.unlink(missing_ok=True)
+
+
+def _tune() -> None:
+    """Settings of the interpreter for hundreds of connections, each of which reports twice a second."""
+    # Reports and views hold no cycles. By default the collector would look at all of them several times in each turn.
+    gc.freeze()
+    gc.set_threshold(200_000, 20, 20)
+    # Each TLS connection of asyncio has a buffer of this size, in which it receives. It has 256 KiB by default.
+    sslproto.SSLProtocol.max_size = 16 * 1024
 
 
 async def _until_stopped(*work: Awaitable[None]) -> None:

@@ -39,10 +39,10 @@ class Launcher:
     def alive(self) -> bool:
         return self._process is not None and self._process.returncode is None
 
-    async def start(self, address: str, procs: int, env: dict[str, str], modules: Sequence[str]) -> None:
+    async def start(self, address: str, env: dict[str, str], modules: Sequence[str]) -> None:
         """Start the process. It imports `modules` before it forks the first worker."""
         self._process = await asyncio.create_subprocess_exec(
-            *COMMAND, str(os.getpid()), address, str(procs),
+            *COMMAND, str(os.getpid()), address,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=env | {MODULES: " ".join(modules)},
             limit=1 << 20,
         )  # fmt: skip

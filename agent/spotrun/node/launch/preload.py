@@ -1,19 +1,23 @@
 """What the forkserver does before it forks: end with its parent, and import the modules that every worker needs.
 
-This is the forkserver's only preloaded module. An exception here would end the forkserver, so none leaves this module.
+The forkserver is a fork of the launcher, made when the launcher has imported torch and runs nothing yet. So a node
+imports torch once: twice would take 2 s more of a processor and 130 MB. If that forkserver has to go, multiprocessing
+starts a new one with this as its only preloaded module. An exception here would end it, so none leaves this module.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import importlib
 import os
 import sys
 import tempfile
-from multiprocessing import forkserver, reduction, util
+from collections.abc import Sequence
+from multiprocessing import forkserver, reduction, resource_tracker, util
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from spotrun.machine import private_paths
 from spotrun.machine.processes import die_with_parent
@@ -27,10 +31,11 @@ BASE = ("torch", "torch._dynamo", "numpy", "spotrun.node.launch.worker", "spotru
 UNIFIED_MEMORY = "/dev/nvidia-uvm"
 SERVER = os.getpid()  # a worker compares this with its parent's pid
 used_cuda = False
+_spawn = util.spawnv_passfds
 
 
 def serve() -> tuple[int, int]:
-    """Start the forkserver, so that it imports torch while the launcher does. Call it from the launcher's main thread.
+    """Import torch, and fork the forkserver. Call this from the launcher's main thread, before there are others.
 
     Standard input and output get new descriptors first, which are returned: stray prints must not mix with the
     launcher's lines.
@@ -50,20 +55,66 @@ def serve() -> tuple[int, int]:
     forkserver.set_forkserver_preload([__name__])
     # Not TMPDIR, which workers inherit. A launcher that is killed leaves its socket.
     tempfile.tempdir = os.environ.pop(SOCKETS, None)
+    _import_base()
+    resource_tracker.ensure_running()  # the forkserver would start it otherwise, and that is a program of its own
+    util.spawnv_passfds = _fork  # type: ignore[assignment]
     forkserver.ensure_running()
+    util.spawnv_passfds = _spawn
     tempfile.tempdir = None
     return lines
 
 
+def _fork(path: str, args: Sequence[str], descriptors: Sequence[int]) -> int:
+    """In place of `util.spawnv_passfds`: run the code of `python … -c code` in a fork. Returns its pid."""
+    launcher = os.getpid()
+    return os.fork() or _serve(launcher, args[-1], descriptors)
+
+
+def _serve(launcher: int, code: str, descriptors: Sequence[int]) -> NoReturn:
+    global SERVER
+    try:
+        SERVER = os.getpid()
+        die_with_parent(launcher)
+        sys.argv, tempfile.tempdir, util.spawnv_passfds = ["-c"], None, _spawn
+        kept = {0, 1, 2, resource_tracker.getfd(), *descriptors}
+        for each in map(int, os.listdir("/proc/self/fd")):  # the launcher's own, whose other ends wait for their end
+            if each not in kept:
+                with contextlib.suppress(OSError):  # the listing's own descriptor is closed by now
+                    os.close(each)
+        forkserver._forkserver.__init__()  # type: ignore[misc]  # its lock is held by the launcher
+        _guard()
+        _import_all()
+        exec(code, {})
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        os._exit(1)
+
+
+def _import_base() -> None:
+    """Import torch and what else every worker needs."""
+    # These objects stay. To search them for garbage would take a seventh of the time here, and again in each worker,
+    # which would copy their memory by it.
+    gc.disable()
+    _import(BASE)
+    gc.freeze()
+    gc.enable()
+
+
 def _import_all() -> None:
     global used_cuda
-    for name in (*BASE, *os.environ.get(MODULES, "").split()):
+    _import_base()
+    _import(os.environ.get(MODULES, "").split())
+    torch = sys.modules.get("torch")
+    used_cuda = (torch is not None and torch.cuda.is_initialized()) or driver_in_use()
+
+
+def _import(names: Sequence[str]) -> None:
+    for name in names:
         try:
             importlib.import_module(name)
         except BaseException as error:  # an import may even exit; the worker imports it again and reports the error
             print(f"preload: {name} was not imported: {error!r}", file=sys.stderr, flush=True)
-    torch = sys.modules.get("torch")
-    used_cuda = (torch is not None and torch.cuda.is_initialized()) or driver_in_use()
 
 
 def driver_in_use(descriptors: Path = Path("/proc/self/fd")) -> bool:

@@ -13,6 +13,7 @@ worker would import a main module with a name once more.
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import os
@@ -26,10 +27,11 @@ from multiprocessing import connection, forkserver, get_context
 from multiprocessing.context import ForkServerProcess
 from typing import Any
 
-from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, Store, TCPStore
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     SimpleElasticAgent,
+    Worker,
     WorkerGroup,
     WorkerSpec,
     WorkerState,
@@ -167,6 +169,14 @@ class ForkingElasticAgent(SimpleElasticAgent):
         self._processes: list[ForkServerProcess] = []
         self._codes: dict[int, int] = {}
 
+    def _assign_worker_ranks(
+        self, store: Store, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> list[Worker]:
+        assert self._commands.command is not None
+        spec.local_world_size = len(self._commands.command.tasks)
+        found: list[Worker] = super()._assign_worker_ranks(store, group_rank, group_world_size, spec)
+        return found
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         start = self._commands.command
         assert start is not None
@@ -247,12 +257,12 @@ class ForkingElasticAgent(SimpleElasticAgent):
 
 
 def main(lines_in: int, lines_out: int) -> None:
-    """Run the launcher, after `preload.serve`. Arguments: the parent's pid, the node's address, workers per node."""
-    address, procs = sys.argv[2], int(sys.argv[3])
+    """Run the launcher, after `preload.serve`. Arguments: the parent's pid, the node's address."""
+    address = sys.argv[2]
     logging.basicConfig(level=logging.WARNING, format="launcher: %(message)s")
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # ranks follow from the node's: no store needed
     events = EventWriter(lines_out)
-    events.write(type="importing")  # torch is imported here; the forkserver goes on with the script's modules
+    events.write(type="importing")  # torch is imported; the forkserver goes on with the script's modules
     stores = Stores(address)
     _warm_up()
     rendezvous = CommandRendezvous(stores, events)
@@ -261,13 +271,16 @@ def main(lines_in: int, lines_out: int) -> None:
     while not rendezvous.is_closed():
         spec = WorkerSpec(
             role="worker",
-            local_world_size=procs,
+            local_world_size=1,  # each start command sets it
             rdzv_handler=rendezvous,
             entrypoint=run,
             max_restarts=FOREVER,
             monitor_interval=1e-4,
         )
         ForkingElasticAgent(spec, rendezvous, events).run()
+    # Python would take a second or two to destroy all modules.
+    atexit._run_exitfuncs()
+    os._exit(0)
 
 
 def trial() -> None:

@@ -53,12 +53,27 @@ class Pool:
 
 
 @dataclass(frozen=True)
+class Need:
+    """Machines that jobs want."""
+
+    machines: int
+    pools: frozenset[str] = frozenset()  # any machine of these pools will do; empty: of all pools
+    has: frozenset[str] = frozenset()  # machines that these jobs have; those in other pools do not count
+    order: tuple[str, ...] = ()  # these pools, the best one first; empty: in the order of the cluster file
+
+
+@dataclass(frozen=True)
 class Observation:
     """What the policy sees."""
 
     pools: tuple[Pool, ...]
-    needed: int  # machines that the job wants
+    needs: tuple[Need, ...]
     keep: frozenset[str] = frozenset()  # machines that must not be taken away: members
+
+    @property
+    def needed(self) -> int:
+        """The machines that all jobs want."""
+        return sum(need.machines for need in self.needs)
 
 
 @dataclass(frozen=True)
@@ -71,7 +86,7 @@ class Decision:
 
 def decide(seen: Observation) -> Decision:
     """Sizes for the pools, changed ones only."""
-    if seen.needed == 0:
+    if seen.needed == 0 and not seen.keep:
         return Decision({pool.name: 0 for pool in seen.pools if pool.size and pool.supply != "away"})
     sizes = _sizes(seen)
     # A pool may be short at one look and not at the next: machines go only once there are too many.
@@ -103,24 +118,51 @@ def decide(seen: Observation) -> Decision:
 
 def _sizes(seen: Observation) -> dict[str, int]:
     """What each pool should have, before it is known which machines would go."""
-    sizes: dict[str, int] = {}
     kept = {pool.name: len(seen.keep & pool.states.keys()) for pool in seen.pools}
-    missing = seen.needed - sum(kept.values())  # those stay, wherever they are
-    for pool in seen.pools:
-        if pool.supply == "away":
-            sizes[pool.name] = pool.size
-            missing -= pool.serving - kept[pool.name]
-            continue
-        most = kept[pool.name] if pool.supply == "closed" else max(pool.max, kept[pool.name])
-        want = min(most, kept[pool.name] + max(missing, 0))
-        sizes[pool.name] = want + max(0, min(pool.leaving, most - want))
-        # A pool that lacks machines counts only for what it has: the rest is asked of the next pools too.
-        lacking = pool.supply != "open" or pool.abandoned
-        missing -= (min(want, pool.serving) if lacking else want) - kept[pool.name]
-    for pool in seen.pools:
-        # If no pool stands in, one machine more in the place of each abandoned one, which goes when that one serves.
-        if missing > 0 and pool.abandoned and pool.supply in ("open", "short"):
-            extra = min(len(pool.abandoned), EXTRA, max(0, pool.max - sizes[pool.name]))
-            sizes[pool.name] += extra
-            missing -= extra
+    wants = dict(kept)  # those stay, wherever they are
+    serves = dict(kept)  # how many of these machines the pool has, as far as it can be counted on
+    had = frozenset[str]().union(*(need.has for need in seen.needs))
+    free = {pool.name: len((seen.keep - had) & pool.states.keys()) for pool in seen.pools}  # kept, but nobody's
+    left = []
+    for need in sorted(seen.needs, key=lambda need: len(need.pools) or len(seen.pools)):
+        allowed = [pool for pool in seen.pools if not need.pools or pool.name in need.pools]
+        if need.order:
+            allowed.sort(key=lambda pool: need.order.index(pool.name))
+        there = frozenset[str]().union(*(pool.states for pool in allowed))
+        missing = need.machines - len(need.has & seen.keep & there)
+        for pool in allowed:
+            own = max(0, min(missing, free[pool.name]))
+            free[pool.name], missing = free[pool.name] - own, missing - own
+        for pool in allowed:
+            missing -= _take(pool, missing, wants, serves, kept[pool.name])
+        left.append((missing, allowed))
+    sizes = {pool.name: _size(pool, wants[pool.name], kept[pool.name]) for pool in seen.pools}
+    for missing, allowed in left:
+        for pool in allowed:
+            # If no pool stands in, one machine more for each abandoned one, which goes when the new one serves.
+            if missing > 0 and pool.abandoned and pool.supply in ("open", "short"):
+                extra = min(len(pool.abandoned), EXTRA, max(0, pool.max - sizes[pool.name]))
+                sizes[pool.name] += extra
+                missing -= extra
     return sizes
+
+
+def _take(pool: Pool, missing: int, wants: dict[str, int], serves: dict[str, int], kept: int) -> int:
+    """Have a pool give up to `missing` machines more; how many of them can be counted on."""
+    before = serves[pool.name]
+    if pool.supply == "away":
+        serves[pool.name] = max(before, min(pool.serving, before + max(missing, 0)))
+        return serves[pool.name] - before
+    most = kept if pool.supply == "closed" else max(pool.max, kept)
+    wants[pool.name] = min(most, wants[pool.name] + max(missing, 0))
+    # A pool that lacks machines counts only for what it has: the rest is asked of the next pools too.
+    lacking = pool.supply != "open" or pool.abandoned
+    serves[pool.name] = max(before, min(wants[pool.name], pool.serving) if lacking else wants[pool.name])
+    return serves[pool.name] - before
+
+
+def _size(pool: Pool, want: int, kept: int) -> int:
+    if pool.supply == "away":
+        return pool.size
+    most = kept if pool.supply == "closed" else max(pool.max, kept)
+    return want + max(0, min(pool.leaving, most - want))

@@ -1,0 +1,133 @@
+"""Pools of Google's Flex-start machines: their groups get machines by resize requests, which wait in Google's queue.
+
+A request gets all its machines at once, or waits on, at no cost. It raises the group's target size at once. The
+machines are not preempted, and end after the template's `max_run_duration`, at most a week.
+https://cloud.google.com/compute/docs/instance-groups/about-resize-requests-mig
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from google.cloud import compute_v1
+
+from spotrun.cloud.base import Problem
+from spotrun.cloud.gcp.api import OPTIONS, Api
+from spotrun.cloud.gcp.errors import kind_of, one_line, refusal
+from spotrun.cloud.gcp.instances import epoch
+from spotrun.spec import PoolSpec
+
+_WAITING = {"CREATING", "ACCEPTED"}
+_PAUSE = 300.0  # seconds after a request that failed until the next one
+
+
+@dataclass(frozen=True)
+class Request:
+    """A resize request of a group."""
+
+    name: str  # its name
+    machines: int  # how many machines it asks for
+    state: Literal["waiting", "failed", "over"]  # over: it has got its machines, or was cancelled
+    at: float  # epoch seconds when it was made
+    code: str = ""  # Google's code of its error, or of what it waits for; empty if there is none
+    message: str = ""  # Google's message with the code
+
+
+@dataclass(frozen=True)
+class Change:
+    """How a group gets another size."""
+
+    cancel: tuple[Request, ...]  # requests to cancel, the newest first
+    ask: int = 0  # machines to request
+
+
+class Queue:
+    """The resize requests of groups. group: project, zone and name, as the requests of the API have them."""
+
+    def __init__(self, api: Api) -> None:
+        self._api = api
+
+    async def requests(self, pool: str, group: dict[str, str]) -> list[Request]:
+        """All that Google keeps, the newest first."""
+        wanted = compute_v1.ListInstanceGroupManagerResizeRequestsRequest(**group)
+        found = await self._api.ask(
+            f"resize requests of pool {pool}", lambda c: [request(each) for each in c.resizes.list(wanted, **OPTIONS)]
+        )
+        return sorted(found, key=lambda each: each.at, reverse=True)
+
+    async def change(self, pool: str, group: dict[str, str], target: int, size: int) -> int:
+        """Bring a group's target size to `size` by requests; the target size after that.
+
+        It stays higher than `size` if too many machines exist. Raises `CloudError` while Google should not be asked
+        again, since the last request failed.
+        """
+        known = await self.requests(pool, group)
+        plan = plan_change(target, size, known)
+        for each in plan.cancel:
+            cancel = compute_v1.CancelInstanceGroupManagerResizeRequestRequest(**group, resize_request=each.name)
+            await self._api.change(f"pool {pool}: cancel {each.name}", cancel, lambda c: c.resizes.cancel_unary)
+        if plan.ask:
+            last = known[0] if known else None
+            if last is not None and last.state == "failed" and time.time() - last.at < _PAUSE:
+                raise refusal(f"pool {pool}: the last request for machines", last.code, last.message)
+            body = compute_v1.InstanceGroupManagerResizeRequest(
+                name=f"{group['instance_group_manager']}-{uuid.uuid4().hex[:8]}", resize_by=plan.ask
+            )
+            insert = compute_v1.InsertInstanceGroupManagerResizeRequestRequest(
+                **group, instance_group_manager_resize_request_resource=body
+            )
+            what = f"pool {pool}: request {plan.ask} machines"
+            await self._api.change(what, insert, lambda c: c.resizes.insert_unary)
+        return target - sum(each.machines for each in plan.cancel) + plan.ask
+
+
+def plan_change(target: int, size: int, known: Sequence[Request]) -> Change:
+    """Which requests to cancel, the newest first, and how many machines to request then.
+
+    A request cannot be made smaller. So the one that is too large is cancelled, and the rest is requested again.
+    """
+    cancel: list[Request] = []
+    for each in known:
+        if target > size and each.state == "waiting":
+            cancel.append(each)
+            target -= each.machines
+    return Change(tuple(cancel), max(0, size - target))
+
+
+def diagnose(pool: PoolSpec, known: Sequence[Request], before: Sequence[Problem]) -> list[Problem]:
+    """Why a flex pool is smaller than its size, or than the head wanted: what waits, and what failed last."""
+    waiting = [each for each in known if each.state == "waiting"]
+    last = known[0] if known else None
+    what = f"{pool.market} {pool.machine}"
+    if waiting:
+        machines = sum(each.machines for each in waiting)
+        text = f"the request for {machines} {what} waits for its turn in zone {pool.zone}"
+        coded = next((each for each in waiting if each.code), None)
+        if coded is None or kind_of(coded.code) == "stockout":
+            found = Problem(pool.name, "queue", text, waiting[-1].at)
+        else:
+            found = Problem(pool.name, kind_of(coded.code), f"{text}: {coded.code}: {coded.message}", coded.at)
+    elif last is not None and last.state == "failed" and time.time() - last.at < 2 * _PAUSE:
+        text = f"the request for {last.machines} {what} failed: {last.code}: {last.message}"
+        found = Problem(pool.name, kind_of(last.code), text, last.at)
+    else:
+        return []
+    same = (each for each in before if (each.kind, each.message) == (found.kind, found.message))
+    return [next(same, found)]
+
+
+def request(found: compute_v1.InstanceGroupManagerResizeRequest) -> Request:
+    """A resize request as Google writes it."""
+    status = found.status
+    errors = [*status.error.errors, *status.last_attempt.error.errors]
+    state: Literal["waiting", "failed", "over"] = "over"
+    if found.state in _WAITING:
+        state = "waiting"
+    elif found.state == "FAILED":
+        state = "failed"
+    code, message = (errors[0].code, one_line(errors[0].message)) if errors else ("", "")
+    return Request(found.name, found.resize_by, state, epoch(found.creation_timestamp), code, message)

@@ -1,0 +1,185 @@
+"""Whose is each device? `allocate(claims, hosts)` is pure, and its tests are tables and properties.
+
+The rules:
+
+- A job has no node or at least its `min`. Each of its nodes is another machine.
+- Priorities are strict. A job takes what it needs, up to its `max`, from jobs of lower priority: from the lowest first,
+  from the one submitted last first, what is over their `min` before whole jobs.
+- Within a priority each job's `min` comes before anyone's more: first jobs that run, then those that lost nodes and
+  still have some, then by submission. What is left is shared evenly, up to `max`. A job that runs is never put under
+  its `min` for a job of its own priority. It does give what it has over its `min`.
+- A job that waits reserves the machines that come free soonest: later jobs of its priority do not start on what it
+  could use. Jobs that run may grow there, and lower priorities may start there: both can be moved away at no loss.
+- A job that has fewer nodes than its `min` keeps what it holds (`Allocation.kept`) against later and lower jobs.
+- Spares are served last of all, from what is free. Any job may take them.
+- Nobody is moved without need. Each device that a job loses goes, in the same allocation, to another job, unless the
+  job ends up without nodes or asks for less.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+from spotrun.head.allocation.board import Board, Job, Undo
+from spotrun.head.allocation.claims import Allocation, Claim, Host, fits
+from spotrun.head.allocation.reasons import Reasons
+
+ROUNDS = 10  # at most five were seen in random clusters; a limit, so that the head can never hang here
+
+__all__ = ["Allocation", "Claim", "Host", "allocate", "fits"]
+
+
+def allocate(claims: Iterable[Claim], hosts: Iterable[Host]) -> Allocation:
+    """Whose each device of the hosts is. The order of the claims and of the hosts does not matter."""
+    claims = list(claims)
+    board = Board(claims, hosts)
+    for _ in range(ROUNDS):
+        before = board.state()
+        for _priority, level in groupby(board.jobs, key=lambda job: job.priority):
+            _serve(board, list(level))
+        _uncross(board)
+        _add_spares(board)
+        # A node that one job gains can let another one start. What comes out changes nothing when it goes in again.
+        if board.state() == before or all(job.count >= job.most for job in board.jobs):
+            break
+    reasons = {claim.job: "is paused" for claim in claims if claim.paused}
+    why = Reasons(board)
+    reasons |= {job.id: why.of(job) for job in board.jobs if job.count < job.most}
+    return Allocation(
+        nodes={job.id: dict(sorted(job.nodes.items())) for job in board.jobs if job.runs},
+        kept={job.id: dict(sorted(job.nodes.items())) for job in board.jobs if job.nodes and not job.runs},
+        reasons=reasons,
+    )
+
+
+def _serve(board: Board, level: Sequence[Job]) -> None:
+    """Serve the jobs of one priority."""
+    while True:
+        board.forget()
+        _rejoin(board, level)
+        board.forget()
+        _start(board, level)
+        board.forget()
+        # What grew can shrink again: a job that waits may get from others what it cannot use of the free ones.
+        if not _grow(board, level) or all(job.runs for job in level):
+            break
+    _return(board, level)
+
+
+def _rejoin(board: Board, level: Sequence[Job]) -> None:
+    """Bring jobs that still have nodes back to their `min`, without the nodes of others in the same condition."""
+    for job in level:
+        if job.nodes and not job.runs:
+            undo = _fill(board, job, rejoin=True)
+            if not job.runs:
+                _undo(undo)
+
+
+def _start(board: Board, level: Sequence[Job]) -> None:
+    """Give each waiting job its `min`, in order of submission."""
+    waiting: list[tuple[Job, list[Undo]]] = []
+    for job in level:
+        if job.runs:
+            continue
+        undo = _fill(board, job)
+        if job.runs:
+            continue
+        _undo(undo)
+        job.reserves = True
+        can_ever = len(board.usable(job)) >= job.min
+        waiting.append((job, board.reserve(job) if can_ever else []))
+    for job, undo in reversed(waiting):
+        _undo(undo)
+        job.reserves = False
+
+
+def _fill(board: Board, job: Job, rejoin: bool = False) -> list[Undo]:
+    """Give a job nodes until it has its `min` or there are none."""
+    done: list[Undo] = []
+    while not job.runs and (move := board.best(job, "rejoin" if rejoin else "start")):
+        done += board.make(move, job)
+    return done
+
+
+def _undo(done: list[Undo]) -> None:
+    for undo in reversed(done):
+        undo()
+
+
+def _grow(board: Board, level: Sequence[Job]) -> bool:
+    """Share evenly what is left: the next node goes to the job that has fewest and can use one."""
+    grown, again = False, True
+    jobs = {job.rank: job for job in level}
+    while again:
+        again = False
+        most = max(job.count for job in level)
+        queue = [_turn(job) for job in level if job.runs and job.count < job.most]
+        heapq.heapify(queue)
+        while queue:
+            job = jobs[heapq.heappop(queue)[2]]
+            if job.count >= job.most:
+                continue
+            move = board.best(job, "grow")
+            if move is None and job.count + 2 <= most:
+                move = board.best_of_equals(job, level)
+            if move:
+                board.make(move, job)
+                most = max(most, job.count)
+                grown = again = True
+                heapq.heappush(queue, _turn(job))
+    return grown
+
+
+def _turn(job: Job) -> tuple[int, bool, int]:
+    """Fewest nodes first. Of equal ones, the job that had more before, then the one submitted first."""
+    return job.count, job.count >= len(job.held), job.rank
+
+
+def _return(board: Board, level: Sequence[Job]) -> None:
+    """Give lower jobs back what they had over their `min`, if a job that stopped after that has nodes left to take."""
+    lower = [job for job in board.jobs if job.priority < level[0].priority]
+    if not any(job.nodes and not job.runs for job in lower):
+        return
+    shrunk = [job for job in lower if job.runs and job.held.keys() - job.nodes.keys()]
+    for job in level:
+        for name in sorted(job.nodes.keys() - job.held.keys()):
+            slot = board.slots[name]
+            losers = [other for other in shrunk if name in other.held.keys() - other.nodes.keys()]
+            if losers:
+                board.take(slot, job)
+                for other in losers:
+                    if other.count < other.most and not any(slot.owners[index] for index in other.held[name]):
+                        board.put(slot, other.held[name], other)
+                move = board.best(job, "grow")
+                assert move  # at least the same one again
+                board.make(move, job)
+
+
+def _uncross(board: Board) -> None:
+    """Let a job that loses a machine and gains an equal one stay where it is: the other job takes the new one."""
+    for job in board.jobs:
+        gained = sorted(job.nodes.keys() - job.held.keys())
+        for lost in sorted(job.held.keys() - job.nodes.keys()) if gained else []:
+            slot = board.slots[lost]
+            other = slot.owners[0]
+            if other is None or lost in other.held or any(owner is not other for owner in slot.owners):
+                continue
+            for name in gained:
+                new = board.slots[name]
+                alone = new.host.pool == slot.host.pool and all(owner is job for owner in new.owners)
+                if alone and len(new.owners) == len(slot.owners) == len(job.held[lost]) and name not in other.nodes:
+                    board.take(slot, other)
+                    board.take(new, job)
+                    board.give(slot, job)
+                    board.give(new, other)
+                    gained.remove(name)
+                    break
+
+
+def _add_spares(board: Board) -> None:
+    board.forget()
+    for job in board.jobs:
+        while job.most <= job.count < job.most + job.claim.spares and (move := board.best(job, "spare")):
+            board.make(move, job)

@@ -1,0 +1,383 @@
+"""The board: whose each device is while an allocation is decided, and what it costs to give a node to a job.
+
+It starts with what the jobs hold. Nodes then change hands one at a time, so whatever nobody needs stays where it is.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Literal, NamedTuple
+
+from spotrun.head.allocation.claims import Claim, Host
+
+Step = Literal["rejoin", "start", "grow", "level", "spare"]
+"""What a node is for: the `min` of a job that still has nodes, the `min` of any job, more up to `max`, the same from
+jobs of the same priority that have two nodes more, a spare."""
+Cost = tuple[int, ...]
+Undo = Callable[[], None]
+
+
+class Job:
+    """A claim and what it has at the moment."""
+
+    def __init__(self, claim: Claim, rank: int) -> None:
+        self.claim = claim
+        self.rank = rank  # by priority, then by submission
+        self.id, self.priority, self.min, self.most = claim.job, claim.priority, claim.min, claim.most
+        self.nodes: dict[str, tuple[int, ...]] = {}
+        self.held: dict[str, tuple[int, ...]] = {}  # what it had at first
+        self.inside: Counter[str] = Counter()  # how many of its nodes each pool has
+        self.reserves = False  # what it has stays its own although it cannot start
+
+    @property
+    def count(self) -> int:
+        return len(self.nodes)
+
+    @property
+    def runs(self) -> bool:
+        return self.count >= self.min
+
+    def footing(self) -> int:
+        """What a lost node means to it: 0: it cannot train anyway, 1: it shrinks, 2: it stops, 3: it loses a spare."""
+        if self.count > self.most:
+            return 3
+        return 0 if self.count < self.min else 1 if self.count > self.min else 2
+
+
+class Slot:
+    """A host and whose its devices are."""
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+        self.owners: list[Job | None] = [None] * host.devices
+        self.free = host.devices
+
+    def needed(self, job: Job) -> int:
+        """Devices that the job takes here."""
+        return job.claim.devices or self.host.devices
+
+    def jobs(self) -> list[Job]:
+        """Those that have devices here."""
+        return list(dict.fromkeys(owner for owner in self.owners if owner)) if self.free < self.host.devices else []
+
+
+Wanted = tuple[int, frozenset[str], frozenset[str]]  # devices of each node, pools, nodes to avoid
+
+
+class Move(NamedTuple):
+    """A node for a job, and the jobs that leave it for that."""
+
+    slot: Slot
+    leave: list[Job]
+
+
+class Board:
+    """All hosts, all jobs that ask for something, and whose each device is."""
+
+    def __init__(self, claims: Iterable[Claim], hosts: Iterable[Host]) -> None:
+        self.slots = {host.name: Slot(host) for host in sorted(hosts, key=lambda host: host.name)}
+        asking = sorted((c for c in claims if not c.paused), key=lambda c: (-c.priority, c.order, c.job))
+        self.jobs = [Job(claim, rank) for rank, claim in enumerate(asking)]
+        self.named = Counter(pool for claim in asking for pool in claim.pools)
+        # Names of hosts by pool, devices and free devices. An entry counts only while it is true.
+        self._free: dict[str, dict[tuple[int, int], list[str]]] = defaultdict(dict)
+        self._usable: dict[Wanted, list[Slot]] = {}
+        self._soonest: dict[Wanted, Iterator[str]] = {}
+        self._takeable: dict[tuple[Step, int, int, str], list[tuple[Cost, str]]] = {}
+        for job in self.jobs:
+            self._seed(job)
+        for slot in self.slots.values():
+            self._note_free(slot)
+
+    def _seed(self, job: Job) -> None:
+        """Put on the board what a job holds, unless it is impossible or a job of more weight holds it too."""
+        for name in sorted(job.claim.holds, key=lambda name: (name in job.claim.standby, name)):
+            slot = self.slots.get(name)
+            if slot is None or job.count == job.most + job.claim.spares or not job.claim.may_use(slot.host):
+                continue
+            indexes = tuple(sorted(set(job.claim.holds[name]))) if job.claim.devices else tuple(range(len(slot.owners)))
+            fine = len(indexes) == slot.needed(job) and indexes[0] >= 0 and indexes[-1] < len(slot.owners)
+            if fine and not any(slot.owners[index] for index in indexes):
+                job.held[name] = indexes
+                self._set(slot, indexes, job)
+
+    # Changes.
+
+    def state(self) -> list[dict[str, tuple[int, ...]]]:
+        """What each job has."""
+        return [dict(job.nodes) for job in self.jobs]
+
+    def give(self, slot: Slot, job: Job) -> None:
+        """Give a job its devices on a host, the indexes that it had there before if they are free."""
+        before = job.held.get(slot.host.name, ())
+        if not before or any(slot.owners[index] for index in before):
+            free = [index for index, owner in enumerate(slot.owners) if owner is None]
+            before = tuple(free[: slot.needed(job)])
+        self._change(slot, before, job, job)
+
+    def take(self, slot: Slot, job: Job) -> None:
+        """Take a host's devices from a job."""
+        self._change(slot, job.nodes[slot.host.name], None, job)
+
+    def put(self, slot: Slot, indexes: tuple[int, ...], job: Job) -> None:
+        """Give a job exactly these free devices."""
+        self._change(slot, indexes, job, job)
+
+    def _set(self, slot: Slot, indexes: tuple[int, ...], owner: Job | None) -> None:
+        name = slot.host.name
+        for index in indexes:
+            previous = slot.owners[index]
+            if owner is None and previous is not None and previous.nodes.pop(name, ()):
+                previous.inside[slot.host.pool] -= 1
+            slot.owners[index] = owner
+        slot.free += -len(indexes) if owner else len(indexes)
+        if owner:
+            owner.nodes[name] = indexes
+            owner.inside[slot.host.pool] += 1
+
+    def _change(self, slot: Slot, indexes: tuple[int, ...], owner: Job | None, job: Job) -> None:
+        before = job.footing()
+        self._set(slot, indexes, owner)
+        self._note_free(slot)
+        if self._takeable:
+            # The cost of a job's other nodes changes only with its footing.
+            for name in list(job.nodes) if job.footing() != before else []:
+                self._note_takeable(self.slots[name])
+            self._note_takeable(slot)
+
+    def make(self, move: Move, job: Job) -> list[Undo]:
+        """Make a move. Returns what undoes it, to be called last first."""
+        done = [self._leave(move.slot, other) for other in move.leave]
+        self.give(move.slot, job)
+        return [*done, lambda: self.take(move.slot, job)]
+
+    def _leave(self, slot: Slot, job: Job) -> Undo:
+        indexes = job.nodes[slot.host.name]
+        self.take(slot, job)
+        return lambda: self.put(slot, indexes, job)
+
+    # Choices.
+
+    def best(self, job: Job, step: Step) -> Move | None:
+        """The node whose change of hands disturbs least: free ones first, whole machines last of these."""
+        name = self._best_free(job)
+        if name is not None:
+            return Move(self.slots[name], [])
+        return None if step == "spare" else self._best_taken(job, step)
+
+    def _best_free(self, job: Job) -> str | None:
+        liked = sorted(name for name in {*job.held, *job.claim.keeps} if name in self.slots and name not in job.nodes)
+        for name in liked:
+            slot = self.slots[name]
+            if job.claim.may_use(slot.host) and slot.free >= slot.needed(job):
+                return name
+        for pool in self._pools_of(job):
+            found = self._free[pool]
+            fitting = [key for key in found if key[1] >= (job.claim.devices or key[0])]
+            for key in sorted(fitting, key=lambda key: (key[1] - (job.claim.devices or key[0]), key[0])):
+                first = self._first(found[key], key, job)
+                if first is not None:
+                    return first
+        return None
+
+    def _pools_of(self, job: Job) -> list[str]:
+        """Pools that the job may use: first those where it is, then those that fewest claims ask for by name."""
+        names = job.claim.pools & self._free.keys() if job.claim.pools else self._free
+        return sorted(names, key=lambda pool: (-job.inside[pool], self.named[pool], pool))
+
+    def _first(self, heap: list[str], key: tuple[int, int], job: Job) -> str | None:
+        """The first name for which the entry is true, that is not the job's own, and that the job does not avoid."""
+        own: list[str] = []
+        found = None
+        while heap and found is None:
+            slot = self.slots[heap[0]]
+            if slot.free != key[1] or heap[0] in own:
+                heapq.heappop(heap)
+            elif heap[0] in job.nodes or heap[0] in job.claim.avoids:
+                own.append(heapq.heappop(heap))
+            else:
+                found = heap[0]
+        for name in own:
+            heapq.heappush(heap, name)
+        return found
+
+    def _best_taken(self, job: Job, step: Step) -> Move | None:
+        found = [
+            (cheapest[0], place, cheapest[1])
+            for place, pool in enumerate(self._pools_of(job))
+            if (cheapest := self._cheapest(job, step, pool))
+        ]
+        return self._move(self.slots[min(found)[2]], job, step) if found else None
+
+    def best_of_equals(self, job: Job, level: Iterable[Job]) -> Move | None:
+        """A node of a job of the same priority that has at least two more, from the one that has most."""
+        equals = [other for other in level if other.count >= job.count + 2 and other.count > other.min]
+        for other in sorted(equals, key=lambda other: (-other.count, -other.rank)):
+            found: list[tuple[Cost, str]] = []
+            for name in other.nodes:
+                slot = self.slots[name]
+                if name in job.nodes or not job.claim.may_use(slot.host):
+                    continue
+                cost = self.cost(slot, job, "level")
+                if cost is not None:
+                    found.append((cost[0], name))
+                    if cost[1] == [other] and not other.claim.standby:
+                        break  # none is cheaper
+            if found:
+                return self._move(self.slots[min(found)[1]], job, "level")
+        return None
+
+    def _move(self, slot: Slot, job: Job, step: Step) -> Move:
+        cost = self.cost(slot, job, step)
+        assert cost is not None
+        return Move(slot, cost[1])
+
+    def _cheapest(self, job: Job, step: Step, pool: str) -> tuple[Cost, str] | None:
+        """The host of a pool that is cheapest to take."""
+        heap = self._heap(job, step, pool)
+        own: list[tuple[Cost, str]] = []
+        found = None
+        while heap and found is None:
+            cost, name = heap[0]
+            if name in job.nodes or name in job.claim.avoids:
+                own.append(heapq.heappop(heap))
+                continue
+            now = self.cost(self.slots[name], job, step)
+            if now is None:
+                heapq.heappop(heap)
+            elif now[0] != cost:
+                heapq.heapreplace(heap, (now[0], name))
+            else:
+                found = heap[0]
+        for entry in own:
+            heapq.heappush(heap, entry)
+        return found
+
+    def cost(self, slot: Slot, job: Job, step: Step) -> tuple[Cost, list[Job]] | None:
+        """What it costs to give a job this host, and which jobs leave it. None: it cannot have it."""
+        missing = slot.needed(job) - slot.free
+        ranked = []
+        for other in slot.jobs():
+            cost = _cost(other, job, step, slot.host.name)
+            if cost is not None:
+                ranked.append((cost, other))
+        ranked.sort(key=lambda entry: entry[0])
+        leave: list[tuple[Cost, Job]] = []
+        for entry in ranked:
+            if missing <= 0:
+                break
+            leave.append(entry)
+            missing -= len(entry[1].nodes[slot.host.name])
+        if missing > 0:
+            return None
+        for entry in list(leave):  # what the last one made unnecessary
+            size = len(entry[1].nodes[slot.host.name])
+            if missing + size <= 0:
+                leave.remove(entry)
+                missing += size
+        worst = leave[-1][0] if leave else ()
+        return (*worst, len(leave)), [other for _, other in leave]
+
+    # What keeps the choices fast.
+
+    def forget(self) -> None:
+        """Another step begins: costs are counted from the start."""
+        self._takeable.clear()
+        self._soonest.clear()
+
+    def _heap(self, job: Job, step: Step, pool: str) -> list[tuple[Cost, str]]:
+        key = (step, job.priority, job.claim.devices, pool)
+        if key not in self._takeable:
+            heap = []
+            for name in {name for other in self.jobs if _gives(other, job, step) for name in other.nodes}:
+                slot = self.slots[name]
+                if slot.host.pool == pool and slot.host.devices >= job.claim.devices:
+                    cost = self.cost(slot, job, step)
+                    if cost is not None:
+                        heap.append((cost[0], name))
+            heapq.heapify(heap)
+            self._takeable[key] = heap
+        return self._takeable[key]
+
+    def _note_free(self, slot: Slot) -> None:
+        key = (slot.host.devices, slot.free)
+        heapq.heappush(self._free[slot.host.pool].setdefault(key, []), slot.host.name)
+
+    def _note_takeable(self, slot: Slot) -> None:
+        """A stale entry is corrected when it comes up; one that is now cheaper must come up earlier."""
+        for key, heap in self._takeable.items():
+            if key[3] == slot.host.pool:
+                heapq.heappush(heap, ((-1,), slot.host.name))
+
+    # Waiting.
+
+    def usable(self, job: Job) -> list[Slot]:
+        """Hosts that could be the job's if it were alone."""
+        key = (job.claim.devices, job.claim.pools, job.claim.avoids)
+        if key not in self._usable:
+            self._usable[key] = [slot for slot in self.slots.values() if job.claim.may_use(slot.host)]
+        return self._usable[key]
+
+    def reserve(self, job: Job) -> list[Undo]:
+        """Give a job that cannot start what it could use of the hosts that come free soonest."""
+        key = (job.claim.devices, job.claim.pools, job.claim.avoids)
+        if key not in self._soonest:
+            soonest = sorted((self._blockers(slot, job), slot.host.name) for slot in self.usable(job))
+            self._soonest[key] = iter([name for _, name in soonest])
+        done: list[Undo] = []
+        others = (name for name in self._soonest[key] if name not in job.nodes)
+        for name in islice(others, job.min - job.count):
+            slot = self.slots[name]
+            indexes = [index for index, owner in enumerate(slot.owners) if owner is None][: slot.needed(job)]
+            for other in sorted(slot.jobs(), key=lambda other: -other.rank):
+                if len(indexes) < slot.needed(job) and _cost(other, job, "start", name) is not None:
+                    indexes += other.nodes[name]  # all of them: nobody else may come between
+                    done.append(self._leave(slot, other))
+            if indexes:
+                self.put(slot, tuple(indexes), job)
+                done.append(lambda slot=slot: self.take(slot, job))  # type: ignore[misc]
+        return done
+
+    def _blockers(self, slot: Slot, job: Job) -> tuple[int, int]:
+        """How many jobs must end before the job could have this host, and how many devices they have."""
+        missing, blockers = slot.needed(job) - slot.free, []
+        for other in slot.jobs():
+            size = sum(owner is other for owner in slot.owners)
+            if _cost(other, job, "start", slot.host.name) is None:
+                blockers.append(size)
+            else:
+                missing -= size
+        devices, jobs = missing, 0
+        for size in sorted(blockers, reverse=True):
+            if missing > 0:
+                jobs, missing = jobs + 1, missing - size
+        return jobs, devices
+
+
+def _gives(other: Job, job: Job, step: Step) -> bool:
+    """Whether a job takes nodes from another one."""
+    if other is job or other.reserves:
+        return False
+    if other.count > other.most or other.priority < job.priority:
+        return True
+    if other.priority > job.priority or step == "grow":
+        return False
+    if step == "level":
+        return other.count > other.min and other.count >= job.count + 2
+    return other.count > other.min or (step == "start" and other.count < other.min)
+
+
+def _cost(other: Job, job: Job, step: Step, name: str) -> Cost | None:
+    """What it costs to take a node from another job. None: it is not taken."""
+    if not _gives(other, job, step):
+        return None
+    works = int(name not in other.claim.standby)
+    if other.count > other.most:
+        return 0, 0, 0, works, -other.rank
+    if other.priority < job.priority:
+        # First the rest of a job that cannot train any more, then what is over the min, then whole jobs.
+        return 1, other.priority, other.footing(), -other.rank, works
+    return 2, -other.count if step == "level" else 0, int(other.count < other.min), -other.rank, works

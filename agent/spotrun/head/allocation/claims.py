@@ -1,0 +1,105 @@
+"""What `allocate` is asked and what it answers: claims of jobs, hosts, and whose each device is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What one job that has not ended asks for."""
+
+    job: str
+    """Id of the job."""
+    order: tuple[Any, ...] = ()
+    """Sort key of the submission within a priority: (submitted, id), for example."""
+    priority: int = 0
+    """Higher ones are served first."""
+    min: int = 1
+    """Nodes without which the job does not train."""
+    max: int = 1
+    """Nodes that the job trains on at most."""
+    spares: int = 0
+    """Nodes more than `max` that stand by. They are served last of all, and any job may take them."""
+    devices: int = 0
+    """Devices of each node. 0: the whole machine, which no other job shares."""
+    pools: frozenset[str] = frozenset()
+    """Pools whose machines the job may use. Empty: any."""
+    holds: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Device indexes by node that are the job's now: what the last allocation gave it or let it keep, as long as its
+    workers or its state are there. Nodes that are not among the hosts are gone."""
+    standby: frozenset[str] = frozenset()
+    """Nodes of `holds` on which the job does not train. They are taken first."""
+    keeps: frozenset[str] = frozenset()
+    """Other nodes that the job prefers: its snapshot or its code is there."""
+    avoids: frozenset[str] = frozenset()
+    """Nodes on which the job cannot be set up."""
+    paused: bool = False
+    """The job asks for nothing."""
+
+    @property
+    def most(self) -> int:
+        """Nodes to train on at most. A `max` under `min` is `min`."""
+        return max(self.min, self.max)
+
+    def may_use(self, host: Host) -> bool:
+        """Whether this host could be one of the job's nodes, if nobody else had it."""
+        allowed = (not self.pools or host.pool in self.pools) and host.name not in self.avoids
+        return allowed and 0 < max(self.devices, 1) <= host.devices
+
+
+@dataclass(frozen=True)
+class Host:
+    """A machine that jobs can be given."""
+
+    name: str
+    """Name of the node."""
+    pool: str
+    """Name of its pool."""
+    devices: int = 1
+    """How many it has. Their indexes are 0 to devices - 1."""
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Whose each device is."""
+
+    nodes: Mapping[str, Mapping[str, tuple[int, ...]]]
+    """Device indexes by job and node, all of a machine that a job has alone. A job has no node or at least its `min`;
+    one that has none is not listed."""
+    kept: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
+    """What a job goes on holding though it has fewer nodes than its `min`: its state is there. No later and no lower
+    job gets these devices until the caller leaves them out of `holds`, when the state is in the bucket or abandoned."""
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    """Why a job has nothing, or fewer nodes than its `max`."""
+
+
+def fits(claim: Claim, hosts: Iterable[Host]) -> str:
+    """Empty, or why this job could not run on these hosts even if it were alone."""
+    allowed = [host for host in hosts if not claim.pools or host.pool in claim.pools]
+    usable = sum(claim.may_use(host) for host in allowed)
+    if usable >= claim.min:
+        return ""
+    where = f"{pools(claim.pools)} {'has' if len(claim.pools) == 1 else 'have'}" if claim.pools else "all pools have"
+    most = max((host.devices for host in allowed), default=0)
+    hint = f", and no machine with more than {most} devices" if claim.devices > most > 0 else ""
+    such = "such " if claim.devices else ""
+    return f"needs {wanted(claim)}; {where} at most {count(usable, such + 'machine')}{hint}"
+
+
+def wanted(claim: Claim) -> str:
+    """What a job needs to train: `4 nodes with 8 devices`."""
+    return count(claim.min, "node") + (f" with {count(claim.devices, 'device')}" if claim.devices else "")
+
+
+def pools(names: Iterable[str]) -> str:
+    """`pool a`, `pools a and b`, `pools a, b and c`."""
+    *most, last = sorted(names)
+    return f"pools {', '.join(most)} and {last}" if most else f"pool {last}"
+
+
+def count(number: int, noun: str) -> str:
+    """`1 node`, `2 nodes`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

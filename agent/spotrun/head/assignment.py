@@ -1,0 +1,105 @@
+"""Which nodes each job has now and may count on, and what one job sees of the fleet. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from spotrun.head.allocate import allocate
+from spotrun.head.demand import Devices, Holdings, Question, free
+from spotrun.head.fleet.classify import Condition
+from spotrun.head.job_state import JobState
+from spotrun.head.planner import patience
+from spotrun.head.view import NO_WORK, FleetView, Node, View
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Whose each device is. Job ids and node names are the keys."""
+
+    held: Holdings = field(default_factory=dict)  # what `allocate` says, for its next call
+    assigned: Holdings = field(default_factory=dict)  # in addition, free nodes on which a job that waits gets ready
+    expected: Holdings = field(default_factory=dict)  # in addition, machines that boot or that the cloud was asked for
+    reasons: Mapping[str, str] = field(default_factory=dict)  # why a job has less than it could use
+
+
+def assign(question: Question) -> Assignment:
+    """Whose each device is now, and will be soon."""
+    now = allocate(question.claims, question.hosts)
+    held = {**now.kept, **now.nodes}
+    if not question.coming and all(claim.job in now.nodes for claim in question.claims):
+        return Assignment(held, held, held, now.reasons)
+    claims = [replace(claim, holds=held.get(claim.job, {})) for claim in question.claims]
+    soon = allocate(claims, [*question.hosts, *question.coming])
+    taken = {(node, device) for nodes in held.values() for node, devices in nodes.items() for device in devices}
+    here = {host.name for host in question.hosts}
+    assigned, expected = dict(held), dict(held)
+    for job, nodes in soon.nodes.items():
+        more = {
+            node: devices
+            for node, devices in nodes.items()
+            if node not in held.get(job, {}) and taken.isdisjoint((node, device) for device in devices)
+        }
+        expected[job] = {**held.get(job, {}), **more}
+        if job not in now.nodes:
+            assigned[job] = {**held.get(job, {}), **{n: d for n, d in more.items() if n in here}}
+    return Assignment(held, assigned, expected, now.reasons)
+
+
+def as_it_is(view: FleetView) -> Assignment:
+    """Each job keeps the nodes that must stay its own: the head does not see all of the nodes yet."""
+    held = {job.id: {member.node: member.devices for member in job.bound} for job in view.jobs if job.bound}
+    return Assignment(held, held, held, {})
+
+
+def job_view(
+    view: FleetView,
+    job: JobState,
+    assignment: Assignment,
+    conditions: Mapping[str, Condition],
+    ready_at: float = 0.0,
+    vanished: frozenset[str] = frozenset(),
+    dearest: float = 0.0,
+) -> View:
+    """What a job sees. ready_at: when a node last became ready for it. vanished, dearest: as in `View`."""
+    mine, expected = assignment.assigned.get(job.id, {}), assignment.expected.get(job.id, {})
+    members = {member.node for member in job.last}
+    names = members.union(mine, view.reporting.get(job.id, ()))
+    known = (view.by_name[name] for name in sorted(names) if name in view.by_name)
+    nodes = [_own(view, node, job, mine) for node in known]
+    return View(
+        now=view.now,
+        job=job,
+        nodes=tuple(nodes),
+        expected=len(expected),
+        waiting_since=max(ready_at, job.submitted),
+        began=view.began,
+        awake_since=view.awake_since,
+        vanished=vanished,
+        machines=view.machines,
+        listed=view.listed,
+        signs=view.signs,
+        joined=view.joined,
+        conditions={name: conditions[name] for name in {**mine, **expected} if name in conditions},
+        dearest=dearest,
+        queued=assignment.reasons.get(job.id, "") if any(id != job.id for id in assignment.held) else "",
+    )
+
+
+def keeps_state(view: View, node: Node) -> bool:
+    """Whether a node that the job has left must keep its snapshot: neither the bucket nor another node has it."""
+    own = patience.state(node)
+    if own <= view.job.newest or view.job.ended_already:
+        return False
+    others = (n for n in view.nodes if n.assigned and not n.leaving and n.connected and n.name != node.name)
+    return own > max(map(patience.state, others), default=(-1, -1))
+
+
+def _own(view: FleetView, node: Node, job: JobState, mine: Mapping[str, Devices]) -> Node:
+    """The node as the job sees it."""
+    work = node.report.of(job.id) or NO_WORK
+    if node.name not in mine:
+        # A member under notice is given up, but it goes with the drain that its notice causes.
+        return replace(node, work=work, assigned=node.leaving and job in view.members.get(node.name, ()))
+    devices = mine[node.name]
+    return replace(node, work=work, devices=devices, free=free(view, node, job, devices))

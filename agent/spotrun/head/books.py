@@ -1,0 +1,94 @@
+"""What machines cost, as one head counts it: the jobs pay for their time, and the cluster pays for the rest."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from spotrun.cloud.base import Advice
+from spotrun.head import accounting
+from spotrun.head.account import Rates, Use
+from spotrun.head.accounting import Idle, Uses
+from spotrun.head.demand import Holdings
+from spotrun.head.fenced import FencedStore
+from spotrun.head.fleet.classify import Condition
+from spotrun.head.meter import NOBODY, Meter
+from spotrun.head.view import FleetView
+from spotrun.store import Store, idle_key
+
+log = logging.getLogger(__name__)
+
+IDLE_EVERY = 10.0  # seconds between two writes of what idle devices cost
+
+
+class Books:
+    """The machine time of one cluster. Each job's own account is in its state."""
+
+    def __init__(self, store: Store, cluster: str) -> None:
+        self.idle = Idle()
+        self._meter, self._rates = Meter(), Rates()
+        self._counted_at = 0.0
+        self._switched: dict[str, tuple[float, float, float]] = {}
+        """By pool: the price before, the price now, and when this head learned it. It may have changed earlier."""
+        self._fenced, self._key = FencedStore(store), idle_key(cluster)
+        self._written: Idle | None = None  # None: what earlier heads have counted is not read yet
+
+    def count(
+        self,
+        view: FleetView,
+        expected: Holdings,
+        conditions: Mapping[str, Condition],
+        rates: Rates,
+        told: Mapping[str, Advice],
+    ) -> Mapping[str, Uses]:
+        """The machine time since the last count, by job. What no job pays is added to the cluster's own account.
+
+        expected: the devices that jobs have or that boot for them. told: since when the cloud has had its prices.
+        """
+        shares = accounting.shares(view, expected, conditions)
+        paid = {NOBODY: self.idle.counted_at, **{job.id: job.counted_at for job in view.jobs}}
+        for pool, price in rates.prices.items():
+            if (before := self._rates.prices.get(pool, price)) != price:
+                self._switched[pool] = (before, price, self._counted_at)
+        late = self._late_prices(told)
+        self._rates, self._counted_at = rates, view.now
+        self._meter, uses = self._meter.read(view, shares, paid)
+        for payer, mine in late.items():
+            uses[payer if payer in uses else NOBODY] += mine
+        self.idle = accounting.count_idle(self.idle, view.now, uses[NOBODY], rates)
+        return uses
+
+    def _late_prices(self, told: Mapping[str, Advice]) -> dict[str, list[Use]]:
+        """What the time costs more or less in which a price had changed that this head did not know yet."""
+        found: dict[str, list[Use]] = {}
+        for pool, (before, price, known) in list(self._switched.items()):
+            prices = told[pool].prices if pool in told else ()
+            if prices and prices[-1].value == price:
+                del self._switched[pool]
+                for payer, uses in self._meter.repriced(pool, before, price, prices[-1].at, known).items():
+                    found.setdefault(payer, []).extend(uses)
+        return found
+
+    def status(self) -> dict[str, Any]:
+        """What idle devices have cost, for the status document."""
+        idle, account = self.idle, [line.model_dump() for line in self.idle.account]
+        return {"idle_cost": idle.cost, "idle_node_seconds": idle.node_seconds, "idle_account": account}
+
+    async def write(self) -> None:
+        """Keep the cost of idle devices for the next head. A head that dies may forget the last IDLE_EVERY seconds."""
+        if self._written is None:
+            before = _idle(self._key, await self._fenced.find(self._key))
+            self.idle = self._written = accounting.joined(before, self.idle)
+        changed = self.idle.node_seconds != self._written.node_seconds
+        if changed and self.idle.counted_at - self._written.counted_at >= IDLE_EVERY:
+            await self._fenced.put(self._key, self.idle.model_dump_json().encode())
+            self._written = self.idle
+
+
+def _idle(key: str, data: bytes | None) -> Idle:
+    try:
+        return Idle.model_validate_json(data) if data is not None else Idle()
+    except ValueError as error:
+        log.warning("%s is not readable, the count starts at 0: %s", key, str(error).partition("\n")[0])
+        return Idle()

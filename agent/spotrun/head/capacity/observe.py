@@ -1,0 +1,116 @@
+"""From the view of the fleet to the `Situation` that the policies see. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
+
+from spotrun.cloud.base import Advice
+from spotrun.head.capacity.situation import NO_ADVICE, Demand, History, Offer, Situation
+from spotrun.head.capacity.sizes import Pool
+from spotrun.head.job_state import JobState
+from spotrun.head.view import FleetView
+from spotrun.spec import ClusterSpec, JobSpec, devices_of
+
+SCALING = 0.956
+"""n nodes are as fast as n ** SCALING: 97 % for each doubling. An assumption in the range that PyTorch's DDP paper
+reports for ResNet-50 and BERT on NCCL (Li et al., VLDB 2020, figure 9)."""
+MOVE = 30.0  # seconds without training in a move, until the job has measured some
+RECENT = 5  # interruptions that count for that
+
+
+def situation(
+    view: FleetView,
+    cluster: ClusterSpec,
+    pools: Sequence[Pool],
+    prices: Mapping[str, float] | None = None,
+    histories: Mapping[str, History] | None = None,
+    advice: Mapping[str, Advice] | None = None,
+) -> Situation:
+    """What the policies see.
+
+    pools: as the cloud knows them, with the conditions of their machines. prices: USD an hour. histories: by pool.
+    advice: what the cloud says about pools.
+    """
+    known, histories, prices, advice = {pool.name: pool for pool in pools}, histories or {}, prices or {}, advice or {}
+    ready = Counter(n.report.pool for n in view.nodes if n.connected and n.report.phase == "ready" and not n.leaving)
+    offers = tuple(
+        Offer(
+            pool=known.get(pool.name) or Pool(pool.name, pool.max, 0),
+            zone=pool.zone,
+            market=pool.market,
+            machine=pool.machine,
+            devices=devices_of(pool, cluster) or 1,
+            price=prices.get(pool.name),
+            history=histories.get(pool.name, History()),
+            advice=advice.get(pool.name, NO_ADVICE),
+            life=pool.max_run_duration,
+            usable=ready[pool.name],
+        )
+        for pool in cluster.pools
+    )
+    found = (demand(view, cluster, job, index) for index, job in enumerate(view.jobs) if claims(job))
+    return Situation(view.now, offers, tuple(found))
+
+
+def claims(job: JobState) -> bool:
+    """Whether the job has devices or should get some."""
+    return job.wants_nodes or job.current is not None
+
+
+def suited(job: JobSpec, cluster: ClusterSpec) -> frozenset[str]:
+    """The pools that the job may use, and whose machines have enough devices as far as is known."""
+    wanted = job.devices or 1
+    fit = (pool.name for pool in cluster.pools if (devices_of(pool, cluster) or 1) >= wanted)
+    return frozenset(name for name in fit if not job.pools or name in job.pools)
+
+
+def largest_zone(cluster: ClusterSpec, pools: Set[str]) -> int:
+    """The most machines that these pools have in one zone."""
+    zones: Counter[str] = Counter()
+    for pool in cluster.pools:
+        zones[pool.zone] += pool.max if pool.name in pools else 0
+    return max(zones.values())
+
+
+def demand(view: FleetView, cluster: ClusterSpec, job: JobState, index: int) -> Demand:
+    """The demand of one job. index: its place in the queue."""
+    spec, pools = job.spec, suited(job.spec, cluster)
+    places = {machine.name: machine.pool for machine in view.machines}
+    places |= {node.name: node.report.pool for node in view.nodes}
+    restart = spec.restart_time
+    # From the order of a generation to its first step: not the time in which it waited for machines.
+    measured = [each.phases[-1] - each.phases[0] for each in job.interruptions[-RECENT:] if len(each.phases) > 1]
+    return Demand(
+        job=job.id,
+        pools=pools,
+        order=index,
+        priority=job.rank,
+        submitted=job.submitted,
+        wants=job.wants_nodes,
+        min=spec.nodes.min,
+        max=spec.nodes.max,
+        spares=spec.nodes.spares,
+        devices=spec.devices,
+        cheapest=spec.policy == "cheapest",
+        across=spec.zones == "any" or spec.nodes.min > largest_zone(cluster, pools),
+        members=Counter(places.get(member.node, "") for member in job.members),
+        left=_left(job),
+        scaling=SCALING,
+        deadline=job.submitted + spec.deadline if spec.deadline else None,
+        budget=spec.budget - job.cost if spec.budget else None,
+        restart=restart,
+        move=min(restart, statistics.median(measured) if measured else MOVE),
+        checkpoint=spec.checkpoint_interval,
+        unsaved=max(0.0, view.now - max(job.saved_at, job.started or view.now)) if job.current else 0.0,
+    )
+
+
+def _left(job: JobState) -> float | None:
+    """The work left, in seconds on one machine: as measured, else as the job file says; None if neither is known."""
+    total, pace = job.progress.total_steps, job.progress.pace or job.pace
+    nodes = len(job.members) or len(job.last)
+    if not (total and pace and nodes):
+        return job.spec.work
+    return float(max(0, total - max(job.reached, 0)) * pace * nodes**SCALING)

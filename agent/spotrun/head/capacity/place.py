@@ -1,0 +1,71 @@
+"""Where should each job train, and on which machines? `place(situation)` is pure, and its tests are data.
+
+Jobs are served by priority, then by deadline, then in the order of the queue. Each counts on the machines that the jobs
+before it leave.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+from spotrun.head.capacity.policies.budget import within_budget
+from spotrun.head.capacity.policies.cheapest import cheapest
+from spotrun.head.capacity.policies.deadline import deadline
+from spotrun.head.capacity.policies.elastic import elastic
+from spotrun.head.capacity.situation import Demand, Placement, Policy, Situation
+
+Placements = Mapping[str, Placement]  # by job id
+
+
+def place(seen: Situation, before: Placements | None = None) -> Placements:
+    """A placement for each demand. before: what the last call said."""
+    before, found = before or {}, dict[str, Placement]()
+    taken = dict.fromkeys((offer.name for offer in seen.offers), 0.0)
+    ranked = sorted(seen.demands, key=rank)
+    for index, demand in enumerate(ranked):
+        later = sum(each.min for each in ranked[index + 1 :] if each.deadline is not None and each.wants)
+        demand = replace(demand, leave=later)
+        offers = tuple(replace(offer, others=taken[offer.name]) for offer in seen.offers)
+        placement = policy_of(demand)(replace(seen, offers=offers), demand, before.get(demand.job))
+        found[demand.job] = placement = replace(placement, hourly=_hourly(seen, placement))
+        _take(taken, seen, demand, placement)
+    return found
+
+
+def rank(demand: Demand) -> tuple[float, float, int]:
+    """Sorts demands: those that are served earlier come first."""
+    return -demand.priority, math.inf if demand.deadline is None else demand.deadline, demand.order
+
+
+def policy_of(demand: Demand) -> Policy:
+    """What decides for a job: a deadline comes before a wish for the least cost, and a budget bounds both."""
+    found: Policy = elastic
+    if demand.deadline is not None:
+        found = deadline
+    elif demand.cheapest:
+        found = cheapest
+    return within_budget(found) if demand.budget is not None else found
+
+
+def _hourly(seen: Situation, placement: Placement) -> float:
+    prices = {offer.name: offer.price or 0.0 for offer in seen.offers}
+    return sum(
+        need.machines * max((prices.get(pool, 0.0) for pool in need.pools), default=0.0) for need in placement.needs
+    )
+
+
+def _take(taken: dict[str, float], seen: Situation, demand: Demand, placement: Placement) -> None:
+    """Count the machines that a job has or will have."""
+    mine = {pool: float(max(count, placement.reserve.get(pool, 0))) for pool, count in demand.members.items()}
+    mine = {pool: float(count) for pool, count in placement.reserve.items()} | mine
+    for need in placement.needs:
+        left = need.machines - sum(mine.get(pool, 0.0) for pool in need.pools)
+        for offer in seen.offers:
+            if offer.name in need.pools and left > 0:
+                more = min(left, max(0.0, offer.pool.max - taken[offer.name] - mine.get(offer.name, 0.0)))
+                mine[offer.name], left = mine.get(offer.name, 0.0) + more, left - more
+    for offer in seen.offers:
+        share = (demand.devices or offer.devices) / offer.devices
+        taken[offer.name] += mine.get(offer.name, 0.0) * min(1.0, share)

@@ -1,0 +1,41 @@
+"""The policy of jobs with a budget: what is left must pay for the work that is left, else the job becomes thrifty.
+
+The budget itself is kept elsewhere: `planner.spending` stops the job while there is money left to save its state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from spotrun.head.capacity.policies.cheapest import cheapest
+from spotrun.head.capacity.policies.zones import price, rate
+from spotrun.head.capacity.situation import Demand, Placement, Policy, Situation
+
+
+def within_budget(policy: Policy) -> Policy:
+    """The policy, as far as its machines are likely to end the job within the budget; else `cheapest`."""
+
+    def bounded(seen: Situation, job: Demand, before: Placement | None) -> Placement:
+        # Each goes on from its own last placement.
+        was_thrifty = before is not None and before.thrifty
+        wanted = policy(seen, job, None if was_thrifty else before)
+        cost = expected_cost(seen, job, wanted)
+        if job.budget is None or cost is None or cost <= job.budget:
+            return wanted
+        thrifty = cheapest(seen, job, before if was_thrifty else None)
+        least = expected_cost(seen, job, thrifty)
+        if least is None or least >= cost:
+            return replace(wanted, reason=f"{wanted.reason}; ends at about ${cost:.2f}, ${job.budget:.2f} are left")
+        why = f"${cost:.2f} would be needed without, ${job.budget:.2f} are left"
+        return replace(thrifty, reason=f"{thrifty.reason}; {why}", thrifty=True)
+
+    return bounded
+
+
+def expected_cost(seen: Situation, job: Demand, placement: Placement) -> float | None:
+    """USD for the rest of the work on the dearest of the pools that the job uses; None: not known."""
+    offers = [offer for offer in seen.offers if offer.name in placement.use and offer.price is not None]
+    if job.left is None or not offers:
+        return None
+    offer = max(offers, key=price)
+    return price(offer) * placement.max * job.left / rate(job, placement.max, offer.speed) / 3600

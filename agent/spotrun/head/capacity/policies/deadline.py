@@ -1,0 +1,163 @@
+"""The policy of jobs with a deadline: spot machines as long as they can be afforded, safe ones when they are needed.
+
+Safe machines are those that the cloud does not take: on-demand, and flex machines that are there. The point of no
+return is the last moment at which a start on on-demand machines still ends in time. Before that point, `waiting_game`
+says what costs least: wait for spot machines, train on spot, or train on safe machines and return to spot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from spotrun.cloud.base import Market
+from spotrun.head.capacity.policies.elastic import elastic
+from spotrun.head.capacity.policies.waiting_game import Game, Tables, solve
+from spotrun.head.capacity.policies.zones import Zone, held, price, rate, room, usable, zones
+from spotrun.head.capacity.situation import Demand, Placement, Situation
+from spotrun.head.capacity.sizes import Need
+
+MARGIN = 30.0  # seconds: decisions, orders and three looks at the cloud
+SAFE: tuple[Market, ...] = ("flex", "on-demand")
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What the decision rests on. Times are seconds."""
+
+    work: float  # left, on the safe machines
+    spare: float  # until the deadline, beyond work and margin
+    safe: Zone  # the safe machines
+    nodes: int  # how many of them
+    spot: Zone | None  # the zone whose spot machines are best now
+    asked: tuple[Need, ...]  # the spot machines to ask for, if any are wanted
+    on: str  # what it trains on now: spot, safe; "": nothing
+
+
+def deadline(seen: Situation, job: Demand, before: Placement | None) -> Placement:
+    """See the module."""
+    plain = elastic(seen, job, before)
+    if job.deadline is None or not job.wants:
+        return plain
+    found = net(seen, job)
+    if found is None:
+        return replace(plain, reason=f"{plain.reason}; the deadline is not guaranteed: no on-demand pool has room")
+    if job.left is None:
+        return replace(plain, reason=f"{plain.reason}; the deadline counts once the work left is measured")
+    view = _outlook(seen, job, before, job.deadline, job.left, *found)
+    kept = {offer.name: view.nodes for offer in view.safe.offers if offer.market == "on-demand"}
+    return replace(_place(seen, job, before, view), reserve=kept)
+
+
+def _place(seen: Situation, job: Demand, before: Placement | None, view: Outlook) -> Placement:
+    spot, left = view.spot, f"{duration(view.work)} of work, {duration(view.spare)} to spare"
+    if spot is None:
+        return _safe(job, view, (), f"only safe machines suit it: {left}")
+    ready = spot.ready >= job.min or held(job, spot.pools) >= job.min
+    limit = job.restart + (_at_safe(job, view, job.unsaved) if view.on == "spot" else 0.0)
+    if view.spare <= limit:
+        return _safe(job, view, (), f"the point of no return: {left}")
+    tables = _tables(job, view, spot)
+    choice = _choose(tables, job, view, ready, before)
+    at = seen.now + min(view.spare - limit, max(MARGIN, tables.game.spare / 200))
+    if choice == "safe":
+        wants_spot = view.on == "safe" and _would_move(tables, job, view)
+        needs = view.asked if wants_spot and not ready else ()
+        what = "a move to spot would not pay" if ready else "behind: on-demand costs less than to wait for spot"
+        return replace(_safe(job, view, needs, f"{what}: {left}"), wake=at)
+    found = elastic(seen, job, before, ("spot",))
+    state = "trains on spot" if ready else "waits for spot"
+    return replace(found, reason=f"{state}: {left}; {found.reason}", wake=min(at, found.wake or at))
+
+
+def _choose(tables: Tables, job: Demand, view: Outlook, up: bool, before: Placement | None) -> str:
+    """spot (or to wait for it), or safe."""
+    game, work, spare = tables.game, view.work, view.spare
+    at = tables.at
+    if view.on == "spot":
+        return "spot"
+    if view.on == "safe":
+        return "spot" if up and _would_move(tables, job, view) else "safe"
+    if up and before is not None and before.use and before.use.isdisjoint(view.safe.pools):
+        return "spot"  # it is on the way there: between two generations it is nowhere
+    if any(offer.pool.size - offer.others >= 1 for offer in view.safe.offers):
+        return "safe"  # they were asked for: to think again while they boot would waste the time spent
+    cost = game.dear * job.restart
+    if up or (view.spot is not None and view.spot.hope >= job.min):  # there, or not yet asked for in vain
+        if not _affords(job, view, job.restart):
+            return "safe"
+        on_spot = job.restart + at(tables.spot, work, spare - job.restart)
+        return "spot" if on_spot <= cost + at(tables.stay, work, spare - job.restart) else "safe"
+    return "spot" if at(tables.wait, work, spare) < cost + at(tables.safe, work, spare - job.restart) else "safe"
+
+
+def _would_move(tables: Tables, job: Demand, view: Outlook) -> bool:
+    """Whether a job on safe machines moves when spot machines are ready."""
+    if not _affords(job, view, tables.game.move):
+        return False
+    moved = tables.game.move + tables.at(tables.spot, view.work, view.spare - tables.game.move)
+    return moved <= tables.at(tables.stay, view.work, view.spare)
+
+
+def _tables(job: Demand, view: Outlook, spot: Zone) -> Tables:
+    offer = spot.offers[0]
+    now = max(spot.hope, float(job.min))
+    fast = rate(job, now, offer.speed) / rate(job, view.nodes, view.safe.offers[0].speed)
+    dear = view.nodes * price(view.safe.offers[0]) / (now * price(offer))
+    lifetime = offer.history.mean_up if job.min < now else min(offer.history.mean_up, offer.history.lifetime)
+    return solve(
+        Game(lifetime, offer.history.mean_down, job.restart, job.move, dear, fast, view.work, max(view.spare, 1.0))
+    )
+
+
+def _outlook(
+    seen: Situation, job: Demand, before: Placement | None, until: float, left: float, safe: Zone, nodes: int
+) -> Outlook:
+    work = left / rate(job, nodes, safe.offers[0].speed)
+    found = zones(seen, job, ("spot",))
+    placed = elastic(seen, job, before, ("spot",))
+    spot = next((zone for zone in found if zone.pools & placed.use), next(iter(found), None))
+    on = "safe" if held(job, safe.pools) else "spot" if sum(job.members.values()) else ""
+    return Outlook(work, until - seen.now - work - MARGIN, safe, nodes, spot, placed.needs, on)
+
+
+def net(seen: Situation, job: Demand) -> tuple[Zone, int] | None:
+    """The zone with the most safe machines that nobody else needs, and how many; None: there are too few."""
+    found = []
+    for zone in zones(seen, job, SAFE):
+        sure = [offer for offer in zone.offers if offer.market == "on-demand" or usable(job, offer) >= job.min]
+        most = max((room(job, offer) for offer in sure), default=0)
+        nodes = min(job.max, max(job.min, most - job.leave))
+        if most >= job.min:
+            found.append((replace(zone, offers=tuple(sure)), nodes))
+    return max(found, key=lambda each: (held(job, each[0].pools) > 0, each[1]), default=None)
+
+
+def _safe(job: Demand, view: Outlook, also: tuple[Need, ...], reason: str) -> Placement:
+    """Train on safe machines. Until they are ready, the job goes on where it is."""
+    there = sum(usable(job, offer) for offer in view.safe.offers) >= min(view.nodes, job.max)
+    now = frozenset(pool for pool, count in job.members.items() if count) - view.safe.pools
+    needs = (Need(min(job.max, view.nodes), view.safe.pools), *also)
+    if not there and now:
+        needs += (Need(sum(job.members[pool] for pool in now), now),)
+    return Placement(now if now and not there else view.safe.pools, needs, job.min, job.max, 0, reason)
+
+
+def _affords(job: Demand, view: Outlook, first: float) -> bool:
+    """Whether the job, once it is on spot machines, could lose them without notice and still end in time.
+
+    first: seconds that the change to spot machines takes.
+    """
+    return view.spare - first > job.restart + _at_safe(job, view, job.checkpoint) + MARGIN
+
+
+def _at_safe(job: Demand, view: Outlook, seconds: float) -> float:
+    """How long the safe machines take for what the spot machines do in so many seconds."""
+    nodes = sum(job.members.values()) if view.on == "spot" else job.max
+    return seconds * rate(job, nodes) / rate(job, view.nodes)
+
+
+def duration(seconds: float) -> str:
+    """Such as 90 s, 5 min or 3.2 h."""
+    if abs(seconds) < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if abs(seconds) < 7200 else f"{seconds / 3600:.1f} h"

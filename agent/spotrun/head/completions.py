@@ -1,0 +1,63 @@
+"""Completing checkpoints in the bucket, beside the head's turns: a slow bucket delays no other job."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+
+from spotrun.errors import StoreError
+from spotrun.head.job_state import JobState, saved
+from spotrun.head.journal import Journal
+from spotrun.head.orders import manifests
+from spotrun.wire import JobReport, Manifest, StateRef
+
+log = logging.getLogger(__name__)
+
+AGAIN = 1.0  # seconds until the next try after the bucket has refused
+
+Completed = tuple[Manifest, tuple[StateRef, ...]]  # with the checkpoints of the job that are complete then
+
+
+class Completions:
+    """The manifests that are being written, at most one of each job. done: called when one has been written."""
+
+    def __init__(self, journal: Journal, done: Callable[[], None]) -> None:
+        self.tasks: dict[str, asyncio.Task[Completed | None]] = {}  # by job
+        self._journal, self._done = journal, done
+
+    def advance(self, job: JobState, reports: Iterable[JobReport], now: float) -> tuple[JobState, Manifest | None]:
+        """Begin to complete what has all its parts. The job after the checkpoint that is complete by now, if any."""
+        task = self.tasks.get(job.id)
+        if task is None:
+            for manifest in manifests(job, reports, now)[:1]:
+                self.tasks[job.id] = task = asyncio.create_task(self._complete(manifest, job.spec.keep_checkpoints))
+                task.add_done_callback(lambda _: self._done())
+            return job, None
+        if not task.done():
+            return job, None
+        del self.tasks[job.id]
+        if (found := task.result()) is None:
+            return job, None
+        manifest, complete = found
+        return saved(job, complete, manifest, now), manifest
+
+    def forget(self, job: str) -> None:
+        """Await nothing of this job any more."""
+        if task := self.tasks.pop(job, None):
+            task.cancel()
+
+    async def close(self) -> None:
+        """End all tasks."""
+        tasks, self.tasks = list(self.tasks.values()), {}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _complete(self, manifest: Manifest, keep: int) -> Completed | None:
+        try:
+            return manifest, tuple(await self._journal.complete(manifest, keep))
+        except StoreError as error:
+            log.warning("%s", error)
+            await asyncio.sleep(AGAIN)
+            return None

@@ -1,0 +1,251 @@
+"""From jobs and nodes to what `allocate` is asked, and to the machines that the pools should have. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+
+from spotrun.head.allocate import Claim, Host
+from spotrun.head.capacity.observe import claims, suited
+from spotrun.head.capacity.place import Placements
+from spotrun.head.capacity.situation import Placement
+from spotrun.head.capacity.sizes import Need
+from spotrun.head.job_state import JobState
+from spotrun.head.planner import patience
+from spotrun.head.planner.liveness import reports
+from spotrun.head.timeouts import TIMEOUTS
+from spotrun.head.view import ENDING_STATES, FleetView, Node
+from spotrun.spec import ClusterSpec, devices_of
+from spotrun.spec.fields import PRIORITY
+
+Devices = tuple[int, ...]
+Holdings = Mapping[str, Mapping[str, Devices]]  # the devices by job and node
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What jobs want of the pools."""
+
+    needs: tuple[Need, ...] = ()
+    keep: frozenset[str] = frozenset()  # machines that must not go
+
+
+@dataclass(frozen=True)
+class Question:
+    """What `allocate` is asked."""
+
+    claims: tuple[Claim, ...] = ()
+    hosts: tuple[Host, ...] = ()  # machines that can be used now
+    coming: tuple[Host, ...] = ()  # machines that can be used soon
+
+
+def question(
+    view: FleetView,
+    cluster: ClusterSpec,
+    sizes: Mapping[str, int],
+    before: Holdings,
+    placements: Placements,
+    out: Set[str] = frozenset(),
+    parked: Iterable[Claim] = (),
+    avoid: Set[tuple[str, str]] = frozenset(),
+) -> Question:
+    """What to ask now.
+
+    before: what the last answer gave the jobs. placements: where each job may train. out: machines that no job can
+    count on. parked: see `pinned`. avoid: jobs and nodes on which they could not be set up a moment ago.
+    """
+    hosts = _hosts(view, cluster)
+    names = {host.name for host in hosts}
+    claims = [
+        _claim(view, cluster, job, index, before, placements[job.id], avoid)
+        for index, job in enumerate(view.jobs)
+        if job.id in placements
+    ]
+    kept = (_keeping_claim(view, job) for job in view.jobs if job.kept_node)
+    return Question(
+        claims=(*claims, *(claim for claim in (*parked, *kept) if claim.holds.keys() <= names)),
+        hosts=tuple(hosts),
+        coming=tuple(_coming(view, cluster, sizes, names, out)),
+    )
+
+
+def pinned(claim: str, node: str, devices: Devices) -> Claim:
+    """A claim on devices of a node that no other job gets, such as those that a parked job's workers use."""
+    return Claim(claim, priority=PRIORITY + 1, devices=len(devices), holds={node: devices})
+
+
+def wish(
+    view: FleetView,
+    cluster: ClusterSpec,
+    held: Holdings,
+    placements: Placements,
+    busy: Set[str] = frozenset(),
+    parked: Set[str] = frozenset(),
+) -> Wish:
+    """What the jobs want of the pools.
+
+    busy: nodes whose agents still have a job that has ended a moment ago. parked: nodes with a parked job.
+    """
+    keep = {*busy, *parked}
+    for job in view.jobs:
+        if claims(job):
+            keep |= held.get(job.id, {}).keys()
+        keep |= {member.node for member in job.bound} | _holders(view, job)
+    needs = _needs([job for job in view.jobs if claims(job) or job.kept_node], cluster, held, placements)
+    return Wish((*needs, Need(len(parked), has=frozenset(parked))) if parked else needs, frozenset(keep))
+
+
+def _holders(view: FleetView, job: JobState) -> set[str]:
+    """Nodes that hold, or may hold, a state of the job which the bucket does not have."""
+    if job.ended_already:
+        return set()
+    found = {name for name in view.reporting.get(job.id, ()) if _holds_unsaved(view.by_name[name], job)}
+    quiet = view.now - max(view.began, view.awake_since)
+    if job.current is None and quiet <= patience.patience(job, TIMEOUTS.last_holder):
+        found |= {member.node for member in job.last if member.node not in view.by_name}
+    return found
+
+
+def _holds_unsaved(node: Node, job: JobState) -> bool:
+    work = node.report.of(job.id)
+    return work is not None and patience.held(work) > job.newest
+
+
+def free(view: FleetView, node: Node, job: JobState, devices: Devices) -> bool:
+    """Whether no other job trains on these devices of the node, or is about to."""
+    others = [each for each in node.report.jobs if each.job != job.id]
+    rivals = [member for other, member in view.memberships.get(node.name, ()) if other.id != job.id]
+    if node.report.version < 2 and others:
+        return False  # an older agent serves one job
+    if not others and not rivals:
+        return True
+    taken = [each.devices for each in others]
+    taken += [member.devices or _all(node.report.devices) for member in rivals]
+    return set(devices or _all(node.report.devices)).isdisjoint(device for each in taken for device in each)
+
+
+def _keeping_claim(view: FleetView, job: JobState) -> Claim:
+    """The claim of a failed job on the devices of its kept node."""
+    assert job.kept_node is not None
+    member = job.kept_node.member
+    return pinned(job.id, member.node, member.devices or _all(_count(view, member.node)))
+
+
+def _claim(
+    view: FleetView,
+    cluster: ClusterSpec,
+    job: JobState,
+    index: int,
+    before: Holdings,
+    placement: Placement,
+    avoid: Set[tuple[str, str]],
+) -> Claim:
+    # Not its members: what is taken from it is another job's already, though the job still drains there.
+    holds = {node: devices or _all(_count(view, node)) for node, devices in before.get(job.id, {}).items()}
+    members = {member.node for member in job.members}
+    # All of its pools: also those of whose machines nobody knows yet whether they suit.
+    pools = frozenset(job.spec.pools) if placement.use >= suited(job.spec, cluster) else placement.use
+    avoids = frozenset(node for name, node in avoid if name == job.id)
+    return Claim(
+        job=job.id,
+        order=(job.submitted + job.spec.deadline if job.spec.deadline else math.inf, index),
+        priority=job.rank,
+        min=placement.min,
+        max=placement.max,
+        spares=placement.spares,
+        devices=job.spec.devices or 0,
+        pools=pools,
+        holds={node: devices for node, devices in holds.items() if node not in avoids},
+        standby=frozenset(holds.keys() - members) if members else frozenset(),
+        keeps=frozenset(member.node for member in job.last) - holds.keys(),
+        avoids=avoids,
+        paused=not job.wants_nodes and not job.stopping,
+    )
+
+
+def _hosts(view: FleetView, cluster: ClusterSpec) -> list[Host]:
+    """Nodes that can take jobs, and the members of generations: the planner decides what becomes of those."""
+    found = {}
+    for node in view.nodes:
+        usable = reports(view, node) and node.report.phase == "ready" and node.cloud not in ENDING_STATES
+        if not node.leaving and (usable or node.name in view.members):
+            found[node.name] = Host(node.name, node.report.pool, node.report.devices)
+    listed = {machine.name: machine for machine in view.machines}
+    for name, jobs in view.members.items():
+        if name not in view.by_name:  # it has not reported to this head
+            pool = listed[name].pool if name in listed else next(iter(jobs[0].spec.pools), cluster.pools[0].name)
+            count = max(
+                (max(m.devices, default=0) + 1 for job in jobs for m in job.members if m.node == name), default=1
+            )
+            found[name] = Host(name, pool, max(count, _devices(cluster, pool)))
+    return list(found.values())
+
+
+def _coming(
+    view: FleetView, cluster: ClusterSpec, sizes: Mapping[str, int], hosts: Set[str], out: Set[str]
+) -> Iterable[Host]:
+    """Machines that boot, or that the cloud has been asked for."""
+    leaving = {node.name for node in view.nodes if node.leaving}
+    counts: dict[str, int] = {}
+    for machine in view.machines:
+        counts[machine.pool] = counts.get(machine.pool, 0) + 1
+        expected = machine.state in ("provisioning", "running") and machine.name not in leaving
+        if expected and machine.name not in hosts and machine.name not in out:
+            yield Host(machine.name, machine.pool, _devices(cluster, machine.pool))
+    for pool in cluster.pools:
+        for index in range(sizes.get(pool.name, 0) - counts.get(pool.name, 0)):
+            yield Host(f"{pool.name}#{index}", pool.name, _devices(cluster, pool.name))
+
+
+def _needs(jobs: Sequence[JobState], cluster: ClusterSpec, held: Holdings, placements: Placements) -> tuple[Need, ...]:
+    found = []
+    shared: dict[frozenset[str], list[tuple[JobState, int]]] = {}
+    orders: dict[frozenset[str], tuple[str, ...]] = {}
+    for job in jobs:
+        kept = (Need(1, suited(job.spec, cluster)),) if job.kept_node else ()
+        for need in placements[job.id].needs if job.id in placements else kept:
+            if job.spec.devices is None:
+                found.append(replace(need, has=_has(job, held)))
+            else:
+                shared.setdefault(need.pools, []).append((job, need.machines))
+                orders[need.pools] = orders.get(need.pools) or need.order
+    for pools, sharing in shared.items():
+        has = frozenset(node for job, _ in sharing for node in _has(job, held))
+        machines = _machines(sharing, min(_devices(cluster, pool) for pool in pools))
+        found.append(Need(machines, pools, has, orders[pools]))
+    return tuple(found)
+
+
+def _machines(jobs: Sequence[tuple[JobState, int]], devices: int) -> int:
+    """How many machines with so many devices hold so many nodes of these jobs: first fit, large nodes first.
+
+    Two nodes of one job are never the same machine.
+    """
+    room: list[int] = []
+    for job, left in sorted(jobs, key=lambda each: (-(each[0].spec.devices or 0), each[0].id)):
+        wanted = job.spec.devices or 0
+        for index, free_devices in enumerate(room):
+            if left and free_devices >= wanted:
+                room[index] -= wanted
+                left -= 1
+        room += [devices - wanted] * left
+    return len(room)
+
+
+def _has(job: JobState, held: Holdings) -> frozenset[str]:
+    return frozenset(held.get(job.id, ())) | ({job.kept_node.member.node} if job.kept_node else set())
+
+
+def _devices(cluster: ClusterSpec, pool: str) -> int:
+    """Devices of the pool's machines; 1 if that is not known before one has joined."""
+    found = cluster.pool(pool)
+    return (devices_of(found, cluster) if found else None) or 1
+
+
+def _count(view: FleetView, name: str) -> int:
+    return view.by_name[name].report.devices if name in view.by_name else 1
+
+
+def _all(devices: int) -> Devices:
+    return tuple(range(devices))

@@ -1,0 +1,53 @@
+"""What operators read: events of the cluster, and of each job that has not ended."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from spotrun.head.job_state import JobState
+
+log = logging.getLogger(__name__)
+
+MOST = 1000  # newest ones of the cluster, and of each job, that are kept
+Event = dict[str, Any]  # keys at (epoch seconds), kind, text
+
+
+class Events:
+    """The events that this head knows. The journal keeps those of jobs in the bucket."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._cluster: list[Event] = []
+        self._jobs: dict[str, list[Event]] = {}
+
+    def add(self, kind: str, text: str, job: str | None = None) -> None:
+        """Add to the events of a job; None: to those of the cluster, and of each job that has not ended."""
+        event = {"at": self._clock(), "kind": kind, "text": text}
+        for events in [self._jobs.setdefault(job, [])] if job else [self._cluster, *self._jobs.values()]:
+            events.append(event)
+            del events[:-MOST]
+        log.info("%s%s: %s", f"{job}: " if job else "", kind, text)
+
+    def has(self, text: str) -> bool:
+        """Whether one of the cluster says exactly this."""
+        return any(event["text"] == text for event in self._cluster)
+
+    def of(self, job: str) -> list[Event]:
+        """Those of a job."""
+        return self._jobs.get(job, [])
+
+    def seen_from(self, job: JobState | None) -> list[Event]:
+        """Those of a job, and those of the cluster since the job was submitted, in order."""
+        events = {id(each): each for each in self._cluster if job is None or each["at"] >= job.submitted}
+        events |= {id(each): each for each in (self.of(job.id) if job else [])}
+        return sorted(events.values(), key=lambda each: float(each["at"]))
+
+    def load(self, job: str, events: list[Event]) -> None:
+        """Begin with the events that the bucket has of a job."""
+        self._jobs[job] = events
+
+    def forget(self, job: str) -> None:
+        """Drop those of a job that has ended."""
+        self._jobs.pop(job, None)

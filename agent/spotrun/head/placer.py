@@ -1,0 +1,110 @@
+"""Keeps where each job may train: asks `place` again when something has changed, tells operators, and learns."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from spotrun.errors import SpotrunError
+from spotrun.head.capacity.history import Histories, learn
+from spotrun.head.capacity.observe import demand, situation
+from spotrun.head.capacity.place import Placements, place
+from spotrun.head.capacity.promise import refusal
+from spotrun.head.capacity.situation import Placement, Situation
+from spotrun.head.fenced import FencedStore
+from spotrun.head.fleet.classify import Condition, classify
+from spotrun.head.job_state import JobState
+from spotrun.head.view import FleetView
+from spotrun.store import history_key
+from spotrun.wire import problem
+
+if TYPE_CHECKING:
+    from spotrun.head.head import Head
+
+log = logging.getLogger(__name__)
+
+WRITE_EVERY = 60.0  # seconds between two writes of what was learned: a head that dies may forget that much
+
+
+class Placer:
+    """The placements of one head's jobs, and the history of its pools."""
+
+    def __init__(self, head: Head) -> None:
+        self.placements: Placements = {}
+        self.histories = Histories()
+        self._head = head
+        self._fenced, self._key = FencedStore(head.store), history_key(head.cluster.name)
+        self._written: Histories | None = None  # None: what earlier heads have learned is not read yet
+        self._seen: Any = None  # what `placements` rest on, in short
+        self._wake: float | None = None  # when to ask again though nothing has changed
+
+    def look(self, view: FleetView, conditions: Mapping[str, Condition]) -> Placements:
+        """The placements now. They are only made again if the cloud was asked, or if jobs or nodes have changed."""
+        jobs = [(job.id, job.wants_nodes, job.rank, job.generation, job.current is None) for job in view.jobs]
+        states = {name: each.state for name, each in conditions.items()}
+        seen = (id(self._head.fleet.instances), jobs, states, [node.name for node in view.nodes if node.leaving])
+        if seen != self._seen or (self._wake is not None and self._wake <= view.now):
+            before, self._seen = self.placements, seen
+            try:
+                self.placements = place(self.situation(view, conditions), before)
+            except Exception:  # the jobs stay where they are: no mistake here may keep the head from its other work
+                log.exception("the machines of the jobs cannot be chosen; everything stays as it was")
+            self._wake = min((each.wake for each in self.placements.values() if each.wake is not None), default=None)
+            self._tell(before)
+        return self.placements
+
+    def situation(self, view: FleetView, conditions: Mapping[str, Condition]) -> Situation:
+        """What the policies see now."""
+        fleet = self._head.fleet
+        pools = tuple(
+            replace(pool, states={name: conditions[name].state for name in pool.states if name in conditions})
+            for pool in fleet.pools()
+        )
+        return situation(view, self._head.cluster, pools, fleet.prices, self.histories.of(), fleet.advice)
+
+    def refusal(self, job: JobState) -> str:
+        """Why the deadline of a new job cannot be promised; empty if it can, or if the work is not known."""
+        view = self._head.fleet_view(self._head.clock())
+        seen = self.situation(view, classify(view))
+        return refusal(seen, demand(view, self._head.cluster, job, len(view.jobs)))
+
+    async def learn(self, view: FleetView) -> None:
+        """Count what the last look at the cloud has shown. The history is only an aid: without it the head goes on."""
+        fleet = self._head.fleet
+        if not view.listed:
+            return
+        try:
+            if self._written is None:
+                self.histories = self._written = self._read(await self._fenced.find(self._key))
+            leaving = {node.name for node in view.nodes if node.leaving}
+            running: dict[str, dict[str, float]] = {}
+            for machine in view.machines:
+                if machine.state == "running" and machine.name not in leaving:
+                    running.setdefault(machine.pool, {})[machine.name] = machine.created
+            replaced = {each.node for each in view.replaced}
+            self.histories = learn(self.histories, view.now, fleet.pools(), running, replaced)
+            changed = self.histories.pools != self._written.pools
+            if changed and view.now - self._written.at >= WRITE_EVERY:
+                await self._fenced.put(self._key, self.histories.model_dump_json().encode())
+                self._written = self.histories
+        except SpotrunError as error:
+            log.warning("%s: %s", self._key, error)
+
+    def _tell(self, before: Placements) -> None:
+        for job, placement in self.placements.items():
+            if _gist(placement) != _gist(before.get(job)) and placement.reason:
+                self._head.add_event("machines", placement.reason, job=job)
+
+    def _read(self, data: bytes | None) -> Histories:
+        try:
+            return Histories.model_validate_json(data) if data is not None else Histories()
+        except ValueError as error:
+            log.warning("%s is not readable, learning starts again: %s", self._key, problem(error))
+            return Histories()
+
+
+def _gist(placement: Placement | None) -> Any:
+    """What of a placement is worth an event: not that its numbers change."""
+    return placement and (placement.use, {pool for need in placement.needs for pool in need.pools}, placement.max)

@@ -1,0 +1,83 @@
+"""Changes of jobs that somebody waits for. Each is answered once it is in the bucket."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from spotrun.errors import SpotrunError
+from spotrun.head.job_state import JobState
+
+NAMED = 5  # jobs in a message
+
+Change = Callable[[JobState, float], JobState]
+
+
+class _Request(NamedTuple):
+    change: Change
+    job: str | None  # None: the only job that has not ended
+    answer: asyncio.Future[JobState]
+    kept: bool  # whether the job may be one that has ended and keeps a node
+
+
+class Requests:
+    """The changes that wait for a turn, and those that wait for the bucket."""
+
+    def __init__(self) -> None:
+        self._new: list[_Request] = []
+        self._made: list[tuple[asyncio.Future[JobState], JobState]] = []
+
+    def add(self, change: Change, job: str | None, kept: bool = False) -> asyncio.Future[JobState]:
+        """Ask for a change of a job; None: of the only job that has not ended. The job after the change.
+
+        kept: a job that has ended and keeps a node can be changed too.
+        """
+        answer: asyncio.Future[JobState] = asyncio.get_running_loop().create_future()
+        self._new.append(_Request(change, job, answer, kept))
+        return answer
+
+    def apply(self, states: dict[str, JobState], parked: Mapping[str, str], now: float) -> None:
+        """Make the changes. parked: why jobs are missing in `states`."""
+        new, self._new = self._new, []
+        for change, name, answer, kept in new:
+            if answer.done():
+                continue  # the request was cancelled
+            try:
+                job = _find(name, states, parked, kept)
+                states[job.id] = changed = change(job, now)
+                self._made.append((answer, changed))
+            except SpotrunError as error:
+                answer.set_exception(error)
+
+    def refuse(self, job: str, why: str) -> None:
+        """The changes of this job do not get into the bucket."""
+        for answer, _ in [each for each in self._made if each[1].id == job and not each[0].done()]:
+            answer.set_exception(SpotrunError(why))
+
+    def answer(self) -> None:
+        """All changes that were made are in the bucket."""
+        made, self._made = self._made, []
+        for answer, changed in made:
+            if not answer.done():
+                answer.set_result(changed)
+
+
+def _find(name: str | None, states: Mapping[str, JobState], parked: Mapping[str, str], kept: bool) -> JobState:
+    keeping = {job.id: job for job in states.values() if job.kept_node}
+    if kept and name in keeping:
+        return keeping[name]
+    found = [job for job in states.values() if not job.ended_already and name in (None, job.id)]
+    if len(found) == 1:
+        return found[0]
+    if name is not None:
+        raise SpotrunError(parked.get(name) or f"job {name} has ended, or is not a job of this cluster")
+    if found:
+        names = ", ".join(job.id for job in found[:NAMED]) + (", …" if len(found) > NAMED else "")
+        raise SpotrunError(f"{len(found)} jobs have not ended: {names}; name one of them")
+    raise SpotrunError("; ".join(["no job is active", *parked.values(), *map(_keeps, keeping.values())]))
+
+
+def _keeps(job: JobState) -> str:
+    assert job.kept_node is not None
+    return f"{job.id} has failed and keeps {job.kept_node.member.node}, `make stop ID={job.id}` lets it go"

@@ -1,0 +1,107 @@
+"""Asks the cloud what there is, says what there should be, and has machines replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from spotrun.errors import SpotrunError
+from spotrun.head.capacity.place import Placements
+from spotrun.head.demand import wish
+from spotrun.head.fleet.classify import Condition, classify
+from spotrun.head.fleet.decide import decide, wanted
+from spotrun.head.fleet.record import Recreate, exhausted
+from spotrun.head.job_queue import parked_nodes
+from spotrun.head.placer import Placer
+from spotrun.head.timeouts import TIMEOUTS
+from spotrun.head.view import FleetView
+
+if TYPE_CHECKING:
+    from spotrun.head.head import Head
+
+log = logging.getLogger(__name__)
+
+
+class Scaler:
+    """Sizes of pools and replacements, for one head. poll_seconds: between two looks at the cloud."""
+
+    def __init__(self, head: Head, poll_seconds: float) -> None:
+        self.look_now = asyncio.Event()  # ask the cloud now, since its last answer may be out of date
+        self.removing: frozenset[str] = frozenset()  # machines that the last change of sizes removes
+        self.placer = Placer(head)
+        self._head, self._poll_seconds = head, poll_seconds
+        self._exhausted: frozenset[str] = frozenset()  # pools in which no more machines are replaced, as was noted
+
+    @property
+    def places(self) -> Placements:
+        """Where each job may train."""
+        return self.placer.placements
+
+    async def run(self) -> None:
+        """Ask and scale for ever. A cloud that does not answer changes nothing.
+
+        Raises `SystemExit` when another head has taken over.
+        """
+        head = self._head
+        while True:
+            try:
+                await head.check_epoch()
+                for problem in await head.fleet.look():
+                    head.add_event("cloud", f"pool {problem.pool}: {problem.message}")
+                await self.placer.learn(head.fleet_view(head.clock()))
+                await self._scale(head.clock())
+                self.forget()
+                await head.books.write()
+            except SpotrunError as error:
+                log.warning("%s", error)
+            head.wake()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._poll_seconds):
+                    await self.look_now.wait()
+            self.look_now.clear()
+
+    async def replace(self, view: FleetView, conditions: Mapping[str, Condition]) -> None:
+        """Ask the cloud to replace machines. conditions: of the machines of the view."""
+        head = self._head
+        found = decide(view, conditions).recreate if view.jobs else ()
+        recreate = tuple(each for each in found if each.node not in self.removing)
+        if head.replacements.pending(recreate):
+            await head.check_epoch()
+            await head.replacements.begin(recreate, view.now)
+
+    def still_wanted(self, action: Recreate) -> bool:
+        """Whether that machine should still be replaced."""
+        if action.node in self.removing:
+            return False
+        view = self._head.fleet_view(self._head.clock())
+        return any((e.node, e.created) == (action.node, action.created) for e in wanted(view, classify(view)))
+
+    def forget(self) -> None:
+        """Drop agents whose machines are gone for good, unless a generation still counts on them."""
+        head = self._head
+        members = {member.node for job in head.states.values() for member in job.members}
+        unknown = {name for name, seen in head.agents.known.items() if seen.report.pool in head.fleet.away}
+        head.agents.forget(head.fleet.names() | members | unknown)
+
+    async def _scale(self, now: float) -> None:
+        head = self._head
+        known = head.states.keys() | head.parked.keys()
+        if head.journal.queue is None or not known >= set(head.journal.queue):
+            return  # which machines are needed is not known yet
+        view = head.fleet_view(now)
+        busy = head.agents.busy() if now - head.ended_at < TIMEOUTS.last_logs else frozenset()
+        conditions = classify(view)
+        places = self.placer.look(view, conditions)
+        wanted_now = wish(view, head.cluster, head.assignment.expected, places, busy, parked_nodes(head))
+        fleet = decide(view, conditions, head.fleet.pools(), wanted_now)
+        spent = exhausted(view.replaced, view.now)
+        for pool in sorted(spent - self._exhausted):
+            head.add_event("cloud", f"pool {pool}: {fleet.reasons[pool]}")
+        resize, remove = fleet.resize, fleet.remove
+        if head.parked:  # a parked job keeps its machines, and nobody knows which these are
+            resize, remove = {pool: n for pool, n in resize.items() if n > head.fleet.sizes.get(pool, 0)}, ()
+        self._exhausted, self.removing = spent, frozenset(remove)
+        await head.fleet.scale(resize, remove)

@@ -1,0 +1,52 @@
+"""How fast a job is on which machines, as its generations show. `make advise` compares machines by that. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from spotrun.document import Document
+
+if TYPE_CHECKING:
+    from spotrun.head.view import Node
+
+LEAST = 5  # steps: with fewer, the first ones, which are slow, would count too much
+
+
+class Speed(Document):
+    """A measurement. A job has one for each pool, number of nodes and number of devices: that of the most steps."""
+
+    pool: str  # the pool of all nodes
+    nodes: int  # how many trained together
+    devices: int  # of each node
+    samples_per_second: float  # of all nodes
+    samples: float  # of one step of all nodes
+    steps: int  # that were measured
+    at: float  # when the last one was completed, epoch seconds
+
+
+def noted(
+    speeds: Sequence[Speed], members: Sequence[Node], per_second: float, pace: float, steps: int, at: float
+) -> tuple[Speed, ...]:
+    """The speeds with that of the present generation.
+
+    members: its nodes. per_second: samples. pace: seconds a step. steps: completed ones. at: of the newest one.
+    """
+    pools = {node.report.pool for node in members}
+    if steps < LEAST or per_second <= 0 or len(pools) != 1:
+        return tuple(speeds)
+    devices = {len(node.devices) or node.report.devices for node in members}
+    found = Speed(
+        pool=pools.pop(),
+        nodes=len(members),
+        devices=min(devices),
+        samples_per_second=per_second,
+        samples=per_second * pace,
+        steps=steps,
+        at=at,
+    )
+    key = (found.pool, found.nodes, found.devices)
+    before = next((each for each in speeds if (each.pool, each.nodes, each.devices) == key), None)
+    if before is not None and before.steps > steps:
+        return tuple(speeds)
+    return (*(each for each in speeds if each is not before), found)

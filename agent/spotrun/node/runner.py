@@ -1,0 +1,373 @@
+"""One job of this node: it carries out the job's newest order and reports on the job.
+
+Each job has a task of its own (`Runner.run`). So a job that hangs, fails or ends slowly delays no other. Orders are
+whole documents, so a turn reads only the newest one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+from spotrun.backoff import Backoff
+from spotrun.errors import SpotrunError
+from spotrun.node import cleanup, memory
+from spotrun.node.job import Job, Node
+from spotrun.node.kept_folders import Keeper
+from spotrun.node.log_uploader import LogUploader
+from spotrun.node.part_uploader import PartUploader, WantedPart, newest_snapshot
+from spotrun.node.workers import Phase, WorkerGroup
+from spotrun.spec import JobSpec
+from spotrun.store import log_key
+from spotrun.wire import Bundle, Failure, Generation, JobOrder, JobReport, StateRef
+
+log = logging.getLogger(__name__)
+
+POLL = 0.05  # seconds between looks at the control blocks while workers live
+LAST_UPLOAD = 5.0  # seconds that a job waits for an upload of logs before it goes on
+AGAIN = (1.0, 30.0)  # seconds until a job begins again after an unexpected error: the first pause, the longest
+
+
+class Runner:
+    """The job `id` on this node. changed: called when `report` has changed in more than progress."""
+
+    def __init__(self, id: str, node: Node, changed: Callable[[], None]) -> None:
+        self.id = id
+        self.newest = 0  # the newest generation that this agent took part in
+        self.ended = False  # whether the job was told to leave and has left
+        self._node, self._changed = node, changed
+        self._order: JobOrder | None = None
+        self._job: Job | None = None
+        self._leaving = asyncio.Event()
+        self._not_started: Failure | None = None  # why this node does not take part in the ordered generation
+        self._waiting = ("", 0.0)  # what the workers' start waits for, and since when, in epoch seconds
+        self._slots = node.tmpfs / id / "slots"
+        self._snapshot = newest_snapshot(self._slots, id)  # an earlier agent may have left the only copy of a state
+        self._read_slots = (-1, 0.0)  # newest committed step, and monotonic seconds, when the slots were last read
+        self._logs = LogUploader(node.store)
+        self._part_uploader = PartUploader(node.store, node.scratch / "parts", self.wake)
+        self._keeper = Keeper(node.store, self.wake)
+        self._flushed = 0  # the newest generation whose last logs have been sent to the bucket
+        self._flush: asyncio.Task[None] | None = None
+        self._again = Backoff(*AGAIN)
+        self._event = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._report = self._make_report()
+
+    @property
+    def bundle(self) -> Bundle | None:
+        """The job as it is carried out; None if it has not begun here."""
+        return self._job.bundle if self._job else None
+
+    @property
+    def busy(self) -> bool:
+        """Whether workers live, or wait for devices that other jobs' workers use."""
+        group = self._job.group if self._job else None
+        return bool(self._waiting[0]) or (group is not None and group.living)
+
+    @property
+    def report(self) -> JobReport | None:
+        """What the last turn found; None: nothing. The devices are as of now: another job may have them already."""
+        return self._report and self._report.replace(devices=self._node.claims.devices(self.id))
+
+    def obey(self, order: JobOrder) -> None:
+        """Take the newest order about this job."""
+        self._order = order
+        if self._task is None:
+            self._task = asyncio.create_task(self._run())
+        self.wake()
+
+    def wake(self) -> None:
+        """Take a turn soon."""
+        self._event.set()
+
+    def leave(self) -> None:
+        """End the job and remove its files in memory. `ended` says when that is done."""
+        self._leaving.set()
+        self.ended = self.ended or self._task is None
+        self.wake()
+
+    async def end(self) -> None:
+        """End all processes of the job, since the agent ends. Files stay."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        if self._job is not None:
+            await self._job.end()
+            await self._upload_logs()
+
+    async def _run(self) -> None:
+        """Take a turn whenever something has changed, and at intervals while workers live, until the job has left."""
+        uploads = asyncio.create_task(self._logs.run())
+        try:
+            while not self._leaving.is_set():
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(POLL if self.busy else None):
+                        await self._event.wait()
+                self._event.clear()
+                await self._take_turn()
+            await self._end_job()
+            await asyncio.to_thread(cleanup.remove, [self._slots.parent])
+        finally:
+            uploads.cancel()
+            self.ended = True
+            self._changed()
+
+    async def _take_turn(self) -> None:
+        """An error that nobody expected ends this job's processes, and no other job's."""
+        try:
+            if self._order is not None and not self._leaving.is_set():
+                await self._turn(self._order)
+            self._publish()
+        except Exception as error:
+            log.exception("job %s: unexpected error; the job begins again", self.id)
+            message = f"unexpected error on this node: {error!r}"[:1000]
+            self._not_started = Failure(kind="setup", rank=0, at=time.time(), message=message)
+            with contextlib.suppress(Exception):
+                await self._end_job()
+            self._job = None  # a worker that still lives keeps its devices: see `Claims`
+            self._publish()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._again.next()):
+                    await self._leaving.wait()
+            self.wake()
+
+    async def _turn(self, order: JobOrder) -> None:
+        group = None
+        if self._node.fit:
+            job = await self._apply_bundle(order)
+            await self._apply_generation(job, order)
+            group = job.group
+            if group is not None:
+                await self._apply_steps(job, group, order)
+            self._find_snapshot(group)
+        self._apply_save(group, order)
+        self._apply_keep(order)
+
+    async def _apply_bundle(self, order: JobOrder) -> Job:
+        """Have the ordered job, as it is ordered."""
+        job, bundle = self._job, order.bundle
+        if job is not None and (job.bundle.code, job.bundle.job) != (bundle.code, bundle.job):
+            await self._end_job()
+        if self._job is None:
+            self._job = Job(bundle, self._node, order.devices, self.wake)
+            self._job.prepare()
+        self._job.bundle, self._job.devices = bundle, order.devices
+        return self._job
+
+    async def _apply_generation(self, job: Job, order: JobOrder) -> None:
+        """Have the workers of the ordered generation and no others. Older workers are dead before new ones start."""
+        wanted, rank = order.generation, -1
+        self._waiting, waiting = ("", 0.0), self._waiting
+        if wanted is not None:
+            me = (self._node.identity.name, self._node.boot)
+            rank = next((i for i, member in enumerate(wanted.members) if (member.node, member.boot) == me), -1)
+        if rank < 0:
+            wanted = None
+        if job.group is not None and (wanted is None or wanted.number != job.group.number):
+            await self._end_group(job, job.group)
+            if job.group.living:
+                return  # until the launcher has been replaced
+            _drop_group(job)
+        if wanted is None or job.group is not None:
+            self._not_started = None
+        elif wanted.number <= self.newest:
+            message = f"generation {wanted.number} has ended on this node already"
+            self._not_started = self._not_started or Failure(kind="peer", rank=rank, at=time.time(), message=message)
+        elif job.store:
+            self._start(job, wanted, rank, waiting)
+
+    def _start(self, job: Job, wanted: Generation, rank: int, waiting: tuple[str, float]) -> None:
+        claims, devices = self._node.claims, job.devices or tuple(range(self._node.devices))
+        if held := claims.holder(devices):
+            why = f"waiting for device {held[0]}, which workers of {held[1]} use"
+            self._waiting = (why, waiting[1] or time.time())
+            self._not_started = None
+            return
+        need = memory.Need(self._slots.parent, job.bundle.state_bytes)
+        try:
+            self._check(devices, need)
+            group = job.start(wanted, rank)
+        except (SpotrunError, OSError) as error:  # memory or disk may be full; each turn tries again
+            message = f"generation {wanted.number} cannot start on this node: {error}"
+            if self._not_started is None or self._not_started.message != message:
+                log.error("job %s: %s", self.id, message)
+                self._not_started = Failure(kind="setup", rank=rank, at=time.time(), message=message)
+            return
+        claims.make(self.id, devices, need, lambda: group.living)
+        self.newest, self._not_started = wanted.number, None
+        self._again.reset()
+        for each in group.workers:
+            key = log_key(self.id, group.number, self._node.identity.name, each.rank)
+            self._logs.follow(each.log, key)
+
+    def _check(self, devices: tuple[int, ...], need: memory.Need) -> None:
+        """Raise `SpotrunError` if the node does not have these devices, or not enough memory."""
+        if len(set(devices)) < len(devices):
+            raise SpotrunError(f"the order names a device twice: {', '.join(map(str, devices))}")
+        unknown = [str(each) for each in devices if not 0 <= each < self._node.devices]
+        if unknown:
+            raise SpotrunError(f"the order names device {', '.join(unknown)}, and the node has {self._node.devices}")
+        if lack := self._node.claims.lack(need):
+            raise SpotrunError(
+                f"{lack / 1e6:.0f} MB of memory are missing in {self._node.tmpfs}, which must hold two snapshots of "
+                "each job. Use machines with more memory, or more devices of each machine for this job"
+            )
+
+    async def _apply_steps(self, job: Job, group: WorkerGroup, order: JobOrder) -> None:
+        part = self._part_uploader.part
+        group.set_steps(order.stop_at, order.save.step if order.save and not part else None)
+        if order.dump and group.alive and not group.stacks:
+            await self._end_hung(job, group)
+        elif group.broken:
+            self._publish()
+            await self._end_group(job, group)
+        elif group.alive and (size := memory.excess(self._slots.parent)):
+            await self._end_greedy(job, group, size)
+        if not group.alive and self._flushed != group.number:
+            self._flushed = group.number
+            self._flush = asyncio.create_task(self._upload_logs())
+
+    async def _end_job(self) -> None:
+        """End all processes of the job and forget it. Files stay."""
+        job = self._job
+        if job is not None:
+            await job.end()
+            while job.group is not None and job.group.living:  # the kernel kills workers whose launcher is gone
+                await asyncio.sleep(POLL)
+            _drop_group(job)
+            await self._upload_logs()
+        self._logs.forget()
+        self._part_uploader.forget()
+        self._keeper.stop()
+        self._job, self._waiting, self._snapshot = None, ("", 0.0), None
+        self._read_slots, self._flushed = (-1, 0.0), 0
+
+    async def _end_group(self, job: Job, group: WorkerGroup) -> None:
+        await group.end()
+        if group.alive:
+            log.error("workers of generation %s did not end; the launcher is ended with them", group.number)
+            await job.restart_launcher()
+
+    async def _end_hung(self, job: Job, group: WorkerGroup) -> None:
+        """Put the stacks of workers that hang into the bucket, then end the workers."""
+        text = await group.dump_stacks()
+        key = log_key(self.id, group.number, self._node.identity.name, "stacks")
+        with contextlib.suppress(TimeoutError, SpotrunError):
+            async with asyncio.timeout(LAST_UPLOAD):
+                await asyncio.to_thread(self._node.store.put, key, text)
+        group.stacks = key
+        message = f"no step was completed for too long; stacks of this node's workers: {key}"
+        trace, rank = text.decode(errors="replace")[-20000:], group.workers[0].rank
+        group.group_failure = Failure(kind="hang", rank=rank, at=time.time(), message=message, traceback=trace)
+        await self._end_group(job, group)
+        await self._upload_logs()
+
+    async def _end_greedy(self, job: Job, group: WorkerGroup, size: int) -> None:
+        """End workers whose files leave no memory for the snapshots of other jobs, and remove these files."""
+        message = (
+            f"the script has written {size / 1e6:.0f} MB beside its snapshots into {self._slots.parent}, and no memory "
+            "is left for snapshots. Write files to the disk"
+        )
+        group.group_failure = Failure(kind="user", rank=group.workers[0].rank, at=time.time(), message=message)
+        self._publish()
+        await self._end_group(job, group)
+        for path in await asyncio.to_thread(lambda: list(memory.strays(self._slots.parent))):
+            path.unlink(missing_ok=True)
+
+    def _find_snapshot(self, group: WorkerGroup | None) -> None:
+        """Read the newest snapshot's record if there may be a new one, but not too often."""
+        committed = group.committed if group else -2
+        ended = group is not None and not group.alive
+        seen, at = self._read_slots
+        if committed != seen and (ended or committed < 0 or time.monotonic() - at > 10 * POLL):
+            self._snapshot = newest_snapshot(self._slots, self.id)
+            self._read_slots = (committed, time.monotonic())
+
+    def _apply_save(self, group: WorkerGroup | None, order: JobOrder) -> None:
+        """Upload the ordered part of the ordered snapshot, once workers have committed the snapshot."""
+        save, ref = order.save, order.upload
+        if save is not None and order.generation is not None:
+            ref = StateRef(generation=order.generation.number, step=save.step)
+        if save is None or ref is None:
+            self._part_uploader.want(None)
+            return
+        saving = group is not None and group.alive and group.number == ref.generation
+        awaited = group is not None and saving and group.committed < ref.step
+        self._part_uploader.want(WantedPart(self.id, self._slots, ref, save.index, save.parts), awaited)
+
+    def _apply_keep(self, order: JobOrder) -> None:
+        """Upload the folders that the ordered generation has left here."""
+        if self._job is None or not order.keep or self.newest != order.keep:
+            self._keeper.stop()
+            return
+        folders = JobSpec.kept(order.bundle.job).keep
+        self._keeper.want(self.id, self._job.root, folders, order.keep)
+
+    async def _upload_logs(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_UPLOAD):
+                await self._logs.upload(all=True)
+
+    def _publish(self) -> None:
+        before, self._report = self._report, self._make_report()
+        if (before and before.essence) != (self._report and self._report.essence):
+            self._changed()
+
+    def _make_report(self) -> JobReport | None:
+        job, part = self._job, self._part_uploader.part
+        uploads: dict[str, Any] = {"parts": (part,) if part else (), "trouble": self._part_uploader.trouble}
+        if job is None:
+            if self._snapshot is None and self._not_started is None:
+                return None  # an order for a machine that may not begin a job, or the job begins in a moment
+            phase: Literal["failed", "idle"] = "failed" if self._not_started else "idle"
+            return JobReport(
+                job=self.id,
+                phase=phase,
+                generation=self.newest,
+                failure=self._not_started,
+                snapshot=self._snapshot,
+                late=self._part_uploader.late,
+                **uploads,
+            )
+        group, now = job.group, _phase(job, self._not_started)
+        doing, since = self._waiting
+        if now == "preparing":
+            doing, since = job.doing, job.doing_since
+        elif group is not None and now == "starting":
+            doing, since = group.doing
+        return JobReport(
+            job=self.id,
+            phase=now,
+            devices=self._node.claims.devices(self.id),
+            doing=doing,
+            doing_since=since,
+            generation=self.newest,
+            store=job.store,
+            workers=group.report() if group else (),
+            failure=job.failure or (group.failure if group else self._not_started),
+            snapshot=self._snapshot,
+            late=group.late if group and group.late is not None else self._part_uploader.late,
+            stacks=group.stacks if group else "",
+            keeping=self._keeper.keeping,
+            place=job.place,
+            **uploads,
+        )
+
+
+def _drop_group(job: Job) -> None:
+    if job.group is not None:
+        job.group.close()
+        job.group = None
+
+
+def _phase(job: Job, not_started: Failure | None) -> Phase | Literal["preparing", "ready"]:
+    if job.group is not None:
+        return job.group.phase
+    if job.failure is not None or not_started is not None:
+        return "failed"
+    return "ready" if job.store else "preparing"

@@ -1,0 +1,207 @@
+"""What the nodes of a simulated cluster do for one job: they step, drain, save and report, at once and without faults.
+
+Work is measured in seconds of one node. A step is a fixed amount of work, so it takes less time on more nodes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from spotrun.head.capacity.situation import Demand
+from spotrun.head.job_state import JobState, saved
+from spotrun.simulate.costs import Costs
+from spotrun.simulate.market import Machine
+from spotrun.wire import Failure, JobReport, Manifest, StateRef, Worker
+
+NOTHING = StateRef(generation=0, step=0)
+
+
+@dataclass
+class Crew:
+    """The nodes that have one job."""
+
+    job: str
+    work: float  # of the whole job
+    step: float  # work of one step
+    costs: Costs
+    speeds: Mapping[str, float]  # of a machine of each pool, relative to each other
+    generation: int = 0
+    base: int = 0  # step at which this generation began
+    began: float = 0.0  # when it was ordered
+    starts: float = 0.0  # when its first step begins
+    rate: float = 0.0  # work in a second
+    stalled: float = math.inf  # when it lost a member
+    stop_at: int | None = None
+    machines: tuple[Machine, ...] = ()  # its members
+    snapshots: dict[str, StateRef] = field(default_factory=dict)  # in the memory of each node
+    restarts: int = 0  # generations that began
+    moved: int = 0  # generations that began in another zone
+    lost: float = 0.0  # work that was done again
+    good: dict[str, float] = field(default_factory=dict)  # seconds in steps, by pool and machine
+    finished: float = math.inf
+    _where: frozenset[str] = frozenset()  # pools of the last generation
+    _reached: int = 0  # the newest step of ended generations
+    _reports: dict[tuple[object, ...], JobReport] = field(default_factory=dict)  # those made a moment ago
+
+    @property
+    def total(self) -> int:
+        """Steps of the whole job."""
+        return math.ceil(self.work / self.step - 1e-9)
+
+    def done(self, now: float) -> int:
+        """Steps completed since the job began."""
+        until = min(now, self.stalled)
+        found = self.base + math.floor(max(0.0, until - self.starts) * self.rate / self.step + 1e-6)
+        return min(found, self.total if self.stop_at is None else min(self.total, self.stop_at))
+
+    def time_of(self, step: int) -> float:
+        """When that step is completed, if nothing happens before."""
+        return self.starts + (step - self.base) * self.step / self.rate if self.rate else math.inf
+
+    @property
+    def next(self) -> float:
+        """When the workers stop by themselves."""
+        if not self.generation or self.stalled < math.inf:
+            return math.inf
+        return self.time_of(self.total if self.stop_at is None else min(self.total, self.stop_at))
+
+    def obey(self, job: JobState, known: Mapping[str, Machine], now: float) -> None:
+        """Do what the head orders."""
+        current = job.current
+        if current is None:
+            if self.generation:
+                self._leave(now)
+            return
+        if current.number != self.generation:
+            if self.generation:
+                self._leave(now)
+            self._join(job, known, now)
+        self.stop_at = job.draining.step if job.draining else None
+
+    def look(self, now: float) -> None:
+        """Notice that a member is gone: no step is completed without it."""
+        if self.stalled == math.inf and any(machine.gone <= now for machine in self.machines):
+            self.stalled = now
+
+    def fill(self, demand: Demand) -> Demand:
+        """The demand with the work that is done, which only yardsticks ask for."""
+        return demand if demand.left is None else replace(demand, done=max(0.0, self.work - demand.left))
+
+    def save(self, job: JobState, now: float) -> JobState:
+        """The job with the checkpoints that are in the bucket by now."""
+        if job.saving is not None:  # the last state of a generation: the nodes have it
+            job = _complete(job, job.saving.ref, now)
+        elif self.generation and job.current is not None:
+            every = self.costs.checkpoint
+            time = self.starts + math.floor((min(now, self.stalled) - self.starts) / every) * every
+            ref = StateRef.model_construct(generation=self.generation, step=self.done(time))
+            if time > self.starts and (ref.generation, ref.step) > job.newest:
+                job = _complete(job, ref, now)
+        return job.replace(saved_at=now)  # so that the head orders none
+
+    def report(self, machine: Machine, now: float) -> JobReport:
+        """What a node reports about the job. Only the first member reports each step: the head needs no more."""
+        snapshot = self.snapshots.get(machine.name)
+        if not self.generation or not any(machine is each for each in self.machines):
+            return self._cached(("ready", snapshot), lambda: self._report("ready", 0, snapshot))
+        phase = self._phase(now)
+        if phase in ("drained", "succeeded") and (snapshot is None or snapshot.generation != self.generation):
+            self._snap(StateRef.model_construct(generation=self.generation, step=self.done(now)))
+            snapshot = self.snapshots[machine.name]
+        step = self.done(now) if machine is self.machines[0] or phase != "running" else self.base
+        key = (phase, snapshot, self.generation, step)
+        return self._cached(key, lambda: self._report(phase, self.generation, snapshot, (self._worker(step, now),)))
+
+    def _phase(self, now: float) -> str:
+        if self.stalled < math.inf:
+            return "failed"
+        step = self.done(now)
+        if step >= self.total:
+            return "succeeded"
+        if self.stop_at is not None and step >= self.stop_at:
+            return "drained"
+        return "running" if now >= self.starts else "starting"
+
+    def _worker(self, step: int, now: float) -> Worker:
+        stepped = self.time_of(step) if step > self.base else 0.0
+        first = self.time_of(self.base + 1) if step > self.base else 0.0
+        base = self.base if now >= self.starts else -1
+        times = (self.began, self.began, self.began, self.starts, first)
+        return Worker.model_construct(
+            rank=0, pid=1, step=max(step, base) if base >= 0 else -1, base=base, stepped_at=stepped,
+            total_steps=self.total, phases=times,
+        )  # fmt: skip
+
+    def _report(
+        self, phase: str, generation: int, snapshot: StateRef | None, workers: tuple[Worker, ...] = ()
+    ) -> JobReport:
+        failure = None
+        if phase == "failed":
+            failure = Failure.model_construct(kind="peer", rank=0, at=self.stalled, message="")
+        return JobReport.model_construct(
+            job=self.job, phase=phase, generation=generation, store="store", workers=workers, failure=failure,
+            snapshot=snapshot,
+        )  # fmt: skip
+
+    def _cached(self, key: tuple[object, ...], make: Callable[[], JobReport]) -> JobReport:
+        found = self._reports.get(key)
+        if found is None:
+            if len(self._reports) > 64:
+                self._reports.clear()
+            found = self._reports[key] = make()
+        return found
+
+    @property
+    def reached(self) -> int:
+        """The newest step, of whichever generation."""
+        return self._reached
+
+    def close(self, now: float) -> None:
+        """The replay has ended."""
+        if self.generation:
+            self._leave(now)
+
+    def _join(self, job: JobState, known: Mapping[str, Machine], now: float) -> None:
+        assert job.current is not None
+        self.generation = job.current.number
+        self.machines = tuple(known[member.node] for member in job.current.members)
+        refs = [self.snapshots[m.name] for m in self.machines if m.name in self.snapshots]
+        newest = max(refs, key=lambda ref: (ref.generation, ref.step), default=None)
+        bucket = job.checkpoints[0] if job.checkpoints else None
+        from_memory = newest is not None and (newest.generation, newest.step) >= job.newest
+        state = newest if from_memory else bucket
+        base = state.step if state else 0
+        self.lost += max(0, self._reached - base) * self.step
+        self.base, self.began, self.stalled, self.stop_at = base, now, math.inf, None
+        self.starts = now + (self.costs.restart if from_memory else self.costs.restore)
+        speed = min(self.speeds.get(machine.pool, 1.0) for machine in self.machines)
+        self.rate = self.costs.rate(len(self.machines), speed)
+        where = frozenset(machine.pool for machine in self.machines)
+        self.restarts += 1
+        self.moved += bool(self._where) and not where & self._where
+        self._where = where
+
+    def _leave(self, now: float) -> None:
+        if all(self.snapshots.get(m.name, NOTHING).generation != self.generation for m in self.machines):
+            self._snap(self._memory(min(now, self.stalled)))  # it has not stopped at an ordered step
+        self._reached = max(self._reached, self.done(now))
+        for machine in self.machines:
+            span = max(0.0, min(now, self.stalled) - self.starts)
+            self.good[machine.pool] = self.good.get(machine.pool, 0.0) + span
+        self.generation, self.machines, self.rate = 0, (), 0.0
+
+    def _memory(self, now: float) -> StateRef:
+        """The newest snapshot in memory before a loss."""
+        time = self.starts + math.floor(max(0.0, now - self.starts) / self.costs.snapshot) * self.costs.snapshot
+        return StateRef.model_construct(generation=self.generation, step=self.done(time))
+
+    def _snap(self, ref: StateRef) -> None:
+        for machine in self.machines:
+            self.snapshots[machine.name] = ref
+
+
+def _complete(job: JobState, ref: StateRef, now: float) -> JobState:
+    manifest = Manifest.model_construct(job=job.id, generation=ref.generation, step=ref.step, created=now, files=())
+    return saved(job, (ref,), manifest, now)

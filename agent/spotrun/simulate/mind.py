@@ -1,0 +1,218 @@
+"""The head's decisions on a simulated market: the same pure functions as in the real head, in the same order.
+
+What stands between them in the real head takes no time here: the bucket, orders to nodes, calls to the cloud.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping
+from dataclasses import replace
+
+from spotrun.head import accounting
+from spotrun.head.account import Rates, Use
+from spotrun.head.assignment import Assignment, assign, job_view
+from spotrun.head.capacity.history import LONGEST, Histories, learn
+from spotrun.head.capacity.observe import situation
+from spotrun.head.capacity.place import place
+from spotrun.head.capacity.situation import History, Placement, Policy
+from spotrun.head.capacity.sizes import Pool
+from spotrun.head.demand import Question, question, wish
+from spotrun.head.fleet.classify import Condition, classify
+from spotrun.head.fleet.decide import decide
+from spotrun.head.job_state import JobState, apply
+from spotrun.head.meter import running
+from spotrun.head.planner import idle
+from spotrun.head.planner.plan import plan
+from spotrun.head.status import event
+from spotrun.head.timeouts import TIMEOUTS
+from spotrun.head.view import FleetView, Machine, Node, View
+from spotrun.simulate.crew import Crew
+from spotrun.simulate.market import Machine as Box
+from spotrun.simulate.market import Market
+from spotrun.spec import ClusterSpec
+from spotrun.wire import Notice, Report
+
+SETTLED = 40  # passes after which something goes to and fro for ever
+NOT_COMING = ("abandoned", "replacing", "unfit", "unknown")  # as in the real head
+
+
+class Mind:
+    """What the head knows and has decided."""
+
+    def __init__(self, cluster: ClusterSpec, market: Market, crews: Mapping[str, Crew], policy: Policy | None) -> None:
+        """policy: instead of the one that each job would have."""
+        self.cluster, self.market, self.crews = cluster, market, crews
+        self.jobs: dict[str, JobState] = {}
+        self.placements: dict[str, Placement] = {}
+        self.log: list[tuple[float, str, str]] = []  # time, kind and text of each event
+        self.asked = 0  # how often policies were asked
+        self.turns = 0
+        self._policy, self._began, self._observed = policy, market.now, market.now
+        self._histories, self._learned = Histories(), (0.0, -1)
+        self._known_of_pools: Mapping[str, History] = {}
+        self._last: tuple[tuple[Pool, ...], dict[str, dict[str, float]]] = ((), {})
+        self._question: Question | None = None
+        self.assignment = Assignment()
+        self._machines: dict[str, Machine] = {}  # as the head saw them last
+        self._nodes: dict[str, tuple[Node, bool, bool]] = {}
+        self._known: dict[str, Box] = {}  # machines whose agents have joined, until nobody counts on them
+
+    def settle(self, now: float) -> None:
+        """Take turns until nothing changes."""
+        for _ in range(SETTLED):
+            if not self._turn(now):
+                return
+        raise RuntimeError(f"the head does not settle at {now}: {self.log[-6:]}")
+
+    @property
+    def next(self) -> float:
+        """When the head would decide something although nothing changes."""
+        now = self.market.now
+        times = [each for job in self.jobs.values() for each in _timers(job)]
+        times += [box.ready_at + TIMEOUTS.gather + 1e-3 for box in self._known.values()]
+        times += [wake for each in self.placements.values() if (wake := each.wake)]
+        return min((time for time in times if time > now + 1e-6), default=math.inf)
+
+    def _turn(self, now: float) -> bool:
+        """One turn of the head, and what its nodes and its cloud make of it. Whether anything has changed."""
+        self.turns += 1
+        for crew in self.crews.values():
+            crew.look(now)
+        view, before = self._view(now), (self.assignment, self.market.looks)
+        conditions = classify(view)
+        if now > self._observed:  # the real head has taken many turns since the last one
+            self._observed = now
+            for job in view.jobs:
+                self.jobs[job.id] = self._observe(job, view, conditions)
+            view = replace(view, jobs=tuple(self.jobs[job.id] for job in view.jobs))
+        self._place(view, conditions)
+        out = {name for name, each in conditions.items() if each.state in NOT_COMING}
+        asked = question(view, self.cluster, self.market.sizes, self.assignment.held, self.placements, out)
+        if asked != self._question:
+            self._question, self.assignment = asked, assign(asked)
+        acted = [self._advance(job, view, conditions) for job in view.jobs]
+        view = replace(view, jobs=tuple(job for job in self.jobs.values() if not job.ended_already))
+        self._scale(view, conditions)
+        return any(acted) or before != (self.assignment, self.market.looks)
+
+    def _place(self, view: FleetView, conditions: Mapping[str, Condition]) -> None:
+        pools = tuple(
+            replace(pool, states={name: conditions[name].state for name in pool.states if name in conditions})
+            for pool in self.market.pools()
+        )
+        if self._policy is None:
+            self._learn(view)
+        seen = situation(view, self.cluster, pools, self.market.prices, self._known_of_pools)
+        self.asked += 1
+        seen = replace(seen, demands=tuple(self.crews[d.job].fill(d) for d in seen.demands))
+        if self._policy is None:
+            self.placements = dict(place(seen, self.placements))
+        else:
+            self.placements = {d.job: self._policy(seen, d, self.placements.get(d.job)) for d in seen.demands}
+
+    def _learn(self, view: FleetView) -> None:
+        """Count what the head has seen of its pools. It looks all the time; nothing changes between two turns."""
+        if (view.now, self.market.looks) == self._learned:
+            return
+        self._learned = view.now, self.market.looks
+        while self._histories.at and view.now - self._histories.at > LONGEST:
+            self._histories = learn(self._histories, self._histories.at + LONGEST, *self._last)
+        leaving = {node.name for node in view.nodes if node.leaving}
+        running: dict[str, dict[str, float]] = {}
+        for machine in view.machines:
+            if machine.name not in leaving:
+                running.setdefault(machine.pool, {})[machine.name] = machine.created
+        self._last = self.market.pools(), running
+        self._histories = learn(self._histories, view.now, *self._last)
+        self._known_of_pools = self._histories.of()
+
+    def _observe(self, job: JobState, fleet: FleetView, conditions: Mapping[str, Condition]) -> JobState:
+        """The job with its progress, its costs and its checkpoints as of now."""
+        now = fleet.now
+        shares, pools = accounting.shares(fleet, self.assignment.expected, conditions)[job.id], running(fleet)
+        paid = [Use(name, pools[name], job.counted_at or now, now, share) for name, share in shares.items()]
+        view = self._view_of(job, fleet, conditions)
+        job = accounting.count(accounting.observe(job, view), view, paid, Rates(self.market.prices))
+        return self.crews[job.id].save(job, now)
+
+    def _view_of(self, job: JobState, fleet: FleetView, conditions: Mapping[str, Condition]) -> View:
+        ready_at = max((node.since for node in fleet.nodes), default=0.0)
+        return job_view(fleet, job, self.assignment, conditions, ready_at)
+
+    def _advance(self, job: JobState, fleet: FleetView, conditions: Mapping[str, Condition]) -> bool:
+        """Save, plan, apply, for one job. Whether it has decided anything."""
+        now, crew, view = fleet.now, self.crews[job.id], self._view_of(job, fleet, conditions)
+        job = crew.save(idle.observe(job, view), now)
+        actions = plan(replace(view, job=job)).actions
+        for action in actions:
+            if said := event(job, action):
+                self.log.append((now, *said))
+            job = apply(job, action, now)
+        self.jobs[job.id] = job
+        crew.obey(job, self._known, now)
+        return bool(actions)
+
+    def _scale(self, view: FleetView, conditions: Mapping[str, Condition]) -> None:
+        wanted = wish(view, self.cluster, self.assignment.expected, self.placements)
+        found = decide(view, conditions, self.market.pools(), wanted)
+        if found.resize or found.remove:
+            self.market.resize(found.resize, found.remove)
+
+    def _view(self, now: float) -> FleetView:
+        boxes = list(self.market.machines())
+        for box in boxes:
+            if box.ready_at <= now:
+                self._known[box.name] = box
+        members = {member.node for job in self.jobs.values() for member in job.members}
+        for name in [name for name, box in self._known.items() if box.gone <= now and name not in members]:
+            del self._known[name]
+        kinds = {pool.name: pool.machine for pool in self.cluster.pools}
+        return FleetView(
+            now=now,
+            jobs=tuple(job for job in self.jobs.values() if not job.ended_already),
+            nodes=tuple(self._node(box, now) for box in self._known.values()),
+            expected=sum(self.market.sizes.values()),
+            began=self._began,
+            awake_since=self._began - 1000.0,
+            machines=tuple(self._machine(box, now, kinds) for box in boxes),
+        )
+
+    def _machine(self, box: Box, now: float, kinds: Mapping[str, str]) -> Machine:
+        joined = box.ready_at <= now
+        found = self._machines.get(box.name)
+        if found is None or found.joined != joined:
+            answered = box.ready_at if joined else 0.0
+            found = Machine(box.name, box.pool, "running", box.created, answered, kinds[box.pool])
+            self._machines[box.name] = found
+        return found
+
+    def _node(self, box: Box, now: float) -> Node:
+        """The node of a machine. Its agent has just reported, whenever the head asks."""
+        jobs = tuple(crew.report(box, now) for crew in self.crews.values())
+        there = box.gone > now
+        known = self._nodes.get(box.name)
+        same = known is not None and known[1:] == (box.noticed, there)
+        if known is not None and same and all(map(operator.is_, known[0].report.jobs, jobs)):
+            return known[0]
+        notice = Notice.model_construct(kind="preempt", deadline=box.ends) if box.noticed else None
+        report = Report.model_construct(
+            node=box.name, boot="boot", pool=box.pool, zone="", address=box.name, devices=1, jobs=jobs, notice=notice
+        )
+        cloud = "running" if there else "gone"
+        node = Node(report, connected=there, reported_at=math.inf, cloud=cloud, since=box.ready_at)
+        self._nodes[box.name] = (node, box.noticed, there)
+        return node
+
+
+def _timers(job: JobState) -> list[float]:
+    """When a rule about the job may decide something although nothing has changed."""
+    found = []
+    if len(job.members) < job.spec.nodes.max:
+        found.append(job.ordered_at + job.spec.grow_interval)
+    if job.idle is not None:
+        found += [job.idle.next, job.idle.until] if job.idle.next else [job.idle.since + job.spec.hold_idle]
+    if job.draining is not None:
+        found.append(job.draining.deadline + 0.001)
+    return found

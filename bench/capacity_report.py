@@ -1,0 +1,207 @@
+"""The section on capacity: tables, goals and plots. Pure but for the plots that it writes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.plots import Line, plot
+from spotrun.simulate.costs import Costs
+from spotrun.simulate.replay import Outcome
+from spotrun.simulate.statistics import closed, geometric, mean, ratio
+
+HOUR = 3600.0
+NAMES = {
+    "failover": "failover (rigid, as SkyPilot's managed jobs)",
+    "own": "spotrun",
+    "greedy": "greedy",
+    "uniform_progress": "Uniform Progress with hysteresis",
+    "static": "on-demand alone",
+}
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A rigid cluster against an elastic one."""
+
+    outcomes: Mapping[str, Sequence[Outcome]]  # by policy, one for each window
+    bounds: Sequence[tuple[float, float]]  # the least cost and the earliest end
+    zones: Sequence[str]  # of each window
+    length: float  # of the windows; jobs that did not end count as if they ended then
+    work: float  # seconds on all nodes
+
+    def ends(self, policy: str) -> list[float]:
+        """Seconds."""
+        return [self.length if each.finished is None else each.finished for each in self.outcomes[policy]]
+
+
+@dataclass(frozen=True)
+class Deadlines:
+    """Jobs of one node with a deadline."""
+
+    outcomes: Mapping[float, Mapping[str, Sequence[Outcome]]]  # by fraction and policy
+    bounds: Mapping[float, Sequence[float]]  # the least cost, by fraction
+    zones: Sequence[str]  # of each window
+
+
+def render(found: Mapping[str, Compared | Deadlines], machine: str, day: str, seconds: float, plots: Path) -> str:
+    """The section."""
+    lines = ["## Policies of capacity, on traces of spot markets", "", *_method(machine, day, seconds), ""]
+    titles = {"zone": "16 nodes, machines of one zone alone", "zones": "16 nodes, all zones open"}
+    for name, each in found.items():
+        if isinstance(each, Compared):
+            lines += [f"### {titles[name]}", "", *_compared(each, name == "zone"), ""]
+        else:
+            lines += ["### One node with a deadline", "", *_deadlines(each, plots), ""]
+    return "\n".join(lines)
+
+
+def _method(machine: str, day: str, seconds: float) -> list[str]:
+    c = Costs()
+    return [
+        f"{day}, {machine}, {seconds / 60:.0f} minutes. `make bench-capacity`. No cloud was used: the head's own "
+        "decisions are replayed on recorded traces (bench/data/traces), in simulated time. 95 % confidence intervals "
+        "(bootstrap over windows) are in brackets.",
+        "",
+        f"Constants: a machine takes {c.boot:.0f} s until it is ready (assumed). A generation's first step comes after "
+        f"{c.restart:.0f} s with survivors, {c.restore:.0f} s from the bucket (from measurements with 100 M "
+        f"parameters, see Recovery). Notice: {c.notice:.0f} s. n nodes are as fast as n to the power of {c.scaling} "
+        "(assumed: 97 % for each doubling). failover keeps spotrun's own saving of state: only its "
+        "placement is SkyPilot's.",
+    ]
+
+
+def _compared(each: Compared, by_zone: bool) -> list[str]:
+    rigid, ours = each.outcomes["failover"], each.outcomes["own"]
+    lines = [
+        f"{len(rigid)} windows of {each.length / HOUR:.0f} h. The work takes {each.work / HOUR:.0f} h on 16 nodes; at "
+        "least 4 train. The bound knows the whole trace, and changes of machines cost it nothing.",
+        "",
+        _row(["policy", "ended", "hours to the end, mean", "USD for the whole work", "goodput", "moves, mean"]),
+        _row(["---"] * 6),
+    ]
+    for policy, outcomes in each.outcomes.items():
+        cost = ratio([o.cost for o in outcomes], [o.done for o in outcomes])
+        lines.append(
+            _row([
+                NAMES[policy],
+                f"{sum(o.finished is not None for o in outcomes)} of {len(outcomes)}",
+                mean([end / HOUR for end in each.ends(policy)]).text(),
+                cost.text(),
+                mean([o.goodput for o in outcomes if o.cost > 0]).text(),
+                mean([float(o.moves) for o in outcomes]).text(1),
+            ])
+        )  # fmt: skip
+    known = [cost for cost, _ in each.bounds if cost < math.inf]
+    ends = mean([min(end, each.length) / HOUR for _, end in each.bounds]).text()
+    lines.append(_row(["bound", f"{len(known)} of {len(rigid)}", ends, mean(known).text() if known else "-", "-", "-"]))
+    faster = [a / b for a, b in zip(each.ends("failover"), each.ends("own"), strict=True)]
+    later = sum(a < b - 1 for a, b in zip(each.ends("failover"), each.ends("own"), strict=True))
+    both = [(r, o) for r, o in zip(rigid, ours, strict=True) if r.finished is not None and o.finished is not None]
+    dearer = sum(o.cost > r.cost * 1.001 for r, o in both)
+    lines += [
+        "",
+        f"Time to the end, failover / spotrun, geometric mean: **{geometric(faster).text()}**. Cost of the same work, "
+        f"spotrun / failover: **{_cost_ratio(rigid, ours)}**. spotrun ended later in {later} of {len(rigid)} windows, "
+        f"and was dearer in {dearer} of the {len(both)} in which both ended.",
+    ]
+    return lines + (["", *_by_zone(each)] if by_zone else [])
+
+
+def _cost_ratio(rigid: Sequence[Outcome], ours: Sequence[Outcome]) -> str:
+    pairs = [(r, o) for r, o in zip(rigid, ours, strict=True) if r.finished is not None and o.finished is not None]
+    return (
+        ratio([o.cost for _, o in pairs], [r.cost for r, _ in pairs]).text() if pairs else "no window in which both end"
+    )
+
+
+def _by_zone(each: Compared) -> list[str]:
+    lines = [_row(["zone", "windows", "failover / spotrun, time", "spotrun / failover, cost"]), _row(["---"] * 4)]
+    factors = []
+    for zone in dict.fromkeys(each.zones):
+        mine = [index for index, name in enumerate(each.zones) if name == zone]
+        ends = {policy: [each.ends(policy)[i] for i in mine] for policy in each.outcomes}
+        factor = geometric([a / b for a, b in zip(ends["failover"], ends["own"], strict=True)])
+        factors.append(factor.value)
+        rigid, ours = ([each.outcomes[policy][i] for i in mine] for policy in ("failover", "own"))
+        lines.append(_row([zone, str(len(mine)), factor.text(), _cost_ratio(rigid, ours)]))
+    return [*lines, "", f"Geometric mean over the zones: **{geometric(factors).value:.2f}** (goal: at least 1.2)."]
+
+
+def _deadlines(each: Deadlines, plots: Path) -> list[str]:
+    count = len(each.zones)
+    lines = [
+        f"{count} windows of 48 h for each fraction, spot machines of one zone, on-demand machines at three times "
+        "their price, 0.2 h from the order of a machine to its first step. Cost: an hour of spot is 1. Optimum: "
+        "dynamic programming over the whole trace. Closed: the part of the gap from "
+        "Uniform Progress to the optimum.",
+        "",
+        _row(["work / deadline", "policy", "deadlines met", "cost", "/ on-demand", "/ optimum", "spot hours",
+              "on-demand hours", "goodput", "moves", "closed"]),
+        _row(["---"] * 11),
+    ]  # fmt: skip
+    for fraction, outcomes in each.outcomes.items():
+        best, static = each.bounds[fraction], [o.cost for o in outcomes["static"]]
+        yardstick = [o.cost for o in outcomes["uniform_progress"]]
+        for policy, found in outcomes.items():
+            costs = [o.cost for o in found]
+            part = closed(yardstick, costs, best).text() if policy == "own" else ""
+            others = [
+                mean([getattr(o, name) for o in found])
+                for name in ("spot_hours", "on_demand_hours", "goodput", "moves")
+            ]
+            cells = [f"{fraction:g}", NAMES[policy], f"{sum(o.met for o in found)} of {count}", mean(costs).text()]
+            cells += [ratio(costs, static).text(), ratio(costs, best).text()]
+            lines.append(_row([*cells, *(f"{each.value:.2f}" for each in others), part]))
+        lines.append(
+            _row([f"{fraction:g}", "optimum", "", mean(best).text(), ratio(best, static).text(), "1", *[""] * 5])
+        )
+    lines += ["", *_shape(each), "", *_wins(each)]
+    series = [
+        Line(NAMES.get(policy, policy), [(f, mean([o.cost for o in each.outcomes[f][policy]])) for f in each.outcomes])
+        for policy in next(iter(each.outcomes.values()))
+    ]
+    series.append(Line("optimum", [(f, mean(each.bounds[f])) for f in each.outcomes]))
+    plots.mkdir(exist_ok=True)
+    (plots / "capacity-deadline.svg").write_text(
+        plot("Cost of 48 h jobs by work / deadline", "work / deadline", "cost", series)
+    )
+    return [*lines, "", "![cost by fraction](plots/capacity-deadline.svg)"]
+
+
+def _shape(each: Deadlines) -> list[str]:
+    if 0.8 not in each.outcomes:
+        return []
+    spot = {p: mean([o.spot_hours for o in each.outcomes[0.8][p]]).value for p in ("greedy", "uniform_progress")}
+    holds = "held" if spot["uniform_progress"] > spot["greedy"] else "not held"
+    return [
+        f"Published shape, Uniform Progress uses more spot hours than greedy at 0.8: "
+        f"{spot['uniform_progress']:.1f} against {spot['greedy']:.1f}: {holds}."
+    ]
+
+
+def _wins(each: Deadlines) -> list[str]:
+    lines = [
+        _row(["work / deadline", "spotrun cheaper than Uniform Progress", "dearer", "worst: dearer by"]),
+        _row(["---"] * 4),
+    ]
+    for fraction, outcomes in each.outcomes.items():
+        pairs = list(zip(outcomes["uniform_progress"], outcomes["own"], strict=True))
+        more = [o.cost / u.cost - 1 for u, o in pairs]
+        lines.append(
+            _row(
+                [
+                    f"{fraction:g}",
+                    str(sum(x < -0.001 for x in more)),
+                    str(sum(x > 0.001 for x in more)),
+                    f"{max(more):.0%}",
+                ]
+            )
+        )
+    return lines
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"

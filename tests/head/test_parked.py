@@ -1,0 +1,139 @@
+"""A job that the head cannot read or plan: it is left as it is, and the others on the same machines go on."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spotrun.errors import SpotrunError
+from spotrun.head.job_queue import TRY_EVERY
+from spotrun.store import job_key
+from tests.head.puppets import ROUND, Theatre
+from tests.head.world import asked, phases, rewrite
+
+PARKED = int(TRY_EVERY / ROUND) + 2  # rounds after which the head has tried again
+
+
+def lie(stage: Theatre, job: str) -> None:
+    """From now on, the reports about the job have numbers with which no head can plan."""
+    for puppet in stage.puppets.values():
+        puppet.lies.add(job)
+
+
+def make_unreadable(stage: Theatre, job: str) -> None:
+    """A new head finds a state that it cannot read."""
+    rewrite(stage, job_key(job, "state.json"), lambda state: state | {"format": 2})
+    stage.restart_head()
+
+
+def trouble(stage: Theatre) -> list[str]:
+    """What operators are told about parked jobs."""
+    return [event["text"] for event in stage.head.events.seen_from(None) if "is parked" in event["text"]]
+
+
+@pytest.mark.parametrize("spoil", [lie, make_unreadable])
+async def test_the_others_on_the_machine_of_a_parked_job_go_on(tmp_path: Path, spoil: Any) -> None:
+    """One of them ends, one is paused, two come and get the free devices; then the parked job continues."""
+    stage = Theatre(tmp_path, machines=1, devices=4, total=60)
+    bad, paused, *others = [await stage.queue_job(f"job-{index}", 1, devices=1) for index in range(4)]
+    await stage.round(12)
+    (node,) = stage.nodes(bad)
+    work = stage.puppets[node].work[bad]
+    good = stage.store.get(job_key(bad, "state.json"))
+    spoil(stage, bad)
+    await stage.round(5)
+    assert list(stage.head.parked) == [bad]
+    await stage.ask(lambda job, now: job.replace(paused="paused by the operator"), paused)
+    others += [await stage.queue_job(f"later-{index}", 1, devices=1) for index in range(2)]
+    await stage.round(2 * PARKED)
+    assert (stage.puppets[node].work[bad] is work, work.generation, work.done) == (True, 1, True), "it trained on"
+    stage.restart_head()
+    await stage.round(2 * PARKED)
+    assert [stage.written(job).phase for job in others] == ["succeeded"] * len(others)
+    assert stage.written(paused).newest[1] == stage.written(paused).reached > 0
+    assert len(trouble(stage)) == 1, "said once by each head"
+    assert stage.head.status()["parked"]["text"] == trouble(stage)[0]
+    (row,) = [each for each in await asked(stage, stage.head, "jobs") if each["id"] == bad]
+    assert row["phase"] == "parked"
+    assert row["reason"] in trouble(stage)[0]
+    for puppet in stage.puppets.values():
+        puppet.lies.clear()
+    if spoil is make_unreadable:
+        stage.store.put(job_key(bad, "state.json"), good)
+    await stage.ask(lambda job, now: job.replace(paused=""), paused)
+    await stage.round(2 * PARKED + 60)
+    assert [stage.written(job).phase for job in (bad, paused)] == ["succeeded"] * 2
+    assert (stage.written(bad).generation, stage.lost([bad, paused, *others])) == (1, 0)
+
+
+async def test_an_urgent_job_does_not_get_the_machine_of_a_parked_job(tmp_path: Path) -> None:
+    stage = Theatre(tmp_path, machines=2, total=10**6)
+    bad, good = await stage.queue_job("bad", 1), await stage.queue_job("good", 1)
+    await stage.round(10)
+    (kept,), (other,) = stage.nodes(bad), stage.nodes(good)
+    lie(stage, bad)
+    await stage.round(3)
+    urgent = await stage.queue_job("urgent", 1, priority=5)
+    await stage.round(2 * PARKED)
+    assert stage.nodes(urgent) == [other]
+    assert stage.puppets[kept].work[bad].running
+    assert stage.lost([good]) == 0
+
+
+async def test_an_operator_stops_a_parked_job(tmp_path: Path) -> None:
+    stage = Theatre(tmp_path, machines=1, devices=2)
+    bad, good = [await stage.queue_job(name, 1, devices=1) for name in ("bad", "good")]
+    await stage.round(10)
+    lie(stage, bad)
+    await stage.round(3)
+    with pytest.raises(SpotrunError, match=f"{bad} is parked, with its machines: unexpected error in the head: Overfl"):
+        await stage.ask(lambda job, now: job.replace(paused="paused"), bad)
+    assert await asked(stage, stage.head, "stop", bad) == {"job": bad}
+    await stage.round(5)
+    assert stage.written(bad).phase == "stopped"
+    assert await phases(stage, stage.head) == [(good, "running"), (bad, "stopped")]
+    assert [list(puppet.work) for puppet in stage.puppets.values()] == [[good]]
+
+
+async def test_a_change_of_a_job_that_is_parked_in_the_same_turn_is_refused(tmp_path: Path) -> None:
+    stage = Theatre(tmp_path, machines=1)
+    job = await stage.queue_job("job")
+    await stage.round(10)
+    lie(stage, job)
+    stage.play()
+    with pytest.raises(SpotrunError, match=f"{job} is parked"):
+        await stage.ask(lambda state, now: state.replace(paused="paused"), job)
+    assert stage.written(job).paused == ""
+
+
+async def test_a_bucket_that_is_slow_for_one_job_delays_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The manifest of one job is not written for a long time. The other one saves, is moved, and ends."""
+    stage = Theatre(tmp_path, machines=2, total=60)
+    slow, good = [await stage.queue_job(name, 1, checkpoint_interval=1) for name in ("slow", "good")]
+    answers, create = threading.Event(), stage.store.create
+
+    def create_slowly(key: str, data: bytes) -> bool:
+        if key.startswith(f"jobs/{slow}/checkpoints/"):
+            assert answers.wait(60)
+        return create(key, data)
+
+    monkeypatch.setattr(stage.store, "create", create_slowly)
+    monkeypatch.setattr(stage, "turn", lambda: stage.head._turn(stage.now))  # it awaits no manifest
+    for _ in range(150):
+        await stage.round()
+        await asyncio.gather(*(task for job, task in stage.head.completions.tasks.items() if job == good))
+    assert stage.written(good).phase == "succeeded"
+    assert stage.written(good).newest[1] == 60
+    assert (stage.written(slow).reached, stage.written(slow).checkpoints) == (60, ())
+    answers.set()
+    while tasks := stage.head.completions.tasks:
+        await asyncio.gather(*tasks.values())
+        await stage.round()
+    await stage.round(5)
+    assert (stage.written(slow).phase, stage.written(slow).newest[1]) == ("succeeded", 60)

@@ -1,0 +1,289 @@
+"""Where jobs train: zones, markets, moves. As data."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spotrun.head.capacity.history import HALF_LIFE, Histories, learn
+from spotrun.head.capacity.place import place
+from spotrun.head.capacity.situation import Demand, History, Offer, Placement, Situation
+from spotrun.head.capacity.sizes import Pool
+
+NOW = 1_000_000.0
+
+
+def offer(name: str, zone: str = "a", market: str = "spot", there: int = 0, **changes: Any) -> Offer:
+    """A pool of up to four machines, of which so many are ready; it has been asked for no more."""
+    supply, size = changes.pop("supply", "open"), changes.pop("size", there)
+    pool = Pool(name, changes.pop("most", 4), size, {f"{name}-{i}": "ready" for i in range(there)}, supply)
+    return Offer(pool, zone, market, usable=there, **changes)  # type: ignore[arg-type]
+
+
+def job(**changes: Any) -> Demand:
+    """A job that trains on two to four nodes, and may use any of these pools."""
+    return replace(Demand("j", frozenset({"s", "t", "o"}), min=2, max=4, restart=300.0, move=30.0), **changes)
+
+
+def asked(placement: Placement) -> dict[str, int]:
+    """Machines by the pools that they are asked of."""
+    return {"+".join(need.order): need.machines for need in placement.needs}
+
+
+def one(demand: Demand, *offers: Offer) -> Placement:
+    return place(Situation(NOW, offers, (demand,)))[demand.job]
+
+
+SHORT = {"supply": "short", "size": 4}
+CASES: dict[str, tuple[Demand, tuple[Offer, ...], set[str], dict[str, int]]] = {
+    "one pool: it is asked for max": (job(), (offer("s"),), {"s"}, {"s": 4}),
+    "spares are asked for too": (job(spares=1), (offer("s"),), {"s"}, {"s": 5}),
+    "two spot pools of one zone are used together, the cheaper one first": (
+        job(),
+        (offer("s", price=2.0), offer("t", price=1.0)),
+        {"s", "t"},
+        {"t+s": 4},
+    ),
+    "without prices, pools of one market are used in the order of the file": (
+        job(),
+        (offer("s"), offer("t")),
+        {"s", "t"},
+        {"s+t": 4},
+    ),
+    "on-demand machines are not asked for while spot may come": (
+        job(),
+        (offer("s"), offer("o", market="on-demand")),
+        {"s", "o"},
+        {"s": 4},
+    ),
+    "the zone lacks spot machines: on-demand ones stand in up to min": (
+        job(),
+        (offer("s", there=1, **SHORT), offer("o", market="on-demand")),
+        {"s", "o"},
+        {"s": 4, "o": 1},
+    ),
+    "spot machines are enough again: the stand-ins are not used any more": (
+        job(members={"s": 1, "o": 1}),
+        (offer("s", there=3, size=4), offer("o", market="on-demand", there=1)),
+        {"s"},
+        {"s": 4},
+    ),
+    "two zones are as good: the first in the file": (
+        job(),
+        (offer("s"), offer("t", zone="b")),
+        {"s"},
+        {"s": 4},
+    ),
+    "two zones are as good: the cheaper one": (
+        job(),
+        (offer("s", price=2.0), offer("t", zone="b", price=1.0)),
+        {"t"},
+        {"t": 4},
+    ),
+    "the best zone has too few machines: it goes on being asked, and the next one too": (
+        job(),
+        (offer("s", there=1, **SHORT), offer("t", zone="b", **SHORT)),
+        {"t"},
+        {"s": 4, "t": 4},
+    ),
+    "a zone has enough machines: the other one is not asked any more": (
+        job(),
+        (offer("s", there=1, **SHORT), offer("t", zone="b", there=4)),
+        {"t"},
+        {"t": 4},
+    ),
+    "it trains on all that it may have: other zones are not asked": (
+        job(members={"s": 4}),
+        (offer("s", there=4), offer("t", zone="b")),
+        {"s"},
+        {"s": 4},
+    ),
+    "it trains with less than another zone may have: that zone is asked, the job stays": (
+        job(members={"s": 2}, left=40000.0),
+        (offer("s", there=2, **SHORT), offer("t", zone="b")),
+        {"s"},
+        {"s": 4, "t": 4},
+    ),
+    "the other zone is ready: the job moves": (
+        job(members={"s": 2}, left=40000.0),
+        (offer("s", there=2, **SHORT), offer("t", zone="b", there=4)),
+        {"t"},
+        {"t": 4},
+    ),
+    "too little work is left to pay for a move": (
+        job(members={"s": 2}, left=400.0),
+        (offer("s", there=2, **SHORT), offer("t", zone="b", there=4)),
+        {"s"},
+        {"s": 4},
+    ),
+    "the other zone fell short a moment ago: it is not asked again yet": (
+        job(members={"s": 2}, left=40000.0),
+        (
+            offer("s", there=2, **SHORT),
+            offer("t", zone="b", history=History(short_at=NOW - 60, short_with=1, refusals=1)),
+        ),
+        {"s"},
+        {"s": 4},
+    ),
+    "the other zone takes machines all the time: the move would not pay": (
+        job(members={"s": 3}, left=40000.0),
+        (offer("s", there=3, **SHORT), offer("t", zone="b", history=History(up=0.1, lost=100.0, found=100.0))),
+        {"s"},
+        {"s": 4},
+    ),
+    "the job may cross zones: all pools are one zone": (
+        job(across=True),
+        (offer("s", there=1, **SHORT), offer("t", zone="b")),
+        {"s", "t"},
+        {"s+t": 4},
+    ),
+    "the cheapest job has min nodes, in the cheapest zone": (
+        job(cheapest=True),
+        (offer("s", price=2.0), offer("t", zone="b", price=1.0), offer("o", market="on-demand", price=0.5)),
+        {"t"},
+        {"t": 2},
+    ),
+    "the cheapest job waits for spot instead of on-demand": (
+        job(cheapest=True),
+        (offer("s", **SHORT), offer("o", market="on-demand")),
+        {"s"},
+        {"s": 2},
+    ),
+    "a job that ends keeps what its generation has": (
+        job(wants=False, members={"s": 3}),
+        (offer("s", there=3),),
+        {"s"},
+        {"s": 3},
+    ),
+    "no pool suits the job": (job(pools=frozenset()), (offer("s"),), set(), {}),
+}
+
+
+@pytest.mark.parametrize(("demand", "offers", "use", "needs"), CASES.values(), ids=CASES.keys())
+def test_place(demand: Demand, offers: tuple[Offer, ...], use: set[str], needs: dict[str, int]) -> None:
+    found = one(demand, *offers)
+    assert (found.use, asked(found)) == (use, needs), found.reason
+    assert found.reason
+
+
+def test_a_later_job_takes_the_zone_that_the_first_one_leaves() -> None:
+    seen = Situation(NOW, (offer("s"), offer("t", zone="b")), (job(), job(job="k", order=1)))
+    found = place(seen)
+    assert (found["j"].use, found["k"].use) == ({"s"}, {"t"})
+
+
+def test_jobs_are_served_by_priority_then_by_deadline_then_in_order() -> None:
+    demands = (
+        job(job="plain"),
+        job(job="late", order=1, deadline=NOW + 9e5),
+        job(job="soon", order=2, deadline=NOW + 8e5),
+        job(job="high", order=3, priority=1),
+    )
+    offers = tuple(offer(name, zone=name) for name in ("s", "t", "o", "u"))
+    found = place(Situation(NOW, offers, tuple(replace(d, pools=frozenset({"s", "t", "o", "u"})) for d in demands)))
+    assert [next(iter(found[name].use)) for name in ("high", "soon", "late", "plain")] == ["s", "t", "o", "u"]
+
+
+def test_a_budget_that_does_not_last_makes_the_job_thrifty() -> None:
+    offers = (offer("s", price=1.0), offer("t", zone="b", price=0.2, most=2))
+    rich, poor = (one(job(left=7200.0, budget=budget), *offers) for budget in (50.0, 1.0))
+    assert (rich.use, rich.max) == ({"s"}, 4)
+    assert (poor.use, poor.max) == ({"t"}, 2)
+    assert "$1.00 are left" in poor.reason
+
+
+offers_of = st.lists(
+    st.builds(
+        offer,
+        st.sampled_from("stou"),
+        st.sampled_from("abc"),
+        st.sampled_from(["spot", "on-demand", "flex"]),
+        st.integers(0, 4),
+        supply=st.sampled_from(["open", "short", "away", "closed"]),
+        size=st.integers(0, 4),
+        price=st.none() | st.floats(0.1, 9),
+    ),
+    unique_by=lambda each: each.name,
+)
+demands_of = st.builds(
+    job,
+    pools=st.frozensets(st.sampled_from("stou")),
+    min=st.integers(1, 3),
+    max=st.integers(3, 6),
+    left=st.none() | st.floats(0, 1e6),
+    deadline=st.none() | st.floats(NOW, NOW + 1e6),
+    budget=st.none() | st.floats(0, 100),
+    across=st.booleans(),
+    cheapest=st.booleans(),
+    members=st.dictionaries(st.sampled_from("stou"), st.integers(0, 3)),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(offers_of, demands_of)
+def test_the_same_situation_has_the_same_placement(offers: list[Offer], demand: Demand) -> None:
+    seen = Situation(NOW, tuple(offers), (demand,))
+    first = place(seen)
+    assert place(seen, first) == first
+    found = first["j"]
+    known = demand.pools | demand.members.keys()  # a generation may be where the job may not be any more
+    assert found.use <= known
+    assert found.reason
+    assert all(need.machines >= 0 and need.pools <= known for need in found.needs)
+    assert 1 <= found.min <= found.max
+
+
+# What the head learns.
+
+
+def pool(size: int, there: int, supply: str = "open") -> tuple[Pool, dict[str, float]]:
+    machines = {f"s-{i}": 1.0 for i in range(there)}
+    return Pool("s", 4, size, dict.fromkeys(machines, "ready"), supply), machines  # type: ignore[arg-type]
+
+
+def learned(*looks: tuple[float, tuple[Pool, dict[str, float]]]) -> History:
+    found = Histories()
+    for at, (seen, machines) in looks:
+        found = learn(found, NOW + at, [seen], {"s": machines})
+        found = Histories.model_validate_json(found.model_dump_json())  # a new head goes on with it
+    return found.of()["s"]
+
+
+def test_a_machine_that_the_cloud_took_is_an_interruption() -> None:
+    found = learned((0, pool(2, 2)), (360, pool(2, 1, "short")))
+    assert found.interruptions == pytest.approx(1)
+    assert found.hours == pytest.approx(0.2)
+    assert (found.lost, found.short_with, found.refusals) == (pytest.approx(1), 1, 1)
+
+
+def test_a_machine_that_the_head_removed_is_none() -> None:
+    assert learned((0, pool(2, 2)), (360, pool(1, 1))).interruptions == 0
+
+
+def test_a_pool_that_falls_short_and_recovers() -> None:
+    found = learned((0, pool(2, 1, "short")), (360, pool(2, 1, "short")), (720, pool(2, 2)), (1080, pool(2, 2)))
+    assert (found.down, found.up) == (pytest.approx(0.2, rel=0.01), pytest.approx(0.1, rel=0.01))
+    assert (found.found, found.refusals) == (pytest.approx(1, rel=0.01), 0)
+
+
+def test_machines_that_boot_say_nothing() -> None:
+    found = learned((0, pool(2, 0)), (360, pool(2, 1)))
+    assert (found.up, found.down, found.short_at) == (0, 0, 0)
+
+
+def test_a_pool_that_nobody_asks_says_nothing() -> None:
+    assert learned((0, pool(0, 0, "short")), (360, pool(0, 0, "short"))) == History()
+
+
+def test_half_of_a_count_is_forgotten_in_a_half_life() -> None:
+    found = learned((0, pool(1, 1)), (60, pool(1, 0, "short")), (60 + HALF_LIFE, pool(0, 0)))
+    assert found.interruptions == pytest.approx(0.5)
+
+
+def test_keys_of_a_newer_version_are_ignored() -> None:
+    text = '{"at": 5, "new": 1, "pools": {"s": {"hours": 2, "newer": []}}}'
+    assert Histories.model_validate_json(text).of()["s"].hours == 2

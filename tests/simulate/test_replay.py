@@ -1,0 +1,134 @@
+"""Replays of small traces. The expected numbers are worked out by hand in the comments."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spotrun.head.capacity.policies.elastic import elastic
+from spotrun.head.capacity.policies.failover import failover
+from spotrun.head.capacity.policies.static import static
+from spotrun.head.capacity.policies.uniform_progress import greedy, uniform_progress
+from spotrun.head.capacity.situation import Policy
+from spotrun.simulate.costs import Costs
+from spotrun.simulate.optimum import Single, cheapest, relaxed
+from spotrun.simulate.replay import Job, Outcome, replay
+from spotrun.simulate.traces import Changes, Trace, Zone
+
+HOUR = 3600.0
+COSTS = Costs(boot=600, restart=20, restore=120, notice=0, snapshot=10, checkpoint=300, scaling=1.0)
+
+
+def trace(*zones: Changes, hours: float = 10, price: float = 1.0, on_demand: float = 3.0) -> Trace:
+    named = tuple(Zone(f"zone-{index}", counts) for index, counts in enumerate(zones))
+    return Trace("t", hours * HOUR, named, on_demand, price)
+
+
+def run(seen: Trace, job: Job, policy: Policy, on_demand: int = 0) -> Outcome:
+    return replay(seen, job, policy, COSTS, on_demand=on_demand)
+
+
+def test_an_on_demand_machine_boots_and_works() -> None:
+    found = run(trace(((0, 0),)), Job(work=2 * HOUR), static, on_demand=1)
+    assert found.finished == pytest.approx(600 + 120 + 2 * HOUR)
+    assert found.cost == pytest.approx(3 * (2 * HOUR + 720) / HOUR)
+    assert (found.spot_hours, found.moves, found.restarts) == (0, 0, 0)
+    assert found.goodput == pytest.approx(7200 / 7920)
+
+
+def test_a_spot_machine_is_awaited() -> None:
+    found = run(trace(((0, 0), (HOUR, 1))), Job(work=2 * HOUR), elastic)
+    assert found.finished == pytest.approx(HOUR + 720 + 2 * HOUR)
+    assert found.cost == pytest.approx((2 * HOUR + 720) / HOUR)  # waiting costs nothing
+
+
+def test_a_loss_without_notice_costs_what_no_checkpoint_has() -> None:
+    # Ready at 600, first step at 720. Lost at 3600: the newest checkpoint is of 720 + 9 * 300 = 3420, 2700 s of work.
+    # Again from 7200: first step at 7920, and 4500 s are left.
+    found = run(trace(((0, 1), (3600, 0), (7200, 1))), Job(work=2 * HOUR), elastic)
+    assert found.finished == pytest.approx(7920 + 4500)
+    assert found.cost == pytest.approx((3600 + 720 + 4500) / HOUR)
+    assert found.restarts == 1
+    assert found.goodput == pytest.approx(7200 / (3600 + 720 + 4500), rel=1e-3)
+
+
+def test_survivors_go_on_with_less() -> None:
+    # Four nodes from 720 on. At 3600, one goes; the newest snapshot is of 3600 - 0 s, as 2880 is a multiple of 10.
+    # 20 s later, three go on: 4 * 2880 are done, and (8 * 3600 - 11520) / 3 are left.
+    found = run(trace(((0, 4), (3600, 3))), Job(work=8 * HOUR, min=2, max=4), elastic)
+    assert found.finished == pytest.approx(3620 + (8 * HOUR - 11520) / 3, abs=1.5)
+
+
+def test_fewer_than_the_least_do_not_train() -> None:
+    found = run(trace(((0, 1),)), Job(work=HOUR, min=2, max=4), elastic)
+    assert (found.finished, found.done) == (None, 0)
+
+
+def test_failover_takes_the_whole_cluster_down_and_goes_to_the_next_zone() -> None:
+    # Zone 0 loses one of two machines at 3600. Zone 1 has two: ready at 4200, first step at 4320.
+    # The survivor's state gets into the bucket first, as for any job of spotrun: 2 * 2880 are done.
+    found = run(trace(((0, 2), (3600, 1)), ((0, 2),)), Job(work=4 * HOUR, min=2, max=2), failover)
+    assert found.finished == pytest.approx(4320 + (4 * HOUR - 5760) / 2, abs=1.5)
+    assert found.moves == 1
+
+
+def test_greedy_waits_for_the_last_moment() -> None:
+    # The deadline is at 5 h, the work 2 h, d 720 s: an on-demand machine from 5 h - 2 h - 1440 s on.
+    found = run(trace(((0, 0),)), Job(work=2 * HOUR, deadline=5 * HOUR), greedy, on_demand=1)
+    assert found.finished == pytest.approx(5 * HOUR - 720)
+    assert found.met
+
+
+def test_uniform_progress_buys_as_soon_as_it_is_behind_and_stays_until_there_is_spot() -> None:
+    # It is behind at once, boots at 0 and steps from 720 s on. At 2 h it has done 6480 s, more than the progress of 2 d
+    # later, (7200 + 1440) * 2 / 5 = 3456 s. So it leaves for the spot machine, which steps at 7920 s.
+    job = Job(work=2 * HOUR, deadline=5 * HOUR)
+    never = run(trace(((0, 0),)), job, uniform_progress, on_demand=1)
+    assert never.finished == pytest.approx(720 + 2 * HOUR, abs=2)
+    late = run(trace(((0, 0), (2 * HOUR, 1))), job, uniform_progress, on_demand=1)
+    assert late.finished == pytest.approx(7920 + 720, abs=3)
+    assert late.on_demand_hours == pytest.approx(2, abs=0.001)
+
+
+def test_uniform_progress_uses_more_spot_hours_than_greedy_where_spot_comes_late() -> None:
+    job = Job(work=8 * HOUR, deadline=10 * HOUR)
+    seen = trace(((0, 0), (5 * HOUR, 1)))
+    outcomes = [run(seen, job, policy, on_demand=1) for policy in (greedy, uniform_progress)]
+    assert all(each.met for each in outcomes)
+    assert outcomes[0].spot_hours < outcomes[1].spot_hours
+
+
+@st.composite
+def markets(draw: st.DrawFn) -> Changes:
+    """Up to eight changes within ten hours."""
+    lengths = draw(st.lists(st.integers(2, 90), min_size=1, max_size=8))
+    there, time, found = draw(st.booleans()), 0, []
+    for minutes in lengths:
+        found.append((time * 60.0, float(there)))
+        there, time = not there, time + minutes
+    return tuple(found)
+
+
+@settings(max_examples=12, deadline=None)
+@given(markets(), st.sampled_from((greedy, uniform_progress, static)), st.integers(1, 8))
+def test_no_policy_beats_the_optimum_and_all_meet_a_feasible_deadline(
+    counts: Changes, policy: Policy, hours: int
+) -> None:
+    job = Job(work=hours * HOUR, deadline=9 * HOUR)
+    found = run(trace(counts, hours=9.5), job, policy, on_demand=1)
+    assert found.met
+    problem = Single(counts, 9 * HOUR, 1.0, 3.0, COSTS.boot + COSTS.restore, COSTS.boot)
+    assert cheapest(problem, [job.work])[0] <= found.cost + 1e-6
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=8), st.sampled_from((elastic, failover)))
+def test_no_policy_beats_the_relaxation(counts: list[int], policy: Policy) -> None:
+    seen = trace(tuple((index * HOUR, float(count)) for index, count in enumerate(counts)), hours=9)
+    job = Job(work=6 * HOUR, min=2, max=4)
+    found = run(seen, job, policy)
+    cost, end = relaxed(seen, job.work, 2, 4, COSTS, seen.length)
+    if found.finished is not None:
+        assert end <= found.finished
+        assert cost <= found.cost + 1e-6
