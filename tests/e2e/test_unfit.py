@@ -23,7 +23,7 @@ SPEC = {
     "cloud": "local",
     "pools": [
         {"name": "bad", "zone": "local-a", "machine": "a2-megagpu-16g", "max": 1},
-        {"name": "good", "zone": "local-b", "max": 1},
+        {"name": "good", "zone": "local-a", "max": 1},
     ],
     "local": {"boot_delay": 0.1, "recreate_delay": 0.5},
 }

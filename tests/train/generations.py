@@ -10,7 +10,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from spotrun.state.control import Context, Control
 from spotrun.state.slots import Record
 from spotrun.train import boundary, distributed, sections
 from spotrun.train.copier import Copier
+from tests.train.meeting import meeting
 
 SAMPLES, BATCH, EPOCHS = 104, 8, 3  # with 3 workers: 5 steps an epoch, the last of 8 samples (3, 3, 2)
 
@@ -180,31 +180,28 @@ class Cluster:
         self.generation += 1
         self.controls = []
         world = len(nodes) * per_node
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
-        processes = []
-        for rank in range(world):
-            context = self.context(nodes[rank // per_node], rank, interval, per_node)
-            self.controls[rank].stop_at = stop_at
-            environment = {
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "RANK": str(rank),
-                "WORLD_SIZE": str(world),
-                "LOCAL_RANK": str(rank % per_node),
-                "GENERATION": str(self.generation),
-                Context.VARIABLE: context.to_env(),
-            }
-            plan = Plan(str(self.path / "out"), **common, **(plans or {}).get(rank, {}))
-            processes.append(forked.Process(target=train, args=(environment, plan), daemon=True))
-        for process in processes:
-            process.start()
-        try:
-            yield processes
-        finally:
+        with meeting(world) as group:
+            processes = []
+            for rank in range(world):
+                context = self.context(nodes[rank // per_node], rank, interval, per_node)
+                self.controls[rank].stop_at = stop_at
+                environment = {
+                    **group,
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank % per_node),
+                    "GENERATION": str(self.generation),
+                    Context.VARIABLE: context.to_env(),
+                }
+                plan = Plan(str(self.path / "out"), **common, **(plans or {}).get(rank, {}))
+                processes.append(forked.Process(target=train, args=(environment, plan), daemon=True))
             for process in processes:
-                process.kill()
-                process.join()
+                process.start()
+            try:
+                yield processes
+            finally:
+                for process in processes:
+                    process.kill()
+                    process.join()
 
     def run(self, nodes: list[str], *args: Any, **values: Any) -> list[int | None]:
         """Start a generation; exit codes of its workers, in rank order."""

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import signal
-import socket
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from spotrun.wire import Failure
 from tests.helpers import wait_for
 from tests.train.blocks import block
 from tests.train.generations import EPOCHS, SAMPLES, Cluster, forked
+from tests.train.meeting import meeting
 
 
 def flatten(value: Any) -> list[Any]:
@@ -164,10 +165,8 @@ def test_who_needs_no_state_takes_no_part_in_a_transfer(cluster: Cluster) -> Non
         writer = Writer(cluster.slots(node), "job", 1, block())
         assert writer.take(7, lambda encoder: encoder.encode(state, "state"), set(), wait=True)
         writer.settle()
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1]), "WORLD_SIZE": "4"}
     processes, done = [], [cluster.path / f"done-{rank}" for rank in range(4)]
-    with ExitStack() as held:
+    with meeting(4) as group, ExitStack() as held:
         for rank, node in enumerate("abcd"):
             if node in "ad":
                 cluster.slots(node).mkdir()
@@ -178,8 +177,9 @@ def test_who_needs_no_state_takes_no_part_in_a_transfer(cluster: Cluster) -> Non
         wait_for(done[2].exists, what="the end of the one that has the state")
         assert not done[0].exists()
         assert not done[3].exists()
-    for process in processes:
-        process.join(120)
+        held.close()
+        for process in processes:
+            process.join(120)
     assert [process.exitcode for process in processes] == [0, 0, 0, 0]
     size = cluster.newest("b").size
     sent = [int(path.read_text()) for path in done]
@@ -219,23 +219,24 @@ def test_a_damaged_snapshot_is_passed_over(cluster: Cluster) -> None:
 def test_uneven_shares_weigh_as_one_batch(cluster: Cluster) -> None:
     """17 samples over 2 workers, 4 each: two whole steps and one in which a worker only pads."""
     alone = weigh({}, "", 8)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
     out = [str(cluster.path / f"{rank}.pt") for rank in range(2)]
-    processes = [
-        forked.Process(target=weigh, args=({**group, "RANK": str(rank)}, out[rank], 4), daemon=True)
-        for rank in range(2)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
-    assert [process.exitcode for process in processes] == [0, 0]
+    run_both(weigh, [(path, 4) for path in out])
     pairs = [torch.load(path) for path in out]
     assert [padding for padding, _ in pairs] == [[False] * 3, [False, False, True]]
     for _, weights in pairs:
         assert torch.allclose(weights, alone[1], rtol=1e-5)
+
+
+def run_both(work: Callable[..., Any], args: list[tuple[Any, ...]]) -> None:
+    """Run it in two workers of one process group; args: after the environment, by rank."""
+    with meeting(2) as group:
+        ranked = [({**group, "RANK": str(rank)}, *each) for rank, each in enumerate(args)]
+        processes = [forked.Process(target=work, args=each, daemon=True) for each in ranked]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(120)
+        assert [process.exitcode for process in processes] == [0, 0]
 
 
 def weigh(environment: dict[str, str], out: str, batch: int) -> tuple[list[bool], torch.Tensor]:
@@ -298,18 +299,8 @@ def ddp_options(environment: dict[str, str], out: str) -> None:
 
 
 def test_unused_parameters_and_no_sync_are_as_in_ddp_on_gpus(cluster: Cluster) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1]), "WORLD_SIZE": "2"}
     paths = [cluster.path / str(rank) for rank in range(2)]
-    processes = [
-        forked.Process(target=ddp_options, args=({**group, "RANK": str(rank)}, str(paths[rank])), daemon=True)
-        for rank in range(2)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(120)
-    assert [process.exitcode for process in processes] == [0, 0]
+    run_both(ddp_options, [(str(path),) for path in paths])
     for rank, path in enumerate(paths):
         said = json.loads(path.read_text())
         assert said["{}"].startswith("parameter sometimes.weight got no gradient in the last step."), said

@@ -6,7 +6,6 @@ import json
 import multiprocessing
 import os
 import re
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from spotrun.train.snapshot import Writer
 from spotrun.train.training_state import load
 from tests.helpers import SLOW
 from tests.train.blocks import block
+from tests.train.meeting import meeting
 
 RANKS = 8
 STATE = 16 << 20  # bytes
@@ -76,33 +76,26 @@ def work(environment: dict[str, str], out: str) -> None:
 
 
 def launch(folder: Path, ranks: int, stop_at: int) -> list[dict[str, Any]]:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    processes = []
     paths = [str(folder / f"control-{stop_at}-{rank}") for rank in range(ranks)]
     for path in paths:
         Control(Path(path), create=True).stop_at = stop_at
-    for rank, path in enumerate(paths):
-        context = Context("job", stop_at, "a", path, str(folder / "slots"), "", 0, controls=paths)
-        environment = {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "RANK": str(rank),
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_RANK": str(rank),
-            Context.VARIABLE: context.to_env(),
-        }
-        processes.append(forked.Process(target=work, args=(environment, str(folder / f"{rank}.json")), daemon=True))
-    for process in processes:
-        process.start()
-    try:
+    with meeting(ranks) as group:
+        processes = []
+        for rank, path in enumerate(paths):
+            context = Context("job", stop_at, "a", path, str(folder / "slots"), "", 0, controls=paths)
+            ranked = {"RANK": str(rank), "LOCAL_RANK": str(rank), Context.VARIABLE: context.to_env()}
+            out = str(folder / f"{rank}.json")
+            processes.append(forked.Process(target=work, args=({**group, **ranked}, out), daemon=True))
         for process in processes:
-            process.join(60 * SLOW)
-        assert [process.exitcode for process in processes] == [EXIT_DRAINED] * ranks
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+            process.start()
+        try:
+            for process in processes:
+                process.join(60 * SLOW)
+            assert [process.exitcode for process in processes] == [EXIT_DRAINED] * ranks
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
 
 

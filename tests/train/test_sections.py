@@ -604,5 +604,6 @@ def test_a_snapshot_that_the_agent_asks_for_is_shared(tmp_path: Path) -> None:
             control.snapshot_at = 11
         for process in processes:
             process.join(120)
+        assert [process.exitcode for process in processes] == [EXIT_DRAINED] * 2, cluster.log()
     assert cluster.controls[1].section == 11
     assert [record.step for _, record in slots.newest(cluster.slots("a"), "job")] == [14, 11]

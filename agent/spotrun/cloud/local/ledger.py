@@ -4,9 +4,9 @@
     {"at": 1763800060.2, "what": "running", "pool": "spot-a", "machine": "spot-a-0", "id": "…", "market": "spot"}
 
 what: `up` (the cloud starts, and no machine of before exists), `price` (dollars an hour for each machine of the pool
-from now on), and of a machine: `created`, `running` (it costs money from now on), `notice`, `taken` (it costs nothing
-from now on), `ended` (nothing of it is left). The head's machine is not in it. Nothing of spotrun reads this file: it
-is for a sum that does not depend on the head's own.
+from now on), and of a machine: `created`, `running` (it costs money from now on), `notice`, `taken` (its processes are
+dead, and it costs nothing from now on), `ended` (nothing of it is left). The head's machine is not in it. Nothing of
+spotrun reads this file: it is for a sum that does not depend on the head's own.
 """
 
 from __future__ import annotations

@@ -280,8 +280,6 @@ class LocalPools:
             machine.life.cancel()
 
     def _doom(self, machine: Machine) -> None:
-        if not machine.dying:  # it costs nothing any more
-            self._ledger.note("taken", machine)
         machine.dying, machine.state, machine.due = True, "stopping", math.inf
 
     async def _live(self, machine: Machine) -> None:
@@ -356,6 +354,7 @@ class LocalPools:
         async with self._cutting:
             self._cutter.forget(machine.name)
         killed = await asyncio.to_thread(procs.kill, self._search(machine))
+        self._ledger.note("taken", machine)
         async with self._spawning:
             known = {other.pid for other in self.machines.values()}
             killed |= await asyncio.to_thread(procs.kill, lambda: procs.strays(known))
