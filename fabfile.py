@@ -21,19 +21,15 @@ from invoke.context import Context
 from invoke.exceptions import Exit
 from invoke.tasks import task
 
-from scripts import console, control, display, faults, inputs, report
+from scripts import console, control, display, following, inputs, on_nodes
 from scripts import cost as costs
-from scripts import group as groups
-from scripts import jobs as jobruns
 from scripts import logs as joblogs
 from scripts import site as sites
 from scripts import ssh as remote
+from scripts.following import DIGITS
 from scripts.make_command import LOCAL, make_command
 from spotrun.cloud import prices
 from spotrun.errors import CloudError, SpotrunError, StoreError
-from spotrun.text import clean
-
-DIGITS = "examples/digits/job.yaml"
 
 
 def command(function: Callable[..., int | None]) -> Any:
@@ -93,7 +89,7 @@ def plan(_: Context, cluster: str = LOCAL, json: bool = False) -> None:
 @command
 def train(_: Context, cluster: str = LOCAL, job: str = DIGITS, faults: str = "auto", json: bool = False) -> int:
     """Run a job and follow it to its end; brings the cluster up first. Fails if the job fails."""
-    return _train(cluster, job, faults, json)
+    return following.train(cluster, job, faults, json)
 
 
 @command
@@ -158,8 +154,8 @@ def advise(
 def follow(_: Context, cluster: str = LOCAL, id: str = "", group: str = "", json: bool = False) -> int:
     """Follow a job, or all jobs of a group, to the end; Ctrl-C stops following, and they run on."""
     if wanted := inputs.group(group, id, cluster):
-        return _follow_group(sites.of_file(cluster), wanted, json)
-    return _follow(sites.of_file(cluster), inputs.job(id, cluster), [], json)
+        return following.follow_group(sites.of_file(cluster), wanted, json)
+    return following.follow(sites.of_file(cluster), inputs.job(id, cluster), json)
 
 
 @command
@@ -180,18 +176,7 @@ def logs(
     which = inputs.job(id, cluster), inputs.node(node, cluster) if node else None, inputs.number("RANK", rank)
     lines = inputs.number("TAIL", tail, least=1)
     access = _access(cluster)
-    for log in joblogs.find(access, *which):
-        if not json:
-            console.say(f"generation {log.generation}, {log.node}, rank {log.rank}:")
-        end = "\n"
-        for text in joblogs.read(access.store, log.key, int(lines) if lines else None):
-            if json:
-                console.answer({"generation": log.generation, "node": log.node, "rank": int(log.rank), "text": text})
-            elif text:
-                console.say(text, raw=raw, end="")
-                end = text[-1]
-        if not json and end != "\n":
-            console.say("")
+    joblogs.show(access, joblogs.find(access, *which), int(lines) if lines else None, raw, json)
 
 
 @command
@@ -208,40 +193,11 @@ def ssh(_: Context, cluster: str = LOCAL, node: str = remote.HEAD, json: bool = 
 @command
 def run(_: Context, cluster: str = LOCAL, cmd: str = "", node: str = "", timeout: str = "", json: bool = False) -> int:
     """Run a shell command on all nodes, or on one."""
-    if not cmd.strip():
-        example = make_command(cluster, "run", "CMD='nvidia-smi -L'")
-        raise SpotrunError(f"run: no command; for example: {example}")
+    on_nodes.check(cmd, cluster)
     patience = inputs.seconds("TIMEOUT", timeout, default=60.0)
     if node:
         inputs.node(node, cluster)
-    access = _access(cluster)
-    nodes = [node] if node else [each["name"] for each in control.ask(access, "status")["nodes"] if _reachable(each)]
-    if not nodes:
-        raise SpotrunError("run: the cluster has no nodes now; they come with a job. NODE=head is always there")
-
-    outcomes = []
-
-    def show(outcome: remote.Outcome) -> None:
-        outcomes.append(outcome)
-        if json:
-            keys = ("node", "code", "output", "left_out")
-            console.answer({key: getattr(outcome, key) for key in keys})
-        elif not outcome.reached or not outcome.output:
-            show_output(outcome.node, outcome.output or f"(exit status {outcome.code})")
-
-    def show_output(node: str, text: str) -> None:
-        for line in clean(text).splitlines():
-            console.say(f"{node}: {line}")
-
-    try:
-        if remote.run(access, nodes, cmd, patience, show, (lambda *_: None) if json else show_output):
-            return 0
-    except KeyboardInterrupt:
-        console.warn(f"\nspotrun: run: interrupted; the command may still run there, for at most {patience:g} s")
-        return 130
-    failed = [each for each in outcomes if each.code]
-    console.warn(f"spotrun: run: {report.failures(failed, len(nodes))}")
-    return 1 if any(each.reached for each in failed) else 3
+    return on_nodes.run(_access(cluster), node, cmd, patience, json)
 
 
 @command
@@ -264,9 +220,8 @@ def kill(_: Context, cluster: str = LOCAL, node: str = "", json: bool = False) -
 @command
 def relaunch(_: Context, cluster: str = LOCAL, id: str = "", json: bool = False) -> None:
     """Continue an ended or held job from its checkpoint, or restart the workers of a running job."""
-    which = _of(inputs.job(id, cluster))
-    answer = control.ask(_access(cluster), "relaunch", *which)
-    _print(answer, json, f"job {answer['job']} relaunched; follow it with: {_hint(cluster, answer['job'])}")
+    answer = _change(cluster, "relaunch", id)
+    _print(answer, json, f"job {answer['job']} relaunched; {_follow(cluster, answer)}")
 
 
 @command
@@ -276,36 +231,30 @@ def stop(_: Context, cluster: str = LOCAL, id: str = "", group: str = "", json: 
         answer = control.ask(_access(cluster), "stop", "--group", wanted)
         _print(answer, json, f"group {wanted} stops: {', '.join(answer['jobs'])}")
         return
-    which = _of(inputs.job(id, cluster))
-    answer = control.ask(_access(cluster), "stop", *which)
-    again = make_command(cluster, "relaunch", f"ID={answer['job']}")
+    answer = _change(cluster, "stop", id)
     does = f"lets node {answer['kept']} go" if answer.get("kept") else "stops"
-    _print(answer, json, f"job {answer['job']} {does}; `{again}` continues it")
+    _print(answer, json, f"job {answer['job']} {does}; {_continue(cluster, 'relaunch', answer)}")
 
 
 @command
 def pause(_: Context, cluster: str = LOCAL, id: str = "", json: bool = False) -> None:
     """Take a job's machines away until `resume`; its state goes into the bucket."""
-    which = _of(inputs.job(id, cluster))
-    answer = control.ask(_access(cluster), "pause", *which)
-    again = make_command(cluster, "resume", f"ID={answer['job']}")
-    _print(answer, json, f"job {answer['job']} pauses; `{again}` continues it")
+    answer = _change(cluster, "pause", id)
+    _print(answer, json, f"job {answer['job']} pauses; {_continue(cluster, 'resume', answer)}")
 
 
 @command
 def resume(_: Context, cluster: str = LOCAL, id: str = "", json: bool = False) -> None:
     """Let a paused job have machines again."""
-    which = _of(inputs.job(id, cluster))
-    answer = control.ask(_access(cluster), "resume", *which)
-    _print(answer, json, f"job {answer['job']} resumes; follow it with: {_hint(cluster, answer['job'])}")
+    answer = _change(cluster, "resume", id)
+    _print(answer, json, f"job {answer['job']} resumes; {_follow(cluster, answer)}")
 
 
 @command
 def priority(_: Context, cluster: str = LOCAL, id: str = "", to: str = "", json: bool = False) -> None:
     """Change a job's priority. Jobs of a higher priority get their machines first."""
-    which = _of(inputs.job(id, cluster))
     wanted = inputs.priority(to)
-    answer = control.ask(_access(cluster), "priority", *which, "--to", str(wanted))
+    answer = _change(cluster, "priority", id, "--to", str(wanted))
     _print(answer, json, f"job {answer['job']} has priority {wanted} now")
 
 
@@ -350,46 +299,6 @@ def acceptance(_: Context, cluster: str = LOCAL, all: bool = False, dry: bool = 
     return code
 
 
-def _train(cluster: str, job: str, wanted: str, json: bool) -> int:
-    if wanted == "auto":
-        wanted = faults.DEMO if (cluster, job) == (LOCAL, DIGITS) else "none"
-    plan = faults.parse(wanted)
-    site = sites.of_file(cluster)
-    jobruns.check(site.cluster, job)
-    say = functools.partial(console.say, out=sys.stderr if json else sys.stdout)
-    say(f"bringing cluster {site.cluster.name} up")
-    site.ready()
-    return _follow(site, jobruns.submit(site.access(), site.cluster, job, say), plan, json)
-
-
-def _follow(site: sites.Site, job: str | None, plan: list[faults.Fault], json: bool) -> int:
-    access = site.access()
-    try:
-        with display.opened(json, file=site.file) as view:
-            document = jobruns.follow(access, job, view, plan, site.access)
-    except KeyboardInterrupt:
-        console.warn(f"\ndetached; the job goes on. Follow it again with: {_hint(site.file, job)}")
-        return 130
-    last = document["job"]
-    if not json:
-        words = joblogs.last_words(access, last["id"]) if last["phase"] == "succeeded" else []
-        console.say("\n".join(["", *words, report.report(last, document.get("idle_cost"), site.file)]))
-    return 0 if last["phase"] == "succeeded" else 1
-
-
-def _follow_group(site: sites.Site, group: str, json: bool) -> int:
-    listener = groups.Lines() if json else groups.Plain(group)
-    try:
-        ended = groups.follow(site.access(), group, listener, site.access)
-    except KeyboardInterrupt:
-        again = make_command(site.file, "follow", f"GROUP={group}")
-        console.warn(f"\ndetached; the jobs go on. Follow them again with: {again}")
-        return 130
-    if not json:
-        console.say(display.listing(ended))
-    return 0 if all(job["phase"] == "succeeded" for job in ended) else 1
-
-
 def _access(cluster: str) -> remote.Access:
     return sites.of_file(cluster).access()
 
@@ -398,12 +307,18 @@ def _of(job: str | None) -> list[str]:
     return ["--job", job] if job else []
 
 
-def _reachable(node: dict[str, Any]) -> bool:
-    return bool(node["state"] == "running" and node["pool"] != remote.HEAD)
+def _change(cluster: str, verb: str, id: str, *options: str) -> Any:
+    """Ask the head to change a job. Without an id, this is the only job that has not ended."""
+    job = inputs.job(id, cluster)
+    return control.ask(_access(cluster), verb, *_of(job), *options)
 
 
-def _hint(cluster: str, job: str | None) -> str:
-    return make_command(cluster, "follow", *([f"ID={job}"] if job else []))
+def _follow(cluster: str, answer: dict[str, str]) -> str:
+    return f"follow it with: {make_command(cluster, 'follow', 'ID=' + answer['job'])}"
+
+
+def _continue(cluster: str, verb: str, answer: dict[str, str]) -> str:
+    return f"`{make_command(cluster, verb, 'ID=' + answer['job'])}` continues it"
 
 
 def _print(document: object, json: bool, text: str) -> None:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from scripts import control
+from scripts import console, control
 from scripts.job_table import job_id
 from scripts.make_command import make_command
 from scripts.ssh import Access
@@ -81,6 +81,22 @@ def read(store: Store, key: str, lines: int | None = None) -> Iterator[str]:
         yield text[:cut]
         rest = text[cut:]
     yield rest + decoder.decode(b"", final=True)
+
+
+def show(access: Access, logs: list[Log], lines: int | None, raw: bool, json: bool) -> None:
+    """Print the logs. lines: see `read`. raw: with escape sequences. json: a line of JSON for each piece of a log."""
+    for log in logs:
+        if not json:
+            console.say(f"generation {log.generation}, {log.node}, rank {log.rank}:")
+        end = "\n"
+        for text in read(access.store, log.key, lines):
+            if json:
+                console.answer({"generation": log.generation, "node": log.node, "rank": int(log.rank), "text": text})
+            elif text:
+                console.say(text, raw=raw, end="")
+                end = text[-1]
+        if not json and end != "\n":
+            console.say("")
 
 
 def last_words(access: Access, job: str) -> list[str]:
