@@ -7,7 +7,6 @@ environment variables of each cloud apply (`AWS_ENDPOINT_URL`, `GOOGLE_APPLICATI
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 from obstore.store import LocalStore, ObjectStore, from_url
 
 from spotrun.errors import ConflictError, NotFound, SpotrunError, StoreError, UploadStopped
+from spotrun.locks import try_lock
 from spotrun.store.keys import LOG_TAG
 
 Version = tuple[tuple[str, str], ...]  # tells one version of an object from the others
@@ -233,7 +233,7 @@ class Store:
             handle = os.open(str(self._store.prefix), os.O_RDONLY)
         try:
             deadline = time.monotonic() + _LOCK
-            while not _locked(handle):
+            while not try_lock(handle):
                 if time.monotonic() > deadline:  # perhaps its owner is suspended
                     raise StoreError(f"{self.url}: cannot write {key}: another process has locked the folder")
                 time.sleep(0.01)
@@ -262,15 +262,6 @@ def _read_parts(path: Path, size: int, stopped: Callable[[], bool]) -> Iterator[
             if stopped():
                 raise UploadStopped(f"the upload of {path.name} was stopped")
             yield data
-
-
-def _locked(handle: int) -> bool:
-    """Try to lock an open folder; whether this process has the lock now."""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _version(found: Any) -> Version:

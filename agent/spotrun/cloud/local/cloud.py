@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import http.client
 import json
 import os
@@ -31,6 +30,7 @@ from spotrun.cloud.local.layout import (
     write_json,
 )
 from spotrun.errors import CloudError
+from spotrun.locks import try_lock
 from spotrun.machine import private_paths
 from spotrun.spec.names import HEAD
 
@@ -337,7 +337,7 @@ def _lock(layout: Layout) -> Iterator[None]:
     layout.make()
     deadline = time.monotonic() + _LOCKED
     with open(os.open(layout.state / "lock", os.O_RDWR | os.O_CREAT, 0o600), "r+") as file:
-        while not _locked(file.fileno()):
+        while not try_lock(file.fileno()):
             if time.monotonic() > deadline:
                 raise CloudError(
                     f"another `make up` or `make down` of this cluster is under way (pid {file.read(20).strip()}), and"
@@ -348,12 +348,3 @@ def _lock(layout: Layout) -> Iterator[None]:
         file.write(str(os.getpid()))
         file.flush()
         yield
-
-
-def _locked(handle: int) -> bool:
-    """Try to lock an open file; whether this process has the lock now."""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
