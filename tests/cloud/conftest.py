@@ -7,24 +7,33 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from spotrun.spec import ClusterSpec
+
 if TYPE_CHECKING:
     from spotrun.cloud.gcp import GcpCloud
     from tests.fakes.gce import FakeGce
 
 
 @pytest.fixture
-def gce() -> Iterator[FakeGce]:
-    from tests.fakes.on_gcp import project  # not at the top: Google's library takes seconds to import
+def gcp_cluster() -> ClusterSpec:
+    """The cluster in the project. A test module that needs another one has a fixture of this name."""
+    from tests.fakes.on_gcp import CLUSTER  # not at the top: Google's library takes seconds to import
 
-    with project() as fake:
+    return CLUSTER
+
+
+@pytest.fixture
+def gce(gcp_cluster: ClusterSpec) -> Iterator[FakeGce]:
+    from tests.fakes.on_gcp import project
+
+    with project(gcp_cluster) as fake:
         yield fake
 
 
 @pytest.fixture
-async def cloud(gce: FakeGce) -> AsyncIterator[GcpCloud]:
+async def cloud(gce: FakeGce, gcp_cluster: ClusterSpec) -> AsyncIterator[GcpCloud]:
     from spotrun.cloud.gcp import GcpCloud
-    from tests.fakes.on_gcp import CLUSTER
 
-    found = GcpCloud(CLUSTER)
+    found = GcpCloud(gcp_cluster)
     yield found
     await found.close()

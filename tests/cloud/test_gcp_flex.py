@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
@@ -12,7 +11,6 @@ from spotrun.cloud.gcp import GcpCloud, flex
 from spotrun.cloud.gcp.flex import Request, plan_change
 from spotrun.errors import CloudError, QuotaError
 from spotrun.spec import ClusterSpec
-from tests.fakes import gce as fakegce
 from tests.fakes.gce import FakeGce
 from tests.fakes.on_gcp import A, running
 from tests.helpers import await_for
@@ -32,19 +30,8 @@ GROUP = "demo--flex"
 
 
 @pytest.fixture
-def gce() -> Iterator[FakeGce]:
-    with pytest.MonkeyPatch.context() as patch, fakegce.running(page=2) as fake:
-        for name, value in fake.environment.items():
-            patch.setenv(name, value)
-        fake.add_cluster(CLUSTER, bucket="gs://bucket")
-        yield fake
-
-
-@pytest.fixture
-async def cloud(gce: FakeGce) -> AsyncIterator[GcpCloud]:
-    found = GcpCloud(CLUSTER)
-    yield found
-    await found.close()
+def gcp_cluster() -> ClusterSpec:
+    return CLUSTER
 
 
 async def test_a_pool_grows_by_requests_and_its_machines_have_an_end(cloud: GcpCloud, gce: FakeGce) -> None:

@@ -13,9 +13,8 @@ import pytest
 
 from spotrun.cloud.local.layout import Layout, remove_tree
 from spotrun.errors import CloudError, SpotrunError
-from spotrun.spec import ClusterSpec
 from spotrun.store import job_key
-from tests.e2e.harness import Harness, Job, digest_of, sample_ids, undisturbed
+from tests.e2e.harness import Harness, Job, digest_of, running, sample_ids, undisturbed
 from tests.fakes.node import small_memory
 from tests.helpers import once, wait_for
 
@@ -45,18 +44,13 @@ EACH: dict[str, Any] = {
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
     """If this user may mount one, the machines share a small tmpfs, which a job can fill."""
     folder = tmp_path_factory.mktemp("jobs")
-    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
-        patch.setenv("SPOTRUN_HOME", str(folder / "home"))
+    with contextlib.ExitStack() as stack:
         memory = memory_of(folder)
         memory.mkdir(mode=0o700)
         stack.callback(remove_tree, memory)
         with contextlib.suppress(pytest.skip.Exception):
             stack.enter_context(small_memory(memory))
-        harness = Harness(folder, ClusterSpec.model_validate(SPEC))
-        try:
-            yield harness
-        finally:
-            harness.close()
+        yield stack.enter_context(running(folder, SPEC))
 
 
 def memory_of(folder: Path) -> Path:

@@ -9,8 +9,7 @@ import pytest
 
 from scripts.home import home
 from spotrun.cloud.local.layout import Layout
-from spotrun.spec import ClusterSpec
-from tests.e2e.harness import Harness, sample_ids
+from tests.e2e.harness import Harness, running, sample_ids
 
 LIFE = 60.0
 SPEC = {
@@ -23,14 +22,8 @@ SPEC = {
 
 @pytest.fixture
 def flex(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
-    folder = tmp_path_factory.mktemp("ends")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SPOTRUN_HOME", str(folder / "home"))
-        harness = Harness(folder, ClusterSpec.model_validate(SPEC))
-        try:
-            yield harness
-        finally:
-            harness.close()
+    with running(tmp_path_factory.mktemp("ends"), SPEC) as harness:
+        yield harness
 
 
 def test_flex_machines_are_handed_over_before_their_end(flex: Harness) -> None:

@@ -3,52 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import datetime
 import hashlib
-import ssl
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from aiohttp import WSCloseCode, WSMsgType, web
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 
+from spotrun.head.server import certificate
 from spotrun.store import Store, head_key
 from spotrun.wire import MAX_MESSAGE, NODE_HEADER, REFUSAL_HEADER, HeadRecord, JobReport, Order, Report
 from tests.helpers import await_for
-
-
-def certificate() -> tuple[ssl.SSLContext, str]:
-    """A server context with a new self-signed certificate, and its fingerprint."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "head")])
-    now = datetime.datetime.now(datetime.UTC)
-    cert = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now)
-        .not_valid_after(now + datetime.timedelta(days=1))
-        .sign(key, hashes.SHA256())
-    )
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    with tempfile.NamedTemporaryFile() as file:
-        file.write(cert.public_bytes(serialization.Encoding.PEM))
-        file.write(
-            key.private_bytes(
-                serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-            )
-        )
-        file.flush()
-        context.load_cert_chain(file.name)
-    return context, hashlib.sha256(cert.public_bytes(serialization.Encoding.DER)).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -93,7 +59,7 @@ class FakeHead:
         self._runner: web.AppRunner | None = None
 
     async def start(self, publish: bool = True) -> HeadRecord:
-        context, fingerprint = certificate()
+        context, fingerprint = certificate.create()
         app = web.Application()
         app.router.add_get("/agent", self._serve)
         self._runner = web.AppRunner(app, shutdown_timeout=0.5)

@@ -31,14 +31,13 @@ _ids = count(secrets.randbelow(1 << 40) + (1 << 60))
 
 @dataclass
 class Times:
-    """Seconds. boot: until a machine runs. stop: from a deletion to the machine's end. recreate: until its successor is
-    made. retry: until a machine that could not be made is tried again. operation: until an operation is done."""
+    """How long things take, in seconds."""
 
-    boot: float = 0.02
-    stop: float = 0.02
-    recreate: float = 0.02
-    retry: float = 0.05
-    operation: float = 0.02
+    boot: float = 0.02  # until a machine runs
+    stop: float = 0.02  # from a deletion to the machine's end
+    recreate: float = 0.02  # until a machine's successor is made
+    retry: float = 0.05  # until the group tries again to make a machine
+    operation: float = 0.02  # until an operation is done
     notice: float = 30.0
 
 

@@ -32,12 +32,12 @@ CLUSTER = ClusterSpec.model_validate(
 
 
 @contextlib.contextmanager
-def project() -> Iterator[FakeGce]:
-    """A project with the cluster's groups, which is where this process finds Compute Engine."""
+def project(cluster: ClusterSpec = CLUSTER) -> Iterator[FakeGce]:
+    """A project with a cluster's groups. This process finds Compute Engine there."""
     with pytest.MonkeyPatch.context() as patch, gce.running(page=2) as fake:  # so that all that lists turns pages
         for name, value in fake.environment.items():
             patch.setenv(name, value)
-        fake.add_cluster(CLUSTER, bucket="gs://bucket")
+        fake.add_cluster(cluster, bucket="gs://bucket")
         yield fake
 
 

@@ -74,12 +74,7 @@ def work(job: Demand, stalls: Mapping[str, Stall], until: float) -> Outcome:
         for name, stall in stalls.items():
             needed = sum(need.machines for need in placed.needs if name in need.pools)
             stall.asked = min(stall.most, max(needed, members.get(name, 0)))
-        chosen, left = dict[str, int](), placed.max
-        for name in sorted(placed.use, key=lambda name: -members.get(name, 0)):
-            if (count := min(left, usable[name])) > 0:
-                chosen[name], left = count, left - count
-        if sum(chosen.values()) < job.min:
-            chosen = {}
+        chosen = _chosen(placed, usable, members, job.min)
         if chosen != members:
             if members and chosen:  # between two generations, the head sees none
                 chosen, step = {}, 1.0
@@ -97,6 +92,15 @@ def work(job: Demand, stalls: Mapping[str, Stall], until: float) -> Outcome:
         if now - saved_at >= job.checkpoint:
             saved, saved_at = done, now
     return outcome
+
+
+def _chosen(placed: Placement, usable: Mapping[str, int], members: Mapping[str, int], least: int) -> dict[str, int]:
+    """How many machines of each pool train; none if they are fewer than the job needs."""
+    chosen, left = dict[str, int](), placed.max
+    for name in sorted(placed.use, key=lambda name: -members.get(name, 0)):
+        if (count := min(left, usable[name])) > 0:
+            chosen[name], left = count, left - count
+    return chosen if sum(chosen.values()) >= least else {}
 
 
 def _pool(name: str, stall: Stall, now: float) -> Pool:

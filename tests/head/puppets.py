@@ -230,6 +230,12 @@ def _keeping(job: str, work: Work) -> Keeping | None:
     )
 
 
+def place_of(job: str) -> Place:
+    """Where each puppet has the job's things: as on a node of a cloud."""
+    folder = f"/var/lib/spotrun/work/{job}"
+    return Place(folder=f"{folder}/code", env=f"{folder}/env.sh", logs=f"{folder}/logs")
+
+
 def _misfit(job: str, now: float) -> JobReport:
     failure = Failure(kind="setup", rank=0, at=now, message="no such package")
     return JobReport(job=job, phase="failed", failure=failure)
@@ -262,6 +268,6 @@ def _job_report(node: str, job: str, work: Work, now: float) -> JobReport:
             "parts": tuple(work.parts.values()),
             "keeping": _keeping(job, work),
             "failure": work.failure if stepping else None,
-            "place": Place(folder=f"/work/{job}", env=f"/work/{job}.env", logs=f"/logs/{job}") if stepping else None,
+            "place": place_of(job) if stepping else None,
         }
     )

@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 
 from spotrun.cloud.base import Instance
-from spotrun.head.server import agent_server
+from spotrun.head.server import agent_server, certificate
 from spotrun.head.server.admission import Caller, decide
 from spotrun.machine.metadata import Identity
 from spotrun.node.connection import Connection
@@ -33,7 +33,6 @@ from spotrun.wire import (
     Report,
     hash_of,
 )
-from tests.fakes.head import certificate
 from tests.head.world import World
 from tests.helpers import await_for
 
@@ -125,7 +124,7 @@ async def serving(root: Path) -> AsyncIterator[Client]:
     """The server of a head whose cloud lists the machines p-0 and p-1, at 127.0.0.1."""
     world = World(root)
     world.cloud.size["p"] = 2
-    context, fingerprint = certificate()
+    context, fingerprint = certificate.create()
     runner = web.AppRunner(agent_server.AgentServer(world.head).app(), shutdown_timeout=0.5)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context).start()

@@ -480,7 +480,7 @@ def played(history: list[tuple[list[Claim], list[Host]]]) -> Iterator[Turn]:
         yield Turn(now, hosts, found)
 
 
-def no_device_is_given_twice_and_whole_machines_are_alone(turn: Turn) -> None:
+def assert_no_device_is_given_twice_and_whole_machines_are_alone(turn: Turn) -> None:
     given_away = 0
     for asked in turn.asking:
         for name, at in turn.has(asked).items():
@@ -491,7 +491,7 @@ def no_device_is_given_twice_and_whole_machines_are_alone(turn: Turn) -> None:
     assert given_away == len(turn.owner)
 
 
-def a_job_has_nothing_or_at_least_its_min_and_says_why_it_has_less_than_its_max(turn: Turn) -> None:
+def assert_a_job_has_nothing_or_at_least_its_min_and_says_why_it_has_less_than_its_max(turn: Turn) -> None:
     assert not turn.found.nodes.keys() & turn.found.kept.keys()
     assert turn.found.nodes.keys() | turn.found.kept.keys() <= {c.job for c in turn.asking}
     for asked in turn.claims:
@@ -501,16 +501,16 @@ def a_job_has_nothing_or_at_least_its_min_and_says_why_it_has_less_than_its_max(
         assert (asked.job in turn.found.reasons) == (count < asked.most)
 
 
-def what_comes_out_changes_nothing_when_it_goes_in_again(turn: Turn) -> None:
+def assert_what_comes_out_changes_nothing_when_it_goes_in_again(turn: Turn) -> None:
     again = allocate(carried_out(turn.claims, turn.found), turn.hosts.values())
     assert (again.nodes, again.kept) == (turn.found.nodes, turn.found.kept)
 
 
-def the_order_of_claims_and_hosts_does_not_matter(turn: Turn) -> None:
+def assert_the_order_of_claims_and_hosts_does_not_matter(turn: Turn) -> None:
     assert allocate(reversed(turn.claims), reversed(turn.hosts.values())) == turn.found
 
 
-def no_lower_priority_is_served_before_a_higher_min(turn: Turn) -> None:
+def assert_no_lower_priority_is_served_before_a_higher_min(turn: Turn) -> None:
     """The first job of its priority that waits could not run even with all that lower priorities have, and with what
     later jobs of its own keep without running."""
     seen = set()
@@ -528,7 +528,7 @@ def no_lower_priority_is_served_before_a_higher_min(turn: Turn) -> None:
         assert sum(turn.could_have(asked, host, takes) for host in turn.hosts.values()) < asked.min
 
 
-def what_is_over_the_min_is_shared_evenly(turn: Turn) -> None:
+def assert_what_is_over_the_min_is_shared_evenly(turn: Turn) -> None:
     """A job with less than its `max` could not have one more node: of what is free, of what lower priorities or spares
     have, of what jobs of its priority have that have two nodes more."""
     for asked in turn.asking:
@@ -544,7 +544,7 @@ def what_is_over_the_min_is_shared_evenly(turn: Turn) -> None:
             assert not any(turn.could_have(asked, host, takes) for host in others)
 
 
-def what_a_job_loses_goes_to_another_one(turn: Turn) -> None:
+def assert_what_a_job_loses_goes_to_another_one(turn: Turn) -> None:
     """The bound on moves. A node that a job lost though it goes on is, in the same allocation, another job's, at least
     one of its devices. So there are at most as many moves as nodes that jobs gain. A job with more nodes than it may
     have loses the surplus. Where a job stays, its devices stay, or another job has one of them."""
@@ -556,23 +556,17 @@ def what_a_job_loses_goes_to_another_one(turn: Turn) -> None:
                 assert any(turn.owner.get((name, index), asked) is not asked for index in at)
 
 
-PROPERTIES = (
-    no_device_is_given_twice_and_whole_machines_are_alone,
-    a_job_has_nothing_or_at_least_its_min_and_says_why_it_has_less_than_its_max,
-    what_comes_out_changes_nothing_when_it_goes_in_again,
-    the_order_of_claims_and_hosts_does_not_matter,
-    no_lower_priority_is_served_before_a_higher_min,
-    what_is_over_the_min_is_shared_evenly,
-    what_a_job_loses_goes_to_another_one,
-)
-
-
 @settings(max_examples=1000, deadline=None)
 @given(a_history())
-def test_properties(history: Any) -> None:
+def test_the_rules_hold_at_every_turn_of_a_random_history(history: Any) -> None:
     for turn in played(history):
-        for holds in PROPERTIES:
-            holds(turn)
+        assert_no_device_is_given_twice_and_whole_machines_are_alone(turn)
+        assert_a_job_has_nothing_or_at_least_its_min_and_says_why_it_has_less_than_its_max(turn)
+        assert_what_comes_out_changes_nothing_when_it_goes_in_again(turn)
+        assert_the_order_of_claims_and_hosts_does_not_matter(turn)
+        assert_no_lower_priority_is_served_before_a_higher_min(turn)
+        assert_what_is_over_the_min_is_shared_evenly(turn)
+        assert_what_a_job_loses_goes_to_another_one(turn)
 
 
 @settings(max_examples=500, deadline=None)

@@ -17,16 +17,13 @@ from spotrun.head.planner import kept_node
 from spotrun.head.view import Machine
 from spotrun.spec import JobSpec
 from spotrun.store import job_key, queue_key
-from spotrun.wire import Place
 from tests.head import views
-from tests.head.puppets import Theatre
+from tests.head.puppets import Theatre, place_of
 from tests.head.views import NOW, listed, member
 from tests.head.world import asked, phases
 
 MINUTE = 60.0
-
-
-PLACE = Place(folder="/work", env="/env.sh", logs="/logs")
+PLACE = place_of("toy-1")
 
 
 @pytest.mark.parametrize(
@@ -145,10 +142,8 @@ async def test_the_job_has_failed_at_once_and_keeps_the_node_that_failed(stage: 
         "node": node,
         "devices": [0],
         "until": stage.now + 10 * MINUTE,
-        "folder": f"/work/{job}",
-        "env": f"/work/{job}.env",
-        "logs": f"/logs/{job}",
-        "run": f"cd /work/{job} && . /work/{job}.env && python train.py",
+        **place_of(job).model_dump(),
+        "run": f"cd {place_of(job).folder} && . {place_of(job).env} && python train.py",
     }
     assert await phases(stage, stage.head) == [(job, "failed")]
     assert f"{node} is kept for SSH until 00:26:43 UTC" in await texts(stage, job)

@@ -20,9 +20,9 @@ from spotrun.machine.processes import OOM_SCORE, descendants
 from spotrun.node.connection import Connection
 from spotrun.state import shards
 from spotrun.store import Store, checkpoint_key, code_key, head_key, host_key
-from spotrun.wire import MAX_MESSAGE, HostRecord, Order, Report, SaveOrder, StateRef, hash_of
+from spotrun.wire import MAX_MESSAGE, Bundle, HostRecord, Order, Report, SaveOrder, StateRef, hash_of
 from tests.fakes.head import FakeHead, Seen
-from tests.fakes.node import HELPER, TOY, Machine, changed, order_of, put_code, wheel, world
+from tests.fakes.node import HELPER, TOY, Machine, World, changed, order_of, put_code, wheel, world
 from tests.helpers import await_for
 
 A, B = "node-a", "node-b"
@@ -143,22 +143,26 @@ async def test_drain_regroup_and_loss(tmp_path: Path) -> None:
         await w.begin(bundle, 3, [A])
         await w.steps([A], 3, 5)
 
-        # Workers whose generation is taken away are ended; the node is ready for another.
-        pid = worker(w.head.reports[A])
-        await w.head.order(A, order_of(bundle))
-        ready = await w.head.wait(A, lambda r: r.phase == "ready", "ready")
-        assert (ready.workers, ready.generation, ready.failure) == ((), 3, None)
-        assert gone(pid)
-        # What has ended here cannot be taken up again, nor can a store that is not there be used.
-        await w.head.order(A, order_of(bundle, generation=w.generation(3, [A])))
-        missed = await w.head.wait(A, lambda r: r.phase == "failed", "failed")
-        assert missed.failure is not None
-        assert "has ended on this node already" in missed.failure.message
-        stale = w.generation(4, [A]).model_copy(update={"store": "127.0.9.2:9"})
-        await w.head.order(A, order_of(bundle, generation=stale))
-        (refused,) = await w.phase([A], 4, "failed")
-        assert refused.failure is not None
-        assert "no store is held at 127.0.9.2:9" in refused.failure.message
+        await refuses_what_has_ended(w, bundle)
+
+
+async def refuses_what_has_ended(w: World, bundle: Bundle) -> None:
+    """Workers whose generation is taken away end, and the node is ready for another. It does not take the ended one
+    up again, and uses no store that is not there."""
+    pid = worker(w.head.reports[A])
+    await w.head.order(A, order_of(bundle))
+    ready = await w.head.wait(A, lambda r: r.phase == "ready", "ready")
+    assert (ready.workers, ready.generation, ready.failure) == ((), 3, None)
+    assert gone(pid)
+    await w.head.order(A, order_of(bundle, generation=w.generation(3, [A])))
+    missed = await w.head.wait(A, lambda r: r.phase == "failed", "failed")
+    assert missed.failure is not None
+    assert "has ended on this node already" in missed.failure.message
+    stale = w.generation(4, [A]).model_copy(update={"store": "127.0.9.2:9"})
+    await w.head.order(A, order_of(bundle, generation=stale))
+    (refused,) = await w.phase([A], 4, "failed")
+    assert refused.failure is not None
+    assert "no store is held at 127.0.9.2:9" in refused.failure.message
 
 
 async def test_user_errors_and_hangs(tmp_path: Path) -> None:
