@@ -77,7 +77,7 @@ class Process:
         """Empty, or the end of what the process said before it ended."""
         if self._process.poll() is None:
             return ""
-        return f"a process has ended ({self._process.returncode}): {self._log.read_text()[-2000:] or 'without a word'}"
+        return f"a process has ended ({self._process.returncode}): {self._log.read_text()[-2000:] or 'it said nothing'}"
 
     def tell(self, line: str) -> None:
         assert self._process.stdin

@@ -98,7 +98,7 @@ def _questions(
 
 
 def _supply(spec: ClusterSpec, pool: PoolSpec, window: Trace, random: Random) -> Supply:
-    """A zone of the trace for the pool: that of its name, else one drawn by lot for its zone."""
+    """A zone of the trace for the pool: that of its name, else one that is chosen at random for its zone."""
     flat = ((0.0, _price(spec, pool)),)
     if pool.market != "spot":
         return Supply((), flat)

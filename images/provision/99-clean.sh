@@ -22,7 +22,7 @@ done
 truncate --size=0 /etc/machine-id # empty, not missing: systemd then makes one at the next boot
 rm -f /var/lib/dbus/machine-id /var/lib/systemd/random-seed /var/lib/systemd/credential.secret
 rm -rf /var/lib/cloud/* /run/cloud-init /var/lib/google/* /var/lib/dhcp/* /var/lib/chrony/*
-# Packer's own session lives in the SSM agent's folder, and Packer must hear how this script ends.
+# Packer's own session lives in the SSM agent's folder, and Packer must learn how this script ends.
 if [[ -d /run/systemd/system ]]; then
     put 0644 /run/systemd/system/spotrun-forget.service
     systemctl daemon-reload

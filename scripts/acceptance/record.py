@@ -26,7 +26,7 @@ class NotRun(SpotrunError):
 
 
 class Failed(SpotrunError):
-    """A step failed. It has measured these facts nevertheless."""
+    """A step failed, but it has measured these facts."""
 
     def __init__(self, reason: str, facts: Facts) -> None:
         super().__init__(reason)

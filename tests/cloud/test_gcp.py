@@ -328,7 +328,7 @@ async def test_a_zone_that_does_not_answer(cloud: GcpCloud, gce: FakeGce, impati
 
 
 async def test_the_head_turns_to_another_zone_while_one_is_out(cloud: GcpCloud, gce: FakeGce, impatient: None) -> None:
-    """Two of three machines there are not heard any more; when the zone answers, all is as it was."""
+    """Two of three machines there do not report any more. When the zone answers, all is as it was."""
     fleet = Fleet(CLUSTER, cloud)
     names = [node.name for node in await pool_of(cloud, "spot-a", 3)]
     gce.out = {A}

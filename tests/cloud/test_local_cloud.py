@@ -328,7 +328,7 @@ async def test_preempt_tells_and_then_takes(cluster: Cluster) -> None:
     await cluster.running("a-0", "a-1", "b-0", ids=(nodes["a-0"].id, nodes["a-1"].id))
     with pytest.raises(CloudError, match="on-demand"):
         await cloud.preempt("b-0", 30)
-    await cloud.preempt("b-0", 0)  # without a word anything can be taken
+    await cloud.preempt("b-0", 0)  # without notice, anything can be taken
     await cluster.running("a-0", "a-1", "b-0", ids=(nodes["b-0"].id,))
 
 
@@ -385,18 +385,18 @@ class Peer:
         with (self.folder / "in").open("w") as pipe:
             pipe.write(line + "\n")
 
-    def heard(self) -> list[str]:
+    def received(self) -> list[str]:
         return (self.folder / "out").read_text().splitlines()
 
     async def until(self, word: str) -> None:
-        await await_for(lambda: word in self.heard(), what=f"{word!r} at {self.folder}")
+        await await_for(lambda: word in self.received(), what=f"{word!r} at {self.folder}")
 
     async def sync(self) -> list[str]:
-        """All that it has heard when everything that has arrived is taken in."""
+        """All that it has received, once everything that has arrived is taken in."""
         self.words += 1
         self.do(f"sync sync{self.words}")
         await self.until(f"sync{self.words}")
-        return self.heard()
+        return self.received()
 
 
 async def test_cut_is_silence_both_ways_and_join_ends_it(cluster: Cluster) -> None:
@@ -695,7 +695,7 @@ def test_of_two_ups_at_once_one_starts_the_cloud(tmp_path: Path) -> None:
 
 
 def test_an_up_that_does_not_end_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A suspended one, say: the next one must not wait for ever without a word."""
+    """For example a suspended one: the next one must say that it waits, and must not wait for ever."""
     layout = Layout.of(tmp_path, "c")
     with client._lock(layout):
         monkeypatch.setattr(client, "_LOCKED", 0.2)

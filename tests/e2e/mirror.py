@@ -51,7 +51,7 @@ class Mirror:
 
     folder: for what the machines write. flavour: of their metadata, gce or ec2. key: the operator's, which they
     accept. environment: for them, besides what every machine of the local cloud has. program: a module that follows
-    the list, with words of its own. assign: tells the cloud the address of a machine, which it is to list.
+    the list, with words of its own. assign: tells the cloud the address of a machine, which it should list.
     """
 
     def __init__(

@@ -67,7 +67,7 @@ def test_junk_at_the_head_while_a_job_trains(cluster: Harness) -> None:
     store.put(key, forged.model_dump_json().encode())
     junk: list[bytes | str] = ["{", "[]", "null", json.dumps({"kind": "report", "node": "x"}), b"\x00\xff"]
     assert asyncio.run(knock(record, node, "mine", junk)) == (101, 1008)
-    # 1009 where the answer comes through; 1006 where the rest of the frame was still on its way when the link closed.
+    # 1009 where the answer comes through; 1006 where the connection closed before the rest of the frame came.
     status, code = asyncio.run(knock(record, node, "mine", ["x" * (MAX_MESSAGE + 1)]))
     assert status == 101
     assert code in (1009, 1006)

@@ -218,7 +218,7 @@ class FakeGce:
         self._the_loop.do(lambda: self._vm(name).take(self.times.notice if notice is None else notice))
 
     def vanish(self, name: str) -> None:
-        """The machine is lost, without a word."""
+        """The machine is lost, without notice."""
         self._the_loop.do(lambda: self._vm(name).take())
 
     def limit(self, name: str, most: int | None, code: str = STOCKOUT, message: str = "") -> None:

@@ -17,7 +17,7 @@ _DAY = 86400.0
 
 
 class Refused(Exception):
-    """An HTTP error. strange: the request itself is not of the API, which a test must hear of."""
+    """An HTTP error. strange: the request itself is not of the API, which must fail a test."""
 
     def __init__(self, status: int, reason: str, message: str, strange: bool = False) -> None:
         self.status, self.reason, self.message, self.strange = status, reason, message, strange

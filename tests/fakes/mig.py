@@ -70,7 +70,7 @@ class Event:
 
 @dataclass
 class Vm:
-    """An instance. taken: set when it is to end; notice: seconds until then, if that is announced."""
+    """An instance. taken: set when it will be taken; notice: seconds until then, if that is announced."""
 
     resource: compute_v1.Instance
     image: str = ""

@@ -127,7 +127,7 @@ CASES: dict[str, tuple[Seen, tuple[Recreate, ...]]] = {
         view(waiting(), unfit(A, since=NOW - GRACE + 1), machines=(machine(A),)),
         (),
     ),
-    "its link is down: that was its last word": (
+    "it is disconnected: that was its last word": (
         view(waiting(), unfit(A, connected=False), machines=(machine(A),)),
         (BAD,),
     ),

@@ -20,9 +20,10 @@ def world(tmp_path: Path) -> World:
 async def told(world: World, verb: str, **body: Any) -> Any:
     """The answer to a request that the head carries out in its next turn."""
     asking = asyncio.create_task(asked(world, world.head, verb, **body))
-    while not asking.done():
-        await world.turn()
-        await asyncio.sleep(0)
+    async with asyncio.timeout(60):
+        while not asking.done():
+            await world.turn()
+            await asyncio.sleep(0)
     return await asking
 
 

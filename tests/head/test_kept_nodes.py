@@ -209,9 +209,10 @@ async def test_stop_lets_the_node_go(stage: Theatre) -> None:
 async def answered(stage: Theatre, verb: str, job: str | None, **more: Any) -> Any:
     """The answer to a request for which the head takes a turn."""
     asking = asyncio.create_task(asked(stage, stage.head, verb, job, **more))
-    while not asking.done():
-        await stage.round()
-        await asyncio.sleep(0.01)
+    async with asyncio.timeout(60):
+        while not asking.done():
+            await stage.round()
+            await asyncio.sleep(0)
     return await asking
 
 

@@ -1,4 +1,4 @@
-"""Whether a drain fits into the notice, and that operators hear beforehand if it does not."""
+"""Whether a drain fits into the notice, and that operators are told beforehand if it does not."""
 
 from __future__ import annotations
 

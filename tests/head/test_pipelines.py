@@ -111,7 +111,7 @@ async def test_a_job_that_ended_long_ago_is_read_once(stage: Theatre, monkeypatc
 
 
 async def test_a_relaunched_job_is_waited_for_again_unless_its_success_has_counted(stage: Theatre) -> None:
-    """It failed: those after it were stopped, and both are relaunched. It succeeded: a relaunch holds up nobody."""
+    """It failed: those after it were stopped, and both are relaunched. It succeeded: a relaunch delays no other job."""
     first, other = await stage.queue_job("first"), await stage.queue_job("other")
     last = await stage.queue_job("last", after=["first", "other"])
     await stage.ask(stop, first)

@@ -33,7 +33,7 @@ def listed(name: str, created: float = 0.0, life: float = DAY, pool: str = "p") 
 
 
 def machine(name: str, left: float, retires: float, life: float = DAY, **changes: Any) -> Machine:
-    """left: seconds until it ends. retires: seconds until it is to retire."""
+    """left: seconds until it ends. retires: seconds until it should retire."""
     end = NOW + left
     values = {"state": "running", "created": end - life, "answered": NOW, "ends": end, "retires": NOW + retires}
     return Machine(**{"name": name, "pool": "p", **values, **changes})
@@ -147,7 +147,7 @@ def test_a_node_that_is_kept_for_a_person_stays_until_its_machine_ends() -> None
     state = job("a", phase="failed", ended=NOW - 1, current=None, kept_node=kept)
     machines = (machine("a", left=9000, retires=-2), machine("b", left=9000, retires=-1))
     seen = marked_view(view(state, spare("a"), spare("b"), machines=machines, expected=2))
-    assert [each.name for each in seen.nodes if each.due] == ["b"], "nor does it hold up another one"
+    assert [each.name for each in seen.nodes if each.due] == ["b"], "it does not delay another one either"
 
 
 def test_a_machine_that_has_retired_is_replaced() -> None:

@@ -68,7 +68,7 @@ CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
     "not for long enough": (view(running(A), silent(for_=29), signs={A: GONE}), ()),
     "its sign was never there": (view(running(A), silent(), signs={A: Sign(NOW - 70, NOW - 70, NOW)}), (LOST,)),
     "the same, not for long": (view(running(A), silent(), signs={A: Sign(NOW - 60, NOW - 60, NOW)}), ()),
-    "its sign and its steps go on: the link is cut": (view(running(A), silent(for_=900), signs={A: FRESH}), ()),
+    "its sign and its steps go on: the connection is cut": (view(running(A), silent(for_=900), signs={A: FRESH}), ()),
     "its sign goes on, its steps do not": (view(running(A), silent(), signs={A: sign(no_step=HANG + 1)}), (LOST,)),
     "the same, not for long enough": (view(running(A), silent(), signs={A: sign(no_step=HANG - 1)}), ()),
     "before its first step it has longer": (
@@ -273,7 +273,7 @@ async def test_a_sign_that_cannot_be_read_proves_nothing(tmp_path: Path) -> None
 
 
 async def test_a_frozen_job_of_one_node_gets_another_machine(tmp_path: Path) -> None:
-    """The head's own part, without a wait: it hears nothing, finds the sign old, and asks the cloud."""
+    """The head's own part, without a wait: it receives nothing, finds the sign old, and asks the cloud."""
     world = World(tmp_path)
     started = await world.with_machines(min=1, max=1)
     world.receive("p-0", job=started)

@@ -208,7 +208,7 @@ UNREADABLE = {
 
 @pytest.mark.parametrize(("change", "reason"), UNREADABLE.values(), ids=UNREADABLE.keys())
 async def test_a_job_that_cannot_be_read_is_parked(world: World, change: Callable[[Any], Any], reason: str) -> None:
-    """It keeps its place and its machines, its agents get no order, and everybody hears of it."""
+    """It keeps its place and its machines, its agents get no order, and operators are told."""
     job = await world.started()
     behind = await world.head.submit(JOB, CODE)
     world.cloud.size["p"] = 2

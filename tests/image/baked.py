@@ -54,7 +54,7 @@ TRACES = (
 class Supplies:
     """What an image is made of besides Debian: all of it on this machine.
 
-    pinned: what the image is to have. replaced: of it, what differs from versions.env, as Debian has it no more.
+    pinned: what the image should have. replaced: of it, what differs from versions.env, as Debian has it no more.
     changed: what versions.env and sources.env say in the image: the stand-ins, and what was replaced.
     """
 

@@ -79,7 +79,7 @@ def build(package: Package, folder: Path) -> Path:
 
 
 def serve(folder: Path, seen: str, pinned: dict[str, str]) -> dict[str, str]:
-    """Make everything in the folder, and return what versions.env and sources.env are to say instead.
+    """Make everything in the folder, and return what versions.env and sources.env must say instead.
 
     seen: where the folder is for those who download. pinned: of versions.env.
     """

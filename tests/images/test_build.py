@@ -1,4 +1,4 @@
-"""`make image`: what Packer is told, and what becomes of it when it is interrupted."""
+"""`make image`: what Packer is told, and how it ends when it is interrupted."""
 
 from __future__ import annotations
 

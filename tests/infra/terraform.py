@@ -84,7 +84,7 @@ def require() -> Tools:
 
 
 def copy(stack: Path, into: Path, tools: Tools, environment: Mapping[str, str] | None = None) -> Stack:
-    """A copy of the stack in folder `stack`, initialized. environment: of an emulator of AWS, if it is to run there."""
+    """A copy of the stack in folder `stack`, initialized. environment: of an emulator of AWS, to run there."""
     folder = into / stack.name
     folder.mkdir(parents=True)
     shutil.copy(stack / "cdk.tf.json", folder)

@@ -1,4 +1,4 @@
-"""What systemd hears, on a real socket of each kind."""
+"""What systemd is told, on a real socket of each kind."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ async def test_drain_regroup_and_loss(tmp_path: Path) -> None:
         await await_for(lambda: "generation 1 was ordered after 2: refused" in log.log, what="a refusal")
         await await_for(lambda: "order of head 0 came after an order of head 1: refused" in log.log, what="another")
 
-        # A machine dies without a word: the other's collective fails, and that is said.
+        # A machine dies without notice: the other machine's collective fails, and its report says so.
         await w.machines[1].kill()
         (failed,) = await w.phase([A], 2, "failed")
         assert failed.failure is not None
@@ -310,7 +310,7 @@ async def test_the_head_goes_away_and_training_goes_on(tmp_path: Path) -> None:
         assert after.workers[0].step > before.workers[0].step
         assert after.generation == 1
 
-        # Junk on the link is passed over; a message that is too large costs the link, which comes back.
+        # Junk is ignored. A message that is too large ends the connection, and the agent connects again.
         socket = w.head.sockets[A]
         for junk in ("", "{", "[]", '{"kind": "report"}', '{"epoch": "x"}', '{"epoch": 3, "jobs": [{}]}'):
             await socket.send_str(junk)

@@ -50,6 +50,7 @@ async def test_all_tries_share_one_deadline() -> None:
     async def look(until: float) -> Facts:
         given.append(until)
         if len(given) == 2:
+            # A look that takes all of the time that is left, and the deadline is real.
             await asyncio.sleep(until - asyncio.get_running_loop().time())
         return replace(SMALL, clock=9.0)
 
@@ -74,7 +75,7 @@ def spoil(found: Machine) -> None:
 
 
 async def test_what_goes_on_while_the_gate_does(tmp_path: Path) -> None:
-    """Host keys, the link and notices do not wait for it. An order does, and is taken when it has passed."""
+    """Host keys, the connection and notices do not wait for the gate. An order waits until the checks have passed."""
     async with world(tmp_path) as w:
         found = machine(w, tmp_path, EVER_CHECKING)
         spoil(found)
@@ -169,7 +170,7 @@ async def test_an_unfit_machine_says_so_and_takes_no_job(tmp_path: Path, monkeyp
         bundle = w.bundle()
         await found.start()
         report = await w.head.wait(A, lambda r: r.phase == "unfit", "that it is not fit")
-        why = "this machine is to have 4 GPUs, but nvidia-smi does not list them: no driver"
+        why = "this machine should have 4 GPUs, but nvidia-smi does not list them: no driver"
         assert report.unfit == (why,)
         record = UnfitRecord.model_validate_json(
             await await_for(lambda: w.store.find(unfit_key("test", A)), what="a record")

@@ -141,7 +141,7 @@ async def test_what_two_jobs_left_in_memory_is_reported_until_an_order_decides(t
 
 
 async def test_a_parked_job_trains_on_and_keeps_its_files(tmp_path: Path) -> None:
-    """The head cannot say what it should do. The other job is ordered as ever, also after a restart of the agent."""
+    """The head cannot say what it should do. The other job is ordered as before, also after a restart of the agent."""
     async with world(tmp_path, A, environment=DEVICES) as w:
         jobs, machine = Jobs(w), w.machines[0]
         parked, other = w.bundle(), w.bundle()

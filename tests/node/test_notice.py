@@ -42,10 +42,10 @@ async def served(flavour: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
 
 @contextlib.asynccontextmanager
 async def watching(client: Metadata) -> AsyncIterator[list[Notice | None]]:
-    heard: list[Notice | None] = []
-    task = asyncio.create_task(watch(client, heard.append))
+    received: list[Notice | None] = []
+    task = asyncio.create_task(watch(client, received.append))
     try:
-        yield heard
+        yield received
         assert not task.done()
     finally:
         task.cancel()
@@ -93,29 +93,29 @@ async def test_detection_waits_for_the_server(monkeypatch: pytest.MonkeyPatch) -
 
 
 async def test_gce_preemption_and_maintenance(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with served("gce", monkeypatch) as (server, client), watching(client) as heard:
+    async with served("gce", monkeypatch) as (server, client), watching(client) as received:
         server.change(maintenance_event="MIGRATE_ON_HOST_MAINTENANCE")
         server.change(maintenance_event="TERMINATE_ON_HOST_MAINTENANCE")
-        await await_for(lambda: heard, what="the maintenance")
-        assert heard[-1] is not None
-        assert heard[-1].kind == "maintenance"
+        await await_for(lambda: received, what="the maintenance")
+        assert received[-1] is not None
+        assert received[-1].kind == "maintenance"
         server.change(maintenance_event="NONE")
-        await await_for(lambda: heard[-1] is None, what="its end")
+        await await_for(lambda: received[-1] is None, what="its end")
         before = time.time()
         server.change(preempted="TRUE")
-        await await_for(lambda: heard[-1], what="the preemption")
-        assert heard[-1] is not None
-        assert heard[-1].kind == "preempt"
-        assert before + 29 <= heard[-1].deadline <= time.time() + 30
-        count = len(heard)
+        await await_for(lambda: received[-1], what="the preemption")
+        assert received[-1] is not None
+        assert received[-1].kind == "preempt"
+        assert before + 29 <= received[-1].deadline <= time.time() + 30
+        count = len(received)
         server.change(maintenance_event="TERMINATE_ON_HOST_MAINTENANCE")
         asked = server.asked
         await await_for(lambda: server.asked > asked, what="another poll")
-        assert len(heard) == count  # less grave than what is known
+        assert len(received) == count  # less grave than what is known
 
 
 async def test_an_hour_of_notice_counts_shortly_before_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Google's maintenance of on-demand machines with GPUs: nobody is to drain an hour before it."""
+    """Google's maintenance of on-demand machines with GPUs: no node drains an hour before it."""
     monkeypatch.setattr(metadata_module, "TIMEOUT", 60.0)  # a first look that is tried again is none
     terms, said = Terms(maintenance=3600.0, lead=3599.5), list[tuple[str, Notice | None]]()
 
@@ -144,8 +144,8 @@ async def test_a_notice_that_is_withdrawn_before_it_counts(monkeypatch: pytest.M
     monkeypatch.setattr(metadata_module, "TIMEOUT", 60.0)
     coming: list[Notice | None] = []
     async with served("gce", monkeypatch) as (server, client):
-        heard: list[Notice | None] = []
-        task = asyncio.create_task(watch(client, heard.append, Terms(maintenance=3600.0), coming.append))
+        received: list[Notice | None] = []
+        task = asyncio.create_task(watch(client, received.append, Terms(maintenance=3600.0), coming.append))
         asked = server.asked
         await await_for(lambda: server.asked >= asked + 4, what="the first looks and the long polls")
         server.change(maintenance_event="TERMINATE_ON_HOST_MAINTENANCE")
@@ -153,8 +153,8 @@ async def test_a_notice_that_is_withdrawn_before_it_counts(monkeypatch: pytest.M
         server.change(maintenance_event="NONE")
         await await_for(lambda: coming[-1] is None, what="its end")
         server.change(preempted="TRUE")
-        await await_for(lambda: heard, what="a preemption, which counts at once")
-        assert [notice and notice.kind for notice in heard] == ["preempt"]
+        await await_for(lambda: received, what="a preemption, which counts at once")
+        assert [notice and notice.kind for notice in received] == ["preempt"]
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
@@ -164,11 +164,11 @@ async def test_maintenance_that_was_announced_before_the_agent_began(monkeypatch
     """Nobody says how much of the hour is left."""
     async with served("gce", monkeypatch) as (server, client):
         server.change(maintenance_event="TERMINATE_ON_HOST_MAINTENANCE")
-        heard: list[Notice | None] = []
-        task = asyncio.create_task(watch(client, heard.append, Terms(maintenance=3600.0, preempt=120.0)))
-        await await_for(lambda: heard, what="the notice")
-        assert heard[0] is not None
-        assert heard[0].deadline <= time.time() + 60
+        received: list[Notice | None] = []
+        task = asyncio.create_task(watch(client, received.append, Terms(maintenance=3600.0, preempt=120.0)))
+        await await_for(lambda: received, what="the notice")
+        assert received[0] is not None
+        assert received[0].deadline <= time.time() + 60
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
@@ -208,20 +208,20 @@ def test_operators_hear_at_once_of_a_notice_that_counts_later() -> None:
 async def test_gce_preempted_before_the_agent_began(monkeypatch: pytest.MonkeyPatch) -> None:
     async with served("gce", monkeypatch) as (server, client):
         server.change(preempted="TRUE")
-        async with watching(client) as heard:
-            await await_for(lambda: heard, what="the preemption")
+        async with watching(client) as received:
+            await await_for(lambda: received, what="the preemption")
 
 
 async def test_ec2_notices(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with served("ec2", monkeypatch) as (server, client), watching(client) as heard:
+    async with served("ec2", monkeypatch) as (server, client), watching(client) as received:
         server.files["events/recommendations/rebalance"] = json.dumps({"noticeTime": utc(time.time())})
-        await await_for(lambda: heard, what="the recommendation")
-        assert heard[-1] is not None
-        assert heard[-1].kind == "rebalance"
+        await await_for(lambda: received, what="the recommendation")
+        assert received[-1] is not None
+        assert received[-1].kind == "rebalance"
         at = float(int(time.time()) + 120)
         server.files["spot/instance-action"] = json.dumps({"action": "terminate", "time": utc(at)})
-        await await_for(lambda: len(heard) == 2, what="the notice")
-        assert heard[-1] == Notice(kind="preempt", deadline=at)
+        await await_for(lambda: len(received) == 2, what="the notice")
+        assert received[-1] == Notice(kind="preempt", deadline=at)
 
 
 @pytest.mark.parametrize("fault", ["down", "junk", "hang"])
@@ -231,15 +231,15 @@ async def test_a_server_that_fails_for_a_while(flavour: str, fault: str, monkeyp
     monkeypatch.setattr(notice_module, "LONG_POLL_SECONDS", 1)
     async with served(flavour, monkeypatch) as (server, client):
         server.fault = fault
-        async with watching(client) as heard:
+        async with watching(client) as received:
             asked = server.asked
             await await_for(lambda: server.asked > asked + 1, what="tries while it fails")
-            assert heard == []
+            assert received == []
             server.tokens.clear()  # the server has restarted: tokens from before are unknown to it
             server.fault = ""
             server.files["spot/instance-action"] = json.dumps({"action": "stop", "time": utc(time.time() + 120)})
             server.change(preempted="TRUE")
-            await await_for(lambda: heard, what="the notice after all")
+            await await_for(lambda: received, what="the notice after all")
 
 
 async def test_ec2_token_that_is_refused_is_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,10 +277,10 @@ def test_ec2_junk(text: str) -> None:
 
 
 async def test_ec2_junk_does_not_hide_the_notice(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with served("ec2", monkeypatch) as (server, client), watching(client) as heard:
+    async with served("ec2", monkeypatch) as (server, client), watching(client) as received:
         server.files["events/recommendations/rebalance"] = "junk"
         server.files["spot/instance-action"] = json.dumps({"action": "terminate", "time": utc(time.time() + 60)})
-        await await_for(lambda: heard, what="the notice")
+        await await_for(lambda: received, what="the notice")
 
 
 @pytest.mark.parametrize("deadline", [float("nan"), float("inf"), -1.0, 1e300])

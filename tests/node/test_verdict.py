@@ -60,16 +60,16 @@ SMALL = Facts("e2-small", disk=1 << 40)
         ),
         (
             Facts("n1-standard-8", gpus=4, on_bus=3, nodes=3, smi=(L4,) * 3, torch_gpus=3),
-            ["this machine is to have 4 GPUs, but nvidia-smi lists 3"],
+            ["this machine should have 4 GPUs, but nvidia-smi lists 3"],
         ),
         (
             Facts("n1-standard-8", gpus=2, smi_error="it is not installed"),
-            ["this machine is to have 2 GPUs, but nvidia-smi does not list them: it is not installed"],
+            ["this machine should have 2 GPUs, but nvidia-smi does not list them: it is not installed"],
         ),
         (replace(P5, gpus=8, efas=32), []),
         (
             replace(P5, efas=32, adapters=0, fabric=0),
-            ["this machine is to have 32 EFAs, but 0 are on the bus"],
+            ["this machine should have 32 EFAs, but 0 are on the bus"],
         ),
         (replace(P5, efas=16, adapters=16, fabric=16), []),  # a pool whose machines get half of them
         (
@@ -115,7 +115,7 @@ def test_what_is_worth_a_line_and_no_more() -> None:
     assert judge(noisy) == ()
     assert remarks(noisy) == (
         "GPU 0 (NVIDIA L4) has rows of its memory to remap when it is reset next",
-        "nvidia-smi said besides: WARNING: infoROM is corrupted",
+        "nvidia-smi also said: WARNING: infoROM is corrupted",
     )
     assert remarks(replace(FINE, smi=(), smi_error="no driver")) == ()  # a problem, and said as one
 

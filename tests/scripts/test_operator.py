@@ -700,20 +700,20 @@ def test_an_output_is_shown_as_it_comes_and_only_its_end_is_kept(
     """The output may be larger than the operator's memory."""
     monkeypatch.setattr(ssh, "KEPT", 1000)
     gate = tmp_path / "gate"
-    heard: list[str] = []
+    received: list[str] = []
 
-    def hear(node: str, text: str) -> None:
-        heard.append(text)
+    def take(node: str, text: str) -> None:
+        received.append(text)
         gate.touch()  # the command goes on once its first line has come
 
     outcomes: list[ssh.Outcome] = []
     command = f"echo first; while [ ! -e {gate} ]; do sleep 0.05; done; seq 100000; printf '%s' no end >&2"
-    assert ssh.run(standin.access, ["head"], command, 60, outcomes.append, hear)
+    assert ssh.run(standin.access, ["head"], command, 60, outcomes.append, take)
     whole = "first\n" + "".join(f"{number}\n" for number in range(1, 100_001)) + "no"
-    assert "".join(heard).startswith(whole)
-    assert all(len(each) <= 2 * ssh.LINE for each in heard)
-    assert outcomes[0].output == "".join(heard)[-1000:]
-    assert outcomes[0].left_out == len("".join(heard)) - 1000
+    assert "".join(received).startswith(whole)
+    assert all(len(each) <= 2 * ssh.LINE for each in received)
+    assert outcomes[0].output == "".join(received)[-1000:]
+    assert outcomes[0].left_out == len("".join(received)) - 1000
 
 
 @contextlib.contextmanager

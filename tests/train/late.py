@@ -19,7 +19,7 @@ class Late:
     def __init__(self) -> None:
         self.graph = False  # a CUDA graph is being recorded
         self.beside: list[int] = []  # bytes that each snapshot had copied beside training
-        self.seconds: float | None = 0.0  # for which each copy holds up the device
+        self.seconds: float | None = 0.0  # for which each copy delays the device
         self.arrive: Callable[[], None] = lambda: None
 
     def takes(self, tensor: torch.Tensor) -> bool:

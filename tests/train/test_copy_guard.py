@@ -160,7 +160,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_what_the_device_waits_makes_snapshots_rarer(
     folder: Path, stage: Late, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The copies hold up the device for as long as a thousand steps take, and the host does not notice."""
+    """The copies delay the device for as long as a thousand steps take, and the host does not notice."""
     context = Context.from_env()
     assert context is not None
     monkeypatch.setenv(Context.VARIABLE, dataclasses.replace(context, snapshot_interval=0).to_env())

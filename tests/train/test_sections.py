@@ -109,7 +109,7 @@ class Node:
             self.controls[rank].step = step
 
     def other(self, rank: int, step: int, alone: bool = False) -> None:
-        """One of the others does what is to do at the boundary, and all of it."""
+        """One of the others does everything that must be done at the boundary."""
         section = self.others[rank - 1]
         section.end_step(step, lambda: self._beside(rank), alone)
         if self.stages[rank] is None:
@@ -415,7 +415,7 @@ def snapshot_together_for_ever(folder: str, rank: int) -> None:
         for tensor in tensors:
             tensor.fill_(step)
         own.step = step
-        while other.step < step:  # as an exchange of gradients
+        while other.step < step:  # as an exchange of gradients; the test kills this process
             time.sleep(1e-4)
         if rank > 0:
             section.end_step(step, set, alone=False)

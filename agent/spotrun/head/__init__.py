@@ -1,1 +1,2 @@
-"""The head: who trains with whom (planner), how many machines (capacity), what it cost (ledger)."""
+"""The head: who trains with whom (planner), whose is each device (allocate), how many machines (capacity), and what
+they cost (books)."""

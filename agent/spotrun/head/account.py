@@ -37,14 +37,14 @@ class Rates:
 
 @dataclass(frozen=True)
 class Use:
-    """Machine time that somebody pays. If `end` is before `start`, the time was counted by mistake."""
+    """Machine time that somebody pays for. With `end` before `start`, it takes back time counted by mistake."""
 
     machine: str  # the machine's name
     pool: str  # the machine's pool
     start: float  # epoch seconds
     end: float  # epoch seconds
-    share: float = 1.0  # which part of the machine
-    price: float | None = None  # USD an hour; None: the pool's price of now
+    share: float = 1.0  # the part of the machine: 1 is all of it
+    price: float | None = None  # USD an hour; None: the pool's present price
 
     @property
     def seconds(self) -> float:
@@ -53,7 +53,7 @@ class Use:
 
 
 def add(lines: Sequence[Line], uses: Iterable[Use], rates: Rates) -> tuple[Line, ...]:
-    """The account with these uses, at the prices of now. Time without a price gets its price once that is known."""
+    """The account with these uses, at present prices. Time without a known price is priced once the price is known."""
     found = {(line.month, line.pool, line.market): line for line in lines}
     due: dict[_Key, tuple[float, float, float]] = {}  # seconds, USD, seconds without a price
     for use in uses:

@@ -47,11 +47,11 @@ class Idle(Kept):
     counted_at: float = 0.0  # the time is counted up to here
     node_seconds: float = 0.0
     cost: float = 0.0  # USD, as far as prices are known
-    account: tuple[Line, ...] = ()  # the same by month, pool and market, since a head began to write this
+    account: tuple[Line, ...] = ()  # time and cost by month, pool and market, since heads write this
 
 
 def count(job: JobState, view: View, uses: Uses, rates: Rates) -> JobState:
-    """Add machine time that the job pays. Time at an unknown price is added to the cost once the price is known."""
+    """Add machine time that the job pays for. Time at an unknown price is added to the cost once the price is known."""
     if job.over:
         return job.replace(counted_at=view.now)
     account = add(job.account, [*_unpriced(job, view.now), *uses], rates)
@@ -70,7 +70,7 @@ def count(job: JobState, view: View, uses: Uses, rates: Rates) -> JobState:
 
 
 def count_idle(idle: Idle, now: float, uses: Uses, rates: Rates) -> Idle:
-    """Add machine time that no job pays, as `count` does for a job."""
+    """Add machine time that no job pays for, as `count` does for a job."""
     account = add(idle.account, uses, rates)
     return idle.replace(
         counted_at=now,
@@ -81,7 +81,7 @@ def count_idle(idle: Idle, now: float, uses: Uses, rates: Rates) -> Idle:
 
 
 def joined(before: Idle, idle: Idle) -> Idle:
-    """What an earlier head has counted, and what this one has."""
+    """The sum of what an earlier head and this head have counted."""
     return idle.replace(
         node_seconds=before.node_seconds + idle.node_seconds,
         cost=before.cost + idle.cost,
@@ -90,11 +90,11 @@ def joined(before: Idle, idle: Idle) -> Idle:
 
 
 def shares(view: FleetView, expected: Holdings, conditions: Mapping[str, Condition]) -> dict[str, dict[str, float]]:
-    """Which part of each machine is whose cost: by job, and of no job under `NOBODY`.
+    """By job: which part of each machine the job pays for. What no job pays for is under `NOBODY`.
 
     The parts of a machine add up to 1. A job pays for the devices that it has or that boot for it, for the nodes that
-    save its last state, and for the node that is kept after it has failed. A machine that serves nobody, since it is
-    unfit, boots or ends, is paid by the first job that wants more nodes. Idle devices are the cluster's own.
+    save its last state, and for the node that is kept after it has failed. A machine may serve no job, because it is
+    unfit, boots or ends: the first job that wants more nodes pays for it. Idle devices are the cluster's own cost.
     """
     found: dict[str, dict[str, float]] = {NOBODY: {}, **{job.id: {} for job in view.jobs}}
     counts = {node.name: node.report.devices for node in view.nodes}
@@ -116,7 +116,7 @@ def shares(view: FleetView, expected: Holdings, conditions: Mapping[str, Conditi
 
 
 def goodput(job: JobState) -> float | None:
-    """Share of the time that `count` has added that went into steps that counted; None: no time has been added."""
+    """Which share of the counted time went into steps that counted; None: no time has been counted."""
     if job.node_seconds <= 0:
         return None
     return max(0.0, min(1.0, node_time.counted(job) / job.node_seconds))

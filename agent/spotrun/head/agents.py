@@ -32,7 +32,7 @@ class KnownAgent:
     sent: Order | None = None  # the newest order sent over that connection
     since: float = 0.0  # as in `Node`
     answered: float = 0.0  # as in `Machine`
-    unfit_since: float = 0.0  # when it became unfit; checking again does not end that. 0: it is not known to be unfit
+    unfit_since: float = 0.0  # when it became unfit; another check does not reset this. 0: it is not known to be unfit
 
 
 class Agents:
@@ -50,7 +50,7 @@ class Agents:
         self._retired: set[Send] = set()  # connections that a newer one of the same node has replaced
 
     def progress(self, report: Report, send: Send, now: float, made: float = 0.0) -> bool:
-        """Keep a report in which only progress is new; False: more is new, or the connection is, so `receive` it."""
+        """Keep a report in which only progress is new. False: more is new, or the connection; then call `receive`."""
         agent = self.known.get(report.node)
         if agent is None or agent.send is not send or agent.since < made or agent.report.essence != report.essence:
             return False
@@ -62,7 +62,7 @@ class Agents:
         return True
 
     def receive(self, report: Report, send: Send, now: float, made: float = 0.0) -> bool:
-        """Keep a report, unless a newer connection of the node exists. True: the cloud should be asked now.
+        """Keep a report, unless the node has a newer connection. Returns whether to ask the cloud now.
 
         made: when the cloud made the node's machine; 0: not known.
         """
@@ -93,7 +93,7 @@ class Agents:
         since = before.since if before and same and before.since >= made else now
         unfit_since = before.unfit_since if before and before.unfit_since >= made else 0.0  # of this machine only
         if report.phase == "unfit":
-            # An agent that restarts again and again is checked each time, so checking must not end this.
+            # An agent that restarts again and again is checked each time. So a check must not reset this time.
             since = unfit_since = min(since, unfit_since or since)
         elif report.phase != "checking":
             unfit_since = 0.0

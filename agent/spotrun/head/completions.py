@@ -27,7 +27,7 @@ class Completions:
         self._journal, self._done = journal, done
 
     def advance(self, job: JobState, reports: Iterable[JobReport], now: float) -> tuple[JobState, Manifest | None]:
-        """Begin to complete what has all its parts. The job after the checkpoint that is complete by now, if any."""
+        """Begin to complete a checkpoint that has all its parts. Returns the job with one that is complete now."""
         task = self.tasks.get(job.id)
         if task is None:
             for manifest in manifests(job, reports, now)[:1]:
@@ -43,7 +43,7 @@ class Completions:
         return saved(job, complete, manifest, now), manifest
 
     def forget(self, job: str) -> None:
-        """Await nothing of this job any more."""
+        """Forget a job. Its manifest is not awaited any more."""
         if task := self.tasks.pop(job, None):
             task.cancel()
 

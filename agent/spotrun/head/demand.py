@@ -1,4 +1,4 @@
-"""From jobs and nodes to what `allocate` is asked, and to the machines that the pools should have. Pure."""
+"""What to ask `allocate`, and which machines the jobs want: both follow from jobs and nodes. Pure."""
 
 from __future__ import annotations
 
@@ -141,10 +141,10 @@ def _claim(
     placement: Placement,
     avoid: Set[tuple[str, str]],
 ) -> Claim:
-    # Not its members: what is taken from it is another job's already, though the job still drains there.
+    # Not its members: another job already has what was taken from this one, although this one still drains there.
     holds = {node: devices or _all(_count(view, node)) for node, devices in before.get(job.id, {}).items()}
     members = {member.node for member in job.members}
-    # All of its pools: also those of whose machines nobody knows yet whether they suit.
+    # All of its pools, also those whose machines nobody knows yet.
     pools = frozenset(job.spec.pools) if placement.use >= suited(job.spec, cluster) else placement.use
     avoids = frozenset(node for name, node in avoid if name == job.id)
     return Claim(
@@ -165,7 +165,7 @@ def _claim(
 
 
 def _hosts(view: FleetView, cluster: ClusterSpec) -> list[Host]:
-    """Nodes that can take jobs, and the members of generations: the planner decides what becomes of those."""
+    """Nodes that can take jobs, and the members of generations: the planner decides about those."""
     found = {}
     for node in view.nodes:
         usable = reports(view, node) and node.report.phase == "ready" and node.cloud not in ENDING_STATES
@@ -218,9 +218,9 @@ def _needs(jobs: Sequence[JobState], cluster: ClusterSpec, held: Holdings, place
 
 
 def _machines(jobs: Sequence[tuple[JobState, int]], devices: int) -> int:
-    """How many machines with so many devices hold so many nodes of these jobs: first fit, large nodes first.
+    """How many machines these jobs need. jobs: each with its number of nodes. devices: of one machine.
 
-    Two nodes of one job are never the same machine.
+    First fit, large nodes first. Two nodes of one job are never on the same machine.
     """
     room: list[int] = []
     for job, left in sorted(jobs, key=lambda each: (-(each[0].spec.devices or 0), each[0].id)):

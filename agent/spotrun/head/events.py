@@ -31,15 +31,15 @@ class Events:
         log.info("%s%s: %s", f"{job}: " if job else "", kind, text)
 
     def has(self, text: str) -> bool:
-        """Whether one of the cluster says exactly this."""
+        """Whether an event of the cluster has exactly this kind and text."""
         return any(event["text"] == text for event in self._cluster)
 
     def of(self, job: str) -> list[Event]:
-        """Those of a job."""
+        """The events of a job."""
         return self._jobs.get(job, [])
 
     def seen_from(self, job: JobState | None) -> list[Event]:
-        """Those of a job, and those of the cluster since the job was submitted, in order."""
+        """The events of a job, and those of the cluster since the job was submitted, in order."""
         events = {id(each): each for each in self._cluster if job is None or each["at"] >= job.submitted}
         events |= {id(each): each for each in (self.of(job.id) if job else [])}
         return sorted(events.values(), key=lambda each: float(each["at"]))
@@ -49,5 +49,5 @@ class Events:
         self._jobs[job] = events
 
     def forget(self, job: str) -> None:
-        """Drop those of a job that has ended."""
+        """Drop the events of a job that has ended."""
         self._jobs.pop(job, None)

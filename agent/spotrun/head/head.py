@@ -1,8 +1,8 @@
 """The head's loop: reports in, orders out, the jobs' states in the bucket before anyone acts on them.
 
-One task (`run`) owns the jobs and changes them. Connections, the control socket and replacements only leave documents,
-requests and answers for it and wake it up. Another (`Scaler.run`) asks the cloud. Whatever is killed here at any point
-is rebuilt from the bucket and from the agents' next reports.
+One task (`Head.run`) owns the jobs and changes them. Connections, the control socket and replacements only leave
+documents, requests and answers for this task, and wake it. Another task (`Scaler.run`) asks the cloud. The head may be
+killed at any point: the next head rebuilds everything from the bucket and from the agents' next reports.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from spotrun.wire import FORMAT, Report
 log = logging.getLogger(__name__)
 
 TICK = 0.25  # seconds between looks while a job is active; a report of more than progress wakes the loop at once
-TICK_SHARE = 0.2  # of a core, that looks for mere progress take at the most: with many agents they are rarer
+TICK_SHARE = 0.2  # the most of a core that looks for mere progress take; with many agents, looks are rarer
 IDLE_TICK = 2.0
 GAP = 2.0  # seconds: after a pause this long, the head no longer trusts what it knows about silent nodes
 
@@ -97,7 +97,9 @@ class Head:
         self.taking = asyncio.Lock()  # held while jobs are taken up
         self._relaunching = asyncio.Lock()  # two at once would write the same job's state
         self.requests = Requests()
-        self._question: Question | None = None  # what was asked for `assignment`; None: nothing, the head could not see
+        self._question: Question | None = (
+            None  # what `assignment` answers; None: nothing was asked, since the head could not see
+        )
         self.ended_at = 0.0  # when a job ended last, or let its kept node go
         self._began = self._ticked_at = self._awake_since = 0.0
         self._unchanged: dict[str, View] = {}  # the views of the jobs that this turn has left as they were
@@ -105,7 +107,7 @@ class Head:
     # What connections and the control socket call.
 
     def receive(self, report: Report, send: Send) -> None:
-        """A connection has received its agent's newest report. Mere progress waits for the next tick."""
+        """Take an agent's newest report from its connection. A report of mere progress waits for the next tick."""
         now, made = self.clock(), self.fleet.made(report.node)
         if self.agents.progress(report, send, now, made):
             return
@@ -163,7 +165,10 @@ class Head:
 
     @property
     def job(self) -> JobState | None:
-        """The job that a question without an id is about: the first that trains, waits, or the one that ended last."""
+        """The job that a question without an id is about.
+
+        This is the first job that trains; else the first that waits; else the job that ended last.
+        """
         unended = [job for job in self.states.values() if not job.ended_already]
         ends = [job for job in (self.ended, *self.states.values()) if job and job.ended_already]
         ended = max(ends, key=lambda job: job.ended or 0.0, default=None)
@@ -250,7 +255,7 @@ class Head:
         async with self.taking:
             await job_queue.take_up(self)
         if not parked <= self.parked.keys():
-            self._question = None  # a job is back: it has what its generation has
+            self._question = None  # a job is back, and holds the nodes of its generation
         for answer in self.replacements.answers(now):
             self.add_event("cloud", answer)
         self.requests.apply(self.states, {job: each.text for job, each in self.parked.items()}, now)
@@ -279,7 +284,7 @@ class Head:
         job_queue.park(self, job, f"unexpected error in the head: {error!r}"[:1000], error)
 
     def _see(self, now: float) -> tuple[FleetView, Mapping[str, Condition]]:
-        """Look at everything, and decide whose each device is."""
+        """Look at everything, and decide which job has each device."""
         view = self.fleet_view(now)
         self.replacements.joined = liveness.now_joined(view)
         conditions = classify(view)
@@ -309,7 +314,7 @@ class Head:
         work = [each for each in reports if each is not None]
         taken = max((each.generation for each in work), default=0)
         if taken > job.generation:
-            # Another head has used this number, when both believed to be the only one. So it is not free any more.
+            # Another head has used this number while both believed that they were the only one.
             job = apply(job, EndGeneration(cause=Cause(kind="head")), now).replace(generation=taken)
         view = self._job_view(fleet, job, conditions)
         wanted = self.signs.update(view, add_event)

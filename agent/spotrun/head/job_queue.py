@@ -127,7 +127,7 @@ def pins(head: Head) -> list[Claim]:
 
 
 async def take_up(head: Head) -> None:
-    """Have every job of the queue. A job stays until its end is in the bucket and it keeps no node."""
+    """Take up every job of the queue. A job stays until its end is in the bucket and it keeps no node."""
     for state in [each for each in head.states.values() if each.over and head.journal.has(each)]:
         await head.journal.dequeue(state.id)
         head.let_go(state)
@@ -204,7 +204,7 @@ async def relaunch(head: Head, job: str) -> None:
 
 
 async def take_out(head: Head, job: str) -> bool:
-    """Take a job out of the queue that this head does not run: parked, held or astray. False: there is none.
+    """Take out of the queue a job that this head does not run: parked, held or astray. False: there is no such job.
 
     The phase of the job becomes `stopped`. The state of a parked job is not changed.
     """

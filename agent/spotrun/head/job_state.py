@@ -63,7 +63,7 @@ class JobState(Kept):
     idle: Idle | None = None
     paused: str = ""  # why the job should not train until an operator resumes it; empty: it should
     after: tuple[str, ...] = ()  # ids of the jobs that it still waits for, see `JobSpec.after`
-    blocked: str = ""  # the same in words; empty: it waits for none
+    blocked: str = ""  # the same, as a text for operators; empty: it waits for none
     inputs: tuple[Input, ...] = ()  # folders of the jobs that it waited for
     folders: FoldersRef | None = None  # the folders that it has left in the bucket
     priority: int | None = None  # as an operator has set it; None: as in the job file
@@ -73,7 +73,7 @@ class JobState(Kept):
     stacks: str = ""
     kept_node: KeptNode | None = None  # see `JobSpec.keep_on_failure`
     progress: Progress = Progress()
-    reached: int = 0  # newest step, of whichever generation
+    reached: int = 0  # the newest step of any generation
     pace: float = 0.0  # seconds a step, of the newest generation that completed steps
     speeds: tuple[Speed, ...] = ()  # how fast it was on which machines
     interruptions: tuple[Interruption, ...] = Field(default=(), validation_alias=_INTERRUPTIONS)
@@ -82,7 +82,7 @@ class JobState(Kept):
     spent: dict[str, float] = Field(default={})  # node_seconds by what the machines did, see `head.node_time`
     stalled: float = 0.0  # node-seconds that ended generations spent copying snapshots
     cost: float = 0.0  # USD, as far as prices are known
-    account: tuple[Line, ...] = ()  # the same by month, pool and market, since a head began to write this
+    account: tuple[Line, ...] = ()  # time and cost by month, pool and market, since heads write this
     unpriced: dict[str, float] = Field(default={})  # machine-seconds by pool that an older head counted without a price
     hourly: float = 0.0  # USD an hour, at present
     counted_at: float = 0.0  # node_seconds are counted up to here
@@ -151,7 +151,7 @@ class Start:
 
 @dataclass(frozen=True)
 class EndGeneration:
-    """End the generation; no other can begin yet."""
+    """End the generation. The next one cannot begin yet."""
 
     cause: Cause | None = None
     ending: Ending | None = None
@@ -176,14 +176,14 @@ class Save:
 
 @dataclass(frozen=True)
 class AbortSave:
-    """Give up the checkpoint under way."""
+    """Give up the checkpoint that is being taken."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class CountFailure:
-    """User code failed. Counts as a restart."""
+    """The user's code has failed. This counts as a restart."""
 
     failure: Failure
     node: str
@@ -192,7 +192,7 @@ class CountFailure:
 
 @dataclass(frozen=True)
 class DumpStacks:
-    """The workers hang: keep their stacks, end them."""
+    """The workers hang: keep their stacks, then end them."""
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ class SetEnding:
 
 @dataclass(frozen=True)
 class Resume:
-    """Continue from the checkpoint although the script had finished: no node has the last state any more."""
+    """Continue from the checkpoint although the script had finished, because no node has the last state any more."""
 
     reason: str
 

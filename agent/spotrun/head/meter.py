@@ -24,7 +24,7 @@ class Counted:
     created: float  # since when it costs money: when it started, or when the cloud made it; 0: not known
     until: float  # its time is counted up to here
     seen: float  # the newest sign that it runs: the cloud listed it, or its agent was connected
-    payers: Mapping[str, float]  # by job: which part of it the job pays; `NOBODY` for the cluster
+    payers: Mapping[str, float]  # by job: the part that the job pays for; `NOBODY` for the cluster
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Meter:
     ) -> tuple[Meter, dict[str, list[Use]]]:
         """The meter as of now, and the machine time since the last reading, by payer.
 
-        shares: by payer, which part of each machine it pays; the parts of a machine that costs money add up to 1. paid:
-        by payer, up to when earlier heads have counted.
+        shares: by payer, the part of each machine that it pays for. The parts of a machine that costs money make 1.
+        paid: by payer, up to when earlier heads have counted.
         """
         began, payers = self.began or view.now, _by_machine(shares)
         machines, created = running(view), {each.name: each.started or each.created for each in view.machines}
@@ -109,7 +109,7 @@ def _sign(view: FleetView, name: str) -> float:
 
 
 def _by_machine(shares: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    """By machine: which part each payer pays."""
+    """By machine: the part that each payer pays for."""
     found: dict[str, dict[str, float]] = {}
     for payer, parts in shares.items():
         for name, share in parts.items():

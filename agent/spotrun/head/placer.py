@@ -37,7 +37,7 @@ class Placer:
         self._head = head
         self._fenced, self._key = FencedStore(head.store), history_key(head.cluster.name)
         self._written: Histories | None = None  # None: what earlier heads have learned is not read yet
-        self._seen: Any = None  # what `placements` rest on, in short
+        self._seen: Any = None  # what the last placements were made from, in short
         self._wake: float | None = None  # when to ask again though nothing has changed
 
     def look(self, view: FleetView, conditions: Mapping[str, Condition]) -> Placements:
@@ -106,5 +106,5 @@ class Placer:
 
 
 def _gist(placement: Placement | None) -> Any:
-    """What of a placement is worth an event: not that its numbers change."""
+    """The part of a placement whose change is worth an event: everything but its numbers."""
     return placement and (placement.use, {pool for need in placement.needs for pool in need.pools}, placement.max)

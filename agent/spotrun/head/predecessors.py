@@ -86,7 +86,7 @@ def awaited(spec: JobSpec) -> tuple[str, ...]:
 
 
 def settle(job: JobState, ends: Mapping[str, End], now: float) -> JobState:
-    """The job without the predecessors that have ended as they should. One that has not stops the job. Pure."""
+    """The job without the predecessors that have ended as they should. Any other end stops the job. Pure."""
     if job.ended_already or job.stopping or not (job.after or job.blocked):
         return job
     waiting = []

@@ -51,12 +51,12 @@ class Requests:
                 answer.set_exception(error)
 
     def refuse(self, job: str, why: str) -> None:
-        """The changes of this job do not get into the bucket."""
+        """Refuse the changes of a job: they do not get into the bucket."""
         for answer, _ in [each for each in self._made if each[1].id == job and not each[0].done()]:
             answer.set_exception(SpotrunError(why))
 
     def answer(self) -> None:
-        """All changes that were made are in the bucket."""
+        """Answer all changes that were made: they are in the bucket now."""
         made, self._made = self._made, []
         for answer, changed in made:
             if not answer.done():

@@ -14,7 +14,7 @@ LEAST = 5  # steps: with fewer, the first ones, which are slow, would count too 
 
 
 class Speed(Document):
-    """A measurement. A job has one for each pool, number of nodes and number of devices: that of the most steps."""
+    """A measurement. A job has one for each pool, number of nodes and number of devices: the one of most steps."""
 
     pool: str  # the pool of all nodes
     nodes: int  # how many trained together

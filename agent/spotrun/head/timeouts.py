@@ -12,7 +12,7 @@ class Timeouts:
     # Agents.
     rejoin: float = 10.0  # for agents to find a new head, at the most
     alone: float = 300.0  # before a silent machine is replaced while no node reports: the head may be cut off
-    slow_step: float = 30.0  # without a step and without the member's report: as sure a sign as three slow steps
+    slow_step: float = 30.0  # without a step and without the member's report: a sure sign, however slow the steps are
     failure: float = 1.2  # for a node's fate to show after a collective failed: a little more than two reports
     last_logs: float = 10.0  # for an agent to upload its last logs before its machine goes
 

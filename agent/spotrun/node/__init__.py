@@ -1,1 +1,1 @@
-"""What runs on a node: the agent, its launcher of workers, and the way to the head and to the cloud's metadata."""
+"""What runs on a node: the agent, the launcher of the workers, the connection to the head, the health checks."""

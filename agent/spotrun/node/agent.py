@@ -1,7 +1,8 @@
 """The agent: one small process on each node that does what the head has ordered, and reports the node's state.
 
-One task (`Agent.run`) owns what is the node's: the order, the machine's condition, notices. Each ordered job has a task
-of its own (`Runner`). Every change wakes them: an order, a worker's end, a notice. This process does not import torch.
+One task (`Agent.run`) owns the state of the node: the order, the machine's condition, the notices. Each ordered job has
+a task of its own (`Runner`). Every change wakes these tasks: an order, a worker's end, a notice. This process does not
+import torch.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Agent:
         self._notice: Notice | None = None
         self._coming_notice: Notice | None = None
         self._wake = asyncio.Event()
-        # By job id. From the start on those whose snapshots an earlier agent has left: until an order decides.
+        # By job id. At first: the jobs whose snapshots an earlier agent has left. The first order decides about them.
         self._runners = {job: self._runner(job) for job in left_in_memory(settings.tmpfs)}
         self._cleaned = False  # whether the files of jobs that are not ordered have been removed
         self._removal: asyncio.Task[None] | None = None
@@ -170,7 +171,7 @@ class Agent:
         return before
 
     async def _apply(self, order: Order) -> None:
-        """Have the ordered jobs and no others. A job that is ordered again begins when it has left."""
+        """Run the ordered jobs and no others. If a job is ordered again while it leaves, it begins once it has left."""
         wanted = {each.bundle.id: each for each in order.jobs}
         if self._node.fit:
             for job in self._runners.keys() - wanted.keys() - set(order.parked):

@@ -1,4 +1,4 @@
-"""A job's means on this node: its code, packages and launcher, and its newest worker group."""
+"""What a job has on this node: its code, packages and launcher, and its newest worker group."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Node:
     tmpfs: Path  # folder in memory: <job>/slots, <job>/control
     scratch: Path  # folder on disk: code/<sha256>, work/<job>, logs/<job>, packages
     claims: Claims
-    devices: int = 1  # how many
+    devices: int = 1  # how many the node has
     # Variables for workers, unless the agent's own environment or the job file sets them.
     environment: Mapping[str, str] = field(default_factory=dict)
     fit: bool = False  # whether jobs may begin
@@ -197,7 +197,7 @@ class Job:
         await self._launcher.start(node.identity.address, env, modules)
 
     def _fetch_inputs(self, root: Path) -> None:
-        """Called in another thread."""
+        """Fetch the folders of other jobs. Called in another thread."""
         for each in self.bundle.inputs:
             self.doing, self.doing_since = f"fetching input {each.name}", time.time()
             kept_folders.fetch(self._node.store, each, root)

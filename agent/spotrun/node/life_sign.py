@@ -28,6 +28,8 @@ LAST = 3.0  # seconds that the bucket gets to remove the sign when the agent end
 
 
 class LifeSign:
+    """The sign of life of one node."""
+
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._key = alive_key(agent.cluster, agent.identity.name)
@@ -50,7 +52,7 @@ class LifeSign:
             await asyncio.sleep(LOOK)
 
     async def end(self) -> None:
-        """Remove the sign, since the agent ends in good order."""
+        """Remove the sign, because the agent ends in an orderly way."""
         self._ended = True
         with suppress(TimeoutError):
             async with asyncio.timeout(LAST):

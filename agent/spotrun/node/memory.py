@@ -1,4 +1,4 @@
-"""The memory for snapshots on this node: what jobs need, what is free, and a job that takes it from the others."""
+"""The memory for snapshots on this node: what jobs need, what is free, and which job takes too much."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ LONG_POLL_SECONDS = 10  # the longest time until a silent server is noticed
 EC2_POLL_SECONDS = 1.0
 EC2_HORIZON = 86400.0  # seconds; a notice's time that is further away is junk
 BACKOFF = (0.2, 5.0)  # seconds between tries while the server does not answer: the first pause, the longest
-RANK = {"preempt": 2, "maintenance": 1, "rebalance": 0}  # the highest is the gravest
+RANK = {"preempt": 2, "maintenance": 1, "rebalance": 0}  # the highest is the most serious
 
 Callback = Callable[[Notice | None], None]
 Put = Callable[[str, Notice | None], None]
@@ -77,7 +77,7 @@ class _Notices:
     def __init__(self, terms: Terms, on_now: Callback, on_coming: Callback) -> None:
         self._terms, self._on_now, self._on_coming = terms, on_now, on_coming
         self._found: dict[str, Notice] = {}
-        self._now: Notice | None = None  # the gravest notice that counts
+        self._now: Notice | None = None  # the most serious notice that counts
         self._coming: Notice | None = None  # the next notice that will count
         self._timer: asyncio.TimerHandle | None = None
 
@@ -113,7 +113,7 @@ class _Notices:
 async def watch(
     metadata: Metadata, callback: Callback, terms: Terms = USUAL, coming: Callback = lambda notice: None
 ) -> None:
-    """Call back with the gravest notice that counts whenever it changes; None: no notice counts. Never returns.
+    """Call back with the most serious notice that counts whenever it changes; None: no notice counts. Never returns.
 
     coming: called in the same way with the next notice that does not count yet.
     """

@@ -26,7 +26,7 @@ from spotrun.wire import FileRef, Part, StateRef, Trouble
 log = logging.getLogger(__name__)
 
 PAUSE = (1.0, 60.0)  # seconds between tries: the first pause, the longest
-FORGOTTEN = 600.0  # seconds after the last failure until the trouble is forgotten, if no part is wanted
+FORGOTTEN = 600.0  # seconds from the last failure until the trouble is forgotten, while no part is wanted
 
 
 @dataclass(frozen=True)

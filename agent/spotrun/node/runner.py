@@ -149,7 +149,7 @@ class Runner:
         self._apply_keep(order)
 
     async def _apply_bundle(self, order: JobOrder) -> Job:
-        """Have the ordered job, as it is ordered."""
+        """Begin the job as it is ordered. If it has begun in another way, end it first."""
         job, bundle = self._job, order.bundle
         if job is not None and (job.bundle.code, job.bundle.job) != (bundle.code, bundle.job):
             await self._end_job()
@@ -160,7 +160,7 @@ class Runner:
         return self._job
 
     async def _apply_generation(self, job: Job, order: JobOrder) -> None:
-        """Have the workers of the ordered generation and no others. Older workers are dead before new ones start."""
+        """Run the workers of the ordered generation and no others. Older workers end before new ones start."""
         wanted, rank = order.generation, -1
         self._waiting, waiting = ("", 0.0), self._waiting
         if wanted is not None:

@@ -146,7 +146,7 @@ class File:
         return line
 
     def _refuse_duplicates(self, node: Any, place: Place) -> None:
-        """YAML parsers take the last of two equal keys without a word."""
+        """YAML parsers silently take the last of two equal keys."""
         if isinstance(node, yaml.SequenceNode):
             for index, child in enumerate(node.value):
                 self._refuse_duplicates(child, (*place, index))

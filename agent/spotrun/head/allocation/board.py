@@ -14,8 +14,8 @@ from typing import Literal, NamedTuple
 from spotrun.head.allocation.claims import Claim, Host
 
 Step = Literal["rejoin", "start", "grow", "level", "spare"]
-"""What a node is for: the `min` of a job that still has nodes, the `min` of any job, more up to `max`, the same from
-jobs of the same priority that have two nodes more, a spare."""
+"""What a node is for. rejoin: the `min` of a job that still has nodes. start: the `min` of a job. grow: more, up to
+`max`. level: more, from a job of the same priority that has at least two nodes more. spare: a spare."""
 Cost = tuple[int, ...]
 Undo = Callable[[], None]
 
@@ -30,7 +30,7 @@ class Job:
         self.nodes: dict[str, tuple[int, ...]] = {}
         self.held: dict[str, tuple[int, ...]] = {}  # what it had at first
         self.inside: Counter[str] = Counter()  # how many of its nodes each pool has
-        self.reserves = False  # what it has stays its own although it cannot start
+        self.reserves = False  # whether it keeps what it has although it cannot start
 
     @property
     def count(self) -> int:
@@ -93,7 +93,7 @@ class Board:
             self._note_free(slot)
 
     def _seed(self, job: Job) -> None:
-        """Put on the board what a job holds, unless it is impossible or a job of more weight holds it too."""
+        """Put on the board what a job holds, unless it is impossible, or an earlier job of `jobs` holds it too."""
         for name in sorted(job.claim.holds, key=lambda name: (name in job.claim.standby, name)):
             slot = self.slots.get(name)
             if slot is None or job.count == job.most + job.claim.spares or not job.claim.may_use(slot.host):
@@ -149,7 +149,7 @@ class Board:
             self._note_takeable(slot)
 
     def make(self, move: Move, job: Job) -> list[Undo]:
-        """Make a move. Returns what undoes it, to be called last first."""
+        """Make a move. Returns the functions that undo it: call the last one first."""
         done = [self._leave(move.slot, other) for other in move.leave]
         self.give(move.slot, job)
         return [*done, lambda: self.take(move.slot, job)]
@@ -162,7 +162,7 @@ class Board:
     # Choices.
 
     def best(self, job: Job, step: Step) -> Move | None:
-        """The node whose change of hands disturbs least: free ones first, whole machines last of these."""
+        """The node that disturbs other jobs least. A free one comes first."""
         name = self._best_free(job)
         if name is not None:
             return Move(self.slots[name], [])
@@ -257,7 +257,7 @@ class Board:
         return found
 
     def cost(self, slot: Slot, job: Job, step: Step) -> tuple[Cost, list[Job]] | None:
-        """What it costs to give a job this host, and which jobs leave it. None: it cannot have it."""
+        """What it costs to give a job this host, and which jobs leave the host. None: the job cannot have it."""
         missing = slot.needed(job) - slot.free
         ranked = []
         for other in slot.jobs():
@@ -273,7 +273,7 @@ class Board:
             missing -= len(entry[1].nodes[slot.host.name])
         if missing > 0:
             return None
-        for entry in list(leave):  # what the last one made unnecessary
+        for entry in list(leave):  # the last job may have made earlier ones unnecessary
             size = len(entry[1].nodes[slot.host.name])
             if missing + size <= 0:
                 leave.remove(entry)
@@ -307,7 +307,7 @@ class Board:
         heapq.heappush(self._free[slot.host.pool].setdefault(key, []), slot.host.name)
 
     def _note_takeable(self, slot: Slot) -> None:
-        """A stale entry is corrected when it comes up; one that is now cheaper must come up earlier."""
+        """Have the cost of this host computed again. An entry that is too cheap is corrected when it comes up."""
         for key, heap in self._takeable.items():
             if key[3] == slot.host.pool:
                 heapq.heappush(heap, ((-1,), slot.host.name))
@@ -322,7 +322,7 @@ class Board:
         return self._usable[key]
 
     def reserve(self, job: Job) -> list[Undo]:
-        """Give a job that cannot start what it could use of the hosts that come free soonest."""
+        """Give a job that cannot start the devices that it could use on the hosts that come free soonest."""
         key = (job.claim.devices, job.claim.pools, job.claim.avoids)
         if key not in self._soonest:
             soonest = sorted((self._blockers(slot, job), slot.host.name) for slot in self.usable(job))

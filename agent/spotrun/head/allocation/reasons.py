@@ -41,7 +41,7 @@ class Reasons:
         return f"{need}; {_are(self._free[key])} free{behind}"
 
     def _shrunk(self, job: Job) -> str:
-        """Who has the nodes that the job had."""
+        """Which jobs have the nodes that the job had; empty if none has."""
         gone = [self.board.slots[name] for name in job.held.keys() - job.nodes.keys()]
         takers = {owner for slot in gone for index in job.held[slot.host.name] if (owner := slot.owners[index])}
         own = "min" if job.count == job.min else "share"

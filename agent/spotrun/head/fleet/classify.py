@@ -6,7 +6,8 @@ Each machine that the cloud lists has exactly one state:
 - ready: its agent serves jobs. leaving: the cloud takes the machine.
 - unfit: its agent says that the machine is not fit, but not for long enough for a replacement.
 - silent: its agent had joined and does not report. unknown: in addition, its zone does not answer.
-- replacing: another machine is expected in its place. abandoned: none is, and no job can use the machine.
+- replacing: another machine is expected in its place. abandoned: no job can use the machine, and no other
+  machine is expected.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def _counts_as(condition: Condition) -> str:
 
 
 def _closed(view: FleetView, conditions: Conditions) -> frozenset[str]:
-    """Pools that have had their replacements and of which no machine serves: idle ones would only cost.
+    """Pools that have had all their replacements, and in which no machine serves: their machines would only cost.
 
     They open again when the window of the count has passed.
     """

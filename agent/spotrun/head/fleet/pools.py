@@ -1,4 +1,4 @@
-"""The machines: what the cloud says there is, and how many there should be."""
+"""The pools: the machines that the cloud lists, and how many each pool should have."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Fleet:
     async def follow_market(self) -> None:
         """After each look, ask what the cloud says about the market. Never returns.
 
-        Beside the looks, since the answers may take long, and nothing waits for them.
+        This is beside the looks, because the answers may take long and nothing waits for them.
         """
         said = ""
         while True:
@@ -215,7 +215,7 @@ def rates(cluster: ClusterSpec, prices: Mapping[str, float]) -> Rates:
 
 
 async def _known(question: Callable[[], Awaitable[T]]) -> tuple[T, dict[str, str]]:
-    """What the cloud knows, and the pools that it could not be asked about: why."""
+    """What the cloud knows; also each pool that it could not be asked about, and why."""
     try:
         return await question(), {}
     except PartialError as error:

@@ -76,13 +76,13 @@ class Replacements:
             task.add_done_callback(lambda _: self._wake())
 
     def answers(self, now: float) -> list[str]:
-        """What came of requests since the last call, a line each."""
+        """A line about each request that has got its answer since the last call."""
         lines = []
         for task in [task for task in self._asking if task.done()]:
             action, refusal = self._asking.pop(task), task.result()
             if refusal is None:
                 self.replaced = forget(self.replaced, action)
-                lines.append(f"{action.node}: is not replaced any more, and the cloud was not asked")
+                lines.append(f"{action.node}: needs no replacement any more; the cloud was not asked")
                 continue
             what = f"{action.node}: {action.why or 'does not answer'}"
             self.replaced = answered(self.replaced, action, refusal, now)

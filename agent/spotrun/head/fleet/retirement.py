@@ -18,11 +18,14 @@ from spotrun.head.view import ENDING_STATES, FleetView
 from spotrun.spec import PoolSpec
 from spotrun.spec.notices import RETIRE_LEAD
 
-SHARE = 0.25  # of a machine's time that the lead, and the gaps of all machines of a pool, take at the most
+SHARE = 0.25  # the most of a machine's time that the lead takes, and that the gaps of all machines of a pool take
 
 
 def planned(instances: Iterable[Instance], pools: Mapping[str, PoolSpec]) -> dict[str, float]:
-    """When each machine whose end is known retires, epoch seconds. Machines that end earlier change nothing."""
+    """When each machine whose end is known retires, in epoch seconds.
+
+    The times are planned from the last end backwards: a machine that ends earlier changes no later time.
+    """
     ending = sorted((each for each in instances if each.ends), key=lambda each: (each.ends, each.name), reverse=True)
     found: dict[str, float] = {}
     limit = float("inf")

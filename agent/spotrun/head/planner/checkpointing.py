@@ -25,7 +25,7 @@ def secure(view: View) -> tuple[Action, ...] | None:
     newer = patience.unsaved(view)
     holders = [n for n in newer if n.connected]
     if not holders:
-        # Do not give up only because no node is seen: a node with the state may be back in a moment.
+        # Do not give up only because the head sees no node: a node with the state may be back in a moment.
         if newer or view.blind():
             return ()
         return (AbortSave("no node holds a state that is not in the bucket"),) if job.saving else None
@@ -125,7 +125,7 @@ def ahead(view: View, here: list[Node], seconds: float) -> int:
     """A step that no worker has reached when the order arrives: `seconds` ahead at the present pace, plus a margin.
 
     The margin is two steps, but at most the steps of one second: with slow steps, two more could outlast a notice. If a
-    worker has passed the step nevertheless, its agent reports that the order was late.
+    worker has passed the step anyway, its agent reports that the order was late.
     """
     pace = max(view.job.progress.pace or 1.0, 1e-4)
     newest = max((w.step for n in here for w in n.work.workers), default=view.job.progress.step)

@@ -1,8 +1,8 @@
 """Which nodes report, which can train, and which members of a generation are interrupted. Pure.
 
-An interruption takes two independent signals. The first: the link is closed, or silent for `heartbeat_timeout`. The
-second: the cloud says that the machine is gone, other members' collectives failed, or no member has completed a step
-since. So a head that cannot see (every node is silent at once, or the head was suspended) finds no interruption.
+An interruption takes two independent signals. The first: the connection is closed, or silent for `heartbeat_timeout`.
+The second: the cloud says that the machine is gone, other members' collectives failed, or no member has completed a
+step since. So a head that cannot see (every node is silent at once, or the head was suspended) finds no interruption.
 """
 
 from __future__ import annotations

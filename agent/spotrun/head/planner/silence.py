@@ -1,8 +1,8 @@
 """Every member of a generation is silent at once: either the head is cut off, or the nodes are dead. Pure.
 
-The links do not tell which. So the head reads the nodes' signs of life in the bucket (`Sign`), which need no link.
+The connections do not tell which. So the head reads the nodes' signs of life in the bucket (`Sign`), which need none.
 Ending a generation takes a second signal: the signs have stopped, or the signs continue while no step is completed. If
-steps continue, only the link is cut, and nothing ends.
+steps continue, only the connection is cut, and nothing ends.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def seen(before: Sign | None, record: AliveRecord | None, now: float) -> Sign:
 
 
 def news(view: View) -> tuple[str, str] | None:
-    """(kind, text) for operators, if every member has been silent for some time. New news have another kind."""
+    """(kind, text) for operators, if every member has been silent for some time. Other news has another kind."""
     quiet = since(view)
     told = min(TIMEOUTS.tell_silence, view.job.spec.silence_timeout / 2)
     if quiet is None or view.now - quiet < told:
@@ -123,7 +123,7 @@ def _judged(view: View, who: str) -> tuple[str, str]:
         return "dead", f"{who}, and the signs of life in the bucket have stopped: lost {limit}"
     if any(sign.looked - _advanced(view, sign) > _due(sign) for sign in signs):
         return "stuck", f"{who}; the signs of life in the bucket go on, but no step is completed: lost {limit}"
-    return "cut", f"{who}, but the signs of life in the bucket go on: only the link is cut, training is left alone"
+    return "cut", f"{who}, but the signs of life in the bucket go on: only the connection is cut, training goes on"
 
 
 def _due(sign: Sign) -> float:

@@ -46,7 +46,7 @@ class Facts:
 
 
 def judge(facts: Facts) -> tuple[str, ...]:
-    """All known problems, one line each, the gravest first."""
+    """All known problems, one line each, the most serious first."""
     return (*_judge_gpus(facts), *_judge_fabric(facts), *_judge_rest(facts))
 
 
@@ -57,7 +57,7 @@ def remarks(facts: Facts) -> tuple[str, ...]:
     pending = [gpu for gpu in facts.smi if gpu.remap_pending and not gpu.remap_failed]
     said = [f"{_name(gpu)} has rows of its memory to remap when it is reset next" for gpu in pending]
     if facts.smi_error and len(facts.smi) >= wanted_gpus(facts):
-        said.append(f"nvidia-smi said besides: {facts.smi_error}")
+        said.append(f"nvidia-smi also said: {facts.smi_error}")
     return tuple(said)
 
 
@@ -148,7 +148,7 @@ def count_fabric(text: str) -> int:
 
 def _whose(facts: Facts, required: int, table: Mapping[str, object]) -> str:
     if required:
-        return "this machine is to have"
+        return "this machine should have"
     return f"{facts.machine} has" if facts.machine in table else "this machine has"
 
 

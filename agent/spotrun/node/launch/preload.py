@@ -93,8 +93,8 @@ def _serve(launcher: int, code: str, descriptors: Sequence[int]) -> NoReturn:
 
 def _import_base() -> None:
     """Import torch and what else every worker needs."""
-    # These objects stay. To search them for garbage would take a seventh of the time here, and again in each worker,
-    # which would copy their memory by it.
+    # These objects stay. A search of them for garbage would take a seventh of the time here, and again in each worker.
+    # There it would also copy their memory.
     gc.disable()
     _import(BASE)
     gc.freeze()

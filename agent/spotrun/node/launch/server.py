@@ -7,8 +7,8 @@ JSON lines over the launcher's standard input and output:
     launcher → agent   importing() · ready(store) · store(store) · started(generation, pids) ·
                        exited(generation, local_rank, code) · refused(generation, why)
 
-A start command ends the workers of the generation before. `client.COMMAND` runs this module, not `python -m`: each
-worker would import a main module with a name once more.
+A start command ends the workers of the generation before. `client.COMMAND` runs this module, not `python -m`:
+otherwise each worker would import this module once more, as the main module.
 """
 
 from __future__ import annotations

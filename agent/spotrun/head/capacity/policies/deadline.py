@@ -82,7 +82,7 @@ def _choose(tables: Tables, job: Demand, view: Outlook, up: bool, before: Placem
     if any(offer.pool.size - offer.others >= 1 for offer in view.safe.offers):
         return "safe"  # they were asked for: to think again while they boot would waste the time spent
     cost = game.dear * job.restart
-    if up or (view.spot is not None and view.spot.hope >= job.min):  # there, or not yet asked for in vain
+    if up or (view.spot is not None and view.spot.hope >= job.min):  # there, or not yet asked for without success
         if not _affords(job, view, job.restart):
             return "safe"
         on_spot = job.restart + at(tables.spot, work, spare - job.restart)
