@@ -59,7 +59,7 @@ def test_what_notice_a_pool_gets(cloud: str, pool: dict[str, Any], seconds: floa
     assert notice_of(cluster(cloud, **pool), "p") == seconds
 
 
-def test_operators_hear_it_once_at_the_first_snapshot_of_a_job() -> None:
+def test_operators_are_told_once_at_the_first_snapshot_of_a_job() -> None:
     said: list[tuple[str, str]] = []
 
     def send(order: Order) -> None:

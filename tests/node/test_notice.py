@@ -185,7 +185,7 @@ def test_the_terms_of_a_machine_are_in_its_metadata() -> None:
     )
 
 
-def test_operators_hear_at_once_of_a_notice_that_counts_later() -> None:
+def test_operators_are_told_at_once_of_a_notice_that_counts_later() -> None:
     said: list[tuple[str, str]] = []
 
     def send(order: Order) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+SUCCEEDED = {"phase": "succeeded", "step": 100, "ended": 190.0, "goodput": 0.912, "samples_per_second": 0.0}
 FAILURE = {
     "kind": "user", "rank": 1, "node": "spot-1", "message": "ValueError: no", "traceback": "Traceback\n  line\n",
     "stacks": None,

@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 
 from scripts import logs
-from spotrun.errors import NotFound
-from spotrun.store import Store
+from spotrun.errors import NotFound, SpotrunError
+from spotrun.store import Store, log_key
 from tests.fakes import moto_server
+from tests.fakes.cluster import Machines
+from tests.scripts.statuses import status
 
 ROOT = Path(__file__).parents[2]
 KEY = "jobs/toy-1/logs/0001/spot-0/0.log"
@@ -127,3 +129,31 @@ def test_a_large_log_in_s3_takes_little_memory(tmp_path: Path) -> None:
     assert found["read"] == large.stat().st_size + logs.LAST
     assert found["tail"] == 3 * 80 + logs.LAST
     assert found["grown"] < 60 << 10, "whole, it took over 190 MB"
+
+
+def test_logs_are_the_newest_generations(standin: Machines) -> None:
+    standin.write(status_json=status(step=1))
+    for generation, node, rank in ((1, "spot-0", 0), (2, "spot-1", 0), (2, "spot-0", 1)):
+        standin.store.put(log_key("digits-1", generation, node, rank), f"{generation} {rank}\n".encode())
+    standin.store.put(log_key("digits-1", 2, "spot-0", "stacks"), b"")
+
+    def found(node: str | None, rank: str | None) -> list[tuple[int, str, str]]:
+        return [(log.generation, log.node, log.rank) for log in logs.find(standin.access, None, node, rank)]
+
+    assert found(None, None) == [(2, "spot-1", "0")]
+    assert found("spot-0", None) == [(2, "spot-0", "1")]
+    assert found(None, "1") == [(2, "spot-0", "1")]
+    with pytest.raises(SpotrunError, match="job digits-1: no log of rank 7; there are: spot-0 rank 0, spot-0 rank 1"):
+        found(None, "7")
+    assert logs.last_words(standin.access, "digits-1") == ["2 0"]
+
+
+def test_logs_of_a_job_that_the_head_does_not_know(standin: Machines) -> None:
+    standin.write(status_json=status(), jobs_json=[{"job": "digits-2", "phase": "succeeded"}])
+    standin.store.put(log_key("digits-2", 1, "spot-0", 0), b"")
+    assert [log.key for log in logs.find(standin.access, None, None, None)] == [log_key("digits-2", 1, "spot-0", 0)]
+    with pytest.raises(SpotrunError, match="there is no job digits-3; `make status` names the newest jobs"):
+        logs.find(standin.access, "digits-3", None, None)
+    standin.write(jobs_json=[])
+    with pytest.raises(SpotrunError, match="no job has run on this cluster yet; `make train` runs one"):
+        logs.find(standin.access, None, None, None)

@@ -8,13 +8,12 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from scripts import inputs
-from tests.fakes.cluster import Machines, machines
+from tests.fakes.cluster import Machines
 
 ROOT = Path(__file__).parents[2]
 HOSTILE = {
@@ -139,12 +138,6 @@ def test_every_variable_of_a_target_is_allowed() -> None:
     phony = re.search(r"^\.PHONY: (.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert phony is not None
     assert set(phony[1].split()) == inputs.TAKES.keys()
-
-
-@pytest.fixture
-def standin(tmp_path: Path) -> Iterator[Machines]:
-    with machines(tmp_path) as found:
-        yield found
 
 
 @pytest.fixture

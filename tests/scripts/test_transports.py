@@ -7,7 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from spotrun.cloud.local.layout import ensure_key
 from spotrun.errors import CloudError
 from spotrun.store import host_key
 from spotrun.wire import HostRecord
-from tests.fakes.cluster import Machines, machines
+from tests.fakes.cluster import Machines
 from tests.helpers import wait_for
 
 RELAY = Path(__file__).parents[1] / "e2e" / "tools.py"
@@ -47,12 +47,6 @@ class Relayed:
     def admit(self, machine: HostRecord) -> None:
         with self.table.with_name("admitted").open("a") as file:
             file.write(f"{machine.node}\n")
-
-
-@pytest.fixture
-def standin(tmp_path: Path) -> Iterator[Machines]:
-    with machines(tmp_path) as found:
-        yield found
 
 
 @pytest.fixture
