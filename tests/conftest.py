@@ -20,6 +20,8 @@ SHARED = "TESTS_SHARED"  # the variable: a folder for all workers of this run
 SLOW = (
     "bench/test_startup.py",
     "cloud/test_local_cloud.py",
+    "cloud/test_local_ends.py",
+    "cloud/test_local_faults.py",
     "e2e",
     "fakes",
     "head/test_dying_head.py",

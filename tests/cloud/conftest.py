@@ -1,16 +1,20 @@
-"""A Google Cloud project with one cluster, and spotrun's module for it."""
+"""A Google Cloud project with one cluster, and spotrun's module for it; a cluster of the local cloud."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from spotrun.spec import ClusterSpec
+from tests.helpers import wait_for
 
 if TYPE_CHECKING:
     from spotrun.cloud.gcp import GcpCloud
+    from tests.cloud.local_cluster import Cluster
     from tests.fakes.gce import FakeGce
 
 
@@ -37,3 +41,29 @@ async def cloud(gce: FakeGce, gcp_cluster: ClusterSpec) -> AsyncIterator[GcpClou
     found = GcpCloud(gcp_cluster)
     yield found
     await found.close()
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
+    """A local cluster, which is not up yet."""
+    from spotrun.cloud.local.cloud import down
+    from tests.cloud.local_cluster import Cluster
+
+    found = Cluster(tmp_path)
+    yield found
+    if found.cloud is not None:
+        await found.cloud.close()
+    await asyncio.to_thread(down, "tiny", tmp_path)
+
+
+@pytest.fixture
+def nothing_left(tmp_path: Path) -> Iterator[None]:
+    """After the test, local clusters have left no process, and nothing in memory."""
+    from spotrun.cloud.local.layout import Layout
+    from tests.cloud.local_cluster import left_behind
+
+    yield
+    for home in (tmp_path, tmp_path / "other"):
+        layout = Layout.of(home, "tiny")
+        check: Callable[[], bool] = lambda layout=layout: not left_behind(layout) or layout.record.is_dir()  # noqa: E731
+        wait_for(check, what="the end of everything")

@@ -1,4 +1,4 @@
-"""The local cloud: groups, machines over SSH, faults, and what is left when it ends."""
+"""The local cloud: groups of machines, SSH to them, their roles, and requests that it refuses."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,72 +17,16 @@ import asyncssh
 import pytest
 
 from spotrun.cloud import Instance, connect
-from spotrun.cloud.local import cloud as client
 from spotrun.cloud.local import procs
-from spotrun.cloud.local.cloud import LocalCloud, down, find, up
+from spotrun.cloud.local.cloud import LocalCloud
 from spotrun.cloud.local.layout import METADATA_PORT, SSH_PORT, Config, Layout, Pool
 from spotrun.cloud.local.pools import LocalPools
 from spotrun.errors import CloudError
-from spotrun.spec import ClusterSpec
-from tests.cloud.local_spec import IDLE, spec
-from tests.helpers import await_for, wait_for
+from tests.cloud.local_cluster import Cluster
+from tests.cloud.local_spec import spec
+from tests.helpers import await_for
 
-PEER = str(Path(__file__).parents[1] / "fakes/peer.py")
-
-
-class Cluster:
-    """A local cluster, and how the tests talk to it."""
-
-    def __init__(self, home: Path) -> None:
-        self.home = home
-        self.layout = Layout.of(home, "tiny")
-        self.cloud: LocalCloud = None  # type: ignore[assignment]
-
-    async def up(self, role: tuple[str, ...] | None = IDLE, **values: Any) -> LocalCloud:
-        self.cloud = await asyncio.to_thread(up, spec(**values), self.home, role)
-        return self.cloud
-
-    async def nodes(self) -> dict[str, Instance]:
-        return {node.name: node for node in await self.cloud.nodes()}
-
-    async def running(self, *names: str, ids: tuple[str, ...] = ()) -> dict[str, Instance]:
-        """All machines, once exactly these and the head run, none of them with one of these ids."""
-
-        async def look() -> dict[str, Instance]:
-            nodes = await self.nodes()
-            good = {name for name, node in nodes.items() if node.state == "running" and node.id not in ids}
-            return nodes if good == {*names, "head-0"} == set(nodes) else {}
-
-        return await await_for(look, what=f"machines {names}")
-
-    def pids(self, name: str) -> set[int]:
-        return procs.of_machine(self.layout.mark(name))
-
-    def host_key(self, name: str) -> str:
-        return (self.layout.folder(name) / "ssh" / "ssh_host_ed25519_key.pub").read_text()
-
-    @asynccontextmanager
-    async def ssh(self, node: Instance, through: Any = ()) -> AsyncIterator[asyncssh.SSHClientConnection]:
-        known = ([asyncssh.import_public_key(self.host_key(node.name))], [], [])
-        async with asyncssh.connect(
-            node.address,
-            SSH_PORT,
-            username="anyone",
-            client_keys=[str(self.layout.key)],
-            known_hosts=known,
-            tunnel=through,
-            config=None,
-        ) as connection:
-            yield connection
-
-
-@pytest.fixture
-async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
-    found = Cluster(tmp_path)
-    yield found
-    if found.cloud is not None:
-        await found.cloud.close()
-    await asyncio.to_thread(down, "tiny", tmp_path)
+pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
 async def test_group_grows_shrinks_and_recreates(cluster: Cluster) -> None:
@@ -302,285 +243,6 @@ async def test_orphans_stay_in_the_machine_and_are_collected(cluster: Cluster) -
         await await_for(lambda: procs.status(pid)[0] == "X", what="the orphan's collection")
 
 
-async def test_preempt_tells_and_then_takes(cluster: Cluster) -> None:
-    cloud = await cluster.up()
-    await cloud.resize("a", 2)
-    await cloud.resize("b", 1)
-    nodes = await cluster.running("a-0", "a-1", "b-0")
-    async with aiohttp.ClientSession(headers={"Metadata-Flavor": "Google"}) as session:
-
-        async def ask(name: str, query: str = "") -> str:
-            root = f"http://{nodes[name].address}:{METADATA_PORT}/computeMetadata/v1/instance"
-            async with session.get(f"{root}/preempted{query}") as answer:
-                return await answer.text()
-
-        poll = asyncio.create_task(ask("a-0", "?wait_for_change=true"))
-        assert await ask("a-0") == "FALSE"
-        processes = cluster.pids("a-0")
-        await cloud.preempt("a-0", 600)
-        assert await poll == "TRUE"
-        assert await ask("a-1") == "FALSE"
-        assert (await cluster.nodes())["a-0"].state == "stopping"
-        assert cluster.pids("a-0") == processes  # it lives until the end of its notice
-    await cloud.preempt(nodes["a-1"].id, 0.2)
-    await cluster.cloud.kill("a-0")
-    assert not cluster.pids("a-0")
-    await cluster.running("a-0", "a-1", "b-0", ids=(nodes["a-0"].id, nodes["a-1"].id))
-    with pytest.raises(CloudError, match="on-demand"):
-        await cloud.preempt("b-0", 30)
-    await cloud.preempt("b-0", 0)  # without notice, anything can be taken
-    await cluster.running("a-0", "a-1", "b-0", ids=(nodes["b-0"].id,))
-
-
-async def test_preempt_as_ec2_says_it(cluster: Cluster) -> None:
-    cloud = await cluster.up(local={"metadata": "ec2"})
-    await cloud.resize("a", 1)
-    node = (await cluster.running("a-0"))["a-0"]
-    root = f"http://{node.address}:{METADATA_PORT}/latest"
-    async with aiohttp.ClientSession() as session:
-        async with session.put(f"{root}/api/token", headers={"X-aws-ec2-metadata-token-ttl-seconds": "60"}) as answer:
-            headers = {"X-aws-ec2-metadata-token": await answer.text()}
-
-        async def get(path: str) -> tuple[int, str]:
-            async with session.get(f"{root}/meta-data/{path}", headers=headers) as answer:
-                return answer.status, await answer.text()
-
-        assert await get("instance-id") == (200, node.id)
-        assert node.id.startswith("i-")
-        assert await get("tags/instance/spotrun-role") == (200, "node")
-        assert (await get("spot/instance-action"))[0] == 404
-        await cloud.preempt("a-0")
-        assert json.loads((await get("spot/instance-action"))[1])["action"] == "terminate"
-        assert (await get("events/recommendations/rebalance"))[0] == 200
-
-
-async def test_freeze_and_thaw(cluster: Cluster) -> None:
-    cloud = await cluster.up()
-    await cloud.resize("a", 1)
-    node = (await cluster.running("a-0"))["a-0"]
-    await cloud.freeze("a-0")
-    pids = cluster.pids("a-0")
-    assert len(pids) > 1
-    assert {procs.status(pid)[0] for pid in pids} == {"T"}
-    assert (await cluster.nodes())["a-0"].state == "running"  # the cloud sees nothing
-    await cloud.thaw("a-0")
-    assert cluster.pids("a-0") == pids
-    assert "T" not in {procs.status(pid)[0] for pid in pids}
-    async with cluster.ssh(node) as ssh:
-        assert (await ssh.run("echo alive")).stdout == "alive\n"
-    await cloud.freeze("a-0")
-    await cloud.kill("a-0")
-    assert not any(procs.status(pid)[0] not in "ZX" for pid in pids)
-    await cluster.running("a-0", ids=(node.id,))
-
-
-class Peer:
-    """A `peer.py` on a machine, spoken to through files, which no cut reaches."""
-
-    def __init__(self, cluster: Cluster, name: str) -> None:
-        self.folder = cluster.layout.folder(name) / "scratch" / "peer"
-        self.words = 0
-
-    def do(self, line: str) -> None:
-        with (self.folder / "in").open("w") as pipe:
-            pipe.write(line + "\n")
-
-    def received(self) -> list[str]:
-        return (self.folder / "out").read_text().splitlines()
-
-    async def until(self, word: str) -> None:
-        await await_for(lambda: word in self.received(), what=f"{word!r} at {self.folder}")
-
-    async def sync(self) -> list[str]:
-        """All that it has received, once everything that has arrived is taken in."""
-        self.words += 1
-        self.do(f"sync sync{self.words}")
-        await self.until(f"sync{self.words}")
-        return self.received()
-
-
-async def test_cut_is_silence_both_ways_and_join_ends_it(cluster: Cluster) -> None:
-    cloud = await cluster.up(role=(sys.executable, PEER, "peer"))
-    await cloud.resize("a", 3)
-    nodes = await cluster.running("a-0", "a-1", "a-2")
-    a, b, c = (Peer(cluster, f"a-{index}") for index in range(3))
-    for index, peer in enumerate((a, b, c)):
-        await await_for((peer.folder / "in").exists)
-        peer.do(f"listen {nodes[f'a-{index}'].address} 7000")
-        await peer.until("listening")
-    at = {index: f"{nodes[f'a-{index}'].address} 7000" for index in range(3)}
-    a.do(f"dial toB {at[1]}")
-    await a.until("connected toB")
-    b.do(f"dial toA {at[0]}")
-    await b.until("connected toA")
-    b.do(f"dial toC {at[2]}")
-    await b.until("connected toC")
-    a.do("send toB one")
-    b.do("send toA two")
-    await b.until("one")
-    await a.until("two")
-    await cloud.freeze("a-2")
-    await cloud.thaw("a-2")
-
-    await cloud.cut("a-0")
-    a.do("send toB three")
-    b.do("send toA four")
-    b.do("send toC five")
-    b.do(f"dial again {at[0]}")  # a new connection to it
-    a.do(f"dial out {at[1]}")  # and from it
-    await c.until("five")  # the others talk
-    await a.sync()
-    await b.sync()
-    await cloud.cut("a-0")  # what it has opened meanwhile is cut by now
-    a.do("send out six")
-    heard_a, heard_b = await a.sync(), await b.sync()
-    assert not {"four"} & set(heard_a)
-    assert not {"three", "six", "connected again"} & set(heard_b)
-    assert not [line for line in heard_a + heard_b if line.startswith(("closed", "error"))]  # silence, not an end
-    async with aiohttp.ClientSession(headers={"Metadata-Flavor": "Google"}) as session:
-        root = f"http://{nodes['a-0'].address}:{METADATA_PORT}/computeMetadata/v1/instance"
-        assert (await session.get(f"{root}/name")).status == 200
-
-    await cloud.join("a-0")
-    for word in ("three", "six", "connected again"):
-        await b.until(word)
-    await a.until("four")
-    b.do("send again seven")
-    await a.until("seven")
-
-
-async def test_two_cuts_end_apart(cluster: Cluster) -> None:
-    cloud = await cluster.up(role=(sys.executable, PEER, "peer"))
-    await cloud.resize("a", 2)
-    nodes = await cluster.running("a-0", "a-1")
-    a, b = Peer(cluster, "a-0"), Peer(cluster, "a-1")
-    await await_for(lambda: (a.folder / "in").exists() and (b.folder / "in").exists())
-    b.do(f"listen {nodes['a-1'].address} 7000")
-    await b.until("listening")
-    a.do(f"dial toB {nodes['a-1'].address} 7000")
-    await a.until("connected toB")
-    await b.sync()
-    await cloud.cut("a-0")
-    await cloud.cut("a-1")
-    await cloud.join("a-0")
-    a.do("send toB one")
-    await a.sync()
-    assert "one" not in await b.sync()
-    await cloud.kill("a-0")  # its end does not reach the other either
-    assert not [line for line in await b.sync() if line.startswith(("closed", "error"))]
-    await cluster.running("a-0", "a-1", ids=(nodes["a-0"].id,))
-    await cloud.join("a-1")
-
-
-def left_behind(layout: Layout) -> list[str]:
-    found = [f"process {pid}" for pid in procs.of_cluster(layout.unique)]
-    return found + [str(layout.tmpfs)] * layout.tmpfs.exists() + [str(layout.record)] * layout.record.exists()
-
-
-def ports_free(record: dict[str, Any], nodes: dict[str, Instance]) -> None:
-    gateway = record["endpoint"].removeprefix("http://").split(":")
-    ports = [(gateway[0], int(gateway[1])), (gateway[0], SSH_PORT)]
-    ports += [(node.address, port) for node in nodes.values() for port in (SSH_PORT, METADATA_PORT)]
-    for address in ports:
-        with socket.socket() as sock:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(address)
-            sock.listen()
-
-
-async def busy(cluster: Cluster) -> dict[str, Instance]:
-    """Machines with files in memory, a process that hides, and one that is frozen."""
-    await cluster.cloud.resize("a", 2)
-    nodes = await cluster.running("a-0", "a-1")
-    for name in nodes:
-        (cluster.layout.tmpfs / name / "snapshot").write_bytes(bytes(1 << 20))
-    async with cluster.ssh(nodes["a-0"]) as ssh:
-        await ssh.run("setsid env -i sleep 1000 > /dev/null 2>&1 &")
-    await cluster.cloud.freeze("a-1")
-    return nodes
-
-
-async def test_down_leaves_only_the_bucket(cluster: Cluster) -> None:
-    await cluster.up()
-    nodes = await busy(cluster)
-    (cluster.layout.bucket / "kept").write_text("kept")
-    record = json.loads(cluster.layout.record.read_text())
-    everything = procs.of_cluster(cluster.layout.unique)
-    await cluster.cloud.close()
-    await asyncio.to_thread(down, "tiny", cluster.home)
-    assert left_behind(cluster.layout) == []
-    assert [pid for pid in everything if procs.status(pid)[0] not in "ZX"] == []
-    ports_free(record, nodes)
-    assert (cluster.layout.bucket / "kept").read_text() == "kept"
-    assert find("tiny", cluster.home) is None
-    with pytest.raises(CloudError, match="make up"):
-        await cluster.cloud.nodes()
-    await asyncio.to_thread(down, "tiny", cluster.home)  # again does no harm
-
-
-@pytest.mark.parametrize("when", ["running", "booting", "ending"])
-async def test_killed_daemon_then_up_is_clean(cluster: Cluster, when: str) -> None:
-    await cluster.up()
-    nodes = await busy(cluster)
-    record = json.loads(cluster.layout.record.read_text())
-    before = procs.of_cluster(cluster.layout.unique) - {record["pid"]}
-    if when == "booting":
-        await cluster.cloud.resize("a", 4)
-    if when == "ending":
-        await cluster.cloud.resize("a", 0)
-    os.kill(record["pid"], signal.SIGKILL)
-    await asyncio.to_thread(procs.await_exit, record["pid"], 10)
-    await cluster.cloud.close()
-    cloud = await cluster.up()
-    assert await cloud.sizes() == {"a": 0, "b": 0}
-    after = await cluster.running(ids=tuple(node.id for node in nodes.values()))
-    assert after.keys() == {"head-0"}
-    assert [pid for pid in before if procs.status(pid)[0] not in "ZX"] == []
-    assert {path.name for path in cluster.layout.tmpfs.iterdir()} == {"head-0"}
-    await cloud.resize("a", 1)
-    await cluster.running("a-0")
-
-
-async def test_a_daemon_that_does_not_answer_keeps_its_machines(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await cluster.up()
-    before = await cluster.running()
-    monkeypatch.setattr(client, "_ANSWER", 0.5)
-    pid = json.loads(cluster.layout.record.read_text())["pid"]
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        with pytest.raises(CloudError, match=rf"\(pid {pid}\) runs but does not answer; `make down` ends it"):
-            await cluster.up()
-    finally:
-        os.kill(pid, signal.SIGCONT)
-    assert await cluster.running() == before
-
-
-async def test_killed_daemon_then_down_is_clean(cluster: Cluster) -> None:
-    await cluster.up()
-    nodes = await busy(cluster)
-    record = json.loads(cluster.layout.record.read_text())
-    os.kill(record["pid"], signal.SIGKILL)
-    await asyncio.to_thread(procs.await_exit, record["pid"], 10)
-    await asyncio.to_thread(down, "tiny", cluster.home)
-    assert left_behind(cluster.layout) == []
-    ports_free(record, nodes)
-
-
-async def test_two_clusters_at_once(cluster: Cluster, tmp_path: Path) -> None:
-    other = Cluster(tmp_path / "other")
-    try:
-        await asyncio.gather(cluster.up(), other.up())
-        mine, theirs = await cluster.running(), await other.running()
-        assert mine["head-0"].address != theirs["head-0"].address
-        await asyncio.to_thread(down, "tiny", cluster.home)
-        assert await other.running() == theirs
-    finally:
-        await other.cloud.close()
-        await asyncio.to_thread(down, "tiny", other.home)
-
-
 BAD: list[tuple[str, Any, int, str]] = [
     ("resize", {"pool": "nope", "size": 1}, 409, "pools: a, b"),
     ("resize", {"pool": "head", "size": 0}, 409, "no pool 'head'"),
@@ -679,52 +341,8 @@ async def test_more_machines_than_addresses_end_no_other(unbooted: LocalPools) -
     await asyncio.gather(*(node.gone.wait() for node in cloud.machines.values()))
 
 
-def test_of_two_ups_at_once_one_starts_the_cloud(tmp_path: Path) -> None:
-    starts: list[int] = []
-    pools = [{"name": "p", "zone": "local-a"}]
-    spec = ClusterSpec.model_validate({"name": "twice", "cloud": "local", "pools": pools})
-    try:
-        with ThreadPoolExecutor(2) as pool:
-            ups = [
-                pool.submit(up, spec, tmp_path, ("sleep", "600"), starting=lambda: starts.append(1)) for _ in range(2)
-            ]
-            assert len({each.result(120).endpoint for each in ups}) == 1
-        assert starts == [1]
-    finally:
-        down("twice", tmp_path)
-
-
-def test_an_up_that_does_not_end_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For example a suspended one: the next one must say that it waits, and must not wait for ever."""
-    layout = Layout.of(tmp_path, "c")
-    with client._lock(layout):
-        monkeypatch.setattr(client, "_LOCKED", 0.2)
-        with pytest.raises(CloudError, match=rf"is under way \(pid {os.getpid()}\)"):
-            down("c", tmp_path)
-    down("c", tmp_path)
-
-
-def test_daemon_that_cannot_start_says_why(tmp_path: Path) -> None:
-    layout = Layout.of(tmp_path, "tiny")
-    layout.tmpfs.parent.mkdir(exist_ok=True)
-    layout.record.mkdir(parents=True)  # in the way of its record
-    (layout.record / "x").touch()
-    with pytest.raises((CloudError, OSError)):
-        up(spec(), tmp_path, IDLE)
-    assert not procs.of_cluster(layout.unique)
-
-
 def test_daemon_and_machines_import_little() -> None:
     code = "import sys, spotrun.cloud.local.{}; print(*sorted({{'torch','pydantic','numpy'}} & set(sys.modules)))"
     for module in ("daemon", "init", "sshd"):
         found = subprocess.run([sys.executable, "-c", code.format(module)], capture_output=True, text=True, check=True)
         assert found.stdout.strip() == ""
-
-
-@pytest.fixture(autouse=True)
-def _no_memory_left(tmp_path: Path) -> Iterator[None]:
-    yield
-    for home in (tmp_path, tmp_path / "other"):
-        layout = Layout.of(home, "tiny")
-        check: Callable[[], bool] = lambda layout=layout: not left_behind(layout) or layout.record.is_dir()  # noqa: E731
-        wait_for(check, what="the end of everything")
