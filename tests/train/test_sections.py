@@ -5,14 +5,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,134 +20,19 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from spotrun.state import slots
-from spotrun.state.control import EXIT_DRAINED, EXIT_PEER, NONE, Control
+from spotrun.state.control import NONE, Control
 from spotrun.train import sections, snapshot
 from spotrun.train.encoding import decode
 from spotrun.train.parallel import Parallel
-from spotrun.train.sections import Place, Plan, Section, Sections, equal_tensors, place
+from spotrun.train.sections import Plan, Section, Sections, equal_tensors, place
 from spotrun.train.slot_files import Reader, map_file
 from spotrun.train.snapshot import Writer
 from spotrun.train.staging import Staging
 from tests.helpers import wait_for
 from tests.train.blocks import block
-from tests.train.generations import Cluster, forked
+from tests.train.generations import forked
 from tests.train.late import Late
-
-FILES = {"0.safetensors", "0.json", "0.lock", "1.safetensors", "1.json", "1.lock"}
-State = dict[str, torch.Tensor]
-
-
-def values(step: int, rank: int) -> State:
-    """A state whose first tensors are equal on all ranks."""
-    return {
-        "weight": torch.full((300,), float(step)),
-        "second": torch.arange(300) * 0.5 + step,
-        "bias": torch.full((70,), step, dtype=torch.bfloat16),
-        "own": torch.full((50,), step * 100 + rank),
-        "moment": torch.full((30, 7), step / 3, dtype=torch.float64).t(),
-        "empty": torch.zeros(0),
-        "flag": torch.tensor(step % 2 == 1),
-    }
-
-
-class Node:
-    """The workers of a node in one process. A test lets each of them come to a boundary."""
-
-    def __init__(
-        self,
-        folder: Path,
-        workers: int = 3,
-        generation: int = 1,
-        stage: Callable[[], Any] = lambda: None,
-        device: str = "cpu",
-    ) -> None:
-        self.folder, self.workers = folder, workers
-        self.controls = [block() for _ in range(workers)]
-        for control in self.controls:
-            control.pid = os.getpid()
-        self.states = [{name: each.to(device) for name, each in values(0, rank).items()} for rank in range(workers)]
-        self.stages = [stage() for _ in range(workers)]
-        self.trouble = ["" for _ in range(workers)]
-        self.writer = Writer(
-            folder,
-            "job",
-            generation,
-            self.controls[0],
-            self.stages[0],
-            lambda: self.trouble[0],
-            Sections(self.controls[0], self.controls[1:]),
-            lambda: self._equal(0),
-        )
-        self.others = [self._section(rank) for rank in range(1, workers)]
-
-    def _section(self, rank: int) -> Section:
-        return Section(
-            self.folder,
-            (rank, self.workers),
-            self.controls[rank],
-            self.controls[0],
-            lambda encoder: encoder.encode(self.states[rank], "state"),
-            lambda: self._equal(rank),
-            self.stages[rank],
-            lambda: self.trouble[rank],
-        )
-
-    def _equal(self, rank: int) -> set[Place]:
-        return {place(each) for name, each in self.states[rank].items() if name != "own"}
-
-    def _beside(self, rank: int) -> set[int]:
-        return {each.data_ptr() for each in self.states[rank].values()}
-
-    def begin(self, step: int) -> None:
-        """All workers end the step, and are at its boundary."""
-        for rank, state in enumerate(self.states):
-            for name, tensor in values(step, rank).items():
-                state[name].copy_(tensor)
-            self.controls[rank].step = step
-
-    def other(self, rank: int, step: int, alone: bool = False) -> None:
-        """One of the others does everything that must be done at the boundary."""
-        section = self.others[rank - 1]
-        section.end_step(step, lambda: self._beside(rank), alone)
-        if self.stages[rank] is None:
-            section.settle()
-
-    def take(self, step: int, wait: bool = True, alone: bool = False) -> bool:
-        encode = lambda encoder: encoder.encode(self.states[0], "state")  # noqa: E731
-        return self.writer.take(step, encode, self._beside(0), wait, alone)
-
-    def snapshot(self, step: int, alone: bool = False) -> None:
-        """One snapshot, in which all workers do what they should."""
-        self.begin(step)
-        for rank in range(1, self.workers):
-            self.other(rank, step, alone)
-        assert self.take(step, alone=alone)
-        self.writer.settle()
-
-    def warm_up(self) -> None:
-        """Two snapshots of the writer alone; then the others have mapped both slots."""
-        for step in (1, 2):
-            self.begin(step)
-            assert self.take(step)
-            self.writer.guard()
-            self.writer.settle()
-            for rank in range(1, self.workers):
-                self.other(rank, step)
-                self.others[rank - 1].settle()
-
-    def read(self) -> tuple[int, Any]:
-        """(step, state) of the newest snapshot, whose data is whole."""
-        slot, record = slots.newest(self.folder, "job")[0]
-        slots.verify(self.folder, slot, record)
-        return record.step, decode(record.state, Reader(self.folder, slot).tensor)
-
-    def check(self, step: int) -> None:
-        """The newest snapshot is of this step, and has the writer's state in every byte."""
-        found, state = self.read()
-        assert found == step
-        for name, tensor in values(step, 0).items():
-            assert torch.equal(state[name], tensor), name
-        assert {path.name for path in self.folder.iterdir()} <= FILES
+from tests.train.section_node import FILES, Node
 
 
 @pytest.fixture(autouse=True)
@@ -340,9 +222,6 @@ def test_cuda_workers_copy_together(tmp_path: Path) -> None:
         node.check(step)
 
 
-# A worker that is still copying when others go on.
-
-
 def test_a_slot_in_which_another_worker_writes_gets_a_new_file(node: Node) -> None:
     target = 1 - slots.newest(node.folder, "job")[0][0]
     path = slots.data_path(node.folder, target)
@@ -455,9 +334,6 @@ def test_workers_killed_at_any_moment_leave_a_whole_snapshot(tmp_path: Path) -> 
         assert {path.name for path in (tmp_path / "slots").iterdir()} <= FILES | {"0.part", "1.part"}
 
 
-# What is shared.
-
-
 def test_a_small_state_is_copied_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sections, "MINIMUM", 1 << 20)
     node = Node(tmp_path)
@@ -545,65 +421,3 @@ def test_what_is_equal_is_what_ddp_keeps_equal(change: str, equal: list[str]) ->
 def test_without_ddp_nothing_is_equal() -> None:
     net = nn.Linear(3, 3)
     assert equal_tensors([Parallel(net, torch.device("cpu"))], [torch.optim.SGD(net.parameters())]) == set()
-
-
-# Whole jobs.
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Final state of two workers of one node that nothing happened to, without shared snapshots."""
-    cluster = Cluster(tmp_path_factory.mktemp("undisturbed"))
-    assert cluster.run(["a"], per_node=2) == [0, 0], cluster.log()
-    return cluster.final()
-
-
-def same(one: Any, other: Any) -> bool:
-    return repr(leaves(one)) == repr(leaves(other))
-
-
-def leaves(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return [leaf for key in value for leaf in [key, *leaves(value[key])]]
-    if isinstance(value, list):
-        return [leaf for item in value for leaf in leaves(item)]
-    return [value.tolist()] if isinstance(value, torch.Tensor) else [value]
-
-
-def test_a_drain_after_shared_snapshots_changes_no_bit(tmp_path: Path, undisturbed: Any) -> None:
-    cluster = Cluster(tmp_path)
-    codes = cluster.run(["a"], interval=3, per_node=2, stop_at=14, together=True)
-    assert codes == [EXIT_DRAINED] * 2, cluster.log()
-    assert cluster.controls[1].section == 12
-    assert cluster.newest("a").step == 14
-    assert cluster.run(["a"], interval=3, per_node=2, together=True) == [0, 0], cluster.log()
-    assert cluster.controls[1].section == 21
-    assert same(cluster.final(), undisturbed)
-    assert {path.name for path in cluster.slots("a").iterdir()} <= FILES
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_worker_killed_after_its_copy_leaves_the_snapshot_before(tmp_path: Path, undisturbed: Any, rank: int) -> None:
-    """Its own copy of step 9 is complete. The other one copies too, and nobody says that the snapshot counts."""
-    cluster = Cluster(tmp_path)
-    plans = {rank: {"die_copied": 9}}
-    codes = cluster.run(["a"], plans, interval=3, per_node=2, together=True)
-    assert codes[rank] == -signal.SIGKILL, cluster.log()
-    assert codes[1 - rank] == EXIT_PEER, cluster.log()
-    assert cluster.newest("a").step == 6
-    assert {path.name for path in cluster.slots("a").iterdir()} <= FILES
-    assert cluster.run(["a"], interval=3, per_node=2, together=True) == [0, 0], cluster.log()
-    assert cluster.controls[1].section == 21
-    assert same(cluster.final(), undisturbed)
-
-
-def test_a_snapshot_that_the_agent_asks_for_is_shared(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path)
-    with cluster.launch(["a"], interval=3, per_node=2, stop_at=14, together=True) as processes:
-        for control in cluster.controls:
-            control.snapshot_at = 11
-        for process in processes:
-            process.join(120)
-        assert [process.exitcode for process in processes] == [EXIT_DRAINED] * 2, cluster.log()
-    assert cluster.controls[1].section == 11
-    assert [record.step for _, record in slots.newest(cluster.slots("a"), "job")] == [14, 11]
