@@ -123,7 +123,7 @@ class Agent:
 
 
 async def run(folder: Path, first: int, count: int) -> None:
-    sslproto.SSLProtocol.max_size = 16 * 1024  # as in the head, since this process has hundreds of connections
+    sslproto.SSLProtocol.max_size = 16 * 1024  # as in the head, because this process has hundreds of connections
     store = Store(str(folder / "bucket"))
     agents = {name: Agent(name, store) for name in map(node_name, range(first, first + count))}
 

@@ -13,7 +13,7 @@ import sys
 
 PR_SET_PDEATHSIG = 1
 # The kernel kills a worker when its agent dies, so that nothing of a killed node is left: so it is with a lost machine.
-# This comes before the imports, since they take longest. If the agent died before this line, the whole benchmark did.
+# This comes before the imports, because they take longest. If the agent died before this line, the whole benchmark did.
 ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
 if not os.path.exists(f"/proc/{os.environ.get('BENCH_PID', os.getppid())}"):
     sys.exit("the benchmark is gone")

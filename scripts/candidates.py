@@ -30,7 +30,7 @@ _PAUSE = 1.0  # seconds between two looks at a job that is measured
 
 
 def kinds(cluster: ClusterSpec, job: JobSpec, seen: Seen, say: Callable[[str], None]) -> list[Kind]:
-    """The cluster's pools, then the other machine types of its region. say: for what is not known, and why."""
+    """The cluster's pools, then the other machine types of its region. say: gets a line for what is not known."""
     now = _present(cluster, say)
     found = []
     for pool in cluster.pools:
@@ -94,7 +94,7 @@ def measure(site: Site, path: str, seconds: float, say: Callable[[str], None]) -
 
 
 def _measured(access: Access, name: str, seconds: float, patience: float) -> str:
-    """Wait until the job has trained so long, and stop it. What came out, in words."""
+    """Wait until the job has trained for this time, then stop it. Returns the result in words."""
     began, training = time.monotonic(), 0.0
     while True:
         state = control.ask(access, "status", "--job", name)["job"]

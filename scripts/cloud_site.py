@@ -72,7 +72,7 @@ class CloudSite:
         return control.await_head(self._access, cluster.digest, BOOT)
 
     def unfinished(self) -> list[control.Unfinished]:
-        """As in `Site`. The bucket is asked, since the head may be out of reach."""
+        """As in `Site`. The bucket is asked, because the head may be out of reach."""
         return queue.unfinished(self.bucket(), self.cluster.name, self._make("down", "FORCE=1"))
 
     def down(self, everything: bool) -> str:

@@ -273,7 +273,7 @@ def _nodes(nodes: list[Status]) -> Table:
 
 
 def _work(node: Status, job: Status | None, devices: str) -> list[str | Text]:
-    """What some devices of a node do: whose they are, phase, step."""
+    """What some devices of a node do: their job, its phase, its step."""
     owner = "idle" if job is None else job["job"]
     if job is None and node.get("jobs"):
         return [f"{devices}: {owner}", "", ""]

@@ -14,7 +14,10 @@ DIGITS = "examples/digits/job.yaml"
 
 
 def train(cluster: str, job: str, faults: str, json: bool) -> int:
-    """Bring the cluster up, submit the job and follow it. faults: `auto`: those of the demonstration, if it is that."""
+    """Bring the cluster up, submit the job and follow it.
+
+    faults: as in `faults.parse`. `auto`: the faults of the demonstration if this is the demonstration, else none.
+    """
     if faults == "auto":
         faults = planned.DEMO if (cluster, job) == (LOCAL, DIGITS) else "none"
     plan = planned.parse(faults)
@@ -27,7 +30,7 @@ def train(cluster: str, job: str, faults: str, json: bool) -> int:
 
 
 def follow(site: Site, job: str | None, json: bool, plan: list[planned.Fault] | None = None) -> int:
-    """Follow a job to its end, and take machines away as planned. job: None: the newest one."""
+    """Follow a job to its end, and take machines away as planned. job: None: the one that runs, or that ended last."""
     access = site.access()
     try:
         with display.opened(json, file=site.file) as view:

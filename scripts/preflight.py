@@ -1,4 +1,4 @@
-"""What an operator's machine and account must have before Terraform is asked for anything: a line for what is not."""
+"""What must be there before Terraform is asked for anything: tools, quotas, offers, images. A line for each lack."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ from spotrun.spec.cluster import PoolSpec
 
 TRACES = Path(__file__).parents[1] / "bench" / "data" / "traces"
 RUNS = 100  # windows, unless the operator says otherwise
-LOCAL_SPOT = 0.3  # USD an hour that a spot machine of the local cloud is taken to cost
-LEAST = 4.0  # times the work on all nodes, that a window is long if the job has no deadline
+LOCAL_SPOT = 0.3  # USD an hour, the assumed price of a spot machine of the local cloud
+LEAST = 4.0  # if the job has no deadline, a window is this many times as long as the work on all nodes
 DROPPED = ("script", "nodes", "deadline", "budget", "work", "restart_time", "checkpoint_interval", "pools")
 
 

@@ -36,7 +36,7 @@ def permissions(cluster: ClusterSpec) -> Facts:
 
 
 def grants(access: Access) -> Facts:
-    """The head's requests that the cloud refused since the head started. The head is up, since it retries them."""
+    """The head's requests that the cloud refused since the head started. The head is up, because it retries them."""
     said = ways.say(access, HEAD, "journalctl --unit spotrun-head --no-pager --output cat")
     refused = [line for line in said.splitlines() if re.search(_REFUSED, line)]
     return {"refused at first": len(refused), "the last one": refused[-1][:200] if refused else "none"}

@@ -77,7 +77,7 @@ class Runner:
             return Result(state="not run", reason=reason, at=time.time())
         self.say(report.announce(step, self.cluster))
         if step.sets_up:
-            self.record = self.record.with_standing(True)  # saved before the step begins, since it may be killed
+            self.record = self.record.with_standing(True)  # saved before the step begins, because it may be killed
             self.keeper.save(self.record)
         began = time.monotonic()
         state: dict[str, Any] = {"state": "passed"}

@@ -169,7 +169,7 @@ def test_watch_sees_marks_and_the_end_of_a_process(tmp_path: Path) -> None:
 
 
 def test_a_sweep_finds_orphans_of_other_sessions(tmp_path: Path) -> None:
-    """Runs in a process of its own, since it adopts orphans and kills every descendant."""
+    """Runs in a process of its own, because it adopts orphans and kills every descendant."""
     code = """
 import os, sys
 from pathlib import Path

@@ -106,7 +106,7 @@ async def test_a_replacement_is_requested_and_the_size_stays(cloud: GcpCloud, gc
 
 
 async def test_a_machine_that_has_stopped_makes_room_for_another(cloud: GcpCloud, gce: FakeGce) -> None:
-    """Its group counts it and does nothing, since Google demands that of flex groups."""
+    """Its group counts it and does nothing, because Google demands that of flex groups."""
     await cloud.resize("flex", 2)
     first, second = await running(cloud, "flex", 2)
     gce.stop(first.name)

@@ -143,7 +143,7 @@ class _Jump(asyncssh.SSHServer):
 
 @contextmanager
 def machines(folder: Path) -> Iterator[Machines]:
-    """A stand-in that runs in a thread of its own, since the operator's commands block."""
+    """A stand-in that runs in a thread of its own, because the operator's commands block."""
     found = Machines(folder)
     started, stop = threading.Event(), asyncio.Event()
     loop = asyncio.new_event_loop()

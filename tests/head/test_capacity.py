@@ -130,7 +130,7 @@ CASES: dict[str, tuple[Observation, Decision]] = {
         seen((having(pool("a", 5, most=8), abandoned=LAST | {"a-4"}),), 4, MEMBERS),
         Decision({"a": 6}),
     ),
-    "four machines are abandoned: no fourth extra one, since all cost money": (
+    "four machines are abandoned: no fourth extra one, because all cost money": (
         seen((having(pool("a", 7, most=8), abandoned=LAST | {"a-4", "a-5", "a-6"}),), 4, MEMBERS),
         Decision({}),
     ),

@@ -281,7 +281,7 @@ CASES: dict[str, tuple[Seen, tuple[Recreate, ...]]] = {
         view(waiting(), checking(A, NOW - 100), machines=(booting(A, created=LATE),)),
         (Recreate(node=A, pool="p", why=UNSURE, created=LATE),),
     ),
-    "it is checked again, since its agent began again": (
+    "it is checked again, because its agent began again": (
         view(waiting(), checking(A, NOW - 100), machines=(machine(A, answered=LATE + 2),)),
         (),
     ),

@@ -123,7 +123,7 @@ def _unshare() -> int:
 
 
 def _elsewhere(work: Callable[[], T]) -> T:
-    """The result of a function on a thread of its own, since a network is changed for a thread, and stays so."""
+    """The result of a function on a thread of its own, because a network is changed for a thread, and stays so."""
     found: list[T] = []
     failed: list[BaseException] = []
 

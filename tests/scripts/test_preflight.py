@@ -120,7 +120,7 @@ def test_a_zone_that_does_not_offer_a_type_on_google(gce: FakeGce, tmp_path: Pat
 
 
 def test_a_quota_that_is_too_small(aws: Moto, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """For a single machine: an error. For all of them: a word, since fewer may do."""
+    """For a single machine: an error. For all of them: a word, because fewer may do."""
     aws.quota("L-3819A6DF", 20)
     aws.quota("L-DB2E81BA", 64)
     check_quotas(tmp_path)

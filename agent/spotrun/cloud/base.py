@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 
 # The end of the message about a stockout, if network.placement puts the pool's machines close to each other.
 NEAR = (
-    "; network.placement may be the reason, since machines close to each other are scarcer: set `placement: false`"
+    "; network.placement may be the reason, because machines close to each other are scarcer: set `placement: false`"
     " in the cluster file and run `make up` between jobs"
 )
 Market = Literal["spot", "flex", "on-demand"]

@@ -97,9 +97,7 @@ class Head:
         self.taking = asyncio.Lock()  # held while jobs are taken up
         self._relaunching = asyncio.Lock()  # two at once would write the same job's state
         self.requests = Requests()
-        self._question: Question | None = (
-            None  # what `assignment` answers; None: nothing was asked, since the head could not see
-        )
+        self._question: Question | None = None  # what `assignment` answers; None: nothing was asked
         self.ended_at = 0.0  # when a job ended last, or let its kept node go
         self._began = self._ticked_at = self._awake_since = 0.0
         self._unchanged: dict[str, View] = {}  # the views of the jobs that this turn has left as they were
@@ -165,10 +163,7 @@ class Head:
 
     @property
     def job(self) -> JobState | None:
-        """The job that a question without an id is about.
-
-        This is the first job that trains; else the first that waits; else the job that ended last.
-        """
+        """The job that a question without an id means: the first that trains, else that waits, else the last to end."""
         unended = [job for job in self.states.values() if not job.ended_already]
         ends = [job for job in (self.ended, *self.states.values()) if job and job.ended_already]
         ended = max(ends, key=lambda job: job.ended or 0.0, default=None)

@@ -29,7 +29,7 @@ class Scaler:
     """Sizes of pools and replacements, for one head. poll_seconds: between two looks at the cloud."""
 
     def __init__(self, head: Head, poll_seconds: float) -> None:
-        self.look_now = asyncio.Event()  # ask the cloud now, since its last answer may be out of date
+        self.look_now = asyncio.Event()  # ask the cloud now, because its last answer may be out of date
         self.removing: frozenset[str] = frozenset()  # machines that the last change of sizes removes
         self.placer = Placer(head)
         self._head, self._poll_seconds = head, poll_seconds

@@ -14,7 +14,7 @@ from spotrun.store import Store
 log = logging.getLogger(__name__)
 
 INTERVAL = 5.0  # seconds between uploads of a log that grows
-LONGEST = 256 << 20  # bytes of a log; one that grows beyond that begins again, since all jobs share the disk
+LONGEST = 256 << 20  # bytes of a log; one that grows beyond that begins again, because all jobs share the disk
 STRETCH = 4 << 20  # bytes; a log of n times this size is uploaded n times as seldom, as each upload sends all of it
 
 

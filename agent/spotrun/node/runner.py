@@ -92,7 +92,7 @@ class Runner:
         self.wake()
 
     async def end(self) -> None:
-        """End all processes of the job, since the agent ends. Files stay."""
+        """End all processes of the job, because the agent ends. Files stay."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

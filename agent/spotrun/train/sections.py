@@ -254,7 +254,7 @@ class Section(Copier):
     def _answer(self, step: int, changed: list[str]) -> None:
         """Tell the writer whether the section counts. Ask for trouble after the device has copied the section."""
         trouble = self._trouble()
-        with self._fence:  # the copies come before the word that they are complete
+        with self._fence:  # the copies come before the answer that they are complete
             if changed or trouble:
                 self._control.refused = step
             else:

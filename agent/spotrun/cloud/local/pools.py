@@ -266,7 +266,7 @@ class LocalPools:
             self._wake.set()
 
     def _take(self, machine: Machine, notices: Mapping[str, float]) -> None:
-        """Preempt a machine, since there are too many; one that does not run yet ends at once."""
+        """Preempt a machine, because there are too many; one that does not run yet ends at once."""
         notice = notices.get(machine.pool.name, notices.get(machine.pool.zone))
         if machine.state != "running" or notice == 0.0:
             self._end(machine)

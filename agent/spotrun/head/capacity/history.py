@@ -1,7 +1,7 @@
 """What the head learns about each pool: `learn` counts what it sees, and forgets slowly. Pure.
 
 clusters/<name>/history.json has the counts, so that a new head goes on counting: also what happened while there was no
-head, since the last machines are in it too.
+head, because the last machines are in it too.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ class Pool:
     size: int  # what the cloud was asked for last
     states: Mapping[str, str] = field(default_factory=dict)  # of its machines by name, as in `fleet.classify`
     supply: Literal["open", "short", "away", "closed"] = "open"
-    """short: something keeps the pool from its size. closed: it should have no machines, since none would serve. away:
-    its zone does not answer; nothing is asked of it, and `states` has only the machines known to be there."""
+    """short: something keeps the pool from its size. closed: it should have no machines, because none would serve.
+    away: its zone does not answer; nothing is asked of it, and `states` has only the machines known to be there."""
     leaving: int = 0
     """Machines under notice. Their successors are asked for now, as far as the pool has room. No other pool stands in:
     its machine would become a member and stay."""

@@ -1,7 +1,7 @@
 """Which machines the cloud was asked to replace, how often, and when it may be asked again. Pure.
 
-Replacements are limited, since with a broken image every machine is unfit. They are counted for the whole cluster, not
-for each job, and kept in the bucket, so that a new head continues the count.
+Replacements are limited, because with a broken image every machine is unfit. They are counted for the whole cluster,
+not for each job. The count is in the bucket, so that a new head continues it.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def stuck(view: View) -> bool:
 
 
 def given_up(view: View) -> bool:
-    """Whether a stop does not wait for the members, since none has reported for some time."""
+    """Whether a stop does not wait for the members, because none has reported for some time."""
     quiet = since(view)
     return quiet is not None and view.now - quiet > min(TIMEOUTS.tell_silence, view.job.spec.silence_timeout)
 

@@ -34,7 +34,7 @@ class Refusal:
 
     reason: str
     status: int  # HTTP status; 503: the head does not know yet, and the agent tries again
-    refresh: Literal["", "machines", "record"] = ""  # what to read again, since that may change the answer
+    refresh: Literal["", "machines", "record"] = ""  # what to read again, because that may change the answer
 
 
 def decide(caller: Caller, listed: Sequence[Instance] | None, secret_hash: str | None) -> Refusal | None:

@@ -91,7 +91,7 @@ def _ignore_sigterm() -> None:
 
     A machine's shutdown sends SIGTERM, but the agent ends workers with SIGKILL once their snapshot is safe. Children
     keep the default: a DataLoader ends its workers with SIGTERM, and waits for them. A child that executes another
-    program gets the default too, since this is a handler and not SIG_IGN.
+    program gets the default too, because this is a handler and not SIG_IGN.
     """
     signal.signal(signal.SIGTERM, lambda *_: None)
     signal.siginterrupt(signal.SIGTERM, False)

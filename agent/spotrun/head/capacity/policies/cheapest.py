@@ -11,7 +11,7 @@ from spotrun.head.capacity.situation import Demand, Placement, Situation
 
 
 def cheapest(seen: Situation, job: Demand, before: Placement | None) -> Placement:
-    """As `elastic`, with `min` nodes, since more nodes do less work each, and on the cheapest market alone.
+    """As `elastic`, with `min` nodes, because more nodes do less work each, and on the cheapest market alone.
 
     It waits for that market, and moves only if another zone saves more than the move costs.
     """
