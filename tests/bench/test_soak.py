@@ -118,7 +118,7 @@ def test_a_bucket_that_does_not_answer(tmp_path: Path) -> None:
 def test_a_bucket_that_answers_now_and_then(tmp_path: Path) -> None:
     store = Store(str(tmp_path / "bucket"))
     store.put("a", b"1")
-    bucket, seen = Bucket(tmp_path / "bucket"), set()
+    bucket, seen = Bucket(tmp_path / "bucket"), set[bytes | str]()
     bucket.disturb(0.01)
     try:
         while len(seen) < 2:

@@ -17,6 +17,8 @@ from spotrun.cloud.local.layout import SSH_PORT, Layout
 from tests.cloud.local_spec import IDLE, spec
 from tests.helpers import await_for
 
+KnownHosts = tuple[list[asyncssh.SSHKey], list[asyncssh.SSHKey], list[asyncssh.SSHKey]]  # trusted, of CAs, revoked
+
 
 class Cluster:
     """A local cluster, and how the tests talk to it."""
@@ -51,7 +53,7 @@ class Cluster:
 
     @asynccontextmanager
     async def ssh(self, node: Instance, through: Any = ()) -> AsyncIterator[asyncssh.SSHClientConnection]:
-        known = ([asyncssh.import_public_key(self.host_key(node.name))], [], [])
+        known: KnownHosts = ([asyncssh.import_public_key(self.host_key(node.name))], [], [])
         async with asyncssh.connect(
             node.address,
             SSH_PORT,
@@ -67,3 +69,7 @@ class Cluster:
 def left_behind(layout: Layout) -> list[str]:
     found = [f"process {pid}" for pid in procs.of_cluster(layout.unique)]
     return found + [str(layout.tmpfs)] * layout.tmpfs.exists() + [str(layout.record)] * layout.record.exists()
+
+
+def is_gone(layout: Layout) -> bool:
+    return not left_behind(layout)

@@ -22,7 +22,7 @@ from spotrun.cloud.local.cloud import LocalCloud
 from spotrun.cloud.local.layout import METADATA_PORT, SSH_PORT, Config, Layout, Pool
 from spotrun.cloud.local.pools import LocalPools
 from spotrun.errors import CloudError
-from tests.cloud.local_cluster import Cluster
+from tests.cloud.local_cluster import Cluster, KnownHosts
 from tests.cloud.local_spec import spec
 from tests.helpers import await_for
 
@@ -166,7 +166,8 @@ async def test_ssh_runs_commands(cluster: Cluster) -> None:
         result = await ssh.run("cat; echo oops >&2; exit 7", input="in" * 100_000)
         assert (result.stdout, result.stderr, result.exit_status) == ("in" * 100_000, "oops\n", 7)
         assert ((await ssh.run("kill -TERM $$")).exit_signal or ())[:2] == ("TERM", False)
-        environment = dict(line.split("=", 1) for line in (await ssh.run("env")).stdout.splitlines() if "=" in line)
+        printed = str((await ssh.run("env")).stdout)
+        environment = dict(line.split("=", 1) for line in printed.splitlines() if "=" in line)
         assert environment["SPOTRUN_NODE"] == "a-0"
         assert environment["OMP_NUM_THREADS"] == "1"
         assert environment["GCE_METADATA_HOST"] == f"{node.address}:{METADATA_PORT}"
@@ -210,7 +211,7 @@ async def test_ssh_through_the_head_and_nobody_else(cluster: Cluster, tmp_path: 
             await asyncssh.connect(
                 nodes["a-0"].address, SSH_PORT, client_keys=keys, known_hosts=None, config=None, agent_path=None
             )
-    known = ([stranger.convert_to_public()], [], [])
+    known: KnownHosts = ([stranger.convert_to_public()], [], [])
     with pytest.raises(asyncssh.HostKeyNotVerifiable):
         await asyncssh.connect(
             nodes["a-0"].address, SSH_PORT, client_keys=[str(cluster.layout.key)], known_hosts=known, config=None

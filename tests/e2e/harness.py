@@ -106,6 +106,9 @@ class Harness:
     def until_step(self, step: int) -> dict[str, Any]:
         return self.until(lambda s: s["job"]["step"] >= step and s["job"]["phase"] == "running", f"step {step}")
 
+    def until_checkpoint_after(self, step: int, what: str) -> dict[str, Any]:
+        return self.until(lambda s: (s["job"]["checkpoint"] or 0) > step, what)
+
     def until_ended(self, timeout: float = 2 * PATIENCE) -> dict[str, Any]:
         """The job's part of the last status document."""
         job: dict[str, Any] = self.until(lambda s: s["job"]["ended"], "the end", timeout)["job"]

@@ -44,8 +44,10 @@ pools:
 class Site(Protocol):
     """A cloud and an operator's machine. file: the cluster file. environment: of the operator's commands."""
 
-    file: Path
-    environment: Mapping[str, str]
+    @property
+    def file(self) -> Path: ...
+    @property
+    def environment(self) -> Mapping[str, str]: ...
 
     def size(self, pool: str) -> int:
         """How many machines a pool's group was told to have."""

@@ -26,7 +26,7 @@ def test_during_training_and_checkpoints(cluster: Harness) -> None:
         status = cluster.until(lambda s: s["job"]["saving"] is not None, what="a checkpoint under way")
         cluster.kill_head()
         taken = status["job"]["checkpoint"] or 0
-        cluster.until(lambda s, t=taken: (s["job"]["checkpoint"] or 0) > t, what="a later checkpoint")
+        cluster.until_checkpoint_after(taken, "a later checkpoint")
     job.go()
     final = cluster.until_ended()
     assert final["interruptions"] == []
@@ -42,8 +42,8 @@ def test_during_a_drain(cluster: Harness) -> None:
     cluster.until(lambda s: s["job"]["phase"] == "draining", what="a drain")
     cluster.kill_head()
     final = cluster.until_ended()
-    preempted = [loss for loss in final["interruptions"] if "preempt" in loss["kind"]]
-    assert [loss["steps_lost"] for loss in preempted] == [0]
+    preempted = [each for each in final["interruptions"] if "preempt" in each["kind"]]
+    assert [each["steps_lost"] for each in preempted] == [0]
     check(final, job.out, 2400)
 
 

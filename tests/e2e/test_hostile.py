@@ -146,7 +146,8 @@ def test_an_archive_that_reaches_outside_its_folder(cluster: Harness) -> None:
 
 def test_requests_that_are_not(cluster: Harness) -> None:
     """One line each, exit status 2, and the head lives."""
-    for data in ([], {"job": {}}, {"job": {"script": "../x.py"}, "code": "0"}, "x", {"job": 3, "code": 4}):
+    junk: list[Any] = [[], {"job": {}}, {"job": {"script": "../x.py"}, "code": "0"}, "x", {"job": 3, "code": 4}]
+    for data in junk:
         with pytest.raises(SpotrunError) as caught:
             control.ask(cluster.access, "submit", data=data)
         assert not isinstance(caught.value, ssh.Unreachable)
@@ -162,7 +163,7 @@ def test_damaged_checkpoints_are_passed_over(cluster: Harness) -> None:
     job = cluster.submit(nodes={"min": 2, "max": 2}, epochs=2, samples=1200, batch=4, checkpoint_interval=1, slow=60)
     newest = 0
     for what in ("a checkpoint", "a second one", "a third one"):
-        status = cluster.until(lambda s, n=newest: (s["job"]["checkpoint"] or 0) > n, what=what)
+        status = cluster.until_checkpoint_after(newest, what)
         newest = status["job"]["checkpoint"]
     cluster.fault("stockout", "local-a")
     for member in cluster.members():

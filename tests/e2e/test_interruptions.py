@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from tests.e2e.footprint import assert_small
@@ -35,20 +39,31 @@ def test_final_weights_are_those_of_an_undisturbed_run(
         cluster.until_step(40 + 70 * number)
         victim = cluster.members()[number % 3]
         cluster.fault(fault, victim)
-        cluster.until(lambda s, n=number: len(closed(s)) > n, what=f"recovery from {fault} of {victim}")
+        cluster.until(functools.partial(has_more, closed, number), what=f"recovery from {fault} of {victim}")
     final = cluster.until_ended()
     assert final["phase"] == "succeeded", final
     assert digest_of(job.out) == expected
     assert sample_ids(job.out, EPOCHS) == {epoch: list(range(SAMPLES)) for epoch in range(EPOCHS)}
-    for fault, loss in zip(sequence, final["interruptions"], strict=True):
+    for fault, each in zip(sequence, final["interruptions"], strict=True):
         kind = {"cut": "silent", "freeze": "silent"}.get(fault, fault)
-        assert loss["kind"] == kind
-        assert loss["steps_lost"] <= (0 if fault == "preempt" else 5)
+        assert each["kind"] == kind
+        assert each["steps_lost"] <= (0 if fault == "preempt" else 5)
     assert 0 < final["goodput"] < 1
 
 
-def closed(status: dict) -> list[dict]:
-    return [loss for loss in status["job"]["interruptions"] if loss["seconds"] is not None]
+Status = dict[str, Any]
+
+
+def closed(status: Status) -> list[dict[str, Any]]:
+    return [each for each in status["job"]["interruptions"] if each["seconds"] is not None]
+
+
+def has_more(found: Callable[[Status], list[Any]], number: int, status: Status) -> bool:
+    return len(found(status)) > number
+
+
+def takes_part(node: str, status: Status) -> bool:
+    return node in status["job"]["members"] and status["job"]["phase"] == "running"
 
 
 def test_every_sample_once_though_the_number_of_nodes_changes(cluster: Harness) -> None:
@@ -69,8 +84,8 @@ def test_every_sample_once_though_the_number_of_nodes_changes(cluster: Harness) 
     final = cluster.until_ended()
     assert final["phase"] == "succeeded"
     assert sample_ids(job.out, 2) == {epoch: list(range(2401)) for epoch in range(2)}
-    assert [loss["kind"] for loss in final["interruptions"]][:2] == ["kill", "grow"]
-    assert all(loss["steps_lost"] == 0 for loss in final["interruptions"] if loss["kind"] in ("grow", "preempt"))
+    assert [each["kind"] for each in final["interruptions"]][:2] == ["kill", "grow"]
+    assert all(each["steps_lost"] == 0 for each in final["interruptions"] if each["kind"] in ("grow", "preempt"))
 
 
 def test_a_node_that_comes_back_does_not_disturb(cluster: Harness) -> None:
@@ -81,23 +96,21 @@ def test_a_node_that_comes_back_does_not_disturb(cluster: Harness) -> None:
     for number, (fault, end) in enumerate((("freeze", "thaw"), ("cut", "join"))):
         victim = cluster.members()[1]
         cluster.fault(fault, victim)
-        status = cluster.until(lambda s, n=number: len(silences(s)) > n, what=f"recovery from {fault} of {victim}")
-        assert [loss["node"] for loss in silences(status)[number:]] == [victim]
+        status = cluster.until(functools.partial(has_more, silences, number), what=f"recovery from {fault} of {victim}")
+        assert [each["node"] for each in silences(status)[number:]] == [victim]
         before = status["job"]["generation"]
         cluster.fault(end, victim)
-        cluster.until(
-            lambda s, v=victim: v in s["job"]["members"] and s["job"]["phase"] == "running", what="it takes part again"
-        )
+        cluster.until(functools.partial(takes_part, victim), what="it takes part again")
     job.go()
     final = cluster.until_ended()
     assert final["phase"] == "succeeded"
     assert final["generation"] > before
-    assert all(loss["kind"] in ("silent", "grow") for loss in final["interruptions"])
+    assert all(each["kind"] in ("silent", "grow") for each in final["interruptions"])
     assert sample_ids(job.out, 2) == {epoch: list(range(3000)) for epoch in range(2)}
 
 
-def silences(status: dict) -> list[dict]:
-    return [loss for loss in closed(status) if loss["kind"] == "silent"]
+def silences(status: Status) -> list[dict[str, Any]]:
+    return [each for each in closed(status) if each["kind"] == "silent"]
 
 
 def test_all_nodes_killed_at_once(cluster: Harness) -> None:
@@ -109,8 +122,8 @@ def test_all_nodes_killed_at_once(cluster: Harness) -> None:
             cluster.fault(fault, member)
     status = cluster.until(lambda s: closed(s), what="recovery")
     job.go()
-    (loss,) = closed(status)
-    assert loss["steps_lost"] > 0
+    (interruption,) = closed(status)
+    assert interruption["steps_lost"] > 0
     final = cluster.until_ended()
     assert final["phase"] == "succeeded"
     assert sample_ids(job.out, 2) == {epoch: list(range(1200)) for epoch in range(2)}

@@ -93,7 +93,7 @@ def places(status: dict[str, Any], *jobs: Job) -> set[str]:
     return {place["node"] for job in jobs for place in rows(status)[job.id]["nodes"]}
 
 
-def losses(final: dict[str, Any]) -> list[tuple[str, int]]:
+def interruptions_of(final: dict[str, Any]) -> list[tuple[str, int]]:
     return [(each["kind"], each["steps_lost"]) for each in final["interruptions"]]
 
 
@@ -106,14 +106,18 @@ def test_an_urgent_job_takes_machines_and_gives_them_back(cluster: Harness) -> N
     cluster.until(lambda s: sizes(s, urgent, *low) == [2, 1, 1], "the urgent job on two machines")
     urgent.go()
     final = cluster.until_ended()
-    assert (final["phase"], losses(final), digest_of(urgent.out)) == ("succeeded", [], expected(cluster, ranks=2))
+    assert (final["phase"], interruptions_of(final), digest_of(urgent.out)) == (
+        "succeeded",
+        [],
+        expected(cluster, ranks=2),
+    )
     cluster.watch(low[0].id)
     cluster.until(lambda s: sizes(s, *low) == [2, 2], "two jobs on all machines again")
     for job in low:
         job.go()
     for job in low:
         final = ended(cluster, job)
-        assert (final["phase"], losses(final)) == ("succeeded", [("move", 0), ("grow", 0)])
+        assert (final["phase"], interruptions_of(final)) == ("succeeded", [("move", 0), ("grow", 0)])
         assert sample_ids(job.out, 1) == {0: list(range(2400))}
 
 
@@ -127,7 +131,11 @@ def test_a_queued_job_is_stopped_before_it_begins(cluster: Harness) -> None:
     assert (stopped["phase"], stopped["started"]) == ("stopped", None)
     first.go()
     final = ended(cluster, first)
-    assert (final["phase"], losses(final), digest_of(first.out)) == ("succeeded", [], expected(cluster, ranks=1))
+    assert (final["phase"], interruptions_of(final), digest_of(first.out)) == (
+        "succeeded",
+        [],
+        expected(cluster, ranks=1),
+    )
 
 
 def test_a_paused_job_continues_bit_for_bit(cluster: Harness) -> None:
@@ -140,7 +148,7 @@ def test_a_paused_job_continues_bit_for_bit(cluster: Harness) -> None:
     cluster.ctl("resume", "--job", job.id)
     job.go()
     final = cluster.until_ended()
-    assert (final["phase"], losses(final)) == ("succeeded", [("pause", 0)])
+    assert (final["phase"], interruptions_of(final)) == ("succeeded", [("pause", 0)])
     assert digest_of(job.out) == expected(cluster, ranks=2)
 
 
@@ -155,7 +163,7 @@ def test_four_jobs_share_a_machine_that_is_preempted(cluster: Harness) -> None:
         job.go()
     for job in jobs:
         final = ended(cluster, job)
-        assert (final["phase"], losses(final)) == ("succeeded", [("preempt", 0)])
+        assert (final["phase"], interruptions_of(final)) == ("succeeded", [("preempt", 0)])
         assert digest_of(job.out) == expected(cluster, ranks=1)
 
 
@@ -186,7 +194,7 @@ def test_a_head_that_is_killed_whenever_machines_move_loses_nothing(cluster: Har
     urgent.go()
     final = ended(cluster, urgent)
     # A generation of which only one member has its order when the head dies may fail and begin again: no step is lost.
-    assert (final["phase"], sum(lost for _, lost in losses(final))) == ("succeeded", 0)
+    assert (final["phase"], sum(lost for _, lost in interruptions_of(final))) == ("succeeded", 0)
     assert "is used by" not in str(final["failure"])
     assert digest_of(urgent.out) == expected(cluster, ranks=2)
     for job in low:
@@ -195,7 +203,7 @@ def test_a_head_that_is_killed_whenever_machines_move_loses_nothing(cluster: Har
         final = ended(cluster, job)
         assert final["phase"] == "succeeded"
         assert "is used by" not in str(final["failure"])
-        assert sum(lost for _, lost in losses(final)) == 0
+        assert sum(lost for _, lost in interruptions_of(final)) == 0
         assert sample_ids(job.out, 1) == {0: list(range(2400))}
 
 
@@ -225,7 +233,7 @@ def test_many_jobs_end_well_though_all_machines_are_lost(cluster: Harness) -> No
     for job in jobs:
         final = ended(cluster, job)
         assert (final["phase"], final["restarts"]) == ("succeeded", 0), final
-        assert [lost for kind, lost in losses(final) if kind == "preempt" and lost] == []
+        assert [lost for kind, lost in interruptions_of(final) if kind == "preempt" and lost] == []
         assert digest_of(job.out) == expected(cluster, ranks=1, samples=400)
 
 
@@ -258,9 +266,9 @@ def test_jobs_that_misbehave_disturb_no_other(cluster: Harness) -> None:
     final = ended(cluster, crash)
     assert (final["phase"], final["restarts"], final["failure"]["kind"]) == ("failed", 4, "user")
     final = ended(cluster, hang)
-    assert (final["phase"], [kind for kind, _ in losses(final)]) == ("succeeded", ["hang"])
+    assert (final["phase"], [kind for kind, _ in interruptions_of(final)]) == ("succeeded", ["hang"])
     final = ended(cluster, flood)
-    assert (final["phase"], losses(final)) == ("succeeded", [])
+    assert (final["phase"], interruptions_of(final)) == ("succeeded", [])
     assert max(text.count("says too much") for text in cluster.logs(flood.id, 1).values()) >= 100_000
     final = ended(cluster, full)
     assert (final["phase"], final["restarts"]) == ("failed", 2)
@@ -271,7 +279,7 @@ def test_jobs_that_misbehave_disturb_no_other(cluster: Harness) -> None:
         job.go()
     for job in (quiet, other, unread):
         final = ended(cluster, job)
-        assert (final["phase"], losses(final), final["restarts"]) == ("succeeded", [], 0)
+        assert (final["phase"], interruptions_of(final), final["restarts"]) == ("succeeded", [], 0)
     done = {digest_of(job.out) for job in (quiet, other, unread, flood, hang)}
     assert done == {expected(cluster, ranks=1)}
 

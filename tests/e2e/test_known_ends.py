@@ -39,7 +39,7 @@ def test_flex_machines_are_handed_over_before_their_end(flex: Harness) -> None:
     assert {name for name, _ in ended(flex)[:2]} == first
     assert all(lived < LIFE for _, lived in ended(flex)[:2]), "the cloud would end them at that age"
     assert final["interruptions"]
-    assert all(loss["steps_lost"] == 0 for loss in final["interruptions"]), final["interruptions"]
+    assert all(each["steps_lost"] == 0 for each in final["interruptions"]), final["interruptions"]
 
 
 def ended(flex: Harness) -> list[tuple[str, float]]:

@@ -34,7 +34,7 @@ def test_three_steps_of_which_the_middle_one_loses_a_machine(cluster: Harness, t
     cluster.watch(train.id)
     cluster.until_step(22)
     cluster.fault("kill", cluster.members()[1])
-    cluster.until(lambda s: any(i["seconds"] for i in s["job"]["interruptions"]), "the loss to be repaired")
+    cluster.until(lambda s: any(i["seconds"] for i in s["job"]["interruptions"]), "the recovery")
     cluster.kill_head()
     train.go()
     assert cluster.until_ended()["phase"] == "succeeded"

@@ -23,7 +23,7 @@ def test_a_frozen_job_of_one_node_gets_another_machine(cluster: Harness, tmp_pat
     job.go()
     final = cluster.until_ended()
     assert final["phase"] == "succeeded", final
-    assert "silent" in [loss["kind"] for loss in final["interruptions"]]
+    assert "silent" in [each["kind"] for each in final["interruptions"]]
     assert sample_ids(job.out, EPOCHS) == {epoch: list(range(SAMPLES)) for epoch in range(EPOCHS)}
     plain = undisturbed(tmp_path, ranks=1, epochs=EPOCHS, samples=SAMPLES, batch=4)
     assert digest_of(job.out) == plain

@@ -46,7 +46,8 @@ def test_machines_that_are_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert record.problems[0].startswith(WHY)
         # What was asked is known to the next head.
         cluster.kill_head()
-        cluster.until(lambda s, e=status["head"]["epoch"]: s["head"]["epoch"] > e, what="a new head")
+        before_kill = status["head"]["epoch"]
+        cluster.until(lambda s: s["head"]["epoch"] > before_kill, what="a new head")
         status = cluster.until(lambda s: "no more are before" in problem(s), what="the end of the replacing")
         assert WHY in problem(status)
         # Its successor is no better: none is asked for in its place, and the pool is given up.

@@ -62,12 +62,12 @@ def history(zones: Mapping[str, Zone], request: Any) -> compute_v1.CapacityHisto
     answer = compute_v1.CapacityHistoryResponse(machine_type=wanted.machine_type, location=place)
     if "PREEMPTION" in asked.types and (found := zones.get(_zone(place, request.region))):
         answer.preemption_history = [
-            {"interval": _interval(at, at + _DAY), "preemption_rate": rate}
+            compute_v1.CapacityHistoryResponsePreemptionRecord(interval=_interval(at, at + _DAY), preemption_rate=rate)
             for at, rate in reversed(found.rates.items())
         ]
     if "PRICE" in asked.types and zones:
         answer.price_history = [
-            {"interval": _interval(at, at + _DAY), "list_price": _money(price)}
+            compute_v1.CapacityHistoryResponsePriceRecord(interval=_interval(at, at + _DAY), list_price=_money(price))
             for at, price in next(iter(zones.values())).prices.items()
         ]
     return answer

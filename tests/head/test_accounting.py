@@ -30,9 +30,9 @@ def test_first_step_after_an_interruption_closes_it() -> None:
     workers = (at(47, 46, NOW + 2.0, NOW + 2.2),)
     nodes = [node(name, generation=2, workers=workers, snapshot=StateRef(generation=1, step=46)) for name in (A, C)]
     state = accounting.observe(interrupted(), view(interrupted(), *nodes, now=NOW + 3))
-    (loss,) = state.interruptions
-    assert loss.steps_lost == 4
-    assert loss.seconds == pytest.approx(2.25)
+    (interruption,) = state.interruptions
+    assert interruption.steps_lost == 4
+    assert interruption.seconds == pytest.approx(2.25)
     # Four of fifty steps of three nodes do not count after all.
     assert state.good_seconds == pytest.approx(3 * 4.95 * 46 / 50)
     assert state.phase == "running"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -175,9 +176,9 @@ async def test_orders_come_as_differences_until_the_connection_is_lost(tmp_path:
 
         for stop_at in (1, 2):
             running = asyncio.create_task(agent.run())
-            first = await await_for(lambda at=stop_at: told(at), what="a whole order")
+            first = await await_for(functools.partial(told, stop_at), what="a whole order")
             world.head.agents.known["p-0"].sent = None
-            second = await await_for(lambda at=stop_at: told(at + 10), what="a difference")
+            second = await await_for(functools.partial(told, stop_at + 10), what="a difference")
             assert first
             assert second
             assert second.jobs[0].generation == generation

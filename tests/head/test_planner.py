@@ -501,8 +501,8 @@ def test_apply_books_what_an_interruption_cost() -> None:
     assert state.generation == 2
     assert state.current is not None
     assert state.current.number == 2
-    (loss,) = state.interruptions
-    assert (loss.kind, loss.node, loss.step, loss.generation) == ("kill", B, 50, 1)
+    (interruption,) = state.interruptions
+    assert (interruption.kind, interruption.node, interruption.step, interruption.generation) == ("kill", B, 50, 1)
     assert state.good_seconds == pytest.approx(3 * 4.95)
     # Struck again before the first step: still the same interruption.
     again = apply(state, start(C, cause=Cause(kind="kill", node=A)), NOW + 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -293,7 +294,11 @@ async def test_the_launcher_goes_with_its_end_of_input(tmp_path: Path) -> None:
         below = [child for pid in started["pids"] for child in descendants(pid)]
         await b.launcher.end()
         for pid in [*started["pids"], *below]:
-            await await_for(lambda pid=pid: not Path(f"/proc/{pid}/fd").exists() or not _alive(pid), what="an end")
+            await await_for(functools.partial(_has_ended, pid), what="an end")
+
+
+def _has_ended(pid: int) -> bool:
+    return not Path(f"/proc/{pid}/fd").exists() or not _alive(pid)
 
 
 def _alive(pid: int) -> bool:

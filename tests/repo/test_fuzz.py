@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import functools
 import io
 import json
 import os
@@ -422,7 +423,7 @@ def test_documents(tmp_path: Path, chunk: int) -> None:
                 found.model_dump_json().encode(errors="replace")
         elif kind == 1:
             model, original = models[number // 8 % len(models)]
-            refused(lambda model=model, original=original: model.model_validate_json(document(rng, original)))
+            refused(functools.partial(model.model_validate_json, document(rng, original)))
         elif kind in (2, 3):
             in_bucket(rng, store)
         elif kind == 4:
@@ -436,7 +437,7 @@ def test_documents(tmp_path: Path, chunk: int) -> None:
             slots.newest(tmp_path, "t")
         elif kind == 5:
             header = {"t": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}}
-            refused(lambda header=header: shards.parse_header(document(rng, header)))
+            refused(functools.partial(shards.parse_header, document(rng, header)))
             refused(lambda: described(document(rng, {"name": "c", "cloud": "local", "pools": [{"name": "p"}]})))
         elif kind == 6:
             data = document(rng, {"loss": 0.5, "n": 3})[: SIZE - TEXT - 8]

@@ -108,7 +108,7 @@ def test_shards_are_what_other_tools_read(store: Store, tmp_path: Path) -> None:
     save(store, tmp_path, 10)
     index = json.loads(object_path(tmp_path, 10, shards.index_name(1, 3)).read_text())
     assert sorted(set(index["weight_map"].values())) == [shards.shard_name(1, number, 3) for number in range(3)]
-    tensors = {}
+    tensors: dict[str, Any] = {}
     for name in set(index["weight_map"].values()):
         tensors |= load_file(object_path(tmp_path, 10, name))
     assert tensors.keys() == index["weight_map"].keys()

@@ -121,7 +121,7 @@ class Job:
         self.model = self.run.ddp(nn.Linear(1, 1))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.run.track(model=self.model, optimizer=self.optimizer)
-        self.loader = DataLoader(torch.arange(6.0).reshape(6, 1))  # type: ignore[arg-type]
+        self.loader: DataLoader[torch.Tensor] = DataLoader(torch.arange(6.0).reshape(6, 1))  # type: ignore[arg-type]
         self.truth: dict[int, torch.Tensor] = {}  # by step: the weight at its boundary
 
     def step(self, x: torch.Tensor) -> None:

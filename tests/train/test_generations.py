@@ -247,7 +247,7 @@ def weigh(environment: dict[str, str], out: str, batch: int) -> tuple[list[bool]
     model = run.ddp(nn.Linear(1, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     padding = []
-    loader = DataLoader(data, batch_size=batch, sampler=spotrun.ElasticSampler(data))  # type: ignore[arg-type]
+    loader: DataLoader[Any] = DataLoader(data, batch_size=batch, sampler=spotrun.ElasticSampler(data))  # type: ignore[arg-type]
     for x in run.steps(loader):
         run.backward(((model(x) - x**2) ** 2).mean())
         optimizer.step()

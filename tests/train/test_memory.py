@@ -22,7 +22,7 @@ from spotrun.train.slot_files import Reader
 from spotrun.train.snapshot import Writer
 from spotrun.train.training_state import load
 from tests.helpers import SLOW
-from tests.train.blocks import block
+from tests.train.blocks import block, encoding
 from tests.train.meeting import meeting
 
 RANKS = 8
@@ -160,7 +160,7 @@ def test_what_keeps_a_loaded_tensor_has_a_copy(tmp_path: Path, make: Any) -> Non
     writer = Writer(tmp_path, "job", 1, block())
     for step in (1, 2, 3):
         state = {"large": torch.full((10_000,), float(step))}
-        assert writer.take(step, lambda encoder, state=state: encoder.encode(state, "state"), set(), wait=True)
+        assert writer.take(step, encoding(state), set(), wait=True)
         writer.settle()
         if step == 1:
             slot, record = slots.newest(tmp_path, "job")[0]

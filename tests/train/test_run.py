@@ -51,7 +51,7 @@ def values(loader: Any, epochs: int, stop: int | None = None, accumulate: int = 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     extra = {"sampler": loader.sampler} if isinstance(loader.sampler, spotrun.ElasticSampler) else {}
     run.track(model=model, optimizer=optimizer, **extra)
-    seen = []
+    seen: list[Any] = []
     for _ in run.epochs(epochs):
         for x in run.steps(loader, accumulate):
             if run.step == stop:
@@ -157,7 +157,7 @@ def test_accumulating_equals_a_larger_batch() -> None:
     for batch, accumulate in ((8, 1), (4, 2), (2, 4)):
         run = spotrun.init()
         model = run.ddp(nn.Linear(1, 1))
-        loader = DataLoader(data, batch_size=batch, sampler=spotrun.ElasticSampler(data))  # type: ignore[arg-type]
+        loader: DataLoader[Any] = DataLoader(data, batch_size=batch, sampler=spotrun.ElasticSampler(data))  # type: ignore[arg-type]
         for x in run.steps(loader, accumulate):
             run.backward((model(x) ** 2).mean())
         assert run.step == 3
@@ -189,7 +189,7 @@ def test_the_wrapper_is_like_the_module() -> None:
 def test_mistakes_are_said_clearly(alone: Path) -> None:
     data = [1.0, 2.0]
     sampler = spotrun.ElasticSampler(data)
-    loader = DataLoader(data, sampler=sampler)  # type: ignore[arg-type]
+    loader: DataLoader[float] = DataLoader(data, sampler=sampler)  # type: ignore[arg-type]
     model = nn.Linear(1, 1)
     run = spotrun.init()
     with pytest.raises(SpotrunError, match="tracks nothing"):

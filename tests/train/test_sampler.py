@@ -69,7 +69,7 @@ def test_weights_make_the_mean_over_a_step(n: int, batch: int, world: int, accum
 @pytest.mark.parametrize("workers", [0, 2])
 def test_in_a_loader(workers: int) -> None:
     sampler = ElasticSampler(range(23), seed=3)
-    loader = DataLoader(list(range(23)), batch_size=4, sampler=sampler, num_workers=workers)
+    loader: DataLoader[int] = DataLoader(list(range(23)), batch_size=4, sampler=sampler, num_workers=workers)
     first = [value for batch in loader for value in batch.tolist()]
     assert sorted(first) == list(range(23))
     assert first != sorted(first)

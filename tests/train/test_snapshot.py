@@ -32,7 +32,7 @@ from spotrun.train.slot_files import Reader
 from spotrun.train.snapshot import Writer, next_interval
 from spotrun.train.staging import Staging
 from tests.helpers import wait_for
-from tests.train.blocks import block
+from tests.train.blocks import block, encoding
 
 forked = multiprocessing.get_context("forkserver")
 forked.set_forkserver_preload(["torch", "numpy", "spotrun.train.run"])
@@ -164,7 +164,7 @@ def test_slots_are_written_in_turn_and_follow_new_shapes(tmp_path: Path) -> None
     writer = Writer(tmp_path, "job", 1, block())
     for step in range(1, 9):
         value = {"x": torch.full((step,), float(step))}
-        writer.take(step, lambda encoder, value=value: encoder.encode(value, "state"), set(), wait=True)
+        writer.take(step, encoding(value), set(), wait=True)
         writer.settle()
         assert read(tmp_path)["x"].tolist() == [float(step)] * step
         assert slots.newest(tmp_path, "job")[0][1].step == step
@@ -370,7 +370,7 @@ def snapshot_for_ever(folder: str) -> None:
         step += 1
         # Sizes change now and then, so that laying out is interrupted as well.
         tensors = [torch.full((100_000 + 50_000 * (step // 16 % 2),), float(step)) for _ in range(4)]
-        writer.take(step, lambda encoder, t=tensors: encoder.encode(t, "state"), set(), wait=False)
+        writer.take(step, encoding(tensors), set(), wait=False)
 
 
 def test_a_writer_killed_at_any_moment_leaves_a_whole_snapshot(tmp_path: Path) -> None:
