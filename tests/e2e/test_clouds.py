@@ -28,14 +28,18 @@ def site(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Site]:
         yield amazon
 
 
-def slower(folder: Path) -> Path:
-    """The sample job with fewer steps of 0.1 s: it must not end before an operator has looked at it."""
+def slower(folder: Path, go: Path) -> Path:
+    """The sample job with fewer steps of 0.1 s. From the middle on, each takes 1 s until the file `go` is there.
+
+    So the job does not end before an operator has looked at it.
+    """
     shutil.copytree(sites.ROOT / "examples/digits", folder)
     file, script = folder / "job.yaml", folder / "train.py"
     file.write_text(replaced(file.read_text(), "--epochs=45", "--epochs=20"))
-    text = replaced(script.read_text(), "import argparse\n", "import argparse\nimport time\n")
+    text = replaced(script.read_text(), "import argparse\n", "import argparse\nimport os\nimport time\n")
     step = "        optimizer.zero_grad()\n"
-    script.write_text(replaced(text, step, f"{step}        time.sleep(0.1)\n"))
+    pause = f"        time.sleep(0.1 if run.step < 300 or os.path.exists({str(go)!r}) else 1.0)\n"
+    script.write_text(replaced(text, step, step + pause))
     return file
 
 
@@ -51,7 +55,8 @@ def test_the_whole_way(site: Site, tmp_path: Path) -> None:
     assert up.returncode == 0, up.stdout + up.stderr
     assert site.size("spot") == 0, "machines come with a job"
 
-    job = slower(tmp_path / "digits")
+    go = tmp_path / "go"
+    job = slower(tmp_path / "digits", go)
     training = operator.started("train", "--job", str(job), "--faults", "preempt@25%")
     try:
         wait_for(lambda: site.size("spot") >= 3, 180, "the pool's new size")
@@ -62,6 +67,7 @@ def test_the_whole_way(site: Site, tmp_path: Path) -> None:
         refused = operator.fab("down")
         assert refused.returncode == 2, refused.stdout
         assert re.search(r"not ended yet: digits-[0-9-]+; `make stop CLUSTER=", refused.stderr)
+        go.touch()
         said, _ = training.communicate(timeout=1200)
     finally:
         training.kill()
