@@ -99,7 +99,9 @@ class Crew:
             ref = StateRef.model_construct(generation=self.generation, step=self.done(time))
             if time > self.starts and (ref.generation, ref.step) > job.newest:
                 job = _complete(job, ref, now)
-        return job.replace(saved_at=now)  # so that the head orders none
+            job = job.replace(saved_at=max(time, self.starts))
+        # So that the head orders none.
+        return job.replace(saved_at=max(job.saved_at, now - self.costs.checkpoint + 1e-3))
 
     def report(self, machine: Machine, now: float) -> JobReport:
         """What a node reports about the job. Only the first member reports each step: the head needs no more."""

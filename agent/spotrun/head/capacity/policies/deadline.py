@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 
 from spotrun.cloud.base import Market
 from spotrun.head.capacity.policies.elastic import elastic
-from spotrun.head.capacity.policies.waiting_game import Game, Tables, solve
+from spotrun.head.capacity.policies.waiting_game import SPARE, Game, Tables, solve
 from spotrun.head.capacity.policies.zones import Zone, held, price, rate, room, usable, zones
 from spotrun.head.capacity.situation import Demand, Placement, Situation
 from spotrun.head.capacity.sizes import Need
 
 MARGIN = 30.0  # seconds: decisions, orders and three looks at the cloud
+AGAIN = 16  # a choice is thought over when so small a part of the work, or of the spare time, is used up
 SAFE: tuple[Market, ...] = ("flex", "on-demand")
 
 
@@ -29,20 +30,21 @@ class Outlook:
     safe: Zone  # the safe machines
     nodes: int  # how many of them
     spot: Zone | None  # the zone whose spot machines are best now
-    asked: tuple[Need, ...]  # the spot machines to ask for, if any are wanted
+    wish: Placement  # on spot machines, if that is the choice
     on: str  # what it trains on now: spot, safe; "": nothing
 
 
 def deadline(seen: Situation, job: Demand, before: Placement | None) -> Placement:
     """See the module."""
-    plain = elastic(seen, job, before)
-    if job.deadline is None or not job.wants:
-        return plain
-    found = net(seen, job)
-    if found is None:
-        return replace(plain, reason=f"{plain.reason}; the deadline is not guaranteed: no on-demand pool has room")
-    if job.left is None:
-        return replace(plain, reason=f"{plain.reason}; the deadline counts once the work left is measured")
+    found = net(seen, job) if job.deadline is not None and job.wants else None
+    if found is None or job.deadline is None or job.left is None:
+        plain = elastic(seen, job, before)
+        if job.deadline is None or not job.wants:
+            return plain
+        why = "the deadline counts once the work left is measured"
+        if found is None:
+            why = "the deadline is not guaranteed: no on-demand pool has room"
+        return replace(plain, reason=f"{plain.reason}; {why}")
     view = _outlook(seen, job, before, job.deadline, job.left, *found)
     kept = {offer.name: view.nodes for offer in view.safe.offers if offer.market == "on-demand"}
     return replace(_place(seen, job, before, view), reserve=kept)
@@ -58,15 +60,17 @@ def _place(seen: Situation, job: Demand, before: Placement | None, view: Outlook
         return _safe(job, view, (), f"the point of no return: {left}")
     tables = _tables(job, view, spot)
     choice = _choose(tables, job, view, ready, before)
-    at = seen.now + min(view.spare - limit, max(MARGIN, tables.game.spare / 200))
+    # While it waits, each second takes one of the spare time; on spot, each may have to be done again on safe machines.
+    last = seen.now + max(1.0, view.spare - limit)  # no wake-up is for now: the margin has room for a second
     if choice == "safe":
         wants_spot = view.on == "safe" and _would_move(tables, job, view)
-        needs = view.asked if wants_spot and not ready else ()
+        needs = view.wish.needs if wants_spot and not ready else ()
         what = "a move to spot would not pay" if ready else "behind: on-demand costs less than to wait for spot"
-        return replace(_safe(job, view, needs, f"{what}: {left}"), wake=at)
-    found = elastic(seen, job, before, ("spot",))
+        return replace(_safe(job, view, needs, f"{what}: {left}"), wake=seen.now + max(job.restart, view.work / AGAIN))
+    found = view.wish
     state = "trains on spot" if ready else "waits for spot"
-    return replace(found, reason=f"{state}: {left}; {found.reason}", wake=min(at, found.wake or at))
+    wake = last if view.on == "spot" else min(last, seen.now + _patience(tables, job, view))
+    return replace(found, reason=f"{state}: {left}; {found.reason}", wake=min(wake, found.wake or wake))
 
 
 def _choose(tables: Tables, job: Demand, view: Outlook, up: bool, before: Placement | None) -> str:
@@ -87,7 +91,23 @@ def _choose(tables: Tables, job: Demand, view: Outlook, up: bool, before: Placem
             return "safe"
         on_spot = job.restart + at(tables.spot, work, spare - job.restart)
         return "spot" if on_spot <= cost + at(tables.stay, work, spare - job.restart) else "safe"
-    return "spot" if at(tables.wait, work, spare) < cost + at(tables.safe, work, spare - job.restart) else "safe"
+    return "spot" if _waits(tables, job, work, spare) else "safe"
+
+
+def _patience(tables: Tables, job: Demand, view: Outlook) -> float:
+    """Seconds after which the job may stop waiting, if nothing happens: at the latest when much has been waited for."""
+    longest = max(MARGIN, view.spare / AGAIN)
+    point = tables.game.spare / SPARE
+    waited = point - view.spare % point
+    while waited < longest and _waits(tables, job, view.work, view.spare - waited):
+        waited += point
+    return max(MARGIN, min(waited, longest))
+
+
+def _waits(tables: Tables, job: Demand, work: float, spare: float) -> bool:
+    """Whether to wait for spot costs less than safe machines."""
+    sure = tables.game.dear * job.restart + tables.at(tables.safe, work, spare - job.restart)
+    return tables.at(tables.wait, work, spare) < sure
 
 
 def _would_move(tables: Tables, job: Demand, view: Outlook) -> bool:
@@ -117,7 +137,7 @@ def _outlook(
     placed = elastic(seen, job, before, ("spot",))
     spot = next((zone for zone in found if zone.pools & placed.use), next(iter(found), None))
     on = "safe" if held(job, safe.pools) else "spot" if sum(job.members.values()) else ""
-    return Outlook(work, until - seen.now - work - MARGIN, safe, nodes, spot, placed.needs, on)
+    return Outlook(work, until - seen.now - work - MARGIN, safe, nodes, spot, placed, on)
 
 
 def net(seen: Situation, job: Demand) -> tuple[Zone, int] | None:

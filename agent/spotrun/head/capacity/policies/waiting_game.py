@@ -11,14 +11,16 @@ infinitely much: so the tables keep the deadline too, as far as their grid is fi
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 WORK, SPARE = 80, 64  # steps of the grid
 STEP = 1.25  # parameters are rounded to powers of this, so that a table serves for long: they are estimates anyway
 
-Row = list[float]
+Row = Sequence[float]
 
 
 @dataclass(frozen=True)
@@ -56,53 +58,68 @@ class Tables:
 def solve(game: Game) -> Tables:
     """The tables for about these parameters."""
     rounded = {name: _power(getattr(game, name), STEP) for name in ("up", "down", "dear", "speed")}
-    most = {name: _power(getattr(game, name), 1.5, math.ceil) for name in ("work", "spare")}
+    most = {name: _power(getattr(game, name), 2.0, math.ceil) for name in ("work", "spare")}
     fixed = {name: _power(getattr(game, name), 1.05) for name in ("restart", "move")}
     return _solve(Game(**rounded, **most, **fixed))
 
 
-@functools.lru_cache(maxsize=512)
+@functools.lru_cache(maxsize=128)  # of 170 kB each
 def _solve(game: Game) -> Tables:
-    spot, safe, stay, wait = ([[0.0] * (SPARE + 1)] for _ in range(4))
-    both = [[0.0] * (SPARE + 1)]  # on safe machines, spot is up: the better of staying and moving
-    rest = [[0.0] * (SPARE + 1)]  # without machines, spot is down: the better of waiting and safe machines
+    zero = [0.0] * (SPARE + 1)
+    spot, safe, stay, wait = ([array("d", zero)] for _ in range(4))
+    s, f = zero, zero
+    b = zero  # on safe machines, spot is up: the better of staying and moving
+    r = zero  # without machines, spot is down: the better of waiting and safe machines
     step = game.work / WORK  # of work
     took = step / game.speed  # seconds on spot for it
-    lost, back = 1 - math.exp(-took / game.up), 1 - math.exp(-step / game.down)
-    off = 1 - math.exp(-step / game.up)
+    lost, back, off = _chance(took / game.up), _chance(step / game.down), _chance(step / game.up)
     grid = SPARE / game.spare
-    begin, change = game.restart * grid, game.move * grid
+    begin, change, slow = game.restart * grid, game.move * grid, (took - step) * grid
+    pay, first = game.dear * step, game.dear * game.restart
     for _ in range(WORK):
-        s, f, b, r = spot[-1], safe[-1], both[-1], rest[-1]
-        slower = [_at(s, j - (took - step) * grid) for j in range(SPARE + 1)]
-        fallen = [
-            min(_at(r, j - (took - step) * grid), game.dear * game.restart + _at(f, j - (took - step) * grid - begin))
-            for j in range(SPARE + 1)
-        ]
-        spot.append(
-            [took + (1 - lost) * x + lost * y if y < math.inf else y for x, y in zip(slower, fallen, strict=True)]
-        )
-        safe.append([game.dear * step + _mean(back, y, x) for x, y in zip(f, b, strict=True)])
-        stay.append([game.dear * step + _mean(off, x, y) for x, y in zip(f, b, strict=True)])
-        moved = [game.move + _at(spot[-1], j - change) for j in range(SPARE + 1)]
-        both.append([min(pair) for pair in zip(stay[-1], moved, strict=True)])
-        waits, rests = _waits(game, spot[-1], safe[-1], stay[-1], begin)
-        wait.append(waits)
-        rest.append(rests)
+        fallen = _least(_later(r, slow), _later(f, slow + begin), first)
+        s = [took + (1 - lost) * x + lost * y for x, y in zip(_later(s, slow), fallen, strict=True)]
+        staying = [pay + (1 - off) * x + off * y for x, y in zip(b, f, strict=True)]
+        f = [pay + (1 - back) * x + back * y for x, y in zip(f, b, strict=True)]
+        b = _least(staying, _later(s, change), game.move)
+        waits, r = _waits(game, s, f, staying, begin)
+        for rows, row in ((spot, s), (safe, f), (stay, staying), (wait, waits)):
+            rows.append(array("d", row))
     return Tables(game, tuple(spot), tuple(safe), tuple(stay), tuple(wait))
 
 
-def _waits(game: Game, spot: Row, safe: Row, stay: Row, begin: float) -> tuple[Row, Row]:
+def _waits(game: Game, spot: Row, safe: Row, stay: Row, begin: float) -> tuple[list[float], list[float]]:
     """The costs of waiting with one amount of work left, and of the better of waiting and of safe machines."""
-    found = 1 - math.exp(-game.spare / SPARE / game.down)
-    waits, rests = [math.inf], [math.inf]
-    for j in range(SPARE + 1):
-        if j:
-            up = min(game.restart + _at(spot, j - 1 - begin), game.dear * game.restart + _at(stay, j - 1 - begin))
-            waits.append(_mean(found, up, rests[-1]))
-            rests.append(math.inf)
-        rests[-1] = min(waits[-1], game.dear * game.restart + _at(safe, j - begin))
+    found, first = _chance(game.spare / SPARE / game.down), game.dear * game.restart
+    up_later = _least([game.restart + x for x in _later(spot, 1 + begin)], _later(stay, 1 + begin), first)
+    waits, rests, missed = list[float](), list[float](), 1 - found
+    rest = math.inf
+    for up, sure in zip(up_later, [first + x for x in _later(safe, begin)], strict=True):
+        wait = found * up + missed * rest  # at first there is no spare time left, and so no `rest`
+        rest = wait if wait < sure else sure
+        waits.append(wait)
+        rests.append(rest)
     return waits, rests
+
+
+def _least(one: Iterable[float], other: Iterable[float], more: float) -> list[float]:
+    """The smaller one of each pair, if the other costs `more`."""
+    return [x if x < y + more else y + more for x, y in zip(one, other, strict=True)]
+
+
+def _later(row: Row, by: float) -> list[float]:
+    """`_at(row, j - by)` for each point j of the grid."""
+    low = math.floor(-by)
+    share = -by - low
+    if share > 1 - 1e-9:
+        low, share = low + 1, 0.0
+    values = list(row)
+    if share >= 1e-9:
+        rest = 1 - share
+        values = [rest * x + share * y for x, y in itertools.pairwise(values)] + values[-1:]
+    if low <= 0:
+        return [math.inf] * min(-low, len(row)) + values[: max(0, len(row) + low)]
+    return values[low:] + values[-1:] * min(low, len(row))
 
 
 def _at(row: Row, place: float) -> float:
@@ -118,9 +135,9 @@ def _at(row: Row, place: float) -> float:
     return row[low] + (row[low + 1] - row[low]) * share
 
 
-def _mean(chance: float, then: float, other: float) -> float:
-    """The expected cost; infinite if one of both is."""
-    return math.inf if math.inf in (then, other) else chance * then + (1 - chance) * other
+def _chance(times: float) -> float:
+    """That an exponential time of mean 1 is over after so long; never quite 0 or 1, so that infinite costs stay so."""
+    return min(max(1 - math.exp(-times), 1e-12), 1 - 1e-12)
 
 
 def _power(value: float, base: float, whole: Callable[[float], int] = round) -> float:
