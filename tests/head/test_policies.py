@@ -114,6 +114,12 @@ CASES: dict[str, tuple[Demand, tuple[Offer, ...], set[str], dict[str, int]]] = {
         {"t"},
         {"t": 4},
     ),
+    "a move has begun: that the zone which it leaves has all that it is asked for now says nothing": (
+        job(members={"s": 2}, left=40000.0),
+        (offer("s", there=2, size=2, history=History(short_at=NOW - 60, short_with=2)), offer("t", zone="b", there=4)),
+        {"t"},
+        {"t": 4},
+    ),
     "too little work is left to pay for a move": (
         job(members={"s": 2}, left=400.0),
         (offer("s", there=2, **SHORT), offer("t", zone="b", there=4)),
@@ -194,6 +200,14 @@ def test_a_budget_that_does_not_last_makes_the_job_thrifty() -> None:
     assert (rich.use, rich.max) == ({"s"}, 4)
     assert (poor.use, poor.max) == ({"t"}, 2)
     assert "$1.00 are left" in poor.reason
+
+
+def test_on_demand_machines_that_the_budget_does_not_pay_are_not_asked_for() -> None:
+    demand = job(min=1, max=1, left=7200.0, deadline=NOW + 7500, members={"s": 1}, pools=frozenset({"s", "o"}))
+    offers = (offer("s", there=1, price=1.0), offer("o", market="on-demand", price=9.0))
+    rich, poor = (one(replace(demand, budget=budget), *offers) for budget in (50.0, 5.0))
+    assert {pool for need in rich.needs for pool in need.pools} == {"o", "s"}
+    assert {pool for need in poor.needs for pool in need.pools} == {"s"}
 
 
 offers_of = st.lists(

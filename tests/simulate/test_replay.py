@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -110,16 +112,31 @@ def markets(draw: st.DrawFn) -> Changes:
     return tuple(found)
 
 
-@settings(max_examples=12, deadline=None)
-@given(markets(), st.sampled_from((greedy, uniform_progress, static)), st.integers(1, 8))
-def test_no_policy_beats_the_optimum_and_all_meet_a_feasible_deadline(
-    counts: Changes, policy: Policy, hours: int
-) -> None:
-    job = Job(work=hours * HOUR, deadline=9 * HOUR)
-    found = run(trace(counts, hours=9.5), job, policy, on_demand=1)
-    assert found.met
-    problem = Single(counts, 9 * HOUR, 1.0, 3.0, COSTS.boot + COSTS.restore, COSTS.boot)
-    assert cheapest(problem, [job.work])[0] <= found.cost + 1e-6
+POLICIES: dict[str, tuple[Policy | None, dict[str, Any]]] = {  # None: the one that the job's keys choose
+    "elastic": (None, {}),
+    "cheapest": (None, {"more": {"policy": "cheapest"}}),
+    "deadline": (None, {"deadline": 9 * HOUR}),
+    "budget": (None, {"budget": 9.0}),
+    "deadline and budget": (None, {"deadline": 9 * HOUR, "budget": 20.0}),
+    "failover": (failover, {}),
+    "greedy": (greedy, {"deadline": 9 * HOUR}),
+    "uniform progress": (uniform_progress, {"deadline": 9 * HOUR}),
+    "on-demand": (static, {"deadline": 9 * HOUR}),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@settings(max_examples=6, deadline=None)
+@given(counts=markets(), hours=st.integers(1, 8))
+def test_no_policy_beats_the_optimum_and_all_meet_a_feasible_deadline(name: str, counts: Changes, hours: int) -> None:
+    policy, keys = POLICIES[name]
+    seen = trace(counts, hours=9.5)
+    found = replay(seen, Job(work=hours * HOUR, **keys), policy, COSTS, on_demand=1)
+    assert found.met or keys.keys() & {"budget", "more"} or policy is failover or not keys
+    length = 9 * HOUR if "deadline" in keys and found.met else seen.length
+    problem = Single(counts, length, 1.0, 3.0, COSTS.boot + COSTS.restore, COSTS.boot)
+    if found.finished is not None:
+        assert cheapest(problem, [hours * HOUR])[0] <= found.cost + 1e-6
 
 
 @settings(max_examples=8, deadline=None)

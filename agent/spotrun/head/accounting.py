@@ -28,7 +28,8 @@ def observe(job: JobState, view: View) -> JobState:
         return job
     phase = "running" if job.phase == "starting" and progress.step > progress.base else job.phase
     reached, pace = max(progress.step, progress.base), progress.pace or job.pace
-    job = job.replace(progress=progress, phase=phase, reached=reached, pace=pace)
+    paced = len(job.members) if progress.pace else job.paced
+    job = job.replace(progress=progress, phase=phase, reached=reached, pace=pace, paced=paced)
     if len(here) == len(job.members):
         steps, at = progress.step - progress.base, progress.stepped_at
         speeds = noted(job.speeds, here, progress.samples_per_second, progress.pace, steps, at)
@@ -94,7 +95,8 @@ def shares(view: FleetView, expected: Holdings, conditions: Mapping[str, Conditi
 
     The parts of a machine add up to 1. A job pays for the devices that it has or that boot for it, for the nodes that
     save its last state, and for the node that is kept after it has failed. A machine may serve no job, because it is
-    unfit, boots or ends: the first job that wants more nodes pays for it. Idle devices are the cluster's own cost.
+    unfit, boots or ends: the first job that wants more nodes pays for it, or else the first job that wants nodes.
+    Idle devices are the cluster's own cost.
     """
     found: dict[str, dict[str, float]] = {NOBODY: {}, **{job.id: {} for job in view.jobs}}
     counts = {node.name: node.report.devices for node in view.nodes}
@@ -107,7 +109,9 @@ def shares(view: FleetView, expected: Holdings, conditions: Mapping[str, Conditi
             if left.get(name, 0.0) > 0:
                 share = min(left[name], len(devices) / max(counts.get(name, 1), len(devices)) if devices else 1.0)
                 found[job.id][name], left[name] = share, left[name] - share
-    first = next((job.id for job in view.jobs if job.wants_nodes and len(found[job.id]) < job.spec.nodes.max), NOBODY)
+    wanting = [job for job in view.jobs if job.wants_nodes]
+    lacking = [job for job in wanting if len(found[job.id]) < job.spec.nodes.max]
+    first = next((job.id for job in (*lacking, *wanting)), NOBODY)  # a job that moves has machines beyond its most
     for name, share in left.items():
         if share > 1e-9:
             idle = share < 1 or (name in conditions and conditions[name].state == "ready")

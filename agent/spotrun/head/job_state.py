@@ -75,6 +75,7 @@ class JobState(Kept):
     progress: Progress = Progress()
     reached: int = 0  # the newest step of any generation
     pace: float = 0.0  # seconds a step, of the newest generation that completed steps
+    paced: int = 0  # nodes of that generation; 0: not known
     speeds: tuple[Speed, ...] = ()  # how fast it was on which machines
     interruptions: tuple[Interruption, ...] = Field(default=(), validation_alias=_INTERRUPTIONS)
     good_seconds: float = 0.0  # node-seconds in steps that counted, of ended generations

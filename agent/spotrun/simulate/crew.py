@@ -103,6 +103,13 @@ class Crew:
         # So that the head orders none.
         return job.replace(saved_at=max(job.saved_at, now - self.costs.checkpoint + 1e-3))
 
+    def saves(self, now: float) -> float:
+        """When the next checkpoint is in the bucket, if nothing happens before."""
+        if not self.generation or self.stalled < math.inf:
+            return math.inf
+        every = self.costs.checkpoint
+        return self.starts + max(1, math.floor((now - self.starts) / every) + 1) * every + 1e-3
+
     def report(self, machine: Machine, now: float) -> JobReport:
         """What a node reports about the job. Only the first member reports each step: the head needs no more."""
         snapshot = self.snapshots.get(machine.name)

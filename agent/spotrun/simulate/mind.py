@@ -22,8 +22,8 @@ from spotrun.head.demand import Question, question, wish
 from spotrun.head.fleet.classify import Condition, classify
 from spotrun.head.fleet.decide import decide
 from spotrun.head.job_state import JobState, apply
-from spotrun.head.meter import running
-from spotrun.head.planner import idle
+from spotrun.head.meter import hourly, running
+from spotrun.head.planner import idle, spending
 from spotrun.head.planner.plan import plan
 from spotrun.head.status import event
 from spotrun.head.timeouts import TIMEOUTS
@@ -57,6 +57,9 @@ class Mind:
         self.assignment = Assignment()
         self._machines: dict[str, Machine] = {}  # as the head saw them last
         self._nodes: dict[str, tuple[Node, bool, bool]] = {}
+        self._paid: dict[str, list[Use]] = {}  # by job: what it has paid for since the last turn, without the end
+        self._prices: dict[str, float] = {}  # of that time
+        self._spent: dict[str, float] = {}  # by job: when its budget may be spent
         self._known: dict[str, Box] = {}  # machines whose agents have joined, until nobody counts on them
 
     def settle(self, now: float) -> None:
@@ -73,6 +76,10 @@ class Mind:
         times = [each for job in self.jobs.values() for each in _timers(job)]
         times += [box.ready_at + TIMEOUTS.gather + 1e-3 for box in self._known.values()]
         times += [wake for each in self.placements.values() if (wake := each.wake)]
+        for crew in self.crews.values():
+            if len(crew.machines) < len(self._known):  # the others may hold a state until the bucket has a newer one
+                times.append(crew.saves(now))
+        times += [time for job, time in self._spent.items() if not self.jobs[job].ended_already]
         return min((time for time in times if time > now + 1e-6), default=math.inf)
 
     def _turn(self, now: float) -> bool:
@@ -94,7 +101,9 @@ class Mind:
             self._question, self.assignment = asked, assign(asked)
         acted = [self._advance(job, view, conditions) for job in view.jobs]
         view = replace(view, jobs=tuple(job for job in self.jobs.values() if not job.ended_already))
-        self._scale(view, conditions)
+        if not any(acted):  # else the nodes report first, so that none goes that holds a state
+            self._scale(view, conditions)
+        self._paid, self._prices = self._uses(view, conditions), self.market.prices
         return any(acted) or before != (self.assignment, self.market.looks)
 
     def _place(self, view: FleetView, conditions: Mapping[str, Condition]) -> None:
@@ -130,16 +139,26 @@ class Mind:
 
     def _observe(self, job: JobState, fleet: FleetView, conditions: Mapping[str, Condition]) -> JobState:
         """The job with its progress, its costs and its checkpoints as of now."""
-        now = fleet.now
-        shares, pools = accounting.shares(fleet, self.assignment.expected, conditions)[job.id], running(fleet)
-        paid = [Use(name, pools[name], job.counted_at or now, now, share) for name, share in shares.items()]
+        now, rates = fleet.now, Rates(self.market.prices)
+        # What there was since the last turn, at the prices of then. The real head looks all the time.
+        paid = [replace(use, end=now) for use in self._paid.get(job.id, ())]
         view = self._view_of(job, fleet, conditions)
-        job = accounting.count(accounting.observe(job, view), view, paid, Rates(self.market.prices))
+        job = accounting.count(accounting.observe(job, view), view, paid, Rates(self._prices))
+        there = [replace(use, end=now + 1.0) for use in self._uses(fleet, conditions)[job.id]]
+        job = job.replace(hourly=hourly(there, rates))
         return self.crews[job.id].save(job, now)
+
+    def _uses(self, fleet: FleetView, conditions: Mapping[str, Condition]) -> dict[str, list[Use]]:
+        """By job: the machines that it pays from now on."""
+        now, pools = fleet.now, running(fleet)
+        found = accounting.shares(fleet, self.assignment.expected, conditions)
+        return {job: [Use(name, pools[name], now, now, part) for name, part in of.items()] for job, of in found.items()}
 
     def _view_of(self, job: JobState, fleet: FleetView, conditions: Mapping[str, Condition]) -> View:
         ready_at = max((node.since for node in fleet.nodes), default=0.0)
-        return job_view(fleet, job, self.assignment, conditions, ready_at)
+        placed = self.placements.get(job.id)
+        asked = placed.hourly if placed else 0.0
+        return job_view(fleet, job, self.assignment, conditions, ready_at, dearest=asked)
 
     def _advance(self, job: JobState, fleet: FleetView, conditions: Mapping[str, Condition]) -> bool:
         """Save, plan, apply, for one job. Whether it has decided anything."""
@@ -151,6 +170,7 @@ class Mind:
                 self.log.append((now, *said))
             job = apply(job, action, now)
         self.jobs[job.id] = job
+        self._spent[job.id] = _spent_at(replace(view, job=job))
         crew.obey(job, self._known, now)
         return bool(actions)
 
@@ -204,6 +224,15 @@ class Mind:
         node = Node(report, connected=there, reported_at=math.inf, cloud=cloud, since=box.ready_at)
         self._nodes[box.name] = (node, box.noticed, there)
         return node
+
+
+def _spent_at(view: View) -> float:
+    """When the planner may stop the job to keep its budget, if nothing else happens."""
+    job, budget = view.job, view.job.spec.budget
+    hourly = job.hourly + view.dearest  # at the most
+    if budget is None or job.stopping or job.ending is not None or not hourly:
+        return math.inf
+    return view.now + max(1.0, (budget - job.cost - spending.reserve(view)) / hourly * 3600)
 
 
 def _timers(job: JobState) -> list[float]:

@@ -57,6 +57,8 @@ class Outcome:
     deadline: float | None = None  # as in the job
     log: tuple[tuple[float, str, str], ...] = ()  # the events of the job: seconds, kind and text
     turns: int = 0  # of the head
+    saved: float = 0.0  # which part of the work the bucket has at the end
+    counted: float = 0.0  # USD that the head has counted for the job
 
     @property
     def met(self) -> bool:
@@ -71,7 +73,7 @@ def replay(
 
     policy: None takes the one that the job's own keys choose. on_demand: machines of one on-demand pool beside them.
     """
-    cluster = _cluster(trace, job, on_demand)
+    cluster = cluster_of(trace, job, on_demand)
     pools = zip(cluster.pools, trace.zones, strict=False)
     supplies = {pool.name: Supply(zone.counts, zone.prices or ((0.0, trace.price),)) for pool, zone in pools}
     if on_demand:
@@ -103,7 +105,7 @@ def play(
     market.now = BEGIN
     crew = Crew("job", job.work, job.step, costs, {})
     mind = Mind(cluster, market, {"job": crew}, policy)
-    mind.jobs["job"] = _state(job, cluster, costs)
+    mind.jobs["job"] = state_of(job, cluster, costs)
     now, due, looks = BEGIN, BEGIN, -1
     while True:
         if now >= due or market.looks != looks:  # else nothing has happened that the head would see
@@ -121,6 +123,32 @@ def play(
     market.close()
     crew.close(now)
     return _outcome(cluster, market, job, crew, mind, now)
+
+
+def state_of(job: Job, cluster: ClusterSpec, costs: Costs) -> JobState:
+    """The job when it is submitted."""
+    times = {"work": job.work, "restart_time": costs.boot + costs.restore, "checkpoint_interval": costs.checkpoint}
+    keys = {"deadline": job.deadline, "budget": job.budget}
+    nodes = {"min": job.min, "max": job.max}
+    given = {key: value for key, value in keys.items() if value is not None}
+    spec = JobSpec.model_validate({"script": "train.py", "nodes": nodes, **times, **given, **job.more})
+    return JobState(id="job", name=spec.name, cluster=cluster.name, code="", spec=spec, submitted=BEGIN)
+
+
+def cluster_of(trace: Trace, job: Job, on_demand: int) -> ClusterSpec:
+    """A pool of spot machines for each zone, and one of on-demand machines if there are any."""
+    pools: list[dict[str, Any]] = [
+        {"name": pool_name(zone.name), "zone": f"local-{index}", "max": max(job.max, 1) + 1}
+        for index, zone in enumerate(trace.zones)
+    ]
+    if on_demand:
+        pools.append({"name": "on-demand", "zone": "local-od", "market": "on-demand", "max": on_demand})
+    return ClusterSpec.model_validate({"name": "simulated", "cloud": "local", "pools": pools})
+
+
+def pool_name(zone: str) -> str:
+    """The name of the pool in a zone."""
+    return re.sub("[^a-z0-9]+", "-", zone.lower()).strip("-")[:20].strip("-")
 
 
 def _outcome(cluster: ClusterSpec, market: Market, job: Job, crew: Crew, mind: Mind, now: float) -> Outcome:
@@ -142,28 +170,6 @@ def _outcome(cluster: ClusterSpec, market: Market, job: Job, crew: Crew, mind: M
         deadline=job.deadline,
         log=tuple((time - BEGIN, kind, text) for time, kind, text in mind.log),
         turns=mind.turns,
+        saved=max(0, state.newest[1]) / crew.total,
+        counted=state.cost,
     )
-
-
-def _state(job: Job, cluster: ClusterSpec, costs: Costs) -> JobState:
-    times = {"work": job.work, "restart_time": costs.boot + costs.restore, "checkpoint_interval": costs.checkpoint}
-    keys = {"deadline": job.deadline, "budget": job.budget}
-    nodes = {"min": job.min, "max": job.max}
-    given = {key: value for key, value in keys.items() if value is not None}
-    spec = JobSpec.model_validate({"script": "train.py", "nodes": nodes, **times, **given, **job.more})
-    return JobState(id="job", name=spec.name, cluster=cluster.name, code="", spec=spec, submitted=BEGIN)
-
-
-def _cluster(trace: Trace, job: Job, on_demand: int) -> ClusterSpec:
-    pools: list[dict[str, Any]] = [
-        {"name": pool_name(zone.name), "zone": f"local-{index}", "max": max(job.max, 1) + 1}
-        for index, zone in enumerate(trace.zones)
-    ]
-    if on_demand:
-        pools.append({"name": "on-demand", "zone": "local-od", "market": "on-demand", "max": on_demand})
-    return ClusterSpec.model_validate({"name": "simulated", "cloud": "local", "pools": pools})
-
-
-def pool_name(zone: str) -> str:
-    """The name of the pool in a zone."""
-    return re.sub("[^a-z0-9]+", "-", zone.lower()).strip("-")[:20].strip("-")

@@ -110,7 +110,7 @@ def demand(view: FleetView, cluster: ClusterSpec, job: JobState, index: int) -> 
 def _left(job: JobState) -> float | None:
     """The work left, in seconds on one machine: as measured, else as the job file says; None if neither is known."""
     total, pace = job.progress.total_steps, job.progress.pace or job.pace
-    nodes = len(job.members) or len(job.last)
+    nodes = len(job.members) if job.progress.pace else job.paced or len(job.last)
     if not (total and pace and nodes):
         return job.spec.work
     return float(max(0, total - max(job.reached, 0)) * pace * nodes**SCALING)

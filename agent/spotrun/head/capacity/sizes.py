@@ -90,9 +90,10 @@ def decide(seen: Observation) -> Decision:
         return Decision({pool.name: 0 for pool in seen.pools if pool.size and pool.supply != "away"})
     sizes = _sizes(seen)
     # A pool may be short at one look and not at the next: machines go only once there are too many.
-    excess = max(0, sum(pool.serving for pool in seen.pools) - seen.needed)
+    wanted = [pool for pool in seen.pools if any(not need.pools or pool.name in need.pools for need in seen.needs)]
+    excess = max(0, sum(pool.serving for pool in wanted) - seen.needed)
     # Replacements are not there yet, and may be unfit too: no healthy machine goes for them.
-    healthy = max(0, sum(pool.fit for pool in seen.pools) - seen.needed)
+    healthy = max(0, sum(pool.fit for pool in wanted) - seen.needed)
     remove: list[str] = []
     for pool in seen.pools:
         # A smaller size would let the cloud choose the machines that end: name them instead.
@@ -100,14 +101,17 @@ def decide(seen: Observation) -> Decision:
         if surplus <= 0:
             continue
         pending = max(0, pool.size - len(pool.states))
+        # Idle machines of a pool that nobody wants serve nobody, whatever the other pools lack.
+        spare, sound = (excess, healthy) if pool in wanted else (len(pool.states), len(pool.states))
         idle = [name for name in sorted(pool.states, reverse=True) if name not in seen.keep]
         abandoned = [name for name in idle if pool.states[name] == "abandoned"][: max(0, surplus - pending)]
         left = surplus - pending - len(abandoned)
-        replacing = [name for name in idle if pool.states[name] == "replacing"][: max(0, min(left, excess))]
-        left, excess = left - len(replacing), excess - len(replacing)
+        replacing = [name for name in idle if pool.states[name] == "replacing"][: max(0, min(left, spare))]
+        left, spare = left - len(replacing), spare - len(replacing)
         good = [name for name in idle if pool.states[name] not in ("replacing", "abandoned")]
-        good = good[: max(0, min(left, excess, healthy))]
-        excess, healthy = excess - len(good), healthy - len(good)
+        good = good[: max(0, min(left, spare, sound))]
+        if pool in wanted:
+            excess, healthy = spare - len(good), sound - len(good)
         taken = abandoned + replacing + good
         remove += taken
         # remove() lowers the size itself; machines that do not exist yet are taken back by size.

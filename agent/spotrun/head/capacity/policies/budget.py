@@ -33,8 +33,12 @@ def within_budget(policy: Policy) -> Policy:
 
 
 def expected_cost(seen: Situation, job: Demand, placement: Placement) -> float | None:
-    """USD for the rest of the work on the dearest of the pools that the job uses; None: not known."""
-    offers = [offer for offer in seen.offers if offer.name in placement.use and offer.price is not None]
+    """USD for the rest of the work on the dearest of the pools that the job uses or asks; None: not known.
+
+    Those that it asks count already: else it would find only once they are there that it cannot pay for them.
+    """
+    pools = placement.use.union(*(need.pools for need in placement.needs if need.machines > 0))
+    offers = [offer for offer in seen.offers if offer.name in pools and offer.price is not None]
     if job.left is None or not offers:
         return None
     offer = max(offers, key=price)

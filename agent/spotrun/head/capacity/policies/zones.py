@@ -129,9 +129,11 @@ def _likely(seen: Situation, job: Demand, offer: Offer) -> float:
     now, most = fit(job, offer), room(job, offer)
     if pool.supply in ("short", "away", "closed"):
         return now
-    if pool.size and pool.fit >= pool.size:
+    fell_short = past.short_at > 0 and seen.now < again(offer)
+    if pool.size and pool.fit >= pool.size and not (fell_short and pool.size <= past.short_with):
         return most  # it has given what it was asked for
-    if past.short_at and seen.now < again(offer):
+    if fell_short:
+        # It may have been asked for less since then, such as when the job moves away: that it has that says nothing.
         return min(most, max(now, past.short_with - math.ceil(offer.others)))
     chance = (past.up + 1.0) / (past.up + past.down + 1.0)  # an hour of success is imagined: it is worth a try
     if offer.advice.obtainability is not None:
