@@ -45,14 +45,17 @@ def main() -> int:
     args = parser.parse_args()
     began = time.monotonic()
     found: dict[str, Compared | Deadlines] = {}
+    took: dict[str, float] = {}
     measures: dict[str, Callable[[Path, int, int], Compared | Deadlines]] = {
         "zone": one_zone, "zones": all_zones, "single": single,
     }  # fmt: skip
     for name, measure in measures.items():
         if args.only in (None, name):
+            start = time.monotonic()
             found[name] = measure(args.traces, args.windows, args.seed)
-    seconds = time.monotonic() - began
-    text = render(found, describe_machine(), f"{datetime.now(UTC).date()}", seconds, args.out.parent / "plots")
+            took[name] = time.monotonic() - start
+    about = f"{datetime.now(UTC).date()}, {describe_machine()}, {(time.monotonic() - began) / 60:.0f} minutes"
+    text = render(found, about, took, args.out.parent / "plots")
     if args.only is None:
         write_section(args.out, "capacity", text)
     print(text)

@@ -10,7 +10,7 @@ from pathlib import Path
 from bench.plots import Line, plot
 from spotrun.simulate.costs import Costs
 from spotrun.simulate.replay import Outcome
-from spotrun.simulate.statistics import closed, geometric, mean, ratio
+from spotrun.simulate.statistics import Estimate, closed, geometric, mean, ratio
 
 HOUR = 3600.0
 NAMES = {
@@ -36,6 +36,27 @@ class Compared:
         """Seconds."""
         return [self.length if each.finished is None else each.finished for each in self.outcomes[policy]]
 
+    def factors(self) -> list[float]:
+        """By zone: how many times sooner spotrun ends, as the geometric mean of its windows."""
+        pairs = list(zip(self.ends("failover"), self.ends("own"), strict=True))
+        of = {zone: [a / b for z, (a, b) in zip(self.zones, pairs, strict=True) if z == zone] for zone in self.zones}
+        return [geometric(values).value for values in of.values()]
+
+    def cost_factor(self) -> float:
+        """The cost of the same work on spotrun over that on the rigid cluster, over all windows."""
+        rigid, own = (self.outcomes[name] for name in ("failover", "own"))
+        both = (sum(o.cost for o in each) / sum(o.done for o in each) for each in (own, rigid))
+        return next(both) / next(both)
+
+    def later(self) -> int:
+        """In how many windows spotrun ended later."""
+        return sum(a < b - 1 for a, b in zip(self.ends("failover"), self.ends("own"), strict=True))
+
+    def dearer(self) -> int:
+        """In how many windows both ended and spotrun cost more."""
+        pairs = zip(self.outcomes["failover"], self.outcomes["own"], strict=True)
+        return sum(o.cost > r.cost * 1.001 for r, o in pairs if None not in (r.finished, o.finished))
+
 
 @dataclass(frozen=True)
 class Deadlines:
@@ -45,23 +66,77 @@ class Deadlines:
     bounds: Mapping[float, Sequence[float]]  # the least cost, by fraction
     zones: Sequence[str]  # of each window
 
+    def closed(self, fraction: float) -> Estimate:
+        """Which part of the gap between Uniform Progress and the optimum spotrun closes."""
+        costs = {name: [o.cost for o in found] for name, found in self.outcomes[fraction].items()}
+        return closed(costs["uniform_progress"], costs["own"], self.bounds[fraction])
 
-def render(found: Mapping[str, Compared | Deadlines], machine: str, day: str, seconds: float, plots: Path) -> str:
-    """The section."""
-    lines = ["## Policies of capacity, on traces of spot markets", "", *_method(machine, day, seconds), ""]
-    titles = {"zone": "16 nodes, machines of one zone alone", "zones": "16 nodes, all zones open"}
+    def spot_hours(self, policy: str, fraction: float) -> float:
+        """The mean over the windows."""
+        return mean([o.spot_hours for o in self.outcomes[fraction][policy]]).value
+
+
+TITLES = {
+    "zone": "16 nodes, machines of one zone alone",
+    "zones": "16 nodes, all zones open",
+    "single": "One node with a deadline",
+}
+
+
+def render(found: Mapping[str, Compared | Deadlines], about: str, took: Mapping[str, float], plots: Path) -> str:
+    """The section. about: day, machine and time. took: seconds for each comparison."""
+    lines = ["## Policies of capacity, on traces of spot markets", "", *_method(about), "", *goals(found), ""]
+    lines += [f"{_speed(found, took)}", ""]
     for name, each in found.items():
-        if isinstance(each, Compared):
-            lines += [f"### {titles[name]}", "", *_compared(each, name == "zone"), ""]
-        else:
-            lines += ["### One node with a deadline", "", *_deadlines(each, plots), ""]
+        body = _compared(each, name == "zone") if isinstance(each, Compared) else _deadlines(each, plots)
+        lines += [f"### {TITLES[name]}", "", *body, ""]
     return "\n".join(lines)
 
 
-def _method(machine: str, day: str, seconds: float) -> list[str]:
+def goals(found: Mapping[str, Compared | Deadlines]) -> list[str]:
+    """What must hold, and whether it does."""
+    rows: list[tuple[str, str, str, bool]] = []  # comparison, goal, measured, held
+    for name, each in found.items():
+        if isinstance(each, Deadlines):
+            rows += [(TITLES[name], *row) for row in _deadline_goals(each)]
+        elif name == "zone":
+            factor, cost = geometric(each.factors()).value, each.cost_factor()
+            rows.append((TITLES[name], "at least 1.2 times sooner, geometric mean", f"{factor:.2f}", factor >= 1.2))
+            rows.append((TITLES[name], "at no higher cost of the same work", f"{cost:.3f}", cost <= 1))
+        else:
+            later, dearer = each.later(), each.dearer()
+            rows.append((TITLES[name], "never later", f"{later} of {len(each.zones)} windows", later == 0))
+            rows.append((TITLES[name], "never dearer", f"{dearer} of {len(each.zones)} windows", dearer == 0))
+    cells = [_row([*row[:3], "yes" if row[3] else "**no**"]) for row in rows]
+    return [_row(["comparison", "goal", "measured", "held"]), _row(["---"] * 4), *cells]
+
+
+def _deadline_goals(each: Deadlines) -> list[tuple[str, str, bool]]:
+    met = sum(o.met for outcomes in each.outcomes.values() for o in outcomes["own"])
+    total = len(each.zones) * len(each.outcomes)
+    spot, other = each.spot_hours("uniform_progress", 0.8), each.spot_hours("greedy", 0.8)
+    parts = {f: each.closed(f).value for f in each.outcomes}
+    closings = [(f"a quarter of the gap closed at {f:g}", f"{part:.0%}", part >= 0.25) for f, part in parts.items()]
+    return [
+        ("every deadline is met", f"{met} of {total}", met == total),
+        *closings,
+        ("Uniform Progress uses more spot hours than greedy at 0.8", f"{spot:.1f} and {other:.1f}", spot > other),
+    ]
+
+
+def _speed(found: Mapping[str, Compared | Deadlines], took: Mapping[str, float]) -> str:
+    said = []
+    for name, each in found.items():
+        groups = [each.outcomes] if isinstance(each, Compared) else each.outcomes.values()
+        count = sum(len(outcomes) for group in groups for outcomes in group.values())
+        said.append(f"{count} in {took[name]:.0f} s ({60 * count / took[name]:.0f} a minute) for “{TITLES[name]}”")
+    return f"Replays, the bounds included: {'; '.join(said)}."
+
+
+def _method(about: str) -> list[str]:
     c = Costs()
     return [
-        f"{day}, {machine}, {seconds / 60:.0f} minutes. `make bench-capacity`. No cloud was used: the head's own "
+        f"{about}. `make bench-capacity`. No cloud was used: the head's own "
         "decisions are replayed on recorded traces (bench/data/traces), in simulated time. 95 % confidence intervals "
         "(bootstrap over windows) are in brackets.",
         "",
@@ -98,14 +173,12 @@ def _compared(each: Compared, by_zone: bool) -> list[str]:
     ends = mean([min(end, each.length) / HOUR for _, end in each.bounds]).text()
     lines.append(_row(["bound", f"{len(known)} of {len(rigid)}", ends, mean(known).text() if known else "-", "-", "-"]))
     faster = [a / b for a, b in zip(each.ends("failover"), each.ends("own"), strict=True)]
-    later = sum(a < b - 1 for a, b in zip(each.ends("failover"), each.ends("own"), strict=True))
-    both = [(r, o) for r, o in zip(rigid, ours, strict=True) if r.finished is not None and o.finished is not None]
-    dearer = sum(o.cost > r.cost * 1.001 for r, o in both)
+    both = [r for r, o in zip(rigid, ours, strict=True) if r.finished is not None and o.finished is not None]
     lines += [
         "",
         f"Time to the end, failover / spotrun, geometric mean: **{geometric(faster).text()}**. Cost of the same work, "
-        f"spotrun / failover: **{_cost_ratio(rigid, ours)}**. spotrun ended later in {later} of {len(rigid)} windows, "
-        f"and was dearer in {dearer} of the {len(both)} in which both ended.",
+        f"spotrun / failover: **{_cost_ratio(rigid, ours)}**. spotrun ended later in {each.later()} of {len(rigid)} "
+        f"windows, and was dearer (by more than 0.1 %) in {each.dearer()} of the {len(both)} in which both ended.",
     ]
     return lines + (["", *_by_zone(each)] if by_zone else [])
 
@@ -119,15 +192,17 @@ def _cost_ratio(rigid: Sequence[Outcome], ours: Sequence[Outcome]) -> str:
 
 def _by_zone(each: Compared) -> list[str]:
     lines = [_row(["zone", "windows", "failover / spotrun, time", "spotrun / failover, cost"]), _row(["---"] * 4)]
-    factors = []
     for zone in dict.fromkeys(each.zones):
         mine = [index for index, name in enumerate(each.zones) if name == zone]
         ends = {policy: [each.ends(policy)[i] for i in mine] for policy in each.outcomes}
         factor = geometric([a / b for a, b in zip(ends["failover"], ends["own"], strict=True)])
-        factors.append(factor.value)
         rigid, ours = ([each.outcomes[policy][i] for i in mine] for policy in ("failover", "own"))
         lines.append(_row([zone, str(len(mine)), factor.text(), _cost_ratio(rigid, ours)]))
-    return [*lines, "", f"Geometric mean over the zones: **{geometric(factors).value:.2f}** (goal: at least 1.2)."]
+    return [
+        *lines,
+        "",
+        f"Geometric mean over the zones: **{geometric(each.factors()).value:.2f}** (goal: at least 1.2).",
+    ]
 
 
 def _deadlines(each: Deadlines, plots: Path) -> list[str]:
@@ -144,10 +219,9 @@ def _deadlines(each: Deadlines, plots: Path) -> list[str]:
     ]  # fmt: skip
     for fraction, outcomes in each.outcomes.items():
         best, static = each.bounds[fraction], [o.cost for o in outcomes["static"]]
-        yardstick = [o.cost for o in outcomes["uniform_progress"]]
         for policy, found in outcomes.items():
             costs = [o.cost for o in found]
-            part = closed(yardstick, costs, best).text() if policy == "own" else ""
+            part = each.closed(fraction).text() if policy == "own" else ""
             others = [
                 mean([getattr(o, name) for o in found])
                 for name in ("spot_hours", "on_demand_hours", "goodput", "moves")
@@ -158,7 +232,7 @@ def _deadlines(each: Deadlines, plots: Path) -> list[str]:
         lines.append(
             _row([f"{fraction:g}", "optimum", "", mean(best).text(), ratio(best, static).text(), "1", *[""] * 5])
         )
-    lines += ["", *_shape(each), "", *_wins(each)]
+    lines += ["", *_wins(each)]
     series = [
         Line(NAMES.get(policy, policy), [(f, mean([o.cost for o in each.outcomes[f][policy]])) for f in each.outcomes])
         for policy in next(iter(each.outcomes.values()))
@@ -169,17 +243,6 @@ def _deadlines(each: Deadlines, plots: Path) -> list[str]:
         plot("Cost of 48 h jobs by work / deadline", "work / deadline", "cost", series)
     )
     return [*lines, "", "![cost by fraction](plots/capacity-deadline.svg)"]
-
-
-def _shape(each: Deadlines) -> list[str]:
-    if 0.8 not in each.outcomes:
-        return []
-    spot = {p: mean([o.spot_hours for o in each.outcomes[0.8][p]]).value for p in ("greedy", "uniform_progress")}
-    holds = "held" if spot["uniform_progress"] > spot["greedy"] else "not held"
-    return [
-        f"Published shape, Uniform Progress uses more spot hours than greedy at 0.8: "
-        f"{spot['uniform_progress']:.1f} against {spot['greedy']:.1f}: {holds}."
-    ]
 
 
 def _wins(each: Deadlines) -> list[str]:

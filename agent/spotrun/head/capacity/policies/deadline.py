@@ -17,7 +17,7 @@ from spotrun.head.capacity.situation import Demand, Placement, Situation
 from spotrun.head.capacity.sizes import Need
 
 MARGIN = 30.0  # seconds: decisions, orders and three looks at the cloud
-AGAIN = 16  # a choice is thought over when so small a part of the work, or of the spare time, is used up
+AGAIN = 8  # a choice is thought over when so small a part of the work, or of the spare time, is used up
 SAFE: tuple[Market, ...] = ("flex", "on-demand")
 
 

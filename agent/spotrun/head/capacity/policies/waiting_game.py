@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 WORK, SPARE = 80, 64  # steps of the grid
-STEP = 1.25  # parameters are rounded to powers of this, so that a table serves for long: they are estimates anyway
+STEP = 1.5  # parameters are rounded to powers of this, so that a table serves for long: they are rough estimates anyway
 
 Row = Sequence[float]
 
