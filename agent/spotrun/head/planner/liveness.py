@@ -45,12 +45,15 @@ def eligible(view: View) -> list[Node]:
 
 def had_joined(view: View | FleetView, machine: Machine) -> bool:
     """Whether the machine's agent had joined before this head began, and has not reported since."""
-    if any(node.name == machine.name for node in view.nodes):
-        return False
-    jobs = view.jobs if isinstance(view, FleetView) else (view.job,)
-    member = any(
-        any(each.node == machine.name for each in job.last) and machine.created <= job.ordered_at for job in jobs
-    )
+    if isinstance(view, FleetView):
+        if machine.name in view.by_name:
+            return False
+        jobs = view.last.get(machine.name, ())
+    else:
+        if any(node.name == machine.name for node in view.nodes):
+            return False
+        jobs = (view.job,) if any(each.node == machine.name for each in view.job.last) else ()
+    member = any(machine.created <= job.ordered_at for job in jobs)
     return member or view.joined.get(machine.name) == machine.created
 
 
