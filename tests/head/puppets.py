@@ -7,7 +7,7 @@ found out at once.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -119,15 +119,18 @@ class Theatre(World):
         job = {"name": name, "script": "train.py", "nodes": nodes, "grow_interval": 0, **more}
         return await self.head.submit(job, CODE)
 
-    async def round(self, times: int = 1) -> None:
-        """The head looks at its cloud and takes a turn, then each node obeys, steps and reports."""
+    async def round(self, times: int = 1, without: Collection[str] = ()) -> None:
+        """The head looks at its cloud and takes a turn, then each node obeys, steps and reports.
+
+        without: nodes whose reports do not get to the head.
+        """
         for _ in range(times):
             self.now += ROUND
             await self.look()
             await self.turn()
-            self.play()
+            self.play(without)
 
-    def play(self) -> None:
+    def play(self, without: Collection[str] = ()) -> None:
         """Let the puppets do what they were told, and report."""
         listed = {f"p-{index}" for index in range(self.cloud.size["p"])}
         for name in self.puppets.keys() - listed:
@@ -139,7 +142,8 @@ class Theatre(World):
         for job in {job for puppet in self.puppets.values() for job in puppet.work}:
             self._step(job)
         for puppet in self.puppets.values():
-            self.head.receive(puppet.report(self.now), puppet.send)
+            if puppet.name not in without:
+                self.head.receive(puppet.report(self.now), puppet.send)
 
     def _step(self, job: str) -> None:
         """One step of a job, if its whole generation is there."""

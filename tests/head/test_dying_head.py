@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from spotrun.head.fenced import FencedStore
+from spotrun.head.timeouts import TIMEOUTS
 from spotrun.wire import Order
-from tests.head.puppets import Theatre
+from tests.head.puppets import ROUND, Theatre
 
 
 class Killed(BaseException):
@@ -91,3 +92,45 @@ async def die_while_machines_move(
     assert [stage.written(job).phase for job in (*low, high)] == ["succeeded"] * (len(low) + 1)
     assert stage.lost([*low, high]) == 0
     return {each.kind for job in low for each in stage.written(job).interruptions}
+
+
+async def test_a_new_head_waits_for_all_nodes_before_a_lower_job_gets_its_machine_back(tmp_path: Path) -> None:
+    """An urgent job is about to begin on a machine that a lower job has left and on another one, when the head dies.
+
+    The agent of the other machine finds the new head a little later. The lower job must not begin and drain again.
+    """
+    stage = Theatre(tmp_path, machines=2)
+    low = await stage.queue_job("low", 1)
+    await stage.round(10)
+    (taken,) = stage.nodes(low)
+    high = await stage.queue_job("high", 2, priority=5)
+    while stage.state(low).current is not None:
+        await stage.round()
+    (other,) = stage.puppets.keys() - {taken}
+    assert stage.nodes(high) == []
+    await restart_without(stage, other, rounds=10)
+    assert (stage.state(low).generation, stage.nodes(high)) == (1, [])
+    await stage.round(5)
+    assert (stage.state(low).generation, sorted(stage.nodes(high))) == (1, sorted([taken, other]))
+
+
+async def test_a_new_head_waits_no_longer_than_agents_need_to_find_it(tmp_path: Path) -> None:
+    """The agent of a machine on which no job trains has died with the head, and the cloud still lists the machine."""
+    stage = Theatre(tmp_path, machines=2)
+    low, high = await stage.queue_job("low", 1), await stage.queue_job("high", 1)
+    await stage.round(10)
+    (away,) = stage.nodes(high)
+    await stage.ask(lambda job, now: job.replace(stopping="stopped"), high)
+    while high in stage.queue():
+        await stage.round()
+    urgent = await stage.queue_job("urgent", 1, priority=5)
+    await restart_without(stage, away, rounds=int(TIMEOUTS.rejoin / ROUND) - 1)
+    assert (len(stage.nodes(low)), stage.nodes(urgent)) == (1, [])
+    await stage.round(10, without={away})
+    assert (stage.nodes(low), len(stage.nodes(urgent))) == ([], 1)
+
+
+async def restart_without(stage: Theatre, away: str, rounds: int) -> None:
+    """The head dies. The agent of one node does not find the new head in so many rounds."""
+    stage.restart_head()
+    await stage.round(rounds, without={away})

@@ -174,8 +174,19 @@ class FleetView:
         return _by_node((member.node, job) for job in self.jobs for member in job.last)
 
     def blind(self) -> bool:
-        """Whether this head began or woke up a moment ago, and a member of a newest generation is not back yet."""
-        return _blind(self, self.jobs)
+        """Whether this head began or woke up a moment ago, and a node is not back yet.
+
+        That is a member of a newest generation, or a node that the last head could give to a job. Without the latter,
+        jobs of low priority would begin again where a job of higher priority waits for that node.
+        """
+        if self.now - self.awake_since >= TIMEOUTS.rejoin:
+            return False
+        there = {machine.name: machine.created for machine in self.machines if machine.state == "running"}
+        known = self.by_name
+        missing = (
+            name not in known and (not self.listed or there.get(name) == made) for name, made in self.joined.items()
+        )
+        return any(missing) or _blind(self, self.jobs)
 
     def work(self, node: Node) -> list[tuple[JobState, JobReport]]:
         """What a node reports about jobs that have not ended."""
