@@ -8,19 +8,31 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import time
 from asyncio import sslproto
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from bench.scale_head import CLUSTER, DEVICES, POOL, ZONE, node_name, obey_lines, say
+from spotrun.changes import Inbox, OrderChange
 from spotrun.machine.metadata import Identity
-from spotrun.node.connection import Connection
+from spotrun.node import connection
 from spotrun.store import Store
 from spotrun.wire import Failure, JobOrder, JobReport, Order, Report, Worker
 
 PUBLISH_EVERY = 0.5  # seconds between two reports of progress, as a real agent's heartbeats
 PACE = 0.1  # seconds a step
+
+
+class SharedInbox(Inbox):
+    """Parses a message once that many agents of this process get: a real agent has a processor of its own."""
+
+    _shared = staticmethod(lru_cache(maxsize=64)(Inbox()._parse))
+
+    def _parse(self, text: str) -> Order | OrderChange:
+        return self._shared(text)
 
 
 @dataclass
@@ -39,7 +51,7 @@ class Agent:
     def __init__(self, name: str, store: Store) -> None:
         self.name, self.work = name, dict[str, Work]()
         identity = Identity(name, ZONE, "127.0.0.1", name)
-        self.connection = Connection(store, CLUSTER, identity, self.obey)
+        self.connection = connection.Connection(store, CLUSTER, identity, self.obey)
         self._tasks: list[asyncio.Task[None]] = []
 
     async def run(self, delay: float) -> None:
@@ -124,6 +136,8 @@ class Agent:
 
 async def run(folder: Path, first: int, count: int) -> None:
     sslproto.SSLProtocol.max_size = 16 * 1024  # as in the head, because this process has hundreds of connections
+    gc.set_threshold(200_000, 20, 20)
+    connection.Inbox = SharedInbox  # type: ignore[misc]
     store = Store(str(folder / "bucket"))
     agents = {name: Agent(name, store) for name in map(node_name, range(first, first + count))}
 

@@ -62,19 +62,23 @@ class Inbox:
 
     def read(self, text: str) -> Order:
         """The order in a message. Raises `ValueError`, and `LinkError` if it is the difference to an unknown one."""
-        if Kind.model_validate_json(text).kind != "change":
-            order = Order.model_validate_json(text)
-        else:
-            change = OrderChange.model_validate_json(text)
-            if change.base not in self._known:
-                raise LinkError(f"the head sent the difference to order {change.base}, which is not here")
-            order = change.applied(self._known[change.base])
+        order = self._parse(text)
+        if isinstance(order, OrderChange):
+            base = order.base
+            if base not in self._known:
+                raise LinkError(f"the head sent the difference to order {base}, which is not here")
+            order = order.applied(self._known[base])
             # The head has read a report that names this base, so it uses no older one any more.
-            self._known = {number: known for number, known in self._known.items() if number >= change.base}
+            self._known = {number: known for number, known in self._known.items() if number >= base}
         if order.number > self.newest:
             self.newest = order.number
             self._known[order.number] = order
         return order
+
+    def _parse(self, text: str) -> Order | OrderChange:
+        if Kind.model_validate_json(text).kind != "change":
+            return Order.model_validate_json(text)
+        return OrderChange.model_validate_json(text)
 
 
 class Texts:
