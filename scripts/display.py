@@ -183,6 +183,7 @@ def picture(status: Status, file: str = LOCAL, whole: bool = False) -> Renderabl
     parts: list[RenderableType] = [_headline(status)]
     if parked := status.get("parked"):  # a head of spotrun 0.1 does not send this key
         parts.append(Text(here(parked["text"], file), style="red"))
+    parts += [Text(text, style="red") for text in status.get("troubles", ())]  # nor this one
     for held in status.get("held", ()):
         again = make_command(file, "relaunch", f"ID={held}")
         parts.append(Text(f"{held}: held since the cluster was brought up; `{again}` continues it"))

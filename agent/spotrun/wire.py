@@ -239,7 +239,7 @@ class Report(Document):
     zone: str
     address: str
     ssh_port: int = 22
-    devices: int = 1  # GPUs, or 1 on a machine without GPUs
+    devices: int = Field(default=1, ge=0, le=1024)  # GPUs, or 1 on a machine without GPUs
     # checking: the machine is being checked. unfit: a check has failed. Neither takes a job. ready: takes jobs.
     phase: Literal["checking", "unfit", "ready"] = "ready"
     since: float = Field(default=0.0, ge=0, le=253402300799)  # when the checks began, epoch seconds; 0: not checking

@@ -126,7 +126,7 @@ def jobs_on(stage: Theatre, node: str) -> list[str]:
 
 def wanted(stage: Theatre) -> frozenset[str]:
     """The machines that must not go."""
-    return wish(stage.head.fleet_view(stage.now), stage.cluster, stage.head.assignment.expected, {}).keep
+    return wish(stage.head.fleet_view(stage.now), stage.cluster, stage.head.allocator.assignment.expected, {}).keep
 
 
 async def texts(stage: Theatre, job: str) -> list[str]:

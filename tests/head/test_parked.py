@@ -70,6 +70,20 @@ async def test_the_others_on_the_machine_of_a_parked_job_go_on(tmp_path: Path, s
     assert (stage.written(bad).generation, stage.lost([bad, paused, *others])) == (1, 0)
 
 
+async def test_a_job_gets_a_machine_for_the_devices_that_a_parked_job_keeps(tmp_path: Path) -> None:
+    """A machine with devices of a parked job does not count as one whose devices are all for others."""
+    stage = Theatre(tmp_path, machines=3, devices=4)
+    bad, *good = [await stage.queue_job(f"job-{index}", 1, devices=1) for index in range(4)]
+    await stage.round(12)
+    lie(stage, bad)
+    await stage.round(5)
+    assert (list(stage.head.parked), stage.cloud.size) == ([bad], {"p": 1})
+    later = await stage.queue_job("later", 1, devices=1)
+    await stage.round(15)
+    assert stage.cloud.size == {"p": 2}
+    assert [len(stage.nodes(job)) for job in (*good, later)] == [1, 1, 1, 1]
+
+
 async def test_an_urgent_job_does_not_get_the_machine_of_a_parked_job(tmp_path: Path) -> None:
     stage = Theatre(tmp_path, machines=2, total=10**6)
     bad, good = await stage.queue_job("bad", 1), await stage.queue_job("good", 1)
@@ -137,3 +151,33 @@ async def test_a_bucket_that_is_slow_for_one_job_delays_no_other(
         await stage.round()
     await stage.round(5)
     assert (stage.written(slow).phase, stage.written(slow).newest[1]) == ("succeeded", 60)
+
+
+async def test_a_bucket_that_is_slow_for_the_progress_of_one_job_delays_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Meanwhile the other job is moved for an urgent one, and all of them end. Then the newest progress is written."""
+    stage = Theatre(tmp_path, machines=2, total=60)
+    slow, good = [await stage.queue_job(name, 1) for name in ("slow", "good")]
+    await stage.round(10)
+    before = stage.written(slow).progress.step
+    answers, put = threading.Event(), stage.store.replace
+
+    def replace_slowly(key: str, data: bytes, version: Any) -> Any:
+        if key == job_key(slow, "state.json") and not answers.is_set():
+            assert answers.wait(60)
+        return put(key, data, version)
+
+    monkeypatch.setattr(stage.store, "replace", replace_slowly)
+    monkeypatch.setattr(stage, "turn", lambda: stage.head._turn(stage.now))  # it awaits no write of progress
+    await stage.round(10)
+    urgent = await stage.queue_job("urgent", 1, priority=5)
+    stage.total = 35
+    await stage.round(10)
+    assert (stage.nodes(good), len(stage.nodes(urgent))) == ([], 1)
+    assert (stage.written(slow).progress.step, list(stage.head.progress_writes.tasks)) == (before, [slow])
+    assert stage.state(slow).progress.step > before
+    answers.set()
+    await stage.round(100)
+    assert [stage.written(job).phase for job in (slow, good, urgent)] == ["succeeded"] * 3
+    assert stage.lost([slow, good, urgent]) == 0

@@ -238,7 +238,7 @@ async def test_the_machine_that_has_the_folders_is_kept_while_another_job_trains
     (another,) = stage.nodes(other)
     assert stage.state(job).phase == "finishing"
     view = stage.head.fleet_view(stage.now)
-    assert wish(view, stage.cluster, stage.head.assignment.expected, {}).keep == {node, another}
+    assert wish(view, stage.cluster, stage.head.allocator.assignment.expected, {}).keep == {node, another}
 
 
 async def test_a_job_whose_folder_is_not_there_fails(stage: Theatre) -> None:

@@ -171,6 +171,7 @@ class World:
             if tasks := self.head.completions.tasks:
                 await asyncio.gather(*tasks.values())
                 await self.head._turn(self.clock())
+            await asyncio.gather(*self.head.progress_writes.tasks.values(), return_exceptions=True)
 
     async def look(self) -> None:
         """One look of the scaler."""

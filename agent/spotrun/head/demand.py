@@ -82,17 +82,20 @@ def wish(
     placements: Placements,
     busy: Set[str] = frozenset(),
     parked: Set[str] = frozenset(),
+    pins: Iterable[Claim] = (),
 ) -> Wish:
     """What the jobs want of the pools.
 
-    busy: nodes whose agents still have a job that has ended a moment ago. parked: nodes with a parked job.
+    busy: nodes whose agents still have a job that has ended a moment ago. parked: nodes with a parked job. pins: the
+    devices of parked jobs, see `pinned`.
     """
     keep = {*busy, *parked}
     for job in view.jobs:
         if claims(job):
             keep |= held.get(job.id, {}).keys()
         keep |= {member.node for member in job.bound} | _holders(view, job)
-    needs = _needs([job for job in view.jobs if claims(job) or job.kept_node], cluster, held, placements)
+    asking = [job for job in view.jobs if claims(job) or job.kept_node]
+    needs = _needs(asking, cluster, held, placements, [pin for pin in pins if pin.devices])
     return Wish((*needs, Need(len(parked), has=frozenset(parked))) if parked else needs, frozenset(keep))
 
 
@@ -198,7 +201,9 @@ def _coming(
             yield Host(f"{pool.name}#{index}", pool.name, _devices(cluster, pool.name))
 
 
-def _needs(jobs: Sequence[JobState], cluster: ClusterSpec, held: Holdings, placements: Placements) -> tuple[Need, ...]:
+def _needs(
+    jobs: Sequence[JobState], cluster: ClusterSpec, held: Holdings, placements: Placements, pins: Sequence[Claim]
+) -> tuple[Need, ...]:
     found = []
     shared: dict[frozenset[str], list[tuple[JobState, int]]] = {}
     orders: dict[frozenset[str], tuple[str, ...]] = {}
@@ -212,19 +217,21 @@ def _needs(jobs: Sequence[JobState], cluster: ClusterSpec, held: Holdings, place
                 orders[need.pools] = orders.get(need.pools) or need.order
     for pools, sharing in shared.items():
         has = frozenset(node for job, _ in sharing for node in _has(job, held))
-        machines = _machines(sharing, min(_devices(cluster, pool) for pool in pools))
+        nodes = [(job.spec.devices or 0, job.id, wanted) for job, wanted in sharing]
+        # A machine that they share with a parked job does not have all its devices for them.
+        nodes += [(pin.devices, pin.job, 1) for pin in pins if pin.holds.keys() & has]
+        machines = _machines(nodes, min(_devices(cluster, pool) for pool in pools))
         found.append(Need(machines, pools, has, orders[pools]))
     return tuple(found)
 
 
-def _machines(jobs: Sequence[tuple[JobState, int]], devices: int) -> int:
-    """How many machines these jobs need. jobs: each with its number of nodes. devices: of one machine.
+def _machines(jobs: Iterable[tuple[int, str, int]], devices: int) -> int:
+    """How many machines with so many devices hold the nodes of these jobs: first fit, large nodes first.
 
-    First fit, large nodes first. Two nodes of one job are never on the same machine.
+    jobs: the devices of each node, id, and how many nodes. Two nodes of one job are never the same machine.
     """
     room: list[int] = []
-    for job, left in sorted(jobs, key=lambda each: (-(each[0].spec.devices or 0), each[0].id)):
-        wanted = job.spec.devices or 0
+    for wanted, _, left in sorted(jobs, key=lambda each: (-each[0], each[1])):
         for index, free_devices in enumerate(room):
             if left and free_devices >= wanted:
                 room[index] -= wanted

@@ -18,16 +18,16 @@ from typing import Any
 
 from spotrun.cloud.base import Cloud
 from spotrun.errors import ConflictError, SpotrunError, StoreError, UnreadableError
-from spotrun.head import accounting, job_queue, lease
+from spotrun.head import accounting, job_queue, lease, pace
 from spotrun.head.agents import Agents, Send
-from spotrun.head.assignment import Assignment, as_it_is, assign, job_view, keeps_state
+from spotrun.head.allocator import CONDITIONS, Allocator
+from spotrun.head.assignment import job_view, keeps_state
 from spotrun.head.books import Books
 from spotrun.head.clock import Clock
 from spotrun.head.completions import Completions
-from spotrun.head.demand import Question, question
 from spotrun.head.events import Events
 from spotrun.head.fleet import retirement
-from spotrun.head.fleet.classify import Condition, classify
+from spotrun.head.fleet.classify import Condition
 from spotrun.head.fleet.pools import Fleet
 from spotrun.head.fleet.replacements import Replacements
 from spotrun.head.job_state import Cause, EndGeneration, Finish, JobState, LetGo, SetIdle, apply
@@ -37,9 +37,11 @@ from spotrun.head.life_signs import Signs
 from spotrun.head.planner import idle, liveness, notice_fit, silence
 from spotrun.head.planner.plan import plan
 from spotrun.head.predecessors import Predecessors
+from spotrun.head.progress_writes import ProgressWrites
 from spotrun.head.requests import Change, Requests
 from spotrun.head.scaler import Scaler
 from spotrun.head.status import event, status
+from spotrun.head.troubles import Troubles
 from spotrun.head.view import FleetView, View
 from spotrun.spec import ClusterSpec
 from spotrun.store import Store
@@ -47,13 +49,11 @@ from spotrun.wire import FORMAT, Report
 
 log = logging.getLogger(__name__)
 
-TICK = 0.25  # seconds between looks while a job is active; a report of more than progress wakes the loop at once
-TICK_SHARE = 0.2  # the most of a core that looks for mere progress take; with many agents, looks are rarer
-IDLE_TICK = 2.0
 GAP = 2.0  # seconds: after a pause this long, the head no longer trusts what it knows about silent nodes
 
-NOT_COMING = ("abandoned", "replacing", "unfit", "unknown")  # machines in these states are not counted on
 SHOWN = 50  # newest events in a status document
+ACCOUNTS = "the machine time is counted later"  # what an error in the head means
+TURN = "the head decides nothing, and tries again"
 
 
 class Head:
@@ -83,6 +83,7 @@ class Head:
         self.fleet, self.books = Fleet(cluster, cloud, self.clock), Books(store, cluster.name)
         self.events = Events(self.clock)
         self.add_event = self.events.add
+        self.progress_writes = ProgressWrites(self.journal, self.events, lambda: self.states)
         self.agents = Agents(self.add_event, partial(notice_fit.notice_of, cluster))
         self.signs = Signs(store, cluster.name, self.fleet.listed, self.clock)
         self._changed = asyncio.Event()
@@ -92,12 +93,11 @@ class Head:
         self.states: dict[str, JobState] = {}  # the jobs that this head runs, in order of submission
         self.ended: JobState | None = None  # the job that ended last
         self.parked: dict[str, job_queue.Parked] = {}  # jobs in the queue that are left as they are
-        self.assignment = Assignment()
+        self.troubles, self.allocator = Troubles(self.add_event), Allocator(self)
         self.published = asyncio.Condition()  # notified after each turn: what status() says may have changed
         self.taking = asyncio.Lock()  # held while jobs are taken up
         self._relaunching = asyncio.Lock()  # two at once would write the same job's state
         self.requests = Requests()
-        self._question: Question | None = None  # what `assignment` answers; None: nothing was asked
         self.ended_at = 0.0  # when a job ended last, or let its kept node go
         self._began = self._ticked_at = self._awake_since = 0.0
         self._unchanged: dict[str, View] = {}  # the views of the jobs that this turn has left as they were
@@ -172,7 +172,7 @@ class Head:
     def status(self, job: str | None = None) -> dict[str, Any]:
         """The status document as of now. job: the job that it is about; None: `self.job`."""
         view = self.fleet_view(self.clock())
-        conditions = classify(view)
+        conditions = self.allocator.conditions(view)
         views = {each.id: self._job_view(view, each, conditions) for each in view.jobs}
         about = self.states.get(job) if job is not None else self.job
         document = status(self.cluster, self.epoch, about, view, views, conditions, self.fleet, self.scaler.places)
@@ -180,6 +180,7 @@ class Head:
         document["events"] = self.events.seen_from(about)[-SHOWN:]
         parked = next(iter(self.parked.values()), None)
         document |= {"parked": parked.status() if parked else None, "held": self.journal.held}
+        document["troubles"] = self.troubles.texts
         return {"format": FORMAT, **document, **self.books.status()}
 
     def let_go(self, job: JobState) -> None:
@@ -207,16 +208,16 @@ class Head:
             for task in beside:
                 task.cancel()
             await asyncio.gather(*beside, return_exceptions=True)
-            await asyncio.gather(self.replacements.close(), self.completions.close())
+            await asyncio.gather(self.replacements.close(), self.completions.close(), self.progress_writes.close())
 
     async def _turns(self) -> None:
         await self.journal.read_queue()
         self._began = self._ticked_at = self._awake_since = self.clock()
         took = 0.0  # seconds of processor time, by the last turn
         while True:
-            tick = max(TICK, took / TICK_SHARE) if self.journal.queue else IDLE_TICK
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(tick):  # wait_for may swallow a cancellation
+                # wait_for may swallow a cancellation.
+                async with asyncio.timeout(pace.tick(bool(self.journal.queue), took)):
                     await self._changed.wait()
             self._changed.clear()
             now, began = self.clock(), time.thread_time()
@@ -229,12 +230,17 @@ class Head:
                 # Nothing was sent or asked that is not written; the next turn tries again.
                 log.warning("%s", error)
                 await asyncio.sleep(1.0)
+            except Exception as error:
+                self.troubles.note(TURN, error)
+                await asyncio.sleep(1.0)
+            else:
+                self.troubles.clear(TURN)
             took = time.thread_time() - began
 
     async def _watch_clock(self) -> None:
         """Notice when this process was suspended. A long turn does not count: reports arrive during it."""
         while True:
-            await asyncio.sleep(TICK)
+            await asyncio.sleep(pace.TICK)
             self._tick(self.clock())
 
     def _tick(self, now: float) -> None:
@@ -250,50 +256,41 @@ class Head:
         async with self.taking:
             await job_queue.take_up(self)
         if not parked <= self.parked.keys():
-            self._question = None  # a job is back, and holds the nodes of its generation
+            self.allocator.forget()  # a job is back
         for answer in self.replacements.answers(now):
             self.add_event("cloud", answer)
         self.requests.apply(self.states, {job: each.text for job, each in self.parked.items()}, now)
-        view, conditions = self._see(now)
+        view = self.fleet_view(now)
+        self.replacements.joined = liveness.now_joined(view)
+        conditions = self.allocator.conditions(view)
+        self.allocator.look(view, conditions)
         wanted: set[str] = set()
-        fleet = self.fleet
-        uses = self.books.count(view, self.assignment.expected, conditions, fleet.rates, fleet.advice)
+        uses = self.troubles.attempt(ACCOUNTS, lambda: self._count(view, conditions), {})
         self._unchanged.clear()
         for job in view.jobs:
             try:
-                wanted |= self._advance(job, view, conditions, uses[job.id])
+                wanted |= self._advance(job, view, conditions, uses.get(job.id, ()))
             except Exception as error:
                 self._park(job.id, error)
         self.signs.want(frozenset(wanted))
         await self._write(now)
         self.requests.answer()
-        view, acted = replace(view, jobs=self._active()), len(self._unchanged) < len(view.jobs)
-        conditions = classify(view) if acted else conditions
-        self._order(view, conditions)
+        now_view, acted = replace(view, jobs=self._active()), len(self._unchanged) < len(view.jobs)
+        conditions = self.allocator.conditions(now_view) if acted else conditions
+        self._order(now_view, conditions)
         async with self.published:
             self.published.notify_all()
-        await self.scaler.replace(view, conditions)
+        if CONDITIONS not in self.troubles:
+            await self.scaler.replace(now_view, conditions)
 
     def _park(self, job: str, error: Exception) -> None:
         """Leave a job as it is after an error that nobody expected. The other jobs go on."""
         job_queue.park(self, job, f"unexpected error in the head: {error!r}"[:1000], error)
 
-    def _see(self, now: float) -> tuple[FleetView, Mapping[str, Condition]]:
-        """Look at everything, and decide which job has each device."""
-        view = self.fleet_view(now)
-        self.replacements.joined = liveness.now_joined(view)
-        conditions = classify(view)
-        if view.blind():
-            self._question, self.assignment = None, as_it_is(view)
-            return view, conditions
-        places = self.scaler.placer.look(view, conditions)
-        out = {name for name, each in conditions.items() if each.state in NOT_COMING}
-        before = self.assignment.held if self._question else as_it_is(view).held
-        pins, misfits = job_queue.pins(self), self.agents.misfits(now)
-        asked = question(view, self.cluster, self.fleet.sizes, before, places, out, pins, misfits)
-        if asked != self._question:
-            self._question, self.assignment = asked, assign(asked)
-        return view, conditions
+    def _count(self, view: FleetView, conditions: Mapping[str, Condition]) -> Mapping[str, accounting.Uses]:
+        """The machine time since the last turn, by job."""
+        expected, fleet = self.allocator.assignment.expected, self.fleet
+        return self.books.count(view, expected, conditions, fleet.rates, fleet.advice)
 
     def _advance(
         self, job: JobState, fleet: FleetView, conditions: Mapping[str, Condition], uses: accounting.Uses
@@ -340,13 +337,16 @@ class Head:
             self._unchanged[job.id] = view
 
     async def _write(self, now: float) -> None:
-        """Put what has changed into the bucket. Nothing is ordered before that."""
-        if any(self.journal.urgent(job) for job in self.states.values()):
+        """Put what has changed into the bucket. Nothing is ordered before that; mere progress is written meanwhile."""
+        for failing, error in self.progress_writes.failures():
+            self._park(failing, error)
+        for job in self.states.values():
+            self.progress_writes.begin(job, now)
+        if urgent := [job for job in self.states.values() if self.journal.urgent(job)]:
             await self.check_epoch()
-        jobs = list(self.states.values())
-        written = (self.journal.write(job, self.events.of(job.id), now) for job in jobs)
+        written = (self.journal.write(job, self.events.of(job.id), now) for job in urgent)
         # All of them end before the next turn, which would otherwise write the same objects at the same time.
-        for job, failed in zip(jobs, await asyncio.gather(*written, return_exceptions=True), strict=True):
+        for job, failed in zip(urgent, await asyncio.gather(*written, return_exceptions=True), strict=True):
             if isinstance(failed, Exception) and not isinstance(failed, SpotrunError):
                 self._park(job.id, failed)
             elif failed is not None:
@@ -392,7 +392,7 @@ class Head:
         unseen = [member.node for member in job.members if member.node not in self.agents.known]
         gone = frozenset(n for n in unseen if self.fleet.state_of(n, job.ordered_at) in ("terminated", "gone"))
         ready, placed = self.agents.ready_at.get(job.id, 0.0), self.scaler.places.get(job.id)
-        return job_view(view, job, self.assignment, conditions, ready, gone, placed.hourly if placed else 0.0)
+        return job_view(view, job, self.allocator.assignment, conditions, ready, gone, placed.hourly if placed else 0.0)
 
     async def check_epoch(self) -> None:
         """Raises `SystemExit` when another head has taken over."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from operator import attrgetter
 from typing import Any
+from weakref import WeakValueDictionary
 
 from spotrun.errors import JobNotFound, UnreadableError
 from spotrun.head.fenced import FencedStore
@@ -58,6 +59,8 @@ class Journal:
         self._fenced = FencedStore(store)
         self._queueing = asyncio.Lock()  # otherwise an older queue could reach the bucket last
         self._written: dict[str, _Written] = {}  # by job, since this head took it up
+        # By job: otherwise an older state could reach the bucket last.
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     @property
     def queue(self) -> list[str] | None:
@@ -157,13 +160,27 @@ class Journal:
 
     async def replace(self, state: JobState) -> None:
         """Write a job's state."""
+        async with self._lock(state.id):
+            await self._replace(state)
+
+    async def _replace(self, state: JobState) -> None:
         await self._fenced.put(job_key(state.id, "state.json"), state.model_dump_json().encode())
+
+    def _lock(self, job: str) -> asyncio.Lock:
+        """Held while a job's state or events are read or written as this head's own."""
+        return self._locks.setdefault(job, asyncio.Lock())
 
     async def read(self, job: str, own: bool = False) -> JobState:
         """A job's state. Raises `JobNotFound`, or `UnreadableError` if the state cannot be read.
 
         own: this head is going to replace the state.
         """
+        if not own:
+            return await self._read(job, own=False)
+        async with self._lock(job):
+            return await self._read(job, own=True)
+
+    async def _read(self, job: str, own: bool) -> JobState:
         data, key = None, job_key(job, "state.json")
         if re.fullmatch(r"[a-z0-9][a-z0-9-]*", job):  # anything else could name another object
             data = await (self._fenced.find(key) if own else asyncio.to_thread(self.store.find, key))
@@ -179,8 +196,9 @@ class Journal:
 
         If the clock of the last head was ahead of this head's clock, times after `now` become `now`.
         """
-        state = await self.read(job, own=True)
-        events = _events(await self._fenced.find(job_key(job, "events.jsonl")))
+        async with self._lock(job):
+            state = await self._read(job, own=True)
+            events = _events(await self._fenced.find(job_key(job, "events.jsonl")))
         complete = await asyncio.to_thread(checkpoints.list_complete, self.store, job, strict=True)
         self._written.pop(job, None)
         # With the new epoch this state differs from the last one, so an older head that still runs cannot replace it.
@@ -195,17 +213,34 @@ class Journal:
 
     async def write(self, job: JobState, events: list[dict[str, Any]], now: float) -> None:
         """Write the job's state if it has changed. If only progress has changed, write every PROGRESS_EVERY."""
+        async with self._lock(job.id):
+            if self.urgent(job) or self.due(job, now):
+                await self._write(job, events, now)
+
+    async def write_progress(
+        self, find: Callable[[], JobState | None], job: str, events: list[dict[str, Any]], now: float
+    ) -> None:
+        """Write the job's state unless more than progress has changed. find: the state at that moment."""
+        async with self._lock(job):
+            state = find()
+            if state is not None and not self.urgent(state) and self.due(state, now):
+                await self._write(state, events, now)
+
+    async def _write(self, job: JobState, events: list[dict[str, Any]], now: float) -> None:
         last = self._written.get(job.id) or _Written()
-        if job == last.job or (now - last.at < PROGRESS_EVERY and not self.urgent(job)):
-            return
         # Events first: after the end of a job is written, no head writes its events any more.
         newest = events[-1] if events else None
         if newest is not last.event:
             lines = "".join(json.dumps(event) + "\n" for event in events).encode()
             await self._fenced.put(job_key(job.id, "events.jsonl"), lines)
             self._written[job.id] = last = replace(last, event=newest)
-        await self.replace(job)
+        await self._replace(job)
         self._written[job.id] = replace(last, job=job, at=now)
+
+    def due(self, job: JobState, now: float) -> bool:
+        """Whether progress is new, and none has been written for PROGRESS_EVERY."""
+        last = self._written.get(job.id) or _Written()
+        return job != last.job and now - last.at >= PROGRESS_EVERY
 
     def urgent(self, job: JobState) -> bool:
         """Whether a change that is more than progress is not in the bucket yet."""

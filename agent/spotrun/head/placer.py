@@ -14,7 +14,7 @@ from spotrun.head.capacity.place import Placements, place
 from spotrun.head.capacity.promise import refusal
 from spotrun.head.capacity.situation import Placement, Situation
 from spotrun.head.fenced import FencedStore
-from spotrun.head.fleet.classify import Condition, classify
+from spotrun.head.fleet.classify import Condition
 from spotrun.head.job_state import JobState
 from spotrun.head.view import FleetView
 from spotrun.store import history_key
@@ -67,7 +67,7 @@ class Placer:
     def refusal(self, job: JobState) -> str:
         """Why the deadline of a new job cannot be promised; empty if it can, or if the work is not known."""
         view = self._head.fleet_view(self._head.clock())
-        seen = self.situation(view, classify(view))
+        seen = self.situation(view, self._head.allocator.conditions(view))
         return refusal(seen, demand(view, self._head.cluster, job, len(view.jobs)))
 
     async def learn(self, view: FleetView) -> None:

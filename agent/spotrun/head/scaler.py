@@ -14,7 +14,7 @@ from spotrun.head.demand import wish
 from spotrun.head.fleet.classify import Condition, classify
 from spotrun.head.fleet.decide import decide, wanted
 from spotrun.head.fleet.record import Recreate, exhausted
-from spotrun.head.job_queue import parked_nodes
+from spotrun.head.job_queue import parked_nodes, pins
 from spotrun.head.placer import Placer
 from spotrun.head.timeouts import TIMEOUTS
 from spotrun.head.view import FleetView
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from spotrun.head.head import Head
 
 log = logging.getLogger(__name__)
+
+SIZES = "the pools keep their sizes"  # what an error in the head means
 
 
 class Scaler:
@@ -57,6 +59,10 @@ class Scaler:
                 await head.books.write()
             except SpotrunError as error:
                 log.warning("%s", error)
+            except Exception as error:
+                head.troubles.note(SIZES, error)
+            else:
+                head.troubles.clear(SIZES)
             head.wake()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._poll_seconds):
@@ -95,7 +101,8 @@ class Scaler:
         busy = head.agents.busy() if now - head.ended_at < TIMEOUTS.last_logs else frozenset()
         conditions = classify(view)
         places = self.placer.look(view, conditions)
-        wanted_now = wish(view, head.cluster, head.assignment.expected, places, busy, parked_nodes(head))
+        expected, parked = head.allocator.assignment.expected, parked_nodes(head)
+        wanted_now = wish(view, head.cluster, expected, places, busy, parked, pins(head))
         fleet = decide(view, conditions, head.fleet.pools(), wanted_now)
         spent = exhausted(view.replaced, view.now)
         for pool in sorted(spent - self._exhausted):

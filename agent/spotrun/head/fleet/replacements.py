@@ -110,9 +110,9 @@ class Replacements:
 
     async def _ask(self, action: Recreate) -> str | None:
         """Empty, or why the cloud does not replace the machine. None if it was not asked."""
-        if not self._still(action):  # the write to the bucket may have taken long
-            return None
         try:
+            if not self._still(action):  # the write to the bucket may have taken long
+                return None
             await self._recreate(action.node)
         except SpotrunError as error:
             return str(error)

@@ -17,7 +17,7 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from spotrun.errors import SpotrunError, StoreError
-from spotrun.head import job_queue
+from spotrun.head import job_queue, pace
 from spotrun.head.head import Head
 from spotrun.head.job_state import JobState, Stop, apply
 from spotrun.head.requests import Change
@@ -28,8 +28,6 @@ from spotrun.text import to_json
 
 log = logging.getLogger(__name__)
 
-FOLLOW_EVERY = 0.2  # seconds; `ctl follow` gets at most one status document in this time
-FOLLOW_SHARE = 0.1  # of a core, that one `ctl follow` takes at the most: with many nodes, documents are rarer
 ALIVE_EVERY = 5.0  # seconds without a change after which `ctl follow` gets an empty line, as a sign that the head runs
 NEWEST = 10  # jobs in a list of the newest ones
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -171,8 +169,7 @@ class ControlServer:
                     last, written = text, time.monotonic()
                 if document["job"]["ended"]:
                     break
-                # A person cannot read faster; the next line has all changes.
-                await asyncio.sleep(max(FOLLOW_EVERY, took / FOLLOW_SHARE))
+                await asyncio.sleep(pace.follow(took))  # the next line has all changes
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(ALIVE_EVERY / 2), head.published:
                         await head.published.wait()

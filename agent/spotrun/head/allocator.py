@@ -1,0 +1,54 @@
+"""Keeps the conditions of the machines, and whose each device is: decides both again when something has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from spotrun.head import job_queue
+from spotrun.head.assignment import Assignment, as_it_is, assign
+from spotrun.head.demand import Question, question
+from spotrun.head.fleet.classify import Condition, classify
+from spotrun.head.view import FleetView
+
+if TYPE_CHECKING:
+    from spotrun.head.head import Head
+
+NOT_COMING = ("abandoned", "replacing", "unfit", "unknown")  # machines in these states are not counted on
+CONDITIONS = "the conditions of the machines stay as they were, and none is replaced"  # what an error means
+DEVICES = "each job keeps the devices that it had, and gets no others"
+
+
+class Allocator:
+    """The conditions and the assignment of one head. After an error that nobody expected, both stay as they were."""
+
+    def __init__(self, head: Head) -> None:
+        self.assignment = Assignment()
+        self._head = head
+        self._conditions: Mapping[str, Condition] = {}  # as they were last known
+        self._question: Question | None = None  # what was asked for `assignment`; None: nothing, the head could not see
+
+    def conditions(self, view: FleetView) -> Mapping[str, Condition]:
+        """The condition of each machine."""
+        self._conditions = self._head.troubles.attempt(CONDITIONS, lambda: classify(view), self._conditions)
+        return self._conditions
+
+    def forget(self) -> None:
+        """From now on, each job has what its generation has."""
+        self._question = None
+
+    def look(self, view: FleetView, conditions: Mapping[str, Condition]) -> None:
+        """Decide whose each device is."""
+        if view.blind() or self._question is None:
+            self._question, self.assignment = None, as_it_is(view)
+        if not view.blind():
+            self._head.troubles.attempt(DEVICES, lambda: self._decide(view, conditions), None)
+
+    def _decide(self, view: FleetView, conditions: Mapping[str, Condition]) -> None:
+        head, held = self._head, self.assignment.held
+        places = head.scaler.placer.look(view, conditions)
+        out = {name for name, each in conditions.items() if each.state in NOT_COMING}
+        pins, misfits = job_queue.pins(head), head.agents.misfits(view.now)
+        asked = question(view, head.cluster, head.fleet.sizes, held, places, out, pins, misfits)
+        if asked != self._question:
+            self._question, self.assignment = asked, assign(asked)

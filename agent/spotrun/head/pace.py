@@ -1,0 +1,23 @@
+"""How often the head looks and speaks. Work that only shows progress takes a limited part of a core. Pure."""
+
+from __future__ import annotations
+
+TICK = 0.25  # seconds between looks while a job is active; a report of more than progress wakes the loop at once
+TICK_SHARE = 0.2  # of a core, that looks for mere progress take at the most: with many agents they are rarer
+IDLE_TICK = 2.0  # seconds between looks without a job
+
+FOLLOW_EVERY = 0.2  # seconds; `ctl follow` gets at most one status document in this time: a person reads no faster
+FOLLOW_SHARE = 0.1  # of a core, that one `ctl follow` takes at the most: with many nodes, documents are rarer
+
+
+def tick(active: bool, took: float) -> float:
+    """Seconds until the next look, if nothing but progress happens.
+
+    active: whether there is a job. took: seconds of processor time that the last turn took.
+    """
+    return max(TICK, took / TICK_SHARE) if active else IDLE_TICK
+
+
+def follow(took: float) -> float:
+    """Seconds until the next status document. took: seconds of processor time that the last one took."""
+    return max(FOLLOW_EVERY, took / FOLLOW_SHARE)

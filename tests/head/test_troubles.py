@@ -1,0 +1,196 @@
+"""Errors in what the head does for the whole cluster: it keeps what it decided last, says so, and tries again."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from spotrun.head import allocator, scaler
+from spotrun.head.allocator import CONDITIONS, DEVICES
+from spotrun.head.fleet.pools import Fleet
+from spotrun.head.head import ACCOUNTS, TURN, Head
+from spotrun.head.scaler import SIZES
+from spotrun.wire import Report
+from tests.head.puppets import Theatre
+from tests.head.world import World, asked
+
+
+def fails(*_: object, **__: object) -> Any:
+    raise ZeroDivisionError("nobody expected this")
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "what"),
+    [
+        (allocator, "classify", CONDITIONS),
+        (allocator, "question", DEVICES),
+        (scaler, "wish", SIZES),
+    ],
+)
+@pytest.mark.parametrize("new", [False, True], ids=["the head that began the jobs", "a new head"])
+async def test_jobs_train_on_while_the_head_cannot_decide(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: Any, name: str, what: str, new: bool
+) -> None:
+    """They keep their devices, end, and lose nothing. Status says what is wrong, and operators can stop a job."""
+    stage = Theatre(tmp_path, machines=3, total=40)
+    jobs = [await stage.queue_job("wide", 2), await stage.queue_job("stopped", 1)]
+    await stage.round(10)
+    before = [stage.nodes(job) for job in jobs]
+    assert [len(nodes) for nodes in before] == [2, 1]
+    with monkeypatch.context() as broken:
+        broken.setattr(where, name, fails)
+        if new:
+            stage.restart_head()
+        await stage.round(10)
+        assert [stage.nodes(job) for job in jobs] == before
+        (text,) = (await asked(stage, stage.head, "status"))["troubles"]
+        assert text == f"unexpected error in the head: {what}: ZeroDivisionError('nobody expected this')"
+        assert [each["text"] for each in stage.head.events.seen_from(None)].count(text) == 1, "said once"
+        await asked_while_turning(stage, "stop", jobs[1])
+        await stage.round(40)
+        assert [stage.written(job).phase for job in jobs] == ["succeeded", "stopped"]
+    later = await stage.queue_job("later", 3)
+    await stage.round(60)
+    assert stage.written(later).phase == "succeeded"
+    assert stage.head.status()["troubles"] == []
+    assert stage.lost([*jobs, later]) == 0
+
+
+async def asked_while_turning(stage: Theatre, verb: str, job: str) -> None:
+    """Ask the head's control socket, and let the head take turns until it has answered."""
+    answer = asyncio.create_task(asked(stage, stage.head, verb, job))
+    while not answer.done():
+        await stage.turn()
+        await asyncio.sleep(0)
+    await answer
+
+
+async def test_a_job_of_a_failing_allocation_gets_nothing_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An urgent job waits while nobody can say whose the devices are, and then gets what it should have."""
+    stage = Theatre(tmp_path, machines=2)
+    low = await stage.queue_job("low", 2)
+    await stage.round(10)
+    with monkeypatch.context() as broken:
+        broken.setattr(allocator, "assign", fails)
+        urgent = await stage.queue_job("urgent", 1, priority=5)
+        await stage.round(10)
+        assert (len(stage.nodes(low)), stage.nodes(urgent)) == (2, [])
+    await stage.round(10)
+    assert (stage.nodes(low), len(stage.nodes(urgent))) == ([], 1)
+    assert stage.lost([low]) == 0
+
+
+async def test_no_machine_is_replaced_on_conditions_of_an_earlier_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(tmp_path)
+    await world.with_machines()
+    for name in ("p-0", "p-1"):
+        world.unfit(name)
+    monkeypatch.setattr(allocator, "classify", fails)
+    await world.turn(3)
+    await world.head.replacements.answered()
+    assert world.recreated == []
+    monkeypatch.undo()
+    await world.turn()
+    await world.head.replacements.answered()
+    assert sorted(world.recreated) == ["p-0", "p-1"]
+
+
+async def test_machine_time_that_could_not_be_counted_is_counted_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = Theatre(tmp_path, machines=1)
+    job = await stage.queue_job("job")
+    await stage.round(10)
+    began, before = stage.now, stage.state(job).node_seconds
+    with monkeypatch.context() as broken:
+        broken.setattr(stage.head.books, "count", fails)
+        await stage.round(10)
+        (text,) = stage.head.troubles.texts
+        assert text.startswith(f"unexpected error in the head: {ACCOUNTS}")
+        assert stage.state(job).node_seconds == before
+    await stage.round()
+    assert stage.state(job).node_seconds - before == pytest.approx(stage.now - began)
+    assert len(stage.nodes(job)) == 1
+
+
+async def test_a_head_whose_turn_fails_serves_agents_and_operators(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not end, and continues once its turns succeed."""
+    world = World(tmp_path)
+    fail, turn = asyncio.Event(), Head._turn
+
+    async def turn_or_fail(head: Head, now: float) -> None:
+        if fail.is_set():
+            raise ZeroDivisionError
+        await turn(head, now)
+
+    monkeypatch.setattr(Head, "_turn", turn_or_fail)
+    running = asyncio.create_task(world.head.run())
+    try:
+        fail.set()
+        await until(lambda: TURN in world.head.troubles)
+        world.receive("a")
+        assert "a" in world.head.agents.known
+        assert (await asked(world, world.head, "status"))["troubles"] == world.head.troubles.texts
+        fail.clear()
+        await until(lambda: TURN not in world.head.troubles)
+        assert not running.done()
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def until(true: Callable[[], bool]) -> None:
+    """Let other tasks run until it is so."""
+    deadline = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+async def test_the_cloud_is_asked_again_after_an_unexpected_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error in a cloud's library that is no `SpotrunError` does not end the head either."""
+    world = World(tmp_path)
+    with monkeypatch.context() as broken:
+        broken.setattr(Fleet, "_list", fails)
+        await world.look()
+        assert SIZES in world.head.troubles
+    await world.look()
+    assert SIZES not in world.head.troubles
+    assert world.head.fleet.instances == []
+
+
+def test_a_report_with_more_devices_than_a_machine_can_have_is_refused() -> None:
+    text = Report(node="n", boot="b", pool="p", zone="z", address="127.0.0.1", devices=8).model_dump_json()
+    assert Report.model_validate_json(text).devices == 8
+    with pytest.raises(ValidationError, match="devices"):
+        Report.model_validate_json(text.replace('"devices":8', f'"devices":{10**30}'))
+
+
+async def test_a_node_with_impossible_devices_costs_the_others_nothing(tmp_path: Path) -> None:
+    """If such a report came through, nobody could say whose the devices are. The head goes on."""
+    stage = Theatre(tmp_path, machines=2)
+    jobs = [await stage.queue_job(name, 1) for name in ("good", "bad")]
+    await stage.round(10)
+    before = [stage.nodes(job) for job in jobs]
+    liar = stage.puppets[before[1][0]]
+    stage.head.receive(liar.report(stage.now).replace(devices=10**30), liar.send)
+    await stage.turn(2)
+    assert [DEVICES in stage.head.troubles, TURN in stage.head.troubles] == [True, False]
+    await stage.round(5)
+    assert stage.head.troubles.texts == []
+    assert [stage.nodes(job) for job in jobs] == before
+    assert stage.lost(jobs) == 0
