@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 from spotrun.head.job_state import JobState
@@ -11,7 +13,15 @@ from spotrun.head.job_state import JobState
 log = logging.getLogger(__name__)
 
 MOST = 1000  # newest ones of the cluster, and of each job, that are kept
-Event = dict[str, Any]  # keys at (epoch seconds), kind, text
+
+
+class Event(dict[str, Any]):
+    """Keys at (epoch seconds), kind, text. An event is not changed: one of the cluster is in the lists of all jobs."""
+
+    @cached_property
+    def line(self) -> str:
+        """The event as a line of JSON. It is made once: with many jobs and nodes, that takes longer than a turn."""
+        return json.dumps(self) + "\n"
 
 
 class Events:
@@ -24,7 +34,7 @@ class Events:
 
     def add(self, kind: str, text: str, job: str | None = None) -> None:
         """Add to the events of a job; None: to those of the cluster, and of each job that has not ended."""
-        event = {"at": self._clock(), "kind": kind, "text": text}
+        event = Event(at=self._clock(), kind=kind, text=text)
         for events in [self._jobs.setdefault(job, [])] if job else [self._cluster, *self._jobs.values()]:
             events.append(event)
             del events[:-MOST]

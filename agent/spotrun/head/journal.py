@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from operator import attrgetter
-from typing import Any
 from weakref import WeakValueDictionary
 
 from spotrun.errors import JobNotFound, UnreadableError
+from spotrun.head.events import Event
 from spotrun.head.fenced import FencedStore
 from spotrun.head.job_state import ENDED, JobState
 from spotrun.state import checkpoints
@@ -46,7 +46,7 @@ class _Written:
 
     job: JobState | None = None
     at: float = 0.0
-    event: dict[str, Any] | None = None  # the newest one
+    event: Event | None = None  # the newest one
 
 
 class Journal:
@@ -191,7 +191,7 @@ class Journal:
         except ValueError as error:
             raise UnreadableError(f"{self.store.url}: {key} is not readable: {problem(error)}") from None
 
-    async def take_up(self, job: str, epoch: int, now: float) -> tuple[JobState, list[dict[str, Any]]]:
+    async def take_up(self, job: str, epoch: int, now: float) -> tuple[JobState, list[Event]]:
         """A job that head `epoch` takes over, with the checkpoints that are in the bucket, and its events.
 
         If the clock of the last head was ahead of this head's clock, times after `now` become `now`.
@@ -207,18 +207,18 @@ class Journal:
             state = state.replace(kept_node=kept.replace(until=min(kept.until, now + most)))
         return state.replace(saved_at=min(state.saved_at, now), ordered_at=min(state.ordered_at, now)), events
 
-    async def events(self, job: str) -> list[dict[str, Any]]:
+    async def events(self, job: str) -> list[Event]:
         """The events of a job as the bucket has them."""
         return _events(await asyncio.to_thread(self.store.find, job_key(job, "events.jsonl")))
 
-    async def write(self, job: JobState, events: list[dict[str, Any]], now: float) -> None:
+    async def write(self, job: JobState, events: list[Event], now: float) -> None:
         """Write the job's state if it has changed. If only progress has changed, write every PROGRESS_EVERY."""
         async with self._lock(job.id):
             if self.urgent(job) or self.due(job, now):
                 await self._write(job, events, now)
 
     async def write_progress(
-        self, find: Callable[[], JobState | None], job: str, events: list[dict[str, Any]], now: float
+        self, find: Callable[[], JobState | None], job: str, events: list[Event], now: float
     ) -> None:
         """Write the job's state unless more than progress has changed. find: the state at that moment."""
         async with self._lock(job):
@@ -226,12 +226,12 @@ class Journal:
             if state is not None and not self.urgent(state) and self.due(state, now):
                 await self._write(state, events, now)
 
-    async def _write(self, job: JobState, events: list[dict[str, Any]], now: float) -> None:
+    async def _write(self, job: JobState, events: list[Event], now: float) -> None:
         last = self._written.get(job.id) or _Written()
         # Events first: after the end of a job is written, no head writes its events any more.
         newest = events[-1] if events else None
         if newest is not last.event:
-            lines = "".join(json.dumps(event) + "\n" for event in events).encode()
+            lines = "".join([event.line for event in events]).encode()
             await self._fenced.put(job_key(job.id, "events.jsonl"), lines)
             self._written[job.id] = last = replace(last, event=newest)
         await self._replace(job)
@@ -287,15 +287,15 @@ _essence: Callable[[JobState], tuple[object, ...]] = attrgetter(
 )
 
 
-def _events(lines: bytes | None) -> list[dict[str, Any]]:
+def _events(lines: bytes | None) -> list[Event]:
     return [event for line in (lines or b"").splitlines() if (event := _event(line))]
 
 
-def _event(line: bytes) -> dict[str, Any] | None:
+def _event(line: bytes) -> Event | None:
     """The event on a line; None if it is junk."""
     try:
         event = json.loads(line)
-        return {"at": float(event["at"]), "kind": str(event["kind"]), "text": str(event["text"])}
+        return Event(at=float(event["at"]), kind=str(event["kind"]), text=str(event["text"]))
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
 
