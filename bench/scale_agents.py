@@ -18,7 +18,7 @@ from pathlib import Path
 from bench.scale_head import CLUSTER, DEVICES, POOL, ZONE, node_name, obey_lines, say
 from spotrun.changes import Inbox, OrderChange
 from spotrun.machine.metadata import Identity
-from spotrun.node import connection
+from spotrun.node.connection import Connection
 from spotrun.store import Store
 from spotrun.wire import Failure, JobOrder, JobReport, Order, Report, Worker
 
@@ -33,6 +33,12 @@ class SharedInbox(Inbox):
 
     def _parse(self, text: str) -> Order | OrderChange:
         return self._shared(text)
+
+
+class SharedConnection(Connection):
+    """A connection whose messages others may have parsed."""
+
+    make_inbox = SharedInbox
 
 
 @dataclass
@@ -51,7 +57,7 @@ class Agent:
     def __init__(self, name: str, store: Store) -> None:
         self.name, self.work = name, dict[str, Work]()
         identity = Identity(name, ZONE, "127.0.0.1", name)
-        self.connection = connection.Connection(store, CLUSTER, identity, self.obey)
+        self.connection = SharedConnection(store, CLUSTER, identity, self.obey)
         self._tasks: list[asyncio.Task[None]] = []
 
     async def run(self, delay: float) -> None:
@@ -137,7 +143,6 @@ class Agent:
 async def run(folder: Path, first: int, count: int) -> None:
     sslproto.SSLProtocol.max_size = 16 * 1024  # as in the head, because this process has hundreds of connections
     gc.set_threshold(200_000, 20, 20)
-    connection.Inbox = SharedInbox  # type: ignore[misc]
     store = Store(str(folder / "bucket"))
     agents = {name: Agent(name, store) for name in map(node_name, range(first, first + count))}
 

@@ -14,6 +14,7 @@ from aiohttp import ClientSession, UnixConnector, web
 from spotrun.cloud.base import Advice, Instance, Problem
 from spotrun.errors import CloudError, PartialError, SpotrunError
 from spotrun.head.clock import Clock
+from spotrun.head.events import Event
 from spotrun.head.fleet.record import Replacement
 from spotrun.head.fleet.replacements import Record
 from spotrun.head.head import Head
@@ -161,7 +162,7 @@ class World:
         await self.turn()
         return job
 
-    def events(self) -> list[dict[str, Any]]:
+    def events(self) -> list[Event]:
         """Those that the status document would show."""
         return self.head.events.seen_from(self.head.job)
 

@@ -88,8 +88,8 @@ class Head:
         self.signs = Signs(store, cluster.name, self.fleet.listed, self.clock)
         self._changed = asyncio.Event()
         self.scaler = Scaler(self, poll_seconds)
-        recreate, wanted = self.fleet.recreate, self.scaler.still_wanted
-        self.replacements = Replacements(cluster.name, self.description, store, recreate, wanted, self.wake)
+        asks = self.fleet.recreate, self.scaler.still_wanted
+        self.replacements = Replacements(cluster.name, self.description, store, *asks, self.wake)
         self.states: dict[str, JobState] = {}  # the jobs that this head runs, in order of submission
         self.ended: JobState | None = None  # the job that ended last
         self.parked: dict[str, job_queue.Parked] = {}  # jobs in the queue that are left as they are
@@ -287,10 +287,10 @@ class Head:
         """Leave a job as it is after an error that nobody expected. The other jobs go on."""
         job_queue.park(self, job, f"unexpected error in the head: {error!r}"[:1000], error)
 
-    def _count(self, view: FleetView, conditions: Mapping[str, Condition]) -> Mapping[str, accounting.Uses]:
+    def _count(self, view: FleetView, conditions: Mapping[str, Condition]) -> dict[str, accounting.Uses]:
         """The machine time since the last turn, by job."""
-        expected, fleet = self.allocator.assignment.expected, self.fleet
-        return self.books.count(view, expected, conditions, fleet.rates, fleet.advice)
+        expected = self.allocator.assignment.expected
+        return dict(self.books.count(view, expected, conditions, self.fleet.rates, self.fleet.advice))
 
     def _advance(
         self, job: JobState, fleet: FleetView, conditions: Mapping[str, Condition], uses: accounting.Uses
@@ -355,7 +355,7 @@ class Head:
     def _order(self, view: FleetView, conditions: Mapping[str, Condition]) -> None:
         """Send orders. An agent of version 1 that has a parked job gets none: it would end that job."""
         parked = job_queue.parked_nodes(self)
-        told = [node.name for node in view.nodes if node.report.version > 1 or node.name not in parked]
+        told = (node.name for node in view.nodes if node.report.version > 1 or node.name not in parked)
         nodes: dict[str, dict[str, tuple[int, ...]]] = {name: {} for name in told}
         for job in view.jobs:
             seen = self._unchanged.get(job.id) or self._job_view(view, job, conditions)

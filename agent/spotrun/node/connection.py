@@ -37,6 +37,8 @@ BACKOFF = (0.1, 2.0)  # seconds between tries: the first pause, the longest
 class Connection:
     """Sends reports to the head. `on_order` gets its orders. `on_joined`: a connection has sent its first report."""
 
+    make_inbox = Inbox
+
     def __init__(
         self,
         store: Store,
@@ -56,7 +58,7 @@ class Connection:
         self._changed = asyncio.Event()
         self._epoch = 0  # highest epoch of a head that has sent an order
         self._head_reads = 0  # the version of the reports that the head reads; 0: it has sent no order yet
-        self._inbox = Inbox()  # of the connection
+        self._inbox = self.make_inbox()  # of the connection
 
     def publish(self, report: Report) -> None:
         """Make this the newest report. It is sent at once, or with the next heartbeat if only progress is new."""
@@ -133,7 +135,7 @@ class Connection:
                     timeout=aiohttp.ClientWSTimeout(ws_close=1.0),
                 )
             log.info("connected to the head at %s:%s", record.address, record.port)
-            self.connected, self._head_reads, self._inbox = True, 0, Inbox()
+            self.connected, self._head_reads, self._inbox = True, 0, self.make_inbox()
             sender = asyncio.create_task(self._send(socket, f"{record.address}:{record.port}"))
             try:
                 await self._receive(socket)
