@@ -11,14 +11,16 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median, quantiles
 
 from spotrun.cloud.base import Advice, Instance, Problem, Shortfall
 from spotrun.head.agents import Send
+from spotrun.head.fleet.classify import Condition
 from spotrun.head.head import Head
 from spotrun.head.server.serve import serve
+from spotrun.head.view import FleetView
 from spotrun.spec import ClusterSpec
 from spotrun.store import Store
 
@@ -86,6 +88,9 @@ class MeasuredHead(Head):
         await super()._turn(now)
         self.wall.append(time.perf_counter() - wall)
         self.cpu.append(time.thread_time() - cpu)
+
+    def _order(self, view: FleetView, conditions: Mapping[str, Condition]) -> None:
+        super()._order(view, conditions)
         for job in self.states.values():
             found = (job.generation, len(job.interruptions))
             if self.generations.get(job.id) != found:

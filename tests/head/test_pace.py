@@ -28,6 +28,19 @@ def test_the_time_between_two_looks(active: bool, took: float, seconds: float) -
 @pytest.mark.parametrize(
     ("took", "seconds"),
     [
+        pytest.param(0.0, 0.0, id="a short turn: none"),
+        pytest.param(0.2, 0.2, id="a long turn: as long, so that connections are served"),
+        pytest.param(9.0, 1.0, id="a very long turn: a second"),
+    ],
+)
+def test_the_time_without_a_turn_whatever_changes(took: float, seconds: float) -> None:
+    assert pace.gap(took) == seconds
+    assert pace.gap(took) < min(pace.tick(True, took), pace.tick(False, took))
+
+
+@pytest.mark.parametrize(
+    ("took", "seconds"),
+    [
         pytest.param(0.0, 0.2, id="a small document: as fast as a person reads"),
         pytest.param(0.1, 1.0, id="a large document: a tenth of a core at the most"),
     ],

@@ -78,8 +78,7 @@ class Head:
         self.lease = held
         self.clock = clock or Clock()
         self.journal = Journal(store, cluster.name)
-        self.predecessors = Predecessors(self.journal)
-        self.completions = Completions(self.journal, self.wake)
+        self.predecessors, self.completions = Predecessors(self.journal), Completions(self.journal, self.wake)
         self.fleet, self.books = Fleet(cluster, cloud, self.clock), Books(store, cluster.name)
         self.events = Events(self.clock)
         self.add_event = self.events.add
@@ -105,11 +104,11 @@ class Head:
     # What connections and the control socket call.
 
     def receive(self, report: Report, send: Send) -> None:
-        """Take an agent's newest report from its connection. A report of mere progress waits for the next tick."""
-        now, made = self.clock(), self.fleet.made(report.node)
-        if self.agents.progress(report, send, now, made):
+        """A connection has received its agent's newest report. Mere progress waits for the next tick."""
+        at = self.clock(), self.fleet.made(report.node)
+        if self.agents.progress(report, send, *at):
             return
-        if self.agents.receive(report, send, now, made):
+        if self.agents.receive(report, send, *at):
             self.scaler.look_now.set()
         self._changed.set()
 
@@ -207,17 +206,18 @@ class Head:
         finally:
             for task in beside:
                 task.cancel()
-            await asyncio.gather(*beside, return_exceptions=True)
-            await asyncio.gather(self.replacements.close(), self.completions.close(), self.progress_writes.close())
+            closing = self.replacements.close(), self.completions.close(), self.progress_writes.close()
+            await asyncio.gather(*beside, *closing, return_exceptions=True)
 
     async def _turns(self) -> None:
         await self.journal.read_queue()
         self._began = self._ticked_at = self._awake_since = self.clock()
         took = 0.0  # seconds of processor time, by the last turn
         while True:
+            await asyncio.sleep(gap := pace.gap(took))
             with contextlib.suppress(TimeoutError):
                 # wait_for may swallow a cancellation.
-                async with asyncio.timeout(pace.tick(bool(self.journal.queue), took)):
+                async with asyncio.timeout(pace.tick(bool(self.journal.queue), took) - gap):
                     await self._changed.wait()
             self._changed.clear()
             now, began = self.clock(), time.thread_time()

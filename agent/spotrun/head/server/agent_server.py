@@ -149,6 +149,8 @@ async def _connect(head: Head, texts: Texts, node: str, request: web.Request) ->
             connected, bad = True, 0
             outbox.taken(report.order, report.version)
             head.receive(report, send)
+    except ConnectionError:
+        pass  # it was lost while a pong was sent
     finally:
         sender.cancel()
         if connected:
