@@ -265,7 +265,7 @@ class Head:
         conditions = self.allocator.conditions(view)
         self.allocator.look(view, conditions)
         wanted: set[str] = set()
-        uses = self.troubles.attempt(ACCOUNTS, lambda: self._count(view, conditions), {})
+        uses = self.troubles.attempt(ACCOUNTS, lambda: self._count(view, conditions), dict[str, accounting.Uses]())
         self._unchanged.clear()
         for job in view.jobs:
             try:
