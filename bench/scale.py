@@ -289,7 +289,8 @@ def render(rows: Sequence[Row], machine: str, day: str, seconds: float) -> str:
         f" the real connection, over TLS, and {DEVICES} workers that step all the time. CPU over {seconds:.0f} s."
         " With fewer agents than jobs, each job has one device; jobs for which there is none wait. A turn: median, 95th"
         " percentile. A loss: from the end of the connection, of a machine that the cloud does not list any more, until"
-        " the head has planned without it (median, most). An order: from one request to stop all jobs until the orders"
+        " the head has planned without it and queued the orders (median, most). An order: from one request to stop all"
+        " jobs until the orders"
         " have reached all agents, which read them with what the head leaves of the processors.",
         "",
         _goals(rows),
