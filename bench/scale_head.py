@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median, quantiles
 
-from spotrun.cloud.base import Advice, Instance, Problem, Shortfall
+from spotrun.cloud.base import Advice, Ended, Instance, Problem, Shortfall
 from spotrun.head.agents import Send
 from spotrun.head.fleet.classify import Condition
 from spotrun.head.head import Head
@@ -37,6 +37,9 @@ class ScaleCloud:
 
     async def nodes(self) -> list[Instance]:
         return [each for each in self._made[: self._size] if each.name not in self._killed]
+
+    async def ended(self) -> list[Ended]:
+        return []
 
     async def sizes(self) -> dict[str, int]:
         return {POOL: self._size}

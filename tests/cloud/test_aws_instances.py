@@ -14,6 +14,7 @@ from spotrun.cloud.aws import activities, instances, interruption, quotas
 from spotrun.cloud.aws.cloud import newest_prices
 from spotrun.cloud.aws.errors import cause, refusal
 from spotrun.cloud.aws.instances import Departures, Lowering, ScalingGroup, group_of
+from spotrun.cloud.base import Ended
 from spotrun.errors import CloudError, CredentialsError, QuotaError, StockoutError
 from spotrun.spec import ClusterSpec, PoolSpec
 
@@ -245,6 +246,25 @@ def machine(name: str, state: str, pool: str = "spot", cluster: str = "x", **val
 
 def listed(name: str, state: Any, address: str = "", created: float = at(5).timestamp()) -> Instance:
     return Instance(name, "spot", "us-east-1a", address, state, "spot", created, name)
+
+
+def test_when_a_terminated_machine_ended() -> None:
+    said = {
+        "i-1": "User initiated (2026-11-22 10:15:00 GMT)",
+        "i-2": "Server.SpotInstanceTermination: Instance was terminated by EC2",
+        "i-3": "User initiated (2020-01-01 00:00:00 UTC)",
+    }
+    machines = [machine(name, "terminated", StateTransitionReason=reason) for name, reason in said.items()]
+    machines += [
+        machine("i-4", "running", StateTransitionReason=""),
+        machine("i-5", "shutting-down", StateTransitionReason=said["i-1"]),
+        machine("i-6", "terminated", cluster="another", StateTransitionReason=said["i-1"]),
+    ]
+    made, until = at(5).timestamp(), datetime(2026, 11, 22, 10, 15, tzinfo=UTC).timestamp()
+    assert instances.ended(CLUSTER, machines) == [
+        Ended("i-1", "spot", made, made, max(made, until)),
+        Ended("i-3", "spot", made, made, made),
+    ]
 
 
 # members of the group with their lifecycle states, what EC2 says, what is listed

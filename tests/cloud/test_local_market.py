@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from spotrun.cloud.base import Advice, Instance, Said
+from spotrun.cloud.base import Advice, Ended, Instance, Said
 from spotrun.cloud.local import market
 from spotrun.cloud.local.cloud import LocalCloud, down, up
 from spotrun.cloud.local.layout import Change, Config, Layout, Pool
@@ -242,6 +242,9 @@ async def test_the_ledger_has_what_each_machine_cost(cluster: Cluster) -> None:
     ]
     assert cluster.ledger("what")[0] == ("up",)
     assert not any(pool == "head" for (pool,) in cluster.ledger("pool"))
+    [(since,)] = [line[1:] for line in cluster.ledger("what", "at") if line[0] == "running"]
+    [(until,)] = [line[1:] for line in cluster.ledger("what", "at") if line[0] == "taken"]
+    assert await cloud.ended() == [Ended("spot-0", "spot", node.created, since, until)], "the head counts the same"
     times = [at for (at,) in cluster.ledger("at")]
     assert times == sorted(times)
 

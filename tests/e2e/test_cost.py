@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from scripts.home import home
-from spotrun.cloud.local.layout import Layout
 from spotrun.spec import ClusterSpec
-from tests.e2e.harness import PATIENCE, Harness
+from tests.e2e import billing
+from tests.e2e.harness import Harness
 
-ROOT = Path(__file__).parents[2]
 # Dear machines, so that a cent is less than two seconds of one of them.
 SPEC: dict[str, Any] = {
     "name": "cost",
@@ -55,55 +49,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
             harness.close()
 
 
-def billed(ledger: Path) -> tuple[dict[str, float], dict[str, float]]:
-    """Dollars and machine-seconds by pool: from the cloud's own list of starts, ends and prices, and nothing else."""
-    lines = [json.loads(line) for line in ledger.read_text().splitlines()]
-    prices: dict[str, list[tuple[float, float]]] = {}  # by pool: from when on, dollars an hour
-    starts = {line["id"]: line["at"] for line in lines if line["what"] == "running"}
-    dollars: dict[str, float] = {}
-    seconds: dict[str, float] = {}
-    for line in lines:
-        if line["what"] == "price":
-            prices.setdefault(line["pool"], []).append((line["at"], line["price"]))
-    for line in lines:
-        if line["what"] != "taken" or line["id"] not in starts:
-            continue
-        start, end, pool = starts.pop(line["id"]), line["at"], line["pool"]
-        changes = [*prices[pool], (float("inf"), 0.0)]
-        for (since, price), (until, _) in pairwise(changes):
-            dollars[pool] = dollars.get(pool, 0.0) + max(0.0, min(end, until) - max(start, since)) * price / 3600
-        seconds[pool] = seconds.get(pool, 0.0) + end - start
-    assert starts == {}, "all machines have ended"
-    return dollars, seconds
-
-
-def cost(cluster: Harness, *words: str) -> dict[str, Any]:
-    """What `make cost JSON=1` prints."""
-    return answer(cluster, "cost", *words)
-
-
-def answer(cluster: Harness, task: str, *words: str) -> dict[str, Any]:
-    """What an operator's command prints for a program."""
-    fab = str(Path(sys.executable).with_name("fab"))
-    command = [fab, task, "--cluster", str(cluster.folder / "cluster.yaml"), "--json", *words]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=3 * PATIENCE)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
-
-
-def until_all_is_written(cluster: Harness) -> dict[str, Any]:
-    """The cost once the machines are gone, and the account of the idle devices is in the bucket."""
-    deadline = time.monotonic() + PATIENCE
-    while time.monotonic() < deadline:
-        status, found = cluster.status(), cost(cluster)
-        gone = not any(node["pool"] != "head" for node in status["nodes"])
-        if gone and found["idle"]["seconds"] == pytest.approx(status["idle_node_seconds"], abs=1e-6):
-            return found
-        time.sleep(0.5)
-    raise AssertionError(f"the machines stay: {cluster.status()['nodes']}")
-
-
 def test_the_cost_of_all_jobs_is_what_the_cloud_bills(cluster: Harness) -> None:
     """With a kill, a preemption, a pause, idle devices, and prices that change while machines run."""
     labels = {"team": "vision"}
@@ -123,29 +68,22 @@ def test_the_cost_of_all_jobs_is_what_the_cloud_bills(cluster: Harness) -> None:
     steady = cluster.submit(**{**EACH, "slow": 0}, pools=("steady",), labels=labels)
     cluster.until_ended()
     cluster.ctl("resume", "--job", first.id)
-    running = cost(cluster, "--id", part.id)
+    running = billing.cost(cluster, "--id", part.id)
     assert running["jobs"][0]["hourly"] == pytest.approx(8.0), "half of the machine, at the new price"
     for job in (first, part):
         job.go()
         cluster.watch(job.id)
         assert cluster.until_ended()["phase"] == "succeeded"
-    found = until_all_is_written(cluster)
-
-    dollars, seconds = billed(Layout.of(home(), "cost").ledger)
-    by_pool = {row["pool"]: row for row in found["pools"]}
-    assert by_pool.keys() == dollars.keys()
-    for pool, row in by_pool.items():
-        assert row["cost"] == pytest.approx(dollars[pool], abs=0.01), (pool, row["seconds"], seconds[pool])
-    assert found["total"]["cost"] == pytest.approx(sum(dollars.values()), abs=0.01)
-    assert found["total"]["cost"] == pytest.approx(sum(row["cost"] for row in found["pools"]))
+    found = billing.check(cluster)
     assert found["idle"]["cost"] > 0.01, "half of a machine was idle"
+    by_pool = {row["pool"]: row for row in found["pools"]}
     assert by_pool["steady"]["saved"] == pytest.approx(0.0)
 
     owners = {row["job"]: row["cost"] for row in found["jobs"]}
     assert owners.keys() == {first.id, part.id, steady.id}
     assert found["labels"]["team"]["vision"]["cost"] == pytest.approx(owners[first.id] + owners[steady.id])
     months = {line["month"] for row in found["jobs"] for line in row["lines"]}
-    parts = [cost(cluster, "--month", month)["total"]["cost"] for month in months]
+    parts = [billing.cost(cluster, "--month", month)["total"]["cost"] for month in months]
     assert sum(parts) == pytest.approx(found["total"]["cost"], abs=1e-6)
     state = cluster.access.store.get(f"jobs/{first.id}/state.json")
     assert json.loads(state)["cost"] == pytest.approx(owners[first.id])
@@ -153,8 +91,8 @@ def test_the_cost_of_all_jobs_is_what_the_cloud_bills(cluster: Harness) -> None:
 
 def test_machines_are_measured_and_compared(cluster: Harness, tmp_path: Path) -> None:
     """Each pool runs the benchmark for a moment; a table and a plot compare machines, counts and markets."""
-    vit = ["--job", str(ROOT / "examples/vit/job.yaml")]
-    found = answer(cluster, "advise", *vit, "--measure", "2s", "--out", str(tmp_path))
+    vit = ["--job", str(billing.ROOT / "examples/vit/job.yaml")]
+    found = billing.answer(cluster, "advise", *vit, "--measure", "2s", "--out", str(tmp_path))
     options = {(each["pool"], each["nodes"]): each for each in found["options"]}
     assert options.keys() == {("spot", 1), ("spot", 2), ("spot", 3), ("steady", 1), ("parts", 1)}
     assert {key: each["source"] for key, each in options.items() if key[1] == 1} == {
@@ -169,5 +107,5 @@ def test_machines_are_measured_and_compared(cluster: Harness, tmp_path: Path) ->
     table = (tmp_path / "machines.md").read_text()
     assert table.count("\n| 1 x local") == 3
     assert (tmp_path / "machines.svg").read_text().startswith("<svg")
-    again = answer(cluster, "advise", *vit)
+    again = billing.answer(cluster, "advise", *vit)
     assert {each["source"] for each in again["options"]} == {"measured", "scaled"}, "from the recorded runs"

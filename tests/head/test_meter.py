@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from spotrun.cloud.base import Ended
 from spotrun.head.account import Rates
 from spotrun.head.meter import NOBODY, Meter, hourly
 from spotrun.head.view import FleetView, Machine, Node
@@ -23,6 +24,10 @@ def seen(at: float, *machines: Machine, nodes: tuple[Node, ...] = (), **changes:
 
 def machine(name: str = A, created: float = NOW - 100, state: str = "running") -> Machine:
     return Machine(name, "p", state, created)
+
+
+def over(created: float, until: float, since: float = 0.0) -> Ended:
+    return Ended(A, "p", created, since or created, until)
 
 
 def away(each: Node) -> Node:
@@ -98,6 +103,52 @@ CASES: dict[str, tuple[tuple[FleetView, ...], float]] = {
         ),
         5,
     ),
+    "the cloud says when the machine ended, before its last sign": (
+        (
+            seen(NOW, machine(created=NOW), nodes=(node(A),)),
+            seen(NOW + 9, machine(created=NOW), nodes=(node(A),), listed_at=NOW),
+            seen(NOW + 10, ended=(over(NOW, NOW + 4),)),
+            seen(NOW + 11, ended=(over(NOW, NOW + 4),)),
+            seen(NOW + 12),
+        ),
+        4,
+    ),
+    "the cloud says when the machine ended, after its last sign, and late": (
+        (
+            seen(NOW, machine(created=NOW)),
+            seen(NOW + 1, machine(created=NOW)),
+            seen(NOW + 8),
+            seen(NOW + 9),
+            seen(NOW + 20, ended=(over(NOW, NOW + 6),)),
+            seen(NOW + 21, ended=(over(NOW, NOW + 6),)),
+        ),
+        6,
+    ),
+    "the agent of a machine that has ended still seems to be connected": (
+        (
+            seen(NOW, machine(created=NOW), nodes=(node(A),)),
+            seen(NOW + 5, machine(created=NOW), nodes=(node(A),), ended=(over(NOW, NOW + 3),)),
+            seen(NOW + 9, nodes=(node(A),), ended=(over(NOW, NOW + 3),)),
+        ),
+        3,
+    ),
+    "another machine of the same name, and the cloud says when the first one ended": (
+        (
+            seen(NOW, machine(created=NOW), nodes=(node(A),)),
+            seen(NOW + 5, machine(created=NOW), nodes=(node(A),), listed_at=NOW),
+            seen(NOW + 9, machine(created=NOW + 7), ended=(over(NOW, NOW + 4),)),
+        ),
+        4 + 2,
+    ),
+    "a machine whose agent joins before the cloud lists it as running": (
+        (
+            EMPTY,
+            seen(NOW + 4, machine(created=NOW + 1, state="provisioning"), nodes=(node(A),)),
+            seen(NOW + 6, replace(machine(created=NOW + 1), started=NOW + 3), nodes=(node(A),)),
+            seen(NOW + 8, replace(machine(created=NOW + 1), started=NOW + 3), nodes=(node(A),)),
+        ),
+        5,
+    ),
     "the pool's zone does not answer for a while": (
         (
             seen(NOW, machine(created=NOW)),
@@ -138,6 +189,24 @@ def test_a_price_that_changed_before_the_head_knew_it() -> None:
     assert dearer == {"j": pytest.approx((2 + 2) * 0.001), NOBODY: pytest.approx(2 * 0.001)}
     assert all(sum(use.seconds for use in mine) == 0 for mine in uses.values())
     assert meter.repriced("q", 3.6, 7.2, at=NOW + 4, known=NOW + 8) == {}
+
+
+def test_a_machine_that_began_and_ended_between_two_looks_is_the_clusters() -> None:
+    ended = over(NOW + 1, NOW + 5, since=NOW + 2)
+    assert read(EMPTY, seen(NOW + 8, ended=(ended,)), seen(NOW + 9, ended=(ended,))) == {"j": 0, NOBODY: 3}
+
+
+def test_a_machine_that_had_ended_before_the_head_began_is_not_counted() -> None:
+    ended = over(NOW - 60, NOW - 20)
+    assert read(seen(NOW, ended=(ended,)), seen(NOW + 5, ended=(ended,))) == {"j": 0, NOBODY: 0}
+
+
+def test_a_correction_does_not_count_as_a_machine_that_runs() -> None:
+    meter, _ = Meter().read(seen(NOW, machine(created=NOW)), ALL, {})
+    meter, _ = meter.read(seen(NOW + 4), ALL, {})
+    _, uses = meter.read(seen(NOW + 9, ended=(over(NOW, NOW + 3),)), ALL, {})
+    assert [(use.start, use.end) for use in uses["j"]] == [(NOW, NOW + 3)]
+    assert hourly(uses["j"], Rates({"p": 3.6})) == 0
 
 
 def test_time_counts_from_the_start_if_the_cloud_says_it() -> None:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from aiohttp import ClientSession, UnixConnector, web
 
-from spotrun.cloud.base import Advice, Instance, Problem
+from spotrun.cloud.base import Advice, Ended, Instance, Problem
 from spotrun.errors import CloudError, PartialError, SpotrunError
 from spotrun.head.clock import Clock
 from spotrun.head.events import Event
@@ -42,10 +42,11 @@ class MemoryCloud:
         self.made: dict[str, float] = {}
         self.ends: dict[str, float] = {}
         self.room: dict[str, int] = {}  # machines that a pool can have at the most, whatever its size
-        self.silent: set[str] = set()  # what cannot be asked: prices, problems
+        self.silent: set[str] = set()  # what cannot be asked: prices, problems, advice, ended
         self.price: dict[str, float] = {"p": 1.0, "q": 2.0}
         self.said: dict[str, Advice] = {}
         self.refusal: str | Exception = ""  # what a recreate is refused with
+        self.over: list[Ended] = []  # machines of which the cloud says when they ended
         self.hold = asyncio.Event()  # a recreate waits for it
         self.hold.set()
         self.calls: list[tuple[str, Any]] = []
@@ -58,6 +59,10 @@ class MemoryCloud:
             for p, n in names
         ]
         return self.told([each for each in found if each.pool not in self.out])
+
+    async def ended(self) -> list[Ended]:
+        self.throttle("ended")
+        return list(self.over)
 
     async def sizes(self) -> dict[str, int]:
         return self.told({pool: size for pool, size in self.size.items() if pool not in self.out})

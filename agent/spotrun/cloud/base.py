@@ -32,6 +32,17 @@ class Instance:
 
 
 @dataclass(frozen=True)
+class Ended:
+    """A machine that has ended, and what it is billed for."""
+
+    machine: str  # its name
+    pool: str  # the name of its pool
+    created: float  # as in `Instance`
+    since: float  # epoch seconds since when it cost money
+    until: float  # epoch seconds until when it cost money
+
+
+@dataclass(frozen=True)
 class Problem:
     """Why a pool has fewer machines than its size."""
 
@@ -98,6 +109,9 @@ class Cloud(Protocol):
 
     async def nodes(self) -> list[Instance]:
         """Every machine of the cluster, also the head's (pool `head`). Raises `PartialError` if some zones are out."""
+
+    async def ended(self) -> Sequence[Ended]:
+        """Machines that ended within the last hour, if the cloud says when they ended. Any of them may be left out."""
 
     async def sizes(self) -> dict[str, int]:
         """The size that each pool should have, without the head's. Raises `PartialError` as `nodes` does."""

@@ -45,6 +45,7 @@ class Use:
     end: float  # epoch seconds
     share: float = 1.0  # the part of the machine: 1 is all of it
     price: float | None = None  # USD an hour; None: the pool's present price
+    late: bool = False  # whether it only corrects what was counted before, so that it says nothing about now
 
     @property
     def seconds(self) -> float:

@@ -73,7 +73,8 @@ class Books:
     def status(self) -> dict[str, Any]:
         """What idle devices have cost, for the status document."""
         idle, account = self.idle, [line.model_dump() for line in self.idle.account]
-        return {"idle_cost": idle.cost, "idle_node_seconds": idle.node_seconds, "idle_account": account}
+        found = {"idle_cost": idle.cost, "idle_node_seconds": idle.node_seconds, "idle_account": account}
+        return found | {"counted_at": self._counted_at}
 
     async def write(self) -> None:
         """Keep the cost of idle devices for the next head. A head that dies may forget the last IDLE_EVERY seconds."""

@@ -379,6 +379,7 @@ class Head:
             machines=self.agents.machines(self.fleet),
             listed=self.fleet.instances is not None,
             listed_at=self.fleet.listed_at,
+            ended=self.fleet.ended,
             replaced=self.replacements.replaced,
             signs=self.signs.found,
             joined=self.replacements.joined,

@@ -1,27 +1,34 @@
 """How long each machine has run since the last look, and who pays for that. Pure.
 
 The head looks several times a second, and asks the cloud less often. So it learns late that a machine began or ended.
-Time counts from the moment when the machine started, as far as the cloud says so, else when the cloud made it. Once the
-machine has ended, the time after the last sign of it is taken back.
+Time counts from the moment when the machine started, as far as the cloud says so, else when the cloud made it. It
+counts until the moment when the machine ended, if the cloud says so, which may be late. Until the cloud has said so,
+the newest sign of the machine counts, and the time after that sign is taken back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from spotrun.cloud.base import Ended
 from spotrun.head.account import Rates, Use
 from spotrun.head.view import FleetView, View
 
 NOBODY = ""  # who pays for devices that no job has: the cluster itself
+LATE = 3600.0  # seconds after the last sign of a machine in which the cloud may still say when it ended
+
+_Key = tuple[str, float]  # a machine: its name, and when the cloud made it
 
 
 @dataclass(frozen=True)
 class Counted:
-    """A machine that runs, as far as its time has been counted."""
+    """A machine that runs or ran, as far as its time has been counted."""
 
     pool: str  # its pool
-    created: float  # since when it costs money: when it started, or when the cloud made it; 0: not known
+    created: float  # when the cloud made it; 0: not known
+    since: float  # since when it costs money, as far as is known
+    first: float  # this head has counted its time from here on
     until: float  # its time is counted up to here
     seen: float  # the newest sign that it runs: the cloud listed it, or its agent was connected
     payers: Mapping[str, float]  # by job: the part that the job pays for; `NOBODY` for the cluster
@@ -32,7 +39,9 @@ class Meter:
     """What one head has counted."""
 
     began: float = 0.0  # when the head began to count; 0: it has not
-    machines: Mapping[str, Counted] = field(default_factory=dict)  # by name
+    machines: Mapping[str, Counted] = field(default_factory=dict)  # those that run, by name
+    gone: Mapping[_Key, Counted] = field(default_factory=dict)  # those of which the cloud has not said when they ended
+    settled: frozenset[_Key] = frozenset()  # those of which the cloud still says when they ended; they are counted
 
     def read(
         self, view: FleetView, shares: Mapping[str, Mapping[str, float]], paid: Mapping[str, float]
@@ -42,37 +51,82 @@ class Meter:
         shares: by payer, the part of each machine that it pays for. The parts of a machine that costs money make 1.
         paid: by payer, up to when earlier heads have counted.
         """
-        began, payers = self.began or view.now, _by_machine(shares)
-        machines, created = running(view), {each.name: each.started or each.created for each in view.machines}
         uses: dict[str, list[Use]] = {payer: [] for payer in (*shares, NOBODY)}
-        found: dict[str, Counted] = {}
+        began, told = self.began or view.now, {(each.machine, each.created): each for each in view.ended}
+        self._settle(told, began, uses)
+        kept, gone = self._leave(view, told, uses)
+        found = self._count(view, told, _by_machine(shares), began, paid, uses)
+        return Meter(began, {**kept, **found}, gone, frozenset(told)), uses
+
+    def _settle(self, told: Mapping[_Key, Ended], began: float, uses: dict[str, list[Use]]) -> None:
+        """Correct the time of machines of which the cloud says now when they ended."""
+        for (name, created), end in told.items():
+            running = self.machines.get(name)
+            last = running if running and running.created == created else self.gone.get((name, created))
+            if last is not None:
+                _correct(uses, name, last, last.until, max(end.until, last.first))
+                _correct(uses, name, last, end.since, min(last.first, end.since))
+            elif (name, created) not in self.settled and end.since > began:
+                # It began and ended between two looks, so that nobody has counted it.
+                uses[NOBODY].append(Use(name, end.pool, end.since, end.until, late=True))
+
+    def _leave(
+        self, view: FleetView, told: Mapping[_Key, Ended], uses: dict[str, list[Use]]
+    ) -> tuple[dict[str, Counted], dict[_Key, Counted]]:
+        """The machines that are out of sight, and those that are gone: time after the last sign is taken back."""
+        machines, made = running(view), {each.name: each.created for each in view.machines}
         away = {machine.pool for machine in view.machines if machine.state == "unknown"}  # their zones do not answer
+        gone = {key: each for key, each in self.gone.items() if key not in told and view.now - each.until < LATE}
+        kept: dict[str, Counted] = {}
         for name, last in self.machines.items():
-            another = created.get(name, 0.0) > last.created > 0
-            if name not in machines and not another and (last.pool in away or not view.listed):
-                found[name] = last
-            elif name not in machines or another:
-                for payer, share in last.payers.items():
-                    back = Use(name, last.pool, last.until, min(last.until, last.seen), share)
-                    uses[payer if payer in uses else NOBODY].append(back)
-        for name, pool in machines.items():
-            before = self.machines.get(name)
-            made = created.get(name, 0.0) or (before.created if before else 0.0)
-            if before is not None and made > before.created > 0:
+            another = made.get(name, 0.0) > last.created > 0
+            if (name, last.created) in told or (name in machines and not another):
+                continue
+            if not another and (last.pool in away or not view.listed):
+                kept[name] = last
+                continue
+            end = min(last.until, last.seen)
+            _correct(uses, name, last, last.until, end)
+            gone[name, last.created] = replace(last, until=end)
+        return kept, gone
+
+    def _count(
+        self,
+        view: FleetView,
+        told: Mapping[_Key, Ended],
+        payers: Mapping[str, Mapping[str, float]],
+        began: float,
+        paid: Mapping[str, float],
+        uses: dict[str, list[Use]],
+    ) -> dict[str, Counted]:
+        """Count the machines that run."""
+        listed, over = {each.name: each for each in view.machines}, {name for name, _ in told}
+        found: dict[str, Counted] = {}
+        for name, pool in running(view).items():
+            before, machine = self.machines.get(name), listed.get(name)
+            created = (machine.created if machine else 0.0) or (before.created if before else 0.0)
+            if (name, created) in told or (not created and name in over):
+                continue
+            if before is not None and created > before.created > 0:
                 before = None  # another machine of that name
-            mine = payers.get(name, {NOBODY: 1.0})
+            since = (machine.started if machine else 0.0) or created
+            if before is not None and since > before.first:  # the cloud says only now when it started
+                _correct(uses, name, before, since, before.first)
+            mine, first = payers.get(name, {NOBODY: 1.0}), view.now
             for payer, share in mine.items():
-                start = before.until if before else _start(made, began, paid.get(payer, 0.0), view.now)
-                uses[payer].append(Use(name, pool, min(start, view.now), view.now, share))
-            seen = max(_sign(view, name), before.seen if before else made)
-            found[name] = Counted(pool, made, view.now, seen, mine)
-        return Meter(began, found), uses
+                start = before.until if before else min(_start(since, began, paid.get(payer, 0.0), view.now), view.now)
+                uses[payer].append(Use(name, pool, start, view.now, share))
+                first = min(first, start)
+            first = max(before.first, since) if before else first
+            seen = max(_sign(view, name), before.seen if before else since)
+            found[name] = Counted(pool, created, since, first, view.now, seen, mine)
+        return found
 
     def repriced(self, pool: str, old: float, new: float, at: float, known: float) -> dict[str, list[Use]]:
         """By payer: what changes if a pool had its new price since `at`. known: until then, the old one was counted."""
         found: dict[str, list[Use]] = {}
-        for name, each in self.machines.items():
-            since, until = max(at, each.created), min(known, each.until)
+        for name, each in [*self.machines.items(), *((name, each) for (name, _), each in self.gone.items())]:
+            since, until = max(at, each.since), min(known, each.until)
             if each.pool == pool and since < until:
                 for payer, share in each.payers.items():
                     both = [Use(name, pool, until, since, share, old), Use(name, pool, since, until, share, new)]
@@ -92,14 +146,21 @@ def running(view: View | FleetView) -> dict[str, str]:
 
 def hourly(uses: Iterable[Use], rates: Rates) -> float:
     """USD an hour for the machines that still run. Machines without a known price are left out."""
-    return sum(use.share * rates.prices.get(use.pool, 0.0) for use in uses if use.end > use.start and use.price is None)
+    present = (use for use in uses if use.end > use.start and use.price is None and not use.late)
+    return sum(use.share * rates.prices.get(use.pool, 0.0) for use in present)
 
 
-def _start(made: float, began: float, paid: float, now: float) -> float:
-    """From when on a machine is counted that this head has not counted yet."""
-    if made > began:
-        return made
-    return max(made, paid or now)  # earlier heads have counted it, up to `paid`
+def _correct(uses: dict[str, list[Use]], name: str, last: Counted, counted: float, end: float) -> None:
+    """Have those who paid a machine pay up to `end`, instead of up to `counted`."""
+    for payer, share in last.payers.items() if counted != end else ():
+        uses[payer if payer in uses else NOBODY].append(Use(name, last.pool, counted, end, share, late=True))
+
+
+def _start(since: float, began: float, paid: float, now: float) -> float:
+    """From when on a machine is counted that this head has not counted yet. since: when it began to cost money."""
+    if since > began:
+        return since
+    return max(since, paid or now)  # earlier heads have counted it, up to `paid`
 
 
 def _sign(view: FleetView, name: str) -> float:

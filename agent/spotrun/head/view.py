@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
+from spotrun.cloud.base import Ended
 from spotrun.head.fleet.record import Replacement
 from spotrun.head.job_state import JobState
 from spotrun.head.timeouts import TIMEOUTS
@@ -130,6 +131,7 @@ class FleetView:
     machines: tuple[Machine, ...] = ()  # the machines that the cloud lists; empty if the cloud does not answer
     listed: bool = True  # whether the cloud answered
     listed_at: float = 0.0  # when the cloud was asked for `machines`
+    ended: tuple[Ended, ...] = ()  # machines of which the cloud says when they ended
     replaced: tuple[Replacement, ...] = ()  # the cluster's replacements, in order
     signs: Mapping[str, Sign] = field(default_factory=dict)  # by node name, for the nodes in `silence.watched`
     joined: Mapping[str, float] = field(default_factory=dict)  # machines whose agents have joined: when each was made

@@ -21,7 +21,7 @@ from spotrun.cloud.aws.advice import Adviser
 from spotrun.cloud.aws.api import Clients, ask, call
 from spotrun.cloud.aws.errors import refusal
 from spotrun.cloud.aws.instances import BLOCK, ScalingGroup
-from spotrun.cloud.base import Advice, Instance, Problem, Shortfall
+from spotrun.cloud.base import Advice, Ended, Instance, Problem, Shortfall
 from spotrun.errors import CloudError
 from spotrun.spec import ClusterSpec, PoolSpec, names
 
@@ -49,6 +49,7 @@ class AwsCloud:
         self._page = page
         self._changing = threading.Lock()
         self._terminated: set[str] = set()  # machines terminated here, until no group lists them any more
+        self._ended: list[Ended] = []
         self._last_full: dict[str, float] = {}  # by pool: when it last had all its machines
         self._problems: dict[str, Problem] = {}
         self._spot: dict[tuple[str, str], float] = {}  # (machine type, zone): dollars an hour
@@ -62,6 +63,10 @@ class AwsCloud:
     async def nodes(self) -> list[Instance]:
         """Every machine of the cluster, also the head's, except machines that have ended."""
         return [machine for machine in await ask(self._known) if machine.state != "terminated"]
+
+    async def ended(self) -> list[Ended]:
+        """As in `Cloud`. Asks nothing: these are the machines that the last call of `nodes` has seen."""
+        return self._ended
 
     async def sizes(self) -> dict[str, int]:
         return {pool: group.size for pool, group in (await ask(self._groups)).items() if pool != names.HEAD}
@@ -159,6 +164,7 @@ class AwsCloud:
 
     def _known(self) -> list[Instance]:
         said = list(self._described())
+        self._ended = instances.ended(self._cluster, said)
         return instances.instances(self._cluster, self._groups().values(), said, self._block_ends(said))
 
     def _block_ends(self, said: Iterable[InstanceTypeDef]) -> dict[str, float]:

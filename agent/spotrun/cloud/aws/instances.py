@@ -6,13 +6,15 @@ and whether it runs. A machine is listed if either service has it, unless EC2 sa
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from spotrun.cloud.base import Instance, State
+from spotrun.cloud.base import Ended, Instance, State
 from spotrun.errors import CloudError
 from spotrun.spec import ClusterSpec, names
 
@@ -36,6 +38,8 @@ _LEAVING = ("Terminat", "Detach")
 # AWS ends the machines of a Capacity Block so many seconds before the block's end.
 # https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/ec2-capacity-blocks.html
 _BLOCK_ENDS = 1800.0
+# The time in a machine's `StateTransitionReason`: `User initiated (2026-11-22 10:15:00 GMT)`.
+_ENDED = re.compile(r"\((\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (?:GMT|UTC)\)$")
 BLOCK = "capacity-block"  # the lifecycle of these machines
 
 
@@ -135,6 +139,22 @@ def instances(
             market = spec.market if spec else "on-demand"
             found[name] = Instance(name, group.pool, group.zones, "", "provisioning", market, 0.0, name)
     return sorted(found.values(), key=lambda machine: (machine.pool, machine.created, machine.name))
+
+
+def ended(cluster: ClusterSpec, said: Iterable[InstanceTypeDef]) -> list[Ended]:
+    """The terminated machines of which EC2 says when it began to end them: from then on they cost nothing.
+
+    https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/ec2-instance-lifecycle.html
+    """
+    found = []
+    for machine in said:
+        tags = {tag["Key"]: tag["Value"] for tag in machine.get("Tags", [])}
+        at = _ENDED.search(machine.get("StateTransitionReason", ""))
+        if tags.get(names.CLUSTER) == cluster.name and at and machine["State"]["Name"] == "terminated":
+            created = machine["LaunchTime"].timestamp()
+            until = datetime.strptime(at[1], "%Y-%m-%d %H:%M:%S").replace(tzinfo=UTC).timestamp()
+            found.append(Ended(machine["InstanceId"], tags.get(names.POOL, ""), created, created, max(created, until)))
+    return found
 
 
 def removal(

@@ -18,7 +18,7 @@ from typing import TypeVar
 from google.cloud import compute_v1
 
 from spotrun.cloud import prices
-from spotrun.cloud.base import Advice, Instance, Problem, Shortfall
+from spotrun.cloud.base import Advice, Ended, Instance, Problem, Shortfall
 from spotrun.cloud.gcp import flex, quotas
 from spotrun.cloud.gcp.advice import Adviser
 from spotrun.cloud.gcp.api import OPTIONS, Api
@@ -60,6 +60,10 @@ class GcpCloud:
         if silent:
             raise PartialError(known, {name: str(error) for name, error in silent.items()})
         return known
+
+    async def ended(self) -> list[Ended]:
+        """None: Google Cloud forgets a deleted machine."""
+        return []
 
     async def resize(self, pool: str, size: int) -> None:
         most = self._pool(pool).max

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spotrun.cloud.base import Advice, Instance, Problem, Said, Shortfall
+from spotrun.cloud.base import Advice, Ended, Instance, Problem, Said, Shortfall
 from spotrun.cloud.local import procs
 from spotrun.cloud.local.layout import (
     DAEMON,
@@ -65,6 +65,9 @@ class LocalCloud:
 
     async def nodes(self) -> list[Instance]:
         return [Instance(**values) for values in await self._ask("GET", "nodes")]
+
+    async def ended(self) -> list[Ended]:
+        return [Ended(**values) for values in await self._ask("GET", "ended")]
 
     async def sizes(self) -> dict[str, int]:
         return dict(await self._ask("GET", "sizes"))

@@ -17,8 +17,11 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from spotrun.cloud.base import Ended
 from spotrun.cloud.local.machine import Machine
 from spotrun.spec.names import HEAD
+
+_HOUR = 3600.0  # seconds
 
 
 class Ledger:
@@ -27,12 +30,26 @@ class Ledger:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._prices: dict[str, float] = {}
+        self._ended: list[Ended] = []
 
-    def note(self, what: str, machine: Machine) -> None:
-        """Something has happened to a machine."""
+    def note(self, what: str, machine: Machine, at: float | None = None) -> None:
+        """Something has happened to a machine. at: when, epoch seconds; None: now."""
         if machine.pool.name != HEAD:
             about = {"machine": machine.name, "id": machine.id, "market": machine.pool.market}
-            self._write(what, pool=machine.pool.name, **about)
+            self._write(what, at, pool=machine.pool.name, **about)
+
+    def end(self, machine: Machine) -> None:
+        """A machine's processes are dead."""
+        machine.ended = time.time()
+        self.note("taken", machine, machine.ended)
+        if machine.started and machine.pool.name != HEAD:
+            times = (machine.created, machine.started, machine.ended)
+            self._ended.append(Ended(machine.name, machine.pool.name, *times))
+
+    def ended(self) -> list[Ended]:
+        """The machines that ended within the last hour, with the times that the file has."""
+        self._ended = [each for each in self._ended if each.until > time.time() - _HOUR]
+        return list(self._ended)
 
     def begin(self) -> None:
         """The cloud starts."""
@@ -45,7 +62,7 @@ class Ledger:
                 self._write("price", pool=pool, price=price)
         self._prices = dict(prices)
 
-    def _write(self, what: str, **values: object) -> None:
-        line = json.dumps({"at": time.time(), "what": what, **values}) + "\n"
+    def _write(self, what: str, at: float | None = None, **values: object) -> None:
+        line = json.dumps({"at": time.time() if at is None else at, "what": what, **values}) + "\n"
         with open(os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "w") as file:
             file.write(line)

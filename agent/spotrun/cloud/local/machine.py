@@ -27,6 +27,7 @@ class Machine:
     subject: Subject  # what its metadata server tells of it
     state: State = "provisioning"  # as the cloud lists it
     started: float = 0.0  # epoch seconds since when it runs; 0: it has not run
+    ended: float = 0.0  # epoch seconds when its processes were dead; 0: they are not
     due: float = math.inf  # epoch seconds when a stopping machine is taken, or when a terminated one may be recreated
     gone: asyncio.Event = field(default_factory=asyncio.Event)  # set when nothing of the machine is left
     life: asyncio.Task[None] | None = None  # the task that runs it from boot to end

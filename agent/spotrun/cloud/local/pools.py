@@ -54,12 +54,11 @@ class LocalPools:
         self._began = time.time()
         self._changes: list[Change] = []  # of the market, made by hand
         self._queued: dict[str, float] = {}  # by flex pool: when its request has its turn
-        self._ledger = Ledger(layout.ledger)
+        self.ledger = Ledger(layout.ledger)
         self._short: dict[str, Problem] = {}
         self._broken: dict[str, Problem] = {}
-        self._wake = asyncio.Event()
         self._cutter, self._cutting = Cutter(layout), asyncio.Lock()
-        self._spawning = asyncio.Lock()
+        self._wake, self._spawning = asyncio.Event(), asyncio.Lock()
         app = metadata.build(config.metadata, self._subject_at)
         self._metadata = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
 
@@ -158,6 +157,7 @@ class LocalPools:
         if change.where not in places:
             raise CloudError(f"there is no zone or pool {change.where!r}; allowed: {', '.join(sorted(places))}")
         self._changes.append(replace(change, after=time.time() - self._began))
+        self.ledger.set_prices(self._market().prices)
         self._wake.set()
 
     def configure(self, config: Config) -> None:
@@ -178,7 +178,7 @@ class LocalPools:
     async def run(self) -> None:
         """Create and end machines whenever what exists or what is wanted changes. Never returns."""
         await self._metadata.setup()
-        self._ledger.begin()
+        self.ledger.begin()
         while True:
             self._wake.clear()
             wake = self._reconcile()
@@ -200,7 +200,7 @@ class LocalPools:
             for n in self.machines.values()
         }
         now, now_market = time.time(), self._market()
-        self._ledger.set_prices(now_market.prices)
+        self.ledger.set_prices(now_market.prices)
         limits = (now_market.capacity, now_market.dry, self._queued, self.config.queue_delay)
         plan = reconcile.plan(reconcile.View(now, pools, self._wanted, members, *limits))
         self._queued = dict(plan.queued)
@@ -251,7 +251,7 @@ class LocalPools:
     def _start(self, machine: Machine) -> None:
         """Begin a machine's life."""
         self.machines[machine.name] = machine
-        self._ledger.note("created", machine)
+        self.ledger.note("created", machine)
         machine.life = asyncio.create_task(self._live(machine))
         machine.life.add_done_callback(lambda _: self._ended(machine))  # even if it never ran
         self._wake.set()  # the loop must also wait for this machine's end
@@ -262,7 +262,7 @@ class LocalPools:
             machine.due = now + (NOTICE[self.config.metadata] if notice is None else notice)
             machine.state = "stopping"
             machine.subject.change(terminate_at=machine.due, rebalance_at=now)
-            self._ledger.note("notice", machine)
+            self.ledger.note("notice", machine)
             self._wake.set()
 
     def _take(self, machine: Machine, notices: Mapping[str, float]) -> None:
@@ -292,7 +292,7 @@ class LocalPools:
             if process.stdout is not None and await process.stdout.readline() and machine.state == "provisioning":
                 log.info("%s runs at %s", machine.name, machine.address)
                 machine.state, machine.started = "running", time.time()
-                self._ledger.note("running", machine)
+                self.ledger.note("running", machine, machine.started)
                 self._broken.pop(machine.name, None)
             code = await process.wait()
             where = self.layout.folder(machine.name) / "init.log"
@@ -308,7 +308,7 @@ class LocalPools:
     def _ended(self, machine: Machine) -> None:
         machine.state, machine.due = "terminated", time.time() + self.config.recreate_delay
         machine.gone.set()
-        self._ledger.note("ended", machine)
+        self.ledger.note("ended", machine)
         self._wake.set()
 
     def _blame(self, machine: Machine, message: str) -> None:
@@ -354,7 +354,7 @@ class LocalPools:
         async with self._cutting:
             self._cutter.forget(machine.name)
         killed = await asyncio.to_thread(procs.kill, self._search(machine))
-        self._ledger.note("taken", machine)
+        self.ledger.end(machine)
         async with self._spawning:
             known = {other.pid for other in self.machines.values()}
             killed |= await asyncio.to_thread(procs.kill, lambda: procs.strays(known))

@@ -68,6 +68,8 @@ def _look(pools: LocalPools, unique: str, request: web.Request) -> object:
             return {"cluster": pools.config.cluster, "unique": unique, "pid": os.getpid()}
         case "nodes":
             return [asdict(instance) for instance in pools.instances()]
+        case "ended":
+            return [asdict(each) for each in pools.ledger.ended()]
         case "sizes":
             return pools.sizes()
         case "prices":

@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
-from spotrun.cloud.base import Advice, Cloud, Instance, Problem
+from spotrun.cloud.base import Advice, Cloud, Ended, Instance, Problem
 from spotrun.cloud.prices import on_demand
 from spotrun.errors import PartialError, SpotrunError
 from spotrun.head.account import Rates
@@ -27,6 +27,7 @@ class Fleet:
         self.cluster = cluster
         self.listed_at = 0.0  # when the cloud was asked for `instances`
         self.instances: list[Instance] | None = None  # None while the cloud does not answer
+        self.ended: tuple[Ended, ...] = ()  # machines of which the cloud says when they ended
         self.sizes: dict[str, int] = {}
         # Pools whose zone does not answer, and since when. Their instances and sizes are the last known ones.
         self.away: dict[str, Problem] = {}
@@ -181,6 +182,11 @@ class Fleet:
         except SpotrunError:
             self.instances = None
             raise
+        try:
+            # After the list: what is not in the list any more has ended by now.
+            self.ended = tuple(each for each in await self._cloud.ended() if self.cluster.pool(each.pool))
+        except SpotrunError as error:
+            log.warning("machines that have ended: %s", error)
         self._note_away(unsized | unlisted)
         self.sizes = {pool: size for pool, size in self.sizes.items() if pool in unsized} | sizes
         last = [instance for instance in self.last_list or () if instance.pool in unlisted]
