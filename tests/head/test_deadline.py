@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from spotrun.head.capacity.observe import demand
+from spotrun.head.capacity.place import place
 from spotrun.head.capacity.policies.deadline import MARGIN
 from spotrun.head.capacity.promise import refusal
-from spotrun.head.capacity.situation import Demand, Offer, Situation
+from spotrun.head.capacity.situation import Demand, Offer, Placement, Situation
 from spotrun.head.capacity.sizes import Pool
+from spotrun.head.job_state import Progress
+from spotrun.head.speeds import Speed
+from spotrun.head.view import FleetView
+from spotrun.spec import ClusterSpec
 from tests.head.bazaar import POLL, START, Stall, work
+from tests.head.views import NOW, A, spec
+from tests.head.views import job as trains
 
 HOUR = 3600.0
 
@@ -93,6 +103,89 @@ def offers(most: int = 2) -> tuple[Offer, ...]:
         Offer(Pool("spot-a", most, 0), "a", price=1.0),
         Offer(Pool("steady", most, 0), "a", "on-demand", price=3.0),
     )
+
+
+def fallen(spare: float, *, on: str = "", flex: int = 0) -> Placement:
+    """Where a job goes that has so many seconds to spare while its spot pool is short. on: the pool that it is on."""
+    found = (
+        Offer(Pool("spot-a", 1, 1, supply="short"), "a", price=1.0),
+        Offer(Pool("flex", 1, flex), "c", "flex", price=2.0, usable=flex),
+        Offer(Pool("steady", 1, int(on == "steady")), "c", "on-demand", price=3.0),
+    )
+    members = {on: 1} if on else {}
+    one = job(8, 8 + (spare + MARGIN) / HOUR, pools=frozenset(each.name for each in found), members=members)
+    return place(Situation(START, found, (one,)))["j"]
+
+
+def asked(placement: Placement) -> list[tuple[str, ...]]:
+    return [need.order for need in placement.needs]
+
+
+def test_flex_machines_are_asked_for_first_and_on_demand_ones_stand_in() -> None:
+    found = fallen(1300)
+    assert found.reason.startswith("behind")
+    assert asked(found) == [("flex", "steady")]
+    assert found.use == {"flex", "steady"}
+
+
+def test_at_the_point_of_no_return_flex_and_on_demand_machines_are_asked_for_at_the_same_time() -> None:
+    found = fallen(500)
+    assert found.reason == "the point of no return: 8.0 h of work, 8 min to spare"
+    assert asked(found) == [("steady",), ("flex",)]
+    assert found.use == {"flex", "steady"}
+
+
+def test_a_deadline_that_will_be_missed_is_told() -> None:
+    assert fallen(-10).reason == "the point of no return: 8.0 h of work, 0 s to spare"
+    late = "the point of no return: 8.0 h of work; at this pace the deadline is missed by 90 s"
+    assert fallen(-90 - MARGIN).reason == late
+
+
+def test_flex_machines_that_are_there_are_safe_machines() -> None:
+    assert fallen(500, flex=1).use == {"flex", "steady"}
+    assert asked(fallen(500, flex=1)) == [("flex", "steady")]
+
+
+def test_a_job_on_on_demand_machines_asks_for_no_flex_machines() -> None:
+    assert asked(fallen(300, on="steady")) == [("steady",)]
+
+
+def test_a_job_does_not_count_on_machines_of_a_job_of_its_priority_that_trains() -> None:
+    """Else it would wait for a spot machine that it will not get, until the point of no return."""
+    spot, steady = Pool("spot-a", 1, 1, {"spot-a-0": "ready"}, "short"), Pool("steady", 1, 0)
+    both = (Offer(spot, "a", price=1.0, usable=1), Offer(steady, "c", "on-demand", price=3.0))
+    other = Demand("other", frozenset({"spot-a"}), order=1, max=3, members={"spot-a": 1})
+    urgent = job(8, 12)
+
+    def told(*jobs: Demand) -> str:
+        return place(Situation(START, both, jobs))["j"].reason
+
+    assert told(urgent, other).startswith("waits for spot")
+    assert told(replace(urgent, priority=1), other).startswith("trains on spot")
+    assert told(urgent).startswith("trains on spot")
+
+
+CLUSTER = ClusterSpec.model_validate(
+    {"name": "c", "cloud": "local", "pools": [{"name": "p", "zone": "local-a", "max": 3}]}
+)
+SPEED = Speed(pool="p", nodes=1, devices=1, samples_per_second=40.0, samples=8.0, steps=90, at=NOW - 50)
+# The step that the generation has done, at 30 s each so far; what else is known of the job; the work left.
+LEFT: dict[str, tuple[int, dict[str, Any], float | None]] = {
+    "the first steps are slow: the job file counts": (2, {"spec": spec(work=600.0)}, 600.0 * 0.998),
+    "after five steps, the measured pace counts": (5, {"spec": spec(work=600.0)}, 995 * 30.0),
+    "first steps of a later generation: what was measured before counts": (2, {"speeds": (SPEED,)}, 998 * 0.2),
+    "first steps, and nothing else is known": (2, {"pace": 30.0}, 998 * 30.0),
+    "no step, and nothing else is known": (0, {}, None),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_the_work_left(name: str) -> None:
+    step, changes, left = LEFT[name]
+    progress = Progress(base=0, step=step, pace=30.0 if step else 0.0, total_steps=1000)
+    state = trains(A, progress=progress, reached=step, **changes)
+    found = demand(FleetView(now=NOW, jobs=(state,), nodes=()), CLUSTER, state, 0).left
+    assert found == (left if left is None else pytest.approx(left))
 
 
 def test_a_deadline_that_cannot_be_kept_is_refused_with_the_earliest_one() -> None:

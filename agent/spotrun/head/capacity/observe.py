@@ -10,6 +10,7 @@ from spotrun.cloud.base import Advice
 from spotrun.head.capacity.situation import NO_ADVICE, Demand, History, Offer, Situation
 from spotrun.head.capacity.sizes import Pool
 from spotrun.head.job_state import JobState
+from spotrun.head.speeds import LEAST
 from spotrun.head.view import FleetView
 from spotrun.spec import ClusterSpec, JobSpec, devices_of
 
@@ -108,9 +109,20 @@ def demand(view: FleetView, cluster: ClusterSpec, job: JobState, index: int) -> 
 
 
 def _left(job: JobState) -> float | None:
-    """The work left, in seconds on one machine: as measured, else as the job file says; None if neither is known."""
-    total, pace = job.progress.total_steps, job.progress.pace or job.pace
-    nodes = len(job.members) if job.progress.pace else job.paced or len(job.last)
+    """The work left, in seconds on one machine: as measured, else as the job file says; None if neither is known.
+
+    The first steps of a generation are slow: until it has done `LEAST` of them, what was measured before counts.
+    """
+    progress, spec = job.progress, job.spec
+    total, pace, nodes = progress.total_steps, progress.pace, len(job.members) or len(job.last)
+    if progress.step - max(progress.base, 0) < LEAST:
+        last = max(job.speeds, key=lambda speed: speed.at, default=None)
+        if last:
+            pace, nodes = last.samples / last.samples_per_second, last.nodes
+        elif spec.work is not None and job.generation <= 1:
+            return spec.work * (1 - max(job.reached, 0) / total) if total else spec.work
+        elif not progress.pace:
+            pace, nodes = job.pace, job.paced or len(job.last)
     if not (total and pace and nodes):
-        return job.spec.work
+        return spec.work
     return float(max(0, total - max(job.reached, 0)) * pace * nodes**SCALING)

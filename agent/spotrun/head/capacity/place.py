@@ -1,7 +1,7 @@
 """Where should each job train, and on which machines? `place(situation)` is pure, and its tests are data.
 
 Jobs are served by priority, then by deadline, then in the order of the queue. Each counts on the machines that the jobs
-before it leave.
+before it leave. None counts on the machines that `allocate` will not take from a job of the same priority that trains.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ def place(seen: Situation, before: Placements | None = None) -> Placements:
     for index, demand in enumerate(ranked):
         later = sum(each.min for each in ranked[index + 1 :] if each.deadline is not None and each.wants)
         demand = replace(demand, leave=later)
-        offers = tuple(replace(offer, others=taken[offer.name]) for offer in seen.offers)
+        rivals = [other for other in ranked[index + 1 :] if other.priority == demand.priority]
+        firm = {name: taken[name] + sum(_firm(seen, other).get(name, 0.0) for other in rivals) for name in taken}
+        offers = tuple(replace(offer, others=firm[offer.name]) for offer in seen.offers)
         placement = policy_of(demand)(replace(seen, offers=offers), demand, before.get(demand.job))
         found[demand.job] = placement = replace(placement, hourly=_hourly(seen, placement))
         _take(taken, seen, demand, placement)
@@ -54,6 +56,17 @@ def _hourly(seen: Situation, placement: Placement) -> float:
     return sum(
         need.machines * max((prices.get(pool, 0.0) for pool in need.pools), default=0.0) for need in placement.needs
     )
+
+
+def _firm(seen: Situation, demand: Demand) -> dict[str, float]:
+    """The machines that a job keeps against others of its priority: `min` of those on which it trains, by pool."""
+    left, found = demand.min if demand.wants else 0, dict[str, float]()
+    for offer in seen.offers:
+        mine = min(left, demand.members.get(offer.name, 0))
+        if mine > 0:
+            found[offer.name] = mine * min(1.0, (demand.devices or offer.devices) / offer.devices)
+            left -= mine
+    return found
 
 
 def _take(taken: dict[str, float], seen: Situation, demand: Demand, placement: Placement) -> None:

@@ -1,19 +1,22 @@
 """The policy of jobs with a deadline: spot machines as long as they can be afforded, safe ones when they are needed.
 
-Safe machines are those that the cloud does not take: on-demand, and flex machines that are there. The point of no
-return is the last moment at which a start on on-demand machines still ends in time. Before that point, `waiting_game`
-says what costs least: wait for spot machines, train on spot, or train on safe machines and return to spot.
+Safe machines are those that the cloud does not take: on-demand, and flex machines that are there. Flex machines cost
+less, but may have to be waited for. So they are asked for first, and on-demand machines stand in while there are none.
+The point of no return is the last moment at which a start on on-demand machines still ends in time. There, both are
+asked for, and the first ones that are ready are used. Before it, `waiting_game` says what costs least: wait for spot
+machines, train on spot, or train on safe machines and return to spot.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from spotrun.cloud.base import Market
 from spotrun.head.capacity.policies.elastic import elastic
 from spotrun.head.capacity.policies.waiting_game import SPARE, Game, Tables, solve
-from spotrun.head.capacity.policies.zones import Zone, held, price, rate, room, usable, zones
-from spotrun.head.capacity.situation import Demand, Placement, Situation
+from spotrun.head.capacity.policies.zones import Zone, held, need, price, rate, room, usable, zones
+from spotrun.head.capacity.situation import Demand, Offer, Placement, Situation
 from spotrun.head.capacity.sizes import Need
 
 MARGIN = 30.0  # seconds: decisions, orders and three looks at the cloud
@@ -29,6 +32,7 @@ class Outlook:
     spare: float  # until the deadline, beyond work and margin
     safe: Zone  # the safe machines
     nodes: int  # how many of them
+    queue: tuple[Offer, ...]  # flex machines of the same zone, which are not there but can be asked for
     spot: Zone | None  # the zone whose spot machines are best now
     wish: Placement  # on spot machines, if that is the choice
     on: str  # what it trains on now: spot, safe; "": nothing
@@ -51,13 +55,15 @@ def deadline(seen: Situation, job: Demand, before: Placement | None) -> Placemen
 
 
 def _place(seen: Situation, job: Demand, before: Placement | None, view: Outlook) -> Placement:
-    spot, left = view.spot, f"{duration(view.work)} of work, {duration(view.spare)} to spare"
+    spot, left = view.spot, _time_left(view)
     if spot is None:
         return _safe(job, view, (), f"only safe machines suit it: {left}")
     ready = spot.ready >= job.min or held(job, spot.pools) >= job.min
     limit = job.restart + (_at_safe(job, view, job.unsaved) if view.on == "spot" else 0.0)
     if view.spare <= limit:
-        return _safe(job, view, (), f"the point of no return: {left}")
+        needs: tuple[Need, ...] = (need(view.nodes, view.queue),) if view.queue else ()
+        found = _safe(job, replace(view, queue=()), needs, f"the point of no return: {left}")
+        return replace(found, use=found.use | _names(view.queue)) if not view.on else found
     tables = _tables(job, view, spot)
     choice = _choose(tables, job, view, ready, before)
     # While it waits, each second takes one of the spare time; on spot, each may have to be done again on safe machines.
@@ -83,7 +89,7 @@ def _choose(tables: Tables, job: Demand, view: Outlook, up: bool, before: Placem
         return "spot" if up and _would_move(tables, job, view) else "safe"
     if up and before is not None and before.use and before.use.isdisjoint(view.safe.pools):
         return "spot"  # it is on the way there: between two generations it is nowhere
-    if any(offer.pool.size - offer.others >= 1 for offer in view.safe.offers):
+    if any(offer.pool.size - offer.others >= 1 for offer in (*view.queue, *view.safe.offers)):
         return "safe"  # they were asked for: to think again while they boot would waste the time spent
     cost = game.dear * job.restart
     if up or (view.spot is not None and view.spot.hope >= job.min):  # there, or not yet asked for without success
@@ -137,7 +143,14 @@ def _outlook(
     placed = elastic(seen, job, before, ("spot",))
     spot = next((zone for zone in found if zone.pools & placed.use), next(iter(found), None))
     on = "safe" if held(job, safe.pools) else "spot" if sum(job.members.values()) else ""
-    return Outlook(work, until - seen.now - work - MARGIN, safe, nodes, spot, placed, on)
+    queue = () if on == "safe" else _queue(seen, job, safe)
+    return Outlook(work, until - seen.now - work - MARGIN, safe, nodes, queue, spot, placed, on)
+
+
+def _queue(seen: Situation, job: Demand, safe: Zone) -> tuple[Offer, ...]:
+    """The flex pools of the zone with the safe machines that have none ready."""
+    found = (zone for zone in zones(seen, job, ("flex",)) if zone.name == safe.name)
+    return tuple(offer for zone in found for offer in zone.offers if offer.name not in safe.pools and room(job, offer))
 
 
 def net(seen: Situation, job: Demand) -> tuple[Zone, int] | None:
@@ -154,12 +167,18 @@ def net(seen: Situation, job: Demand) -> tuple[Zone, int] | None:
 
 def _safe(job: Demand, view: Outlook, also: tuple[Need, ...], reason: str) -> Placement:
     """Train on safe machines. Until they are ready, the job goes on where it is."""
+    offers = (*view.queue, *view.safe.offers)
+    pools = _names(offers)
     there = sum(usable(job, offer) for offer in view.safe.offers) >= min(view.nodes, job.max)
-    now = frozenset(pool for pool, count in job.members.items() if count) - view.safe.pools
-    needs = (Need(min(job.max, view.nodes), view.safe.pools), *also)
+    now = frozenset(pool for pool, count in job.members.items() if count) - pools
+    needs = (need(min(job.max, view.nodes), offers), *also)
     if not there and now:
         needs += (Need(sum(job.members[pool] for pool in now), now),)
-    return Placement(now if now and not there else view.safe.pools, needs, job.min, job.max, 0, reason)
+    return Placement(now if now and not there else pools, needs, job.min, job.max, 0, reason)
+
+
+def _names(offers: Sequence[Offer]) -> frozenset[str]:
+    return frozenset(offer.name for offer in offers)
 
 
 def _affords(job: Demand, view: Outlook, first: float) -> bool:
@@ -174,6 +193,13 @@ def _at_safe(job: Demand, view: Outlook, seconds: float) -> float:
     """How long the safe machines take for what the spot machines do in so many seconds."""
     nodes = sum(job.members.values()) if view.on == "spot" else job.max
     return seconds * rate(job, nodes) / rate(job, view.nodes)
+
+
+def _time_left(view: Outlook) -> str:
+    late = -MARGIN - view.spare
+    if late > 0:
+        return f"{duration(view.work)} of work; at this pace the deadline is missed by {duration(late)}"
+    return f"{duration(view.work)} of work, {duration(max(0.0, view.spare))} to spare"
 
 
 def duration(seconds: float) -> str:
