@@ -53,6 +53,12 @@ class Job:
         """Have a job that was submitted with `slow` hurry again."""
         (self.out / "go").touch()
 
+    def step(self, seconds: float) -> None:
+        """From now on, each slow step takes so long."""
+        partial = self.out / "step.part"
+        partial.write_text(str(seconds))
+        partial.replace(self.out / "step")
+
 
 class Harness:
     """One cluster; use `submit`, then the rest is about that job."""

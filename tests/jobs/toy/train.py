@@ -27,7 +27,7 @@ parser.add_argument("--epochs", type=int, default=2)
 parser.add_argument("--samples", type=int, default=600)
 parser.add_argument("--batch", type=int, default=4)
 parser.add_argument("--pause", type=float, default=0.02, help="seconds added to each step")
-parser.add_argument("--slow", type=int, default=0, help="step from which on each takes 0.3 s, until OUT/go is there")
+parser.add_argument("--slow", type=int, default=0, help="step from which on each is slow, until OUT/go is there")
 parser.add_argument("--fail", default="", help="rank@step: raise there, each time")
 parser.add_argument("--hang", default="", help="rank@step: stop there, the first time")
 parser.add_argument("--flood", type=int, default=0, help="lines to print each second")
@@ -61,6 +61,12 @@ def hold_device():
         if user != context["job"]:
             raise RuntimeError(f"{file.name} is used by {user}") from None
     return file
+
+
+def slow_step():
+    """Seconds. OUT/step may say how many."""
+    file = args.out / "step"
+    return float(file.read_text()) if file.exists() else 0.3
 
 
 def print_lines():
@@ -122,7 +128,7 @@ for epoch in run.epochs(args.epochs):
         optimizer.zero_grad()
         run.log(loss=loss)
         slow = args.slow and run.step >= args.slow and not (args.out / "go").exists()
-        time.sleep(0.3 if slow else args.pause)
+        time.sleep(slow_step() if slow else args.pause)
 
 digest = hashlib.sha256()
 for tensor in model.state_dict().values():
