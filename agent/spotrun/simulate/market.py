@@ -1,7 +1,7 @@
-"""The machines of a simulated market: pools that give what the trace says, and take what it says, with notice.
+"""The machines of a simulated market: pools give and take the machines that the trace says, with notice.
 
 A pool behaves as a managed group: it goes on trying until it has as many machines as its size says. A zone gives no
-machine that it would take within the notice.
+machine that it would take again within the time of a notice.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from spotrun.simulate.traces import Changes, at
 
 @dataclass(frozen=True)
 class Fault:
-    """A machine is taken, and made again when the pool can."""
+    """A machine is taken. Its pool makes another one when it can."""
 
-    at: float  # when its notice comes
-    pool: str  # one of its machines goes: the one that is there for longest
-    notice: float = 0.0  # seconds; 0: it goes at once
+    at: float  # when the notice comes
+    pool: str  # the pool whose oldest machine is taken
+    notice: float = 0.0  # seconds; 0: the machine ends at once
 
 
 @dataclass
@@ -65,18 +65,18 @@ class Market:
         faults: Iterable[Fault] = (),
         boots: Iterable[float] = (),
     ) -> None:
-        """boot: seconds until a machine is ready. boots: the same of the first machines. faults: beside the traces'."""
+        """boot: seconds until a machine is ready. boots: the same for the first machines. faults: beyond the traces."""
         self.groups: dict[str, Group] = {}
         self.cost = 0.0  # USD of machines that have ended
         self.hours: dict[str, float] = {}  # machine-hours by pool, of machines that have ended
         self.now = 0.0
-        self.looks = 0  # goes up when the head would see something new
+        self.looks = 0  # a counter that goes up when the head would see something new
         self._boot, self._notice, self._random, self._boots = boot, notice, random, iter(boots)
         self._faults = sorted(faults, key=lambda fault: -fault.at)
         self._changes: list[tuple[float, str]] = []  # when a pool changes, latest first
 
     def add(self, name: str, most: int, counts: Changes, prices: Changes, begin: float, delay: float = 0.0) -> None:
-        """A pool. counts: empty if it gives as many machines as wanted; times are from `begin` on."""
+        """Add a pool. counts: empty if it gives as many machines as wanted. Times are seconds after `begin`."""
         shift = [(begin + time, value) for time, value in counts]
         group = Group(name, most, tuple(shift), tuple((begin + time, value) for time, value in prices), delay)
         group.price_now = group.prices[0][1] if group.prices else 0.0
@@ -126,7 +126,7 @@ class Market:
         self.looks += 1
 
     def pools(self) -> tuple[Pool, ...]:
-        """As the head's `Fleet.pools` has them."""
+        """The pools, as from the head's `Fleet.pools`."""
         return tuple(
             Pool(
                 group.name, group.most, group.size, dict.fromkeys(group.machines, "ready"),
@@ -157,7 +157,7 @@ class Market:
                 self._end(group, machine)
 
     def _change(self, group: Group) -> None:
-        """The zone gives more or fewer machines, or another price."""
+        """Apply a change of the zone: it gives more or fewer machines, or has another price."""
         if group.prices:
             price = at(group.prices, self.now)
             self.looks += price != group.price_now

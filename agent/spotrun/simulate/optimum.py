@@ -1,10 +1,10 @@
-"""What nobody can beat: the least cost, and the earliest end, of one who knows the whole trace. Lower bounds.
+"""Lower bounds that no policy can beat: the least cost, and the earliest end, of a job that knows the whole trace.
 
-`cheapest` is for one node: dynamic programming over time and work done, exact but for two things that can only lower
-it. Time is in steps, and a step in which a zone gives a machine for a part of it counts as whole. A job that leaves a
-machine for another one loses no work, and both are paid only while the new one boots.
+`cheapest` is for one node: dynamic programming over time and work done. It is exact, but for two simplifications, which
+can only lower the cost. Time is in steps, and a step counts as whole if the zone gives a machine for a part of it. A
+job that leaves a machine for another one loses no work, and pays both only while the new one boots.
 
-`relaxed` is for jobs of several nodes: changes of machines cost nothing, and time may be shared between zones.
+`relaxed` is for jobs of several nodes: changes of machines cost nothing, and a job may divide time between zones.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy.typing as npt
 from spotrun.simulate.costs import Costs
 from spotrun.simulate.traces import Changes, Trace, at
 
-Costs1 = npt.NDArray[np.float64]  # the least cost, by steps of work done
+Least = npt.NDArray[np.float64]  # the least cost, by steps of work done
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,8 @@ def cheapest(problem: Single, works: Sequence[float], step: float = 30.0) -> lis
     spot, sure = problem.spot * step / 3600, problem.on_demand * step / 3600
     idle, on_spot, on_sure = np.full((3, most + 1), np.inf)
     idle[0] = 0.0
-    starts = np.full(
-        (2, cold + 1, most + 1), np.inf
-    )  # machines that are being made: by market, and when they are ready
+    # Machines that are being made: by market, and by when they are ready.
+    starts = np.full((2, cold + 1, most + 1), np.inf)
     run = 0  # steps for which there have been spot machines without a break
     for time, there in enumerate(available):
         slot = time % (cold + 1)
@@ -90,8 +89,8 @@ def relaxed(trace: Trace, work: float, least: int, most: int, costs: Costs, leng
     return _fill(pieces, work), end
 
 
-def _work(before: Costs1, price: float) -> Costs1:
-    """One step of work later. What is done beyond the last entry counts there."""
+def _work(before: Least, price: float) -> Least:
+    """The least costs after one more step of work. The last entry also stands for more work."""
     after = np.empty_like(before)
     after[0] = np.inf
     after[1:] = before[:-1] + price
@@ -117,7 +116,7 @@ def _intervals(trace: Trace, length: float) -> Iterable[tuple[float, float]]:
 
 
 def _hull(options: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The cheapest way to each rate, time being shared: (USD for each unit of work, units of work a second)."""
+    """The cheapest way to each rate, if time may be divided: (USD for each unit of work, units of work a second)."""
     hull: list[tuple[float, float]] = []
     for rate, cost in sorted(options):
         while len(hull) > 1 and _above(hull[-2], hull[-1], (rate, cost)):

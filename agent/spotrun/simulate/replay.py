@@ -12,9 +12,9 @@ from typing import Any
 from spotrun.head.capacity.situation import Policy
 from spotrun.head.job_state import JobState
 from spotrun.simulate.costs import Costs
-from spotrun.simulate.crew import Crew
+from spotrun.simulate.head import SimulatedHead
+from spotrun.simulate.job_nodes import JobNodes
 from spotrun.simulate.market import Fault, Market
-from spotrun.simulate.mind import Mind
 from spotrun.simulate.traces import Changes, Trace
 from spotrun.spec import ClusterSpec, JobSpec
 
@@ -44,10 +44,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of the job."""
+    """How the job ended, and what it cost."""
 
     finished: float | None  # seconds from the submission to the end; None: not within the trace
-    done: float  # which part of the work is done
+    done: float  # the part of the work that is done
     cost: float  # USD for all machines, until the job's end
     spot_hours: float
     on_demand_hours: float
@@ -57,7 +57,7 @@ class Outcome:
     deadline: float | None = None  # as in the job
     log: tuple[tuple[float, str, str], ...] = ()  # the events of the job: seconds, kind and text
     turns: int = 0  # of the head
-    saved: float = 0.0  # which part of the work the bucket has at the end
+    saved: float = 0.0  # the part of the work that the bucket has at the end
     counted: float = 0.0  # USD that the head has counted for the job
 
     @property
@@ -71,7 +71,7 @@ def replay(
 ) -> Outcome:
     """The outcome of a job that is submitted at the beginning of the trace, on a pool of spot machines for each zone.
 
-    policy: None takes the one that the job's own keys choose. on_demand: machines of one on-demand pool beside them.
+    policy: None: the one that the job's own keys choose. on_demand: machines of one on-demand pool; 0: there is none.
     """
     cluster = cluster_of(trace, job, on_demand)
     pools = zip(cluster.pools, trace.zones, strict=False)
@@ -94,8 +94,8 @@ def play(
 ) -> Outcome:
     """The outcome on the pools of a cluster.
 
-    supplies: by pool. length: seconds after which it is over. faults: times are seconds from the submission. boots: how
-    long the first machines take until they are ready.
+    supplies: by pool. length: seconds after which the replay ends. faults: their times are seconds from the submission.
+    boots: how long the first machines take until they are ready.
     """
     shifted = [replace(fault, at=BEGIN + fault.at) for fault in faults]
     market = Market(costs.boot, costs.notice, Random(seed), shifted, boots)
@@ -103,16 +103,16 @@ def play(
         supply = supplies[pool.name]
         market.add(pool.name, pool.max, supply.counts, supply.prices, BEGIN, costs.again)
     market.now = BEGIN
-    crew = Crew("job", job.work, job.step, costs, {})
-    mind = Mind(cluster, market, {"job": crew}, policy)
-    mind.jobs["job"] = state_of(job, cluster, costs)
+    nodes = JobNodes("job", job.work, job.step, costs, {})
+    head = SimulatedHead(cluster, market, {"job": nodes}, policy)
+    head.jobs["job"] = state_of(job, cluster, costs)
     now, due, looks = BEGIN, BEGIN, -1
     while True:
         if now >= due or market.looks != looks:  # else nothing has happened that the head would see
-            mind.settle(now)
-            if mind.jobs["job"].ended_already:
+            head.settle(now)
+            if head.jobs["job"].ended_already:
                 break
-            due, looks = min(mind.next, crew.next if crew.next > now else math.inf), market.looks
+            due, looks = min(head.next, nodes.next if nodes.next > now else math.inf), market.looks
         now = min(market.next, due)
         if now > BEGIN + length:
             now = BEGIN + length
@@ -121,8 +121,8 @@ def play(
         market.advance(now)
     market.now = now
     market.close()
-    crew.close(now)
-    return _outcome(cluster, market, job, crew, mind, now)
+    nodes.close(now)
+    return _outcome(cluster, market, job, nodes, head, now)
 
 
 def state_of(job: Job, cluster: ClusterSpec, costs: Costs) -> JobState:
@@ -151,13 +151,15 @@ def pool_name(zone: str) -> str:
     return re.sub("[^a-z0-9]+", "-", zone.lower()).strip("-")[:20].strip("-")
 
 
-def _outcome(cluster: ClusterSpec, market: Market, job: Job, crew: Crew, mind: Mind, now: float) -> Outcome:
+def _outcome(
+    cluster: ClusterSpec, market: Market, job: Job, nodes: JobNodes, head: SimulatedHead, now: float
+) -> Outcome:
     spot = {pool.name for pool in cluster.pools if pool.market == "spot"}
     hours = sum(market.hours.values())
-    state = mind.jobs["job"]
-    done = 1.0 if state.phase == "succeeded" else min(1.0, crew.reached / crew.total)
-    seconds = sum(crew.good.values())
-    again = crew.lost / (job.work * done) if done else 0.0
+    state = head.jobs["job"]
+    done = 1.0 if state.phase == "succeeded" else min(1.0, nodes.reached / nodes.total)
+    seconds = sum(nodes.good.values())
+    again = nodes.lost / (job.work * done) if done else 0.0
     return Outcome(
         finished=now - BEGIN if state.phase == "succeeded" else None,
         done=done,
@@ -165,11 +167,11 @@ def _outcome(cluster: ClusterSpec, market: Market, job: Job, crew: Crew, mind: M
         spot_hours=sum(value for pool, value in market.hours.items() if pool in spot),
         on_demand_hours=sum(value for pool, value in market.hours.items() if pool not in spot),
         goodput=seconds * (1 - again / (1 + again)) / 3600 / hours if hours else 0.0,
-        moves=crew.moved,
-        restarts=max(0, crew.restarts - 1),
+        moves=nodes.moved,
+        restarts=max(0, nodes.restarts - 1),
         deadline=job.deadline,
-        log=tuple((time - BEGIN, kind, text) for time, kind, text in mind.log),
-        turns=mind.turns,
-        saved=max(0, state.newest[1]) / crew.total,
+        log=tuple((time - BEGIN, kind, text) for time, kind, text in head.log),
+        turns=head.turns,
+        saved=max(0, state.newest[1]) / nodes.total,
         counted=state.cost,
     )

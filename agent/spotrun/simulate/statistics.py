@@ -31,7 +31,7 @@ def mean(values: Sequence[float]) -> Estimate:
 
 
 def ratio(above: Sequence[float], below: Sequence[float]) -> Estimate:
-    """The sum of one over the sum of the other; the two have the same windows."""
+    """The sum of the first divided by the sum of the second. Both have the same windows."""
     pairs = np.stack([np.asarray(above, dtype=float), np.asarray(below, dtype=float)], axis=1)
     return estimate(pairs, lambda rows: rows[..., 0].sum(axis=-1) / rows[..., 1].sum(axis=-1))
 
@@ -42,7 +42,7 @@ def geometric(values: Sequence[float]) -> Estimate:
 
 
 def closed(yardstick: Sequence[float], ours: Sequence[float], best: Sequence[float]) -> Estimate:
-    """Which part of the gap between a yardstick's mean and the best one's is closed."""
+    """The part of the gap between the means of a yardstick and of the best that ours closes."""
     rows = np.stack([np.asarray(each, dtype=float) for each in (yardstick, ours, best)], axis=1)
 
     def part(rows: Values) -> Values:
@@ -54,7 +54,7 @@ def closed(yardstick: Sequence[float], ours: Sequence[float], best: Sequence[flo
 
 
 def estimate(rows: Values, statistic: Callable[[Values], Values], seed: int = 1) -> Estimate:
-    """A statistic of the rows, and the middle 95 % of what it is on rows drawn again, with replacement."""
+    """A statistic of the rows, and the middle 95 % of its values on rows drawn from them with replacement."""
     drawn = np.random.default_rng(seed).integers(0, len(rows), size=(RESAMPLES, len(rows)))
     again = statistic(rows[drawn])
     low, high = np.quantile(again, [0.025, 0.975])

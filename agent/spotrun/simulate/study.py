@@ -36,7 +36,7 @@ class Window:
     """A part of a trace."""
 
     folder: str  # of the trace
-    zones: tuple[str, ...]  # whose machines may be used
+    zones: tuple[str, ...]  # the zones whose machines may be used
     begin: float  # seconds from the trace's beginning
     length: float  # seconds
     price: float | None = None  # USD an hour in all zones; None: as in the trace
@@ -71,12 +71,12 @@ def run(case: Case) -> Outcome:
 
 
 def run_all(cases: Sequence[Case], done: Callable[[int], None] = lambda _: None) -> list[Outcome]:
-    """All outcomes, in order. done: told how many there are."""
+    """All outcomes, in order. done: called with the number of outcomes so far."""
     return spread(run, cases, done)
 
 
 def spread(work: Callable[[Item], Found], items: Sequence[Item], done: Callable[[int], None]) -> list[Found]:
-    """Apply a function of a module to all items, on all processors."""
+    """Apply a function to all items, on all processors. The function must be at the top of a module."""
     processors = min(os.cpu_count() or 1, len(items))
     if processors <= 1:
         return [work(item) for item in items]

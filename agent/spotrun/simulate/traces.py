@@ -2,11 +2,11 @@
 
 A folder is one trace. Its files, gzipped (`.gz`) or not:
 
-- `*.csv`: the first column is the time, as a date of ISO 8601 or as seconds. Then one column for each zone; or one
-  column, whose zone is the file's name. A row holds until the next one. An empty cell: as in the row before.
+- `*.csv`: the first column is the time, as a date of ISO 8601 or in seconds. The other columns are the zones. If there
+  is only one, its zone is the file's name. A row holds until the next one. An empty cell: as in the row before.
 - `*.json`: `{"metadata": {"gap_seconds": 600}, "data": [0, 16, …], "prices": […]}`. The zone is the file's name.
-- `prices.csv`, of the same form, has prices: USD an hour for one machine. Also `{"zone": [1.67, …], …}` in a JSON file:
-  a price for each row of the zone.
+- `prices.csv`, in the same form: USD an hour for one machine. A JSON file such as `{"zone": [1.67, …], …}` does the
+  same, with a price for each row of the zone.
 - `traces.yaml` says what the numbers mean, see `About`. Sources differ in `polarity`, so it must be given.
 """
 
@@ -88,7 +88,7 @@ def load(folder: Path | str, polarity: str = "") -> Trace:
     """The trace in a folder. polarity: instead of `traces.yaml`. Raises `SpecError`."""
     folder = Path(folder)
     if not folder.is_dir():
-        raise SpecError(f"{folder}: is not a folder with traces")
+        raise SpecError(f"{folder}: is not a folder; name a folder with traces")
     about = _about(folder, polarity)
     found: dict[str, Rows] = {}
     prices: dict[str, Rows] = {}
@@ -103,7 +103,7 @@ def load(folder: Path | str, polarity: str = "") -> Trace:
         if zone in listed:
             prices[zone] = [(time, price) for (time, _), price in zip(rows, listed[zone], strict=False)]
     if not found:
-        raise SpecError(f"{folder}: no *.csv or *.json file has counts of machines")
+        raise SpecError(f"{folder}: no *.csv or *.json file there has numbers of machines")
     return _trace(folder.name, found, prices, about)
 
 
@@ -143,10 +143,10 @@ def _about(folder: Path, polarity: str) -> About:
     numbers = {key: values.get(key, 0.0) for key in ("on_demand", "price", "tick")}
     for key, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-            raise SpecError(f"{path}: {key}: {value!r}: is not a number, 0 or more")
+            raise SpecError(f"{path}: {key}: {value!r}: allowed: a number, 0 or more")
     zone_prices = values.get("zone_prices") or {}
     if not isinstance(zone_prices, dict) or not all(isinstance(each, int | float) for each in zone_prices.values()):
-        raise SpecError(f"{path}: zone_prices: is not a list of zones with a price each")
+        raise SpecError(f"{path}: zone_prices: allowed: the zones' names, with a price each, such as us-east-1a: 0.9")
     return About(values["polarity"], zone_prices={str(k): float(v) for k, v in zone_prices.items()}, **numbers)
 
 
@@ -154,7 +154,7 @@ def _csv(path: Path, stem: str) -> dict[str, Rows]:
     with _text(path) as lines:
         rows = list(csv.reader(lines))
     if len(rows) < 2 or len(rows[0]) < 2:
-        raise SpecError(f"{path}: has no row of a time and a number")
+        raise SpecError(f"{path}: has no row with a time and a number")
     zones = rows[0][1:] if len(rows[0]) > 2 else [stem]
     found: dict[str, Rows] = {zone: [] for zone in zones}
     for number, row in enumerate(rows[1:], 2):

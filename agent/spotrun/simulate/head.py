@@ -1,6 +1,7 @@
-"""The head's decisions on a simulated market: the same pure functions as in the real head, in the same order.
+"""A simulated head: its decisions are the same pure functions as in the real head, in the same order.
 
-What stands between them in the real head takes no time here: the bucket, orders to nodes, calls to the cloud.
+In the real head, other work lies between the decisions: the bucket, orders to nodes, calls to the cloud. Here this work
+takes no time.
 """
 
 from __future__ import annotations
@@ -28,22 +29,24 @@ from spotrun.head.planner.plan import plan
 from spotrun.head.status import event
 from spotrun.head.timeouts import TIMEOUTS
 from spotrun.head.view import FleetView, Machine, Node, View
-from spotrun.simulate.crew import Crew
-from spotrun.simulate.market import Machine as Box
+from spotrun.simulate.job_nodes import JobNodes
+from spotrun.simulate.market import Machine as MarketMachine
 from spotrun.simulate.market import Market
 from spotrun.spec import ClusterSpec
 from spotrun.wire import Notice, Report
 
-SETTLED = 40  # passes after which something goes to and fro for ever
+SETTLED = 40  # the most turns until nothing changes any more
 NOT_COMING = ("abandoned", "replacing", "unfit", "unknown")  # as in the real head
 
 
-class Mind:
-    """What the head knows and has decided."""
+class SimulatedHead:
+    """What the simulated head knows and has decided."""
 
-    def __init__(self, cluster: ClusterSpec, market: Market, crews: Mapping[str, Crew], policy: Policy | None) -> None:
-        """policy: instead of the one that each job would have."""
-        self.cluster, self.market, self.crews = cluster, market, crews
+    def __init__(
+        self, cluster: ClusterSpec, market: Market, job_nodes: Mapping[str, JobNodes], policy: Policy | None
+    ) -> None:
+        """policy: for all jobs; None: each job has the policy that its keys choose."""
+        self.cluster, self.market, self.job_nodes = cluster, market, job_nodes
         self.jobs: dict[str, JobState] = {}
         self.placements: dict[str, Placement] = {}
         self.log: list[tuple[float, str, str]] = []  # time, kind and text of each event
@@ -60,7 +63,8 @@ class Mind:
         self._paid: dict[str, list[Use]] = {}  # by job: what it has paid for since the last turn, without the end
         self._prices: dict[str, float] = {}  # of that time
         self._spent: dict[str, float] = {}  # by job: when its budget may be spent
-        self._known: dict[str, Box] = {}  # machines whose agents have joined, until nobody counts on them
+        # Machines whose agents have joined, until they are gone and no members.
+        self._known: dict[str, MarketMachine] = {}
 
     def settle(self, now: float) -> None:
         """Take turns until nothing changes."""
@@ -74,19 +78,19 @@ class Mind:
         """When the head would decide something although nothing changes."""
         now = self.market.now
         times = [each for job in self.jobs.values() for each in _timers(job)]
-        times += [box.ready_at + TIMEOUTS.gather + 1e-3 for box in self._known.values()]
+        times += [machine.ready_at + TIMEOUTS.gather + 1e-3 for machine in self._known.values()]
         times += [wake for each in self.placements.values() if (wake := each.wake)]
-        for crew in self.crews.values():
-            if len(crew.machines) < len(self._known):  # the others may hold a state until the bucket has a newer one
-                times.append(crew.saves(now))
+        for nodes in self.job_nodes.values():
+            if len(nodes.machines) < len(self._known):  # the others may hold a state until the bucket has a newer one
+                times.append(nodes.saves(now))
         times += [time for job, time in self._spent.items() if not self.jobs[job].ended_already]
         return min((time for time in times if time > now + 1e-6), default=math.inf)
 
     def _turn(self, now: float) -> bool:
-        """One turn of the head, and what its nodes and its cloud make of it. Whether anything has changed."""
+        """One turn of the head, and what its nodes and its cloud do then. Whether anything has changed."""
         self.turns += 1
-        for crew in self.crews.values():
-            crew.look(now)
+        for nodes in self.job_nodes.values():
+            nodes.look(now)
         view, before = self._view(now), (self.assignment, self.market.looks)
         conditions = classify(view)
         if now > self._observed:  # the real head has taken many turns since the last one
@@ -101,7 +105,7 @@ class Mind:
             self._question, self.assignment = asked, assign(asked)
         acted = [self._advance(job, view, conditions) for job in view.jobs]
         view = replace(view, jobs=tuple(job for job in self.jobs.values() if not job.ended_already))
-        if not any(acted):  # else the nodes report first, so that none goes that holds a state
+        if not any(acted):  # else the nodes report first, so that no node is removed that holds a state
             self._scale(view, conditions)
         self._paid, self._prices = self._uses(view, conditions), self.market.prices
         return any(acted) or before != (self.assignment, self.market.looks)
@@ -115,14 +119,14 @@ class Mind:
             self._learn(view)
         seen = situation(view, self.cluster, pools, self.market.prices, self._known_of_pools)
         self.asked += 1
-        seen = replace(seen, demands=tuple(self.crews[d.job].fill(d) for d in seen.demands))
+        seen = replace(seen, demands=tuple(self.job_nodes[d.job].fill(d) for d in seen.demands))
         if self._policy is None:
             self.placements = dict(place(seen, self.placements))
         else:
             self.placements = {d.job: self._policy(seen, d, self.placements.get(d.job)) for d in seen.demands}
 
     def _learn(self, view: FleetView) -> None:
-        """Count what the head has seen of its pools. It looks all the time; nothing changes between two turns."""
+        """Count what the head has seen of its pools. Between two turns nothing changes, but time has to be counted."""
         if (view.now, self.market.looks) == self._learned:
             return
         self._learned = view.now, self.market.looks
@@ -140,16 +144,16 @@ class Mind:
     def _observe(self, job: JobState, fleet: FleetView, conditions: Mapping[str, Condition]) -> JobState:
         """The job with its progress, its costs and its checkpoints as of now."""
         now, rates = fleet.now, Rates(self.market.prices)
-        # What there was since the last turn, at the prices of then. The real head looks all the time.
+        # The machines since the last turn, at the prices of that time. The real head counts all the time.
         paid = [replace(use, end=now) for use in self._paid.get(job.id, ())]
         view = self._view_of(job, fleet, conditions)
         job = accounting.count(accounting.observe(job, view), view, paid, Rates(self._prices))
         there = [replace(use, end=now + 1.0) for use in self._uses(fleet, conditions)[job.id]]
         job = job.replace(hourly=hourly(there, rates))
-        return self.crews[job.id].save(job, now)
+        return self.job_nodes[job.id].save(job, now)
 
     def _uses(self, fleet: FleetView, conditions: Mapping[str, Condition]) -> dict[str, list[Use]]:
-        """By job: the machines that it pays from now on."""
+        """The machines that each job pays from now on."""
         now, pools = fleet.now, running(fleet)
         found = accounting.shares(fleet, self.assignment.expected, conditions)
         return {job: [Use(name, pools[name], now, now, part) for name, part in of.items()] for job, of in found.items()}
@@ -162,8 +166,8 @@ class Mind:
 
     def _advance(self, job: JobState, fleet: FleetView, conditions: Mapping[str, Condition]) -> bool:
         """Save, plan, apply, for one job. Whether it has decided anything."""
-        now, crew, view = fleet.now, self.crews[job.id], self._view_of(job, fleet, conditions)
-        job = crew.save(idle.observe(job, view), now)
+        now, nodes, view = fleet.now, self.job_nodes[job.id], self._view_of(job, fleet, conditions)
+        job = nodes.save(idle.observe(job, view), now)
         actions = plan(replace(view, job=job)).actions
         for action in actions:
             if said := event(job, action):
@@ -171,7 +175,7 @@ class Mind:
             job = apply(job, action, now)
         self.jobs[job.id] = job
         self._spent[job.id] = _spent_at(replace(view, job=job))
-        crew.obey(job, self._known, now)
+        nodes.obey(job, self._known, now)
         return bool(actions)
 
     def _scale(self, view: FleetView, conditions: Mapping[str, Condition]) -> None:
@@ -181,48 +185,49 @@ class Mind:
             self.market.resize(found.resize, found.remove)
 
     def _view(self, now: float) -> FleetView:
-        boxes = list(self.market.machines())
-        for box in boxes:
-            if box.ready_at <= now:
-                self._known[box.name] = box
+        machines = list(self.market.machines())
+        for machine in machines:
+            if machine.ready_at <= now:
+                self._known[machine.name] = machine
         members = {member.node for job in self.jobs.values() for member in job.members}
-        for name in [name for name, box in self._known.items() if box.gone <= now and name not in members]:
+        for name in [name for name, machine in self._known.items() if machine.gone <= now and name not in members]:
             del self._known[name]
         kinds = {pool.name: pool.machine for pool in self.cluster.pools}
         return FleetView(
             now=now,
             jobs=tuple(job for job in self.jobs.values() if not job.ended_already),
-            nodes=tuple(self._node(box, now) for box in self._known.values()),
+            nodes=tuple(self._node(machine, now) for machine in self._known.values()),
             expected=sum(self.market.sizes.values()),
             began=self._began,
             awake_since=self._began - 1000.0,
-            machines=tuple(self._machine(box, now, kinds) for box in boxes),
+            machines=tuple(self._machine(machine, now, kinds) for machine in machines),
         )
 
-    def _machine(self, box: Box, now: float, kinds: Mapping[str, str]) -> Machine:
-        joined = box.ready_at <= now
-        found = self._machines.get(box.name)
+    def _machine(self, machine: MarketMachine, now: float, kinds: Mapping[str, str]) -> Machine:
+        joined = machine.ready_at <= now
+        found = self._machines.get(machine.name)
         if found is None or found.joined != joined:
-            answered = box.ready_at if joined else 0.0
-            found = Machine(box.name, box.pool, "running", box.created, answered, kinds[box.pool])
-            self._machines[box.name] = found
+            answered = machine.ready_at if joined else 0.0
+            found = Machine(machine.name, machine.pool, "running", machine.created, answered, kinds[machine.pool])
+            self._machines[machine.name] = found
         return found
 
-    def _node(self, box: Box, now: float) -> Node:
+    def _node(self, machine: MarketMachine, now: float) -> Node:
         """The node of a machine. Its agent has just reported, whenever the head asks."""
-        jobs = tuple(crew.report(box, now) for crew in self.crews.values())
-        there = box.gone > now
-        known = self._nodes.get(box.name)
-        same = known is not None and known[1:] == (box.noticed, there)
+        jobs = tuple(nodes.report(machine, now) for nodes in self.job_nodes.values())
+        there = machine.gone > now
+        known = self._nodes.get(machine.name)
+        same = known is not None and known[1:] == (machine.noticed, there)
         if known is not None and same and all(map(operator.is_, known[0].report.jobs, jobs)):
             return known[0]
-        notice = Notice.model_construct(kind="preempt", deadline=box.ends) if box.noticed else None
+        notice = Notice.model_construct(kind="preempt", deadline=machine.ends) if machine.noticed else None
         report = Report.model_construct(
-            node=box.name, boot="boot", pool=box.pool, zone="", address=box.name, devices=1, jobs=jobs, notice=notice
-        )
+            node=machine.name, boot="boot", pool=machine.pool, zone="", address=machine.name, devices=1, jobs=jobs,
+            notice=notice,
+        )  # fmt: skip
         cloud = "running" if there else "gone"
-        node = Node(report, connected=there, reported_at=math.inf, cloud=cloud, since=box.ready_at)
-        self._nodes[box.name] = (node, box.noticed, there)
+        node = Node(report, connected=there, reported_at=math.inf, cloud=cloud, since=machine.ready_at)
+        self._nodes[machine.name] = (node, machine.noticed, there)
         return node
 
 

@@ -1,4 +1,4 @@
-"""What the nodes of a simulated cluster do for one job: they step, drain, save and report, at once and without faults.
+"""What the nodes of a simulated cluster do for one job: step, drain, save and report, at once and without errors.
 
 Work is measured in seconds of one node. A step is a fixed amount of work, so it takes less time on more nodes.
 """
@@ -19,28 +19,27 @@ NOTHING = StateRef(generation=0, step=0)
 
 
 @dataclass
-class Crew:
-    """The nodes that have one job."""
+class JobNodes:
+    """The nodes of one job."""
 
     job: str
     work: float  # of the whole job
     step: float  # work of one step
     costs: Costs
-    speeds: Mapping[str, float]  # of a machine of each pool, relative to each other
+    speeds: Mapping[str, float]  # of a machine, by pool, relative to each other
     generation: int = 0
     base: int = 0  # step at which this generation began
     began: float = 0.0  # when it was ordered
     starts: float = 0.0  # when its first step begins
     rate: float = 0.0  # work in a second
-    stalled: float = math.inf  # when it lost a member
-    stop_at: int | None = None
+    stalled: float = math.inf  # when it lost a member; infinite: it has lost none
+    stop_at: int | None = None  # the step after which it stops
     machines: tuple[Machine, ...] = ()  # its members
     snapshots: dict[str, StateRef] = field(default_factory=dict)  # in the memory of each node
-    restarts: int = 0  # generations that began
-    moved: int = 0  # generations that began in another zone
-    lost: float = 0.0  # work that was done again
+    restarts: int = 0  # how many generations began
+    moved: int = 0  # how many of them began in other pools than the generation before
+    lost: float = 0.0  # work that had to be done again
     good: dict[str, float] = field(default_factory=dict)  # seconds in steps, by pool and machine
-    finished: float = math.inf
     _where: frozenset[str] = frozenset()  # pools of the last generation
     _reached: int = 0  # the newest step of ended generations
     _reports: dict[tuple[object, ...], JobReport] = field(default_factory=dict)  # those made a moment ago
@@ -86,7 +85,7 @@ class Crew:
             self.stalled = now
 
     def fill(self, demand: Demand) -> Demand:
-        """The demand with the work that is done, which only yardsticks ask for."""
+        """The demand with the work that is done. Only yardsticks ask for that."""
         return demand if demand.left is None else replace(demand, done=max(0.0, self.work - demand.left))
 
     def save(self, job: JobState, now: float) -> JobState:
@@ -100,7 +99,7 @@ class Crew:
             if time > self.starts and (ref.generation, ref.step) > job.newest:
                 job = _complete(job, ref, now)
             job = job.replace(saved_at=max(time, self.starts))
-        # So that the head orders none.
+        # The head then orders no checkpoint itself.
         return job.replace(saved_at=max(job.saved_at, now - self.costs.checkpoint + 1e-3))
 
     def saves(self, now: float) -> float:
@@ -164,11 +163,11 @@ class Crew:
 
     @property
     def reached(self) -> int:
-        """The newest step, of whichever generation."""
+        """The newest step of all generations that have ended."""
         return self._reached
 
     def close(self, now: float) -> None:
-        """The replay has ended."""
+        """End the last generation, because the replay has ended."""
         if self.generation:
             self._leave(now)
 
@@ -202,7 +201,7 @@ class Crew:
         self.generation, self.machines, self.rate = 0, (), 0.0
 
     def _memory(self, now: float) -> StateRef:
-        """The newest snapshot in memory before a loss."""
+        """The newest snapshot in memory when an interruption comes without notice."""
         time = self.starts + math.floor(max(0.0, now - self.starts) / self.costs.snapshot) * self.costs.snapshot
         return StateRef.model_construct(generation=self.generation, step=self.done(time))
 
