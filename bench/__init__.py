@@ -1,1 +1,1 @@
-"""Measured comparisons of spotrun with what a user would pick instead. `bench.recovery` is the one to run."""
+"""Benchmarks of spotrun, some of them against what a user would pick instead. `make` lists them as `bench-…`."""

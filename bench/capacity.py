@@ -26,13 +26,13 @@ HOUR = 3600.0
 NODES, LEAST = 16, 4
 WORK = 6 * HOUR  # seconds that the job of 16 nodes takes on all of them
 LENGTH = 60 * HOUR  # of its windows
-FRACTIONS = (0.6, 0.7, 0.8, 0.9)  # of the deadline, that the work of a job of one node takes
+FRACTIONS = (0.6, 0.7, 0.8, 0.9)  # the work of a job of one node, as parts of its deadline
 DEADLINE = 48 * HOUR
 CHANGE = 720.0  # seconds from the order of a machine to the first step on it: 0.2 h
 SINGLE = Costs(boot=CHANGE - 30.0, restart=12.0, restore=30.0)
 ON_DEMAND = 3.0  # times the price of spot
-DUELLISTS = ("failover", "own")
-RUNNERS = ("greedy", "uniform_progress", "own", "static")
+DUEL = ("failover", "own")  # the policies that are compared with 16 nodes
+RUNNERS = ("greedy", "uniform_progress", "own", "static")  # the policies that are compared with one node
 
 
 def main() -> int:
@@ -70,7 +70,7 @@ def one_zone(traces: Path, count: int, seed: int) -> Compared:
 
 
 def all_zones(traces: Path, count: int, seed: int) -> Compared:
-    """16 nodes, in whichever zone."""
+    """16 nodes, in all zones."""
     names = tuple(zone.name for zone in load(traces / "h100-16").zones)
     return _duel(windows(traces / "h100-16", [names], LENGTH, count, seed))
 
@@ -104,9 +104,9 @@ def bound_of_many(window: Window) -> tuple[float, float]:
 def _duel(drawn: Sequence[Window]) -> Compared:
     work = Costs().rate(NODES) * WORK
     jobs = {"failover": Job(work, NODES, NODES), "own": Job(work, LEAST, NODES)}
-    cases = [Case(window, jobs[policy], policy, Costs()) for policy in DUELLISTS for window in drawn]
+    cases = [Case(window, jobs[policy], policy, Costs()) for policy in DUEL for window in drawn]
     outcomes = run_all(cases, _progress("16 nodes", len(cases)))
-    both = {policy: outcomes[i * len(drawn) : (i + 1) * len(drawn)] for i, policy in enumerate(DUELLISTS)}
+    both = {policy: outcomes[i * len(drawn) : (i + 1) * len(drawn)] for i, policy in enumerate(DUEL)}
     return Compared(both, spread(bound_of_many, drawn, lambda _: None), [w.zones[0] for w in drawn], LENGTH, WORK)
 
 

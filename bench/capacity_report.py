@@ -29,15 +29,15 @@ class Compared:
     outcomes: Mapping[str, Sequence[Outcome]]  # by policy, one for each window
     bounds: Sequence[tuple[float, float]]  # the least cost and the earliest end
     zones: Sequence[str]  # of each window
-    length: float  # of the windows; jobs that did not end count as if they ended then
-    work: float  # seconds on all nodes
+    length: float  # of the windows, in seconds; a job that did not end counts as if it had ended then
+    work: float  # seconds that it takes on all nodes
 
     def ends(self, policy: str) -> list[float]:
-        """Seconds."""
+        """By window: seconds to the end."""
         return [self.length if each.finished is None else each.finished for each in self.outcomes[policy]]
 
     def factors(self) -> list[float]:
-        """By zone: how many times sooner spotrun ends, as the geometric mean of its windows."""
+        """By zone: the time of failover over that of spotrun, as the geometric mean over its windows."""
         pairs = list(zip(self.ends("failover"), self.ends("own"), strict=True))
         of = {zone: [a / b for z, (a, b) in zip(self.zones, pairs, strict=True) if z == zone] for zone in self.zones}
         return [geometric(values).value for values in of.values()]
@@ -94,7 +94,7 @@ def render(found: Mapping[str, Compared | Deadlines], about: str, took: Mapping[
 
 
 def goals(found: Mapping[str, Compared | Deadlines]) -> list[str]:
-    """What must hold, and whether it does."""
+    """A table of the goals, and whether each holds."""
     rows: list[tuple[str, str, str, bool]] = []  # comparison, goal, measured, held
     for name, each in found.items():
         if isinstance(each, Deadlines):
@@ -136,15 +136,13 @@ def _speed(found: Mapping[str, Compared | Deadlines], took: Mapping[str, float])
 def _method(about: str) -> list[str]:
     c = Costs()
     return [
-        f"{about}. `make bench-capacity`. No cloud was used: the head's own "
-        "decisions are replayed on recorded traces (bench/data/traces), in simulated time. 95 % confidence intervals "
-        "(bootstrap over windows) are in brackets.",
+        f"{about}. `make bench-capacity`. No cloud was used: the head's own decisions are replayed on recorded traces "
+        "(bench/data/traces), in simulated time. Brackets have 95 % confidence intervals (bootstrap over windows).",
         "",
-        f"Constants: a machine takes {c.boot:.0f} s until it is ready (assumed). A generation's first step comes after "
-        f"{c.restart:.0f} s with survivors, {c.restore:.0f} s from the bucket (from measurements with 100 M "
-        f"parameters, see Recovery). Notice: {c.notice:.0f} s. n nodes are as fast as n to the power of {c.scaling} "
-        "(assumed: 97 % for each doubling). failover keeps spotrun's own saving of state: only its "
-        "placement is SkyPilot's.",
+        f"Constants: a machine is ready after {c.boot:.0f} s (assumed). A generation's first step comes after "
+        f"{c.restart:.0f} s with survivors, and after {c.restore:.0f} s from the bucket (from measurements with 100 M "
+        f"parameters). Notice: {c.notice:.0f} s. n nodes are as fast as n to the power of {c.scaling} (assumed: 97 % "
+        "for each doubling). failover saves state as spotrun does: only its placement is SkyPilot's.",
     ]
 
 

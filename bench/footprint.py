@@ -1,4 +1,4 @@
-"""What the head and the agents take of the machines they share: memory, and CPU while idle and while a job trains.
+"""How much memory and CPU the head and the agents take, while they are idle and while a job trains.
 
 python -m bench.footprint [--seconds 20] [--out bench/RESULTS.md]
 """

@@ -2,7 +2,7 @@
 
 python -m bench.jobs [--runs 5] [--out bench/RESULTS.md]
 
-A job of low priority trains on all machines. In each run, an urgent job of one node is submitted; when it has made a
+A job of low priority trains on all machines. In each run, an urgent job of one node is submitted. When it has made a
 step, it is stopped, and the other job gets the machine back.
 """
 
@@ -35,8 +35,8 @@ MACHINES = 3
 PATIENCE = 600.0
 STEPS = 10  # steps between two changes
 FIRST_STEP, PAUSE = "from the submission to the urgent job's first step", "pause of the job that makes room"
-OWN = "the same, less its own import time"
-IMPORT = "import torch: its own import time, meanwhile the other job drains"
+OWN = "from the submission to that step, without importing torch"
+IMPORT = "import torch, while the other job drains"
 MARKS = {
     "submit over SSH, until its launcher is started on a node": "launched",
     IMPORT: "imported",
@@ -50,7 +50,7 @@ GOALS = {OWN: 1.5, PAUSE: 0.5}  # seconds
 
 
 class Cluster:
-    """A local cluster of its own, and the events of its jobs."""
+    """A local cluster for this benchmark, and the events of its jobs."""
 
     def __init__(self, folder: Path) -> None:
         from scripts import site as sites
@@ -65,7 +65,7 @@ class Cluster:
         self.access = sites.site(self.spec).access()
 
     def submit(self, name: str, **job: object) -> str:
-        """Submit a job that marks its events; its id."""
+        """Submit a job that marks its events. Returns its id."""
         from scripts import jobs
 
         folder = self.folder / name
@@ -166,7 +166,7 @@ def _one(cluster: Cluster, name: str) -> dict[str, float]:
 
 
 def pause(events: Iterable[Event], since: float) -> float:
-    """The longest time between two steps of a job, of which the second ended after `since`. Any rank's step counts."""
+    """The longest time between two steps of a job, if the second one ended after `since`. Any rank's step counts."""
     done: dict[int, float] = {}
     for event in sorted(events):
         if event.name == "step":
@@ -189,14 +189,14 @@ def _ancestors(pid: int, created: float) -> dict[str, float]:
 def render(rows: dict[str, list[float]], machine: str, day: str, load: float) -> str:
     """The section of the results."""
     held = [
-        f"{what} under {goal:g} s: {'held' if statistics.median(rows[what]) < goal else 'not held'}"
+        f"{what}: under {goal:g} s, {'held' if statistics.median(rows[what]) < goal else 'not held'}"
         for what, goal in GOALS.items()
     ]
     lines = [
         "## An urgent job on a full cluster",
         "",
         f"{day}, {machine}. A job trains on all {MACHINES} machines of a local cluster, and an urgent job of one node "
-        f"is submitted; seconds, medians of {len(rows[PAUSE])} runs. The load average of other "
+        f"is submitted. Seconds, medians of {len(rows[PAUSE])} runs. The load average of other "
         f"work was {load:.0f}. Goals: {'; '.join(held)}.",
         "",
         "| what | seconds | range |",

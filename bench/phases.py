@@ -11,10 +11,10 @@ from statistics import median
 
 @dataclass(frozen=True, order=True)
 class Event:
-    """Something a worker said, or that was seen about it, at `time` (epoch seconds).
+    """Something that a worker said, or that was seen of it, at `time` (epoch seconds).
 
     name: created (forked), entered (imports done, about to form the group), grouped, restored, step, failed (a
-    collective raised), ended (the process is gone; seen from outside). step: steps completed, -1 where it has no sense.
+    collective raised), ended (the process is gone; seen from outside). step: steps completed; -1: it does not apply.
     """
 
     time: float
@@ -29,8 +29,8 @@ class Phases:
     """Where the seconds between a fault and the next step went; they add up to `total`.
 
     detection: until the first survivor's worker left the old group (its collective raised, or it ended).
-    rendezvous: until the last process of the new group was created. process_start: until the last of them was through
-    its imports. process_group: until all were in the group. state_restored: until all had model, optimizer and state.
+    rendezvous: until the last process of the new group was created. process_start: until the last of them had done its
+    imports. process_group: until all were in the group. state_restored: until all had model, optimizer and state.
     first_step: until the first new step was complete. pause: from the last old step to the first new one.
     """
 
@@ -58,8 +58,8 @@ def parse(text: str) -> list[Event]:
 def phases(events: Iterable[Event], fault_time: float, victim: str) -> Phases | None:
     """The recovery from the fault that hit node `victim` at `fault_time`; None if no step has followed yet.
 
-    The new group is told from the old one by its workers having formed a group after the fault, be it in new
-    processes or in the old ones. Groups that fell apart before they made a step are part of the recovery.
+    The workers of the new group have formed a group after the fault, in new processes or in the old ones. Groups that
+    ended before they made a step are part of the recovery.
     """
     ordered = sorted(events)
     first, grouped = _first_step(ordered, fault_time)
@@ -69,7 +69,7 @@ def phases(events: Iterable[Event], fault_time: float, victim: str) -> Phases | 
     members = {pid for pid in grouped if ended.get(pid, first.time) >= first.time}
     marks = [max(_last(ordered, name, members, first.time), default=fault_time) for name in _MARKS]
     left = _left(ordered, fault_time, victim, first.time)
-    if left is None:  # nobody was seen to leave: the first sign of the new group is the first sign of anything
+    if left is None:  # no worker was seen to leave, so the first sign of the new group counts
         left = min((mark for mark in marks if mark > fault_time), default=first.time)
     bounds = list(accumulate([fault_time, left, *marks, first.time], max))
     parts = dict(zip(PARTS, (after - before for before, after in pairwise(bounds)), strict=True))

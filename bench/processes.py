@@ -1,4 +1,4 @@
-"""Nodes as process trees: launch them, signal them whole, sweep them. They all end when this process ends."""
+"""Nodes as process trees: launch them, signal all their processes, kill them. They end when this process ends."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def adopt_orphans() -> None:
 
 
 def launch(arguments: list[str], env: dict[str, str], log: Path) -> int:
-    """Start a node's root process in a session of its own; its pid. It is killed if this process is."""
+    """Start a node's root process in a session of its own, and return its pid. It is killed when this process ends."""
 
     def die_with_parent() -> None:
         _libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))

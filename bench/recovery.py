@@ -94,7 +94,7 @@ def measure_all(args: argparse.Namespace) -> list[Run]:
 
 
 def measure(build: Callable[[], System], scenario: Scenario, index: int, timeout: float) -> Run:
-    """Measure one loss. Nothing that the run started, opened or wrote is left when this returns or raises."""
+    """Measure one interruption. When this returns or raises, nothing is left that the run started, opened or wrote."""
     with tempfile.TemporaryDirectory(prefix=f"{PREFIX}{os.getpid()}-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         watch = Watch(folder / "events.jsonl")
@@ -102,7 +102,7 @@ def measure(build: Callable[[], System], scenario: Scenario, index: int, timeout
         try:
             system.start(scenario, folder, watch)
             settle(watch, index)
-            with ThreadPoolExecutor(1) as pool:  # what happens is seen when it happens, not when the call returns
+            with ThreadPoolExecutor(1) as pool:  # so that events are seen before the call returns
                 fault = pool.submit(system.fault, scenario)
                 while not fault.done():
                     watch.step()
@@ -124,7 +124,7 @@ def measure(build: Callable[[], System], scenario: Scenario, index: int, timeout
 
 
 def clear_stale() -> None:
-    """Remove what a bench that was killed outright could not: its folder, and the local cloud that ran there."""
+    """Remove what benchmarks that were killed have left: their folders, and the local clouds that ran there."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*-*"):
         owner = folder.name.removeprefix(PREFIX).partition("-")[0]
         if owner.isdigit() and not psutil.pid_exists(int(owner)):

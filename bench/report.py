@@ -28,9 +28,9 @@ WHY = {
     (
         "spotrun",
         "detection",
-    ): "a killed peer breaks its connections at once and the survivor's worker has yet to leave; "
-    "a frozen one must miss heartbeats for `heartbeat_timeout` (3 s); with notice, training runs on to its stop step",
-    ("spotrun", "rendezvous"): "with nodes ready it is the head's decision alone; a new machine must boot, start its "
+    ): "a killed peer breaks its connections at once, and the survivor's worker must leave; a frozen peer must miss "
+    "heartbeats for `heartbeat_timeout` (3 s); with notice, training runs on to its stop step",
+    ("spotrun", "rendezvous"): "if nodes are ready, only the head has to decide; a new machine must boot, start its "
     "agent and import torch once, into the server that workers are forked from",
     ("", "process_start"): "a new interpreter and its imports, of torch above all",
     ("", "process_group"): "the ranks wait for the last of them",
@@ -114,10 +114,10 @@ def dominant(phases: Phases) -> tuple[str, float]:
 def _method(timeout: float) -> list[str]:
     return [
         f"One job of {NODES} nodes, one process each, on one machine: the same model (1.1 M parameters, AdamW), batch "
-        "and pace (steps of at least 50 ms) in each system. One node is lost, never the one that holds torchrun's "
-        "store; time runs from the fault to the end of the first step after it. A replacement begins to start "
-        f"{BOOT_DELAY:g} s after the loss in each system, a notice is {NOTICE:g} s long (torchrun: SIGTERM to the "
-        "node's agent, as the clouds' shutdown scripts do). Seconds, medians of each number by itself. A hang is "
+        "and pace (steps of at least 50 ms) in each system. One node is lost, never the one that has torchrun's "
+        "store. Time counts from the fault to the end of the first step after it. In each system, a replacement begins "
+        f"to start {BOOT_DELAY:g} s after the interruption, and a notice is {NOTICE:g} s long (torchrun: SIGTERM to "
+        "the node's agent, as the clouds' shutdown scripts do). Seconds; each number is a median of its own. A hang is "
         f"{timeout:g} s without a step, and is not in the medians.",
         "",
         f"* plain: {PLAIN.what}; a checkpoint by `torch.save` every 20 steps",
@@ -134,8 +134,9 @@ def _stock(runs: Sequence[RunLike], timeout: float) -> list[str]:
         "## torchrun as it comes",
         "",
         f"{STOCK.what[0].upper()}{STOCK.what[1:]}: {hangs} of {len(runs)} runs of "
-        f"“{SCENARIOS[runs[0].scenario].title}” made no step within {timeout:g} s. Its handler keeps one TCPStore for "
-        "all attempts, whose workers then read the last attempt's addresses (pytorch issues 135712 and 167302).",
+        f"“{SCENARIOS[runs[0].scenario].title}” made no step within {timeout:g} s. torchrun's handler keeps one "
+        "TCPStore for all attempts, so the workers of an attempt read the addresses of the attempt before (pytorch "
+        "issues 135712 and 167302).",
         "",
     ]
 

@@ -1,4 +1,4 @@
-"""What the head takes of its machine when there are many agents and jobs, and how fast its orders reach them.
+"""How much of its machine the head takes with many agents and jobs, and how fast its orders reach the agents.
 
 python -m bench.scale [--agents 10,100,300,1000] [--jobs 1,10,100] [--seconds 15] [--out bench/RESULTS.md]
 
@@ -30,16 +30,16 @@ from bench.systems import BenchError
 
 MEGABYTE = 1 << 20
 CLIENTS = 2  # processes that the agents are divided among
-LOSSES = 5  # nodes that are lost, one after the other
+INTERRUPTIONS = 5  # nodes that are lost, one after the other
 NICE = 5  # of the agents' processes, so that they do not take the head's time
 PATIENCE = 240.0  # seconds until all jobs train
 GROUP = "all"  # of all jobs
-GOALS = (1000, 60, 300, 1.0, 0.5)  # agents; percent of a core, MB, seconds of an order, seconds of a loss
+GOALS = (1000, 60, 300, 1.0, 0.5)  # agents; percent of a core, MB, seconds of an order, seconds of an interruption
 
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured with so many agents and jobs. Times of turns are (median, 95th percentile), milliseconds."""
+    """What was measured with these agents and jobs. Times of turns: (median, 95th percentile), in milliseconds."""
 
     agents: int
     jobs: int
@@ -50,7 +50,7 @@ class Row:
     turns: float  # a second
     cpu: tuple[float, float]  # of the head's main thread
     wall: tuple[float, float]
-    losses: tuple[float, ...]  # seconds from a closed connection until the loss is planned, each
+    interruptions: tuple[float, ...]  # for each: seconds from the closed connection until the head has planned
     order: float  # seconds from the request to stop all jobs until the last agent has its order
 
 
@@ -122,7 +122,7 @@ class Cluster:
             raise
 
     def _submit(self, index: int) -> None:
-        """Jobs have machines of their own if there are enough, else one device each."""
+        """Submit a job. Jobs have machines of their own if there are enough, else one device each."""
         job: dict[str, object] = {
             "name": f"job{index}",
             "script": "train.py",
@@ -175,7 +175,8 @@ class Cluster:
     def lose(self) -> float:
         """Lose a node and its machine.
 
-        Seconds from the end of its connection at the head until the head has planned the loss for each of its jobs.
+        Returns seconds: from the end of its connection at the head until the head has planned without the node, for
+        each of its jobs.
         """
         training = self.training()
         job, nodes = max(training.items(), key=lambda item: len(item[1]))
@@ -191,7 +192,7 @@ class Cluster:
         def planned() -> list[float]:
             return [line["at"] for line in self.head.lines[before:] if line.get("job") in jobs]
 
-        self.wait(lambda: len(planned()) >= len(jobs), f"the loss of {victim} is planned")
+        self.wait(lambda: len(planned()) >= len(jobs), f"the head plans without {victim}")
         closed = next(line["at"] for line in self.head.lines[before:] if line.get("lost") == victim)
         return float(max(planned()[: len(jobs)])) - float(closed)
 
@@ -218,7 +219,7 @@ class Cluster:
         return self.clients[int(node.rpartition("-")[2]) // self._chunk]
 
     def wait(self, done: Callable[[], bool], what: str) -> None:
-        """Poll until it is so. Raises `BenchError`."""
+        """Poll until `done`. Raises `BenchError`."""
         deadline = time.monotonic() + PATIENCE
         while not done():
             if failures := [each.failure for each in (self.head, *self.clients) if each.failure]:
@@ -233,20 +234,20 @@ class Cluster:
 
 
 def measure(agents: int, jobs: int, seconds: float) -> Row:
-    """One head with so many agents and jobs. Raises `BenchError`."""
+    """Measure one head with these numbers of agents and jobs. Raises `BenchError`."""
     with tempfile.TemporaryDirectory(prefix="spotrun-scale-", ignore_cleanup_errors=True) as name:
         cluster = Cluster(Path(name), agents, jobs)
         try:
             time.sleep(5.0)  # the first steps are done, and the head has looked at its cloud
             turns, head, clients, others, took = _sample(cluster, seconds)
-            losses = []
-            for _ in range(min(LOSSES, agents // 4)):
-                losses.append(cluster.lose())
+            interruptions = []
+            for _ in range(min(INTERRUPTIONS, agents // 4)):
+                interruptions.append(cluster.lose())
                 time.sleep(2.0)  # the next generation trains
             memory = cluster.head.memory
             return Row(
                 agents, jobs, head, clients, others, memory, turns["turns"] / took, tuple(turns["cpu"]),
-                tuple(turns["wall"]), tuple(losses), cluster.stop(),
+                tuple(turns["wall"]), tuple(interruptions), cluster.stop(),
             )  # fmt: skip
         finally:
             cluster.end()
@@ -288,35 +289,38 @@ def render(rows: Sequence[Row], machine: str, day: str, seconds: float) -> str:
         f"{day}, {machine}. Simulated agents in {CLIENTS} processes (`nice -n {NICE}`) on the same machine: each has"
         f" the real connection, over TLS, and {DEVICES} workers that step all the time. CPU over {seconds:.0f} s."
         " With fewer agents than jobs, each job has one device; jobs for which there is none wait. A turn: median, 95th"
-        " percentile. A loss: from the end of the connection, of a machine that the cloud does not list any more, until"
-        " the head has planned without it and queued the orders (median, most). An order: from one request to stop all"
-        " jobs until the orders"
-        " have reached all agents, which read them with what the head leaves of the processors.",
+        " percentile. An interruption: from the end of the connection, of a machine that the cloud no longer lists,"
+        " until the head has planned without that node and queued the orders (median, most). An order: from one request"
+        " to stop all jobs until the orders have reached all agents. The agents read them with the processor time that"
+        " the head leaves.",
         "",
         _goals(rows),
         "",
-        "| agents | jobs | head, of a core | resident, MB | turns/s | a turn, ms of CPU | a turn, ms | loss planned, s"
-        " | order at all, s | agents, of a core | others, of a core |",
+        "| agents | jobs | head, of a core | resident, MB | turns/s | a turn, ms of CPU | a turn, ms |"
+        " interruption planned, s | order at all, s | agents, of a core | others, of a core |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        loss = f"{median(row.losses):.2f}, {max(row.losses):.2f}" if row.losses else "-"
+        planned = f"{median(row.interruptions):.2f}, {max(row.interruptions):.2f}" if row.interruptions else "-"
         lines.append(
             f"| {row.agents:,} | {row.jobs} | **{row.head:.0f} %** | {row.memory:.0f} | {row.turns:.1f} |"
-            f" {row.cpu[0]:.1f}, {row.cpu[1]:.1f} | {row.wall[0]:.1f}, {row.wall[1]:.1f} | {loss} | {row.order:.2f} |"
-            f" {row.clients:.0f} % | {row.others:.0f} % |"
+            f" {row.cpu[0]:.1f}, {row.cpu[1]:.1f} | {row.wall[0]:.1f}, {row.wall[1]:.1f} | {planned} |"
+            f" {row.order:.2f} | {row.clients:.0f} % | {row.others:.0f} % |"
         )
     return "\n".join([*lines, "", *_plot(rows)]) + "\n"
 
 
 def _goals(rows: Sequence[Row]) -> str:
-    agents, head, memory, order, loss = GOALS
+    agents, head, memory, order, interruption = GOALS
     found = [row for row in rows if row.agents == agents]
     judged = [
         (f"under {head} % of a core", [row.head < head for row in found]),
         (f"under {memory} MB", [row.memory < memory for row in found]),
         (f"an order to all of them within {order:g} s", [row.order < order for row in found]),
-        (f"a loss planned within {loss:g} s", [max(row.losses, default=0) < loss for row in found]),
+        (
+            f"an interruption planned within {interruption:g} s",
+            [max(row.interruptions, default=0) < interruption for row in found],
+        ),
     ]
     said = (
         f"{goal}: {f'held in {sum(held)} of {len(held)} rows' if held else 'not measured'}" for goal, held in judged

@@ -27,7 +27,7 @@ PACE = 0.1  # seconds a step
 
 
 class SharedInbox(Inbox):
-    """Parses a message once that many agents of this process get: a real agent has a processor of its own."""
+    """Parses a message once for all agents of this process that get it: a real agent has a processor of its own."""
 
     _shared = staticmethod(lru_cache(maxsize=64)(Inbox()._parse))
 
@@ -52,7 +52,7 @@ class Work:
 
 
 class Agent:
-    """A node that does at once what it is told."""
+    """A node that carries out each order at once."""
 
     def __init__(self, name: str, store: Store) -> None:
         self.name, self.work = name, dict[str, Work]()

@@ -2,8 +2,8 @@
 
 python -m bench.snapshots [--runs 7] [--out bench/RESULTS.md]
 
-Each worker is a process with the whole state in its own memory (on the CPU) and the real writer or section. The two
-ways take turns. A delay is the longest time that a worker of the node spends at the boundary.
+Each worker is a process with the whole state in its own memory (on the CPU), and the real writer or section. The two
+ways take turns. A delay is the time of the slowest worker at the step boundary.
 """
 
 from __future__ import annotations

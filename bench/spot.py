@@ -1,7 +1,7 @@
-"""spotrun with its defaults, on its local cloud: brought up, and its job submitted, as an operator does it.
+"""spotrun with its defaults, on its local cloud. The cluster is brought up and the job is submitted as by an operator.
 
-The machines come from one pool whose group recreates what is lost, as it would in a cloud. Where the scenario has no
-replacement, the zone has run dry.
+The machines are of one pool. Its group recreates lost machines, as in a cloud. If the scenario has no replacement, the
+zone has no more machines.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def find_cloud(folder: Path) -> LocalCloud:
 
     cloud = client.find(CLUSTER, home(folder))
     if cloud is None:
-        raise BenchError(f"spotrun: the local cloud is gone as soon as it was up\n{tail(folder)}")
+        raise BenchError(f"spotrun: the local cloud ended as soon as it was up\n{tail(folder)}")
     return cloud
 
 

@@ -1,4 +1,4 @@
-"""How long an agent takes on the local cloud from its process's start until the head has its first report, and on what.
+"""How long an agent takes on the local cloud, from the start of its process until the head has its first report.
 
 python -m bench.startup [--runs 5] [--out bench/RESULTS.md]
 
@@ -36,8 +36,8 @@ AGENT = ("-m", "spotrun.cli", "agent")
 JOINED = "from process start to joined"
 INTERPRETER = "the interpreter"
 TORCH = "for comparison: `python -c 'import torch'`"
-# What the agent does at its start, in its own modules' words; each line of output: a name and seconds. The agent
-# starts the connection and the gate together; here the gate comes second.
+# What the agent does at its start, with its own modules. Each line of output is a name and seconds. The agent starts
+# the connection and the gate together; here the gate comes second.
 PARTS = """
 import asyncio, os, time
 began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What it takes to write a cluster's stacks, beside importing CDKTF's providers as their documentation does.
+"""The time and memory to write a cluster's stacks, and to import CDKTF's providers as their documentation does.
 
 python -m bench.synth [--runs 3] [--out bench/RESULTS.md]
 """
@@ -29,10 +29,10 @@ CASES = {
     "both stacks of clusters/gcp-l4.yaml": (SYNTH, "clusters/gcp-l4.yaml"),
     "both stacks of clusters/aws-g5.yaml": (SYNTH, "clusters/aws-g5.yaml"),
 }
-# Registered first, so it runs last: jsii has waited for its Node.js by then, which makes that a child that is counted.
+# Registered first, so it runs last. By then jsii has waited for its Node.js, so that child is counted.
 REPORT = """
 import atexit, json, resource
-# Not ru_maxrss of oneself, which a process takes over from the one that started it.
+# Not the process's own ru_maxrss: a process inherits that from its parent.
 own = lambda: next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM:"))
 atexit.register(lambda: print(json.dumps([own(), resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss])))
 """

@@ -10,7 +10,7 @@ from bench.phases import Event
 from bench.watch import Watch
 
 NODES = 2
-BOOT_DELAY = 1.2  # seconds from a node's loss until its replacement begins to start, in every system
+BOOT_DELAY = 1.2  # seconds from an interruption until the replacement begins to start, in every system
 NOTICE = 10.0  # seconds from a notice until the node is gone
 START_TIMEOUT = 120.0
 
@@ -21,14 +21,14 @@ class BenchError(Exception):
 
 @dataclass(frozen=True)
 class Scenario:
-    """A loss of one of two nodes. `min_nodes` is what the job may go on with."""
+    """One of two nodes is lost."""
 
     name: str
-    title: str
+    title: str  # as the report calls it
     fault: Literal["kill", "freeze", "notice"]
-    spares: int = 0
-    replaced: bool = False
-    min_nodes: int = NODES
+    spares: int = 0  # nodes that stand by
+    replaced: bool = False  # whether another machine replaces the lost one
+    min_nodes: int = NODES  # nodes that the job may go on with
 
 
 SCENARIOS = {
@@ -55,7 +55,7 @@ class System(Protocol):
         """
 
     def fault(self, scenario: Scenario) -> tuple[float, str]:
-        """Do to one node what the scenario says; when that was (epoch seconds), and the node's name in the events."""
+        """Do to one node what the scenario says. Returns when (epoch seconds), and the node's name in the events."""
 
     def tick(self) -> None:
         """Do what is due, such as start the replacement. It is called repeatedly after the fault."""

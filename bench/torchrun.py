@@ -1,8 +1,8 @@
 """torchrun as a user would run it on machines that vanish: plain, tuned, and as it comes (stock).
 
-A node is a torchrun agent with its workers, on a loopback address of its own. The rendezvous store lives in the first
-node's agent, which is never the victim: its loss ends the job under torchrun. The survivor's address sorts first, which
-is torchrun's good case.
+A node is a torchrun agent with its workers, on a loopback address of its own. The rendezvous store is in the agent of
+the first node. That node is never the victim, because without it the job ends under torchrun. The survivor's address
+sorts first, which is torchrun's good case.
 
 A spare is a third agent of the same job. Under `--nnodes=2:2` torchrun keeps it in its redundancy list until a member
 is gone, which is what "standing by" means there. With no replacement the job is `--nnodes=1:2`.
@@ -25,7 +25,7 @@ from bench.systems import BOOT_DELAY, NODES, NOTICE, START_TIMEOUT, BenchError, 
 from bench.watch import Watch
 
 SCRIPT = Path(__file__).parent / "train_plain.py"
-MAX_RESTARTS = 100  # the default, 0, ends the job at the first loss
+MAX_RESTARTS = 100  # with the default, 0, the first interruption ends the job
 VICTIM = 1
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-WAIT = 120.0  # seconds: to notice a loss, boot machines, fork and import, on a busy computer
+WAIT = 120.0  # seconds: to notice an interruption, boot machines, fork and import, on a busy computer
 Span = tuple[float, float]
 
 

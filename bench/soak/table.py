@@ -30,8 +30,8 @@ def render(outcomes: Sequence[Outcome], machine: str, day: str) -> str:
         f" {len(failed)} failed. Commit {_commits(outcomes)}, {day}, {machine}."
         f" `make soak RUNS={len(outcomes)} SEED={min(seeds)}`.",
         "",
-        "Held means: final weights and optimizer state are bit-equal to the undisturbed run (fixed size); every sample"
-        " is seen once in each epoch; no wait is longer than the work that it could save plus"
+        "A run held if: final weights and optimizer state are bit-equal to the undisturbed run (jobs of fixed size);"
+        " every sample is seen once in each epoch; no wait is longer than the work that it could save plus"
         f" {WAIT:g} s; no process, port, folder in memory, mount or machine is left.",
         "Every job has an AdamW optimizer and a learning rate schedule for each model.",
         "",

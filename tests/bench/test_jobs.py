@@ -33,5 +33,5 @@ def test_the_section() -> None:
     rows = {FIRST_STEP: [4.0, 5.0, 6.0], OWN: [1.4, 1.0, 9.0], PAUSE: [0.6, 0.4, 0.7]}
     text = render(rows, "a machine", "2026-11-22", load=3.4)
     assert "The load average of other work was 3." in text
-    assert f"{OWN} under 1.5 s: held; {PAUSE} under 0.5 s: not held." in text
+    assert f"{OWN}: under 1.5 s, held; {PAUSE}: under 0.5 s, not held." in text
     assert f"| **{FIRST_STEP}** | 5.00 | 4.00 to 6.00 |" in text
