@@ -1,6 +1,6 @@
 """The operator's commands as Fabric tasks: `fab --list`, or better `make`, which sets up what they need.
 
-Exit status: 0 well, 1 the job or the command failed, 2 a mistake of the user's, 3 something is out of reach.
+Exit status: 0: success. 1: the job or the command failed. 2: a mistake of the user. 3: something is out of reach.
 """
 
 # ruff: noqa: E402  # the modules below take most of a second to load
@@ -69,7 +69,7 @@ def up(_: Context, cluster: str = LOCAL, json: bool = False) -> None:
     text = f"`{make_command(cluster, 'train')}` runs a job, `{make_command(cluster, 'down')}` takes it down"
     again = make_command(cluster, "relaunch", "ID=")
     held = [
-        f"\n{job} was not ended when the cluster went down: `{again}{job}` continues it"
+        f"\n{job} had not ended when the cluster went down: `{again}{job}` continues it"
         for job in status.get("held", ())
     ]
     _print(status, json, f"cluster {site.cluster.name} is up; {text}{''.join(held)}")
@@ -113,11 +113,11 @@ def status(_: Context, cluster: str = LOCAL, id: str = "", json: bool = False) -
 
 @command
 def cost(_: Context, cluster: str = LOCAL, id: str = "", month: str = "", group: str = "", json: bool = False) -> None:
-    """What jobs have cost, by pool and market, and what they will cost; also while the cluster is down."""
+    """What jobs have cost so far and will cost to the end, by pool and market. Also works while the cluster is down."""
     wanted, job = inputs.group(group, id, cluster), inputs.job(id, cluster)
     period, site = inputs.month(month), sites.of_file(cluster)
-    books, old = costs.read(site.bucket(), site.cluster.name, job), prices.warning(site.cluster.cloud)
-    found = costs.document(books, site.cluster.name, job, period, wanted, old)
+    books, old = costs.read(site.bucket(), site.cluster.name, job, cluster), prices.warning(site.cluster.cloud)
+    found = costs.document(books, site.cluster.name, job, period, wanted, old, cluster)
     _print(found, json, "" if json else costs.text(found))
 
 

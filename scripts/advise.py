@@ -1,4 +1,4 @@
-"""Which machines suit a job: types, counts, markets, zones, by expected cost and time to finish. Pure."""
+"""Which machines suit a job: types, counts, markets and zones, ranked by expected cost and time to finish. Pure."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from scripts.job_table import money
 from spotrun.head.speeds import Speed
 from spotrun.text import tidy
 
-SHOWN = 20  # options in the text; JSON has all of them
+SHOWN = 20  # the most options in the text and in the plot; JSON has all of them
 SCALING = 0.956  # n machines are as fast as n ** SCALING: `spotrun.simulate.costs` has the source
 RESTART = 192.0  # seconds from an interruption to the next step: boot and restart, as in `spotrun.simulate.costs`
 Source = Literal["measured", "scaled", "given", "estimate", ""]
 SOURCES = {
-    "measured": "measured on as many such machines",
-    "scaled": f"measured on another number of such machines; n machines count as n ** {SCALING:g}",
+    "measured": "measured on as many of these machines",
+    "scaled": f"measured on another number of these machines; n machines count as n ** {SCALING:g}",
     "given": "from RATE",
     "estimate": "a rough estimate: the speed on other GPUs, times the ratio of the GPUs' peak throughputs",
 }
@@ -27,17 +27,17 @@ SOURCES = {
 class Kind:
     """One kind of machine that the job could train on."""
 
-    pool: str  # the cluster's pool; empty: the cluster file has none, so one would have to be added
+    pool: str  # the cluster's pool; empty: the cluster file has no such pool
     zone: str  # a zone, or a region
     machine: str  # the machine type
     market: str  # spot, flex or on-demand
     devices: int  # devices of the machine that the job would use
-    max: int  # how many of them there can be
+    max: int  # how many of these machines there can be
     price: float | None  # USD an hour for a machine; None: not known
-    priced_at: str = ""  # the date of the price: 2026-11-21, or `now`
+    priced_at: str = ""  # the date of the price: 2026-11-21, or `now`; empty: the price is not known
     throughput: float = 0.0  # of the devices together: peak of the GPUs in TFLOPS; 0: not known
     interruptions: float | None = None  # of one machine in an hour, as this cluster has seen them; None: unknown
-    obtained: float | None = None  # 0 to 1: the share of requests for machines that were met; None: unknown
+    obtained: float | None = None  # 0 to 1: the part of the time in which the pool had what was asked; None: unknown
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,8 @@ def text(found: Mapping[str, Any]) -> str:
     lines += [f"{MARKS[source]} {SOURCES[source]}" for source in used if MARKS[source]]
     if any(each["rate"] is None for each in found["options"]):
         lines.append(
-            "? not known: MEASURE=2m measures each pool of the cluster, RATE= says the samples/s of the first one"
+            "? not known: MEASURE=2m measures each pool of the cluster; RATE= gives the samples/s of one machine of the"
+            " first pool"
         )
     return "\n".join([*lines, *found["warnings"]])
 
@@ -150,7 +151,7 @@ def _rate(kind: Kind, nodes: int, speeds: Sequence[Speed], kinds: Sequence[Kind]
 
 def _option(kind: Kind, nodes: int, rate: float | None, source: Source, work: float | None) -> Option:
     hourly = None if kind.price is None else kind.price * nodes
-    # Each interruption of any of the machines costs all of them the time of a restart.
+    # When one of the machines is interrupted, all of them lose the time of a restart.
     lost = min(0.9, (kind.interruptions or 0.0) * nodes * RESTART / 3600)
     seconds = None if rate is None or work is None else work / rate / (1 - lost)
     return Option(

@@ -1,4 +1,4 @@
-"""`make advise`: gathers what is known about machines and about the job, ranks, and writes a table and a plot."""
+"""`make advise`: gather what is known about machines and about the job, rank the machines, write a table and a plot."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def advise(
             candidates.history(store, site.cluster),
         )
     except (CloudError, StoreError) as error:
-        say(f"what earlier runs have shown is not known: {error}")
+        say(f"the speeds of earlier runs are not known: {error}")
         speeds, work, seen = [], None, {}
     kinds = candidates.kinds(site.cluster, job, seen, say)
     counts = range(job.nodes.min, job.nodes.max + 1)

@@ -26,7 +26,7 @@ from spotrun.store import Store
 NOW = "now"
 Seen = Mapping[str, tuple[float | None, float | None]]
 """By pool: interruptions of one machine in an hour, and the part of the time in which it had all its machines."""
-_PAUSE = 1.0  # seconds between two looks at a job that is measured
+_PAUSE = 1.0  # seconds between two looks at the job that measures
 
 
 def kinds(cluster: ClusterSpec, job: JobSpec, seen: Seen, say: Callable[[str], None]) -> list[Kind]:
@@ -49,7 +49,7 @@ def kinds(cluster: ClusterSpec, job: JobSpec, seen: Seen, say: Callable[[str], N
 
 
 def history(store: Store, cluster: ClusterSpec) -> Seen:
-    """What the head has seen of the pools."""
+    """What the head has seen of the pools; empty if its history is not there or not readable."""
     try:
         pools = json.loads(store.find(f"clusters/{cluster.name}/history.json") or b"{}").get("pools", {})
         return {name: _seen(counts) for name, counts in pools.items()}
@@ -58,7 +58,7 @@ def history(store: Store, cluster: ClusterSpec) -> Seen:
 
 
 def recorded(store: Store, cluster: str, job: JobSpec) -> tuple[list[Speed], float | None]:
-    """The speeds of runs of the same script with the same arguments, and the samples of a whole run if known."""
+    """The speeds of earlier runs of the same job, and the samples of a whole run; None: not known."""
     runs = [each for each in cost.read(store, cluster).jobs if _same(each.spec, job)]
     found: dict[tuple[str, int, int], Speed] = {}
     for run in runs:
@@ -70,7 +70,7 @@ def recorded(store: Store, cluster: str, job: JobSpec) -> tuple[list[Speed], flo
 
 
 def measure(site: Site, path: str, seconds: float, say: Callable[[str], None]) -> None:
-    """Run the job for some time on one node of each pool that suits it, one after the other. Raises `SpotrunError`."""
+    """Train for `seconds` on one node of each pool that suits the job, one after the other. Raises `SpotrunError`."""
     cluster, job = site.cluster, check(site.cluster, path)
     site.ready()
     access = site.access()
@@ -94,7 +94,7 @@ def measure(site: Site, path: str, seconds: float, say: Callable[[str], None]) -
 
 
 def _measured(access: Access, name: str, seconds: float, patience: float) -> str:
-    """Wait until the job has trained for this time, then stop it. Returns the result in words."""
+    """Wait until the job has trained for this time, then stop it. Returns the measured speed in words."""
     began, training = time.monotonic(), 0.0
     while True:
         state = control.ask(access, "status", "--job", name)["job"]
@@ -107,7 +107,7 @@ def _measured(access: Access, name: str, seconds: float, patience: float) -> str
             with contextlib.suppress(SpotrunError):  # it may have ended meanwhile
                 control.ask(access, "stop", "--job", name)
             training = training or now
-            seconds = float("inf")  # it has been asked to stop
+            seconds = float("inf")  # ask it only once
         time.sleep(_PAUSE)
     speeds = JobState.model_validate_json(access.store.get(f"jobs/{name}/state.json")).speeds
     if not speeds:
@@ -116,7 +116,7 @@ def _measured(access: Access, name: str, seconds: float, patience: float) -> str
 
 
 def _present(cluster: ClusterSpec, say: Callable[[str], None]) -> dict[str, float]:
-    """What the cloud asks now. Google tells no prices, and AWS only those of spot machines."""
+    """The present prices, by pool. Google tells no prices, and AWS tells only those of spot machines."""
     spot = {pool.name: pool for pool in cluster.pools if pool.market == "spot"}
     if cluster.cloud == "local":
         return _local(cluster, say)
@@ -126,7 +126,7 @@ def _present(cluster: ClusterSpec, say: Callable[[str], None]) -> dict[str, floa
         with asking(cluster) as ask:
             found = ask(lambda cloud: cloud.prices())
     except SpotrunError as error:
-        say(f"the cloud does not tell its prices, so the shipped ones of {prices.DATE} count: {error}")
+        say(f"the cloud does not tell its prices, so the shipped prices of {prices.DATE} are used: {error}")
         return {}
     # A price that EC2 does not tell is the shipped one.
     shipped = {name: prices.spot("aws", pool.zone, pool.machine) for name, pool in spot.items()}
@@ -139,7 +139,7 @@ def _local(cluster: ClusterSpec, say: Callable[[str], None]) -> dict[str, float]
     async def ask() -> dict[str, float]:
         found = local.find(cluster.name, home())
         if found is None:
-            say("the local cloud tells its prices while it is up: `make up`")
+            say("prices are not known: the local cloud tells them only while it is up; `make up` brings it up")
             return {}
         try:
             return await found.prices()
@@ -187,12 +187,12 @@ def _work(run: JobState) -> float | None:
 
 
 def warnings(options: Iterable[Kind]) -> list[str]:
-    """About prices that are old, and about those that are not known."""
+    """Warnings about prices that are old, and about prices that are not known."""
     found, each = [], list(options)
     if any(kind.priced_at not in ("", NOW) for kind in each):
         found.append(prices.warning("any"))
-        found.append(f"Prices that the cloud does not tell now are of {prices.DATE}.")
+        found.append(f"Prices that the cloud does not tell now are from {prices.DATE}.")
     unknown = [kind.pool or kind.machine for kind in each if kind.price is None]
     if unknown:
-        found.append(f"The price is not known: {', '.join(dict.fromkeys(unknown))}.")
+        found.append(f"No price is known for {', '.join(dict.fromkeys(unknown))}.")
     return [line for line in found if line]

@@ -27,7 +27,7 @@ ENDED = ("succeeded", "failed", "stopped")
 
 
 class Unfinished(NamedTuple):
-    """A job that the end of the cluster would interrupt, or whose kept node it would take."""
+    """A job that `make down` would interrupt, or whose kept node it would take."""
 
     job: str
     node: str = ""  # the node that a failed job keeps

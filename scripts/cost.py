@@ -1,6 +1,6 @@
 """What jobs have cost, and will cost, by pool and market: from the states of the jobs in the bucket.
 
-The head need not be there: the accounts are also read while the cluster is down.
+No head is needed, so this also works while the cluster is down.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 from scripts.columns import aligned, duration
 from scripts.job_table import money
+from scripts.make_command import LOCAL, make_command
 from spotrun.errors import SpotrunError
 from spotrun.head.account import Line, merged
 from spotrun.head.accounting import Idle
@@ -33,8 +34,11 @@ class Books:
     unreadable: tuple[str, ...] = ()  # ids of jobs whose states cannot be read
 
 
-def read(store: Store, cluster: str, job: str | None = None) -> Books:
-    """The accounts in the bucket. job: of this job alone. Raises `SpotrunError` if there is no such job."""
+def read(store: Store, cluster: str, job: str | None = None, file: str = LOCAL) -> Books:
+    """The accounts in the bucket. Raises `SpotrunError` if there is no such job.
+
+    job: of this job alone. file: the cluster file, which messages name.
+    """
     found, unreadable = [], []
     keys = [job_key(job, "state.json")] if job else store.list("jobs")
     for match in filter(None, map(STATE_KEY.fullmatch, keys)):
@@ -48,7 +52,7 @@ def read(store: Store, cluster: str, job: str | None = None) -> Books:
             found.append(state)
     if job and not found:
         why = "its state in the bucket cannot be read" if unreadable else "there is no such job of this cluster"
-        raise SpotrunError(f"ID: {job!r}: {why}; `make jobs` lists the jobs")
+        raise SpotrunError(f"ID: {job!r}: {why}; `{make_command(file, 'jobs')}` lists the jobs")
     data = store.find(idle_key(cluster))
     try:
         idle = Idle.model_validate_json(data) if data is not None else Idle()
@@ -58,15 +62,23 @@ def read(store: Store, cluster: str, job: str | None = None) -> Books:
 
 
 def document(
-    books: Books, cluster: str, job: str | None = None, month: str = "", group: str | None = None, warning: str = ""
+    books: Books,
+    cluster: str,
+    job: str | None = None,
+    month: str = "",
+    group: str | None = None,
+    warning: str = "",
+    file: str = LOCAL,
 ) -> Sums:
     """What `make cost JSON=1` prints.
 
-    job: only this job. month: only this month of UTC, such as 2026-11. warning: about the age of the shipped prices.
+    job: only this job. month: only this month of UTC, such as 2026-11. group: only the jobs of this group. warning:
+    about the age of the shipped prices. file: the cluster file, which messages name.
     """
     states = [each for each in books.jobs if not group or each.spec.group == group]
     if group and not states:
-        raise SpotrunError(f"GROUP: {group!r}: no job of cluster {cluster} is in this group; `make jobs` lists them")
+        jobs = make_command(file, "jobs")
+        raise SpotrunError(f"GROUP: {group!r}: no job of cluster {cluster} is in this group; `{jobs}` lists the groups")
     rows = [_row(each, month) for each in states]
     if month:
         rows = [row for row in rows if row["seconds"] or row["job"] == job]
@@ -92,7 +104,7 @@ def document(
 
 
 def sums(lines: Iterable[Line]) -> Sums:
-    """The sums of an account. saved: only where both prices are known."""
+    """The sums of an account. `saved` counts only lines for which both prices are known."""
     lines = list(lines)
     both = [line for line in lines if not line.unpriced and not line.unlisted]
     saved = sum(line.on_demand - line.cost for line in both)
@@ -147,7 +159,7 @@ def by_pool(account: Sequence[Mapping[str, Any]], budget: float | None = None) -
 
 
 def notes(pools: Sequence[Mapping[str, Any]], unsplit: float = 0.0, month: str | None = None) -> list[str]:
-    """What the sums lack."""
+    """Lines about what the sums lack."""
     found = []
     for row in pools:
         if row["unpriced"]:
@@ -157,7 +169,7 @@ def notes(pools: Sequence[Mapping[str, Any]], unsplit: float = 0.0, month: str |
         if row["unlisted"]:
             found.append(
                 f"pool {row['pool']}: what {duration(row['unlisted'])} would have cost on-demand is not known;"
-                " the sums on the right lack that time"
+                " the columns on-demand and saved lack that time"
             )
     if unsplit >= 0.005:
         what = "this month may have a part of it" if month else "it is in the cost, but in no pool"

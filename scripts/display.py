@@ -237,7 +237,7 @@ def _job(job: Status) -> RenderableType:
     phase = Text(job["phase"], style=COLOURS.get(job["phase"], "cyan")).append(f"  {job['reason']}", style="dim")
     table.add_row("job", Text(job["id"], style="bold"), phase)
     table.add_row(
-        "generation", str(job["generation"]), f"failures {job['restarts']}, restarts at most {job['max_restarts']}"
+        "generation", str(job["generation"]), f"failures {job['restarts']}, at most {job['max_restarts']} restarts"
     )
     bar: RenderableType = ""
     if job["total_steps"]:

@@ -38,7 +38,7 @@ def parse(text: str) -> list[Fault]:
 
 
 def due(faults: list[Fault], job: dict[str, Any], generation: int) -> Fault | None:
-    """The next fault if it is time for it. generation: the one that the last fault hit; it must have been left."""
+    """The next fault, if it is time for it. generation: the one that the last fault hit; a newer one must train now."""
     if not faults or job["phase"] != "running" or job["generation"] <= generation:
         return None
     first, total = faults[0], job["total_steps"]

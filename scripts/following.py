@@ -1,4 +1,4 @@
-"""What the tasks `train` and `follow` show: jobs until their end, then a report. Functions return the exit status."""
+"""The tasks `train` and `follow`: they show jobs until their end, then a report. Functions return the exit status."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from scripts.control import ENDED, Status
 from scripts.display import clock, understood
 from scripts.job_table import job_id
 from scripts.jobs import Absence
+from scripts.make_command import make_command
 from scripts.ssh import Access, Unreachable
 from spotrun.errors import SpotrunError, StoreError
 from spotrun.text import tidy
@@ -20,7 +21,7 @@ _COUNTED = 10.0  # seconds between two lines that count the jobs
 
 
 class Listener(Protocol):
-    """Where following shows what it sees."""
+    """Shows the jobs of a group to the person or program that follows them."""
 
     def show(self, jobs: list[Status]) -> None:
         """The jobs of the group."""
@@ -30,10 +31,10 @@ class Listener(Protocol):
 
 
 def follow(access: Access, group: str, listener: Listener, look: Callable[[], object] = lambda: None) -> list[Status]:
-    """Show the jobs of a group until all have ended. Returns them, as each was when it ended.
+    """Show the jobs of a group until all have ended. Returns them, each as it was at its end.
 
-    A job that is submitted meanwhile belongs to them. look: see `jobs.follow`. Raises `SpotrunError` if the group has
-    no job that has not ended, `Unreachable` if the head stays away.
+    A job of the group that is submitted meanwhile counts too. look: see `jobs.follow`. Raises `SpotrunError` if the
+    group has no job that has not ended, `Unreachable` if the head stays away.
     """
     known: dict[str, Status] = {}
     absence = Absence(listener.say, look)
@@ -44,7 +45,8 @@ def follow(access: Access, group: str, listener: Listener, look: Callable[[], ob
                     _update(known, head, group)
                     absence.over()
                     if not known:
-                        raise SpotrunError(f"group {group} has no job that has not ended; `make jobs` lists the groups")
+                        lists = make_command(access.file, "jobs")
+                        raise SpotrunError(f"group {group} has no job that has not ended; `{lists}` lists the groups")
                     listener.show(list(known.values()))
                     if all(job["phase"] in ENDED for job in known.values()):
                         return list(known.values())
@@ -55,7 +57,7 @@ def follow(access: Access, group: str, listener: Listener, look: Callable[[], ob
 
 
 class Lines:
-    """The jobs as JSON on a line, whenever they have changed."""
+    """A line of JSON with all jobs, whenever one of them has changed."""
 
     def __init__(self) -> None:
         self._last: list[Status] = []
@@ -94,7 +96,7 @@ class Plain:
 
 @understood
 def _update(known: dict[str, Status], head: control.Head, group: str) -> None:
-    """Take in what the head says. It lists a job until the job's end; then it knows the job by its id."""
+    """Update `known`. The head lists a job until the job has ended; after that, ask for the job by its id."""
     rows = [row for row in head.ask("status").get("jobs", ()) if row.get("group") == group]
     listed = {job_id(row): row for row in rows}
     for job in known.keys() - listed.keys():

@@ -28,12 +28,12 @@ _MOST = 1024  # devices of a node that are shown: a document may be wrong
 
 
 def table(rows: Iterable[Row], now: float) -> Table:
-    """One line for each job, in the order of the rows; the jobs of a group are together, after a line that counts them.
+    """One line for each job, in the order of the rows. The jobs of a group follow a line that counts them.
 
     now: epoch seconds, to tell whether an end is today.
     """
     found = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for title in ("job", "priority", "phase", "nodes", "devices", "step", "eta", "cost", "why"):
+    for title in ("job", "priority", "phase", "nodes", "devices", "step", "end", "cost", "why"):
         found.add_column(title, justify="right" if title in _NUMBERS else "left")
     groups: dict[str, list[Row]] = {}
     for row in rows:
@@ -52,7 +52,7 @@ def job_id(row: Row) -> str:
 
 
 def holds(jobs: Sequence[Row], devices: int) -> list[tuple[Row | None, str]]:
-    """Of a node: each job on it with the numbers of its devices, and None with those that no job holds."""
+    """Each job on a node, with the numbers of its devices there; and None, with the devices that no job holds."""
     found: list[tuple[Row | None, str]] = [(job, _listed(job.get("devices", ()))) for job in jobs]
     held = {each for job in jobs for each in job.get("devices", ())}
     free = [each for each in range(min(devices, _MOST)) if each not in held]
@@ -60,6 +60,7 @@ def holds(jobs: Sequence[Row], devices: int) -> list[tuple[Row | None, str]]:
 
 
 def money(dollars: float | None) -> str:
+    """$1.20; empty if the amount is not known."""
     return "" if dollars is None else f"${dollars:.2f}"
 
 

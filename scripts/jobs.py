@@ -86,7 +86,7 @@ class Absence:
         self._since = None
 
     def endure(self, error: SpotrunError) -> None:
-        """Say once that the head is away. Raises `Unreachable` if it stays away, or the cluster has been taken down."""
+        """Say once that the head is away. Raises `Unreachable` if it stays away or the cluster was taken down."""
         try:
             self._look()
         except Unreachable:

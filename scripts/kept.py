@@ -11,7 +11,7 @@ Status = dict[str, Any]  # of a job
 
 
 def lines(job: Status, file: str = LOCAL) -> list[str]:
-    """What a person needs to know about the node; nothing if there is none. Older heads keep no node."""
+    """What a person needs to know about the node; no lines if the job keeps none. Older heads keep no node."""
     kept = job.get("kept")
     if not kept:
         return []

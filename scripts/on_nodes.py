@@ -14,6 +14,7 @@ _KEYS = ("node", "code", "output", "left_out")  # what a program gets of each ou
 
 
 def check(command: str, cluster: str) -> None:
+    """Raise `SpotrunError` if there is no command. cluster: the cluster file, for the example."""
     if not command.strip():
         example = make_command(cluster, "run", "CMD='nvidia-smi -L'")
         raise SpotrunError(f"run: no command; for example: {example}")
@@ -22,7 +23,7 @@ def check(command: str, cluster: str) -> None:
 def run(access: Access, node: str, command: str, patience: float, json: bool) -> int:
     """Run a command on one node, or on all that run now if `node` is empty. Returns the exit status.
 
-    patience: seconds that the command may take. Raises `SpotrunError`, e.g. if there are no nodes.
+    patience: seconds that the command may take. Raises `SpotrunError`, for example if there are no nodes.
     """
     nodes = [node] if node else [each["name"] for each in control.ask(access, "status")["nodes"] if _reachable(each)]
     if not nodes:

@@ -1,4 +1,4 @@
-"""Reads and holds a cluster's queue in its bucket, while the head is out of reach or not up yet."""
+"""Read a cluster's queue in the bucket, and have its jobs held: without a head, which is out of reach or not up yet."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spotrun.wire import UpRecord, read_queue
 
 
 def unfinished(store: Store, cluster: str, force: str) -> list[Unfinished]:
-    """Jobs that the end of the cluster would interrupt, or that keep a node. Held jobs do not run: they are left out.
+    """Jobs that `make down` would interrupt, or that keep a node. Held jobs do not run, so they are left out.
 
     force: the command that takes the cluster down anyway. Raises `SpotrunError` if the bucket has no usable answer.
     """

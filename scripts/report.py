@@ -1,4 +1,4 @@
-"""The closing report: what a job cost and what its interruptions cost. Pure."""
+"""The closing report: how a job ended, what its interruptions cost, and where its node time went. Pure."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def report(job: Status, idle_cost: float | None = None, file: str = LOCAL) -> st
     if job["cost"] is not None:
         machines += f", cost ${job['cost']:.2f}"
     split = _node_time(job)
-    lines += [machines + (", of which:" if split else ", and where it went is not known"), *split]
+    lines += [machines + (", of which:" if split else "; where it went is not known"), *split]
     lines += cost.by_pool(job.get("account") or [], job.get("budget"))
     lines += [f"  {line}" for line in idle(idle_cost)]
     return "\n".join(lines)
@@ -95,7 +95,7 @@ def _told(kind: str, job: Status) -> str:
 
 def _interruptions(interruptions: list[Status]) -> list[str]:
     if not interruptions:
-        return ["  no machine was lost"]
+        return ["  no interruptions"]
     rows = [("interruption", "node", "seconds to the next step", "steps lost")]
     for each in interruptions:
         seconds = "" if each["seconds"] is None else f"{each['seconds']:.1f}"

@@ -23,7 +23,7 @@ from spotrun.spec.cluster import PoolSpec
 TRACES = Path(__file__).parents[1] / "bench" / "data" / "traces"
 RUNS = 100  # windows, unless the operator says otherwise
 LOCAL_SPOT = 0.3  # USD an hour, the assumed price of a spot machine of the local cloud
-LEAST = 4.0  # if the job has no deadline, a window is this many times as long as the work on all nodes
+LEAST = 4.0  # if the job has no deadline, a window is this many times as long as its work takes on all nodes
 DROPPED = ("script", "nodes", "deadline", "budget", "work", "restart_time", "checkpoint_interval", "pools")
 
 
@@ -52,7 +52,10 @@ def simulate(
     costs = Costs(boot=max(0.0, wanted.restart_time - Costs().restore), checkpoint=wanted.checkpoint_interval)
     length = wanted.deadline or LEAST * wanted.work / costs.rate(wanted.nodes.max)
     if length > trace.length:
-        raise SpecError(f"{path}: is {trace.length / 3600:.0f} h long; {length / 3600:.0f} h are needed for this job")
+        raise SpecError(
+            f"{path}: is {trace.length / 3600:.0f} h long, and this job needs {length / 3600:.0f} h; name a longer"
+            " trace with TRACES=, or give the job less work or an earlier deadline"
+        )
     questions = _questions(spec, wanted, trace, costs, length, runs, seed)
     answers = spread(answer, questions, lambda _: None)
     policies = list(dict.fromkeys(question.policy for question in questions))
@@ -76,7 +79,7 @@ def text(found: dict[str, Any]) -> str:
         numbers = [*row["cost"], *(None if each is None else each / 3600 for each in row["end"])]
         shown = ["-" if each is None else f"{each:.2f}" for each in numbers]
         rows.append([row["policy"], f"{row['ended']:.0%}", f"{row['met']:.0%}", *shown])
-    source = f"{found['runs']} random windows of {found['traces']}; a trace of other machines is only a stand-in"
+    source = f"{found['runs']} random windows of {found['traces']}, which may be about other machines than yours"
     return "\n".join([*aligned(rows, indent=""), source])
 
 
@@ -98,7 +101,7 @@ def _questions(
 
 
 def _supply(spec: ClusterSpec, pool: PoolSpec, window: Trace, random: Random) -> Supply:
-    """A zone of the trace for the pool: that of its name, else one that is chosen at random for its zone."""
+    """What the pool gives: the trace's zone of its own zone's name, else a zone that is chosen at random."""
     flat = ((0.0, _price(spec, pool)),)
     if pool.market != "spot":
         return Supply((), flat)

@@ -42,7 +42,7 @@ class Site(Protocol):
         """As `up`, but does nothing if the cluster is already up as described."""
 
     def unfinished(self) -> list[control.Unfinished]:
-        """The jobs that the end of the cluster would interrupt, or whose kept nodes it would take."""
+        """The jobs that `make down` would interrupt, or whose kept nodes it would take."""
 
     def down(self, everything: bool) -> str:
         """End all machines. Returns what happened, in a line. everything: also a cloud's network and bucket."""

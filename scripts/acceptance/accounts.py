@@ -1,4 +1,4 @@
-"""Steps about an account: what you may do in it, what its machines were refused, what is left in it."""
+"""Steps about an account: what you may do in it, which requests of its machines were refused, what is left in it."""
 
 from __future__ import annotations
 

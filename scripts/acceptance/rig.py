@@ -19,7 +19,7 @@ from scripts.ssh import HEAD, Access
 from spotrun.errors import SpotrunError
 from spotrun.spec import ClusterSpec
 
-_GONE, _AGAIN = 600.0, 5.0  # seconds for machines to be given up, and between two looks
+_GONE, _AGAIN = 600.0, 5.0  # seconds for machines to be given back, and between two looks
 _IGNORED = shutil.ignore_patterns("__pycache__", "*.yaml")
 
 
@@ -95,7 +95,7 @@ class Rig:
     def _run(self, name: str) -> Trace:
         access, planned = self.access, self._plans[name]
         job = self._submitted.get(name) or self._submit(name, access)
-        # Queue the next job early: if no job waits, the head gives the machines up, and they would have to boot again.
+        # Queue the next job early: if no job waits, the head gives the machines back, and they must boot again.
         if following := self._next(name):
             self._submit(following, access)
         notice = LOCAL_NOTICE if self.cluster.cloud == "local" else None

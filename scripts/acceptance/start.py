@@ -36,8 +36,8 @@ def accept(file: str, again: bool, only_list: bool, say: Callable[[str], None]) 
     rig = Rig(cluster, file, folder, chosen)
     if not record.standing and rig.is_up():
         raise SpotrunError(
-            f"cluster {cluster.name} is up, and an acceptance takes its cluster down at the end:"
-            f" `{make_command(file, 'down')}` first, or name a cluster file with another name"
+            f"cluster {cluster.name} is up, and an acceptance takes its cluster down at the end: run"
+            f" `{make_command(file, 'down')}` first, or take a cluster file with another name"
         )
     checks = {name: partial(check, rig) for name, check in CHECKS.items()}
     runner = Runner(cluster, STEPS, checks, keeper, say, record)

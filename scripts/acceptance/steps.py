@@ -12,7 +12,7 @@ Stage = Literal["desk", "head", "machine", "machines", "gpu", "gpus", "moved", "
 
 STAGES: tuple[Stage, ...] = get_args(Stage)
 MACHINES: dict[Stage, int] = {"machine": 1, "machines": 2, "gpu": 1, "gpus": 2, "moved": 2}  # beside the head
-PATIENCE = 3.0  # a step may take so many times as long as is usual
+PATIENCE = 3.0  # a step may take this many times its usual length
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ STEPS: tuple[Step, ...] = (
          "`make status` names the pool's problem; a zone without machines may have some later", gate=True,
          job="single"),
     Step("gate", "machine", "local", "the machine passes every line of the health gate", 0.2,
-         "the reason is the gate's own line: docs/images.md", job="single"),
+         "the reason is the health gate's own line; docs/images.md says what an image must have", job="single"),
     Step("node ssh", "machine", "local", "a node is reached through the head, by `make run` and `make ssh`", 0.2,
          "the firewall between head and nodes, or the node's host key in the bucket", job="single"),
     Step("notice", "machine", "local", "a machine that is alone is taken with notice: no step is lost", 4,
@@ -105,7 +105,7 @@ STEPS: tuple[Step, ...] = (
     Step("gpu up", "gpu", "gpu", "the cluster has the pools of its own file now", 3,
          _TERRAFORM, gate=True, sets_up=("gpu", "gpus")),
     Step("gpu gate", "gpu", "gpu", "driver, GPUs and adapters pass every line of the health gate", 8,
-         "the reason is the gate's own line: docs/images.md", gate=True, job="gpu"),
+         "the reason is the health gate's own line; docs/images.md says what an image must have", gate=True, job="gpu"),
     Step("matrix product", "gpu", "gpu", "bf16 products and memory are as fast as the type's known figures", 1,
          "another GPU of the type may be fine; `nvidia-smi -q -d PERFORMANCE` says what slows this one", job="gpu"),
     Step("snapshot copy", "gpu", "gpu", "a snapshot leaves the GPU at the speed of the bus", 1,

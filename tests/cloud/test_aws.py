@@ -445,8 +445,8 @@ async def test_prices(aws: Moto, proxy: Proxy, caplog: pytest.LogCaptureFixture)
         assert await mine.prices() == {"spot": 0.00001, "steady": 1.212}
     assert len(proxy.of("DescribeSpotPriceHistory")) == 1
     assert [record.getMessage() for record in caplog.records] == [
-        "pool unknown: the price of spot g5.999xlarge is unknown; it counts as 0",
-        "pool old: the price of on-demand p2.xlarge is unknown; it counts as 0",
+        "pool unknown: the price of spot g5.999xlarge is unknown; its cost is counted once the price is known",
+        "pool old: the price of on-demand p2.xlarge is unknown; its cost is counted once the price is known",
     ]
     proxy.hook = lambda proxy, fields: refuse("AccessDenied", "not authorized to perform: ec2:DescribeSpotPriceHistory")
     blind = AwsCloud(spec("price"))

@@ -48,7 +48,7 @@ def test_machines_that_are_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         cluster.kill_head()
         before_kill = status["head"]["epoch"]
         cluster.until(lambda s: s["head"]["epoch"] > before_kill, what="a new head")
-        status = cluster.until(lambda s: "no more are before" in problem(s), what="the end of the replacing")
+        status = cluster.until(lambda s: "no more are replaced before" in problem(s), what="the end of the replacing")
         assert WHY in problem(status)
         # Its successor is no better: none is asked for in its place, and the pool is given up.
         status = cluster.until(lambda s: pool(s)["target"] == 0 and not nodes(s), what="the pool closed", timeout=180)

@@ -323,7 +323,7 @@ REASONS: dict[str, tuple[list[Claim], list[Host], dict[str, str]]] = {
     "a job that could grow if there were machines": (
         [claim("a1", 1, 3)],
         machines(2),
-        {"a1": "has 2 of 3 nodes; no more machines are there"},
+        {"a1": "has 2 of 3 nodes; there are no more machines"},
     ),
     "a job that lost a node": (
         [claim("a1", 2, holds="m1 gone", priority=1), claim("b2", holds="m2", priority=2)],
@@ -347,17 +347,18 @@ def test_reasons(case: tuple[list[Claim], list[Host], dict[str, str]]) -> None:
 FITS = {
     "enough machines": (claim("a1", 2), machines(2), ""),
     "enough in its pools": (claim("a1", 2, pools="m"), machines(2), ""),
-    "too few machines": (claim("a1", 3), machines(2), "needs 3 nodes; all pools have at most 2 machines"),
+    "too few machines": (claim("a1", 3), machines(2), "needs 3 nodes; all pools together have at most 2 machines"),
     "too few in its pools": (
         claim("a1", 4, pools="m n", devices=8),
         [*machines(2, 8), *machines(9, 4, "n")],
-        "needs 4 nodes with 8 devices; pools m and n have at most 2 such machines",
+        "needs 4 nodes with 8 devices; pools m and n together have at most 2 such machines",
     ),
     "a pool that is not there": (claim("a1", pools="x"), machines(2), "needs 1 node; pool x has at most 0 machines"),
     "machines that are too small": (
         claim("a1", devices=8),
         machines(2, 4),
-        "needs 1 node with 8 devices; all pools have at most 0 such machines, and no machine with more than 4 devices",
+        "needs 1 node with 8 devices; all pools together have at most 0 such machines, and no machine with more than 4"
+        " devices",
     ),
 }
 

@@ -516,7 +516,7 @@ def test_what_operators_read() -> None:
     given = view(waiting(), machines=(), replaced=SPENT)
     at = NOW - 900 + WINDOW
     assert fleet_plan(given).reasons == {
-        "p": f"3 machines took no job and were replaced, the last since: {WHY}; no more are before "
+        "p": f"3 machines took no job and were replaced, the last one because: {WHY}; no more are replaced before "
         f"{int(at // 3600) % 24:02}:{int(at // 60) % 60:02} UTC"
     }
     assert fleet_plan(view(waiting(), spare(A, reported_at=NOW), machines=(machine(A),))).reasons == {}

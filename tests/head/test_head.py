@@ -40,7 +40,7 @@ async def test_no_machine_goes_before_the_queue_is_read(world: World) -> None:
 async def test_a_budget_needs_prices(world: World) -> None:
     del world.cloud.price["q"]
     await world.head.fleet.look()
-    with pytest.raises(SpotrunError, match="job toy: budget: 5: could not be held: what machines of pool q cost"):
+    with pytest.raises(SpotrunError, match="job toy: budget: 5: cannot be kept: what machines of pool q cost"):
         await world.head.submit(JOB | {"budget": 5.0}, CODE)
     assert await world.head.submit(JOB, CODE)
 

@@ -19,7 +19,7 @@ def world(tmp_path: Path) -> World:
     return World(tmp_path)
 
 
-async def astray(world: World) -> str:
+async def missing(world: World) -> str:
     """A stopped job; the head that relaunched it was killed after it had written the job's state."""
     job = await world.head.submit(JOB, CODE)
     await asked(world, world.head, "stop", job)
@@ -33,7 +33,7 @@ async def astray(world: World) -> str:
 
 
 async def test_a_job_that_is_not_in_the_queue_can_be_relaunched(world: World) -> None:
-    job = await astray(world)
+    job = await missing(world)
     await asyncio.wait_for(world.head.relaunch(job), 60)
     assert world.queue() == [job]
     await world.turn()
@@ -42,7 +42,7 @@ async def test_a_job_that_is_not_in_the_queue_can_be_relaunched(world: World) ->
 
 
 async def test_a_job_that_is_not_in_the_queue_can_be_stopped(world: World) -> None:
-    job = await astray(world)
+    job = await missing(world)
     assert await asyncio.wait_for(asked(world, world.head, "stop", job), 60) == {"job": job}
     assert await phases(world, world.head) == [(job, "stopped")]
 

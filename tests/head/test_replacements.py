@@ -366,5 +366,5 @@ async def test_a_pool_that_had_its_replacements_is_given_up_for_a_while(world: W
     assert world.cloud.size["q"] == 1
     said = [event["text"] for event in world.events() if event["kind"] == "cloud"]
     assert len(said) == 1
-    assert said[0].startswith("pool p: 3 machines took no job and were replaced, the last since: no driver; no more")
+    assert said[0].startswith("pool p: 3 machines took no job and were replaced, the last one because: no driver;")
     assert world.written(job).phase == "queued"

@@ -187,7 +187,7 @@ async def test_a_newer_operator_submits_a_job(world: World) -> None:
     job = await world.head.submit(JOB | {"hold_longer": 5.0}, CODE)
     assert world.written(job).spec.name == "toy"
     said = [event["text"] for event in world.events() if event["kind"] == "job"]
-    assert said == [f"{job}: this head is of another version, it ignores hold_longer"]
+    assert said == [f"{job}: this head is of another version, and ignores hold_longer"]
 
 
 async def test_operators_read_status_of_another_version(world: World) -> None:

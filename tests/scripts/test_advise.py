@@ -80,7 +80,7 @@ def test_what_is_not_known_is_last_and_is_said() -> None:
     shown = advise.text(advise.document(found, "vit", None, candidates.warnings([unpriced])))
     assert "unknown" in shown
     assert "? not known: MEASURE=2m" in shown
-    assert "The price is not known: unpriced." in shown
+    assert "No price is known for unpriced." in shown
 
 
 def test_a_given_speed_is_that_of_one_pool() -> None:
@@ -135,7 +135,7 @@ def test_what_the_head_has_seen_of_pools_counts(tmp_path: Path) -> None:
 
 def test_old_prices_are_told() -> None:
     assert prices.old(date(2026, 12, 1)) == ""
-    assert prices.old(date(2027, 1, 1)).startswith("The shipped prices are of 2026-11-21, 41 days ago")
+    assert prices.old(date(2027, 1, 1)).startswith("The shipped prices are from 2026-11-21, 41 days ago")
     source = Path(prices.__file__).with_name("prices.SOURCE.md").read_text()
     assert f"taken on {prices.DATE}" in source
 

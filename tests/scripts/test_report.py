@@ -49,7 +49,7 @@ def test_a_status_as_text() -> None:
     for piece in ("cluster c", "spot 1/2", "preempt: spot-0", "10/100", "spot-1", "no such machine in local-a now"):
         assert piece in text
     assert "no job" in display.text(status())
-    assert "failures 4, restarts at most 3" in display.text(status(phase="failed", restarts=4)), "it said 4 of 3"
+    assert "failures 4, at most 3 restarts" in display.text(status(phase="failed", restarts=4)), "it said 4 of 3"
 
 
 def test_machines_that_take_no_job_are_shown_with_the_reason() -> None:
@@ -80,7 +80,7 @@ def test_the_closing_report() -> None:
         "  preempt       spot-2  0.4                       0",
         "  kill          spot-1",
         "  goodput 91.2% (share of node time that went into steps that counted)",
-        "  node time 12.0 s, cost $0.50, and where it went is not known",  # a head of version 0.1 does not say
+        "  node time 12.0 s, cost $0.50; where it went is not known",  # a head of version 0.1 does not say
     ]
     failed = report.report(status(phase="failed", reason="ValueError: no", failure=FAILURE)["job"])
     assert "  rank 1 on spot-1: ValueError: no\n    Traceback\n      line\n" in failed

@@ -63,7 +63,7 @@ class Said:
 
 @dataclass(frozen=True)
 class Advice:
-    """What the cloud says about the market of a pool. None, or empty: it does not say."""
+    """What the cloud says about the market of a pool. None, or empty: it says nothing."""
 
     obtainability: Said | None = None  # 0 to 1: how likely the pool gets all its `max` machines now
     uptime: Said | None = None  # seconds that a machine of the pool is expected to run

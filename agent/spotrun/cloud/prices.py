@@ -16,8 +16,8 @@ from datetime import UTC, date, datetime
 from typing import NamedTuple
 
 DATE = "2026-11-21"  # when the table was taken
-OLD = 30  # days after which prices are told to be old
-_LOCAL = 1.0  # what the local cloud invents for each on-demand machine
+OLD = 30  # days after which a warning says that the prices are old
+_LOCAL = 1.0  # the price of each on-demand machine of the local cloud; it is invented
 
 
 class _Row(NamedTuple):
@@ -33,7 +33,7 @@ def on_demand(cloud: str, place: str, machine: str, accelerator: str = "", count
     """Dollars an hour for one machine, at the list price; None if the table has none.
 
     place: a region or a zone. accelerator, count: the GPUs attached to a machine of Google's N1 family, as in a cluster
-    file (`nvidia-tesla-t4`, 1). Other machine types have their own GPUs.
+    file (`nvidia-tesla-t4`, 1). Other machine types have GPUs of their own.
     """
     if cloud == "local":
         return _LOCAL
@@ -54,7 +54,7 @@ def old(today: date) -> str:
     age = (today - date.fromisoformat(DATE)).days
     if age <= OLD:
         return ""
-    return f"The shipped prices are of {DATE}, {age} days ago: look up what the cloud asks now, or update spotrun."
+    return f"The shipped prices are from {DATE}, {age} days ago: look up the present ones, or update spotrun."
 
 
 def warning(cloud: str) -> str:

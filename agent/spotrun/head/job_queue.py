@@ -1,4 +1,4 @@
-"""The jobs that have not ended: taking them up from the bucket, and what operators change about them.
+"""The jobs that have not ended: reading them from the bucket, and what operators change about them.
 
 A job whose state in the bucket cannot be read is parked, and so is a job for which the head fails to plan. A parked
 job keeps its place in the queue and its devices. Orders tell the agents to leave the job as it is, so it continues to
@@ -55,7 +55,7 @@ async def submit(head: Head, job: dict[str, object], code: str) -> str:
     """See `Head.submit`."""
     state = await head.journal.create(await _accept(head, job, code))
     if unknown := sorted(job.keys() - JobSpec.model_fields.keys()):
-        head.add_event("job", f"{state.id}: this head is of another version, it ignores {', '.join(unknown)}")
+        head.add_event("job", f"{state.id}: this head is of another version, and ignores {', '.join(unknown)}")
     await head.enqueue(state.id)
     return state.id
 
@@ -66,7 +66,7 @@ async def _accept(head: Head, job: dict[str, object], code: str) -> JobState:
     spec = JobSpec.kept(job)  # the operator's spotrun, which read the file, may be another version
     check_fit(spec, cluster)
     if spec.budget is not None and unpriced:
-        raise SpotrunError(f"job {spec.name}: budget: {spec.budget:g}: could not be held: {unpriced}")
+        raise SpotrunError(f"job {spec.name}: budget: {spec.budget:g}: cannot be kept: {unpriced}")
     if not re.fullmatch("[0-9a-f]{64}", code):
         raise SpotrunError(f"code {code[:80]!r} is not the sha256 of a bundle (64 hex digits)")
     spec = await head.predecessors.resolve(spec, cluster.name)
@@ -127,7 +127,7 @@ def pins(head: Head) -> list[Claim]:
 
 
 async def take_up(head: Head) -> None:
-    """Take up every job of the queue. A job stays until its end is in the bucket and it keeps no node."""
+    """Read every job of the queue that this head does not run yet. Drop jobs that have ended and keep no node."""
     for state in [each for each in head.states.values() if each.over and head.journal.has(each)]:
         await head.journal.dequeue(state.id)
         head.let_go(state)
@@ -184,7 +184,7 @@ async def relaunch(head: Head, job: str) -> None:
     if job in head.journal.held:
         return await head.enqueue(job)
     state = await head.load(job)
-    if not state.ended_already and not _is_astray(head, state):
+    if not state.ended_already and not _is_missing(head, state):
         if state.current is None:
             how = f"`make resume ID={job}` continues it" if state.paused else "it continues by itself when it has nodes"
             raise SpotrunError(f"job {job} does not train now; {how}")
@@ -204,14 +204,14 @@ async def relaunch(head: Head, job: str) -> None:
 
 
 async def take_out(head: Head, job: str) -> bool:
-    """Take out of the queue a job that this head does not run: parked, held or astray. False: there is no such job.
+    """Take a job that this head does not run out of the queue: a parked, held or missing one. False: there is none.
 
     The phase of the job becomes `stopped`. The state of a parked job is not changed.
     """
     async with head.taking:
         if job in head.states:
             return False
-        if job not in (*head.jobs, *head.journal.held) and not await _find_astray(head, job):
+        if job not in (*head.jobs, *head.journal.held) and not await _find_missing(head, job):
             return False
         await head.journal.dequeue(job)
         try:
@@ -229,8 +229,8 @@ async def take_out(head: Head, job: str) -> bool:
     return True
 
 
-def _is_astray(head: Head, state: JobState) -> bool:
-    """Whether a job of this cluster has not ended, and is not in the queue.
+def _is_missing(head: Head, state: JobState) -> bool:
+    """Whether a job of this cluster has not ended, and the queue does not have it.
 
     Its state and the queue are two objects. A head may be killed, or the bucket may refuse, between the two writes.
     """
@@ -238,8 +238,8 @@ def _is_astray(head: Head, state: JobState) -> bool:
     return state.cluster == head.cluster.name and not state.ended_already and state.id not in known
 
 
-async def _find_astray(head: Head, job: str) -> bool:
+async def _find_missing(head: Head, job: str) -> bool:
     try:
-        return _is_astray(head, await head.journal.read(job))
+        return _is_missing(head, await head.journal.read(job))
     except (JobNotFound, UnreadableError):
         return False

@@ -74,7 +74,7 @@ def _find(name: str | None, states: Mapping[str, JobState], parked: Mapping[str,
         raise SpotrunError(parked.get(name) or f"job {name} has ended, or is not a job of this cluster")
     if found:
         names = ", ".join(job.id for job in found[:NAMED]) + (", …" if len(found) > NAMED else "")
-        raise SpotrunError(f"{len(found)} jobs have not ended: {names}; name one of them")
+        raise SpotrunError(f"{len(found)} jobs have not ended: {names}; name one of them with ID=")
     raise SpotrunError("; ".join(["no job is active", *parked.values(), *map(_keeps, keeping.values())]))
 
 

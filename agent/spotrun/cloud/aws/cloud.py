@@ -72,7 +72,7 @@ class AwsCloud:
         return {pool: group.size for pool, group in (await ask(self._groups)).items() if pool != names.HEAD}
 
     async def resize(self, pool: str, size: int) -> None:
-        """As in `Cloud`. Only size 0 ends live machines. Any other size is raised to the number of live machines."""
+        """As in `Cloud`. Only size 0 ends live machines. Another size is at least the number of live machines."""
         spec = self._cluster.pool(pool)
         if spec is None:
             known = ", ".join(sorted(each.name for each in self._cluster.pools))
@@ -110,8 +110,8 @@ class AwsCloud:
     async def prices(self) -> dict[str, float]:
         """As in `Cloud`: spot prices from EC2, on-demand prices from the shipped table.
 
-        If EC2 gives no price for a spot pool, the table's price is used. If the table has none either, the pool is
-        left out. The log says so once. Missing prices never keep a head from seeing its machines.
+        If EC2 gives no price for a spot pool, the table's price is used. If the table has none either, the pool is left
+        out. The log says so once. A price that is missing is no error.
         """
         try:
             await ask(self._refresh_spot_prices)
@@ -203,7 +203,7 @@ class AwsCloud:
                     self._terminated.add(name)
                 except CloudError as error:
                     refused = error
-            for name in leaving.astray:
+            for name in leaving.ungrouped:
                 refused = CloudError(f"machine {name} runs but is in no group of the cluster: terminate it by hand")
             if refused:
                 raise refused
@@ -288,7 +288,8 @@ class AwsCloud:
             price, current = found or table.spot("aws", pool.zone, pool.machine), found is not None
         if (not current or price is None) and pool.name not in self._unpriced:
             self._unpriced.add(pool.name)
-            instead = "it counts as 0" if price is None else f"the shipped table's ${price:g} an hour is used"
+            later = "its cost is counted once the price is known"
+            instead = later if price is None else f"the shipped table's ${price:g} an hour is used"
             log.warning("pool %s: the price of %s %s is unknown; %s", pool.name, pool.market, pool.machine, instead)
         return price
 

@@ -69,7 +69,7 @@ class Departures:
 
     terminate: tuple[tuple[str, bool], ...]
     """The machines that their groups should terminate. With each: whether its group's size gets lower by one."""
-    astray: tuple[str, ...] = ()  # machines that run but are in no group
+    ungrouped: tuple[str, ...] = ()  # machines that run but are in no group
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ def removal(
         lower = sizes[group.pool] > group.min
         sizes[group.pool] -= lower
         found.append((name, lower))
-    return Departures(tuple(found), _astray(machines, member_of, terminated))
+    return Departures(tuple(found), _ungrouped(machines, member_of, terminated))
 
 
 def replacement(
@@ -191,7 +191,7 @@ def replacement(
     member_of = {name: group for group in groups for name in group.counted}
     wanted = [name for name in dict.fromkeys(machine.name for machine in machines) if name in member_of]
     return Departures(
-        tuple((name, False) for name in wanted if name not in terminated), _astray(machines, member_of, terminated)
+        tuple((name, False) for name in wanted if name not in terminated), _ungrouped(machines, member_of, terminated)
     )
 
 
@@ -228,7 +228,7 @@ def _named(asked: Sequence[str], known: Sequence[Instance]) -> list[Instance]:
     return [by_name[name] for name in asked]
 
 
-def _astray(
+def _ungrouped(
     machines: Sequence[Instance], member_of: Mapping[str, ScalingGroup], terminated: AbstractSet[str]
 ) -> tuple[str, ...]:
     return tuple(

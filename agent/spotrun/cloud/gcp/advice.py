@@ -1,7 +1,7 @@
 """What Google says about the market of spot machines: `advice.capacity` and `advice.capacityHistory`.
 
-https://cloud.google.com/compute/docs/instances/view-vm-availability says how likely a number of machines can be had
-in a zone, and for how long they run; the time is one of 1, 10 and 60 minutes.
+https://cloud.google.com/compute/docs/instances/view-vm-availability says how likely a zone gives a number of machines,
+and how long they run: 1, 10 or 60 minutes.
 https://cloud.google.com/compute/docs/instances/view-spot-preemption-price has the daily preemption rates of a zone for
 30 days, and the prices of a region for a year. It has neither custom types nor N1 machines with GPUs.
 
@@ -42,7 +42,7 @@ class Adviser:
         self._refused: set[str] = set()  # what was refused, as the log has said
 
     async def advice(self) -> dict[str, Advice]:
-        """The answers by pool: asked now, or lately. What is not answered again stays as it was, with its time."""
+        """The newest answers, by pool. An answer that Google does not give again stays as it was, with its time."""
         if time.monotonic() >= self._until:
             self._until = time.monotonic() + self._keep
             spot = [pool for pool in self._cluster.pools if pool.market == "spot"]

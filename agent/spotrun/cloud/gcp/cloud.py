@@ -62,7 +62,7 @@ class GcpCloud:
         return known
 
     async def ended(self) -> list[Ended]:
-        """None: Google Cloud forgets a deleted machine."""
+        """As in `Cloud`. Always empty, because Google Cloud forgets a deleted machine."""
         return []
 
     async def resize(self, pool: str, size: int) -> None:
@@ -119,7 +119,7 @@ class GcpCloud:
     async def prices(self) -> dict[str, float]:
         """As in `Cloud`. Prices are from the table that spotrun ships. Pools without a price there are left out.
 
-        The table has no prices of flex machines. They cost at most the on-demand price, which is taken.
+        The table has no prices of flex machines. The on-demand price counts, which is the most that they cost.
         """
         found = {pool.name: _price(pool) for pool in self.cluster.pools}
         return {name: price for name, price in found.items() if price is not None}
@@ -176,14 +176,14 @@ class GcpCloud:
         return [each.name for each in await self._members(pool) if each.ended and each.action == "NONE"]
 
     async def _queue_for(self, pool: str, size: int) -> int:
-        """Give a flex pool this size, as far as requests do that; its size then."""
+        """Give a flex pool this size, as far as resize requests can. Returns the size that it has afterwards."""
         ended = await self._ended(pool)
         if ended:
             await self._delete(pool, ended)
         return await self._queue.change(pool, self._group(pool), await self._size(pool), size)
 
     async def _replace(self, pool: str, names: Sequence[str]) -> None:
-        """Have machines replaced. A flex pool requests others: until they come, it is smaller."""
+        """Have machines replaced. A flex pool requests other machines, and is smaller until these come."""
         if not self._is_flex(pool):
             return await self._recreate(pool, names)
         size = await self._size(pool)

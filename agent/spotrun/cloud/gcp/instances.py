@@ -1,4 +1,4 @@
-"""Google's machines and groups, translated into our words. Pure."""
+"""Translates Google's machines and groups into our words. Pure."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ def up(
                 _post(cloud, "configure", config.to_json())
                 write_json(layout.config, config.to_json())
             return cloud
-        if pid := _daemon(layout):  # busy, or stopped: its machines must not be swept away
+        if pid := _daemon(layout):  # busy, or stopped: its machines must not be removed
             raise CloudError(f"the local cloud (pid {pid}) runs but does not answer; `make down` ends it")
         _sweep(layout)
         if os.path.lexists(layout.tmpfs):  # our own folder has just been removed

@@ -1,1 +1,1 @@
-"""The parts of `allocate`: what is asked and answered, the board on which devices change hands, the reasons."""
+"""The parts of `allocate`: its input and output (`claims`), the board on which devices change hands, the reasons."""

@@ -1,6 +1,6 @@
 """The board: whose each device is while an allocation is decided, and what it costs to give a node to a job.
 
-It starts with what the jobs hold. Nodes then change hands one at a time, so whatever nobody needs stays where it is.
+It starts with what the jobs hold. Nodes then change hands one at a time. So a node that nobody needs stays where it is.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from spotrun.head.allocation.claims import Claim, Host
 Step = Literal["rejoin", "start", "grow", "level", "spare"]
 """What a node is for. rejoin: the `min` of a job that still has nodes. start: the `min` of a job. grow: more, up to
 `max`. level: more, from a job of the same priority that has at least two nodes more. spare: a spare."""
-Cost = tuple[int, ...]
+Cost = tuple[int, ...]  # compared item by item; the smaller one is cheaper
 Undo = Callable[[], None]
 
 
@@ -28,7 +28,7 @@ class Job:
         self.rank = rank  # by priority, then by submission
         self.id, self.priority, self.min, self.most = claim.job, claim.priority, claim.min, claim.most
         self.nodes: dict[str, tuple[int, ...]] = {}
-        self.held: dict[str, tuple[int, ...]] = {}  # what it had at first
+        self.held: dict[str, tuple[int, ...]] = {}  # the devices by node that it had at first
         self.inside: Counter[str] = Counter()  # how many of its nodes each pool has
         self.reserves = False  # whether it keeps what it has although it cannot start
 
@@ -40,15 +40,18 @@ class Job:
     def runs(self) -> bool:
         return self.count >= self.min
 
-    def footing(self) -> int:
-        """What a lost node means to it: 0: it cannot train anyway, 1: it shrinks, 2: it stops, 3: it loses a spare."""
+    def effect(self) -> int:
+        """What happens if a node is taken from it.
+
+        0: nothing, it cannot train anyway. 1: it shrinks. 2: it stops. 3: it has one spare fewer.
+        """
         if self.count > self.most:
             return 3
         return 0 if self.count < self.min else 1 if self.count > self.min else 2
 
 
 class Slot:
-    """A host and whose its devices are."""
+    """A host, and the job that has each of its devices."""
 
     def __init__(self, host: Host) -> None:
         self.host = host
@@ -56,11 +59,11 @@ class Slot:
         self.free = host.devices
 
     def needed(self, job: Job) -> int:
-        """Devices that the job takes here."""
+        """How many devices the job takes here."""
         return job.claim.devices or self.host.devices
 
     def jobs(self) -> list[Job]:
-        """Those that have devices here."""
+        """The jobs that have devices here."""
         return list(dict.fromkeys(owner for owner in self.owners if owner)) if self.free < self.host.devices else []
 
 
@@ -68,7 +71,7 @@ Wanted = tuple[int, frozenset[str], frozenset[str]]  # devices of each node, poo
 
 
 class Move(NamedTuple):
-    """A node for a job, and the jobs that leave it for that."""
+    """A node that a job gets, and the jobs that leave this node."""
 
     slot: Slot
     leave: list[Job]
@@ -82,7 +85,7 @@ class Board:
         asking = sorted((c for c in claims if not c.paused), key=lambda c: (-c.priority, c.order, c.job))
         self.jobs = [Job(claim, rank) for rank, claim in enumerate(asking)]
         self.named = Counter(pool for claim in asking for pool in claim.pools)
-        # Names of hosts by pool, devices and free devices. An entry counts only while it is true.
+        # Names of hosts: by pool, then by devices and free devices. Old entries stay, and are skipped.
         self._free: dict[str, dict[tuple[int, int], list[str]]] = defaultdict(dict)
         self._usable: dict[Wanted, list[Slot]] = {}
         self._soonest: dict[Wanted, Iterator[str]] = {}
@@ -93,7 +96,7 @@ class Board:
             self._note_free(slot)
 
     def _seed(self, job: Job) -> None:
-        """Put on the board what a job holds, unless it is impossible, or an earlier job of `jobs` holds it too."""
+        """Put on the board what a job holds. Leaves out what is impossible, and what an earlier job of `jobs` has."""
         for name in sorted(job.claim.holds, key=lambda name: (name in job.claim.standby, name)):
             slot = self.slots.get(name)
             if slot is None or job.count == job.most + job.claim.spares or not job.claim.may_use(slot.host):
@@ -111,7 +114,7 @@ class Board:
         return [dict(job.nodes) for job in self.jobs]
 
     def give(self, slot: Slot, job: Job) -> None:
-        """Give a job its devices on a host, the indexes that it had there before if they are free."""
+        """Give a job its devices on a host: those that it had there before, if they are free."""
         before = job.held.get(slot.host.name, ())
         if not before or any(slot.owners[index] for index in before):
             free = [index for index, owner in enumerate(slot.owners) if owner is None]
@@ -139,17 +142,17 @@ class Board:
             owner.inside[slot.host.pool] += 1
 
     def _change(self, slot: Slot, indexes: tuple[int, ...], owner: Job | None, job: Job) -> None:
-        before = job.footing()
+        before = job.effect()
         self._set(slot, indexes, owner)
         self._note_free(slot)
         if self._takeable:
-            # The cost of a job's other nodes changes only with its footing.
-            for name in list(job.nodes) if job.footing() != before else []:
+            # The cost of the job's other nodes changes only with `effect`.
+            for name in list(job.nodes) if job.effect() != before else []:
                 self._note_takeable(self.slots[name])
             self._note_takeable(slot)
 
     def make(self, move: Move, job: Job) -> list[Undo]:
-        """Make a move. Returns the functions that undo it: call the last one first."""
+        """Carry out a move. Returns the functions that undo it: call the last one first."""
         done = [self._leave(move.slot, other) for other in move.leave]
         self.give(move.slot, job)
         return [*done, lambda: self.take(move.slot, job)]
@@ -189,7 +192,7 @@ class Board:
         return sorted(names, key=lambda pool: (-job.inside[pool], self.named[pool], pool))
 
     def _first(self, heap: list[str], key: tuple[int, int], job: Job) -> str | None:
-        """The first name for which the entry is true, that is not the job's own, and that the job does not avoid."""
+        """The first host whose entry is still true, that is not the job's own, and that the job does not avoid."""
         own: list[str] = []
         found = None
         while heap and found is None:
@@ -213,7 +216,7 @@ class Board:
         return self._move(self.slots[min(found)[2]], job, step) if found else None
 
     def best_of_equals(self, job: Job, level: Iterable[Job]) -> Move | None:
-        """A node of a job of the same priority that has at least two more, from the one that has most."""
+        """A node of a job of the same priority with at least two nodes more. The job with most nodes comes first."""
         equals = [other for other in level if other.count >= job.count + 2 and other.count > other.min]
         for other in sorted(equals, key=lambda other: (-other.count, -other.rank)):
             found: list[tuple[Cost, str]] = []
@@ -358,7 +361,7 @@ class Board:
 
 
 def _gives(other: Job, job: Job, step: Step) -> bool:
-    """Whether a job takes nodes from another one."""
+    """Whether the other job gives nodes to this one."""
     if other is job or other.reserves:
         return False
     if other.count > other.most or other.priority < job.priority:
@@ -371,7 +374,7 @@ def _gives(other: Job, job: Job, step: Step) -> bool:
 
 
 def _cost(other: Job, job: Job, step: Step, name: str) -> Cost | None:
-    """What it costs to take a node from another job. None: it is not taken."""
+    """What it costs to take a node from another job. None: the node is not taken."""
     if not _gives(other, job, step):
         return None
     works = int(name not in other.claim.standby)
@@ -379,5 +382,5 @@ def _cost(other: Job, job: Job, step: Step, name: str) -> Cost | None:
         return 0, 0, 0, works, -other.rank
     if other.priority < job.priority:
         # First the rest of a job that cannot train any more, then what is over the min, then whole jobs.
-        return 1, other.priority, other.footing(), -other.rank, works
+        return 1, other.priority, other.effect(), -other.rank, works
     return 2, -other.count if step == "level" else 0, int(other.count < other.min), -other.rank, works

@@ -14,7 +14,7 @@ class Claim:
     job: str
     """Id of the job."""
     order: tuple[Any, ...] = ()
-    """Sort key of the submission within a priority: (submitted, id), for example."""
+    """Sorts the claims of one priority, such as (submitted, id). Smaller ones are served first."""
     priority: int = 0
     """Higher ones are served first."""
     min: int = 1
@@ -22,18 +22,18 @@ class Claim:
     max: int = 1
     """Nodes that the job trains on at most."""
     spares: int = 0
-    """Nodes more than `max` that stand by. They are served last of all, and any job may take them."""
+    """Nodes beyond `max` that stand by. They are served last of all, and any job may take them."""
     devices: int = 0
     """Devices of each node. 0: the whole machine, which no other job shares."""
     pools: frozenset[str] = frozenset()
     """Pools whose machines the job may use. Empty: any."""
     holds: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Device indexes by node that are the job's now: what the last allocation gave it or let it keep, as long as its
-    workers or its state are there. Nodes that are not among the hosts are gone."""
+    """Device indexes by node that the job has now: what the last allocation gave it or let it keep, as long as its
+    workers or its state are there. A node that is not among the hosts is gone."""
     standby: frozenset[str] = frozenset()
     """Nodes of `holds` on which the job does not train. They are taken first."""
     keeps: frozenset[str] = frozenset()
-    """Other nodes that the job prefers: its snapshot or its code is there."""
+    """Other nodes that the job prefers, because its snapshot or its code is there."""
     avoids: frozenset[str] = frozenset()
     """Nodes on which the job cannot be set up."""
     paused: bool = False
@@ -45,7 +45,7 @@ class Claim:
         return max(self.min, self.max)
 
     def may_use(self, host: Host) -> bool:
-        """Whether this host could be one of the job's nodes, if nobody else had it."""
+        """Whether this host could be one of the job's nodes if no other job had it."""
         allowed = (not self.pools or host.pool in self.pools) and host.name not in self.avoids
         return allowed and 0 < max(self.devices, 1) <= host.devices
 
@@ -67,11 +67,11 @@ class Allocation:
     """Whose each device is."""
 
     nodes: Mapping[str, Mapping[str, tuple[int, ...]]]
-    """Device indexes by job and node, all of a machine that a job has alone. A job has no node or at least its `min`;
-    one that has none is not listed."""
+    """Device indexes by job and node: all of a machine that a job has alone. A job has no node or at least its `min`. A
+    job without a node is not listed."""
     kept: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
-    """What a job goes on holding though it has fewer nodes than its `min`: its state is there. No later and no lower
-    job gets these devices until the caller leaves them out of `holds`, when the state is in the bucket or abandoned."""
+    """What a job still holds although it has fewer nodes than its `min`: its state is there. No later and no lower job
+    gets these devices before the caller leaves them out of `holds`: when the state is in the bucket, or given up."""
     reasons: Mapping[str, str] = field(default_factory=dict)
     """Why a job has nothing, or fewer nodes than its `max`."""
 
@@ -82,11 +82,12 @@ def fits(claim: Claim, hosts: Iterable[Host]) -> str:
     usable = sum(claim.may_use(host) for host in allowed)
     if usable >= claim.min:
         return ""
-    where = f"{pools(claim.pools)} {'has' if len(claim.pools) == 1 else 'have'}" if claim.pools else "all pools have"
+    have = "has" if len(claim.pools) == 1 else "together have"
+    where = pools(claim.pools) if claim.pools else "all pools"
     most = max((host.devices for host in allowed), default=0)
     hint = f", and no machine with more than {most} devices" if claim.devices > most > 0 else ""
     such = "such " if claim.devices else ""
-    return f"needs {wanted(claim)}; {where} at most {count(usable, such + 'machine')}{hint}"
+    return f"needs {wanted(claim)}; {where} {have} at most {count(usable, such + 'machine')}{hint}"
 
 
 def wanted(claim: Claim) -> str:

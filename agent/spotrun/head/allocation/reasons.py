@@ -13,7 +13,7 @@ NAMED = 2  # jobs in one reason
 
 
 class Reasons:
-    """The reasons of all jobs on a board. Those that ask for the same kind of machine share what is looked up."""
+    """The reasons of all jobs on a board. Jobs that ask for the same kind of machine share what is looked up."""
 
     def __init__(self, board: Board) -> None:
         self.board = board
@@ -25,7 +25,7 @@ class Reasons:
         """The reason of a job that has fewer nodes than its `max`."""
         if job.runs:
             others = self._having_what_it_could_use(job)
-            rest = f"others are with {_names(others)}" if others else "no more machines are there"
+            rest = f"others are with {_names(others)}" if others else "there are no more machines"
             return self._shrunk(job) or f"has {job.count} of {count(job.most, 'node')}; {rest}"
         usable = self.board.usable(job)
         where = f" of {pools(job.claim.pools)}" if job.claim.pools else ""
@@ -41,14 +41,14 @@ class Reasons:
         return f"{need}; {_are(self._free[key])} free{behind}"
 
     def _shrunk(self, job: Job) -> str:
-        """Which jobs have the nodes that the job had; empty if none has."""
+        """The job has shrunk: for which jobs; empty if no job has its nodes."""
         gone = [self.board.slots[name] for name in job.held.keys() - job.nodes.keys()]
         takers = {owner for slot in gone for index in job.held[slot.host.name] if (owner := slot.owners[index])}
         own = "min" if job.count == job.min else "share"
         return f"shrunk to {count(job.count, 'node')}, its {own}, for {_names(takers)}" if takers else ""
 
     def _having_what_it_could_use(self, job: Job) -> list[Job]:
-        """Other jobs, of no lower priority, on hosts that the job could use."""
+        """Other jobs on hosts that the job could use. Jobs of lower priority are left out."""
         key = (job.claim.devices, job.claim.pools)
         if key not in self._having:
             self._having[key] = [*{other for slot in self.board.usable(job) for other in slot.jobs()}]
@@ -56,7 +56,7 @@ class Reasons:
 
 
 def _waits_before(other: Job, job: Job) -> bool:
-    """Whether a job of the same priority is served first, on machines that the job could use too."""
+    """Whether the other job has the same priority, is served first, and may have machines that this job could use."""
     apart = other.claim.pools and job.claim.pools and other.claim.pools.isdisjoint(job.claim.pools)
     return other.priority == job.priority and other.rank < job.rank and not apart
 

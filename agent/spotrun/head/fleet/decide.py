@@ -108,6 +108,6 @@ def _reasons(view: FleetView, conditions: Conditions) -> dict[str, str]:
     for pool in exhausted(view.replaced, view.now):
         recent = counted(view.replaced, pool, view.now)
         until = time.strftime("%H:%M", time.gmtime(recent[0].at + TIMEOUTS.replacement_window))
-        why = f"{len(recent)} machines took no job and were replaced, the last since: {recent[-1].why}"
-        found[pool] = f"{why}; no more are before {until} UTC"
+        why = f"{len(recent)} machines took no job and were replaced, the last one because: {recent[-1].why}"
+        found[pool] = f"{why}; no more are replaced before {until} UTC"
     return found

@@ -193,13 +193,15 @@ class ControlServer:
         """
         head = self._head
         if alone and len(head.jobs) > 1:
-            raise SpotrunError(f"{len(head.jobs)} jobs have not ended: {', '.join(head.jobs)}; name one of them")
+            names = ", ".join(head.jobs)
+            raise SpotrunError(f"{len(head.jobs)} jobs have not ended: {names}; name one of them with ID=")
         if head.job is not None:
             return head.job.id
         if head.journal.held:
             held = ", ".join(head.journal.held)
             raise SpotrunError(
                 f"no job runs; these jobs have been held since the cluster was brought up: {held}; name one of them"
+                " with ID="
             )
         ids = [state.id for state in await head.journal.newest(NEWEST)]
         if not ids:
