@@ -1,4 +1,4 @@
-"""A vision transformer on synthetic images: how many samples a second does this machine, or this cluster, train on?"""
+"""A vision transformer on synthetic images. It measures how many samples a second a machine or a cluster trains on."""
 
 import argparse
 import time
@@ -11,7 +11,7 @@ import spotrun
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--batch-size", type=int, default=64, help="images of one worker in a step")
-parser.add_argument("--steps", type=int, default=100, help="of one worker; several workers share them")
+parser.add_argument("--steps", type=int, default=100, help="with one worker; several workers share them")
 parser.add_argument("--image-size", type=int, default=224)
 parser.add_argument("--patch-size", type=int, default=16)
 parser.add_argument("--classes", type=int, default=1000)

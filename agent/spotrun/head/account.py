@@ -14,7 +14,7 @@ _Key = tuple[str, str, str]  # month, pool, market
 
 
 class Line(Document):
-    """The time of the machines of one pool in one month, and what it cost."""
+    """Machine time of one pool in one month, and what it cost."""
 
     month: str  # of UTC: 2026-11
     pool: str  # the pool's name
@@ -31,13 +31,13 @@ class Rates:
     """What machines cost now, by pool."""
 
     prices: Mapping[str, float] = field(default_factory=dict)  # USD an hour; a price that is not known is absent
-    on_demand: Mapping[str, float] = field(default_factory=dict)  # the same for an on-demand machine of that type
+    on_demand: Mapping[str, float] = field(default_factory=dict)  # the same for an on-demand machine of the pool's type
     markets: Mapping[str, str] = field(default_factory=dict)  # the pools' markets
 
 
 @dataclass(frozen=True)
 class Use:
-    """Machine time that somebody pays for. With `end` before `start`, it takes back time counted by mistake."""
+    """Machine time that a job or the cluster pays. With `end` before `start`, it takes back time counted by mistake."""
 
     machine: str  # the machine's name
     pool: str  # the machine's pool
@@ -45,7 +45,7 @@ class Use:
     end: float  # epoch seconds
     share: float = 1.0  # the part of the machine: 1 is all of it
     price: float | None = None  # USD an hour; None: the pool's present price
-    late: bool = False  # whether it only corrects what was counted before, so that it says nothing about now
+    late: bool = False  # whether it only corrects what was counted before: the machine may have ended since
 
     @property
     def seconds(self) -> float:
@@ -54,7 +54,7 @@ class Use:
 
 
 def add(lines: Sequence[Line], uses: Iterable[Use], rates: Rates) -> tuple[Line, ...]:
-    """The account with these uses, at present prices. Time without a known price is priced once the price is known."""
+    """The account with these uses, at present prices. Time without a known price gets one once the price is known."""
     found = {(line.month, line.pool, line.market): line for line in lines}
     due: dict[_Key, tuple[float, float, float]] = {}  # seconds, USD, seconds without a price
     for use in uses:

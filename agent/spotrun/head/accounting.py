@@ -48,7 +48,7 @@ class Idle(Kept):
     counted_at: float = 0.0  # the time is counted up to here
     node_seconds: float = 0.0
     cost: float = 0.0  # USD, as far as prices are known
-    account: tuple[Line, ...] = ()  # time and cost by month, pool and market, since heads write this
+    account: tuple[Line, ...] = ()  # time and cost by month, pool and market; older heads wrote only the sums
 
 
 def count(job: JobState, view: View, uses: Uses, rates: Rates) -> JobState:
@@ -94,9 +94,9 @@ def shares(view: FleetView, expected: Holdings, conditions: Mapping[str, Conditi
     """By job: which part of each machine the job pays for. What no job pays for is under `NOBODY`.
 
     The parts of a machine add up to 1. A job pays for the devices that it has or that boot for it, for the nodes that
-    save its last state, and for the node that is kept after it has failed. A machine may serve no job, because it is
-    unfit, boots or ends: the first job that wants more nodes pays for it, or else the first job that wants nodes.
-    Idle devices are the cluster's own cost.
+    save its last state, and for the node that is kept after it has failed. For a machine that serves no job, because it
+    is unfit, boots or ends, the first job that wants more nodes pays, or else the first job that wants nodes. The
+    cluster pays for idle devices.
     """
     found: dict[str, dict[str, float]] = {NOBODY: {}, **{job.id: {} for job in view.jobs}}
     counts = {node.name: node.report.devices for node in view.nodes}
@@ -111,7 +111,7 @@ def shares(view: FleetView, expected: Holdings, conditions: Mapping[str, Conditi
                 found[job.id][name], left[name] = share, left[name] - share
     wanting = [job for job in view.jobs if job.wants_nodes]
     lacking = [job for job in wanting if len(found[job.id]) < job.spec.nodes.max]
-    first = next((job.id for job in (*lacking, *wanting)), NOBODY)  # a job that moves has machines beyond its most
+    first = next((job.id for job in (*lacking, *wanting)), NOBODY)  # a job that moves may have more than its `max`
     for name, share in left.items():
         if share > 1e-9:
             idle = share < 1 or (name in conditions and conditions[name].state == "ready")
@@ -127,7 +127,7 @@ def goodput(job: JobState) -> float | None:
 
 
 def _unpriced(job: JobState, now: float) -> list[Use]:
-    """What an older head has counted without a price. The job's other fields have this time already."""
+    """The time that an older head has counted without a price. The job's other fields have this time already."""
     return [Use("", pool, now - seconds, now) for pool, seconds in job.unpriced.items()]
 
 
@@ -154,7 +154,7 @@ def _progress(before: Progress, here: Sequence[Node], workers: Sequence[Worker])
 
 
 def _close(job: JobState, workers: Sequence[Worker]) -> JobState:
-    """The first step after the last interruption is done, so the cost of the interruption is known."""
+    """Close the last interruption: the first step after it is done, so its cost is known."""
     last = job.interruptions[-1]
     phases = max((w.phases for w in workers), key=lambda phases: phases[4])  # those of the slowest worker
     if phases[4] <= 0:

@@ -50,7 +50,7 @@ class Agents:
         self._retired: set[Send] = set()  # connections that a newer one of the same node has replaced
 
     def progress(self, report: Report, send: Send, now: float, made: float = 0.0) -> bool:
-        """Keep a report in which only progress is new. False: more is new, or the connection; then call `receive`."""
+        """Keep a report in which only progress is new. False: more is new, so call `receive`."""
         agent = self.known.get(report.node)
         if agent is None or agent.send is not send or agent.since < made or agent.report.essence != report.essence:
             return False
@@ -102,7 +102,7 @@ class Agents:
         return noticed
 
     def _note(self, report: Report, work: JobReport, now: float) -> None:
-        """Note what a report says about a job, whether or not it is new."""
+        """Note what a report says about a job, even if it says the same as before."""
         if work.failure is not None and work.failure.kind == "setup":
             self._misfits[(work.job, report.node, report.boot)] = now
         self._add_drain_event(report, work)

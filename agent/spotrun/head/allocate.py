@@ -2,18 +2,19 @@
 
 The rules:
 
-- A job has no node or at least its `min`. Each of its nodes is another machine.
-- Priorities are strict. A job takes what it needs, up to its `max`, from jobs of lower priority: from the lowest first,
-  from the one submitted last first, what is over their `min` before whole jobs.
-- Within a priority each job's `min` comes before anyone's more: first jobs that run, then those that lost nodes and
-  still have some, then by submission. What is left is shared evenly, up to `max`. A job that runs is never put under
-  its `min` for a job of its own priority. It does give what it has over its `min`.
-- A job that waits reserves the machines that come free soonest: later jobs of its priority do not start on what it
-  could use. Jobs that run may grow there, and lower priorities may start there: both can be moved away at no loss.
-- A job that has fewer nodes than its `min` keeps what it holds (`Allocation.kept`) against later and lower jobs.
+- A job has no node or at least its `min`. No two of its nodes are on the same machine.
+- Priorities are strict. A job takes what it needs, up to its `max`, from jobs of lower priority. The lowest priority
+  gives first. Within it, jobs first give what they have over their `min`, then whole jobs stop. Each time, the job that
+  was submitted last gives first.
+- Within a priority, each job gets its `min` before any job gets more: first jobs that run, then jobs that lost nodes
+  and still have some, then the others by submission. What is left is shared evenly, up to `max`. A job that runs gives
+  a job of its own priority only what it has over its `min`.
+- A job that waits reserves the machines that become free soonest: later jobs of its priority do not start there. Jobs
+  that run may grow there, and jobs of lower priority may start there, because moving them away loses no step.
+- A job that has fewer nodes than its `min` keeps what it holds (`Allocation.kept`). Later and lower jobs do not get it.
 - Spares are served last of all, from what is free. Any job may take them.
-- Nobody is moved without need. Each device that a job loses goes, in the same allocation, to another job, unless the
-  job ends up without nodes or asks for less.
+- Nobody is moved without need. A device that a job loses goes to another job in the same allocation, unless the job has
+  no nodes afterwards or asks for less.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ def allocate(claims: Iterable[Claim], hosts: Iterable[Host]) -> Allocation:
         before = board.state()
         for _priority, level in groupby(board.jobs, key=lambda job: job.priority):
             _serve(board, list(level))
-        _uncross(board)
+        _swap_back(board)
         _add_spares(board)
-        # A node that one job gains can let another one start. What comes out changes nothing when it goes in again.
+        # A node that one job gains can let another one start. With the result as its input, `allocate` changes nothing.
         if board.state() == before or all(job.count >= job.most for job in board.jobs):
             break
     reasons = {claim.job: "is paused" for claim in claims if claim.paused}
@@ -62,14 +63,14 @@ def _serve(board: Board, level: Sequence[Job]) -> None:
         board.forget()
         _start(board, level)
         board.forget()
-        # What grew can shrink again: a job that waits may get from others what it cannot use of the free ones.
+        # A job that has grown can give nodes again. A job that waits may be able to use these, but not the free ones.
         if not _grow(board, level) or all(job.runs for job in level):
             break
     _return(board, level)
 
 
 def _rejoin(board: Board, level: Sequence[Job]) -> None:
-    """Bring jobs that still have nodes back to their `min`, without the nodes of others in the same condition."""
+    """Bring jobs that still have nodes back to their `min`, but not with nodes of other such jobs."""
     for job in level:
         if job.nodes and not job.runs:
             undo = _fill(board, job, rejoin=True)
@@ -96,7 +97,7 @@ def _start(board: Board, level: Sequence[Job]) -> None:
 
 
 def _fill(board: Board, job: Job, rejoin: bool = False) -> list[Undo]:
-    """Give a job nodes until it has its `min` or there are none."""
+    """Give a job nodes until it has its `min` or there are no more."""
     done: list[Undo] = []
     while not job.runs and (move := board.best(job, "rejoin" if rejoin else "start")):
         done += board.make(move, job)
@@ -109,7 +110,7 @@ def _undo(done: list[Undo]) -> None:
 
 
 def _grow(board: Board, level: Sequence[Job]) -> bool:
-    """Share evenly what is left: the next node goes to the job that has fewest and can use one."""
+    """Share evenly what is left: the next node goes to the job with fewest nodes that can use it. False: none grew."""
     grown, again = False, True
     jobs = {job.rank: job for job in level}
     while again:
@@ -133,12 +134,12 @@ def _grow(board: Board, level: Sequence[Job]) -> bool:
 
 
 def _turn(job: Job) -> tuple[int, bool, int]:
-    """Fewest nodes first. Of equal ones, the job that had more before, then the one submitted first."""
+    """Sorts jobs: fewest nodes first, then the job that had more before, then the job that was submitted first."""
     return job.count, job.count >= len(job.held), job.rank
 
 
 def _return(board: Board, level: Sequence[Job]) -> None:
-    """Give lower jobs back what they had over their `min`, if a job that stopped after that has nodes left to take."""
+    """Give lower jobs back nodes that they lost over their `min`, and take nodes of a job that has stopped since."""
     lower = [job for job in board.jobs if job.priority < level[0].priority]
     if not any(job.nodes and not job.runs for job in lower):
         return
@@ -157,8 +158,8 @@ def _return(board: Board, level: Sequence[Job]) -> None:
                 board.make(move, job)
 
 
-def _uncross(board: Board) -> None:
-    """Let a job that loses a machine and gains an equal one stay where it is: the other job takes the new one."""
+def _swap_back(board: Board) -> None:
+    """Let a job that loses a machine and gains an equal one stay where it is: the other job gets the new machine."""
     for job in board.jobs:
         gained = sorted(job.nodes.keys() - job.held.keys())
         for lost in sorted(job.held.keys() - job.nodes.keys()) if gained else []:

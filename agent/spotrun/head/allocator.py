@@ -1,4 +1,4 @@
-"""Keeps the conditions of the machines, and whose each device is: decides both again when something has changed."""
+"""Keeps the conditions of the machines and the assignment of devices. Decides both again when something has changed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from spotrun.head.head import Head
 
 NOT_COMING = ("abandoned", "replacing", "unfit", "unknown")  # machines in these states are not counted on
-CONDITIONS = "the conditions of the machines stay as they were, and none is replaced"  # what an error means
+# What an error means, for operators.
+CONDITIONS = "the conditions of the machines stay as they were, and no machine is replaced"
 DEVICES = "each job keeps the devices that it had, and gets no others"
 
 
@@ -26,7 +27,7 @@ class Allocator:
         self.assignment = Assignment()
         self._head = head
         self._conditions: Mapping[str, Condition] = {}  # as they were last known
-        self._question: Question | None = None  # what was asked for `assignment`; None: nothing, the head could not see
+        self._question: Question | None = None  # the one that `assignment` answers; None: the head could not see
 
     def conditions(self, view: FleetView) -> Mapping[str, Condition]:
         """The condition of each machine."""
@@ -34,7 +35,7 @@ class Allocator:
         return self._conditions
 
     def forget(self) -> None:
-        """From now on, each job has what its generation has."""
+        """Forget the assignment: from now on, each job has the devices of its generation."""
         self._question = None
 
     def look(self, view: FleetView, conditions: Mapping[str, Condition]) -> None:

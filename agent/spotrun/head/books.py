@@ -1,4 +1,4 @@
-"""What machines cost, as one head counts it: the jobs pay for their time, and the cluster pays for the rest."""
+"""What machines cost, as one head counts it. Each job pays for its machine time, and the cluster pays for the rest."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Books:
         self._meter, self._rates = Meter(), Rates()
         self._counted_at = 0.0
         self._switched: dict[str, tuple[float, float, float]] = {}
-        """By pool: the price before, the price now, and when this head learned it. It may have changed earlier."""
+        """By pool: the price before, the price now, and when this head learned it. The price may be older than that."""
         self._fenced, self._key = FencedStore(store), idle_key(cluster)
-        self._written: Idle | None = None  # None: what earlier heads have counted is not read yet
+        self._written: Idle | None = None  # None: the count of earlier heads has not been read yet
 
     def count(
         self,
@@ -42,9 +42,9 @@ class Books:
         rates: Rates,
         told: Mapping[str, Advice],
     ) -> Mapping[str, Uses]:
-        """The machine time since the last count, by job. What no job pays is added to the cluster's own account.
+        """The machine time since the last count, by job. Time that no job pays is added to the cluster's own account.
 
-        expected: the devices that jobs have or that boot for them. told: since when the cloud has had its prices.
+        expected: the devices that jobs have or that boot for them. told: the cloud's advice by pool, with old prices.
         """
         shares = accounting.shares(view, expected, conditions)
         paid = {NOBODY: self.idle.counted_at, **{job.id: job.counted_at for job in view.jobs}}
@@ -60,7 +60,7 @@ class Books:
         return uses
 
     def _late_prices(self, told: Mapping[str, Advice]) -> dict[str, list[Use]]:
-        """What the time costs more or less in which a price had changed that this head did not know yet."""
+        """Corrections, by payer: for the time between a change of price and the moment when this head learned it."""
         found: dict[str, list[Use]] = {}
         for pool, (before, price, known) in list(self._switched.items()):
             prices = told[pool].prices if pool in told else ()
@@ -77,7 +77,7 @@ class Books:
         return found | {"counted_at": self._counted_at}
 
     async def write(self) -> None:
-        """Keep the cost of idle devices for the next head. A head that dies may forget the last IDLE_EVERY seconds."""
+        """Keep the cost of idle devices for the next head. A head that dies may lose the last IDLE_EVERY seconds."""
         if self._written is None:
             before = _idle(self._key, await self._fenced.find(self._key))
             self.idle = self._written = accounting.joined(before, self.idle)
@@ -91,5 +91,5 @@ def _idle(key: str, data: bytes | None) -> Idle:
     try:
         return Idle.model_validate_json(data) if data is not None else Idle()
     except ValueError as error:
-        log.warning("%s is not readable, the count starts at 0: %s", key, str(error).partition("\n")[0])
+        log.warning("%s is not readable, idle devices are counted from 0: %s", key, str(error).partition("\n")[0])
         return Idle()

@@ -1,7 +1,8 @@
 """Remove code from the bucket that no job refers to: its job was never submitted, or the job's folder was deleted.
 
-All jobs of all clusters in this bucket count, also ended ones, which may be relaunched. When operators submit a job,
-they send its code again if that is older than half of `AGE`. So no code is removed while its job is submitted.
+All jobs of all clusters in this bucket count. Ended jobs count too, because they may be relaunched. When an operator
+submits a job, the code is sent again if the bucket has it for longer than half of `AGE`. So no code is removed while
+its job is submitted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What to ask `allocate`, and which machines the jobs want: both follow from jobs and nodes. Pure."""
+"""What to ask `allocate`, and which machines the jobs want of the pools. Both follow from jobs and nodes. Pure."""
 
 from __future__ import annotations
 
@@ -52,8 +52,9 @@ def question(
 ) -> Question:
     """What to ask now.
 
-    before: what the last answer gave the jobs. placements: where each job may train. out: machines that no job can
-    count on. parked: see `pinned`. avoid: jobs and nodes on which they could not be set up a moment ago.
+    sizes: what the cloud was asked for, by pool. before: what the last answer gave the jobs. placements: where each job
+    may train. out: machines that no job can count on. parked: see `pinned`. avoid: pairs of a job and a node, where the
+    job could not be set up on the node a moment ago.
     """
     hosts = _hosts(view, cluster)
     names = {host.name for host in hosts}
@@ -71,7 +72,7 @@ def question(
 
 
 def pinned(claim: str, node: str, devices: Devices) -> Claim:
-    """A claim on devices of a node that no other job gets, such as those that a parked job's workers use."""
+    """A claim that keeps devices of a node from all other jobs: for example, those that a parked job's workers use."""
     return Claim(claim, priority=PRIORITY + 1, devices=len(devices), holds={node: devices})
 
 
@@ -86,8 +87,8 @@ def wish(
 ) -> Wish:
     """What the jobs want of the pools.
 
-    busy: nodes whose agents still have a job that has ended a moment ago. parked: nodes with a parked job. pins: the
-    devices of parked jobs, see `pinned`.
+    held: the devices that jobs have, or that boot for them. busy: nodes whose agents still have a job that has ended a
+    moment ago. parked: nodes with a parked job. pins: the devices of parked jobs, see `pinned`.
     """
     keep = {*busy, *parked}
     for job in view.jobs:
@@ -144,10 +145,10 @@ def _claim(
     placement: Placement,
     avoid: Set[tuple[str, str]],
 ) -> Claim:
-    # Not its members: another job already has what was taken from this one, although this one still drains there.
+    # Not its members: a device that was taken from this job is another job's already, although this job still drains.
     holds = {node: devices or _all(_count(view, node)) for node, devices in before.get(job.id, {}).items()}
     members = {member.node for member in job.members}
-    # All of its pools, also those whose machines nobody knows yet.
+    # All of its pools, also those whose numbers of devices nobody knows yet.
     pools = frozenset(job.spec.pools) if placement.use >= suited(job.spec, cluster) else placement.use
     avoids = frozenset(node for name, node in avoid if name == job.id)
     return Claim(
@@ -226,9 +227,9 @@ def _needs(
 
 
 def _machines(jobs: Iterable[tuple[int, str, int]], devices: int) -> int:
-    """How many machines with so many devices hold the nodes of these jobs: first fit, large nodes first.
+    """How many machines of `devices` devices have room for the nodes of these jobs: first fit, large nodes first.
 
-    jobs: the devices of each node, id, and how many nodes. Two nodes of one job are never the same machine.
+    jobs: the devices of each node, the job's id, and how many nodes. Two nodes of one job are never on one machine.
     """
     room: list[int] = []
     for wanted, _, left in sorted(jobs, key=lambda each: (-each[0], each[1])):

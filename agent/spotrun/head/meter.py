@@ -1,9 +1,10 @@
 """How long each machine has run since the last look, and who pays for that. Pure.
 
-The head looks several times a second, and asks the cloud less often. So it learns late that a machine began or ended.
-Time counts from the moment when the machine started, as far as the cloud says so, else when the cloud made it. It
-counts until the moment when the machine ended, if the cloud says so, which may be late. Until the cloud has said so,
-the newest sign of the machine counts, and the time after that sign is taken back.
+The head counts several times a second, and asks the cloud less often. So it learns late that a machine began or ended.
+
+- Time counts from the moment when the machine started, if the cloud says it, else from when the cloud made the machine.
+- It counts until the machine ended. The cloud may say this moment late or never. Until then, time counts up to the
+  newest sign of the machine. Time that was counted after that sign is taken back.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ class Counted:
     first: float  # this head has counted its time from here on
     until: float  # its time is counted up to here
     seen: float  # the newest sign that it runs: the cloud listed it, or its agent was connected
-    payers: Mapping[str, float]  # by job: the part that the job pays for; `NOBODY` for the cluster
+    payers: Mapping[str, float]  # by job: the part that the job pays for; `NOBODY` stands for the cluster
 
 
 @dataclass(frozen=True)
 class Meter:
     """What one head has counted."""
 
-    began: float = 0.0  # when the head began to count; 0: it has not
+    began: float = 0.0  # when the head began to count; 0: it has not begun
     machines: Mapping[str, Counted] = field(default_factory=dict)  # those that run, by name
     gone: Mapping[_Key, Counted] = field(default_factory=dict)  # those of which the cloud has not said when they ended
-    settled: frozenset[_Key] = frozenset()  # those of which the cloud still says when they ended; they are counted
+    settled: frozenset[_Key] = frozenset()  # ended ones that are counted, and of which the cloud still says the end
 
     def read(
         self, view: FleetView, shares: Mapping[str, Mapping[str, float]], paid: Mapping[str, float]
@@ -59,7 +60,7 @@ class Meter:
         return Meter(began, {**kept, **found}, gone, frozenset(told)), uses
 
     def _settle(self, told: Mapping[_Key, Ended], began: float, uses: dict[str, list[Use]]) -> None:
-        """Correct the time of machines of which the cloud says now when they ended."""
+        """Correct the time of machines whose ends the cloud says now."""
         for (name, created), end in told.items():
             running = self.machines.get(name)
             last = running if running and running.created == created else self.gone.get((name, created))
@@ -67,13 +68,13 @@ class Meter:
                 _correct(uses, name, last, last.until, max(end.until, last.first))
                 _correct(uses, name, last, end.since, min(last.first, end.since))
             elif (name, created) not in self.settled and end.since > began:
-                # It began and ended between two looks, so that nobody has counted it.
+                # It began and ended between two looks at the cloud, so its time was not counted.
                 uses[NOBODY].append(Use(name, end.pool, end.since, end.until, late=True))
 
     def _leave(
         self, view: FleetView, told: Mapping[_Key, Ended], uses: dict[str, list[Use]]
     ) -> tuple[dict[str, Counted], dict[_Key, Counted]]:
-        """The machines that are out of sight, and those that are gone: time after the last sign is taken back."""
+        """The machines that are out of sight, and those that are gone. Takes back their time after the last sign."""
         machines, made = running(view), {each.name: each.created for each in view.machines}
         away = {machine.pool for machine in view.machines if machine.state == "unknown"}  # their zones do not answer
         gone = {key: each for key, each in self.gone.items() if key not in told and view.now - each.until < LATE}
@@ -123,7 +124,7 @@ class Meter:
         return found
 
     def repriced(self, pool: str, old: float, new: float, at: float, known: float) -> dict[str, list[Use]]:
-        """By payer: what changes if a pool had its new price since `at`. known: until then, the old one was counted."""
+        """By payer: what changes if a pool had its new price from `at` on. known: up to when the old one counted."""
         found: dict[str, list[Use]] = {}
         for name, each in [*self.machines.items(), *((name, each) for (name, _), each in self.gone.items())]:
             since, until = max(at, each.since), min(known, each.until)
@@ -151,13 +152,13 @@ def hourly(uses: Iterable[Use], rates: Rates) -> float:
 
 
 def _correct(uses: dict[str, list[Use]], name: str, last: Counted, counted: float, end: float) -> None:
-    """Have those who paid a machine pay up to `end`, instead of up to `counted`."""
+    """Have the payers of a machine pay up to `end`, instead of up to `counted`."""
     for payer, share in last.payers.items() if counted != end else ():
         uses[payer if payer in uses else NOBODY].append(Use(name, last.pool, counted, end, share, late=True))
 
 
 def _start(since: float, began: float, paid: float, now: float) -> float:
-    """From when on a machine is counted that this head has not counted yet. since: when it began to cost money."""
+    """From when on this head counts a machine that is new to it. since: when the machine began to cost money."""
     if since > began:
         return since
     return max(since, paid or now)  # earlier heads have counted it, up to `paid`

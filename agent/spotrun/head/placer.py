@@ -1,4 +1,4 @@
-"""Keeps where each job may train: asks `place` again when something has changed, tells operators, and learns."""
+"""Keeps where each job may train. Asks `place` again when something has changed, and keeps the history of the pools."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-WRITE_EVERY = 60.0  # seconds between two writes of what was learned: a head that dies may forget that much
+WRITE_EVERY = 60.0  # seconds between two writes of the history; a head that dies may lose as much
 
 
 class Placer:
@@ -36,12 +36,12 @@ class Placer:
         self.histories = Histories()
         self._head = head
         self._fenced, self._key = FencedStore(head.store), history_key(head.cluster.name)
-        self._written: Histories | None = None  # None: what earlier heads have learned is not read yet
-        self._seen: Any = None  # what the last placements were made from, in short
+        self._written: Histories | None = None  # None: the history of earlier heads has not been read yet
+        self._seen: Any = None  # a summary of what the last placements were made from
         self._wake: float | None = None  # when to ask again though nothing has changed
 
     def look(self, view: FleetView, conditions: Mapping[str, Condition]) -> Placements:
-        """The placements now. They are only made again if the cloud was asked, or if jobs or nodes have changed."""
+        """The placements now. They are made again if the cloud was asked since, or if jobs or nodes have changed."""
         jobs = [(job.id, job.wants_nodes, job.rank, job.generation, job.current is None) for job in view.jobs]
         states = {name: each.state for name, each in conditions.items()}
         seen = (id(self._head.fleet.instances), jobs, states, [node.name for node in view.nodes if node.leaving])
@@ -49,8 +49,8 @@ class Placer:
             before, self._seen = self.placements, seen
             try:
                 self.placements = place(self.situation(view, conditions), before)
-            except Exception:  # the jobs stay where they are: no mistake here may keep the head from its other work
-                log.exception("the machines of the jobs cannot be chosen; everything stays as it was")
+            except Exception:  # no mistake here may keep the head from its other work
+                log.exception("unexpected error: where each job may train cannot be decided; it stays as it was")
             self._wake = min((each.wake for each in self.placements.values() if each.wake is not None), default=None)
             self._tell(before)
         return self.placements
@@ -71,7 +71,7 @@ class Placer:
         return refusal(seen, demand(view, self._head.cluster, job, len(view.jobs)))
 
     async def learn(self, view: FleetView) -> None:
-        """Count what the last look at the cloud has shown. The history is only an aid: without it the head goes on."""
+        """Count what the last look at the cloud has shown. If the bucket does not answer, the head goes on without."""
         fleet = self._head.fleet
         if not view.listed:
             return
@@ -101,10 +101,10 @@ class Placer:
         try:
             return Histories.model_validate_json(data) if data is not None else Histories()
         except ValueError as error:
-            log.warning("%s is not readable, learning starts again: %s", self._key, problem(error))
+            log.warning("%s is not readable, the history starts again: %s", self._key, problem(error))
             return Histories()
 
 
 def _gist(placement: Placement | None) -> Any:
-    """The part of a placement whose change is worth an event: everything but its numbers."""
+    """The part of a placement whose change makes an event."""
     return placement and (placement.use, {pool for need in placement.needs for pool in need.pools}, placement.max)

@@ -1,4 +1,4 @@
-"""Writing the progress of jobs beside the head's turns: a bucket that is slow for one job delays no other.
+"""Writing the progress of jobs beside the head's turns. So a bucket that is slow for one job delays no other job.
 
 No order follows from progress, so no order has to wait until progress is in the bucket.
 """
@@ -16,7 +16,7 @@ from spotrun.head.journal import Journal
 
 log = logging.getLogger(__name__)
 
-AT_ONCE = 4  # writes at the same time: others need the bucket too
+AT_ONCE = 4  # writes at the same time: other parts of the head need the bucket too
 
 
 class ProgressWrites:
@@ -28,12 +28,12 @@ class ProgressWrites:
         self._turn = asyncio.Semaphore(AT_ONCE)
 
     def begin(self, job: JobState, now: float) -> None:
-        """Write the job's state, if only progress is new and has not been written for some time."""
+        """Write the job's state, if only its progress is new and was not written for some time."""
         if job.id not in self.tasks and self._journal.due(job, now) and not self._journal.urgent(job):
             self.tasks[job.id] = asyncio.create_task(self._write(job.id, now))
 
     def failures(self) -> list[tuple[str, Exception]]:
-        """The jobs whose writes have failed as nobody expected. Raises `ConflictError`: another head has written."""
+        """The jobs whose writes had an unexpected error. Raises `ConflictError` if another head has written."""
         found = []
         for job in [job for job, task in self.tasks.items() if task.done()]:
             try:

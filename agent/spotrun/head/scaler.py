@@ -1,4 +1,4 @@
-"""Asks the cloud what there is, says what there should be, and has machines replaced."""
+"""Asks the cloud which machines there are, sets the sizes of pools, and has machines replaced."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SIZES = "the pools keep their sizes"  # what an error in the head means
+SIZES = "the pools keep their sizes"  # what an error means, for operators
 
 
 class Scaler:
@@ -35,7 +35,7 @@ class Scaler:
         self.removing: frozenset[str] = frozenset()  # machines that the last change of sizes removes
         self.placer = Placer(head)
         self._head, self._poll_seconds = head, poll_seconds
-        self._exhausted: frozenset[str] = frozenset()  # pools in which no more machines are replaced, as was noted
+        self._exhausted: frozenset[str] = frozenset()  # pools with an event that no more machines are replaced there
 
     @property
     def places(self) -> Placements:
@@ -43,7 +43,7 @@ class Scaler:
         return self.placer.placements
 
     async def run(self) -> None:
-        """Ask and scale for ever. A cloud that does not answer changes nothing.
+        """Ask the cloud and scale the pools, until cancelled. While the cloud does not answer, nothing changes.
 
         Raises `SystemExit` when another head has taken over.
         """
@@ -86,7 +86,7 @@ class Scaler:
         return any((e.node, e.created) == (action.node, action.created) for e in wanted(view, classify(view)))
 
     def forget(self) -> None:
-        """Drop agents whose machines are gone for good, unless a generation still counts on them."""
+        """Forget agents whose machines are gone for ever, unless these are members of a generation."""
         head = self._head
         members = {member.node for job in head.states.values() for member in job.members}
         unknown = {name for name, seen in head.agents.known.items() if seen.report.pool in head.fleet.away}
@@ -108,7 +108,7 @@ class Scaler:
         for pool in sorted(spent - self._exhausted):
             head.add_event("cloud", f"pool {pool}: {fleet.reasons[pool]}")
         resize, remove = fleet.resize, fleet.remove
-        if head.parked:  # a parked job keeps its machines, and nobody knows which these are
+        if head.parked:  # a parked job keeps its machines, and the head may not know which these are
             resize, remove = {pool: n for pool, n in resize.items() if n > head.fleet.sizes.get(pool, 0)}, ()
         self._exhausted, self.removing = spent, frozenset(remove)
         await head.fleet.scale(resize, remove)

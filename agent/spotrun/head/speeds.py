@@ -1,4 +1,4 @@
-"""How fast a job is on which machines, as its generations show. `make advise` compares machines by that. Pure."""
+"""How fast a job was on the machines of each pool, measured by generation. `make advise` compares machines so. Pure."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from spotrun.document import Document
 if TYPE_CHECKING:
     from spotrun.head.view import Node
 
-LEAST = 5  # steps: with fewer, the first ones, which are slow, would count too much
+LEAST = 5  # steps of a generation that is measured: the first ones are slow, and would count too much among fewer
 
 
 class Speed(Document):
-    """A measurement. A job has one for each pool, number of nodes and number of devices: the one of most steps."""
+    """A measurement. Of each pool, number of nodes and number of devices, a job keeps the one with most steps."""
 
     pool: str  # the pool of all nodes
     nodes: int  # how many trained together
@@ -28,9 +28,10 @@ class Speed(Document):
 def noted(
     speeds: Sequence[Speed], members: Sequence[Node], per_second: float, pace: float, steps: int, at: float
 ) -> tuple[Speed, ...]:
-    """The speeds with that of the present generation.
+    """The speeds, with that of the present generation.
 
-    members: its nodes. per_second: samples. pace: seconds a step. steps: completed ones. at: of the newest one.
+    members: its nodes. per_second: its samples per second. pace: seconds a step. steps: how many it has completed. at:
+    when it completed the newest one, epoch seconds.
     """
     pools = {node.report.pool for node in members}
     if steps < LEAST or per_second <= 0 or len(pools) != 1:

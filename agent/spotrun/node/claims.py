@@ -1,7 +1,7 @@
 """What each job's workers hold of this node: devices, and memory for snapshots.
 
-A claim is made in the moment in which workers start, and it holds for as long as one of their processes lives. So no
-device ever has workers of two jobs, whatever the head orders.
+A claim is made at the moment when workers start, and lasts as long as one of their processes lives. So no device ever
+has workers of two jobs, even if the head orders it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The folders that a job leaves in the bucket: uploading them from a working folder, and fetching them into another.
+"""The folders that a job leaves in the bucket: upload them from a working folder, and fetch them into another one.
 
-Files are streamed. Links stay links, and may lead to places within their own folder only. Everything is checked by its
-checksum when it is fetched.
+Files are streamed. Links stay links, and may lead only to places within their own folder. A file's checksum is checked
+when the file is fetched.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Attempt:
 
 
 class Keeper:
-    """Uploads a job's folders for as long as that is wanted. changed: called when `keeping` has changed."""
+    """Uploads a job's folders while they are wanted. changed: called when `keeping` has changed."""
 
     def __init__(self, store: Store, changed: Callable[[], None]) -> None:
         self.keeping: Keeping | None = None
@@ -56,7 +56,7 @@ class Keeper:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def want(self, job: str, root: Path, folders: tuple[str, ...], generation: int) -> None:
-        """Upload the folders of this generation, and of no other."""
+        """Upload the folders of this generation, and no longer those of another one."""
         if self._attempt is not None and self._attempt.generation == generation:
             return
         self.stop()
@@ -67,7 +67,7 @@ class Keeper:
         attempt.task.add_done_callback(self._tasks.discard)
 
     def stop(self) -> None:
-        """Upload nothing any more."""
+        """Stop the upload."""
         if self._attempt is not None:
             self._attempt.stopped.set()
         self._attempt = self.keeping = None
@@ -82,7 +82,7 @@ class Keeper:
                 return self._say(attempt, problem=str(error)[:500])
             except (SpotrunError, OSError) as error:
                 if not attempt.stopped.is_set():
-                    log.warning("the folders of %s are not in the bucket, trying again: %s", attempt.job, error)
+                    log.warning("job %s: its folders are not in the bucket, trying again: %s", attempt.job, error)
                     self._say(attempt, trouble=(str(error) or repr(error))[:500])
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(backoff.next()):
@@ -97,7 +97,8 @@ class Keeper:
 def fetch(store: Store, wanted: Input, root: Path) -> None:
     """Fetch a folder of another job into `root`, a folder that nobody else uses yet.
 
-    Raises `CorruptError` if the folder cannot be what that job has left, `SetupError` if it does not fit, `StoreError`.
+    Raises `CorruptError` if the folder is not what that job has left, `SetupError` if the disk is too small for it, and
+    `StoreError`.
     """
     target = root / wanted.name
     if target.exists() or target.is_symlink():
@@ -110,7 +111,7 @@ def fetch(store: Store, wanted: Input, root: Path) -> None:
     ]
     size, free = sum(each.size for each in mine), shutil.disk_usage(root).free
     if size > free:
-        raise SetupError(f"inputs.{wanted.name}: has {size >> 20} MiB, and {free >> 20} MiB are free in {root}")
+        raise SetupError(f"inputs.{wanted.name}: has {size >> 20} MiB, but only {free >> 20} MiB are free in {root}")
     target.mkdir(parents=True)
     for each in (each for each in mine if not each.link):
         _fetch_file(store, kept_key(wanted.job, wanted.ref.generation, prefix + each.name), each, target)
@@ -147,7 +148,7 @@ def _fetch_file(store: Store, key: str, file: KeptFile, target: Path) -> None:
     except NotFound:
         raise CorruptError(f"{key} has been deleted") from None
     if (path.stat().st_size, _digest(path)) != (file.size, file.xxh3):
-        raise CorruptError(f"{key} is damaged: its size or its checksum is not that of the list")
+        raise CorruptError(f"{key} is damaged: its size or its checksum is not the one in the list of files")
 
 
 def _upload(store: Store, attempt: _Attempt, uploaded: dict[str, KeptFile]) -> FoldersRef:
@@ -155,7 +156,7 @@ def _upload(store: Store, attempt: _Attempt, uploaded: dict[str, KeptFile]) -> F
     job, number = attempt.job, attempt.generation
     found = {name: path for folder in attempt.folders for name, path in _files(attempt.root, folder)}
     if len(found) > MOST:
-        raise CorruptError(f"keep: {len(found)} files are too many, at most {MOST} are kept; pack them")
+        raise CorruptError(f"keep: {len(found)} files are too many, at most {MOST} are kept; pack them into an archive")
     for name, path in found.items():
         if name not in uploaded:
             link = os.readlink(path) if path.is_symlink() else ""
@@ -167,7 +168,7 @@ def _upload(store: Store, attempt: _Attempt, uploaded: dict[str, KeptFile]) -> F
     data = json.dumps(KeptFiles(folders=attempt.folders, files=files).model_dump(mode="json")).encode()
     key = kept_key(job, number)
     if not store.create(key, data) and store.get(key, LIST) != data:
-        raise SpotrunError(f"{key} is there already, with other files")
+        raise SpotrunError(f"{key} is in the bucket already, with other files")
     return FoldersRef(generation=number, sha256=hashlib.sha256(data).hexdigest())
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from spotrun.state import slots
 
-TWO = 2  # snapshots: while one is written, the older one must stay
-RESERVE = 0.1  # share of the file system that jobs' other files must leave free
+SNAPSHOTS = 2  # of each job: while one is written, the older one must stay
+RESERVE = 0.1  # share of the file system that files which are no snapshots must leave free
 _SLOT = re.compile(r"[0-9]+\.[a-z]+")  # a file of `spotrun.state.slots`
 
 
@@ -24,10 +24,10 @@ class Need:
 
     @property
     def missing(self) -> int:
-        """Bytes that two snapshots take beyond what the slots have already; 0 if their size is not known."""
+        """Bytes that two snapshots need beyond what the slots have already; 0 if their size is not known."""
         found = [_stat(slots.data_path(self.folder / "slots", slot)) for slot in slots.SLOTS]
         size = max([self.state, *(each.st_size for each in found if each)])
-        return max(0, TWO * size - sum(_bytes(each) for each in found))
+        return max(0, SNAPSHOTS * size - sum(_bytes(each) for each in found))
 
 
 def free(tmpfs: Path) -> int:
@@ -48,7 +48,7 @@ def excess(folder: Path) -> int:
 
 
 def strays(folder: Path) -> Iterator[Path]:
-    """The files in a job's folder in tmpfs that are no snapshots and not the agent's."""
+    """The files in a job's folder in tmpfs that are neither snapshots nor the agent's."""
     for path in folder.rglob("*"):
         where = path.relative_to(folder).parts
         known = where[0] in ("control", "launcher") or (len(where) == 2 and _SLOT.fullmatch(path.name))

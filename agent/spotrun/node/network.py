@@ -17,7 +17,7 @@ from pathlib import Path
 from spotrun.machine.gpus import gpu_count
 
 _SIOCGIFADDR = 0x8915  # netdevice(7)
-DUMP = 250  # milliseconds
+DUMP = 250  # milliseconds, for TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC
 VERBS, NETWORK = Path("/sys/class/infiniband"), Path("/sys/class/net")
 
 

@@ -76,7 +76,7 @@ class PartUploader:
         return self._attempt.wanted.ref.step if self._attempt and missing else None
 
     def want(self, wanted: WantedPart | None, awaited: bool = False) -> None:
-        """Upload this part and no other. awaited: workers have yet to commit its snapshot."""
+        """Upload this part and no other. awaited: the workers have not committed its snapshot yet."""
         if self._attempt is not None and self._attempt.wanted != wanted:
             self.stop()
         if wanted is None:
@@ -93,7 +93,7 @@ class PartUploader:
             self._attempt.task.result()  # raises an unexpected error: that is a bug
 
     def stop(self) -> None:
-        """Stop the current attempt; no part is wanted. An upload in progress ends after its parts in transit."""
+        """Stop the current attempt; no part is wanted. An upload in progress ends soon after."""
         if self._attempt is not None:
             self._attempt.stopped.set()
         self._attempt = None

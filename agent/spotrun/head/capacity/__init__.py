@@ -1,4 +1,4 @@
-"""Which machines should there be, and which of them may each job use?
+"""How many machines should each pool have, and which pools may each job use?
 
-`place` (the policies) says from which pools each job gets machines. `sizes.decide` turns that into sizes of pools.
+`place` asks the policies from which pools each job gets machines. `sizes.decide` turns the answers into sizes of pools.
 """

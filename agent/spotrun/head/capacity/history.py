@@ -1,7 +1,7 @@
-"""What the head learns about each pool: `learn` counts what it sees, and forgets slowly. Pure.
+"""What the head learns about each pool: `learn` counts what happens, and old counts fade. Pure.
 
-clusters/<name>/history.json has the counts, so that a new head goes on counting: also what happened while there was no
-head, because the last machines are in it too.
+clusters/<name>/history.json has the counts, so that a new head continues them. It has the last machines too, so a new
+head also counts what happened while there was no head.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from spotrun.head.capacity.sizes import Pool
 from spotrun.wire import Document, Kept
 
 HALF_LIFE = 3 * 86400.0
-"""Seconds. Spot markets change by the hour of the day and by the day of the week: the same hours of the last days
-count, and last week's hardly do."""
-LONGEST = 600.0  # seconds between two looks that are counted: what happened in a longer gap is not known
+"""Seconds. Spot markets change with the hour of the day and the day of the week. So the last days count, and last week
+hardly counts."""
+LONGEST = 600.0  # seconds between two looks that are counted at most: what happened in a longer gap is not known
 
 
 class PoolRecord(Document):
@@ -34,7 +34,7 @@ class PoolRecord(Document):
     refusals: int = 0
     size: int = 0  # what the pool was asked for
     machines: dict[str, float] = Field(default={})  # the machines that ran, and when each was made
-    state: str = ""  # up, down; "": it was asked for none
+    state: str = ""  # up: it had what it was asked for; down: it had fewer; "": it was asked for none
 
 
 class Histories(Kept):
@@ -85,7 +85,7 @@ def _learned(
     hours: float,
 ) -> PoolRecord:
     gone = [name for name, made in last.machines.items() if machines.get(name) != made and name not in replaced]
-    # The head has ended those by which the size is lower now.
+    # The head itself has ended as many as the size is lower now.
     taken = max(0, len(gone) - max(0, last.size - pool.size))
     state = _state(pool, len(machines), last)
     short = state == "down"

@@ -61,7 +61,7 @@ def claims(job: JobState) -> bool:
 
 
 def suited(job: JobSpec, cluster: ClusterSpec) -> frozenset[str]:
-    """The pools that the job may use, and whose machines have enough devices as far as is known."""
+    """The pools that the job may use, and whose machines have enough devices, as far as that is known."""
     wanted = job.devices or 1
     fit = (pool.name for pool in cluster.pools if (devices_of(pool, cluster) or 1) >= wanted)
     return frozenset(name for name in fit if not job.pools or name in job.pools)
@@ -111,7 +111,7 @@ def demand(view: FleetView, cluster: ClusterSpec, job: JobState, index: int) -> 
 def _left(job: JobState) -> float | None:
     """The work left, in seconds on one machine: as measured, else as the job file says; None if neither is known.
 
-    The first steps of a generation are slow: until it has done `LEAST` of them, what was measured before counts.
+    The first steps of a generation are slow. Until it has done `LEAST` steps, the measurement before it counts.
     """
     progress, spec = job.progress, job.spec
     total, pace, nodes = progress.total_steps, progress.pace, len(job.members) or len(job.last)

@@ -1,7 +1,8 @@
 """Where should each job train, and on which machines? `place(situation)` is pure, and its tests are data.
 
-Jobs are served by priority, then by deadline, then in the order of the queue. Each counts on the machines that the jobs
-before it leave. None counts on the machines that `allocate` will not take from a job of the same priority that trains.
+Jobs are served by priority, then by deadline, then in the order of the queue. Each job counts on the machines that the
+jobs before it leave. But `allocate` takes no machine that a job needs for its `min` to train, for a job of the same
+priority. So such a job does not count on that machine.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ def place(seen: Situation, before: Placements | None = None) -> Placements:
 
 
 def rank(demand: Demand) -> tuple[float, float, int]:
-    """Sorts demands: those that are served earlier come first."""
+    """Sorts demands: a demand that is served earlier comes first."""
     return -demand.priority, math.inf if demand.deadline is None else demand.deadline, demand.order
 
 
 def policy_of(demand: Demand) -> Policy:
-    """What decides for a job: a deadline comes before a wish for the least cost, and a budget bounds both."""
+    """The policy that decides for a job. A deadline counts more than `cheapest`. A budget bounds each policy."""
     found: Policy = elastic
     if demand.deadline is not None:
         found = deadline
@@ -59,7 +60,7 @@ def _hourly(seen: Situation, placement: Placement) -> float:
 
 
 def _firm(seen: Situation, demand: Demand) -> dict[str, float]:
-    """The machines that a job keeps against others of its priority: `min` of those on which it trains, by pool."""
+    """The machines that a job keeps against others of its priority, by pool: `min` of those on which it trains."""
     left, found = demand.min if demand.wants else 0, dict[str, float]()
     for offer in seen.offers:
         mine = min(left, demand.members.get(offer.name, 0))

@@ -1,6 +1,6 @@
-"""Can a new job's deadline be promised, without breaking the promises to others? Pure.
+"""Can the deadline of a new job be promised, without breaking the promises to other jobs? Pure.
 
-A promise rests on the safest market: even without any spot machine, the job would end in time on on-demand machines.
+A promise rests on on-demand machines: even without any spot machine, the job would end in time on them.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import time
 from dataclasses import replace
 
 from spotrun.head.capacity.place import place, rank
-from spotrun.head.capacity.policies.deadline import MARGIN, duration, net
+from spotrun.head.capacity.policies.deadline import MARGIN, duration, safe_machines
 from spotrun.head.capacity.policies.zones import rate, room
 from spotrun.head.capacity.situation import Demand, Situation
 
 
 def refusal(seen: Situation, job: Demand) -> str:
-    """Why the deadline of a new job cannot be kept, and the earliest one that could be; empty if nothing is known.
+    """Why the deadline of a new job is refused, with the earliest one that can be kept. Empty: it can be kept, or the
+    work is not known.
 
     seen: what the policies see, without the new job.
     """
@@ -37,9 +38,9 @@ def refusal(seen: Situation, job: Demand) -> str:
 
 
 def _ends(seen: Situation) -> dict[str, float]:
-    """When each job with a deadline ends if it gets its on-demand machines and no others, and the others need theirs.
+    """When each job with a deadline ends if all of them train on their on-demand machines alone.
 
-    A job that gets none now begins when the jobs before it are due.
+    A job that gets no on-demand machines now begins at the last deadline of the jobs before it.
     """
     found: dict[str, float] = {}
     last = seen.now
@@ -61,8 +62,8 @@ def _ends(seen: Situation) -> dict[str, float]:
 
 
 def _alone(seen: Situation, demand: Demand) -> float:
-    """The rate of the job if no other job had machines: on its safe machines, or else on any."""
-    alone = net(seen, replace(demand, leave=0))
+    """The rate of the job if no other job had machines: on its safe machines, or else on any machines."""
+    alone = safe_machines(seen, replace(demand, leave=0))
     if alone is not None:
         return rate(demand, alone[1], alone[0].offers[0].speed)
     offers = [offer for offer in seen.offers if offer.name in demand.pools]

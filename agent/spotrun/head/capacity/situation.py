@@ -9,26 +9,26 @@ from spotrun.cloud.base import Advice, Market
 from spotrun.head.capacity.sizes import Need, Pool
 
 NO_ADVICE = Advice()
-PRIOR = 4.0  # hours; as good as nothing is known: between minutes and days, and the same for up and down
+PRIOR = 4.0  # hours that are assumed before anything is known: between minutes and days, and the same for up and down
 
 
 @dataclass(frozen=True)
 class History:
-    """What happened in one pool, as `history.learn` has counted it. All counts are decayed."""
+    """What happened in one pool, as `history.learn` has counted it. In all counts, what is old counts less."""
 
     hours: float = 0.0  # machine-hours
     interruptions: float = 0.0  # machines that the cloud took
     up: float = 0.0  # hours in which the pool had the machines that it was asked for
     down: float = 0.0  # hours in which it was asked for machines and had fewer
-    lost: float = 0.0  # times that it went from up to down
-    found: float = 0.0  # times that it went from down to up
+    lost: float = 0.0  # how often it changed from up to down
+    found: float = 0.0  # how often it changed from down to up
     short_at: float = 0.0  # epoch seconds when it last had fewer machines than it was asked for; 0: never
     short_with: int = 0  # how many it had then
-    refusals: int = 0  # times that it was asked and fell short, since it last had what it was asked for
+    refusals: int = 0  # how often it fell short since it last had what it was asked for
 
     @property
     def lifetime(self) -> float:
-        """Seconds until the cloud takes a machine, on average. Ten hours are imagined before anything is known.
+        """Seconds until the cloud takes a machine, on average. Ten hours are assumed before anything is known.
 
         That is between the rates that AWS publishes (https://aws.amazon.com/ec2/spot/instance-advisor/: up to a fifth
         a month) and the worst zones of published traces (an hour or two).
@@ -37,12 +37,12 @@ class History:
 
     @property
     def mean_up(self) -> float:
-        """Seconds until the pool falls short. One imagined time of four hours counts as much as each one seen."""
+        """Seconds until the pool falls short. An assumed time of four hours counts like each time that was seen."""
         return 3600 * (self.up + PRIOR) / (self.lost + 1.0)
 
     @property
     def mean_down(self) -> float:
-        """Seconds until a pool that is short has its machines. One imagined time of four hours counts too."""
+        """Seconds until a pool that is short has its machines. An assumed time of four hours counts too."""
         return 3600 * (self.down + PRIOR) / (self.found + 1.0)
 
 
@@ -50,7 +50,7 @@ class History:
 class Offer:
     """One pool as a policy sees it."""
 
-    pool: Pool  # what it has now; `sizes` uses the same
+    pool: Pool  # what it has now, as `sizes` sees it
     zone: str
     market: Market = "spot"
     machine: str = ""  # the machine type
@@ -61,7 +61,7 @@ class Offer:
     advice: Advice = NO_ADVICE  # what the cloud itself says
     life: float | None = None  # seconds after which the cloud ends a machine; None: never
     usable: int = 0  # machines that are ready to train
-    others: float = 0.0  # machines that jobs served earlier have or will have (`place` sets it for each job)
+    others: float = 0.0  # machines that this job cannot count on, because of other jobs (`place` sets it for each job)
 
     @property
     def name(self) -> str:
@@ -74,14 +74,14 @@ class Demand:
     """One job as a policy sees it."""
 
     job: str  # its id
-    pools: frozenset[str]  # pools that it may use and whose machines suit it
+    pools: frozenset[str]  # pools that it may use, and whose machines suit it
     order: int = 0  # its place in the queue
     priority: int = 0  # higher ones are served first
     submitted: float = 0.0  # epoch seconds
     wants: bool = True  # whether it should train; if not, it only keeps what its generation has
     min: int = 1  # nodes without which it does not train
     max: int = 1  # nodes that it trains on at most
-    spares: int = 0  # nodes more that stand by
+    spares: int = 0  # nodes beyond `max` that stand by
     devices: int | None = None  # of each node; None: whole machines
     cheapest: bool = False  # whether the cost counts more than the time
     across: bool = False  # whether one generation may use machines of several zones
@@ -96,7 +96,7 @@ class Demand:
     move: float = 30.0  # seconds without training if the job moves while its old machines are there
     save: float = 0.0  # seconds until the state is in the bucket
     checkpoint: float = 0.0  # seconds between two checkpoints
-    unsaved: float = 0.0  # seconds of work that the bucket does not have
+    unsaved: float = 0.0  # seconds of training that the bucket does not have
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Placement:
     needs: tuple[Need, ...]  # machines to ask the pools for, in nodes of this job
     min: int = 1  # nodes without which it does not train now
     max: int = 1  # nodes that it trains on at most now
-    spares: int = 0  # nodes more that stand by
+    spares: int = 0  # nodes beyond `max` that stand by
     reason: str = ""  # one line for operators
     hourly: float = 0.0  # USD an hour with all machines that are asked for, as far as prices are known
     reserve: Mapping[str, int] = field(default_factory=dict)  # machines by pool that are kept free for its deadline
@@ -130,4 +130,5 @@ def nothing(job: Demand, reason: str) -> Placement:
 
 
 Policy = Callable[[Situation, Demand, Placement | None], Placement]
-"""The last argument: what the policy said before, if anything. It says the same again unless it has a reason."""
+"""The last argument is the placement that the policy gave before, if any. A policy keeps it unless it has a reason to
+change it."""

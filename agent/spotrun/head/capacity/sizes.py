@@ -1,8 +1,8 @@
 """How many machines each pool should have now: `decide(observation)` is pure, and its tests are data.
 
-Pools are used in the order of the cluster file. A pool whose zone has no machines keeps being asked (a managed
-group goes on trying, at no cost) while the next pools stand in for what it lacks. What is too much afterwards is
-removed machine by machine, never a member of the running generation.
+Pools are used in the order of a need, or else of the cluster file. A pool whose zone has no machines is still asked (a
+managed group goes on trying, at no cost), while the next pools stand in for what it lacks. Afterwards the machines that
+are too many are removed one by one, but never a member of the running generation.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-EXTRA = 3  # machines that a pool gets beside abandoned ones, which cost money too
+EXTRA = 3  # the most machines that a pool gets beside its abandoned ones: those cost money too
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,11 @@ class Pool:
     size: int  # what the cloud was asked for last
     states: Mapping[str, str] = field(default_factory=dict)  # of its machines by name, as in `fleet.classify`
     supply: Literal["open", "short", "away", "closed"] = "open"
-    """short: something keeps the pool from its size. closed: it should have no machines, because none would serve.
+    """short: something keeps the pool from its size. closed: it should have no machines, because none would become fit.
     away: its zone does not answer; nothing is asked of it, and `states` has only the machines known to be there."""
     leaving: int = 0
-    """Machines under notice. Their successors are asked for now, as far as the pool has room. No other pool stands in:
-    its machine would become a member and stay."""
+    """Machines under notice. Their successors are asked for now, as far as the pool has room. No other pool stands in,
+    because its machine would become a member and stay."""
 
     @property
     def abandoned(self) -> frozenset[str]:
@@ -64,11 +64,11 @@ class Need:
 
 @dataclass(frozen=True)
 class Observation:
-    """What the policy sees."""
+    """What `decide` sees."""
 
     pools: tuple[Pool, ...]
     needs: tuple[Need, ...]
-    keep: frozenset[str] = frozenset()  # machines that must not be taken away: members
+    keep: frozenset[str] = frozenset()  # machines that must not be removed, such as members
 
     @property
     def needed(self) -> int:
@@ -78,30 +78,30 @@ class Observation:
 
 @dataclass(frozen=True)
 class Decision:
-    """What the pools should be."""
+    """What should change in the pools."""
 
     sizes: dict[str, int]  # pools to resize
     remove: tuple[str, ...] = ()  # machines to delete; each lowers its pool's size by one
 
 
 def decide(seen: Observation) -> Decision:
-    """Sizes for the pools, changed ones only."""
+    """The sizes that should change, and the machines to remove."""
     if seen.needed == 0 and not seen.keep:
         return Decision({pool.name: 0 for pool in seen.pools if pool.size and pool.supply != "away"})
     sizes = _sizes(seen)
-    # A pool may be short at one look and not at the next: machines go only once there are too many.
+    # A pool may be short at one look and not at the next. So machines are removed only once there are too many.
     wanted = [pool for pool in seen.pools if any(not need.pools or pool.name in need.pools for need in seen.needs)]
     excess = max(0, sum(pool.serving for pool in wanted) - seen.needed)
-    # Replacements are not there yet, and may be unfit too: no healthy machine goes for them.
+    # Replacements are not there yet, and may be unfit too. So no healthy machine is removed because of them.
     healthy = max(0, sum(pool.fit for pool in wanted) - seen.needed)
     remove: list[str] = []
     for pool in seen.pools:
-        # A smaller size would let the cloud choose the machines that end: name them instead.
+        # With a smaller size alone, the cloud would choose the machines that end. So name them.
         surplus = pool.size - sizes[pool.name]
         if surplus <= 0:
             continue
         pending = max(0, pool.size - len(pool.states))
-        # Idle machines of a pool that nobody wants serve nobody, whatever the other pools lack.
+        # Idle machines of a pool that no job wants go, even if other pools lack machines.
         spare, sound = (excess, healthy) if pool in wanted else (len(pool.states), len(pool.states))
         idle = [name for name in sorted(pool.states, reverse=True) if name not in seen.keep]
         abandoned = [name for name in idle if pool.states[name] == "abandoned"][: max(0, surplus - pending)]
@@ -114,7 +114,7 @@ def decide(seen: Observation) -> Decision:
             excess, healthy = spare - len(good), sound - len(good)
         taken = abandoned + replacing + good
         remove += taken
-        # remove() lowers the size itself; machines that do not exist yet are taken back by size.
+        # `Cloud.remove` lowers the size itself. A smaller size cancels machines that do not exist yet.
         sizes[pool.name] = pool.size - min(surplus, pending) if not taken else pool.size
     changed = {pool.name: sizes[pool.name] for pool in seen.pools if sizes[pool.name] != pool.size}
     return Decision(changed, tuple(remove))
@@ -123,10 +123,10 @@ def decide(seen: Observation) -> Decision:
 def _sizes(seen: Observation) -> dict[str, int]:
     """What each pool should have, before it is known which machines would go."""
     kept = {pool.name: len(seen.keep & pool.states.keys()) for pool in seen.pools}
-    wants = dict(kept)  # those stay, wherever they are
-    serves = dict(kept)  # how many of these machines the pool has, as far as it can be counted on
+    wants = dict(kept)  # these stay in any case
+    serves = dict(kept)  # how many of the wanted machines each pool can be counted on for
     had = frozenset[str]().union(*(need.has for need in seen.needs))
-    free = {pool.name: len((seen.keep - had) & pool.states.keys()) for pool in seen.pools}  # kept, but nobody's
+    free = {pool.name: len((seen.keep - had) & pool.states.keys()) for pool in seen.pools}  # kept, but no job's
     left = []
     for need in sorted(seen.needs, key=lambda need: len(need.pools) or len(seen.pools)):
         allowed = [pool for pool in seen.pools if not need.pools or pool.name in need.pools]
@@ -143,7 +143,7 @@ def _sizes(seen: Observation) -> dict[str, int]:
     sizes = {pool.name: _size(pool, wants[pool.name], kept[pool.name]) for pool in seen.pools}
     for missing, allowed in left:
         for pool in allowed:
-            # If no pool stands in, one machine more for each abandoned one, which goes when the new one serves.
+            # If no pool stands in: one machine more for each abandoned one, which is removed when the new one serves.
             if missing > 0 and pool.abandoned and pool.supply in ("open", "short"):
                 extra = min(len(pool.abandoned), EXTRA, max(0, pool.max - sizes[pool.name]))
                 sizes[pool.name] += extra
@@ -152,7 +152,7 @@ def _sizes(seen: Observation) -> dict[str, int]:
 
 
 def _take(pool: Pool, missing: int, wants: dict[str, int], serves: dict[str, int], kept: int) -> int:
-    """Have a pool give up to `missing` machines more; how many of them can be counted on."""
+    """Want up to `missing` machines more of a pool. Returns how many of them can be counted on."""
     before = serves[pool.name]
     if pool.supply == "away":
         serves[pool.name] = max(before, min(pool.serving, before + max(missing, 0)))

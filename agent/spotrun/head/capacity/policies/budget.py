@@ -1,4 +1,4 @@
-"""The policy of jobs with a budget: what is left must pay for the work that is left, else the job becomes thrifty.
+"""The policy of jobs with a budget: if the money left does not pay for the work left, the job is treated as `cheapest`.
 
 The budget itself is kept elsewhere: `planner.spending` stops the job while there is money left to save its state.
 """
@@ -16,7 +16,7 @@ def within_budget(policy: Policy) -> Policy:
     """The policy, as far as its machines are likely to end the job within the budget; else `cheapest`."""
 
     def bounded(seen: Situation, job: Demand, before: Placement | None) -> Placement:
-        # Each goes on from its own last placement.
+        # Each of the two policies continues its own last placement.
         was_thrifty = before is not None and before.thrifty
         wanted = policy(seen, job, None if was_thrifty else before)
         cost = expected_cost(seen, job, wanted)
@@ -25,8 +25,9 @@ def within_budget(policy: Policy) -> Policy:
         thrifty = cheapest(seen, job, before if was_thrifty else None)
         least = expected_cost(seen, job, thrifty)
         if least is None or least >= cost:
-            return replace(wanted, reason=f"{wanted.reason}; ends at about ${cost:.2f}, ${job.budget:.2f} are left")
-        why = f"${cost:.2f} would be needed without, ${job.budget:.2f} are left"
+            why = f"the rest will cost about ${cost:.2f}, and ${job.budget:.2f} of the budget are left"
+            return replace(wanted, reason=f"{wanted.reason}; {why}")
+        why = f"other machines would cost about ${cost:.2f}, and ${job.budget:.2f} of the budget are left"
         return replace(thrifty, reason=f"{thrifty.reason}; {why}", thrifty=True)
 
     return bounded
@@ -35,7 +36,7 @@ def within_budget(policy: Policy) -> Policy:
 def expected_cost(seen: Situation, job: Demand, placement: Placement) -> float | None:
     """USD for the rest of the work on the dearest of the pools that the job uses or asks; None: not known.
 
-    Those that it asks count already: else it would find only once they are there that it cannot pay for them.
+    Pools that are only asked count too: otherwise the job would ask for machines that it cannot pay for.
     """
     pools = placement.use.union(*(need.pools for need in placement.needs if need.machines > 0))
     offers = [offer for offer in seen.offers if offer.name in pools and offer.price is not None]

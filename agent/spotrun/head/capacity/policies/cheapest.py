@@ -11,9 +11,9 @@ from spotrun.head.capacity.situation import Demand, Placement, Situation
 
 
 def cheapest(seen: Situation, job: Demand, before: Placement | None) -> Placement:
-    """As `elastic`, with `min` nodes, because more nodes do less work each, and on the cheapest market alone.
+    """As `elastic`, but with `min` nodes, because of more nodes each does less work, and on the cheapest market alone.
 
-    It waits for that market, and moves only if another zone saves more than the move costs.
+    The job waits for that market, and moves only if another zone saves more than the move costs.
     """
     markets = {offer.market for offer in seen.offers if offer.name in job.pools}
     least: Market = min(markets, key=ORDER.__getitem__, default="spot")

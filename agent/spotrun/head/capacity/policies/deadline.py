@@ -1,10 +1,10 @@
-"""The policy of jobs with a deadline: spot machines as long as they can be afforded, safe ones when they are needed.
+"""The policy of jobs with a deadline: spot machines while there is time to spare, safe machines when there is not.
 
-Safe machines are those that the cloud does not take: on-demand, and flex machines that are there. Flex machines cost
-less, but may have to be waited for. So they are asked for first, and on-demand machines stand in while there are none.
-The point of no return is the last moment at which a start on on-demand machines still ends in time. There, both are
-asked for, and the first ones that are ready are used. Before it, `waiting_game` says what costs least: wait for spot
-machines, train on spot, or train on safe machines and return to spot.
+Safe machines are those that the cloud does not take: on-demand machines, and flex machines that are there. Flex
+machines cost less, but the job may have to wait for them. So it asks for them first, and on-demand machines stand in
+while there are none. The point of no return is the last moment at which a start on on-demand machines still ends in
+time. From then on the job asks for both, and uses the first ones that are ready. Before that, `waiting_game` says what
+costs least: wait for spot machines, train on spot, or train on safe machines and return to spot.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from spotrun.head.capacity.policies.zones import Zone, held, need, price, rate, 
 from spotrun.head.capacity.situation import Demand, Offer, Placement, Situation
 from spotrun.head.capacity.sizes import Need
 
-MARGIN = 30.0  # seconds: decisions, orders and three looks at the cloud
-AGAIN = 8  # a choice is thought over when so small a part of the work, or of the spare time, is used up
+MARGIN = 30.0  # seconds for decisions, orders and three looks at the cloud
+AGAIN = 8  # a choice is made again when one part in so many of the work, or of the spare time, is used up
 SAFE: tuple[Market, ...] = ("flex", "on-demand")
 
 
@@ -32,15 +32,15 @@ class Outlook:
     spare: float  # until the deadline, beyond work and margin
     safe: Zone  # the safe machines
     nodes: int  # how many of them
-    queue: tuple[Offer, ...]  # flex machines of the same zone, which are not there but can be asked for
+    queue: tuple[Offer, ...]  # flex pools of the same zone: their machines are not there, but can be asked for
     spot: Zone | None  # the zone whose spot machines are best now
     wish: Placement  # on spot machines, if that is the choice
     on: str  # what it trains on now: spot, safe; "": nothing
 
 
 def deadline(seen: Situation, job: Demand, before: Placement | None) -> Placement:
-    """See the module."""
-    found = net(seen, job) if job.deadline is not None and job.wants else None
+    """Spot machines or safe machines, as the module says."""
+    found = safe_machines(seen, job) if job.deadline is not None and job.wants else None
     if found is None or job.deadline is None or job.left is None:
         plain = elastic(seen, job, before)
         if job.deadline is None or not job.wants:
@@ -66,8 +66,8 @@ def _place(seen: Situation, job: Demand, before: Placement | None, view: Outlook
         return replace(found, use=found.use | _names(view.queue)) if not view.on else found
     tables = _tables(job, view, spot)
     choice = _choose(tables, job, view, ready, before)
-    # While it waits, each second takes one of the spare time; on spot, each may have to be done again on safe machines.
-    last = seen.now + max(1.0, view.spare - limit)  # no wake-up is for now: the margin has room for a second
+    # A second of waiting costs a second of the spare time. So does a second on spot, if it is done again later.
+    last = seen.now + max(1.0, view.spare - limit)  # a second later at the least: the margin has room for that
     if choice == "safe":
         wants_spot = view.on == "safe" and _would_move(tables, job, view)
         needs = view.wish.needs if wants_spot and not ready else ()
@@ -80,7 +80,7 @@ def _place(seen: Situation, job: Demand, before: Placement | None, view: Outlook
 
 
 def _choose(tables: Tables, job: Demand, view: Outlook, up: bool, before: Placement | None) -> str:
-    """spot (or to wait for it), or safe."""
+    """`spot`, which includes waiting for spot machines, or `safe`. up: enough spot machines are ready."""
     game, work, spare = tables.game, view.work, view.spare
     at = tables.at
     if view.on == "spot":
@@ -88,11 +88,11 @@ def _choose(tables: Tables, job: Demand, view: Outlook, up: bool, before: Placem
     if view.on == "safe":
         return "spot" if up and _would_move(tables, job, view) else "safe"
     if up and before is not None and before.use and before.use.isdisjoint(view.safe.pools):
-        return "spot"  # it is on the way there: between two generations it is nowhere
+        return "spot"  # it is on its way there: between two generations it has no members
     if any(offer.pool.size - offer.others >= 1 for offer in (*view.queue, *view.safe.offers)):
-        return "safe"  # they were asked for: to think again while they boot would waste the time spent
+        return "safe"  # they were asked for: another choice while they boot would waste the time spent
     cost = game.dear * job.restart
-    if up or (view.spot is not None and view.spot.hope >= job.min):  # there, or not yet asked for without success
+    if up or (view.spot is not None and view.spot.hope >= job.min):  # spot machines are there, or probably come
         if not _affords(job, view, job.restart):
             return "safe"
         on_spot = job.restart + at(tables.spot, work, spare - job.restart)
@@ -101,7 +101,7 @@ def _choose(tables: Tables, job: Demand, view: Outlook, up: bool, before: Placem
 
 
 def _patience(tables: Tables, job: Demand, view: Outlook) -> float:
-    """Seconds after which the job may stop waiting, if nothing happens: at the latest when much has been waited for."""
+    """Seconds after which to choose again: when the job may stop waiting, or 1 / AGAIN of its spare time is over."""
     longest = max(MARGIN, view.spare / AGAIN)
     point = tables.game.spare / SPARE
     waited = point - view.spare % point
@@ -111,7 +111,7 @@ def _patience(tables: Tables, job: Demand, view: Outlook) -> float:
 
 
 def _waits(tables: Tables, job: Demand, work: float, spare: float) -> bool:
-    """Whether to wait for spot costs less than safe machines."""
+    """Whether waiting for spot machines costs less than safe machines."""
     sure = tables.game.dear * job.restart + tables.at(tables.safe, work, spare - job.restart)
     return tables.at(tables.wait, work, spare) < sure
 
@@ -148,13 +148,13 @@ def _outlook(
 
 
 def _queue(seen: Situation, job: Demand, safe: Zone) -> tuple[Offer, ...]:
-    """The flex pools of the zone with the safe machines that have none ready."""
+    """The flex pools in the zone of the safe machines that have no machines ready."""
     found = (zone for zone in zones(seen, job, ("flex",)) if zone.name == safe.name)
     return tuple(offer for zone in found for offer in zone.offers if offer.name not in safe.pools and room(job, offer))
 
 
-def net(seen: Situation, job: Demand) -> tuple[Zone, int] | None:
-    """The zone with the most safe machines that nobody else needs, and how many; None: there are too few."""
+def safe_machines(seen: Situation, job: Demand) -> tuple[Zone, int] | None:
+    """The zone with the most safe machines that no other job needs, and how many; None: no zone has enough."""
     found = []
     for zone in zones(seen, job, SAFE):
         sure = [offer for offer in zone.offers if offer.market == "on-demand" or usable(job, offer) >= job.min]
@@ -166,7 +166,7 @@ def net(seen: Situation, job: Demand) -> tuple[Zone, int] | None:
 
 
 def _safe(job: Demand, view: Outlook, also: tuple[Need, ...], reason: str) -> Placement:
-    """Train on safe machines. Until they are ready, the job goes on where it is."""
+    """Train on safe machines. Until they are ready, the job trains on where it is."""
     offers = (*view.queue, *view.safe.offers)
     pools = _names(offers)
     there = sum(usable(job, offer) for offer in view.safe.offers) >= min(view.nodes, job.max)

@@ -16,7 +16,7 @@ from spotrun.head.capacity.policies.zones import ORDER, Zone, again, ask, held, 
 from spotrun.head.capacity.situation import Demand, Placement, Situation, nothing
 from spotrun.head.capacity.sizes import Need
 
-GAIN = 1.1  # a zone must promise so much more work a second: so that small changes of counts move nobody
+GAIN = 1.1  # another zone must promise this many times the rate, so that small changes of counts move no job
 
 
 def elastic(
@@ -26,9 +26,12 @@ def elastic(
     markets: Iterable[Market] = ORDER,
     thrifty: bool = False,
 ) -> Placement:
-    """See the module. markets: those that it may use. thrifty: the best zone is the cheapest, not the fastest."""
+    """Stay, move or wait, as the module says.
+
+    markets: those that the job may use. thrifty: the best zone is the cheapest one, not the fastest.
+    """
     found = zones(seen, job, markets)
-    if thrifty:  # all that follows compares rates: those of zones that cost the same
+    if thrifty:  # all that follows compares rates, so turn costs into rates: half the cost is twice the rate
         least = min((zone.cost for zone in found), default=0.0)
         found = [replace(zone, rate=rate(job, job.min) * least / zone.cost) if zone.cost else zone for zone in found]
     if not found:
@@ -55,12 +58,12 @@ def _training(job: Demand, here: Zone, found: list[Zone]) -> Placement:
 
 
 def _waiting(job: Demand, found: list[Zone], before: Placement | None) -> Placement:
-    """The best zone is asked first. A zone that has too little goes on being asked, and the next one too."""
+    """The best zone is asked first. If it has too few machines, it is still asked, and the next zone too."""
     ready = [zone for zone in found if zone.ready >= job.min]
     ranked = sorted(found, key=lambda zone: (zone.hope < job.min, *(-each for each in _score(zone))))
     if ready:
         best = max(ready, key=lambda zone: (rate(job, zone.ready), _score(zone)))
-        # Where it was sent before, unless another zone is much better: between two generations it is nowhere.
+        # Keep the zone of the last placement, unless another zone is much better.
         last = [zone for zone in ready if before is not None and zone.pools & before.use]
         if last and rate(job, best.ready) <= rate(job, last[0].ready) * GAIN:
             best = last[0]
@@ -79,7 +82,7 @@ def _waiting(job: Demand, found: list[Zone], before: Placement | None) -> Placem
 
 
 def pays(job: Demand, to: Zone, nodes: float, here: Zone) -> bool:
-    """Whether so many machines of another zone would pay for the move: gain in rate x expected stay > cost of the move.
+    """Whether a move to `nodes` machines of another zone pays: gain in rate x expected stay > cost of the move.
 
     The stay ends with the job, or when the new zone is likely to fall short.
     """

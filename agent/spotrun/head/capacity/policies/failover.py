@@ -1,8 +1,8 @@
 """A yardstick: what SkyPilot's managed jobs do (`sky/jobs/recovery_strategy.py`, EAGER_NEXT_REGION).
 
-The cluster has a fixed number of nodes. When it loses one, the whole cluster is taken down. It is launched in the next
-zone by price, the one that it has lost last. A launch that does not get all nodes is taken down, and the next zone is
-tried. When all zones have failed, the tries begin again after a pause. Only spot machines are used.
+The cluster has a fixed number of nodes. When it loses one, the whole cluster is taken down, and launched in the
+cheapest other zone. A launch that does not get all nodes is taken down, and the next zone by price is tried. When the
+last zone has failed, the tries begin again after a pause, with the cheapest zone. Only spot machines are used.
 """
 
 from __future__ import annotations

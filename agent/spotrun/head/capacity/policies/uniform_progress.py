@@ -1,8 +1,10 @@
 """Yardsticks for jobs with a deadline, from "Can't Be Late" (Wu et al., NSDI 2024), sections 3.2 and 4.
 
-Both know how much work is done and left, and the time d that a change of machines takes. Rules that they share: use a
-spot machine whenever there is one, and keep it until it is taken; when the job has no spot machine and the time that is
-left is less than the work that is left plus 2 d, use an on-demand machine to the end.
+Both know how much work is done and left, and the time d that a change of machines takes. They share two rules:
+
+- Use a spot machine whenever there is one, and keep it until it is taken.
+- If the job has no spot machine, and the time left is less than the work left plus 2 d, use an on-demand machine to the
+  end.
 """
 
 from __future__ import annotations
@@ -14,10 +16,10 @@ from spotrun.head.capacity.sizes import Need
 
 
 def uniform_progress(seen: Situation, job: Demand, before: Placement | None) -> Placement:
-    """Progress in proportion to time: an on-demand machine when the job is behind that and there is no spot machine.
+    """Progress in proportion to time: an on-demand machine if the job is behind that and there is no spot machine.
 
-    It leaves the on-demand machine only for a spot machine, and only when its progress is that of a time 2 d later: the
-    paper's hysteresis (`rc_cr_threshold` in its simulator). It then gives up the one before the other has booted.
+    The job leaves the on-demand machine only for a spot machine, and only when it is ahead by 2 d: the paper's
+    hysteresis (`rc_cr_threshold` in its simulator). It gives up the on-demand machine while the spot machine boots.
     """
     found = greedy(seen, job, before)
     if job.deadline is None or job.left is None or found.use != _pools(seen, job, "spot") or not job.wants:

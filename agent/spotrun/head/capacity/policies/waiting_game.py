@@ -1,11 +1,12 @@
-"""When is it worth to wait for spot, and when to return to it? Dynamic programming over work left and spare time.
+"""When does waiting for spot pay, and when does returning to it? Dynamic programming over work left and spare time.
 
-The market is up or down, with exponential times of mean `up` and `down`. A job has `work` seconds left on its safe
-machines, and `spare` seconds more than that until it must be done. To wait takes spare time. To start on
-other machines takes `restart` (or `move`, if the old ones serve meanwhile) of it, and pays for that time. The four
-tables have the least expected cost from each state on: on spot, on safe machines while spot is down or up, and waiting.
-The cost counts an hour on spot as one. States in which a loss of the spot machines would break the deadline cost
-infinitely much: so the tables keep the deadline too, as far as their grid is fine enough. See docs/capacity.md.
+The market is up or down, for exponential times of mean `up` and `down`. A job has `work` seconds left on its safe
+machines, and `spare` seconds more than that until it must be done. Waiting takes spare time. A start on other machines
+takes `restart` of the spare time, or `move` if the old machines serve meanwhile, and that time is paid too.
+
+The four tables have the least expected cost from each state on: on spot, on safe machines while spot is down or up, and
+waiting. A second on spot costs 1. If losing the spot machines in a state would break the deadline, that state costs
+infinitely much. So the tables keep the deadline too, as exactly as their grid allows. See docs/capacity.md.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 WORK, SPARE = 80, 64  # steps of the grid
-STEP = 1.5  # parameters are rounded to powers of this, so that a table serves for long: they are rough estimates anyway
+STEP = 1.5  # parameters are rounded to powers of this, so that tables can be reused: they are rough estimates anyway
 
 Row = Sequence[float]
 
@@ -29,8 +30,8 @@ class Game:
 
     up: float  # mean time that spot machines stay
     down: float  # mean time until there are some again
-    restart: float  # until the first step on machines that are not there yet
-    move: float  # without training, if the old machines serve until the new ones are ready
+    restart: float  # from asking for machines to the first step on them
+    move: float  # the time without training, if the old machines serve until the new ones are ready
     dear: float  # cost of a second on safe machines; one on spot costs 1
     speed: float  # work per second on spot; 1 on safe machines
     work: float  # the most work left
@@ -136,7 +137,7 @@ def _at(row: Row, place: float) -> float:
 
 
 def _chance(times: float) -> float:
-    """That an exponential time of mean 1 is over after so long; never quite 0 or 1, so that infinite costs stay so."""
+    """The probability that an exponential time of mean 1 is over; never 0 or 1, so infinite costs stay infinite."""
     return min(max(1 - math.exp(-times), 1e-12), 1 - 1e-12)
 
 

@@ -1,4 +1,4 @@
-"""What each zone offers one job, and what a job keeps. Shared by the policies."""
+"""What each zone offers one job. Shared by the policies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from spotrun.head.capacity.sizes import Need
 
 ORDER: dict[Market, int] = {"spot": 0, "flex": 1, "on-demand": 2}  # the dearer, the later
 DEARER = 3.0  # on-demand over spot, where a price is not known: both clouds advertise 60 to 90 % off
-RETRY = 1800.0  # seconds before a zone that fell short is asked again while the job trains elsewhere; doubled each time
+RETRY = 1800.0  # seconds before a zone that fell short is asked again while the job trains elsewhere; doubles each time
 RETRY_MOST = 4 * 3600.0
 
 
@@ -34,7 +34,7 @@ class Zone:
 
 
 def zones(seen: Situation, job: Demand, markets: Iterable[Market] = ORDER) -> list[Zone]:
-    """The zones with pools of these markets, in the order of the cluster file. All are one if the job may cross."""
+    """The zones with pools of these markets, in the order of the cluster file. With `across`, all zones are one."""
     found: dict[str, list[Offer]] = {}
     for offer in seen.offers:
         if offer.name in job.pools and offer.market in set(markets):
@@ -60,7 +60,7 @@ def held(job: Demand, pools: frozenset[str]) -> int:
 
 
 def ask(job: Demand, zone: Zone) -> tuple[Need, ...]:
-    """The machines to ask of a zone. Those of a dearer market only stand in: for what the job lacks of its `min`."""
+    """The machines to ask of a zone. Machines of a dearer market only stand in for what the job lacks of its `min`."""
     if not job.wants:
         return (need(held(job, zone.pools), zone.offers),)
     wanted, cheap = job.max + job.spares, cheapest_market(zone)
@@ -73,13 +73,13 @@ def ask(job: Demand, zone: Zone) -> tuple[Need, ...]:
 
 
 def need(machines: int, offers: Sequence[Offer]) -> Need:
-    """So many machines of these pools, the first ones if possible."""
+    """A need for machines of these pools. The first pools come first."""
     order = tuple(offer.name for offer in offers)
     return Need(machines, frozenset(order), order=order)
 
 
 def use(job: Demand, zone: Zone) -> frozenset[str]:
-    """The pools to train on: without stand-ins, once the cheapest market has as many machines as the job trains on."""
+    """The pools to train on. Once the cheapest market has as many machines as the job trains on, no dearer market."""
     cheap = cheapest_market(zone)
     if sum(usable(job, offer) for offer in cheap) >= max(job.min, held(job, zone.pools)):
         return frozenset(offer.name for offer in cheap)
@@ -133,16 +133,17 @@ def _likely(seen: Situation, job: Demand, offer: Offer) -> float:
     if pool.size and pool.fit >= pool.size and not (fell_short and pool.size <= past.short_with):
         return most  # it has given what it was asked for
     if fell_short:
-        # It may have been asked for less since then, such as when the job moves away: that it has that says nothing.
+        # Since then it may have been asked for less, for example because the job moves away. That it has so many now
+        # says nothing about more.
         return min(most, max(now, past.short_with - math.ceil(offer.others)))
-    chance = (past.up + 1.0) / (past.up + past.down + 1.0)  # an hour of success is imagined: it is worth a try
+    chance = (past.up + 1.0) / (past.up + past.down + 1.0)  # with one assumed hour of success: a new pool gets a try
     if offer.advice.obtainability is not None:
         chance = offer.advice.obtainability.value
     return now + chance * (most - now)
 
 
 def again(offer: Offer) -> float:
-    """When a pool that fell short is taken to have machines again, epoch seconds; 0 if it never fell short."""
+    """From when on a pool that fell short is assumed to have machines, epoch seconds; 0 if it never fell short."""
     past = offer.history
     pause = min(RETRY_MOST, RETRY * 2 ** max(0, min(past.refusals, 9) - 1))
     return past.short_at + pause if past.short_at else 0.0
