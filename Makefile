@@ -101,7 +101,7 @@ kill: $(READY) ## have the cloud take a node away without notice, as a test: NOD
 relaunch: $(READY) ## continue an ended or held job from its checkpoint, or restart the workers of a running job [ID=job]
 	@$(FAB) relaunch $(cluster) $(job_id)
 
-stop: $(READY) ## stop the job, or all jobs of a group; their state goes into the bucket. Of a failed job: let its kept node go [ID=job, or GROUP=group]
+stop: $(READY) ## stop the job, or all jobs of a group; their state goes into the bucket. If a failed job keeps a node: let it go [ID=job, or GROUP=group]
 	@$(FAB) stop $(cluster) $(job_id) $(call flag,GROUP,group)
 
 pause: $(READY) ## give the job's machines to others until `make resume`; its state goes into the bucket [ID=job]
@@ -110,7 +110,7 @@ pause: $(READY) ## give the job's machines to others until `make resume`; its st
 resume: $(READY) ## let a paused job have machines again [ID=job]
 	@$(FAB) resume $(cluster) $(job_id)
 
-priority: $(READY) ## change the job's priority: TO= (-1000 to 1000; a job of a higher one gets machines first) [ID=job]
+priority: $(READY) ## change the job's priority: TO= (-1000 to 1000; jobs of higher priority get machines first) [ID=job]
 	@$(FAB) priority $(cluster) $(job_id) $(call flag,TO,to)
 
 simulate: $(READY) ## what a job would cost, and when it would end, on recorded spot markets; starts nothing [JOB= TRACES=folder POLARITY=available|preempted RUNS= SEED=]

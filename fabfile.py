@@ -226,7 +226,7 @@ def relaunch(_: Context, cluster: str = LOCAL, id: str = "", json: bool = False)
 
 @command
 def stop(_: Context, cluster: str = LOCAL, id: str = "", group: str = "", json: bool = False) -> None:
-    """Stop a job, or all jobs of a group; their state goes into the bucket. Of a failed job: let its kept node go."""
+    """Stop a job, or all jobs of a group; their state goes into the bucket. If a failed job keeps a node: let it go."""
     if wanted := inputs.group(group, id, cluster):
         answer = control.ask(_access(cluster), "stop", "--group", wanted)
         _print(answer, json, f"group {wanted} stops: {', '.join(answer['jobs'])}")
