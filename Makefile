@@ -113,10 +113,10 @@ resume: $(READY) ## let a paused job have machines again [ID=job]
 priority: $(READY) ## change the job's priority: TO= (-1000 to 1000; jobs of higher priority get machines first) [ID=job]
 	@$(FAB) priority $(cluster) $(job_id) $(call flag,TO,to)
 
-simulate: $(READY) ## what a job would cost, and when it would end, on recorded spot markets; starts nothing [JOB= TRACES=folder POLARITY=available|preempted RUNS= SEED=]
+simulate: $(READY) ## what a job would cost, and when it would end, on recorded spot markets; starts nothing [JOB= TRACES=folder POLARITY=available or preempted, RUNS= SEED=]
 	@$(FAB) simulate $(cluster) --job " $$JOB" $(call flag,TRACES,traces) $(call flag,POLARITY,polarity) $(call flag,RUNS,runs) $(call flag,SEED,seed)
 
-down: $(READY) ## take the cluster down; refused while a job runs [FORCE=1: even then; ALL=1: also a cloud's network and bucket; refused while it holds checkpoints]
+down: $(READY) ## take the cluster down; refused while a job runs [FORCE=1: even then; ALL=1: also a cloud's network and bucket, unless the bucket holds checkpoints]
 	@$(FAB) down $(cluster) $(call yes,FORCE,force) $(call yes,ALL,all)
 
 acceptance: $(READY) ## the first day: try everything on real machines, cheapest first, then take it down [DRY=1: only list; ALL=1: also what has passed]
