@@ -139,7 +139,7 @@ def _turn(job: Job) -> tuple[int, bool, int]:
 
 
 def _return(board: Board, level: Sequence[Job]) -> None:
-    """Give lower jobs back nodes that they lost over their `min`, and take nodes of a job that has stopped since."""
+    """Give lower jobs back nodes that they had over their `min`, and take nodes of a job that has stopped instead."""
     lower = [job for job in board.jobs if job.priority < level[0].priority]
     if not any(job.nodes and not job.runs for job in lower):
         return

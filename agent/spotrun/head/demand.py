@@ -227,7 +227,7 @@ def _needs(
 
 
 def _machines(jobs: Iterable[tuple[int, str, int]], devices: int) -> int:
-    """How many machines of `devices` devices have room for the nodes of these jobs: first fit, large nodes first.
+    """How many machines with `devices` devices each these jobs need: first fit, large nodes first.
 
     jobs: the devices of each node, the job's id, and how many nodes. Two nodes of one job are never on one machine.
     """

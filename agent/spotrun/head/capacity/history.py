@@ -85,7 +85,7 @@ def _learned(
     hours: float,
 ) -> PoolRecord:
     gone = [name for name, made in last.machines.items() if machines.get(name) != made and name not in replaced]
-    # The head itself has ended as many as the size is lower now.
+    # If the size is lower now, the head itself has ended as many.
     taken = max(0, len(gone) - max(0, last.size - pool.size))
     state = _state(pool, len(machines), last)
     short = state == "down"

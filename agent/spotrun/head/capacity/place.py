@@ -1,8 +1,8 @@
 """Where should each job train, and on which machines? `place(situation)` is pure, and its tests are data.
 
 Jobs are served by priority, then by deadline, then in the order of the queue. Each job counts on the machines that the
-jobs before it leave. But `allocate` takes no machine that a job needs for its `min` to train, for a job of the same
-priority. So such a job does not count on that machine.
+jobs before it leave. A job that trains keeps `min` nodes against other jobs of its priority: `allocate` does not take
+them. So none of these jobs counts on their machines.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ PRIOR = 4.0  # hours that are assumed before anything is known: between minutes 
 
 @dataclass(frozen=True)
 class History:
-    """What happened in one pool, as `history.learn` has counted it. In all counts, what is old counts less."""
+    """What happened in one pool, as `history.learn` has counted it. Old events count less."""
 
     hours: float = 0.0  # machine-hours
     interruptions: float = 0.0  # machines that the cloud took

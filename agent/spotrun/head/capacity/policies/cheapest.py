@@ -11,7 +11,7 @@ from spotrun.head.capacity.situation import Demand, Placement, Situation
 
 
 def cheapest(seen: Situation, job: Demand, before: Placement | None) -> Placement:
-    """As `elastic`, but with `min` nodes, because of more nodes each does less work, and on the cheapest market alone.
+    """As `elastic`, but on the cheapest market alone, and with `min` nodes: of more nodes, each would do less work.
 
     The job waits for that market, and moves only if another zone saves more than the move costs.
     """

@@ -79,7 +79,7 @@ def need(machines: int, offers: Sequence[Offer]) -> Need:
 
 
 def use(job: Demand, zone: Zone) -> frozenset[str]:
-    """The pools to train on. Once the cheapest market has as many machines as the job trains on, no dearer market."""
+    """The pools to train on: no dearer market, once the cheapest one has as many machines as the job trains on."""
     cheap = cheapest_market(zone)
     if sum(usable(job, offer) for offer in cheap) >= max(job.min, held(job, zone.pools)):
         return frozenset(offer.name for offer in cheap)
