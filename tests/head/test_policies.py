@@ -199,7 +199,7 @@ def test_a_budget_that_does_not_last_makes_the_job_thrifty() -> None:
     rich, poor = (one(job(left=7200.0, budget=budget), *offers) for budget in (50.0, 1.0))
     assert (rich.use, rich.max) == ({"s"}, 4)
     assert (poor.use, poor.max) == ({"t"}, 2)
-    assert "$1.00 are left" in poor.reason
+    assert "$1.00 of the budget is left" in poor.reason
 
 
 def test_on_demand_machines_that_the_budget_does_not_pay_are_not_asked_for() -> None:

@@ -43,7 +43,7 @@ def test_each_policy_has_its_cost_and_its_end(tmp_path: Path) -> None:
     [
         ("deadline: 12h\n", "available", "work is missing: how long the whole job takes on one machine"),
         ("work: 3h\n", "", "polarity is missing"),
-        ("work: 40h\n", "available", "14 h long; 160 h are needed"),
+        ("work: 40h\n", "available", "14 h long, and this job needs 160 h; name a longer"),
     ],
     ids=["a job without its work", "traces without a polarity", "a trace that is too short"],
 )

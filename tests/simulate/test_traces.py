@@ -78,7 +78,7 @@ def test_a_window_begins_at_zero() -> None:
     [
         ("", {"a_csv": ONE}, r"polarity is missing; allowed: available .* no default"),
         ("polarity: up\n", {"a_csv": ONE}, r"traces.yaml: polarity: 'up'; allowed: available"),
-        ("polarity: available\nprice: -1\n", {"a_csv": ONE}, r"price: -1: is not a number"),
+        ("polarity: available\nprice: -1\n", {"a_csv": ONE}, r"price: -1: allowed: a number, 0 or more"),
         ("polarity: available\n", {}, r"no \*.csv or \*.json file"),
         ("polarity: available\n", {"a_csv": "date,availability\nyesterday,1\n"}, r"a.csv: line 2: 'yesterday,1'"),
         ("polarity: available\n", {"a_csv": "date,a,b\n0,1\n"}, r"a.csv: line 2: '0,1'"),

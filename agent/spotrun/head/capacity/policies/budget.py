@@ -25,9 +25,9 @@ def within_budget(policy: Policy) -> Policy:
         thrifty = cheapest(seen, job, before if was_thrifty else None)
         least = expected_cost(seen, job, thrifty)
         if least is None or least >= cost:
-            why = f"the rest will cost about ${cost:.2f}, and ${job.budget:.2f} of the budget are left"
+            why = f"the rest will cost about ${cost:.2f}, and ${job.budget:.2f} of the budget is left"
             return replace(wanted, reason=f"{wanted.reason}; {why}")
-        why = f"other machines would cost about ${cost:.2f}, and ${job.budget:.2f} of the budget are left"
+        why = f"other machines would cost about ${cost:.2f}, and ${job.budget:.2f} of the budget is left"
         return replace(thrifty, reason=f"{thrifty.reason}; {why}", thrifty=True)
 
     return bounded
