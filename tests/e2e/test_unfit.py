@@ -40,7 +40,7 @@ def test_machines_that_are_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         job = cluster.submit(nodes={"min": 1, "max": 2}, epochs=1, samples=4000, batch=2, slow=2)
         cluster.until_step(1)
         assert cluster.members() == ["good-0"]
-        status = cluster.until(lambda s: asked(s) == 1, what="another in its place")
+        status = cluster.until(lambda s: asked(s) == 1, what="a replacement")
         record = UnfitRecord.model_validate_json(cluster.access.store.get(unfit_key("unfit", "bad-0")))
         assert (record.node, record.pool, record.type) == ("bad-0", "bad", "a2-megagpu-16g")
         assert record.problems[0].startswith(WHY)
@@ -76,7 +76,7 @@ def recorded(cluster: Harness) -> Record:
 
 
 def asked(status: dict) -> int:
-    return sum("asked the cloud for another in its place" in event["text"] for event in status["events"])
+    return sum("asked the cloud to replace it" in event["text"] for event in status["events"])
 
 
 def pool(status: dict) -> dict:

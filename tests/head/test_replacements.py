@@ -38,7 +38,7 @@ async def test_an_unfit_machine_is_replaced(world: World) -> None:
     assert [(each.node, each.pool, each.why) for each in world.replaced()] == [("p-0", "p", "899 MiB are free")]
     texts = [event["text"] for event in world.events()]
     assert [text for text in texts if "takes no job" in text] == ["p-0 takes no job: 900 MiB are free"]
-    assert texts.count("p-0: 899 MiB are free: asked the cloud for another in its place") == 1
+    assert texts.count("p-0: 899 MiB are free: asked the cloud to replace it") == 1
     pools = {pool["name"]: pool for pool in world.head.status()["pools"]}
     assert (pools["p"]["problem"], pools["q"]["problem"]) == ("p-0 takes no job: 899 MiB are free", None)
     await world.look()
@@ -126,7 +126,7 @@ async def test_what_a_cloud_refuses_does_not_count(world: World) -> None:
     assert [each.refused for each in world.replaced()] == ["Rate exceeded"]
     pools = {pool["name"]: pool["problem"] for pool in world.head.status()["pools"]}
     assert pools["p"] == "p-0 takes no job: no driver; the cloud does not replace it: Rate exceeded"
-    refusal = "p-0: no driver: the cloud does not put another in its place: Rate exceeded"
+    refusal = "p-0: no driver: the cloud does not replace it: Rate exceeded"
     assert [e["text"] for e in world.events() if e["kind"] == "cloud"] == [refusal] * 4
 
 

@@ -41,7 +41,7 @@ class Events:
         log.info("%s%s: %s", f"{job}: " if job else "", kind, text)
 
     def has(self, text: str) -> bool:
-        """Whether an event of the cluster has exactly this kind and text."""
+        """Whether an event of the cluster has exactly this text."""
         return any(event["text"] == text for event in self._cluster)
 
     def of(self, job: str) -> list[Event]:

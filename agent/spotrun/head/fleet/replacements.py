@@ -87,9 +87,9 @@ class Replacements:
             what = f"{action.node}: {action.why or 'does not answer'}"
             self.replaced = answered(self.replaced, action, refusal, now)
             if refusal:
-                lines.append(f"{what}: the cloud does not put another in its place: {refusal}")
+                lines.append(f"{what}: the cloud does not replace it: {refusal}")
             else:
-                lines.append(f"{what}: asked the cloud for another in its place")
+                lines.append(f"{what}: asked the cloud to replace it")
         return lines
 
     async def answered(self) -> None:
