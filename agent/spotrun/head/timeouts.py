@@ -10,7 +10,7 @@ class Timeouts:
     """Each field says what is waited for, and why that long."""
 
     # Agents.
-    rejoin: float = 10.0  # for agents to find a new head, at the most
+    rejoin: float = 10.0  # for agents to find a new head, at most
     alone: float = 300.0  # before a silent machine is replaced while no node reports: the head may be cut off
     slow_step: float = 30.0  # without a step and without the member's report: a sure sign, however slow the steps are
     failure: float = 1.2  # for a node's fate to show after a collective failed: a little more than two reports
@@ -25,7 +25,7 @@ class Timeouts:
     unfit: float = 45.0  # unfit before a replacement: the agent checks again after 30 s (`AGAIN` in node.health.gate)
     unfit_holder: float = 600.0  # the same, while the agent of a machine that alone holds the newest state uploads it
     silent: float = 20.0  # before a silent machine is replaced that no job needs, or that alone holds the newest state
-    last_holder: float = 3600.0  # for a machine that may alone hold the newest state, at the most
+    last_holder: float = 3600.0  # for a machine that may alone hold the newest state, at most
     retry: float = 60.0  # before the cloud is asked again to replace a machine; each further wait is twice as long
     retry_most: float = 900.0  # the longest wait between two such requests
     replacement_window: float = 3600.0  # the time in which a pool's replacements are counted
@@ -52,7 +52,7 @@ class Timeouts:
     tell_silence: float = 20.0  # before an event says so, and before a stop no longer waits for the nodes
     sign_write: float = 5.0  # for writing a sign of life
     sign_recent: float = 30.0  # for which an answer of the bucket is used
-    sign_pause: float = 20.0  # between two signs, at the most, even if a node's sign names more
+    sign_pause: float = 20.0  # between two signs, at most, even if a node's sign names more
 
 
 TIMEOUTS = Timeouts()

@@ -234,7 +234,7 @@ class SimulatedHead:
 def _spent_at(view: View) -> float:
     """When the planner may stop the job to keep its budget, if nothing else happens."""
     job, budget = view.job, view.job.spec.budget
-    hourly = job.hourly + view.dearest  # at the most
+    hourly = job.hourly + view.dearest  # at most
     if budget is None or job.stopping or job.ending is not None or not hourly:
         return math.inf
     return view.now + max(1.0, (budget - job.cost - spending.reserve(view)) / hourly * 3600)

@@ -163,7 +163,7 @@ class JobSpec(Spec):
     zones: Literal["one", "any"] = "one"
     """Whether a generation may have machines of several zones. Such traffic is slower, and clouds charge for it."""
     restart_time: Interval = Field(default=300.0, description=INTERVAL)
-    """Seconds from asking for machines to the first step on them, at the most: what a deadline allows for it."""
+    """Seconds from asking for machines to the first step on them, at most: what a deadline allows for it."""
     work: Interval | None = Field(default=None, description=INTERVAL)
     """Seconds that the whole job takes on one machine, as far as known. The head measures it once the job trains."""
     max_restarts: Int = Field(default=3, ge=0, description="a whole number, 0 or more")
