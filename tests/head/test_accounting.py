@@ -8,12 +8,15 @@ import pytest
 
 from spotrun.head import accounting
 from spotrun.head.account import Rates, Use
+from spotrun.head.capacity.situation import Placement
+from spotrun.head.capacity.sizes import Need
+from spotrun.head.fleet.classify import classify
 from spotrun.head.job_state import Cause, JobState, Start, Stop, apply
 from spotrun.head.meter import running
 from spotrun.head.planner.plan import plan
 from spotrun.head.view import Machine
 from spotrun.wire import StateRef, Worker
-from tests.head.views import NOW, A, B, C, Seen, job, node, spec, start, view
+from tests.head.views import NOW, A, B, C, Seen, fleet, job, node, spec, start, view
 
 
 def at(step: int, base: int, restored: float, stepped: float, **changes: object) -> Worker:
@@ -82,6 +85,25 @@ def test_every_machine_that_runs_is_paid_for() -> None:
     assert after.hourly == pytest.approx(8 * 98 + 6)
     (stop,) = plan(replace(seen, job=after)).actions
     assert stop == Stop("the budget of $50 is spent")
+
+
+def test_a_job_pays_for_machines_that_are_ready_for_its_move_or_keep_its_state() -> None:
+    """The budget counts them, so they must not be the cluster's."""
+    state = job(A, B, checkpoints=(StateRef(generation=1, step=40),))
+    idle = {"generation": 0, "phase": "ready", "workers": ()}
+    left = node(C, **idle)  # its snapshot is of step 48
+    target = node("d", **idle, snapshot=None, pool="q")
+    other = node("e", **idle, snapshot=None)
+    nodes = (node(A), node(B), left, target, other)
+    machines = tuple(Machine(n.name, n.report.pool, "running", NOW - 600, NOW - 500) for n in nodes)
+    seen = fleet(view(state, *nodes, machines=machines))
+    expected = {"j": {A: (), B: ()}}
+    asks = Placement(frozenset("p"), (Need(2, frozenset("p")), Need(2, frozenset("q"))))
+    found = accounting.shares(seen, expected, classify(seen), {"j": asks})
+    assert {payer: set(of) for payer, of in found.items()} == {"j": {A, B, C, "d"}, "": {"e"}}
+    saved = replace(seen, jobs=(state.replace(checkpoints=(StateRef(generation=1, step=48),)),))
+    found = accounting.shares(saved, expected, classify(saved))
+    assert {payer: set(of) for payer, of in found.items()} == {"j": {A, B}, "": {C, "d", "e"}}
 
 
 def test_what_ran_before_its_price_was_known_is_paid_for() -> None:

@@ -19,8 +19,9 @@ from spotrun.head.job_state import Progress
 from spotrun.head.speeds import Speed
 from spotrun.head.view import FleetView
 from spotrun.spec import ClusterSpec
+from spotrun.wire import StateRef
 from tests.head.bazaar import POLL, START, Stall, work
-from tests.head.views import NOW, A, spec
+from tests.head.views import NOW, A, node, spec
 from tests.head.views import job as trains
 
 HOUR = 3600.0
@@ -186,6 +187,16 @@ def test_the_work_left(name: str) -> None:
     state = trains(A, progress=progress, reached=step, **changes)
     found = demand(FleetView(now=NOW, jobs=(state,), nodes=()), CLUSTER, state, 0).left
     assert found == (left if left is None else pytest.approx(left))
+
+
+def test_steps_that_are_lost_are_work_left() -> None:
+    """No node has a state any more, so the job goes on from its newest checkpoint."""
+    state = trains(checkpoints=(StateRef(generation=1, step=40),), reached=50, pace=2.0, paced=1)
+    state = state.replace(progress=Progress(total_steps=1000), generation=1)
+    seen = FleetView(now=NOW, jobs=(state,), nodes=())
+    assert demand(seen, CLUSTER, state, 0).left == pytest.approx(960 * 2.0)
+    holds = node(A, generation=0, snapshot=StateRef(generation=1, step=48))
+    assert demand(replace(seen, nodes=(holds,)), CLUSTER, state, 0).left == pytest.approx(952 * 2.0)
 
 
 def test_a_deadline_that_cannot_be_kept_is_refused_with_the_earliest_one() -> None:

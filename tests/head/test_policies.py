@@ -18,10 +18,12 @@ NOW = 1_000_000.0
 
 
 def offer(name: str, zone: str = "a", market: str = "spot", there: int = 0, **changes: Any) -> Offer:
-    """A pool of up to four machines, of which so many are ready; it has been asked for no more."""
+    """A pool of up to four machines. It has all it was asked for; `leaving` of them are under notice, others ready."""
     supply, size = changes.pop("supply", "open"), changes.pop("size", there)
-    pool = Pool(name, changes.pop("most", 4), size, {f"{name}-{i}": "ready" for i in range(there)}, supply)
-    return Offer(pool, zone, market, usable=there, **changes)  # type: ignore[arg-type]
+    leaving = changes.pop("leaving", 0)
+    states = {f"{name}-{i}": "leaving" if i < leaving else "ready" for i in range(there)}
+    pool = Pool(name, changes.pop("most", 4), size, states, supply)
+    return Offer(pool, zone, market, usable=there - leaving, **changes)  # type: ignore[arg-type]
 
 
 def job(**changes: Any) -> Demand:
@@ -141,6 +143,45 @@ CASES: dict[str, tuple[Demand, tuple[Offer, ...], set[str], dict[str, int]]] = {
         {"s"},
         {"s": 4},
     ),
+    "most of its machines are under notice, and none come in their place: another zone is asked at once": (
+        job(members={"s": 4}, leaving={"s": 2}, left=40000.0),
+        (offer("s", there=4, leaving=2, supply="short", size=6), offer("t", zone="b")),
+        {"s"},
+        {"s": 4, "t": 4},
+    ),
+    "the zone of the machines under notice gives others: the job stays there": (
+        job(members={"s": 4}, leaving={"s": 2}, left=40000.0),
+        (offer("s", there=6, leaving=2, most=8), offer("t", zone="b")),
+        {"s"},
+        {"s": 4},
+    ),
+    "the other zone costs a tenth: the job moves, though it is no faster there": (
+        job(members={"s": 4}, left=40000.0),
+        (offer("s", there=4, price=10.0), offer("t", zone="b", there=4, price=1.0)),
+        {"t"},
+        {"t": 4},
+    ),
+    "the other zone costs a little less: the job stays": (
+        job(members={"s": 4}, left=40000.0),
+        (offer("s", there=4, price=1.0), offer("t", zone="b", there=4, price=0.95)),
+        {"s"},
+        {"s": 4},
+    ),
+    "the other zone costs a tenth, but the work ends before the move pays": (
+        job(members={"s": 4}, left=100.0),
+        (offer("s", there=4, price=10.0), offer("t", zone="b", there=4, price=1.0)),
+        {"s"},
+        {"s": 4},
+    ),
+    "one machine was lost a moment ago, and the others go on: that alone is no reason to move": (
+        job(min=1, max=16, members={"s": 15}, left=3e5),
+        (
+            offer("s", there=15, most=16, supply="short", size=16, history=History(interruptions=1.0)),
+            offer("t", zone="b", most=16),
+        ),
+        {"s"},
+        {"s": 16},
+    ),
     "the job may cross zones: all pools are one zone": (
         job(across=True),
         (offer("s", there=1, **SHORT), offer("t", zone="b")),
@@ -174,6 +215,20 @@ def test_place(demand: Demand, offers: tuple[Offer, ...], use: set[str], needs: 
     found = one(demand, *offers)
     assert (found.use, asked(found)) == (use, needs), found.reason
     assert found.reason
+
+
+def test_a_zone_that_gave_most_of_the_machines_keeps_a_waiting_job() -> None:
+    first = one(job(), offer("s"), offer("t", zone="b"))
+
+    def later(there: int, most: int) -> Placement:
+        """The zone gave so many machines, which boot, of the `most` that it was asked for."""
+        booting = offer("s", there=there, most=most, supply="short", size=most)
+        offers = (replace(booting, usable=0), offer("t", zone="b", most=most))
+        return place(Situation(NOW, offers, (job(max=most),)), {"j": first})["j"]
+
+    assert later(15, 16).use == {"s"}
+    assert asked(later(15, 16)) == {"s": 16}
+    assert later(8, 16).use == {"t"}  # twice as many machines are worth another zone
 
 
 def test_a_later_job_takes_the_zone_that_the_first_one_leaves() -> None:

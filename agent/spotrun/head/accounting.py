@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from spotrun.head import node_time
 from spotrun.head.account import Line, Rates, Use, add, merged, total
-from spotrun.head.demand import Holdings
+from spotrun.head.capacity.place import Placements
+from spotrun.head.capacity.situation import Placement
+from spotrun.head.demand import Holdings, holds_unsaved
 from spotrun.head.fleet.classify import Condition
 from spotrun.head.job_state import JobState, Progress
 from spotrun.head.meter import NOBODY, hourly, running
@@ -90,13 +92,16 @@ def joined(before: Idle, idle: Idle) -> Idle:
     )
 
 
-def shares(view: FleetView, expected: Holdings, conditions: Mapping[str, Condition]) -> dict[str, dict[str, float]]:
+def shares(
+    view: FleetView, expected: Holdings, conditions: Mapping[str, Condition], placements: Placements | None = None
+) -> dict[str, dict[str, float]]:
     """By job: which part of each machine the job pays for. What no job pays for is under `NOBODY`.
 
     The parts of a machine add up to 1. A job pays for the devices that it has or that boot for it, for the nodes that
     save its last state, and for the node that is kept after it has failed. For a machine that serves no job, because it
-    is unfit, boots or ends, the first job that wants more nodes pays, or else the first job that wants nodes. The
-    cluster pays for idle devices.
+    is unfit, boots or ends, the first job that wants more nodes pays, or else the first job that wants nodes. A job
+    pays for machines that are kept because they hold a state which the bucket lacks, and for those that are ready for
+    its move. The cluster pays for idle devices.
     """
     found: dict[str, dict[str, float]] = {NOBODY: {}, **{job.id: {} for job in view.jobs}}
     counts = {node.name: node.report.devices for node in view.nodes}
@@ -112,11 +117,28 @@ def shares(view: FleetView, expected: Holdings, conditions: Mapping[str, Conditi
     wanting = [job for job in view.jobs if job.wants_nodes]
     lacking = [job for job in wanting if len(found[job.id]) < job.spec.nodes.max]
     first = next((job.id for job in (*lacking, *wanting)), NOBODY)  # a job that moves may have more than its `max`
+    movers = {pool: job.id for job in reversed(wanting) for pool in _moves_to((placements or {}).get(job.id))}
     for name, share in left.items():
         if share > 1e-9:
-            idle = share < 1 or (name in conditions and conditions[name].state == "ready")
-            found[NOBODY if idle else first][name] = share
+            payer = NOBODY if share < 1 else first
+            if share == 1 and name in conditions and conditions[name].state == "ready":
+                payer = _kept_for(view, name) or movers.get(conditions[name].machine.pool, NOBODY)
+            found[payer][name] = share
     return found
+
+
+def _kept_for(view: FleetView, name: str) -> str:
+    """The job whose state the machine holds, if the bucket does not have that state; else ""."""
+    node = view.by_name.get(name)
+    jobs = (view.by_id[work.job] for work in node.report.jobs if work.job in view.by_id) if node else ()
+    return next((job.id for job in jobs if node and not job.ended_already and holds_unsaved(node, job)), "")
+
+
+def _moves_to(placement: Placement | None) -> frozenset[str]:
+    """Pools that a job asks for machines, but on which it does not train yet."""
+    return (
+        frozenset[str]().union(*(need.pools for need in placement.needs)) - placement.use if placement else frozenset()
+    )
 
 
 def goodput(job: JobState) -> float | None:

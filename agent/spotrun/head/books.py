@@ -10,6 +10,7 @@ from spotrun.cloud.base import Advice
 from spotrun.head import accounting
 from spotrun.head.account import Rates, Use
 from spotrun.head.accounting import Idle, Uses
+from spotrun.head.capacity.place import Placements
 from spotrun.head.demand import Holdings
 from spotrun.head.fenced import FencedStore
 from spotrun.head.fleet.classify import Condition
@@ -41,12 +42,14 @@ class Books:
         conditions: Mapping[str, Condition],
         rates: Rates,
         told: Mapping[str, Advice],
+        placements: Placements | None = None,
     ) -> Mapping[str, Uses]:
         """The machine time since the last count, by job. Time that no job pays is added to the cluster's own account.
 
         expected: the devices that jobs have or that boot for them. told: the cloud's advice by pool, with old prices.
+        placements: where each job trains, and which machines it asks for.
         """
-        shares = accounting.shares(view, expected, conditions)
+        shares = accounting.shares(view, expected, conditions, placements)
         paid = {NOBODY: self.idle.counted_at, **{job.id: job.counted_at for job in view.jobs}}
         for pool, price in rates.prices.items():
             if (before := self._rates.prices.get(pool, price)) != price:

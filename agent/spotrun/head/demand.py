@@ -104,14 +104,15 @@ def _holders(view: FleetView, job: JobState) -> set[str]:
     """Nodes that hold, or may hold, a state of the job which the bucket does not have."""
     if job.ended_already:
         return set()
-    found = {name for name in view.reporting.get(job.id, ()) if _holds_unsaved(view.by_name[name], job)}
+    found = {name for name in view.reporting.get(job.id, ()) if holds_unsaved(view.by_name[name], job)}
     quiet = view.now - max(view.began, view.awake_since)
     if job.current is None and quiet <= patience.patience(job, TIMEOUTS.last_holder):
         found |= {member.node for member in job.last if member.node not in view.by_name}
     return found
 
 
-def _holds_unsaved(node: Node, job: JobState) -> bool:
+def holds_unsaved(node: Node, job: JobState) -> bool:
+    """Whether the node holds a state of the job which the bucket does not have."""
     work = node.report.of(job.id)
     return work is not None and patience.held(work) > job.newest
 

@@ -289,8 +289,8 @@ class Head:
 
     def _count(self, view: FleetView, conditions: Mapping[str, Condition]) -> dict[str, accounting.Uses]:
         """The machine time since the last turn, by job."""
-        expected = self.allocator.assignment.expected
-        return dict(self.books.count(view, expected, conditions, self.fleet.rates, self.fleet.advice))
+        fleet, expected = self.fleet, self.allocator.assignment.expected
+        return dict(self.books.count(view, expected, conditions, fleet.rates, fleet.advice, self.scaler.places))
 
     def _advance(
         self, job: JobState, fleet: FleetView, conditions: Mapping[str, Condition], uses: accounting.Uses

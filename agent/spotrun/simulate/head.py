@@ -60,6 +60,8 @@ class SimulatedHead:
         self.assignment = Assignment()
         self._machines: dict[str, Machine] = {}  # as the head saw them last
         self._nodes: dict[str, tuple[Node, bool, bool]] = {}
+        self._seen: object = None  # a summary of what the last placements were made from
+        self._last_view: tuple[FleetView, Mapping[str, Condition]] = FleetView(market.now, (), ()), {}
         self._paid: dict[str, list[Use]] = {}  # by job: what it has paid for since the last turn, without the end
         self._prices: dict[str, float] = {}  # of that time
         self._spent: dict[str, float] = {}  # by job: when its budget may be spent
@@ -68,8 +70,10 @@ class SimulatedHead:
 
     def settle(self, now: float) -> None:
         """Take turns until nothing changes."""
+        self._seen = None
         for _ in range(SETTLED):
             if not self._turn(now):
+                self._paid, self._prices = self._uses(*self._last_view), self.market.prices
                 return
         raise RuntimeError(f"the head does not settle at {now}: {self.log[-6:]}")
 
@@ -91,7 +95,7 @@ class SimulatedHead:
         self.turns += 1
         for nodes in self.job_nodes.values():
             nodes.look(now)
-        view, before = self._view(now), (self.assignment, self.market.looks)
+        view, looks = self._view(now), self.market.looks
         conditions = classify(view)
         if now > self._observed:  # the real head has taken many turns since the last one
             self._observed = now
@@ -99,18 +103,31 @@ class SimulatedHead:
                 self.jobs[job.id] = self._observe(job, view, conditions)
             view = replace(view, jobs=tuple(self.jobs[job.id] for job in view.jobs))
         self._place(view, conditions)
-        out = {name for name, each in conditions.items() if each.state in NOT_COMING}
-        asked = question(view, self.cluster, self.market.sizes, self.assignment.held, self.placements, out)
+        asked = self._ask(view, conditions)
         if asked != self._question:
             self._question, self.assignment = asked, assign(asked)
         acted = [self._advance(job, view, conditions) for job in view.jobs]
         view = replace(view, jobs=tuple(job for job in self.jobs.values() if not job.ended_already))
         if not any(acted):  # else the nodes report first, so that no node is removed that holds a state
             self._scale(view, conditions)
-        self._paid, self._prices = self._uses(view, conditions), self.market.prices
-        return any(acted) or before != (self.assignment, self.market.looks)
+        self._last_view = view, conditions
+        if any(acted) or looks != self.market.looks:
+            return True
+        # All is as before, but for the assignment. The next one follows from this one, and all else from it.
+        return asked != self._ask(view, conditions)
+
+    def _ask(self, view: FleetView, conditions: Mapping[str, Condition]) -> Question:
+        out = {name for name, each in conditions.items() if each.state in NOT_COMING}
+        return question(view, self.cluster, self.market.sizes, self.assignment.held, self.placements, out)
 
     def _place(self, view: FleetView, conditions: Mapping[str, Condition]) -> None:
+        """Ask where each job may train, as the real head: if the cloud, jobs or nodes have changed, or time has."""
+        jobs = [(job.id, job.wants_nodes, job.generation, job.current is None) for job in view.jobs]
+        states = {name: each.state for name, each in conditions.items()}
+        summary = (self.market.looks, jobs, states)
+        if summary == self._seen:
+            return
+        self._seen = summary
         pools = tuple(
             replace(pool, states={name: conditions[name].state for name in pool.states if name in conditions})
             for pool in self.market.pools()
@@ -155,7 +172,7 @@ class SimulatedHead:
     def _uses(self, fleet: FleetView, conditions: Mapping[str, Condition]) -> dict[str, list[Use]]:
         """The machines that each job pays from now on."""
         now, pools = fleet.now, running(fleet)
-        found = accounting.shares(fleet, self.assignment.expected, conditions)
+        found = accounting.shares(fleet, self.assignment.expected, conditions, self.placements)
         return {job: [Use(name, pools[name], now, now, part) for name, part in of.items()] for job, of in found.items()}
 
     def _view_of(self, job: JobState, fleet: FleetView, conditions: Mapping[str, Condition]) -> View:

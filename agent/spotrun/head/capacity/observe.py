@@ -10,6 +10,7 @@ from spotrun.cloud.base import Advice
 from spotrun.head.capacity.situation import NO_ADVICE, Demand, History, Offer, Situation
 from spotrun.head.capacity.sizes import Pool
 from spotrun.head.job_state import JobState
+from spotrun.head.planner import patience
 from spotrun.head.speeds import LEAST
 from spotrun.head.view import FleetView
 from spotrun.spec import ClusterSpec, JobSpec, devices_of
@@ -77,7 +78,7 @@ def largest_zone(cluster: ClusterSpec, pools: Set[str]) -> int:
 
 def demand(view: FleetView, cluster: ClusterSpec, job: JobState, index: int) -> Demand:
     """The demand of one job. index: its place in the queue."""
-    spec, pools = job.spec, suited(job.spec, cluster)
+    spec, pools, members = job.spec, suited(job.spec, cluster), [member.node for member in job.members]
     places = {machine.name: machine.pool for machine in view.machines}
     places |= {node.name: node.report.pool for node in view.nodes}
     restart = spec.restart_time
@@ -96,8 +97,9 @@ def demand(view: FleetView, cluster: ClusterSpec, job: JobState, index: int) -> 
         devices=spec.devices,
         cheapest=spec.policy == "cheapest",
         across=spec.zones == "any" or spec.nodes.min > largest_zone(cluster, pools),
-        members=Counter(places.get(member.node, "") for member in job.members),
-        left=_left(job),
+        members=Counter(places.get(name, "") for name in members),
+        leaving=Counter(node.report.pool for node in map(view.by_name.get, members) if node and node.leaving),
+        left=_left(job, _reached(view, job)),
         scaling=SCALING,
         deadline=job.submitted + spec.deadline if spec.deadline else None,
         budget=spec.budget - job.cost if spec.budget else None,
@@ -108,7 +110,16 @@ def demand(view: FleetView, cluster: ClusterSpec, job: JobState, index: int) -> 
     )
 
 
-def _left(job: JobState) -> float | None:
+def _reached(view: FleetView, job: JobState) -> int:
+    """The step that its workers have reached, or else that of the newest state that a new generation can begin with."""
+    if job.progress.base >= 0:
+        return max(job.progress.step, job.progress.base)
+    holders = (view.by_name[name] for name in view.reporting.get(job.id, ()))
+    states = (patience.held(work) for node in holders if node.connected and (work := node.report.of(job.id)))
+    return max(0, max(states, default=job.newest)[1], job.newest[1])
+
+
+def _left(job: JobState, reached: int) -> float | None:
     """The work left, in seconds on one machine: as measured, else as the job file says; None if neither is known.
 
     The first steps of a generation are slow. Until it has done `LEAST` steps, the measurement before it counts.
@@ -120,9 +131,9 @@ def _left(job: JobState) -> float | None:
         if last:
             pace, nodes = last.samples / last.samples_per_second, last.nodes
         elif spec.work is not None and job.generation <= 1:
-            return spec.work * (1 - max(job.reached, 0) / total) if total else spec.work
+            return spec.work * (1 - reached / total) if total else spec.work
         elif not progress.pace:
             pace, nodes = job.pace, job.paced or len(job.last)
     if not (total and pace and nodes):
         return spec.work
-    return float(max(0, total - max(job.reached, 0)) * pace * nodes**SCALING)
+    return float(max(0, total - reached) * pace * nodes**SCALING)

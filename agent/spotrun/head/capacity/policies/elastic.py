@@ -12,11 +12,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from spotrun.cloud.base import Market
-from spotrun.head.capacity.policies.zones import ORDER, Zone, again, ask, held, rate, use, zones
+from spotrun.head.capacity.policies.zones import ORDER, Zone, again, ask, fit, held, rate, staying, use, zones
 from spotrun.head.capacity.situation import Demand, Placement, Situation, nothing
 from spotrun.head.capacity.sizes import Need
 
-GAIN = 1.1  # another zone must promise this many times the rate, so that small changes of counts move no job
+GAIN = 1.1
+"""Another zone must promise this many times the rate, or as much less cost. So small changes move no job."""
 
 
 def elastic(
@@ -60,13 +61,12 @@ def _training(job: Demand, here: Zone, found: list[Zone]) -> Placement:
 def _waiting(job: Demand, found: list[Zone], before: Placement | None) -> Placement:
     """The best zone is asked first. If it has too few machines, it is still asked, and the next zone too."""
     ready = [zone for zone in found if zone.ready >= job.min]
-    ranked = sorted(found, key=lambda zone: (zone.hope < job.min, *(-each for each in _score(zone))))
+    ranked = _ranked(job, found, before)
     if ready:
         best = max(ready, key=lambda zone: (rate(job, zone.ready), _score(zone)))
-        # Keep the zone of the last placement, unless another zone is much better.
-        last = [zone for zone in ready if before is not None and zone.pools & before.use]
-        if last and rate(job, best.ready) <= rate(job, last[0].ready) * GAIN:
-            best = last[0]
+        last = next((zone for zone in ready if before is not None and zone.pools & before.use), best)
+        if rate(job, best.ready) <= rate(job, last.ready) * GAIN and last.cost <= best.cost * GAIN:
+            best = last
         ready = [best]
         if best is ranked[0] or best.ready >= min(job.max, ranked[0].hope):
             return _in(job, best, ask(job, best), f"{_name(best)}: {_count(job, best)}{_others(found, best)}")
@@ -81,16 +81,40 @@ def _waiting(job: Demand, found: list[Zone], before: Placement | None) -> Placem
     return _in(job, chosen, needs, f"asks {_name(asked[-1])}{short}")
 
 
+def _ranked(job: Demand, found: list[Zone], before: Placement | None) -> list[Zone]:
+    """The best zone first. A zone that was asked last and gave enough stays first, unless another is much better.
+
+    The machines of the zone that was asked boot already. Those of other zones are only a hope.
+    """
+    ranked = sorted(found, key=lambda zone: (zone.hope < job.min, *(-each for each in _score(zone))))
+    for zone in ranked[1:]:
+        asked = before is not None and bool(zone.pools & before.use)
+        if asked and sum(fit(job, offer) for offer in zone.offers) >= job.min and _similar(zone, ranked[0]):
+            return [zone, *(other for other in ranked if other is not zone)]
+    return ranked
+
+
+def _similar(zone: Zone, best: Zone) -> bool:
+    return best.rate <= zone.rate * GAIN and zone.cost <= best.cost * GAIN
+
+
 def pays(job: Demand, to: Zone, nodes: float, here: Zone) -> bool:
     """Whether a move to `nodes` machines of another zone pays: gain in rate x expected stay > cost of the move.
 
-    The stay ends with the job, or when the new zone is likely to fall short.
+    If the rate is no less there, the same may hold for money: saving x expected stay > price of the move. The stay ends
+    with the job, or when the new zone is likely to fall short.
     """
     if nodes < job.min:
         return False
-    old, new = _worth(job, here, max(held(job, here.pools), here.hope)), _worth(job, to, nodes)
+    old, new = _worth(job, here, max(staying(job, here.pools), here.hope)), _worth(job, to, nodes)
     stay = min(to.offers[0].history.mean_up, job.left / new if job.left is not None else math.inf)
-    return new > old * GAIN and (new - old) * stay > old * job.move + new * job.restart
+    if new > old * GAIN:
+        return (new - old) * stay > old * job.move + new * job.restart
+    priced = all(offer.price is not None for zone in (to, here) for offer in zone.offers)
+    saved = here.cost - to.cost
+    if not priced or new < old or here.cost <= to.cost * GAIN:
+        return False
+    return saved * new * stay > here.cost * old * job.move + to.cost * new * job.restart
 
 
 def _worth(job: Demand, zone: Zone, nodes: float) -> float:

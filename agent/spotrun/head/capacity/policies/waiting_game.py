@@ -64,7 +64,7 @@ def solve(game: Game) -> Tables:
     return _solve(Game(**rounded, **most, **fixed))
 
 
-@functools.lru_cache(maxsize=128)  # of 170 kB each
+@functools.lru_cache(maxsize=512)  # of 170 kB each
 def _solve(game: Game) -> Tables:
     zero = [0.0] * (SPARE + 1)
     spot, safe, stay, wait = ([array("d", zero)] for _ in range(4))

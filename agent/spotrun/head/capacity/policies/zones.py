@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from spotrun.cloud.base import Market
 from spotrun.head.capacity.situation import Demand, Offer, Situation
-from spotrun.head.capacity.sizes import Need
+from spotrun.head.capacity.sizes import Need, Pool
 
 ORDER: dict[Market, int] = {"spot": 0, "flex": 1, "on-demand": 2}  # the dearer, the later
 DEARER = 3.0  # on-demand over spot, where a price is not known: both clouds advertise 60 to 90 % off
@@ -59,6 +59,11 @@ def held(job: Demand, pools: frozenset[str]) -> int:
     return sum(count for pool, count in job.members.items() if pool in pools)
 
 
+def staying(job: Demand, pools: frozenset[str]) -> int:
+    """Those of them that are not under notice."""
+    return held(job, pools) - sum(count for pool, count in job.leaving.items() if pool in pools)
+
+
 def ask(job: Demand, zone: Zone) -> tuple[Need, ...]:
     """The machines to ask of a zone. Machines of a dearer market only stand in for what the job lacks of its `min`."""
     if not job.wants:
@@ -87,8 +92,8 @@ def use(job: Demand, zone: Zone) -> frozenset[str]:
 
 
 def fit(job: Demand, offer: Offer) -> int:
-    """Machines of a pool that this job can count on."""
-    return max(job.members.get(offer.name, 0), math.floor(offer.pool.fit - offer.others))
+    """Machines of a pool that this job can count on. Machines under notice do not count."""
+    return max(staying(job, frozenset({offer.name})), math.floor(_lasting(offer.pool) - offer.others))
 
 
 def room(job: Demand, offer: Offer) -> int:
@@ -116,7 +121,8 @@ def _zone(seen: Situation, job: Demand, name: str, offers: list[Offer]) -> Zone:
         hope += likely
         cost += likely * price(offer)
         speed += likely * offer.speed
-    lost = sum(1 / offer.history.lifetime for offer in offers[:1]) * hope * job.restart
+    pause = job.move if hope - 1 >= job.min else job.restart  # the others go on without a machine that is lost
+    lost = sum(1 / offer.history.lifetime for offer in offers[:1]) * hope * pause
     speed = speed / hope if hope else offers[0].speed
     found = rate(job, hope, speed) / (1 + lost)
     cost = cost / found if found else price(offers[0]) * (1 + ORDER[offers[0].market])
@@ -130,7 +136,7 @@ def _likely(seen: Situation, job: Demand, offer: Offer) -> float:
     if pool.supply in ("short", "away", "closed"):
         return now
     fell_short = past.short_at > 0 and seen.now < again(offer)
-    if pool.size and pool.fit >= pool.size and not (fell_short and pool.size <= past.short_with):
+    if pool.size and _lasting(pool) >= pool.size and not (fell_short and pool.size <= past.short_with):
         return most  # it has given what it was asked for
     if fell_short:
         # Since then it may have been asked for less, for example because the job moves away. That it has so many now
@@ -140,6 +146,11 @@ def _likely(seen: Situation, job: Demand, offer: Offer) -> float:
     if offer.advice.obtainability is not None:
         chance = offer.advice.obtainability.value
     return now + chance * (most - now)
+
+
+def _lasting(pool: Pool) -> int:
+    """Machines to count on that are not under notice."""
+    return pool.fit - len(pool.having("leaving"))
 
 
 def again(offer: Offer) -> float:
