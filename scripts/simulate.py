@@ -10,6 +10,7 @@ from random import Random
 from typing import Any
 
 from scripts.columns import aligned
+from scripts.jobs import check
 from spotrun.cloud import prices
 from spotrun.errors import SpecError
 from spotrun.simulate.costs import Costs
@@ -17,14 +18,14 @@ from spotrun.simulate.replay import Job, Outcome, Supply, play
 from spotrun.simulate.statistics import percentiles
 from spotrun.simulate.study import POLICIES, spread
 from spotrun.simulate.traces import Trace, load
-from spotrun.spec import ClusterSpec, JobSpec, load_cluster, load_job
+from spotrun.spec import ClusterSpec, JobSpec, load_cluster
 from spotrun.spec.cluster import PoolSpec
 
 TRACES = Path(__file__).parents[1] / "bench" / "data" / "traces"
 RUNS = 100  # windows, unless the operator says otherwise
 LOCAL_SPOT = 0.3  # USD an hour, the assumed price of a spot machine of the local cloud
-LEAST = 4.0  # if the job has no deadline, a window is this many times as long as its work takes on all nodes
-DROPPED = ("script", "nodes", "deadline", "budget", "work", "restart_time", "checkpoint_interval", "pools")
+LEAST = 4.0  # if the job has no deadline, a window is this many times as long as a start and its work on all nodes
+DROPPED = ("script", "nodes", "deadline", "budget", "work", "restart_time", "checkpoint_interval")
 
 
 @dataclass(frozen=True)
@@ -44,13 +45,14 @@ def simulate(
     cluster: str, job: str, folder: str = "", polarity: str = "", runs: int = RUNS, seed: int = 1
 ) -> dict[str, Any]:
     """Cost and end by policy: the 10th, 50th and 90th percentile over random windows. Raises `SpecError`."""
-    spec, wanted = load_cluster(cluster), load_job(job)
+    spec = load_cluster(cluster)
+    wanted = check(spec, job)
     if wanted.work is None:
         raise SpecError(f"{job}: work is missing: how long the whole job takes on one machine, such as work: 40h")
     path = Path(folder) if folder else _shipped(wanted)
     trace = load(path, polarity)
     costs = Costs(boot=max(0.0, wanted.restart_time - Costs().restore), checkpoint=wanted.checkpoint_interval)
-    length = wanted.deadline or LEAST * wanted.work / costs.rate(wanted.nodes.max)
+    length = wanted.deadline or LEAST * (wanted.work / costs.rate(wanted.nodes.max) + wanted.restart_time)
     if length > trace.length:
         raise SpecError(
             f"{path}: is {trace.length / 3600:.0f} h long, and this job needs {length / 3600:.0f} h; name a longer"

@@ -43,9 +43,17 @@ def test_each_policy_has_its_cost_and_its_end(tmp_path: Path) -> None:
     [
         ("deadline: 12h\n", "available", "work is missing: how long the whole job takes on one machine"),
         ("work: 3h\n", "", "polarity is missing"),
+        ("work: 3h\npools: [spit]\n", "available", "pools: .*spit"),
+        ("work: 3h\nnodes: 100\n", "available", "job.yaml: .*nodes"),
         ("work: 40h\n", "available", "14 h long, and this job needs 160 h; name a longer"),
     ],
-    ids=["a job without its work", "traces without a polarity", "a trace that is too short"],
+    ids=[
+        "a job without its work",
+        "traces without a polarity",
+        "a pool that the cluster does not have",
+        "more nodes than the pools may have",
+        "a trace that is too short",
+    ],
 )
 def test_what_is_missing_is_named(tmp_path: Path, job: str, polarity: str, message: str) -> None:
     with pytest.raises(SpecError, match=message):

@@ -84,6 +84,26 @@ def test_a_window_begins_at_zero() -> None:
         ("polarity: available\n", {"a_csv": "date,a,b\n0,1\n"}, r"a.csv: line 2: '0,1'"),
         ("polarity: available\n", {"a_json": '{"data": [1]}'}, r"a.json: needs metadata.gap_seconds"),
         ("polarity: [\n", {"a_csv": ONE}, r"traces.yaml: is not YAML"),
+        (
+            "polarity: available\nprcie: 1\n",
+            {"a_csv": ONE},
+            r"traces.yaml: 'prcie': there is no such key; allowed",
+        ),
+        ("- 1\n", {"a_csv": ONE}, r"traces.yaml: allowed: keys with values"),
+        ("polarity: available\nzone_prices: {a: .nan}\n", {"a_csv": ONE}, r"zone_prices: a: nan: allowed: a number, 0"),
+        ("polarity: available\n", {"a_csv": "date,a\n0,-5\n9,1\n"}, r"a.csv: line 2: '0,-5': '-5': allowed: a number"),
+        ("polarity: available\n", {"a_csv": "date,a\n0,nan\n9,1\n"}, r"a.csv: line 2: '0,nan': 'nan': allowed"),
+        (
+            "polarity: available\n",
+            {"a_csv": "date,a,b\n0,1,\n9,1,\n"},
+            r"zone b: has no number of machines",
+        ),
+        ("polarity: available\n", {"a_json": '{"metadata": {"gap_seconds": 9}, "data": []}'}, r"zone a: has no number"),
+        (
+            "polarity: available\n",
+            {"a_json": '{"metadata": {"gap_seconds": 9}, "data": [-1]}'},
+            r"a.json: .* -1: all",
+        ),
     ],
     ids=[
         "without a polarity",
@@ -94,11 +114,35 @@ def test_a_window_begins_at_zero() -> None:
         "a row that is too short",
         "JSON without a gap",
         "a description that is not YAML",
+        "a description with an unknown key",
+        "a description without keys",
+        "a price that is no number",
+        "fewer machines than none",
+        "a number of machines that is none",
+        "a zone without numbers",
+        "JSON without numbers",
+        "JSON with fewer machines than none",
     ],
 )
 def test_a_bad_folder_is_refused(tmp_path: Path, about: str, files: dict[str, str], message: str) -> None:
     with pytest.raises(SpecError, match=message):
         load(folder(tmp_path, about, **files))
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [("a.csv", b"\xd4\xff\x00"), ("a.csv.gz", b"time,a"), ("a.json", b"\xd4"), ("traces.yaml", b"\xff\xfe")],
+    ids=["CSV that is not text", "a file that is not gzipped", "JSON that is not text", "YAML that is not text"],
+)
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str, data: bytes) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(SpecError, match=name):
+        load(tmp_path, "available")
+
+
+def test_a_wrong_polarity_that_is_given_is_named() -> None:
+    with pytest.raises(SpecError, match=r"POLARITY: 'up': allowed: available"):
+        load(Path(__file__).parent, "up")
 
 
 def test_the_polarity_can_be_given_instead(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from spotrun.head.account import Rates, Use
 from spotrun.head.assignment import Assignment, assign, job_view
 from spotrun.head.capacity.history import LONGEST, Histories, learn
 from spotrun.head.capacity.observe import situation
+from spotrun.head.capacity.place import hourly as cost
 from spotrun.head.capacity.place import place
 from spotrun.head.capacity.situation import History, Placement, Policy
 from spotrun.head.capacity.sizes import Pool
@@ -140,7 +141,8 @@ class SimulatedHead:
         if self._policy is None:
             self.placements = dict(place(seen, self.placements))
         else:
-            self.placements = {d.job: self._policy(seen, d, self.placements.get(d.job)) for d in seen.demands}
+            asked = {d.job: self._policy(seen, d, self.placements.get(d.job)) for d in seen.demands}
+            self.placements = {job: replace(each, hourly=cost(seen, each)) for job, each in asked.items()}
 
     def _learn(self, view: FleetView) -> None:
         """Count what the head has seen of its pools. Between two turns nothing changes, but time has to be counted."""

@@ -16,13 +16,14 @@ import csv
 import gzip
 import json
 import math
+import zlib
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import yaml
 
@@ -100,6 +101,8 @@ def load(folder: Path | str, polarity: str = "") -> Trace:
         elif name.endswith(".json"):
             _json(path, name.removesuffix(".json"), found, prices, listed)
     for zone, rows in found.items():
+        if not rows:
+            raise SpecError(f"{folder}: zone {zone}: has no number of machines; give it one, or leave it out")
         if zone in listed:
             prices[zone] = [(time, price) for (time, _), price in zip(rows, listed[zone], strict=False)]
     if not found:
@@ -132,27 +135,40 @@ def _about(folder: Path, polarity: str) -> About:
     path = folder / "traces.yaml"
     try:
         values = yaml.safe_load(path.read_text()) if path.exists() else {}
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise SpecError(f"{path}: is not YAML: {error}") from None
-    values = dict(values) if isinstance(values, dict) else {}
-    if polarity:
-        values["polarity"] = polarity
-    if values.get("polarity") not in ("available", "preempted"):
-        given = f"polarity: {values['polarity']!r}" if "polarity" in values else "polarity is missing"
-        raise SpecError(f"{path}: {given}; allowed: {POLARITIES}. Sources differ, so there is no default")
-    numbers = {key: values.get(key, 0.0) for key in ("on_demand", "price", "tick")}
-    for key, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-            raise SpecError(f"{path}: {key}: {value!r}: allowed: a number, 0 or more")
+    if not isinstance(values, dict | None):
+        raise SpecError(f"{path}: allowed: keys with values, such as polarity: available")
+    values = dict(values or {})
+    if unknown := [key for key in values if key not in About.__dataclass_fields__]:
+        allowed = ", ".join(About.__dataclass_fields__)
+        raise SpecError(f"{path}: {unknown[0]!r}: there is no such key; allowed: {allowed}")
+    if polarity and polarity not in get_args(Polarity):
+        raise SpecError(f"POLARITY: {polarity!r}: allowed: {POLARITIES}")
+    given = polarity or values.get("polarity")
+    if given not in ("available", "preempted"):
+        what = f"polarity: {given!r}" if "polarity" in values else "polarity is missing"
+        raise SpecError(f"{path}: {what}; allowed: {POLARITIES}. Sources differ, so there is no default")
+    numbers = {key: _positive(path, key, values.get(key, 0.0)) for key in ("on_demand", "price", "tick")}
     zone_prices = values.get("zone_prices") or {}
-    if not isinstance(zone_prices, dict) or not all(isinstance(each, int | float) for each in zone_prices.values()):
+    if not isinstance(zone_prices, dict):
         raise SpecError(f"{path}: zone_prices: allowed: the zones' names, with a price each, such as us-east-1a: 0.9")
-    return About(values["polarity"], zone_prices={str(k): float(v) for k, v in zone_prices.items()}, **numbers)
+    prices = {str(zone): _positive(path, f"zone_prices: {zone}", price) for zone, price in zone_prices.items()}
+    means: Polarity = "preempted" if given == "preempted" else "available"
+    return About(means, zone_prices=prices, **numbers)
+
+
+def _positive(path: Path, key: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise SpecError(f"{path}: {key}: {value!r}: allowed: a number, 0 or more")
+    return float(value)
 
 
 def _csv(path: Path, stem: str) -> dict[str, Rows]:
-    with _text(path) as lines:
-        rows = list(csv.reader(lines))
+    try:
+        rows = list(csv.reader(_text(path).splitlines()))
+    except (ValueError, csv.Error) as error:
+        raise SpecError(f"{path}: is not a CSV file: {error}") from None
     if len(rows) < 2 or len(rows[0]) < 2:
         raise SpecError(f"{path}: has no row with a time and a number")
     zones = rows[0][1:] if len(rows[0]) > 2 else [stem]
@@ -162,7 +178,7 @@ def _csv(path: Path, stem: str) -> dict[str, Rows]:
             continue
         try:
             time = _time(row[0])
-            cells = [(zone, float(cell)) for zone, cell in zip(zones, row[1:], strict=True) if cell != ""]
+            cells = [(zone, _number(cell)) for zone, cell in zip(zones, row[1:], strict=True) if cell != ""]
         except ValueError as error:
             raise SpecError(f"{path}: line {number}: {','.join(row)[:80]!r}: {error}") from None
         for zone, value in cells:
@@ -178,15 +194,14 @@ def _json(
     path: Path, stem: str, found: dict[str, Rows], prices: dict[str, Rows], listed: dict[str, list[float]]
 ) -> None:
     try:
-        with _text(path) as file:
-            values = json.load(file)
+        values = json.loads(_text(path))
         if "data" not in values and all(isinstance(each, list) for each in values.values()):
-            listed.update({zone: [float(price) for price in each] for zone, each in values.items()})
+            listed.update({zone: [_number(price) for price in each] for zone, each in values.items()})
             return
-        gap = float(values["metadata"]["gap_seconds"])
-        found[stem] = [(index * gap, float(value)) for index, value in enumerate(values["data"])]
+        gap = _number(values["metadata"]["gap_seconds"])
+        found[stem] = [(index * gap, _number(value)) for index, value in enumerate(values["data"])]
         if values.get("prices"):
-            prices[stem] = [(index * gap, float(value)) for index, value in enumerate(values["prices"])]
+            prices[stem] = [(index * gap, _number(value)) for index, value in enumerate(values["prices"])]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise SpecError(f"{path}: needs metadata.gap_seconds and data, a list of numbers: {error}") from None
 
@@ -215,12 +230,25 @@ def _from(rows: Sequence[tuple[float, float]], begin: float) -> Changes:
     return compress([(0.0, at(changes, begin)), *later])
 
 
+def _number(value: object) -> float:
+    """A number of machines, a price, or a time. Raises `ValueError`."""
+    number = float(value) if isinstance(value, str | int | float) else math.nan
+    if not 0 <= number < math.inf:
+        raise ValueError(f"{value!r}: allowed: a number, 0 or more")
+    return number
+
+
 def _time(text: str) -> float:
     try:
-        return float(text)
+        return _number(text)
     except ValueError:
         return datetime.fromisoformat(text).timestamp()
 
 
-def _text(path: Path):  # type: ignore[no-untyped-def]
-    return gzip.open(path, "rt") if path.suffix == ".gz" else path.open()
+def _text(path: Path) -> str:
+    """Raises `ValueError` if this is not text, or not gzipped although its name says so."""
+    data = path.read_bytes()
+    try:
+        return (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8-sig")
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(str(error)) from None

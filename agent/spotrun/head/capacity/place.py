@@ -32,7 +32,7 @@ def place(seen: Situation, before: Placements | None = None) -> Placements:
         firm = {name: taken[name] + sum(_firm(seen, other).get(name, 0.0) for other in rivals) for name in taken}
         offers = tuple(replace(offer, others=firm[offer.name]) for offer in seen.offers)
         placement = policy_of(demand)(replace(seen, offers=offers), demand, before.get(demand.job))
-        found[demand.job] = placement = replace(placement, hourly=_hourly(seen, placement))
+        found[demand.job] = placement = replace(placement, hourly=hourly(seen, placement))
         _take(taken, seen, demand, placement)
     return found
 
@@ -52,7 +52,8 @@ def policy_of(demand: Demand) -> Policy:
     return within_budget(found) if demand.budget is not None else found
 
 
-def _hourly(seen: Situation, placement: Placement) -> float:
+def hourly(seen: Situation, placement: Placement) -> float:
+    """USD an hour with all machines that are asked for, as far as prices are known."""
     prices = {offer.name: offer.price or 0.0 for offer in seen.offers}
     return sum(
         need.machines * max((prices.get(pool, 0.0) for pool in need.pools), default=0.0) for need in placement.needs
