@@ -154,7 +154,7 @@ def _one(cluster: Cluster, name: str) -> dict[str, float]:
     first: dict[str, float] = {}
     for event in events:
         first.setdefault(event.name, event.time)
-    first |= _ancestors(events[0].pid, first["created"])
+    first |= _ancestors(events[0].pid, first["created"], began)
     low = cluster.events(
         "low", lambda events: any(event.time > first["step"] for event in events), "the low job's next step"
     )
@@ -175,15 +175,17 @@ def pause(events: Iterable[Event], since: float) -> float:
     return max((after - before for before, after in pairwise(times) if after > since), default=0.0)
 
 
-def _ancestors(pid: int, created: float) -> dict[str, float]:
-    """When a worker's launcher was started, and when it forked the server of workers: it has imported torch then.
+def _ancestors(pid: int, created: float, began: float) -> dict[str, float]:
+    """When the start of a worker's launcher began, and when the launcher was forked: torch is imported then.
 
-    created: when the worker was forked, by the clock of its events.
+    The first is the start of the launcher's template, or the fork from a template that had torch before the job came.
+    created: when the worker was forked, by the clock of its events. began: when the job was submitted.
     """
     worker = psutil.Process(pid)
-    server = worker.parents()[0]
+    _, launcher, template = worker.parents()[:3]
     offset = created - worker.create_time()  # psutil counts from a boot time in whole seconds
-    return {"launched": server.parents()[0].create_time() + offset, "imported": server.create_time() + offset}
+    forked, started = launcher.create_time() + offset, template.create_time() + offset
+    return {"launched": started if started > began else forked, "imported": forked}
 
 
 def render(rows: dict[str, list[float]], machine: str, day: str, load: float) -> str:

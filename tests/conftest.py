@@ -37,6 +37,7 @@ SLOW = (
     "node/test_network.py",
     "node/test_packages.py",
     "node/test_probe.py",
+    "node/test_templates.py",
     "node/test_workers.py",
     "repo/test_fuzz.py",
     "repo/test_gpu_marker.py",

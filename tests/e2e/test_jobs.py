@@ -259,10 +259,6 @@ def test_jobs_that_misbehave_disturb_no_other(cluster: Harness) -> None:
     cluster.kill_head()
     wait_for(lambda: phase_of(cluster, unread) == "parked", what="the new head to find what it cannot read", timeout=60)
     began = lines_of(unread)
-    if memory_of(cluster.folder).is_mount():
-        final = ended(cluster, cluster.submit(**part, fill=True, max_restarts=1))
-        assert (final["phase"], final["restarts"]) == ("failed", 2)
-        assert "MB beside its snapshots into" in final["failure"]["message"]
     final = ended(cluster, crash)
     assert (final["phase"], final["restarts"], final["failure"]["kind"]) == ("failed", 4, "user")
     final = ended(cluster, hang)
@@ -273,6 +269,11 @@ def test_jobs_that_misbehave_disturb_no_other(cluster: Harness) -> None:
     final = ended(cluster, full)
     assert (final["phase"], final["restarts"]) == ("failed", 2)
     assert "no room for a snapshot" in final["failure"]["message"]
+    # Not earlier: for a moment the memory is full, and jobs that save often would fail to save.
+    if memory_of(cluster.folder).is_mount():
+        final = ended(cluster, cluster.submit(**part, fill=True, max_restarts=1))
+        assert (final["phase"], final["restarts"]) == ("failed", 2)
+        assert "MB beside its snapshots into" in final["failure"]["message"]
     wait_for(lambda: lines_of(unread) > began, what="a step of the job with the unreadable state")
     cluster.access.store.put(key, good)
     for job in (quiet, other, unread):

@@ -244,17 +244,17 @@ def ctl_arguments() -> object:
 
 # A launcher as far as its server of forks: it says where that listens, and forks when a line comes in.
 LAUNCHER = """
-import os, sys
+import os
 from spotrun.node.launch import preload
 preload.BASE = ()
-lines = preload.serve()
+preload.fork_server()
 from multiprocessing import forkserver, get_context
-os.write(lines[1], (forkserver._forkserver._forkserver_address + "\\n").encode())
-os.read(lines[0], 1)
+os.write(1, (forkserver._forkserver._forkserver_address + "\\n").encode())
+os.read(0, 1)
 process = get_context("forkserver").Process(target=os._exit, args=(7,))
 process.start()
 process.join()
-os.write(lines[1], f"{process.exitcode}\\n".encode())
+os.write(1, f"{process.exitcode}\\n".encode())
 """
 
 
@@ -274,7 +274,7 @@ def test_no_other_user_has_the_server_fork(public: Path) -> None:
     """The modes keep others out. Where they are lost, the server itself does, and serves its own user on."""
     environment = dict(os.environ) | {preload.SOCKETS: str(public)}
     launcher = subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER, str(os.getpid())],
+        [sys.executable, "-c", LAUNCHER],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import functools
 import io
 import json
 import os
@@ -16,12 +16,13 @@ import pytest
 import zstandard
 
 from spotrun.machine.metadata import Identity
-from spotrun.machine.processes import OOM_SCORE, descendants
+from spotrun.machine.processes import OOM_SCORE
 from spotrun.node.connection import Connection
 from spotrun.state import shards
 from spotrun.store import Store, checkpoint_key, code_key, head_key, host_key
 from spotrun.wire import MAX_MESSAGE, Bundle, HostRecord, Order, Report, SaveOrder, StateRef, hash_of
 from tests.fakes.head import FakeHead, Seen
+from tests.fakes.launchers import children
 from tests.fakes.node import HELPER, TOY, Machine, World, changed, order_of, put_code, wheel, world
 from tests.helpers import await_for
 
@@ -364,18 +365,20 @@ async def test_packages_and_launcher(tmp_path: Path) -> None:
         (running,) = await w.steps([A], 1, 3)
         assert Path(f"/proc/{worker(running)}/oom_score_adj").read_text().strip() == OOM_SCORE
 
-        # The launcher dies, and the workers with it; the agent starts another.
-        (launcher,) = [p for p in descendants(w.machines[0].process.pid) if parent(p) == w.machines[0].process.pid]  # type: ignore[union-attr]
-        os.kill(launcher, signal.SIGKILL)
-        (failed,) = await w.phase([A], 1, "failed")
-        assert failed.failure is not None
-        assert failed.failure.kind == "signal"
-        assert "launcher" in failed.failure.message
-        await await_for(lambda: gone(worker(running)), what="the worker gone with the launcher")
-        again = await w.head.wait(A, lambda r: r.store, "another launcher")
-        assert again.store != ready.store
-        await w.begin(bundle, 2, [A])
-        await w.steps([A], 2, 3)
+        # The launcher or its template dies, and the workers with it; the agent starts another.
+        for number in (1, 2):
+            (template,) = children(w.machines[0].process.pid)
+            (launcher,) = children(template)
+            os.kill(launcher if number == 1 else template, signal.SIGKILL)
+            (failed,) = await w.phase([A], number, "failed")
+            assert failed.failure is not None
+            assert failed.failure.kind == "signal"
+            assert "launcher" in failed.failure.message
+            await await_for(functools.partial(gone, worker(running)), what="the worker gone with the launcher")
+            again = await w.head.wait(A, lambda r: r.store, "another launcher")
+            assert again.store != ready.store
+            await w.begin(bundle, number + 1, [A])
+            (running,) = await w.steps([A], number + 1, 3)
 
         # A package that is not there.
         bundle = w.bundle(files=files, requirements=["tiny-package @ file:///nowhere/tiny_package-1-py3-none-any.whl"])
@@ -459,7 +462,7 @@ async def test_nothing_outlives_the_agent(tmp_path: Path, number: int) -> None:
         await w.begin(bundle, 1, [A])
         await w.steps([A], 1, 3)
         machine = w.machines[0]
-        assert len(machine.processes()) >= 5  # agent, launcher, forkserver, two workers
+        assert len(machine.processes()) >= 6  # agent, template, launcher, forkserver, two workers
         assert machine.process is not None
         machine.process.send_signal(number)
         await machine.gone()
@@ -486,9 +489,3 @@ async def test_the_agent_waits_for_all_it_needs(tmp_path: Path) -> None:
         await await_for(lambda: "there is no clusters/test/head.json" in machine.log, what="another")
         await w.head.start()
         await w.head.wait(A, lambda r: r.phase == "idle", "a report")
-
-
-def parent(pid: int) -> int:
-    with contextlib.suppress(OSError):
-        return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
-    return 0

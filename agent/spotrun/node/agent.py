@@ -156,6 +156,7 @@ class Agent:
         for error in found:
             if error is not None:
                 log.error("a job did not end well: %r", error)
+        await self._node.templates.end()
 
     def _runner(self, job: str) -> Runner:
         return Runner(job, self._node, self._wake.set)

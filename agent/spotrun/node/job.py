@@ -22,6 +22,7 @@ from spotrun.node.bundle import copy, fetch
 from spotrun.node.claims import Claims
 from spotrun.node.launch.client import Launcher
 from spotrun.node.launch.preload import LONGEST, SOCKETS
+from spotrun.node.launch.templates import Templates
 from spotrun.node.launch.worker import Task
 from spotrun.node.packages import imported_modules, install
 from spotrun.node.workers import WorkerGroup, create
@@ -51,6 +52,7 @@ class Node:
     # Variables for workers, unless the agent's own environment or the job file sets them.
     environment: Mapping[str, str] = field(default_factory=dict)
     fit: bool = False  # whether jobs may begin
+    templates: Templates = field(default_factory=Templates)  # of the launchers of all jobs
 
 
 class Job:
@@ -67,7 +69,7 @@ class Job:
         self.logs = node.scratch / "logs" / bundle.id
         self.place: Place | None = None  # as in JobReport
         self._node, self._changed = node, changed
-        self._launcher = Launcher(self._on_event)
+        self._launcher = Launcher(node.templates, self._on_event)
         self._preparation: asyncio.Task[None] | None = None
         self._spec: JobSpec | None = None
         self._env: dict[str, str] = {}  # of the launcher
@@ -194,7 +196,8 @@ class Job:
         self._env = env
         modules = await asyncio.to_thread(imported_modules, self.root, spec.script)
         self._now("importing torch")
-        await self._launcher.start(node.identity.address, env, modules)
+        private = bool(spec.env or packages)
+        await self._launcher.start(node.identity.address, env, modules, private)
 
     def _fetch_inputs(self, root: Path) -> None:
         """Fetch the folders of other jobs. Called in another thread."""

@@ -3,77 +3,85 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import os
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from io import FileIO
 from typing import Any
 
-from spotrun.node.launch.preload import MODULES
+from spotrun.node.launch.preload import SOCKETS
+from spotrun.node.launch.template import Request
+from spotrun.node.launch.templates import LauncherProcess, Templates
 from spotrun.node.launch.worker import Task
 
 log = logging.getLogger(__name__)
 
-# -P: no module of the working directory comes before the installed ones.
-_PROGRAM = (
-    "from spotrun.node.launch import preload; lines = preload.serve(); "
-    "from spotrun.node.launch.server import main; main(*lines)"
-)
-COMMAND = (sys.executable, "-P", "-c", _PROGRAM)
 END_TIMEOUT = 3.0  # seconds from the end of the launcher's input until the launcher is killed
 
 
 class Launcher:
-    """A launcher process of this agent. `on_event` is called with each of its events."""
+    """A launcher process, forked by one of `templates`. `on_event` is called with each of its events."""
 
-    def __init__(self, on_event: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, templates: Templates, on_event: Callable[[dict[str, Any]], None]) -> None:
         self.store = ""  # endpoint of the unused TCPStore; empty before the launcher is ready and after it has ended
-        self._on_event = on_event
-        self._process: asyncio.subprocess.Process | None = None
+        self._templates, self._on_event = templates, on_event
+        self._process: LauncherProcess | None = None
+        self._commands: asyncio.WriteTransport | None = None
+        self._events: asyncio.ReadTransport | None = None
         self._reader: asyncio.Task[None] | None = None
 
     @property
     def alive(self) -> bool:
-        return self._process is not None and self._process.returncode is None
+        return self._process is not None and self._process.alive
 
-    async def start(self, address: str, env: dict[str, str], modules: Sequence[str]) -> None:
-        """Start the process. It imports `modules` before it forks the first worker."""
-        self._process = await asyncio.create_subprocess_exec(
-            *COMMAND, str(os.getpid()), address,
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=env | {MODULES: " ".join(modules)},
-            limit=1 << 20,
-        )  # fmt: skip
-        self._reader = asyncio.create_task(self._read(self._process))
+    async def start(self, address: str, env: Mapping[str, str], modules: Sequence[str], private: bool = False) -> None:
+        """Start the process. It imports `modules` before it forks the first worker. Raises OSError.
+
+        private: whether a job has set variables of `env`, or brings packages. Then no other job uses its template.
+        """
+        variables = {name: value for name, value in env.items() if name != SOCKETS}
+        loop, reader = asyncio.get_running_loop(), asyncio.StreamReader(limit=1 << 20)
+        (input, commands), (events, output) = (map(FileIO, os.pipe(), ("rb", "wb")) for _ in range(2))
+        with input, output:
+            self._commands, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, commands)
+            self._events, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), events)
+            request = Request(address, tuple(modules), sockets=env.get(SOCKETS, ""))
+            try:
+                self._process = self._templates.launch(variables, private, request, (input.fileno(), output.fileno()))
+            except OSError:
+                self._commands.close()
+                self._events.close()
+                raise
+        self._reader = asyncio.create_task(self._read(reader, self._process))
 
     def start_workers(self, generation: int, rank: int, nodes: int, store: str, tasks: Sequence[Task]) -> None:
         """Make the launcher start the workers of a generation of `nodes` nodes. rank: of this node."""
         command = {"type": "start", "generation": generation, "rank": rank, "nodes": nodes, "store": store}
         line = json.dumps(command | {"tasks": [asdict(task) for task in tasks]})
-        if self._process is not None and self._process.stdin is not None:
-            self._process.stdin.write(line.encode() + b"\n")
+        if self._commands is not None:
+            self._commands.write(line.encode() + b"\n")
 
     async def end(self, timeout: float = END_TIMEOUT) -> None:
         """End the launcher and all its workers."""
         process, self.store = self._process, ""
-        if process is None or self._reader is None:
+        if process is None or self._reader is None or self._commands is None or self._events is None:
             return
-        if process.stdin is not None:
-            process.stdin.close()
-        try:
-            async with asyncio.timeout(timeout):
-                await process.wait()
-        except TimeoutError:
-            log.warning("the launcher did not end by itself: killed")
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()  # the kernel then kills the forkserver and the workers
+        self._commands.close()
+        if process.forked:
+            try:
+                async with asyncio.timeout(timeout):
+                    await process.wait()
+            except TimeoutError:
+                log.warning("the launcher did not end by itself: killed")
+        elif process.alive:
+            self._events.close()  # the request for the launcher has the other end
+        process.kill()  # the kernel then kills the forkserver and the workers
         await self._reader
 
-    async def _read(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stdout is not None
-        while line := await process.stdout.readline():
+    async def _read(self, reader: asyncio.StreamReader, process: LauncherProcess) -> None:
+        while line := await reader.readline():
             try:
                 event = json.loads(line)
             except ValueError:

@@ -1,8 +1,9 @@
-"""What the forkserver does before it forks: end with its parent, and import the modules that every worker needs.
+"""What the launcher's forkserver does before it forks: end with its parent, import what every worker needs.
 
-The forkserver is a fork of the launcher, made when the launcher has imported torch and runs nothing yet. So a node
-imports torch once: twice would take 2 s more of a processor and 130 MB. If that forkserver has to go, multiprocessing
-starts a new one with this as its only preloaded module. An exception here would end it, so none leaves this module.
+The forkserver is a fork of the launcher, made while the launcher runs nothing else. The launcher is a fork of a process
+that has imported torch (see `template`). So the jobs of a node import torch once. If that forkserver has to go,
+multiprocessing starts a new one with this as its only preloaded module. An exception here would end it, so none leaves
+this module.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import importlib
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from multiprocessing import forkserver, reduction, resource_tracker, util
 from pathlib import Path
 from typing import Any, NoReturn
@@ -34,34 +35,40 @@ used_cuda = False
 _spawn = util.spawnv_passfds
 
 
-def serve() -> tuple[int, int]:
-    """Import torch, and fork the forkserver. Call this from the launcher's main thread, before there are others.
-
-    Standard input and output get new descriptors first, which are returned: stray prints must not mix with the
-    launcher's lines.
-    """
-    die_with_parent(int(sys.argv[1]))
-    lines = os.dup(0), os.dup(1)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
-    os.dup2(2, 1)
+def fork_server() -> None:
+    """Fork the forkserver. Call this from the launcher's main thread, before there are others."""
     os.environ[PARENT] = str(os.getpid())
-    # With this, torch.cuda.is_available() asks NVML, not the driver: no fork can use CUDA once a driver is initialised
-    # (https://docs.pytorch.org/docs/stable/cuda_environment_variables.html).
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     # Python 3.11.0 would use an abstract socket, which has no owner and no mode.
     util.abstract_sockets_supported = False  # type: ignore[misc]
     forkserver.set_forkserver_preload([__name__])
     # Not TMPDIR, which workers inherit. A launcher that is killed leaves its socket.
     tempfile.tempdir = os.environ.pop(SOCKETS, None)
-    _import_base()
     resource_tracker.ensure_running()  # the forkserver would start it otherwise, and that is a program of its own
     util.spawnv_passfds = _fork  # type: ignore[assignment]
     forkserver.ensure_running()
     util.spawnv_passfds = _spawn
     tempfile.tempdir = None
-    return lines
+
+
+def import_base() -> None:
+    """Import torch and what else every worker needs."""
+    # With this, torch.cuda.is_available() asks NVML, not the driver: no fork can use CUDA once a driver is initialised
+    # (https://docs.pytorch.org/docs/stable/cuda_environment_variables.html).
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    # These objects stay. A search of them for garbage would take a seventh of the time here, and again in each worker.
+    # There it would also copy their memory.
+    gc.disable()
+    _import(BASE)
+    gc.freeze()
+    gc.enable()
+
+
+def close_descriptors(kept: Collection[int | None]) -> None:
+    """In a fork: close the descriptors of the parent. Otherwise their other ends would wait for this process."""
+    for each in map(int, os.listdir("/proc/self/fd")):
+        if each not in kept:
+            with contextlib.suppress(OSError):  # the listing's own descriptor is closed by now
+                os.close(each)
 
 
 def _fork(path: str, args: Sequence[str], descriptors: Sequence[int]) -> int:
@@ -76,11 +83,7 @@ def _serve(launcher: int, code: str, descriptors: Sequence[int]) -> NoReturn:
         SERVER = os.getpid()
         die_with_parent(launcher)
         sys.argv, tempfile.tempdir, util.spawnv_passfds = ["-c"], None, _spawn
-        kept = {0, 1, 2, resource_tracker.getfd(), *descriptors}
-        for each in map(int, os.listdir("/proc/self/fd")):  # the launcher's own, whose other ends wait for their end
-            if each not in kept:
-                with contextlib.suppress(OSError):  # the listing's own descriptor is closed by now
-                    os.close(each)
+        close_descriptors({0, 1, 2, resource_tracker.getfd(), *descriptors})
         forkserver._forkserver.__init__()  # type: ignore[misc]  # its lock is held by the launcher
         _guard()
         _import_all()
@@ -91,19 +94,9 @@ def _serve(launcher: int, code: str, descriptors: Sequence[int]) -> NoReturn:
         os._exit(1)
 
 
-def _import_base() -> None:
-    """Import torch and what else every worker needs."""
-    # These objects stay. A search of them for garbage would take a seventh of the time here, and again in each worker.
-    # There it would also copy their memory.
-    gc.disable()
-    _import(BASE)
-    gc.freeze()
-    gc.enable()
-
-
 def _import_all() -> None:
     global used_cuda
-    _import_base()
+    import_base()
     _import(os.environ.get(MODULES, "").split())
     torch = sys.modules.get("torch")
     used_cuda = (torch is not None and torch.cuda.is_initialized()) or driver_in_use()

@@ -1,14 +1,14 @@
 """The launcher: a process between the agent, which has no torch, and the workers, which are forks of a warm forkserver.
 
 torch elastic runs the worker group. The agent's commands take the place of its rendezvous. Agent and launcher exchange
-JSON lines over the launcher's standard input and output:
+JSON lines over a socket:
 
     agent → launcher   {"type": "start", "generation", "rank", "nodes", "store", "tasks": [...]}; end of file: end all
     launcher → agent   importing() · ready(store) · store(store) · started(generation, pids) ·
                        exited(generation, local_rank, code) · refused(generation, why)
 
-A start command ends the workers of the generation before. `client.COMMAND` runs this module, not `python -m`:
-otherwise each worker would import this module once more, as the main module.
+A start command ends the workers of the generation before. The launcher is a fork of a process that has torch and this
+module (see `template`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import os
 import queue
 import signal
 import socket
-import sys
 import threading
 from dataclasses import dataclass, replace
 from multiprocessing import connection, forkserver, get_context
@@ -256,13 +255,15 @@ class ForkingElasticAgent(SimpleElasticAgent):
         """Do not wait for other nodes: this process outlives the generation."""
 
 
-def main(lines_in: int, lines_out: int) -> None:
-    """Run the launcher, after `preload.serve`. Arguments: the parent's pid, the node's address."""
-    address = sys.argv[2]
+def main(address: str, lines_in: int, lines_out: int) -> None:
+    """Run the launcher in a fork of the template, after `preload.fork_server`. Does not return.
+
+    address: of this node. lines_in, lines_out: descriptors for the commands and the events.
+    """
     logging.basicConfig(level=logging.WARNING, format="launcher: %(message)s")
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # ranks follow from the node's: no store needed
     events = EventWriter(lines_out)
-    events.write(type="importing")  # torch is imported; the forkserver goes on with the script's modules
+    events.write(type="importing")  # the forkserver goes on with the script's modules
     stores = Stores(address)
     _warm_up()
     rendezvous = CommandRendezvous(stores, events)

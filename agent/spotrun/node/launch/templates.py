@@ -1,0 +1,232 @@
+"""The agent's side of the templates (see `template`): start them, have them fork launchers, end them.
+
+A template has one environment: variables and installed packages. Jobs of the same environment share a template, which
+stays when they have left. So the next job finds torch imported. A job that sets variables or brings packages gets a
+private template, which ends with its last launcher.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from spotrun.node.launch.template import Request, receive, send
+
+log = logging.getLogger(__name__)
+
+# -P: no module of the working directory comes before the installed ones. Not -m: the template would be the main module,
+# and each worker would import that module once more.
+COMMAND = (sys.executable, "-P", "-c", "from spotrun.node.launch.template import main; main()")
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What a template has and its launchers inherit."""
+
+    variables: frozenset[tuple[str, str]]
+    installed: tuple[int, ...]  # when packages were last installed or removed, in nanoseconds
+    private: bool  # whether it is a job's own
+
+
+class Templates:
+    """The templates of an agent. At most one of them is idle: the shared one that was used last."""
+
+    def __init__(self) -> None:
+        self._all: list[Template] = []  # in the order of their last use
+        self._number = 0  # of the last launcher
+
+    def launch(
+        self, variables: Mapping[str, str], private: bool, request: Request, lines: Sequence[int]
+    ) -> LauncherProcess:
+        """Have a launcher forked, by a new template if there is none. Raises OSError.
+
+        private: whether the environment is a job's own. lines: the launcher's ends of its two pipes.
+        """
+        environment = Environment(frozenset(variables.items()), _installed(), private)
+        found = next((each for each in self._all if each.environment == environment and each.alive), None)
+        if found is None:
+            found = Template(environment, self._sweep)
+        else:
+            self._all.remove(found)
+        self._all.append(found)
+        self._number += 1
+        try:
+            return found.fork(self._number, request, lines)
+        finally:
+            self._sweep()
+
+    async def end(self) -> None:
+        """End all templates, and so all launchers."""
+        for each in self._all:
+            each.kill()
+        await asyncio.gather(*(each.gone.wait() for each in self._all))
+
+    def _sweep(self) -> None:
+        """Forget the templates that have ended, and end those that are idle and not the newest shared one."""
+        self._all = [each for each in self._all if not each.gone.is_set()]
+        newest = next((each for each in reversed(self._all) if not each.environment.private), None)
+        for each in self._all:
+            if each is not newest and not each.launchers:
+                each.kill()
+
+
+class LauncherProcess:
+    """A launcher, as the agent sees it."""
+
+    def __init__(self, changed: Callable[[], None]) -> None:
+        self._changed = changed
+        self._handle = -1  # the pidfd; -1: the template has not forked the launcher yet, or the launcher has ended
+        self._code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    @property
+    def alive(self) -> bool:
+        return not self._code.done()
+
+    @property
+    def forked(self) -> bool:
+        return self._handle >= 0
+
+    async def wait(self) -> int:
+        """The exit code, once the launcher has ended; -N: signal N has ended it."""
+        return await asyncio.shield(self._code)
+
+    def kill(self) -> None:
+        """End the launcher. If the template forks it later, it is killed then."""
+        if self.forked:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+        else:
+            self.ended(-signal.SIGKILL)
+
+    def started(self, handle: int) -> None:
+        """Record that the template has forked the launcher. handle: a pidfd of it."""
+        self._handle = handle
+
+    def orphaned(self, code: int) -> None:
+        """Record that the template has ended. The kernel kills its launchers.
+
+        code: the exit code of this launcher if it was not forked.
+        """
+        if self.forked:
+            asyncio.get_running_loop().add_reader(self._handle, self.ended, -signal.SIGKILL)
+        else:
+            self.ended(code)
+
+    def ended(self, code: int) -> None:
+        """Record that the launcher has ended, or will not be forked. Later calls change nothing."""
+        if self.alive:
+            if self.forked:
+                asyncio.get_running_loop().remove_reader(self._handle)
+                os.close(self._handle)
+                self._handle = -1
+            self._code.set_result(code)
+            self._changed()
+
+
+class Template:
+    """A template process. changed: called when a launcher or the template has ended.
+
+    The constructor starts the process. Raises OSError.
+    """
+
+    def __init__(self, environment: Environment, changed: Callable[[], None]) -> None:
+        self.environment = environment
+        self.launchers: dict[int, LauncherProcess] = {}
+        self.gone = asyncio.Event()  # set when the process has ended
+        self._changed, self._killed = changed, False
+        with contextlib.ExitStack() as unless_started:
+            self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            unless_started.enter_context(self._channel)
+            with theirs:
+                self._process = subprocess.Popen(
+                    [*COMMAND, str(os.getpid()), str(theirs.fileno())],
+                    stdin=subprocess.DEVNULL, stdout=2, env=dict(environment.variables), pass_fds=[theirs.fileno()],
+                )  # fmt: skip
+            unless_started.callback(self._process.kill)
+            self._handle = os.pidfd_open(self._process.pid)
+            unless_started.pop_all()
+        self._channel.setblocking(False)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._channel, self._receive)
+        loop.add_reader(self._handle, self._end)
+
+    @property
+    def alive(self) -> bool:
+        return not self._killed and self._process.poll() is None
+
+    def fork(self, number: int, request: Request, lines: Sequence[int]) -> LauncherProcess:
+        """Ask for a launcher. It is forked once torch is imported. Raises OSError."""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has just ended: `_end` will say how
+            send(self._channel, {"launcher": number, **asdict(request)}, lines)
+        self.launchers[number] = launcher = LauncherProcess(lambda: self._forget(number))
+        return launcher
+
+    def kill(self) -> None:
+        self._killed = True
+        self._process.kill()
+
+    def _forget(self, launcher: int) -> None:
+        del self.launchers[launcher]
+        self._changed()
+
+    def _receive(self) -> None:
+        """Read what the template says."""
+        while True:
+            try:
+                data, descriptors = receive(self._channel)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                asyncio.get_running_loop().remove_reader(self._channel)
+                return
+            said = json.loads(data)
+            self._note(said, self.launchers.get(said["launcher"]), descriptors)
+
+    def _note(self, said: dict[str, Any], launcher: LauncherProcess | None, descriptors: Sequence[int]) -> None:
+        if said["type"] == "forked":
+            (handle,) = descriptors
+            if launcher is None:  # killed in the meantime
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
+                os.close(handle)
+            else:
+                launcher.started(handle)
+        elif launcher is not None:
+            launcher.ended(said["code"])
+
+    def _end(self) -> None:
+        """The process has ended."""
+        self._receive()
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._channel)
+        loop.remove_reader(self._handle)
+        os.close(self._handle)
+        self._channel.close()
+        code = self._process.wait()
+        if self.launchers:
+            log.warning("the template of %s launchers ended (status %s)", len(self.launchers), code)
+        self.gone.set()
+        for each in list(self.launchers.values()):
+            each.orphaned(code or -signal.SIGKILL)
+        self._changed()
+
+
+def _installed() -> tuple[int, ...]:
+    """When a package was last installed into the interpreter's own folders: a template keeps what it has imported."""
+    found = []
+    for name in ("purelib", "platlib"):
+        with contextlib.suppress(OSError):  # a system's Python may lack one of the folders
+            found.append(os.stat(sysconfig.get_path(name)).st_mtime_ns)
+    return tuple(found)
