@@ -68,3 +68,11 @@ def once(name: str, make: Callable[[], str]) -> str:
         if not path.exists():
             path.write_text(make())
     return path.read_text()
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except OSError:
+        return True

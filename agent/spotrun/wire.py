@@ -51,6 +51,7 @@ class Generation(Document):
     members: tuple[Member, ...]
     store: str  # "host:port" of a TCPStore that the first member's launcher holds, never used before
     checkpoints: tuple[StateRef, ...] = ()  # complete ones in the bucket, newest first
+    regroup: bool = False  # whether the members' workers, which wait for it, join it without a restart
 
 
 class Bundle(Document):
@@ -77,6 +78,9 @@ class JobOrder(Document):
     bundle: Bundle
     devices: tuple[int, ...] = ()  # the node's devices that the job may use, by index; (): all of them
     generation: Generation | None = None  # None: no workers, but be ready. Workers of other generations are ended
+    # With `generation` None: workers that wait for a generation stay. If there are none, others run the script's set-up
+    # (they warm up), and wait.
+    stand_by: bool = False
     stop_at: int | None = None  # every worker of `generation` snapshots after this step and exits (drain)
     save: SaveOrder | None = None  # checkpoint at this step of `generation`
     upload: StateRef | None = None  # with `generation` None: upload this local snapshot; `save` has the parts
@@ -213,6 +217,9 @@ class JobReport(Document):
     generation: int = 0  # the newest generation of this job that this agent took part in
     store: str = ""  # "host:port" for the next generation, if this node is its first member
     workers: tuple[Worker, ...] = ()
+    # Whether its workers could join another generation without a restart, or wait for it. no: there are none, or they
+    # could not. failed: they ended while they warmed up. unknown: from an agent that cannot say it.
+    regroup: Literal["unknown", "no", "able", "waiting", "failed"] = "unknown"
     failure: Failure | None = None  # the first of this node's workers to fail in `generation`, or the set-up's
     snapshot: StateRef | None = None  # the newest committed snapshot in this node's memory
     parts: tuple[Part, ...] = ()  # uploaded, but the manifest has not been seen

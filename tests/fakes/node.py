@@ -272,10 +272,13 @@ class World:
         members = tuple(Member(node=r.node, boot=r.boot, address=r.address) for r in reports)
         return Generation(number=number, members=members, store=reports[0].store)
 
-    async def begin(self, bundle: Bundle, number: int, names: Iterable[str], **more: Any) -> Order:
+    async def begin(
+        self, bundle: Bundle, number: int, names: Iterable[str], regroup: bool = False, **more: Any
+    ) -> Order:
         """Order a generation of these nodes, first rank first. more: other values of the `JobOrder`."""
         names = list(names)
-        order = order_of(bundle, self.head.epoch, generation=self.generation(number, names), **more)
+        generation = self.generation(number, names).replace(regroup=regroup)
+        order = order_of(bundle, self.head.epoch, generation=generation, **more)
         for name in names:
             await self.head.order(name, order)
         return order

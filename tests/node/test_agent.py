@@ -24,20 +24,13 @@ from spotrun.wire import MAX_MESSAGE, Bundle, HostRecord, Order, Report, SaveOrd
 from tests.fakes.head import FakeHead, Seen
 from tests.fakes.launchers import children
 from tests.fakes.node import HELPER, TOY, Machine, World, changed, order_of, put_code, wheel, world
-from tests.helpers import await_for
+from tests.helpers import await_for, gone
 
 A, B = "node-a", "node-b"
 
 
 def worker(report: Seen) -> int:
     return report.workers[0].pid
-
-
-def gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
-    except OSError:
-        return True
 
 
 async def test_a_generation_runs_to_its_end(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -29,6 +30,8 @@ from spotrun.train.copier import Copier
 from tests.train.meeting import meeting
 
 SAMPLES, BATCH, EPOCHS = 104, 8, 3  # with 3 workers: 5 steps an epoch, the last of 8 samples (3, 3, 2)
+
+everything = {epoch: list(range(SAMPLES)) for epoch in range(EPOCHS)}
 
 forked = multiprocessing.get_context("forkserver")
 forked.set_forkserver_preload(["torch", "torch._dynamo", "numpy", "spotrun.train.run"])
@@ -55,6 +58,8 @@ class Plan:
     accumulate: int = 1
     gate: str = ""  # a FIFO from which it reads before it says that it is done
     patience: float = 600.0  # seconds that it waits for the others when it leaves a drain
+    reads_size: bool = False  # its set-up asks for the number of workers
+    collective: bool = False  # its script has a collective of its own in each step, after the gradients' exchange
     together: bool = False  # the workers of a node copy each snapshot together, as soon as they can
     die_copied: int = -1  # step whose snapshot it copies, or its section, before it kills itself
 
@@ -65,32 +70,21 @@ def train(environment: dict[str, str], plan: Plan) -> None:
     torch.set_num_threads(1)
     out = Path(plan.out)
     out.mkdir(exist_ok=True)
-    log = (out / "log.txt").open("a")
-    os.dup2(log.fileno(), 1)
-    os.dup2(log.fileno(), 2)
+    print_to(out / "log.txt")
     boundary.leave_together = functools.partial(leave_together, plan)  # type: ignore[attr-defined]
     if plan.together:
         copy_together(plan)
     run = spotrun.init(seed=5)
-    hidden = 700  # more than one DDP bucket of 1 MB
-    model = run.ddp(
-        nn.Sequential(
-            nn.Linear(16, hidden),
-            nn.BatchNorm1d(hidden),
-            nn.ReLU(),
-            nn.Dropout(0.2),
-            nn.Linear(hidden, hidden),
-            nn.ReLU(),
-            nn.Linear(hidden, 4),
-        )
-    )
+    if plan.reads_size:
+        print("set up for", run.world_size, "workers", flush=True)
+    model = run.ddp(network())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2])
     dataset = Noisy()
     sampler = spotrun.ElasticSampler(dataset, seed=1)
     loader = DataLoader(dataset, batch_size=BATCH, sampler=sampler)
     run.track(model=model, optimizer=optimizer, scheduler=scheduler, sampler=sampler)
-    with (out / f"seen-{os.environ.get('GENERATION', '0')}-{run.rank}.jsonl").open("w") as seen:
+    with (out / f"seen-{os.getpid()}.jsonl").open("w") as seen:
         for epoch in run.epochs(EPOCHS):
             for x, y in run.steps(loader, accumulate=plan.accumulate):
                 if run.step == plan.fail_at:
@@ -99,14 +93,45 @@ def train(environment: dict[str, str], plan: Plan) -> None:
                 if run.step == plan.die_at:
                     os.kill(os.getpid(), signal.SIGKILL)
                 run.backward(loss)
+                if plan.collective:
+                    dist.all_reduce(loss.detach())
                 if run.completes_step:
                     optimizer.step()
                     optimizer.zero_grad()
                 run.log(loss=loss, nothing=float("nan"))
-                print(json.dumps({"epoch": epoch, "step": run.step, "ids": run.batch_ids}), file=seen, flush=True)
+                entry = {"generation": int(os.environ.get("GENERATION", "0")), "rank": run.rank, "ids": run.batch_ids}
+                print(json.dumps(entry | {"epoch": epoch, "step": run.step}), file=seen, flush=True)
             scheduler.step()
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "random": torch.rand(1)}
     torch.save(state, out / f"final-{run.rank}.pt")
+
+
+def network() -> nn.Module:
+    hidden = 700  # more than one DDP bucket of 1 MB
+    return nn.Sequential(
+        nn.Linear(16, hidden),
+        nn.BatchNorm1d(hidden),
+        nn.ReLU(),
+        nn.Dropout(0.2),
+        nn.Linear(hidden, hidden),
+        nn.ReLU(),
+        nn.Linear(hidden, 4),
+    )
+
+
+def print_to(path: Path) -> None:
+    log = path.open("a")
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+
+
+def flatten(value: Any) -> list[Any]:
+    """The leaves of a state, tensors as lists of numbers."""
+    if isinstance(value, dict):
+        return [leaf for key in value for leaf in [key, *flatten(value[key])]]
+    if isinstance(value, list):
+        return [leaf for item in value for leaf in flatten(item)]
+    return [value.tolist()] if isinstance(value, torch.Tensor) else [value]
 
 
 def copy_together(plan: Plan) -> None:
@@ -144,6 +169,7 @@ class Cluster:
     path: Path
     generation: int = 0
     controls: list[Control] = field(default_factory=list)
+    regroups: bool = False  # whether workers wait for the next generation, instead of ending
 
     def context(self, node: str, rank: int, interval: int, per_node: int = 1) -> Context:
         paths = [str(self.path / f"control-{self.generation}-{each}") for each in range(rank + per_node)]
@@ -158,6 +184,7 @@ class Cluster:
             bucket="",
             snapshot_interval=interval,
             controls=paths[first : first + per_node],
+            regroups=self.regroups,
         )
 
     def slots(self, node: str) -> Path:
@@ -189,6 +216,7 @@ class Cluster:
                     **group,
                     "RANK": str(rank),
                     "LOCAL_RANK": str(rank % per_node),
+                    "LOCAL_WORLD_SIZE": str(per_node),
                     "GENERATION": str(self.generation),
                     Context.VARIABLE: context.to_env(),
                 }
@@ -222,9 +250,9 @@ class Cluster:
         """Samples of each epoch, sorted; of a step done twice only the later generation counts."""
         steps: dict[tuple[int, int], tuple[int, list[int]]] = {}
         for path in sorted((self.path / "out").glob("seen-*.jsonl")):
-            generation = int(path.name.split("-")[1])
             for line in path.read_text().splitlines():
                 entry = json.loads(line)
+                generation = entry["generation"]
                 key = (entry["epoch"], entry["step"])
                 before, ids = steps.get(key, (0, []))
                 if generation >= before:

@@ -27,16 +27,8 @@ from spotrun.train.snapshot import Writer
 from spotrun.wire import Failure
 from tests.helpers import wait_for
 from tests.train.blocks import block
-from tests.train.generations import EPOCHS, SAMPLES, Cluster, forked
+from tests.train.generations import EPOCHS, SAMPLES, Cluster, everything, flatten, forked
 from tests.train.meeting import meeting
-
-
-def flatten(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return [leaf for key in value for leaf in [key, *flatten(value[key])]]
-    if isinstance(value, list):
-        return [leaf for item in value for leaf in flatten(item)]
-    return [value.tolist()] if isinstance(value, torch.Tensor) else [value]
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +45,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.fixture
 def cluster(tmp_path: Path) -> Cluster:
     return Cluster(tmp_path)
-
-
-everything = {epoch: list(range(SAMPLES)) for epoch in range(EPOCHS)}
 
 
 def test_kills_change_no_bit(cluster: Cluster, undisturbed: Any) -> None:

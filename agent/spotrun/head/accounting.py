@@ -25,6 +25,9 @@ def observe(job: JobState, view: View) -> JobState:
     workers = [worker for node in here for worker in node.work.workers if worker.base >= 0]
     if not workers:
         return job
+    if len(here) == len(job.members) and all(node.phase == "running" for node in here):
+        able = all(node.work.regroup == "able" for node in here)
+        job = job if able == job.regroups else job.replace(regroups=able)
     progress = _progress(job.progress, here, workers)
     if progress == job.progress:
         return job

@@ -136,14 +136,14 @@ class Agents:
     def order(
         self,
         jobs: Sequence[JobState],
-        nodes: Mapping[str, Mapping[str, Devices]],
+        nodes: Mapping[str, Mapping[str, Devices | None]],
         epoch: int,
         parked: tuple[str, ...],
     ) -> None:
         """Send each connected agent its order, if the order has changed.
 
-        nodes: for each agent that gets an order, the jobs that it should know, with its devices for each. parked: jobs
-        that agents leave as they are.
+        nodes: for each agent that gets an order, the jobs that it should know, with its devices for each; None: the job
+        has none there any more. parked: jobs that agents leave as they are.
         """
         for job in jobs:
             wanted = JobOrders(job, self._bundle(job))

@@ -356,7 +356,7 @@ class Head:
         """Send orders. An agent of version 1 that has a parked job gets none: it would end that job."""
         parked = job_queue.parked_nodes(self)
         told = (node.name for node in view.nodes if node.report.version > 1 or node.name not in parked)
-        nodes: dict[str, dict[str, tuple[int, ...]]] = {name: {} for name in told}
+        nodes: dict[str, dict[str, tuple[int, ...] | None]] = {name: {} for name in told}
         for job in view.jobs:
             seen = self._unchanged.get(job.id) or self._job_view(view, job, conditions)
             bound = {member.node for member in job.bound}
@@ -364,7 +364,7 @@ class Head:
                 needed = node.assigned and not job.ended_already
                 knows = needed or node.name in bound or keeps_state(seen, node)
                 if knows and node.name in nodes:
-                    nodes[node.name][job.id] = node.devices
+                    nodes[node.name][job.id] = node.devices if node.assigned else None
         self.agents.order(view.jobs, nodes, self.epoch, tuple(self.parked))
 
     def fleet_view(self, now: float) -> FleetView:

@@ -26,6 +26,7 @@ from spotrun.wire import Failure, Generation, Kept, Manifest, Member, StateRef
 
 Phase = Literal["queued", "starting", "running", "draining", "waiting", "finishing", "succeeded", "failed", "stopped"]
 ENDED = ("succeeded", "failed", "stopped")
+FRESH = ("crash", "hang", "start")  # kinds of causes after which no worker goes on as it is
 _INTERRUPTIONS = AliasChoices("interruptions", "losses")  # until version 0.1, the key was `losses`
 
 
@@ -58,6 +59,8 @@ class JobState(Kept):
     saved_at: float = 0.0
     state_bytes: int = 0  # size of the newest complete checkpoint
     dumping: bool = False
+    regroups: bool = False  # whether its workers can join another generation without a restart; nodes warm up for it
+    new_workers: bool = False  # whether the next generation needs new workers: those that there are did not go on well
     stopping: str = ""  # why the job should stop; empty: it should not
     ending: Ending | None = None
     idle: Idle | None = None
@@ -148,6 +151,7 @@ class Start:
     members: tuple[Member, ...]
     store: str
     cause: Cause | None = None
+    regroup: bool = False  # as in `Generation`
 
 
 @dataclass(frozen=True)
@@ -277,11 +281,7 @@ def apply(job: JobState, action: Action, now: float) -> JobState:
     """The job after the action."""
     match action:
         case Start():
-            job = _end_generation(job, action.cause, now)
-            number, members = job.generation + 1, action.members
-            current = Generation(number=number, members=members, store=action.store, checkpoints=job.checkpoints[:8])
-            job = job.replace(generation=number, current=current, last=members, ordered_at=now, saving=None)
-            return job.replace(phase="starting", started=job.started or now)
+            return _begin(_end_generation(job, action.cause, now), action, now)
         case EndGeneration():
             job = _end_generation(job, action.cause, now)
             phase = "finishing" if action.ending or job.ending else "waiting"
@@ -335,17 +335,27 @@ def good_seconds(progress: Progress, members: float) -> float:
     return max(0.0, progress.stepped_at - progress.restored_at) * members if progress.step > progress.base else 0.0
 
 
+def _begin(job: JobState, action: Start, now: float) -> JobState:
+    """The job, which has no generation, at the beginning of the next one."""
+    number, members, known = job.generation + 1, action.members, job.checkpoints[:8]
+    current = Generation(number=number, members=members, store=action.store, checkpoints=known, regroup=action.regroup)
+    job = job.replace(generation=number, current=current, last=members, ordered_at=now, saving=None)
+    return job.replace(phase="starting", started=job.started or now)
+
+
 def _end_generation(job: JobState, cause: Cause | None, now: float) -> JobState:
     """Add up what the current generation did. The good seconds are corrected when the lost steps are known."""
     if job.current is None:
         return job
     progress, members = job.progress, job.size
     good = good_seconds(progress, members)
+    failed = cause is not None and cause.kind in FRESH
     interruptions = job.interruptions if cause is None else _interrupt(job, cause, good, now)
     return job.replace(
         current=None,
         draining=None,
         dumping=False,
+        new_workers=failed or (job.current.regroup and progress.step <= progress.base),
         interruptions=interruptions,
         good_seconds=job.good_seconds + good,
         stalled=job.stalled + progress.stall * members,

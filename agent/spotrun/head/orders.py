@@ -15,14 +15,17 @@ class JobOrders:
 
     def __init__(self, job: JobState, bundle: Bundle) -> None:
         self._job, self._bundle, self._keeper = job, bundle, job.keeper
-        self._found: dict[tuple[str, str, tuple[int, ...]], JobOrder] = {}
+        self._found: dict[tuple[str, str, tuple[int, ...] | None], JobOrder] = {}
 
     def same(self, other: JobOrders) -> bool:
         """Whether the others say the same to each agent."""
         return self._essence == other._essence
 
-    def of(self, node: str, boot: str, devices: tuple[int, ...]) -> JobOrder:
-        """What the agent `node`, in its incarnation `boot`, should be doing. devices: those that it may use."""
+    def of(self, node: str, boot: str, devices: tuple[int, ...] | None) -> JobOrder:
+        """What the agent `node`, in its incarnation `boot`, should be doing.
+
+        devices: those that the job has there, (): all; None: the job has none, or none any more.
+        """
         key = (node, boot, devices)
         if key not in self._found:
             self._found[key] = self._order(*key)
@@ -33,10 +36,13 @@ class JobOrders:
         """All that orders depend on."""
         job = self._job
         kept = self._keeper, job.kept_node
-        return self._bundle, job.current, job.generation, job.draining, job.saving, job.dumping, *kept
+        stand_by = job.regroups and job.wants_nodes
+        return self._bundle, job.current, job.generation, job.draining, job.saving, job.dumping, stand_by, *kept
 
-    def _order(self, node: str, boot: str, devices: tuple[int, ...]) -> JobOrder:
-        job, order, save = self._job, JobOrder(bundle=self._bundle, devices=devices), self._save(node)
+    def _order(self, node: str, boot: str, devices: tuple[int, ...] | None) -> JobOrder:
+        job, save = self._job, self._save(node)
+        stand_by = devices is not None and job.regroups and job.wants_nodes
+        order = JobOrder(bundle=self._bundle, devices=devices or (), stand_by=stand_by)
         if job.kept_node:
             return order.replace(devices=job.kept_node.member.devices)
         if job.current is None:
@@ -47,7 +53,7 @@ class JobOrders:
         if member is None:
             return order
         stop_at = job.draining.step if job.draining else None
-        more = {"generation": job.current, "stop_at": stop_at, "save": save, "dump": job.dumping}
+        more = {"stand_by": False, "generation": job.current, "stop_at": stop_at, "save": save, "dump": job.dumping}
         return order.replace(devices=member.devices, **more)
 
     def _save(self, node: str) -> SaveOrder | None:

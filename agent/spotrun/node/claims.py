@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from spotrun.errors import SpotrunError
 from spotrun.node.memory import Need, free
 
 
@@ -40,6 +41,18 @@ class Claims:
         """The first of these devices that living workers use, and their job; None: all are free."""
         held = {device: job for job, claim in self._living() for device in claim.devices}
         return next(((device, held[device]) for device in devices if device in held), None)
+
+    def check(self, devices: tuple[int, ...], need: Need, count: int) -> None:
+        """Raise `SpotrunError` if the node, which has `count` devices, lacks one of these, or lacks memory."""
+        if len(set(devices)) < len(devices):
+            raise SpotrunError(f"the order names a device twice: {', '.join(map(str, devices))}")
+        if unknown := [str(each) for each in devices if not 0 <= each < count]:
+            raise SpotrunError(f"the order names device {', '.join(unknown)}, and the node has {count}")
+        if lack := self.lack(need):
+            raise SpotrunError(
+                f"{lack / 1e6:.0f} MB of memory are missing in {self._tmpfs}, which must hold two snapshots of "
+                "each job. Use machines with more memory, or more devices of each machine for this job"
+            )
 
     def lack(self, need: Need) -> int:
         """Bytes of memory that are missing for two snapshots of this job and of each job whose workers live."""

@@ -23,11 +23,11 @@ from spotrun.node.claims import Claims
 from spotrun.node.launch.client import Launcher
 from spotrun.node.launch.preload import LONGEST, SOCKETS
 from spotrun.node.launch.templates import Templates
-from spotrun.node.launch.worker import Task
+from spotrun.node.launch.worker import Task, torchrun_place
 from spotrun.node.packages import imported_modules, install
-from spotrun.node.workers import WorkerGroup, create
+from spotrun.node.workers import WorkerGroup, create, move
 from spotrun.spec import JobSpec
-from spotrun.state.control import Context
+from spotrun.state.control import Context, Invitation
 from spotrun.store import Store
 from spotrun.wire import Bundle, Failure, Generation, Place
 
@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 RETRY = (1.0, 30.0)  # seconds between tries to prepare: the first pause, the longest
 RESTARTS = "SPOTRUN_RESTARTS"  # the variable: how many generations of the job were begun before this one
+WARM_UP = Generation.model_construct(number=0, members=(), store="", checkpoints=(), regroup=False)
 QUIET_TRIES = 3  # tries before a bucket that does not answer is reported as a failure: it may be away for a moment
 
 
@@ -74,6 +75,7 @@ class Job:
         self._spec: JobSpec | None = None
         self._env: dict[str, str] = {}  # of the launcher
         self._ready = self._ended = False
+        self._warm_ups = 0  # how many times workers were started to warm up
 
     @property
     def store(self) -> str:
@@ -100,6 +102,31 @@ class Job:
         self._launcher.start_workers(number, rank, len(generation.members), generation.store, tasks)
         return group
 
+    def warm_up(self) -> WorkerGroup:
+        """Start workers that belong to no generation, and wait for one when the script's set-up is done."""
+        self.slots.mkdir(parents=True, exist_ok=True)
+        self._warm_ups += 1
+        # No generation has a number below 1, so no event of the launcher is taken for another group's.
+        group = create(WARM_UP, 0, self.procs, self.control, self._logs_of(0))
+        group.origin = -self._warm_ups
+        self.group = group
+        self._launcher.start_workers(group.origin, 0, 1, "", self._tasks(group))
+        return group
+
+    def regroup(self, generation: Generation, rank: int) -> WorkerGroup:
+        """Have the waiting workers join a generation without a restart. rank: of this node."""
+        assert self.group is not None
+        number, nodes = generation.number, len(generation.members)
+        self._note_place(number)
+        self.group = group = move(self.group, generation, rank, self._logs_of(number))
+        if rank == 0:
+            self._launcher.take_store(number, generation.store)
+        for each, task in zip(group.workers, self._tasks(group), strict=True):
+            place = torchrun_place(each.rank, len(group.workers), nodes, generation.store, number)
+            Invitation(task.env | place, task.log).write(each.path)
+            each.control.joins = number
+        return group
+
     def _note_place(self, generation: int) -> None:
         """Write down, for a person on this node, how the workers of a generation run."""
         if self._spec is None or self._spec.keep_on_failure is None:
@@ -112,7 +139,7 @@ class Job:
         return self.logs / f"{generation:04d}"
 
     def _worker_env(self, generation: int) -> dict[str, str]:
-        return {RESTARTS: str(generation - 1), **_visible(self.devices)}
+        return {RESTARTS: str(max(0, generation - 1)), **_visible(self.devices)}
 
     async def restart_launcher(self) -> None:
         """Kill the launcher and its workers. `_launcher_ended` starts another launcher."""
@@ -145,6 +172,8 @@ class Job:
                 snapshot_interval=0 if interval == "auto" else interval,
                 checkpoints=[(ref.generation, ref.step) for ref in group.generation.checkpoints],
                 controls=[str(worker.path) for worker in group.workers],
+                regroups=True,
+                warm_up=group.number == 0,
             )
             task = Task(
                 root=str(self.root),
@@ -217,7 +246,7 @@ class Job:
     def _on_event(self, event: dict[str, Any]) -> None:
         """Take an event of the launcher."""
         kind, group = event["type"], self.group
-        mine = group is not None and event.get("generation") == group.number
+        mine = group is not None and event.get("generation") == (group.origin or group.number)
         if kind == "importing":
             self._now("importing the script's modules")
         elif kind == "ready":
@@ -229,7 +258,7 @@ class Job:
             group.started(event["pids"])
         elif group is not None and mine and kind == "exited":
             group.exited(event["local_rank"], event["code"])
-        elif group is not None and mine and kind == "refused":
+        elif group is not None and kind == "refused" and event["generation"] in (group.number, group.origin):
             group.fail(_failure("peer", group, f"generation {group.number} could not start: {event['why']}"))
         self._changed()
 

@@ -19,11 +19,12 @@ from spotrun.node import cleanup, memory
 from spotrun.node.job import Job, Node
 from spotrun.node.kept_folders import Keeper
 from spotrun.node.log_uploader import LogUploader
+from spotrun.node.membership import Membership, drop_group
 from spotrun.node.part_uploader import PartUploader, WantedPart, newest_snapshot
 from spotrun.node.workers import Phase, WorkerGroup
 from spotrun.spec import JobSpec
 from spotrun.store import log_key
-from spotrun.wire import Bundle, Failure, Generation, JobOrder, JobReport, StateRef
+from spotrun.wire import Bundle, Failure, JobOrder, JobReport, StateRef
 
 log = logging.getLogger(__name__)
 
@@ -37,18 +38,16 @@ class Runner:
 
     def __init__(self, id: str, node: Node, changed: Callable[[], None]) -> None:
         self.id = id
-        self.newest = 0  # the newest generation that this agent took part in
         self.ended = False  # whether the job was told to leave and has left
         self._node, self._changed = node, changed
         self._order: JobOrder | None = None
         self._job: Job | None = None
         self._leaving = asyncio.Event()
-        self._not_started: Failure | None = None  # why this node does not take part in the ordered generation
-        self._waiting = ("", 0.0)  # what the workers' start waits for, and since when, in epoch seconds
         self._slots = node.tmpfs / id / "slots"
         self._snapshot = newest_snapshot(self._slots, id)  # an earlier agent may have left the only copy of a state
         self._read_slots = (-1, 0.0)  # newest committed step, and monotonic seconds, when the slots were last read
         self._logs = LogUploader(node.store)
+        self._membership = Membership(id, node, self._slots.parent, self._logs)
         self._part_uploader = PartUploader(node.store, node.scratch / "parts", self.wake)
         self._keeper = Keeper(node.store, self.wake)
         self._flushed = 0  # the newest generation whose last logs have been sent to the bucket
@@ -59,6 +58,11 @@ class Runner:
         self._report = self._make_report()
 
     @property
+    def newest(self) -> int:
+        """The newest generation that this agent took part in."""
+        return self._membership.newest
+
+    @property
     def bundle(self) -> Bundle | None:
         """The job as it is carried out; None if it has not begun here."""
         return self._job.bundle if self._job else None
@@ -67,7 +71,7 @@ class Runner:
     def busy(self) -> bool:
         """Whether workers live, or wait for devices that other jobs' workers use."""
         group = self._job.group if self._job else None
-        return bool(self._waiting[0]) or (group is not None and group.living)
+        return bool(self._membership.waiting[0]) or (group is not None and group.living)
 
     @property
     def report(self) -> JobReport | None:
@@ -126,7 +130,7 @@ class Runner:
         except Exception as error:
             log.exception("job %s: unexpected error; the job begins again", self.id)
             message = f"unexpected error on this node: {error!r}"[:1000]
-            self._not_started = Failure(kind="setup", rank=0, at=time.time(), message=message)
+            self._membership.not_started = Failure(kind="setup", rank=0, at=time.time(), message=message)
             with contextlib.suppress(Exception):
                 await self._end_job()
             self._job = None  # a worker that still lives keeps its devices: see `Claims`
@@ -140,7 +144,10 @@ class Runner:
         group = None
         if self._node.fit:
             job = await self._apply_bundle(order)
-            await self._apply_generation(job, order)
+            newest = self.newest
+            await self._membership.apply(job, order)
+            if self.newest > newest:
+                self._again.reset()
             group = job.group
             if group is not None:
                 await self._apply_steps(job, group, order)
@@ -159,65 +166,6 @@ class Runner:
         self._job.bundle, self._job.devices = bundle, order.devices
         return self._job
 
-    async def _apply_generation(self, job: Job, order: JobOrder) -> None:
-        """Run the workers of the ordered generation and no others. Older workers end before new ones start."""
-        wanted, rank = order.generation, -1
-        self._waiting, waiting = ("", 0.0), self._waiting
-        if wanted is not None:
-            me = (self._node.identity.name, self._node.boot)
-            rank = next((i for i, member in enumerate(wanted.members) if (member.node, member.boot) == me), -1)
-        if rank < 0:
-            wanted = None
-        if job.group is not None and (wanted is None or wanted.number != job.group.number):
-            await self._end_group(job, job.group)
-            if job.group.living:
-                return  # until the launcher has been replaced
-            _drop_group(job)
-        if wanted is None or job.group is not None:
-            self._not_started = None
-        elif wanted.number <= self.newest:
-            message = f"generation {wanted.number} has ended on this node already"
-            self._not_started = self._not_started or Failure(kind="peer", rank=rank, at=time.time(), message=message)
-        elif job.store:
-            self._start(job, wanted, rank, waiting)
-
-    def _start(self, job: Job, wanted: Generation, rank: int, waiting: tuple[str, float]) -> None:
-        claims, devices = self._node.claims, job.devices or tuple(range(self._node.devices))
-        if held := claims.holder(devices):
-            why = f"waiting for device {held[0]}, which workers of {held[1]} use"
-            self._waiting = (why, waiting[1] or time.time())
-            self._not_started = None
-            return
-        need = memory.Need(self._slots.parent, job.bundle.state_bytes)
-        try:
-            self._check(devices, need)
-            group = job.start(wanted, rank)
-        except (SpotrunError, OSError) as error:  # memory or disk may be full; each turn tries again
-            message = f"generation {wanted.number} cannot start on this node: {error}"
-            if self._not_started is None or self._not_started.message != message:
-                log.error("job %s: %s", self.id, message)
-                self._not_started = Failure(kind="setup", rank=rank, at=time.time(), message=message)
-            return
-        claims.make(self.id, devices, need, lambda: group.living)
-        self.newest, self._not_started = wanted.number, None
-        self._again.reset()
-        for each in group.workers:
-            key = log_key(self.id, group.number, self._node.identity.name, each.rank)
-            self._logs.follow(each.log, key)
-
-    def _check(self, devices: tuple[int, ...], need: memory.Need) -> None:
-        """Raise `SpotrunError` if the node does not have these devices, or not enough memory."""
-        if len(set(devices)) < len(devices):
-            raise SpotrunError(f"the order names a device twice: {', '.join(map(str, devices))}")
-        unknown = [str(each) for each in devices if not 0 <= each < self._node.devices]
-        if unknown:
-            raise SpotrunError(f"the order names device {', '.join(unknown)}, and the node has {self._node.devices}")
-        if lack := self._node.claims.lack(need):
-            raise SpotrunError(
-                f"{lack / 1e6:.0f} MB of memory are missing in {self._node.tmpfs}, which must hold two snapshots of "
-                "each job. Use machines with more memory, or more devices of each machine for this job"
-            )
-
     async def _apply_steps(self, job: Job, group: WorkerGroup, order: JobOrder) -> None:
         part = self._part_uploader.part
         group.set_steps(order.stop_at, order.save.step if order.save and not part else None)
@@ -225,10 +173,10 @@ class Runner:
             await self._end_hung(job, group)
         elif group.broken:
             self._publish()
-            await self._end_group(job, group)
+            await self._membership.end_group(job, group)
         elif group.alive and (size := memory.excess(self._slots.parent)):
             await self._end_greedy(job, group, size)
-        if not group.alive and self._flushed != group.number:
+        if (not group.alive or group.regroup == "waiting") and self._flushed != group.number:
             self._flushed = group.number
             self._flush = asyncio.create_task(self._upload_logs())
 
@@ -239,19 +187,13 @@ class Runner:
             await job.end()
             while job.group is not None and job.group.living:  # the kernel kills workers whose launcher is gone
                 await asyncio.sleep(POLL)
-            _drop_group(job)
+            drop_group(job)
             await self._upload_logs()
         self._logs.forget()
         self._part_uploader.forget()
         self._keeper.stop()
-        self._job, self._waiting, self._snapshot = None, ("", 0.0), None
+        self._job, self._membership.waiting, self._snapshot = None, ("", 0.0), None
         self._read_slots, self._flushed = (-1, 0.0), 0
-
-    async def _end_group(self, job: Job, group: WorkerGroup) -> None:
-        await group.end()
-        if group.alive:
-            log.error("workers of generation %s did not end; the launcher is ended with them", group.number)
-            await job.restart_launcher()
 
     async def _end_hung(self, job: Job, group: WorkerGroup) -> None:
         """Put the stacks of workers that hang into the bucket, then end the workers."""
@@ -264,7 +206,7 @@ class Runner:
         message = f"no step was completed for too long; stacks of this node's workers: {key}"
         trace, rank = text.decode(errors="replace")[-20000:], group.workers[0].rank
         group.group_failure = Failure(kind="hang", rank=rank, at=time.time(), message=message, traceback=trace)
-        await self._end_group(job, group)
+        await self._membership.end_group(job, group)
         await self._upload_logs()
 
     async def _end_greedy(self, job: Job, group: WorkerGroup, size: int) -> None:
@@ -275,14 +217,14 @@ class Runner:
         )
         group.group_failure = Failure(kind="user", rank=group.workers[0].rank, at=time.time(), message=message)
         self._publish()
-        await self._end_group(job, group)
+        await self._membership.end_group(job, group)
         for path in await asyncio.to_thread(lambda: list(memory.strays(self._slots.parent))):
             path.unlink(missing_ok=True)
 
     def _find_snapshot(self, group: WorkerGroup | None) -> None:
         """Read the newest snapshot's record if there may be a new one, but not too often."""
         committed = group.committed if group else -2
-        ended = group is not None and not group.alive
+        ended = group is not None and (not group.alive or group.regroup == "waiting")
         seen, at = self._read_slots
         if committed != seen and (ended or committed < 0 or time.monotonic() - at > 10 * POLL):
             self._snapshot = newest_snapshot(self._slots, self.id)
@@ -322,24 +264,29 @@ class Runner:
         job, part = self._job, self._part_uploader.part
         uploads: dict[str, Any] = {"parts": (part,) if part else (), "trouble": self._part_uploader.trouble}
         if job is None:
-            if self._snapshot is None and self._not_started is None:
+            if self._snapshot is None and self._membership.not_started is None:
                 return None  # an order for a machine that may not begin a job, or the job begins in a moment
-            phase: Literal["failed", "idle"] = "failed" if self._not_started else "idle"
+            phase: Literal["failed", "idle"] = "failed" if self._membership.not_started else "idle"
             return JobReport(
                 job=self.id,
                 phase=phase,
                 generation=self.newest,
-                failure=self._not_started,
+                failure=self._membership.not_started,
                 snapshot=self._snapshot,
                 late=self._part_uploader.late,
                 **uploads,
             )
-        group, now = job.group, _phase(job, self._not_started)
-        doing, since = self._waiting
+        group, now = job.group, _phase(job, self._membership.not_started)
+        trains = group is not None and group.number > 0  # workers that warm up do not
+        doing, since = self._membership.waiting
         if now == "preparing":
             doing, since = job.doing, job.doing_since
         elif group is not None and now == "starting":
             doing, since = group.doing
+        elif self._membership.warm_up_failed:
+            doing = f"its workers ended while they warmed up: {self._membership.warm_up_failed}"
+        elif group is not None and not trains and group.regroup != "waiting":
+            doing, since = f"warming up: {group.doing[0]}", group.doing[1]
         return JobReport(
             job=self.id,
             phase=now,
@@ -348,8 +295,9 @@ class Runner:
             doing_since=since,
             generation=self.newest,
             store=job.store,
-            workers=group.report() if group else (),
-            failure=job.failure or (group.failure if group else self._not_started),
+            workers=group.report() if group and trains else (),
+            regroup="failed" if self._membership.warm_up_failed else group.regroup if group else "no",
+            failure=job.failure or (group.failure if group and trains else self._membership.not_started),
             snapshot=self._snapshot,
             late=group.late if group and group.late is not None else self._part_uploader.late,
             stacks=group.stacks if group else "",
@@ -359,14 +307,8 @@ class Runner:
         )
 
 
-def _drop_group(job: Job) -> None:
-    if job.group is not None:
-        job.group.close()
-        job.group = None
-
-
 def _phase(job: Job, not_started: Failure | None) -> Phase | Literal["preparing", "ready"]:
-    if job.group is not None:
+    if job.group is not None and job.group.number > 0:
         return job.group.phase
     if job.failure is not None or not_started is not None:
         return "failed"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import select
@@ -16,20 +15,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from pydantic import ValidationError
-
 from spotrun.machine.processes import descendants, kill
-from spotrun.node import cleanup
+from spotrun.node import cleanup, worker_failure
 from spotrun.state import exit_note
-from spotrun.state.control import EXIT_DRAINED, EXIT_PEER, NONE, Control
+from spotrun.state.control import EXIT_DRAINED, EXIT_PEER, NONE, Control, Invitation, warm_up_store
 from spotrun.wire import Failure, Generation, Worker
 
 log = logging.getLogger(__name__)
 
 SETTLE = 2.0  # seconds that a worker gets at least to finish a snapshot before it is killed
 LEAVE = 6.0  # seconds that a worker gets at least to leave a drain: it waits for the others and for its snapshot
+GRACE = 1.0  # seconds from a peer's end until all workers of a node have noticed it and wait for the next generation
 REAP = 10.0  # seconds for killed workers to be gone
-TAIL = 1 << 16  # bytes at the end of a log that are searched for NCCL's last words
 STACKS = 2.0  # seconds for the stacks to be in the log
 
 STARTING = ("starting workers", "running the script's set-up", "forming the process group", "restoring the state")
@@ -52,6 +49,11 @@ class LocalWorker:
     code: int | None = None  # exit code; None: the worker has not ended
     killed: bool = False  # whether `end` killed the worker while it was alive
 
+    @property
+    def left(self) -> int | None:
+        """The code with which it has left its generation, to wait for another one; None: it has not."""
+        return None if self.code is not None or self.control.left == NONE else self.control.left
+
 
 @dataclass
 class WorkerGroup:
@@ -62,7 +64,9 @@ class WorkerGroup:
     group_failure: Failure | None = None  # why the whole group ended, if no worker caused it
     stacks: str = ""  # bucket key of the stacks of workers that hang
     late: int | None = None  # a stop or save step that a worker had already passed when it was ordered
+    origin: int = 0  # the generation for which the launcher has forked the workers; 0: this one
     _failures: list[Failure] = field(default_factory=list)
+    _left: dict[int, Failure] = field(default_factory=dict)  # as `_peers_gone`, by rank
     _steps: tuple[int, int] = (NONE, NONE)  # where to stop, where to save
     _began: float = field(default_factory=time.time)
     _ending: bool = False  # whether the agent is ending the workers
@@ -85,18 +89,33 @@ class WorkerGroup:
     @property
     def failure(self) -> Failure | None:
         """The first failure. A failure because of a dead peer counts only if there is no other."""
-        own = min(self._failures, key=lambda found: (found.kind == "peer", found.at), default=None)
+        own = min(
+            [*self._failures, *self._peers_gone()], key=lambda found: (found.kind == "peer", found.at), default=None
+        )
         return self.group_failure or own
 
     @property
     def phase(self) -> Phase:
         restored = all(each.control.step != NONE for each in self.workers)
-        return phase_of([each.code for each in self.workers], self.failure, self.group_failure is not None, restored)
+        codes = [each.left if each.code is None else each.code for each in self.workers]
+        return phase_of(codes, self.failure, self.group_failure is not None, restored)
+
+    @property
+    def regroup(self) -> Literal["no", "able", "waiting"]:
+        """Whether all workers could join another generation, or wait for it now."""
+        if any(each.code is not None or not each.pid or each.control.able != 1 for each in self.workers):
+            return "no"
+        return "waiting" if all(each.left is not None for each in self.workers) else "able"
 
     @property
     def broken(self) -> bool:
         """Whether a worker has failed while others still run."""
-        return self.alive and self.failure is not None
+        if not self.alive or self.failure is None:
+            return False
+        if self.group_failure or self.regroup == "no":
+            return True
+        # The others of this node notice it, too, and then all of them wait.
+        return self.regroup == "able" and time.time() - self.failure.at > GRACE
 
     @property
     def committed(self) -> int:
@@ -122,10 +141,12 @@ class WorkerGroup:
         each = self.workers[local_rank]
         if code == EXIT_DRAINED and each.control.exit != EXIT_DRAINED:
             code = 1  # the script chose this code itself
+        if each.killed and each.left is not None:
+            code = each.left
         each.code = code
         killed = each.killed and code == -signal.SIGKILL and not exit_note.path_for(each.path).exists()
         if code not in (0, EXIT_DRAINED) and not killed:
-            self._failures.append(_read_failure(each))
+            self._failures.append(worker_failure.read(each.path, each.log, each.rank, code))
         self._check_exited()
 
     def fail(self, failure: Failure) -> None:
@@ -167,7 +188,8 @@ class WorkerGroup:
 
     async def _end(self) -> None:
         draining = self._steps[0] != NONE and self.failure is not None
-        limits = [seconds_for_snapshot(each.control, draining) for each in self.workers if each.code is None]
+        running = [each for each in self.workers if each.code is None and each.left is None]
+        limits = [seconds_for_snapshot(each.control, draining) for each in running]
         await _until(lambda: self._settled(draining), max(limits, default=0.0))
         self._ending = True
         deadline = time.monotonic() + REAP
@@ -204,13 +226,21 @@ class WorkerGroup:
             if each.pidfd >= 0:
                 os.close(each.pidfd)
                 each.pidfd = -1
-            each.path.unlink(missing_ok=True)
-            exit_note.path_for(each.path).unlink(missing_ok=True)
+            for path in (each.path, exit_note.path_for(each.path), Invitation.path_for(each.path)):
+                path.unlink(missing_ok=True)
+            warm_up_store(each.path).unlink(missing_ok=True)
 
     def _settled(self, draining: bool) -> bool:
         """Whether a kill now would spoil no snapshot."""
-        alive = [each for each in self.workers if each.code is None]
+        alive = [each for each in self.workers if each.code is None and each.left is None]
         return not (draining and alive) and all(_steps_in_progress(each.control) == 0 for each in alive)
+
+    def _peers_gone(self) -> list[Failure]:
+        """Why workers have left this generation, and wait for the next one."""
+        for each in self.workers:
+            if each.left == EXIT_PEER and each.rank not in self._left:
+                self._left[each.rank] = worker_failure.read(each.path, each.log, each.rank, EXIT_PEER)
+        return [self._left[each.rank] for each in self.workers if each.left == EXIT_PEER]
 
     def _check_exited(self) -> None:
         if all(each.code is not None for each in self.workers):
@@ -231,6 +261,18 @@ def create(generation: Generation, node_rank: int, procs: int, control: Path, lo
             path.unlink(missing_ok=True)
             found.close()
             raise
+    return found
+
+
+def move(group: WorkerGroup, generation: Generation, node_rank: int, logs: Path) -> WorkerGroup:
+    """The group's workers, which wait, in another generation. Invite them when the launcher has its store."""
+    logs.mkdir(parents=True, exist_ok=True)
+    found = WorkerGroup(generation, group.workers, origin=group.origin or group.number)
+    for local_rank, each in enumerate(group.workers):
+        exit_note.path_for(each.path).unlink(missing_ok=True)
+        each.rank = node_rank * len(group.workers) + local_rank
+        each.log = logs / f"{each.rank}.log"
+        each.control.renew(generation.number)
     return found
 
 
@@ -278,34 +320,6 @@ def _report(each: LocalWorker) -> Worker:
         stepping=c.stepping,
         took=c.took,
     )
-
-
-def _read_failure(each: LocalWorker) -> Failure:
-    """The failure that the worker has reported; without a report, what its exit code means."""
-    code = each.code or 0
-    with contextlib.suppress(OSError, ValueError, TypeError, ValidationError):
-        found = Failure(**json.loads(exit_note.path_for(each.path).read_text()))
-        # The script may have written any text there, and one report has all jobs of the node.
-        message, trace = found.message[: exit_note.LONGEST], found.traceback[-exit_note.TRACEBACK :]
-        return found.replace(message=message, traceback=trace)
-
-    def failure(kind: Literal["user", "peer", "signal"], message: str) -> Failure:
-        return Failure(kind=kind, rank=each.rank, at=time.time(), message=message)
-
-    if code == -signal.SIGABRT:  # torch ends a worker like this when a collective fails in NCCL: a peer is gone
-        return failure("peer", _abort_reason(each.log))
-    if code < 0:
-        with contextlib.suppress(ValueError):
-            name = signal.Signals(-code).name
-            return failure("signal", f"ended by {name}" + (" (out of memory?)" if name == "SIGKILL" else ""))
-    if code == EXIT_PEER:
-        return failure("peer", "a collective failed")
-    return failure("user", f"the script exited with code {code}")
-
-
-def _abort_reason(log: Path) -> str:
-    why = exit_note.nccl_reason(_read_from(log, max(0, _size(log) - TAIL)).decode(errors="replace"))
-    return f"ended by SIGABRT: {why}"[: exit_note.LONGEST] if why else "ended by SIGABRT"
 
 
 def _kill(each: LocalWorker) -> None:

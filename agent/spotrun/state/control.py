@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -26,8 +27,8 @@ class Control:
     """A mapped control block. Each number is an attribute, which reads and writes the file.
 
     The agent writes `stop_at` and `snapshot_at`, and the worker obeys when its step equals that number. The worker
-    writes all other numbers. `NONE`: nothing yet. Times are epoch seconds; 0: the event has not happened yet. In the
-    file, the `int` numbers come before the `float` numbers, each group in the order below.
+    writes all other numbers; only `renew` is the agent's. `NONE`: nothing yet. Times are epoch seconds; 0: the event
+    has not happened yet. In the file, the `int` numbers come before the `float` numbers, each group in the order below.
     """
 
     generation: int
@@ -49,6 +50,10 @@ class Control:
     layout_1: int  # the same of slot 1
     section: int  # step of the newest snapshot whose section this worker has copied
     refused: int  # step of the newest snapshot whose section this worker will not copy
+    # A worker joins another generation without a restart by these numbers (see train/regroup.py).
+    able: int  # 1: it can
+    left: int  # it has left its generation, and waits for the next one: the exit code that it would have used
+    joins: int  # the generation that it should join; only the agent writes it
     stepped_at: float  # end of the newest step
     forked: float
     entered: float  # `spotrun.init` was called
@@ -99,6 +104,14 @@ class Control:
         else:
             raise AttributeError(f"a control block has no {name}")
 
+    def renew(self, generation: int) -> None:
+        """Begin another generation with the same worker, which waits for it (`left`) and writes nothing meanwhile."""
+        for name in _INT_AT.keys() - _KEPT:
+            setattr(self, name, 0 if name in _FROM_ZERO else NONE)
+        for name in _FLOAT_AT:
+            setattr(self, name, 0.0)
+        self.generation, self.forked = generation, time.time()
+
     def write_metrics(self, metrics: dict[str, float]) -> None:
         """Publish the numbers of run.log(). A reader sees all of them or none."""
         text = json.dumps(metrics).encode()[: SIZE - TEXT - 8]
@@ -129,11 +142,42 @@ _INT_AT, _FLOAT_AT = (
 )
 # What has a number from the start.
 _FROM_ZERO = {"generation", "pid", "rank", "total_steps"}
+# What lasts as long as the worker's process.
+_KEPT = {"pid", "able", "layout_0", "layout_1", "joins"}
 
 
 def _is_number(value: object) -> bool:
     """Whether a report can hold the number: JSON allows integers of any size, a report does not."""
     return isinstance(value, float) or (isinstance(value, int) and abs(value) < 1 << 1000)
+
+
+def warm_up_store(control: str | Path) -> Path:
+    """The file at which a node's workers meet while they warm up. control: the path of local rank 0's block."""
+    return Path(f"{control}.store")
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """The way of a waiting worker into its next generation: a file beside its control block, written by the agent."""
+
+    env: dict[str, str]  # variables that differ from those of the generation before
+    log: str  # path of the rank's log
+
+    @staticmethod
+    def path_for(control: str | Path) -> Path:
+        """The invitation of the worker with that control block."""
+        return Path(f"{control}.next")
+
+    def write(self, control: str | Path) -> None:
+        """Write the file. Set `Control.joins` after it."""
+        path = self.path_for(control)
+        partial = Path(f"{path}.part")
+        partial.write_text(json.dumps(asdict(self)))
+        os.replace(partial, path)
+
+    @classmethod
+    def read(cls, control: str | Path) -> Invitation:
+        return cls(**json.loads(cls.path_for(control).read_text()))
 
 
 @dataclass(frozen=True)
@@ -149,6 +193,8 @@ class Context:
     snapshot_interval: int = 0  # steps; 0: adaptive
     checkpoints: list[tuple[int, int]] = field(default_factory=list)  # (generation, step), complete, newest first
     controls: list[str] = field(default_factory=list)  # paths of the control blocks of this node's workers, in order
+    regroups: bool = False  # whether the agent lets workers wait for the next generation, instead of ending
+    warm_up: bool = False  # whether the worker is in no generation yet: it waits for one when its set-up is done
 
     VARIABLE = "SPOTRUN_CONTEXT"
 
@@ -159,8 +205,11 @@ class Context:
     def from_env(cls) -> Context | None:
         """The context this process runs in; None under plain `python` or `torchrun`."""
         text = os.environ.get(cls.VARIABLE)
-        if not text:
-            return None
+        return cls.from_text(text) if text else None
+
+    @classmethod
+    def from_text(cls, text: str) -> Context:
+        """The context that `to_env` wrote."""
         values = json.loads(text)
         values["checkpoints"] = [(int(g), int(s)) for g, s in values["checkpoints"]]
         return cls(**values)

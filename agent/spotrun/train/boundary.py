@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -15,11 +16,12 @@ import torch.distributed as dist
 from spotrun.state.control import EXIT_DRAINED, EXIT_PEER, NONE, Context, Control
 from spotrun.train import failures
 from spotrun.train.copy_guard import CopyGuard
-from spotrun.train.distributed import leave_together, rank_and_world
+from spotrun.train.distributed import cpu_group, leave_together, rank_and_world
 from spotrun.train.encoding import Encoder, refuse_sharded
 from spotrun.train.group_health import GroupHealth
 from spotrun.train.metrics import Clock, Metrics
 from spotrun.train.parallel import Parallel
+from spotrun.train.regroup import Membership
 from spotrun.train.restore import restore
 from spotrun.train.rng import reseed
 from spotrun.train.sections import Place, Section, Sections, equal_tensors
@@ -46,6 +48,7 @@ class Boundary:
         local_rank: int,
         group: dist.ProcessGroup | None,
         models: Sequence[Parallel],
+        membership: Membership | None,
     ) -> None:
         self.metrics, self.clock = Metrics(), Clock()
         self.writer: Writer | None = None
@@ -56,25 +59,30 @@ class Boundary:
         self._rank = rank_and_world()[0]
         self._snapped = 0  # step of the newest snapshot
         self._fence = threading.Lock()
+        self._membership = membership
+        self._health = GroupHealth()
+        self._void: BaseException | None = None  # why the step under way does not count
+        self._drained = False  # whether this worker has stopped at its stop step, and waits for the next generation
 
     def begin(self) -> None:
         """Restore the saved state, if there is one, and prepare the first snapshot."""
         if self._context is None or self._control is None:
             return
         control, state = self._control, self._state
+        control.able = int(self._membership is not None and self._membership.able())
         with self.exit_if_a_peer_fails():
             refuse_sharded(state.objects)
             state.encode(Encoder())  # every rank checks what a snapshot can hold before it fetches a state
+        if self._context.warm_up:
+            self._enter(control)
+            return
+        with self.exit_if_a_peer_fails():
             found = restore(self._context, self._local_rank, self._group)
             if found is not None:
                 state.load(Path(self._context.slots), *found)
                 reseed(state.seed, state.step, 0, self._rank)
             self._prepare_snapshots(self._context, control)
-        if found is not None:
-            control.copied = control.committed = state.step
-        self._snapped = state.step
-        control.restored = time.time()
-        control.base = control.step = state.step
+        self._tell_restored(control, found is not None)
 
     def end_step(self) -> None:
         """Tell the agent that a step has ended, take a snapshot if one is due, and leave if the agent says so."""
@@ -92,6 +100,44 @@ class Boundary:
         if draining:
             self._leave(control)
         self.clock.resume()
+
+    def rests_on_world_size(self) -> None:
+        """The script's set-up has asked for the number of workers."""
+        if self._membership is not None:
+            self._membership.obstacle = "the script reads run.world_size before run.track"
+
+    @property
+    def generation(self) -> int:
+        """The number of this worker's generation; 0: it has none."""
+        return self._context.generation if self._context is not None else 0
+
+    @property
+    def must_regroup(self) -> bool:
+        """Whether this worker must join another generation before it goes on."""
+        return self._void is not None or self._drained
+
+    def regroup(self) -> None:
+        """Leave this generation and join the next one. Afterwards the state is that of the newest snapshot.
+
+        The process ends instead if it cannot go on from that state: a restarted one can.
+        """
+        assert self._membership is not None
+        assert self._control is not None
+        error, self._void, self._drained = self._void, None, False
+        while True:
+            self._membership.disconnect()
+            for each in filter(None, (self.writer, self.section)):
+                with contextlib.suppress(Exception):  # as in `failures.leave`
+                    each.settle()
+            self._membership.wait(self._state.step, error)
+            try:
+                self._membership.join()
+                self._continue(self._membership.context, self._control, as_it_is=error is None)
+                return
+            except Exception as failed:
+                if not failures.is_peer_failure(failed):
+                    raise
+                error = failed
 
     def finish(self) -> None:
         """Snapshot the finished state, and wait until the snapshot is committed."""
@@ -111,6 +157,29 @@ class Boundary:
             self.metrics.publish(self._control, now)
 
     @contextmanager
+    def void_if_a_peer_fails(self) -> Iterator[None]:
+        """If another worker is gone, the step under way does not count, and `regroup` follows at its end.
+
+        Where that is not possible: as `exit_if_a_peer_fails`.
+        """
+        with self.exit_if_a_peer_fails():
+            try:
+                yield
+            except Exception as error:
+                if self._membership is None or not self._membership.able() or not failures.is_peer_failure(error):
+                    raise
+                self._void = error
+                self._membership.disconnect()  # now: the others wait for this worker
+                for model in self._models:
+                    model.drop_gradients()
+
+    def give_up(self) -> None:
+        """The script leaves its loop in a step that does not count: end this process."""
+        if self._void is not None:
+            with self.exit_if_a_peer_fails():
+                raise self._void
+
+    @contextmanager
     def exit_if_a_peer_fails(self) -> Iterator[None]:
         """Under spotrun, end this process with its own exit code if another worker is gone: the script is not at fault.
 
@@ -124,14 +193,58 @@ class Boundary:
             what = f"step {self._state.step}: another worker is gone"
             failures.end(self._context, self._control, self._rank, what, error)
 
+    def _enter(self, control: Control) -> None:
+        """Join the first generation of this worker, which has warmed up."""
+        if not control.able:
+            assert self._membership is not None
+            why = self._membership.obstacle or "the script makes process groups of its own"
+            log.warning("this worker cannot wait for a generation: %s", why)
+            failures.leave(EXIT_PEER)
+        self.regroup()
+
+    def _continue(self, context: Context, control: Control, as_it_is: bool) -> None:
+        """Go on in a new generation. as_it_is: with the state of this process, if it is the newest snapshot's."""
+        left, state = self._context, self._state
+        assert left is not None
+        self._context, self._rank = context, rank_and_world()[0]
+        self._group, self._health = cpu_group(self._device), GroupHealth()
+        found = restore(context, self._local_rank, self._group)
+        begins = self.writer is None and self.section is None  # the script is before its first step
+        if not begins and (found is None or found[1].state["run"]["epoch"] != state.epoch):
+            # The script is past the state's place, or its first state is lost. Every member comes to the same result.
+            raise dist.DistError("the next generation begins in another epoch: the script must start again")
+        if found is not None and not (as_it_is and found[1].order == (left.generation, state.step)):
+            state.load(Path(context.slots), *found)
+            for parameter in (parameter for model in self._models for parameter in model.parameters()):
+                parameter.grad = None
+        tracked = list(state.objects.values())
+        equal = found is not None and all(any(each is model for each in tracked) for model in self._models)
+        for model in self._models:
+            model.rebuild(equal)
+        if found is not None:
+            reseed(state.seed, state.step, 0, self._rank)
+        if self.writer is not None:
+            self.writer.renew(context.generation)
+        elif self.section is None:
+            self._prepare_snapshots(context, control)
+        self._tell_restored(control, found is not None)
+
+    def _tell_restored(self, control: Control, found: bool) -> None:
+        """Say at which step this worker begins. found: whether a snapshot has that state."""
+        if found:
+            control.copied = control.committed = self._state.step
+        self._snapped = self._state.step
+        control.restored = time.time()
+        control.base = control.step = self._state.step
+
     def _prepare_snapshots(self, context: Context, control: Control) -> None:
-        stage, trouble, folder = stage_for(self._device), GroupHealth().trouble, Path(context.slots)
+        stage, folder = stage_for(self._device), Path(context.slots)
         workers = [Control(Path(path)) for path in context.controls]
         copier: Writer | Section
         if self._local_rank == 0:
             sections = Sections(control, workers[1:]) if len(workers) > 1 else None
             copier = self.writer = writer = Writer(
-                folder, context.job, context.generation, control, stage, trouble, sections, self._equal
+                folder, context.job, context.generation, control, stage, self._trouble, sections, self._equal
             )
             # With a limit: on a GPU, the copy may be queued behind a collective whose peer is gone.
             failures.before_leaving(lambda: writer.settle(max(PATIENCE, 2 * writer.progress.expected)))
@@ -141,12 +254,15 @@ class Boundary:
         elif len(workers) > 1:
             place = (self._local_rank, len(workers))
             copier = self.section = section = Section(
-                folder, place, control, workers[0], self._state.encode, self._equal, stage, trouble
+                folder, place, control, workers[0], self._state.encode, self._equal, stage, self._trouble
             )
             failures.before_leaving(lambda: section.settle(PATIENCE))
         else:
             return
         self.guard = CopyGuard(copier, stage, self._state.optimizers) if stage is not None else None
+
+    def _trouble(self) -> str:
+        return self._health.trouble()
 
     def _equal(self) -> set[Place]:
         return equal_tensors(self._models, self._state.optimizers)
@@ -193,10 +309,13 @@ class Boundary:
             log.warning("no snapshot of step %d: its slot is still being read", self._state.step)
 
     def _leave(self, control: Control) -> None:
-        """End this process at its stop step."""
+        """Leave the generation at the stop step: to wait for another one, or to end this process."""
         leave_together(self._device, self._group)
         self.settle()
         # A drain without its snapshot loses steps. The exit code must show that.
         lost = self.writer is not None and self.writer.newest_step != self._state.step
+        if not lost and self._membership is not None and self._membership.able():
+            self._drained = True
+            return
         control.exit = code = EXIT_PEER if lost else EXIT_DRAINED
         failures.leave(code)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import socket
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +20,8 @@ from spotrun.machine.gpus import gpu_count
 TIMEOUT = timedelta(minutes=30)
 LEAVE_WAIT = 5.0  # seconds that a leaving worker waits for the others, which may never come
 log = logging.getLogger(__name__)
+
+_connections: frozenset[str] = frozenset()  # of the process group: names of sockets, see `_sockets`
 
 
 def rank_and_world() -> tuple[int, int]:
@@ -60,11 +65,55 @@ def _why_no_cuda() -> str:
     return "it finds no device"
 
 
-def join_process_group(device: torch.device, backend: str | None) -> None:
-    """Form the process group that torchrun's variables describe, unless they are missing or a group exists."""
+def join_process_group(device: torch.device, backend: str | None, alone: Path | None = None) -> None:
+    """Form the process group that torchrun's variables describe, unless they are missing or a group exists.
+
+    alone: the group has only this node's workers, which meet at this file.
+    """
+    global _connections
     if "WORLD_SIZE" in os.environ and "RANK" in os.environ and not dist.is_initialized():
         backend = backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-        dist.init_process_group(backend, timeout=TIMEOUT)
+        before = _sockets()
+        try:
+            if alone is None:
+                dist.init_process_group(backend, timeout=TIMEOUT)
+            else:
+                rank, world = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+                dist.init_process_group(
+                    backend, store=dist.FileStore(str(alone), world), rank=rank, world_size=world, timeout=TIMEOUT
+                )
+        finally:
+            _connections = frozenset(_sockets().keys() - before.keys())
+
+
+def leave_process_group() -> None:
+    """Leave the process group at once. The collectives in which others wait for this process fail.
+
+    Neither the end of a gloo group nor its abort closes connections on which a collective waits.
+    """
+    global _connections
+    for name, descriptor in _sockets().items():
+        if name in _connections:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+                connection.getpeername()  # raises for a socket that listens: gloo ends the process if that one closes
+                connection.shutdown(socket.SHUT_RDWR)
+    _connections = frozenset()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    elif dist.is_available():
+        # A group that was never complete has been counted, and the count is part of the keys at which workers meet.
+        dist.distributed_c10d._world.group_count = 0
+
+
+def _sockets() -> dict[str, int]:
+    """The sockets of this process: the kernel's name of each, and its descriptor."""
+    found = {}
+    with contextlib.suppress(OSError):  # there is no /proc
+        for each in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):  # the listing's own descriptor is closed by now
+                if (name := os.readlink(f"/proc/self/fd/{each}")).startswith("socket:"):
+                    found[name] = int(each)
+    return found
 
 
 def cpu_group(device: torch.device) -> dist.ProcessGroup | None:

@@ -65,7 +65,7 @@ class Clock:
         control.samples += self.samples
         self.samples = 0
         self._ticks += 1
-        if self._ticks == 1:
+        if not control.stepped_first:
             control.stepped_first = now
         if self._resumed is not None:
             took = time.monotonic() - self._resumed

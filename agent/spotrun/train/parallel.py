@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -43,11 +45,26 @@ class Parallel(nn.Module):
         self.training = module.training
         self.rebuild()
 
-    def rebuild(self) -> None:
-        """Wrap the module for the current process group. Every rank must call this."""
+    def unwrap(self) -> None:
+        """Give up the DDP instance: its process group ends. `rebuild` makes another one."""
+        known = weakref.ref(self._ddp) if self._ddp is not None else lambda: None
+        self.__dict__["_ddp"] = None
+        if self._used is not None:
+            self._used.forget()
+        if known() is not None:
+            # The old reducer's hooks are on the parameters until it is destroyed.
+            gc.collect()
+
+    def rebuild(self, equal: bool = False) -> None:
+        """Wrap the module for the current process group. Every rank must call this.
+
+        equal: all ranks have the same parameters and buffers, so DDP need not compare and send them.
+        """
         ddp = None
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             module, options = self.module, {_SYNC: False, **self._options}
+            if equal:
+                options["init_sync"] = False
             if self._device.type == "cuda":
                 options.setdefault("device_ids", [self._device.index])
             elif "find_unused_parameters" not in options:
@@ -79,6 +96,12 @@ class Parallel(nn.Module):
         """Whether the next backward averages gradients over the ranks (not within an accumulation)."""
         if self._ddp is not None:
             self._ddp.require_backward_grad_sync = on
+
+    def drop_gradients(self) -> None:
+        """Make the gradients zero: they are worth nothing. The script may still use them, so they are not None."""
+        for parameter in self.module.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
 
     def equal_parameters(self) -> list[nn.Parameter]:
         """The parameters that DDP keeps equal on all ranks.
@@ -165,6 +188,10 @@ class _Used:
             )
         self._seen.clear()
         self._counts = counts
+
+    def forget(self) -> None:
+        """The last step does not count."""
+        self._seen.clear()
 
     def _see(self, name: str, _: torch.Tensor) -> None:
         if self._counts:

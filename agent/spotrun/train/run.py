@@ -18,13 +18,14 @@ import torch
 from torch import nn
 
 from spotrun.errors import SpotrunError
-from spotrun.state.control import Context, Control
+from spotrun.state.control import Context, Control, warm_up_store
 from spotrun.train import batches
 from spotrun.train.boundary import Boundary
 from spotrun.train.distributed import choose_device, cpu_group, join_process_group, rank_and_world
 from spotrun.train.encoding import Stateful
 from spotrun.train.failures import end, is_peer_failure
 from spotrun.train.parallel import Parallel
+from spotrun.train.regroup import Membership
 from spotrun.train.rng import reseed
 from spotrun.train.training_state import TrainingState
 
@@ -44,13 +45,14 @@ def init(seed: int = 0, backend: str | None = None) -> Run:
         control.entered = entered
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = choose_device(local_rank, insist=context is not None)
+    alone = warm_up_store(context.controls[0]) if context is not None and context.warm_up else None
     try:
-        join_process_group(device, backend)
+        join_process_group(device, backend, alone)
     except Exception as error:
         if context is not None and control is not None and is_peer_failure(error):
             end(context, control, int(os.environ.get("RANK", "0")), "cannot join the other workers", error)
         raise
-    run = Run(seed, device, local_rank, context, control)
+    run = Run(seed, device, local_rank, context, control, backend)
     if control is not None and context is not None:
         control.pid, control.rank, control.generation = os.getpid(), run.rank, context.generation
         control.grouped = time.time()
@@ -60,18 +62,28 @@ def init(seed: int = 0, backend: str | None = None) -> Run:
 class Run:
     """One worker's part in a training run. `spotrun.init()` makes it.
 
-    rank, world_size, local_rank, device: this worker's place.
+    rank, local_rank, device: this worker's place. `rank` and `world_size` may change in `track`, and at the end of a
+    step: ask for them each time.
     """
 
     def __init__(
-        self, seed: int, device: torch.device, local_rank: int, context: Context | None, control: Control | None
+        self,
+        seed: int,
+        device: torch.device,
+        local_rank: int,
+        context: Context | None,
+        control: Control | None,
+        backend: str | None = None,
     ) -> None:
-        self.rank, self.world_size = rank_and_world()
+        self.rank, self._world_size = rank_and_world()
         self.local_rank, self.device = local_rank, device
         self._control = control  # only under spotrun
         self._state = TrainingState(seed)
         self._models: list[Parallel] = []
-        self._boundary = Boundary(context, control, self._state, device, local_rank, cpu_group(device), self._models)
+        membership = Membership(context, control, device, backend, self._models) if context and control else None
+        self._boundary = Boundary(
+            context, control, self._state, device, local_rank, cpu_group(device), self._models, membership
+        )
         self._epochs = 1
         self._stepped: int | None = None  # the epoch in which steps() was called
         self._loader: Any = None
@@ -84,6 +96,21 @@ class Run:
     def is_main(self) -> bool:
         """Whether this is rank 0."""
         return self.rank == 0
+
+    @property
+    def world_size(self) -> int:
+        """How many workers train together now.
+
+        A script that reads it before `run.track` may rest on it: then all workers restart when it may change.
+        """
+        if not self._state.objects:
+            self._boundary.rests_on_world_size()
+        return self._world_size
+
+    @property
+    def generation(self) -> int:
+        """The number of the generation that this worker is in: it rises with each interruption. 0 without spotrun."""
+        return self._boundary.generation
 
     @property
     def step(self) -> int:
@@ -138,6 +165,7 @@ class Run:
                 )
         self._state.objects = objects
         self._boundary.begin()
+        self.rank, self._world_size = rank_and_world()  # others than before, if this worker has warmed up
 
     def epochs(self, n: int) -> Iterator[int]:
         """Epochs 0 … n - 1, beginning with the restored one, even if all steps of that epoch are done."""
@@ -159,7 +187,8 @@ class Run:
         self._check_steps(loader)
         self._boundary.clock.resume()
         with self._boundary.guard or nullcontext():  # the code after the loop may change the state in any way
-            for current in self._feed(loader, accumulate):
+            feed = self._feed(loader, accumulate)
+            while (current := next(feed, None)) is not None:
                 self._batch = current
                 reseed(self._state.seed, self.step, current.number, self.rank)
                 batch = self._next()
@@ -167,10 +196,16 @@ class Run:
                     break
                 for model in self._models:
                     model.exchange(current.last)
-                yield batch if self.device.type == "cpu" else batches.to_device(batch, self.device)
+                try:
+                    yield batch if self.device.type == "cpu" else batches.to_device(batch, self.device)
+                except GeneratorExit:
+                    self._boundary.give_up()
+                    raise
                 self._boundary.clock.samples += current.samples
-                if current.last:
+                if current.last and not self._boundary.must_regroup:
                     self._end_step()
+                if self._boundary.must_regroup:
+                    feed = self._regroup(loader, accumulate)
         self._next()  # lets the loader end its workers
         self._iterator = iter(())
         reseed(self._state.seed, self.step, 0, self.rank)  # the code after the loop draws the same after a restart
@@ -179,23 +214,34 @@ class Run:
     def backward(self, loss: torch.Tensor) -> None:
         """`loss.backward()` for a batch's mean loss, weighted: the gradient is the mean over all samples of the step.
 
-        If another worker is gone, this process ends here (under spotrun), or the process group's error is raised.
+        Under spotrun, if another worker is gone: the step does not count. The state goes back at the step's end, or
+        this process ends here. Elsewhere, the process group's error is raised.
         """
         weight = self._batch.weight
-        with self._boundary.exit_if_a_peer_fails():
+        with self._boundary.void_if_a_peer_fails():
             (loss if weight == 1 else loss * weight).backward()  # type: ignore[no-untyped-call]
         if self._boundary.guard is not None and self._batch.last:
             self._boundary.guard()
 
     def log(self, **values: Any) -> None:
         """Show numbers (0-dim tensors too) in the job's display. Cheap: they are read a few times a second only."""
-        self._boundary.metrics.update(values)
-        self._boundary.publish()
+        if not self._boundary.must_regroup:
+            self._boundary.metrics.update(values)
+            self._boundary.publish()
+
+    def _regroup(self, loader: Any, accumulate: int) -> Iterator[batches.Batch]:
+        """Join the next generation, and describe the batches that the loader gives from there on."""
+        self._boundary.regroup()
+        self.rank, self._world_size = rank_and_world()
+        self._boundary.clock.resume()
+        return self._feed(loader, accumulate)
 
     def _end_step(self) -> None:
-        with self._boundary.exit_if_a_peer_fails():
+        with self._boundary.void_if_a_peer_fails():
             for model in self._models:
                 model.share_buffers()
+        if self._boundary.must_regroup:
+            return
         self._state.step += 1
         sampler = batches.sampler_of(self._loader)
         if sampler is None:

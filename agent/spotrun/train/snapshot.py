@@ -114,6 +114,18 @@ class Writer(Copier):
             if free:
                 self._lay_out(target, layout(tensors))
 
+    def renew(self, generation: int) -> None:
+        """Write for another generation from now on. Nothing may be under way."""
+        self._running, self._generation, self.dropped = None, generation, False
+        found = slots.newest(self._folder, self._job)
+        self._newest = found[0][0] if found else 1
+        self._steps = {slot: record.step for slot, record in found}
+        self._committed = dict.fromkeys(slots.SLOTS, (-math.inf, 0))
+        for slot, file in list(self._slots.items()):
+            path = slots.data_path(self._folder, slot)
+            if not path.exists() or path.stat().st_ino != file.inode:  # a state came from another node
+                self._forget(slot)
+
     def make_room(self, state: Callable[[Encoder], Any]) -> None:
         """`prepare` beside training. Call it when the first step has made the optimizer's state."""
         if not self._busy and self._shared is None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import time
 from pathlib import Path
 
@@ -66,14 +65,13 @@ schedulers = {f"{name}_schedule": torch.optim.lr_scheduler.StepLR(each, 1, 0.5) 
 sampler = spotrun.ElasticSampler(dataset, seed=3)
 loader = DataLoader(dataset, batch_size=args.batch, sampler=sampler, num_workers=args.loaders)
 run.track(**models, **optimizers, **schedulers, sampler=sampler)
-number = json.loads(os.environ.get("SPOTRUN_CONTEXT", "{}")).get("generation", 0)
-record = (args.out / f"steps-{number}-{run.rank}.jsonl").open("a", buffering=1)
+record = (args.out / f"steps-{run.generation}-{run.rank}.jsonl").open("a", buffering=1)
 
 for epoch in run.epochs(EPOCHS):
     for ids, x, y in run.steps(loader, accumulate=args.accumulate):
         # Written before the gradient can reach another rank: after that, the step may count even if this node is taken.
         seen = [] if run.padding else ids.tolist()
-        line = {"generation": number, "epoch": epoch, "step": run.step + 1, "ids": seen}
+        line = {"generation": run.generation, "epoch": epoch, "step": run.step + 1, "ids": seen}
         record.write(json.dumps(line) + "\n")
         loss = torch.stack([nn.functional.cross_entropy(model(x), y) for model in models.values()]).sum()
         run.backward(loss)

@@ -41,7 +41,6 @@ if args.find:
     (args.out / "found").write_text((args.find / "digest").read_text())
 
 context = json.loads(os.environ.get("SPOTRUN_CONTEXT", "{}"))
-generation = context.get("generation", 0)
 
 
 def hold_device():
@@ -91,6 +90,8 @@ if args.fill:
 if args.flood:
     threading.Thread(target=print_lines, daemon=True).start()
 time.sleep(args.late)
+with (args.out / "setups").open("a") as setups:
+    print(os.getpid(), file=setups)
 if args.largest:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (args.largest, args.largest))
@@ -103,7 +104,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 sampler = spotrun.ElasticSampler(dataset, seed=3)
 loader = DataLoader(dataset, batch_size=args.batch, sampler=sampler)
 run.track(model=model, optimizer=optimizer, sampler=sampler)
-record = (args.out / f"steps-{generation}-{run.rank}.jsonl").open("a", buffering=1)
+record = (args.out / f"steps-{run.generation}-{run.rank}.jsonl").open("a", buffering=1)
 
 
 def here(place: str) -> bool:
@@ -121,7 +122,8 @@ for epoch in run.epochs(args.epochs):
                 time.sleep(3600)
         # Before its gradient can reach anybody: a node may be taken at any later point and the step count all the same.
         seen = [] if run.padding else ids.tolist()
-        record.write(json.dumps({"generation": generation, "epoch": epoch, "step": run.step + 1, "ids": seen}) + "\n")
+        line = {"generation": run.generation, "epoch": epoch, "step": run.step + 1, "ids": seen}
+        record.write(json.dumps(line) + "\n")
         loss = nn.functional.cross_entropy(model(x), y)
         run.backward(loss)
         optimizer.step()
@@ -136,7 +138,7 @@ for tensor in model.state_dict().values():
 for state in optimizer.state_dict()["state"].values():
     for value in state.values():
         digest.update(value.numpy().tobytes())
-result = {"world_size": run.world_size, "step": run.step, "digest": digest.hexdigest()}
+result = {"world_size": run.world_size, "step": run.step, "digest": digest.hexdigest(), "pid": os.getpid()}
 (args.out / f"final-{run.rank}.json").write_text(json.dumps(result))
 if args.leave and run.rank == 0:
     args.leave.mkdir(parents=True, exist_ok=True)

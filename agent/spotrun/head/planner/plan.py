@@ -18,12 +18,11 @@ from spotrun.head.job_state import (
     EndGeneration,
     Ending,
     Finish,
-    JobState,
     SetEnding,
     Start,
     Stop,
 )
-from spotrun.head.planner import checkpointing, idle, keeping, kept_node, patience, silence, spending, waiting
+from spotrun.head.planner import checkpointing, idle, keeping, kept_node, patience, regroup, silence, spending, waiting
 from spotrun.head.planner.checkpointing import DRAIN_AHEAD
 from spotrun.head.planner.liveness import eligible, interrupted, reports, silent
 from spotrun.head.timeouts import TIMEOUTS
@@ -67,8 +66,9 @@ def _assemble(view: View) -> tuple[Action, ...]:
         if broken and len(broken) == len(mine) and job.generation == 0:
             failure = broken[0].work.failure
             return (Finish("failed", f"set-up failed on {broken[0].name}: {failure.message if failure else ''}"),)
-        if _enough(view, ready) and not view.blind() and not _must_save_first(view, ready):
-            return (_start(job, ready, None),)
+        may = _enough(view, ready) and not view.blind() and not _must_save_first(view, ready)
+        if may and (started := _start(view, ready, None)):
+            return started
     found = checkpointing.secure(view)
     if job.ending is None:
         return (*(found or ()), *idle.decide(view))
@@ -112,11 +112,13 @@ def _supervise(view: View) -> tuple[Action, ...]:
     if failed:
         return _after_failure(view, *failed)
     if gone:
+        if regroup.awaited(view, gone):
+            return ()
         kinds = "+".join(dict.fromkeys(gone.values()))
-        return (_restart(view, Cause(kind=kinds, node=", ".join(gone))),)
-    unable = [node for node in members if node is not None and _unable(view, node)]
+        return _restart(view, Cause(kind=kinds, node=", ".join(gone)))
+    unable = [node for node in members if node is not None and (_unable(view, node) or regroup.failed(view, node))]
     if unable:
-        return (_restart(view, Cause(kind="start", node=", ".join(node.name for node in unable))),)
+        return _restart(view, Cause(kind="start", node=", ".join(node.name for node in unable)))
     if job.stopping and silence.given_up(view):
         return (EndGeneration(cause=Cause(kind="stop")),)
     if job.draining:
@@ -133,18 +135,18 @@ def _after_failure(view: View, failure: Failure, node: Node) -> tuple[Action, ..
     cause = Cause(kind="hang" if failure.kind == "hang" else "crash", node=node.name)
     if view.job.restarts + 1 > view.job.spec.max_restarts:
         return (fail, EndGeneration(), Finish("failed", failure.message), *kept_node.keep(view, node))
-    return (fail, _restart(view, cause))
+    return (fail, *_restart(view, cause))
 
 
-def _restart(view: View, cause: Cause) -> Action:
+def _restart(view: View, cause: Cause) -> tuple[Action, ...]:
     """End this generation, and begin the next one at once.
 
     Only end it if the job stops, if too few nodes are ready, or if a snapshot must be saved first.
     """
     ready = eligible(view)
     if view.job.stopping or len(ready) < view.job.spec.nodes.min or _must_save_first(view, ready):
-        return EndGeneration(cause=cause)
-    return _start(view.job, ready, cause)
+        return (EndGeneration(cause=cause),)
+    return _start(view, ready, cause) or (EndGeneration(cause=cause),)
 
 
 def _drain_on(view: View, reporting: list[Node], size: int) -> tuple[Action, ...]:
@@ -156,7 +158,7 @@ def _drain_on(view: View, reporting: list[Node], size: int) -> tuple[Action, ...
     assert job.draining is not None
     settled = [node for node in reporting if node.phase in ("drained", "failed", "succeeded")]
     if len(settled) == size or (view.now > job.draining.deadline and not view.blind()):
-        return (_restart(view, job.draining.cause),)
+        return _restart(view, job.draining.cause)
     if any(node.work.late == job.draining.step for node in reporting):
         step = checkpointing.ahead(view, reporting, 4 * DRAIN_AHEAD)
         if step > job.draining.step:
@@ -185,7 +187,7 @@ def _reason_to_drain(view: View, reporting: list[Node]) -> tuple[Action, ...]:
     if job.progress.step > max(job.progress.base, -1):
         return (Drain(checkpointing.ahead(view, reporting, DRAIN_AHEAD), cause, deadline),)
     # This generation has completed no step, so a restart loses no work. Growth waits for the first step.
-    return () if cause.kind == "grow" else (_restart(view, cause),)
+    return () if cause.kind == "grow" else _restart(view, cause)
 
 
 def _worth_growing(view: View) -> bool:
@@ -200,7 +202,9 @@ def _worth_growing(view: View) -> bool:
     if job.progress.total_steps and left < spec.grow_interval / 3:
         return False  # the job ends before the growth pays for its pause
     names = {member.node for member in job.members}
-    return any(node.name not in names for node in eligible(view))
+    newcomers = [node for node in eligible(view) if node.name not in names]
+    # With workers that can regroup, a newcomer first warms up: the others pause for the transfer of the state only.
+    return any(not job.regroups or node.work.regroup == "waiting" for node in newcomers)
 
 
 def _hang(view: View, reporting: list[Node]) -> tuple[Action, ...]:
@@ -277,13 +281,21 @@ def _enough(view: View, ready: list[Node]) -> bool:
     return view.job.generation > 0 or view.expected <= len(ready) or view.now - view.waiting_since > TIMEOUTS.gather
 
 
-def _start(job: JobState, ready: list[Node], cause: Cause | None) -> Start:
-    """Begin a generation. Survivors get the first ranks, in their old order. All members use the store of rank 0."""
+def _start(view: View, ready: list[Node], cause: Cause | None) -> tuple[Action, ...]:
+    """Begin a generation, or wait for nodes that warm up: (). All members use the store of rank 0.
+
+    Survivors get the first ranks, in their old order.
+    """
+    job = view.job
+    if (members := regroup.members(view, ready, cause)) is not None:
+        ready = members
+        if len(ready) < job.spec.nodes.min:
+            return ()
     ranks = {(member.node, member.boot): rank for rank, member in enumerate(job.last)}
     ready = sorted(ready, key=lambda n: (ranks.get((n.name, n.report.boot), len(ranks)), n.name))
     chosen = ready[: job.spec.nodes.max]
-    members = tuple(
+    found = tuple(
         Member(node=n.name, boot=n.report.boot, address=n.report.address, devices=n.devices, share=n.share)
         for n in chosen
     )
-    return Start(members, chosen[0].work.store, cause)
+    return (Start(found, chosen[0].work.store, cause, regroup=members is not None),)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from spotrun.head.fleet.classify import Condition
-from spotrun.head.planner import idle
+from spotrun.head.planner import idle, regroup
 from spotrun.head.planner.liveness import eligible
 from spotrun.head.view import Node, View
 
@@ -34,7 +34,7 @@ def reason(view: View) -> str:
     if job.blocked:
         return job.blocked
     saving = f"waiting for the state of step {job.saving.ref.step} to get into the bucket" if job.saving else ""
-    return saving if job.ending or job.stopping else _machines(view) or saving
+    return saving if job.ending or job.stopping else _machines(view) or saving or regroup.reason(view)
 
 
 def _machines(view: View) -> str:

@@ -59,9 +59,15 @@ class Launcher:
     def start_workers(self, generation: int, rank: int, nodes: int, store: str, tasks: Sequence[Task]) -> None:
         """Make the launcher start the workers of a generation of `nodes` nodes. rank: of this node."""
         command = {"type": "start", "generation": generation, "rank": rank, "nodes": nodes, "store": store}
-        line = json.dumps(command | {"tasks": [asdict(task) for task in tasks]})
+        self._write(command | {"tasks": [asdict(task) for task in tasks]})
+
+    def take_store(self, generation: int, store: str) -> None:
+        """Make the launcher hold another unused TCPStore: a generation without a start command uses `store`."""
+        self._write({"type": "take_store", "generation": generation, "store": store})
+
+    def _write(self, command: dict[str, Any]) -> None:
         if self._commands is not None:
-            self._commands.write(line.encode() + b"\n")
+            self._commands.write(json.dumps(command).encode() + b"\n")
 
     async def end(self, timeout: float = END_TIMEOUT) -> None:
         """End the launcher and all its workers."""

@@ -4,11 +4,13 @@ torch elastic runs the worker group. The agent's commands take the place of its 
 JSON lines over a socket:
 
     agent → launcher   {"type": "start", "generation", "rank", "nodes", "store", "tasks": [...]}; end of file: end all
+                       {"type": "take_store", "generation", "store"}
     launcher → agent   importing() · ready(store) · store(store) · started(generation, pids) ·
                        exited(generation, local_rank, code) · refused(generation, why)
 
-A start command ends the workers of the generation before. The launcher is a fork of a process that has torch and this
-module (see `template`).
+A start command ends the workers of the generation before. If workers join a generation without a restart, only its
+store is taken. Events name the generation of the start command. The launcher is a fork of a process that has torch and
+this module (see `template`).
 """
 
 from __future__ import annotations
@@ -73,20 +75,25 @@ class EventWriter:
 
 
 class Stores:
-    """TCPStores on this node's address: one for the generation that runs, an unused one for the next."""
+    """TCPStores on this node's address: one for the generation that runs, an unused one for the next.
+
+    Two threads use it: a start command is the main thread's, and `take_store` the reading one's.
+    """
 
     def __init__(self, address: str) -> None:
         self._address = address
+        self._lock = threading.Lock()
         self._current: TCPStore | None = None
         self._make()
 
     def take(self, endpoint: str) -> bool:
         """Use the unused store, and make another. False: the unused store has another endpoint."""
-        if endpoint != self.endpoint:
-            return False
-        self._current = self._next  # this removes the old store with all keys of its generation
-        self._make()
-        return True
+        with self._lock:
+            if endpoint != self.endpoint:
+                return False
+            self._current = self._next  # this removes the old store with all keys of its generation
+            self._make()
+            return True
 
     def _make(self) -> None:
         listener = socket.socket(socket.AF_INET6 if ":" in self._address else socket.AF_INET)
@@ -121,17 +128,22 @@ class CommandRendezvous(RendezvousHandler):
             if command is None:
                 self._closed = True
                 break
-            if command.rank == 0 and not self._stores.take(command.store):
-                why = f"no store is held at {command.store}"
-                self._events.write(type="refused", generation=command.generation, why=why)
+            # Workers that warm up need no store.
+            if command.rank == 0 and command.store and not self.take_store(command.generation, command.store):
                 continue
             self.command = command
             host, _, port = command.store.rpartition(":")
-            if command.rank == 0:
-                self._events.write(type="store", store=self._stores.endpoint)
             # Ranks are known, and workers meet at the first node's store: torch elastic itself stores nothing.
-            return RendezvousInfo(HashStore(), command.rank, command.nodes, RendezvousStoreInfo(host, int(port)))
+            return RendezvousInfo(HashStore(), command.rank, command.nodes, RendezvousStoreInfo(host, int(port or 0)))
         raise RendezvousGracefulExitError("the agent has closed the launcher")
+
+    def take_store(self, generation: int, store: str) -> bool:
+        """Use the unused store for a generation, and tell the agent of the next one. False: refused."""
+        if not self._stores.take(store):
+            self._events.write(type="refused", generation=generation, why=f"no store is held at {store}")
+            return False
+        self._events.write(type="store", store=self._stores.endpoint)
+        return True
 
     def num_nodes_waiting(self) -> int:
         return 0 if self._commands.empty() else 1
@@ -209,7 +221,7 @@ class ForkingElasticAgent(SimpleElasticAgent):
             "ROLE_WORLD_SIZE": str(worker.role_world_size),
             "MASTER_ADDR": str(group.master_addr),
             "MASTER_PORT": str(group.master_port),
-            "TORCHELASTIC_RESTART_COUNT": str(generation - 1),
+            "TORCHELASTIC_RESTART_COUNT": str(max(0, generation - 1)),
             "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
             "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -305,7 +317,9 @@ def _warm_up() -> None:
 def _read_commands(rendezvous: CommandRendezvous, fd: int) -> None:
     for line in os.fdopen(fd, encoding="utf-8"):
         values = json.loads(line)
-        del values["type"]
+        if values.pop("type") == "take_store":
+            rendezvous.take_store(**values)
+            continue
         tasks = tuple(Task(**{**task, "args": tuple(task["args"])}) for task in values.pop("tasks"))
         rendezvous.put(StartCommand(**values, tasks=tasks))
     rendezvous.put(None)

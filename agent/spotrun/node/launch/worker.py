@@ -39,6 +39,26 @@ class Task:
     env: dict[str, str]  # variables on top of the forkserver's own
 
 
+def torchrun_place(rank: int, procs: int, nodes: int, store: str, generation: int) -> dict[str, str]:
+    """A worker's place in a generation, in the variables that torchrun has for it.
+
+    See https://docs.pytorch.org/docs/stable/elastic/run.html, "Environment Variables". procs: workers of each node.
+    """
+    host, _, port = store.rpartition(":")
+    return {
+        "RANK": str(rank),
+        "ROLE_RANK": str(rank),
+        "GROUP_RANK": str(rank // procs),
+        "WORLD_SIZE": str(procs * nodes),
+        "ROLE_WORLD_SIZE": str(procs * nodes),
+        "GROUP_WORLD_SIZE": str(nodes),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": port,
+        "TORCHELASTIC_RESTART_COUNT": str(max(0, generation - 1)),
+        "TORCHELASTIC_RUN_ID": str(generation),
+    }
+
+
 def run(task: Task) -> None:
     """Run the script in this process, a child of the forkserver. Returns only if it succeeds."""
     forked = time.time()

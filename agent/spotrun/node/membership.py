@@ -1,0 +1,147 @@
+"""This node's part in the generations of one job: which workers run, wait, warm up, or end."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+from spotrun.errors import SpotrunError
+from spotrun.node import memory
+from spotrun.node.job import Job, Node
+from spotrun.node.log_uploader import LogUploader
+from spotrun.node.workers import WorkerGroup
+from spotrun.store import log_key
+from spotrun.wire import Failure, Generation, JobOrder
+
+log = logging.getLogger(__name__)
+
+
+class Membership:
+    """The part of `node` in the generations of job `id`. folder: the job's in memory.
+
+    newest: the newest generation that this agent took part in. not_started: why this node does not take part in the
+    ordered generation. waiting: what the workers' start waits for, and since when, in epoch seconds. warm_up_failed:
+    why workers ended while they warmed up, after the newest generation; empty: they did not.
+    """
+
+    def __init__(self, id: str, node: Node, folder: Path, logs: LogUploader) -> None:
+        self.newest = 0
+        self.not_started: Failure | None = None
+        self.waiting = ("", 0.0)
+        self.warm_up_failed = ""
+        self._id, self._node, self._folder, self._logs = id, node, folder, logs
+
+    async def apply(self, job: Job, order: JobOrder) -> None:
+        """Run the workers of the ordered generation and no others, but those that wait for another generation.
+
+        Workers of any other generation end before new ones start.
+        """
+        wanted, rank = order.generation, self._rank(order.generation)
+        self.waiting, waiting = ("", 0.0), self.waiting
+        if rank < 0:
+            wanted = None
+        group = job.group
+        if group is not None and (wanted is None or wanted.number != group.number):
+            if self._stays(job, group, wanted, order.stand_by):
+                if wanted is not None:
+                    self._follow(job, job.regroup(wanted, rank))
+                return
+            await self.end_group(job, group)
+            if group.living:
+                return  # until the launcher has been replaced
+            drop_group(job)
+        if wanted is None or job.group is not None:
+            self.not_started = None
+            if job.group is None and order.stand_by and job.store and not self.warm_up_failed:
+                self._warm_up(job)
+        elif wanted.number <= self.newest:
+            self._refuse(rank, f"generation {wanted.number} has ended on this node already")
+        elif wanted.regroup:
+            self.newest = wanted.number
+            self._refuse(rank, f"no workers of this node wait for generation {wanted.number}")
+        elif job.store:
+            self._start(job, wanted, rank, waiting)
+
+    def _rank(self, wanted: Generation | None) -> int:
+        """This node's rank in the generation; -1: it is no member."""
+        me = (self._node.identity.name, self._node.boot)
+        members = wanted.members if wanted is not None else ()
+        return next((i for i, member in enumerate(members) if (member.node, member.boot) == me), -1)
+
+    def _refuse(self, rank: int, message: str) -> None:
+        self.not_started = self.not_started or Failure(kind="peer", rank=rank, at=time.time(), message=message)
+
+    def _stays(self, job: Job, group: WorkerGroup, wanted: Generation | None, stand_by: bool) -> bool:
+        """Whether the workers need not end: they wait for a generation to join without a restart, or warm up for it."""
+        if group.number == 0 and not group.alive:
+            self.warm_up_failed = group.failure.message if group.failure else "the script ended"
+        if self._node.claims.devices(self._id) != self._devices(job):
+            return False
+        if wanted is None:
+            return stand_by and (group.regroup == "waiting" or (group.number == 0 and group.alive))
+        return wanted.regroup and wanted.number > self.newest and group.regroup == "waiting"
+
+    def _devices(self, job: Job) -> tuple[int, ...]:
+        return job.devices or tuple(range(self._node.devices))
+
+    def _warm_up(self, job: Job) -> None:
+        """Start workers that wait for a generation, if there is room for them."""
+        devices, need = self._devices(job), memory.Need(self._folder, job.bundle.state_bytes)
+        if self._node.claims.holder(devices):
+            return
+        try:
+            self._node.claims.check(devices, need, self._node.devices)
+            group = job.warm_up()
+        except (SpotrunError, OSError) as error:  # the node may still be able to begin a generation later
+            log.warning("job %s: cannot warm up: %s", self._id, error)
+            self.warm_up_failed = str(error)
+            return
+        self._node.claims.make(self._id, devices, need, lambda: group.living)
+        self._follow_logs(group)
+
+    def _start(self, job: Job, wanted: Generation, rank: int, waiting: tuple[str, float]) -> None:
+        claims, devices = self._node.claims, self._devices(job)
+        if held := claims.holder(devices):
+            why = f"waiting for device {held[0]}, which workers of {held[1]} use"
+            self.waiting = (why, waiting[1] or time.time())
+            self.not_started = None
+            return
+        need = memory.Need(self._folder, job.bundle.state_bytes)
+        try:
+            self._node.claims.check(devices, need, self._node.devices)
+            group = job.start(wanted, rank)
+        except (SpotrunError, OSError) as error:  # memory or disk may be full; each turn tries again
+            message = f"generation {wanted.number} cannot start on this node: {error}"
+            if self.not_started is None or self.not_started.message != message:
+                log.error("job %s: %s", self._id, message)
+                self.not_started = Failure(kind="setup", rank=rank, at=time.time(), message=message)
+            return
+        claims.make(self._id, devices, need, lambda: group.living)
+        self._follow(job, group)
+
+    def _follow(self, job: Job, group: WorkerGroup) -> None:
+        """The node takes part in the group's generation."""
+        if group.origin:  # the claim of the group that it was before still holds
+            devices, need = self._devices(job), memory.Need(self._folder, job.bundle.state_bytes)
+            self._node.claims.make(self._id, devices, need, lambda: group.living)
+        self.newest, self.not_started, self.warm_up_failed = group.number, None, ""
+        self._follow_logs(group)
+
+    def _follow_logs(self, group: WorkerGroup) -> None:
+        for each in group.workers:
+            key = log_key(self._id, group.number, self._node.identity.name, each.rank)
+            self._logs.follow(each.log, key)
+
+    async def end_group(self, job: Job, group: WorkerGroup) -> None:
+        await group.end()
+        if group.alive:
+            log.error("workers of generation %s did not end; the launcher is ended with them", group.number)
+            await job.restart_launcher()
+
+
+def drop_group(job: Job) -> None:
+    """Forget the job's workers, which have ended."""
+    if job.group is not None:
+        job.group.close()
+        job.group = None

@@ -1,0 +1,55 @@
+"""Why a worker has ended early, or has left its generation."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import time
+from pathlib import Path
+from typing import Literal
+
+from pydantic import ValidationError
+
+from spotrun.state import exit_note
+from spotrun.state.control import EXIT_PEER
+from spotrun.wire import Failure
+
+TAIL = 1 << 16  # bytes at the end of a log that are searched for NCCL's last words
+
+
+def read(control: Path, log: Path, rank: int, code: int) -> Failure:
+    """The failure that a worker has reported; without a report, what its exit code means.
+
+    control: path of its control block. log: path of its output.
+    """
+    with contextlib.suppress(OSError, ValueError, TypeError, ValidationError):
+        found = Failure(**json.loads(exit_note.path_for(control).read_text()))
+        # The script may have written any text there, and one report has all jobs of the node.
+        message, trace = found.message[: exit_note.LONGEST], found.traceback[-exit_note.TRACEBACK :]
+        return found.replace(message=message, traceback=trace)
+
+    def failure(kind: Literal["user", "peer", "signal"], message: str) -> Failure:
+        return Failure(kind=kind, rank=rank, at=time.time(), message=message)
+
+    if code == -signal.SIGABRT:  # torch ends a worker like this when a collective fails in NCCL: a peer is gone
+        return failure("peer", _abort_reason(log))
+    if code < 0:
+        with contextlib.suppress(ValueError):
+            name = signal.Signals(-code).name
+            return failure("signal", f"ended by {name}" + (" (out of memory?)" if name == "SIGKILL" else ""))
+    if code == EXIT_PEER:
+        return failure("peer", "a collective failed")
+    return failure("user", f"the script exited with code {code}")
+
+
+def _abort_reason(log: Path) -> str:
+    why = exit_note.nccl_reason(_tail(log).decode(errors="replace"))
+    return f"ended by SIGABRT: {why}"[: exit_note.LONGEST] if why else "ended by SIGABRT"
+
+
+def _tail(path: Path) -> bytes:
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL))
+        return file.read(TAIL)
+    return b""

@@ -1,0 +1,93 @@
+"""Leaving a generation and joining the next one in the same process (a regroup): nothing of the script runs again.
+
+A worker leaves at its stop step, or when a peer is gone. It says so in its control block (`left`) and waits. The agent
+writes an `Invitation` and the number of the next generation (`joins`). If the agent wants no regroup, it ends the
+worker, and a fork takes its place: the worker need not know which of the two comes.
+
+Only workers on the CPU regroup: after an interruption, what an aborted NCCL collective has left on a GPU is unknown.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+import traceback
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from spotrun.state import exit_note
+from spotrun.state.control import EXIT_DRAINED, EXIT_PEER, Context, Control, Invitation
+from spotrun.train.distributed import join_process_group, leave_process_group, rank_and_world
+from spotrun.train.parallel import Parallel
+
+log = logging.getLogger(__name__)
+
+POLL = 0.002  # seconds between looks at the control block while this worker waits
+
+
+class Membership:
+    """This worker's place in its generation. context: of that generation. backend: as in `spotrun.init`."""
+
+    def __init__(
+        self, context: Context, control: Control, device: torch.device, backend: str | None, models: Sequence[Parallel]
+    ) -> None:
+        self.context = context
+        self.obstacle = ""  # why the script cannot go on in another generation; empty: nothing is known
+        self._control, self._device, self._backend, self._models = control, device, backend, models
+
+    def able(self) -> bool:
+        """Whether this worker can join another generation without a restart.
+
+        Not if the script has made process groups of its own: nobody can make them again but the script.
+        """
+        whole = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        own = [whole] if whole is not None else []
+        foreign = [each for each in dist.distributed_c10d._world.pg_map if each not in own]
+        here = self.context.regroups and self._device.type == "cpu" and whole is not None
+        return here and not foreign and not self.obstacle
+
+    def disconnect(self) -> None:
+        """Leave the process group at once, so that peers which still wait for this worker fail, too."""
+        for model in self._models:
+            model.unwrap()
+        leave_process_group()
+
+    def wait(self, step: int, error: BaseException | None) -> None:
+        """Say that this worker has left, and wait until the agent lets it join the next generation.
+
+        step: the newest that this worker has completed. error: why it left; None: it was told to. The agent ends this
+        process if there is no such generation, and the kernel does if the agent's launcher ends.
+        """
+        control = self._control
+        if error is not None:
+            message = f"step {step}: another worker is gone: {exit_note.summary(str(error))}"
+            log.warning("%s", message)
+            with contextlib.suppress(OSError):
+                trace = "".join(traceback.format_exception(error))
+                exit_note.write(self.context.control, "peer", control.rank, message, trace)
+        control.left = EXIT_DRAINED if error is None else EXIT_PEER
+        while control.joins <= self.context.generation:
+            time.sleep(POLL)
+
+    def join(self) -> None:
+        """Join the generation of the invitation. Every member must call this. Raises if another one does not."""
+        invitation = Invitation.read(self.context.control)
+        os.environ.update(invitation.env)
+        self.context = Context.from_text(invitation.env[Context.VARIABLE])
+        _print_to(invitation.log)
+        self._control.entered = time.time()
+        join_process_group(self._device, self._backend)
+        self._control.rank = rank_and_world()[0]
+        self._control.grouped = time.time()
+
+
+def _print_to(path: str) -> None:
+    """From now on, write the output to this file."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    os.close(handle)

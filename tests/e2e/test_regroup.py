@@ -1,0 +1,55 @@
+"""Survivors go on in the same process: the script's set-up runs once for each process, however long it takes."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.harness import Harness, digest_of, sample_ids, undisturbed
+
+EPOCHS, SAMPLES, BATCH = 2, 600, 2
+
+
+def setups(out: Path) -> Counter[int]:
+    """How often each process ran the script's set-up."""
+    return Counter(map(int, (out / "setups").read_text().split()))
+
+
+def final_pids(out: Path) -> set[int]:
+    return {json.loads(path.read_text())["pid"] for path in out.glob("final-*.json")}
+
+
+@pytest.mark.parametrize("fault", ["kill", "preempt"])
+def test_the_set_up_of_a_survivor_runs_once(cluster: Harness, tmp_path: Path, fault: str) -> None:
+    """Even its process is the same, and a spare that has warmed up takes the lost node's place: bit for bit."""
+    job = cluster.submit(
+        nodes={"min": 2, "max": 2, "spares": 1},
+        epochs=EPOCHS,
+        samples=SAMPLES,
+        batch=BATCH,
+        snapshot_interval=5,
+        late=3,
+        slow=60,
+    )
+    cluster.until_step(30)
+    cluster.until(lambda _: len(setups(job.out)) >= 3, what="the spare's warm-up")
+    before = setups(job.out)
+    cluster.fault(fault, cluster.members()[1])
+    status = cluster.until(
+        lambda status: any(each["seconds"] is not None for each in status["job"]["interruptions"]), what="recovery"
+    )
+    (interruption,) = status["job"]["interruptions"]
+    assert interruption["kind"] == fault
+    assert interruption["steps_lost"] <= (0 if fault == "preempt" else 5)
+    job.go()
+    final = cluster.until_ended()
+    assert final["phase"] == "succeeded"
+    assert set(setups(job.out).values()) == {1}
+    assert final_pids(job.out) <= set(before), "both were there before the fault"
+    assert sample_ids(job.out, EPOCHS) == {epoch: list(range(SAMPLES)) for epoch in range(EPOCHS)}
+    (tmp_path / "undisturbed").mkdir()
+    wanted = undisturbed(tmp_path / "undisturbed", ranks=2, epochs=EPOCHS, samples=SAMPLES, batch=BATCH)
+    assert digest_of(job.out) == wanted

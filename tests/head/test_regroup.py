@@ -1,0 +1,180 @@
+"""When the next generation begins without a restart, and which nodes it has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from spotrun.head.job_state import Action, Cause, Drain, EndGeneration, Progress, Start, apply
+from spotrun.head.orders import JobOrders
+from spotrun.head.planner.plan import plan
+from spotrun.head.view import Node, View
+from spotrun.wire import Bundle
+from tests.head.views import NOW, A, B, C, D, failed, job, node, spare, spec, start, view
+
+KILL = Cause(kind="kill", node=B)
+FIXED = spec(nodes={"min": 3, "max": 3})
+
+
+def trains(name: str, **changes: Any) -> Node:
+    """A member whose workers could join another generation."""
+    return node(name, **{"regroup": "able", **changes})
+
+
+def waits(name: str, **changes: Any) -> Node:
+    """A member whose workers have noticed the end of a peer, and wait."""
+    return failed(name, "peer", **{"regroup": "waiting", **changes})
+
+
+def warm(name: str, **changes: Any) -> Node:
+    """A node whose workers have warmed up."""
+    return spare(name, **{"regroup": "waiting", **changes})
+
+
+def warming(name: str, **changes: Any) -> Node:
+    return spare(name, **{"regroup": "no", **changes})
+
+
+def lost(name: str, **changes: Any) -> Node:
+    return node(name, **{"connected": False, "reported_at": NOW - 0.2, **changes})
+
+
+def able(*members: str, **changes: Any) -> Any:
+    return job(*members, regroups=True, **changes)
+
+
+def again(*names: str, cause: Cause | None = None) -> Start:
+    return replace(start(*names, cause=cause), regroup=True)
+
+
+def begun(*members: str, step: int = 0) -> Any:
+    """A job whose generation has begun without a restart, at step 0."""
+    found = apply(able(*members, current=None), again(*members), NOW - 1)
+    return found.replace(progress=Progress(base=0, step=step))
+
+
+cases: dict[str, tuple[View, tuple[Action, ...]]] = {
+    "survivors and a spare that has warmed up go on together": (
+        view(able(A, B, C), waits(A), lost(B), waits(C), warm(D)),
+        (again(A, C, D, cause=KILL),),
+    ),
+    "a survivor is about to notice the end of its peer: wait for it": (
+        view(able(A, B, C), waits(A), lost(B), trains(C), warm(D)),
+        (),
+    ),
+    "a survivor does not notice the end of its peer: all begin with new workers": (
+        view(able(A, B, C), waits(A, at=NOW - 2), lost(B, reported_at=NOW - 4), trains(C), warm(D)),
+        (start(A, C, D, cause=KILL),),
+    ),
+    "a survivor's workers have ended, too: all begin with new workers": (
+        view(able(A, B, C), waits(A), lost(B), failed(C, "peer", regroup="no"), warm(D)),
+        (start(A, C, D, cause=KILL),),
+    ),
+    "enough survivors do not wait for a node that warms up": (
+        view(able(A, B, C), waits(A), lost(B), waits(C), warming(D)),
+        (again(A, C, cause=KILL),),
+    ),
+    "too few survivors wait for a node that warms up": (
+        view(able(A, B, C, spec=FIXED), waits(A), lost(B), waits(C), warming(D)),
+        (EndGeneration(KILL),),
+    ),
+    "and go on with it when it has warmed up": (
+        view(apply(able(A, B, C, spec=FIXED), EndGeneration(KILL), NOW), waits(A), lost(B), waits(C), warm(D)),
+        (again(A, C, D),),
+    ),
+    "but not for longer than a start may take": (
+        view(
+            apply(able(A, B, C, spec=FIXED), EndGeneration(KILL), NOW - 601),
+            waits(A),
+            lost(B),
+            waits(C),
+            warming(D, since=NOW - 601),
+        ),
+        (start(A, C, D),),
+    ),
+    "nobody waits for a node whose warm-up has failed": (
+        view(able(A, B, C, spec=FIXED), waits(A), lost(B), waits(C), warming(D, regroup="failed")),
+        (start(A, C, D, cause=KILL),),
+    ),
+    "nobody waits for a node whose agent knows no warm-up": (
+        view(able(A, B, C, spec=FIXED), waits(A), lost(B), waits(C), spare(D)),
+        (start(A, C, D, cause=KILL),),
+    ),
+    "a script that cannot go on begins again on all nodes": (
+        view(job(A, B, C), failed(A, "peer"), lost(B), failed(C, "peer"), spare(D)),
+        (start(A, C, D, cause=KILL),),
+    ),
+    "the script fails on a member: all begin with new workers": (
+        view(able(A, B, C), waits(A), failed(B, "user", at=NOW - 0.2), waits(C)),
+        (*plan(view(job(A, B, C), failed(A, "peer"), failed(B, "user", at=NOW - 0.2), failed(C, "peer"))).actions,),
+    ),
+    "workers do not get into their next generation: the one after it has new workers": (
+        view(begun(A, B), waits(A, generation=2), node(B, generation=2, phase="starting", regroup="able")),
+        (start(A, B, cause=Cause(kind="start", node=A)),),
+    ),
+    "workers take too long to get into their next generation: the same": (
+        view(
+            begun(A, B).replace(ordered_at=NOW - 11),
+            node(A, generation=2, phase="starting", regroup="able"),
+            node(B, generation=2, phase="starting", regroup="able"),
+        ),
+        (start(A, B, cause=Cause(kind="start", node=f"{A}, {B}")),),
+    ),
+    "they take long for a large state: wait": (
+        view(
+            begun(A, B).replace(ordered_at=NOW - 11, state_bytes=int(1e9)),
+            node(A, generation=2, phase="starting", regroup="able"),
+            node(B, generation=2, phase="starting", regroup="able"),
+        ),
+        (),
+    ),
+    "a member is lost again before the first step: new workers": (
+        view(begun(A, B, C), waits(A, generation=2), lost(B, generation=2), waits(C, generation=2)),
+        (start(A, C, cause=KILL),),
+    ),
+    "a node that has warmed up joins": (
+        view(able(A, B), trains(A), trains(B), warm(C)),
+        (Drain(56, Cause(kind="grow"), NOW + 60),),
+    ),
+    "a node that warms up does not disturb the others": (view(able(A, B), trains(A), trains(B), warming(C)), ()),
+}
+
+
+@pytest.mark.parametrize("name", cases)
+def test_plan(name: str) -> None:
+    seen, wanted = cases[name]
+    assert plan(seen).actions == wanted
+
+
+def test_a_job_says_that_it_waits_for_a_warm_up() -> None:
+    waiting = apply(able(A, B, C, spec=FIXED), EndGeneration(KILL), NOW)
+    seen = view(waiting, waits(A), lost(B), waits(C), warming(D))
+    assert plan(seen).reason == f"waiting for {D} to warm up"
+
+
+def test_only_nodes_of_a_job_that_can_regroup_stand_by() -> None:
+    bundle = Bundle(id="j", code="x", job={})
+    waiting = apply(able(A, B), EndGeneration(KILL), NOW)
+    assert JobOrders(waiting, bundle).of(A, "b1", (0,)).stand_by
+    assert not JobOrders(waiting, bundle).of(A, "b1", None).stand_by, "it has no devices there any more"
+    assert not JobOrders(waiting.replace(regroups=False), bundle).of(A, "b1", (0,)).stand_by
+    assert not JobOrders(waiting.replace(paused="by the operator"), bundle).of(A, "b1", (0,)).stand_by
+    training = able(A, B)
+    assert not JobOrders(training, bundle).of(A, "b1", (0,)).stand_by, "a member trains"
+    assert JobOrders(training, bundle).of(C, "b1", (0,)).stand_by, "a spare warms up"
+
+
+@pytest.mark.parametrize(
+    ("cause", "step", "wanted"),
+    [("kill", 60, False), ("kill", 50, True), ("crash", 60, True), ("hang", 60, True), ("move", 60, False)],
+)
+def test_workers_that_did_not_go_on_well_are_replaced(cause: str, step: int, wanted: bool) -> None:
+    """A step of the generation shows that it went on well; 50 is where it began."""
+    before = able(A, B, progress=Progress(base=50, step=step))
+    assert before.current is not None
+    before = before.replace(current=before.current.replace(regroup=True))
+    after = apply(before, EndGeneration(Cause(kind=cause)), NOW)
+    assert after.new_workers == wanted
+    assert apply(after, again(A), NOW).new_workers == wanted

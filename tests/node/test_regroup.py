@@ -1,0 +1,151 @@
+"""Agents whose workers join another generation without a restart, or warm up for one."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from spotrun.wire import Order, StateRef
+from tests.fakes.head import Seen
+from tests.fakes.node import World, changed, order_of, world
+from tests.helpers import await_for, gone
+
+A, B, C = "node-a", "node-b", "node-c"
+
+# `set up` is printed once by each process that runs the script from the top.
+SCRIPT = """
+import os, sys, time
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+import spotrun
+
+run = spotrun.init()
+print("set up by", os.getpid(), "rank", run.rank, "of", run.world_size, flush=True)
+if "fail" in sys.argv and run.generation == 0:
+    raise ValueError("no data here")
+dataset = torch.ones(100000, 4)
+model = run.ddp(nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+sampler = spotrun.ElasticSampler(dataset)
+run.track(model=model, optimizer=optimizer, sampler=sampler)
+for epoch in run.epochs(1):
+    for x in run.steps(DataLoader(dataset, batch_size=1, sampler=sampler)):
+        run.backward(model(x).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        if run.step % 50 == 0:
+            print("step", run.step, "rank", run.rank, "of", run.world_size, "generation", run.generation, flush=True)
+        time.sleep(0.01)
+"""
+
+
+def pids(report: Seen) -> list[int]:
+    return [each.pid for each in report.workers]
+
+
+async def waiting(w: World, name: str) -> Seen:
+    return await w.head.wait(name, lambda r: r.regroup == "waiting", f"{name} waits")
+
+
+async def drained(w: World, order: Order, names: list[str], number: int) -> int:
+    """Have these nodes stop at a step, which is returned."""
+    stop = max(w.head.reports[name].workers[0].step for name in names) + 60
+    for name in names:
+        await w.head.order(name, changed(order, stop_at=stop))
+    for report in await w.phase(names, number, "drained"):
+        assert report.regroup == "waiting"
+        assert report.snapshot == StateRef(generation=number, step=stop)
+    return stop
+
+
+async def test_the_same_processes_go_on_in_another_generation(tmp_path: Path) -> None:
+    """At a stop step, and when a peer dies. A node that has warmed up takes its place."""
+    async with world(tmp_path, A, B, C) as w:
+        bundle = w.bundle(files={"train.py": SCRIPT})
+        await w.ready(bundle, [A, B, C])
+        order = await w.begin(bundle, 1, [A, B])
+        first = await w.steps([A, B], 1, 5)
+        assert all(report.regroup == "able" for report in first)
+        stop = await drained(w, order, [A, B], 1)
+
+        await w.begin(bundle, 2, [B, A], regroup=True)
+        second = await w.steps([A, B], 2, stop + 5)
+        assert [pids(report) for report in second] == [pids(report) for report in first]
+        assert [report.workers[0].base for report in second] == [stop, stop]
+        assert [report.workers[0].rank for report in second] == [1, 0]
+
+        await w.head.order(C, order_of(bundle, stand_by=True))
+        warm = await waiting(w, C)
+        assert (warm.phase, warm.workers, warm.generation) == ("ready", (), 0)
+        await w.machines[0].kill()
+        lonely = await waiting(w, B)
+        assert lonely.failure is not None
+        assert (lonely.phase, lonely.failure.kind) == ("failed", "peer")
+        await w.head.order(B, order_of(bundle, stand_by=True))  # too few nodes: the workers stay
+        await w.begin(bundle, 3, [B, C], regroup=True)
+        third = await w.steps([B, C], 3, stop + 10)
+        assert pids(third[0]) == pids(second[1])
+        text = await w.bucket_log(bundle, 3, B, 0, "generation 3")
+        assert "set up" not in text
+        first_text = w.store.get(f"jobs/{bundle.id}/logs/0001/{B}/1.log").decode()
+        assert first_text.count("set up") == 1
+
+
+async def test_several_workers_of_a_node_go_on_together(tmp_path: Path) -> None:
+    async with world(tmp_path, A, B) as w:
+        bundle = w.bundle(files={"train.py": SCRIPT}, procs_per_node=2)
+        await w.ready(bundle, [A, B])
+        await w.begin(bundle, 1, [A])
+        (first,) = await w.steps([A], 1, 5)
+        await w.head.order(B, order_of(bundle, stand_by=True))
+        await waiting(w, B)
+        order = order_of(bundle, generation=w.generation(1, [A]))
+        stop = await drained(w, order, [A], 1)
+        await w.begin(bundle, 2, [A, B], regroup=True)
+        both = await w.steps([A, B], 2, stop + 3)
+        assert pids(both[0]) == pids(first)
+        assert [[each.rank for each in report.workers] for report in both] == [[0, 1], [2, 3]]
+        # One of a node's workers dies: no worker of this node can go on, and none is left.
+        os.kill(both[0].workers[1].pid, signal.SIGKILL)
+        failed = await w.head.wait(A, lambda r: r.failure and r.failure.kind == "signal", "the signal")
+        assert failed.regroup == "no"
+        await await_for(lambda: all(gone(pid) for pid in pids(both[0])), what="the workers' end")
+
+
+async def test_workers_that_wait_end_when_nobody_needs_them(tmp_path: Path) -> None:
+    async with world(tmp_path, A) as w:
+        bundle = w.bundle(files={"train.py": SCRIPT})
+        await w.ready(bundle, [A])
+        order = await w.begin(bundle, 1, [A])
+        (first,) = await w.steps([A], 1, 5)
+        stop = await drained(w, order, [A], 1)
+        # A generation with new workers, although the old ones wait.
+        await w.begin(bundle, 2, [A])
+        (second,) = await w.steps([A], 2, stop + 3)
+        assert pids(second) != pids(first)
+        assert gone(pids(first)[0])
+        order = order_of(bundle, generation=w.generation(2, [A]))
+        await drained(w, order, [A], 2)
+        await w.head.order(A, order_of(bundle))  # the job has no devices here any more
+        await w.head.wait(A, lambda r: r.phase == "ready" and r.regroup == "no", "no worker waits")
+        assert gone(pids(second)[0])
+
+
+async def test_a_failed_warm_up_is_told_and_not_repeated(tmp_path: Path) -> None:
+    async with world(tmp_path, A) as w:
+        bundle = w.bundle("fail", files={"train.py": SCRIPT})
+        await w.ready(bundle, [A])
+        await w.head.order(A, order_of(bundle, stand_by=True))
+        failed = await w.head.wait(A, lambda r: r.regroup == "failed", "the failure")
+        assert failed.phase == "ready"
+        assert failed.doing == "its workers ended while they warmed up: ValueError: no data here"
+        assert (await w.bucket_log(bundle, 0, A, 0, "no data here")).count("set up") == 1
+        # A generation that needs such workers is refused; the next one begins with new workers.
+        await w.begin(bundle, 1, [A], regroup=True)
+        (refused,) = await w.phase([A], 1, "failed")
+        assert refused.failure is not None
+        assert refused.failure.message == "no workers of this node wait for generation 1"
+        await w.begin(bundle, 2, [A])
+        await w.steps([A], 2, 3)

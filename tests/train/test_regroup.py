@@ -1,0 +1,206 @@
+"""Workers that join the next generation without a restart: exactness, deaths at bad moments, warm newcomers."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spotrun.state import exit_note
+from spotrun.state.control import EXIT_DRAINED, EXIT_PEER, NONE, Context, Control, Invitation
+from tests.helpers import wait_for
+from tests.train.generations import Cluster, Plan, everything, flatten, forked, train
+from tests.train.meeting import meeting
+
+
+@dataclass
+class Member:
+    """A worker's process, and what its agent knows."""
+
+    process: Any
+    control: Control
+    context: Context
+    gone: bool = False
+
+
+class Regroups:
+    """A job whose workers live through its generations. The test is head and agent."""
+
+    def __init__(self, path: Path) -> None:
+        self.cluster = Cluster(path, regroups=True)
+        self.stack = ExitStack()
+        self.members: list[Member] = []  # of the newest generation, in rank order
+        self.all: list[Member] = []
+
+    def begin(self, nodes: str, interval: int = 0, stop_at: int = NONE, **plans: dict[str, Any]) -> None:
+        """The first generation: one worker a node. plans: by node."""
+        self.cluster.generation += 1
+        group = self.stack.enter_context(meeting(len(nodes)))
+        contexts = [self.cluster.context(node, rank, interval) for rank, node in enumerate(nodes)]
+        for rank, context in enumerate(contexts):
+            self.cluster.controls[rank].stop_at = stop_at
+            member = self._fork(context, group, rank, plans.get(context.node, {}))
+            self.members.append(member)
+
+    def warm_up(self, node: str, interval: int = 0, **plan: Any) -> Member:
+        """A worker that runs the script's set-up alone, and waits for a generation."""
+        number, self.cluster.generation = self.cluster.generation, 1000 + len(self.all)
+        context = replace(self.cluster.context(node, 0, interval), generation=0, warm_up=True)
+        self.cluster.generation = number
+        found = self._fork(context, {"WORLD_SIZE": "1"}, 0, plan)
+        wait_for(lambda: found.control.left == EXIT_DRAINED, 60)
+        return found
+
+    def regroup(self, members: list[Member], stop_at: int = NONE, missing: int = 0) -> None:
+        """Have these workers join the next generation, once all of them wait. missing: members that never come."""
+        wait_for(lambda: all(each.control.left != NONE for each in members), 60)
+        self.cluster.generation += 1
+        group = self.stack.enter_context(meeting(len(members) + missing))
+        for rank, each in enumerate(members):
+            each.context = replace(each.context, generation=self.cluster.generation, warm_up=False)
+            exit_note.path_for(each.context.control).unlink(missing_ok=True)
+            each.control.renew(self.cluster.generation)
+            each.control.stop_at = stop_at
+            environment = {**group, "RANK": str(rank), "GENERATION": str(self.cluster.generation)}
+            log = str(self.cluster.path / "out" / "log.txt")
+            Invitation({**environment, Context.VARIABLE: each.context.to_env()}, log).write(each.context.control)
+            each.control.joins = self.cluster.generation
+        self.members = members
+
+    def end(self) -> list[int | None]:
+        """Exit codes of the newest generation's workers."""
+        for each in self.members:
+            each.process.join(60)
+        return [each.process.exitcode for each in self.members]
+
+    def pids(self) -> list[int]:
+        return [each.process.pid for each in self.members]
+
+    def close_groups(self) -> None:
+        """End the stores of all generations."""
+        self.stack.close()
+
+    def close(self) -> None:
+        for each in self.all:
+            each.process.kill()
+            each.process.join()
+        self.stack.close()
+
+    def _fork(self, context: Context, group: dict[str, str], rank: int, plan: dict[str, Any]) -> Member:
+        environment = {
+            **group,
+            "RANK": str(rank),
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "GENERATION": str(context.generation),
+            Context.VARIABLE: context.to_env(),
+        }
+        process = forked.Process(
+            target=train, args=(environment, Plan(str(self.cluster.path / "out"), **plan)), daemon=True
+        )
+        process.start()
+        self.all.append(Member(process, Control(Path(context.control)), context))
+        return self.all[-1]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Regroups]:
+    found = Regroups(tmp_path)
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Final state of three workers that nothing happened to."""
+    cluster = Cluster(tmp_path_factory.mktemp("undisturbed"))
+    assert cluster.run(["a", "b", "c"]) == [0, 0, 0], cluster.log()
+    return cluster.final()
+
+
+def test_a_planned_change_loses_nothing_and_loads_nothing(job: Regroups, undisturbed: Any) -> None:
+    """Twice, once at the end of an epoch. The state in memory goes on as it is."""
+    job.begin("abc", stop_at=2)
+    job.regroup(job.members, stop_at=5)
+    job.regroup(job.members)
+    assert job.end() == [0, 0, 0], job.cluster.log()
+    assert [each.control.pid for each in job.members] == job.pids()
+    assert job.cluster.seen() == everything
+    assert flatten(job.cluster.final()) == flatten(undisturbed)
+
+
+def test_kills_change_no_bit(job: Regroups, undisturbed: Any) -> None:
+    """Every node dies once; a worker that has warmed up takes its place, and gets the state from a peer."""
+    job.begin("abc", 1, b={"die_at": 3}, a={"die_at": 6}, c={"die_at": 9})
+    for node in "bac":
+        dead = next(each for each in job.members if each.context.node == node)
+        dead.process.join(60)
+        assert dead.process.exitcode == -signal.SIGKILL, job.cluster.log()
+        spare = job.warm_up(f"another-{node}", 1)
+        job.regroup([*(each for each in job.members if each is not dead), spare])
+    assert job.end() == [0, 0, 0], job.cluster.log()
+    assert job.cluster.seen() == everything
+    assert flatten(job.cluster.final()) == flatten(undisturbed)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_an_early_step_is_done_again_by_fewer_workers(job: Regroups, accumulate: int) -> None:
+    """Each sample counts once. Snapshots are adaptive, so some steps are done again."""
+    plan = {"accumulate": accumulate}
+    job.begin("abc", a=plan, b={"die_at": 3, **plan}, c=plan)
+    dead = job.members[1]
+    dead.process.join(60)
+    job.regroup([each for each in job.members if each is not dead])
+    assert job.end() == [0, 0], job.cluster.log()
+    assert job.cluster.seen() == everything
+    assert "Warning" not in job.cluster.log()
+
+
+def test_a_state_of_another_epoch_needs_a_restart(job: Regroups) -> None:
+    """The script is past its place. All members say so, and wait for what the agent decides."""
+    job.begin("abc", 1, b={"die_at": 5})  # the newest snapshot is that of the first epoch's last step
+    dead = job.members[1]
+    dead.process.join(60)
+    survivors = [each for each in job.members if each is not dead]
+    job.regroup(survivors)
+    wait_for(lambda: all(each.control.left == EXIT_PEER for each in survivors), 60)
+    for each in survivors:
+        assert "another epoch" in exit_note.path_for(each.context.control).read_text()
+
+
+def test_a_member_that_dies_while_it_joins(job: Regroups, undisturbed: Any) -> None:
+    """The others wait for the next generation, and nothing that the failed one has loaded stays."""
+    job.begin("abc", 1, b={"die_at": 3})
+    dead = job.members[1]
+    dead.process.join(60)
+    survivors = [each for each in job.members if each is not dead]
+    spare = job.warm_up("d", 1)
+    spare.process.kill()
+    spare.process.join()
+    job.regroup(survivors, missing=1)
+    wait_for(lambda: all(each.control.entered > 0 for each in survivors), 60)
+    job.close_groups()  # what the agents do: the store goes
+    job.regroup([*survivors, job.warm_up("e", 1)])
+    assert job.end() == [0, 0, 0], job.cluster.log()
+    assert flatten(job.cluster.final()) == flatten(undisturbed)
+
+
+def test_a_collective_of_the_script_after_a_peers_death(job: Regroups) -> None:
+    """It cannot be answered, so the worker ends as one whose peer is gone: that is no failure of the script."""
+    plan = {"collective": True}
+    job.begin("abc", 1, a=plan, b={"die_at": 3, **plan}, c=plan)
+    assert job.end() == [EXIT_PEER, -signal.SIGKILL, EXIT_PEER], job.cluster.log()
+    for each in (job.members[0], job.members[2]):
+        assert '"kind": "peer"' in exit_note.path_for(each.context.control).read_text()
+
+
+def test_a_set_up_that_asks_for_the_number_of_workers_needs_a_restart(job: Regroups) -> None:
+    """What it made of that number would be wrong in a generation of another size."""
+    job.begin("ab", stop_at=2, a={"reads_size": True}, b={"reads_size": True})
+    assert job.end() == [EXIT_DRAINED, EXIT_DRAINED], job.cluster.log()
+    assert [each.control.able for each in job.members] == [0, 0]
