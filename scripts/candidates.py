@@ -90,7 +90,18 @@ def measure(site: Site, path: str, seconds: float, say: Callable[[str], None]) -
         asked = {"job": job.model_dump(mode="json") | one, "code": packed.sha256}
         name = str(control.ask(access, "submit", data=asked)["job"])
         say(f"measuring on pool {pool.name} for {seconds:g} s: job {name}")
-        say(f"pool {pool.name}: {_measured(access, name, seconds, job.start_timeout)}")
+        try:
+            say(f"pool {pool.name}: {_measured(access, name, seconds, job.start_timeout)}")
+        except BaseException:  # Ctrl-C, or a connection that broke: the job would go on and cost money
+            _stop(access, name, say)
+            raise
+
+
+def _stop(access: Access, name: str, say: Callable[[str], None]) -> None:
+    try:
+        control.ask(access, "stop", "--job", name)
+    except SpotrunError as error:
+        say(f"job {name} may still run, and cost money; stop it with `make stop ID={name}`: {error}")
 
 
 def _measured(access: Access, name: str, seconds: float, patience: float) -> str:

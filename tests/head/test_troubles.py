@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from spotrun.head import allocator, scaler
+from spotrun.head import allocator, placer, scaler
 from spotrun.head.allocator import CONDITIONS, DEVICES
 from spotrun.head.fleet.pools import Fleet
 from spotrun.head.head import ACCOUNTS, TURN, Head
+from spotrun.head.placer import PLACES
 from spotrun.head.scaler import SIZES
 from spotrun.wire import Report
 from tests.head.puppets import Theatre
@@ -55,6 +56,33 @@ async def test_jobs_train_on_while_the_head_cannot_decide(
         await asked_while_turning(stage, "stop", jobs[1])
         await stage.round(40)
         assert [stage.written(job).phase for job in jobs] == ["succeeded", "stopped"]
+    later = await stage.queue_job("later", 3)
+    await stage.round(60)
+    assert stage.written(later).phase == "succeeded"
+    assert stage.head.status()["troubles"] == []
+    assert stage.lost([*jobs, later]) == 0
+
+
+@pytest.mark.parametrize(
+    ("new", "wanted"), [(False, [PLACES]), (True, [DEVICES, SIZES])], ids=["the same head", "a new head"]
+)
+async def test_jobs_keep_their_nodes_while_nobody_can_say_where_to_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, new: bool, wanted: list[str]
+) -> None:
+    """A new head knows no earlier places, so it decides nothing about devices and sizes."""
+    stage = Theatre(tmp_path, machines=3, total=40)
+    jobs = [await stage.queue_job("wide", 2), await stage.queue_job("narrow", 1)]
+    await stage.round(10)
+    before = [stage.nodes(job) for job in jobs]
+    with monkeypatch.context() as broken:
+        broken.setattr(placer, "place", fails)
+        if new:
+            stage.restart_head()
+        await stage.round(60)
+        texts = sorted((await asked(stage, stage.head, "status"))["troubles"])
+        assert [text.split(": ")[1] for text in texts] == sorted(wanted)
+        assert [stage.written(job).phase for job in jobs] == ["succeeded", "succeeded"]
+    assert [len(nodes) for nodes in before] == [2, 1]
     later = await stage.queue_job("later", 3)
     await stage.round(60)
     assert stage.written(later).phase == "succeeded"

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+PLACES = "each job may train where it did, and nowhere else"  # what an error means, for operators
 WRITE_EVERY = 60.0  # seconds between two writes of the history; a head that dies may lose as much
 
 
@@ -41,19 +42,28 @@ class Placer:
         self._wake: float | None = None  # when to ask again though nothing has changed
 
     def look(self, view: FleetView, conditions: Mapping[str, Condition]) -> Placements:
-        """The placements now. They are made again if the cloud was asked since, or if jobs or nodes have changed."""
+        """The placements now. They are made again if the cloud was asked since, or if jobs or nodes have changed.
+
+        Raises an unexpected error if there are no earlier placements: a job without one would lose its nodes.
+        """
         jobs = [(job.id, job.wants_nodes, job.rank, job.generation, job.current is None) for job in view.jobs]
         states = {name: each.state for name, each in conditions.items()}
         seen = (id(self._head.fleet.instances), jobs, states, [node.name for node in view.nodes if node.leaving])
         if seen != self._seen or (self._wake is not None and self._wake <= view.now):
-            before, self._seen = self.placements, seen
-            try:
-                self.placements = place(self.situation(view, conditions), before)
-            except Exception:  # no mistake here may keep the head from its other work
-                log.exception("unexpected error: where each job may train cannot be decided; it stays as it was")
+            before = self.placements
+            self._seen = None  # after an error, try again
+            self.placements = self._place(view, conditions, before)
+            if PLACES not in self._head.troubles:
+                self._seen = seen
             self._wake = min((each.wake for each in self.placements.values() if each.wake is not None), default=None)
             self._tell(before)
         return self.placements
+
+    def _place(self, view: FleetView, conditions: Mapping[str, Condition], before: Placements) -> Placements:
+        def work() -> Placements:
+            return place(self.situation(view, conditions), before)
+
+        return self._head.troubles.attempt(PLACES, work, before) if before else work()
 
     def situation(self, view: FleetView, conditions: Mapping[str, Condition]) -> Situation:
         """What the policies see now."""

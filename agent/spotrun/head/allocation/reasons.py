@@ -33,7 +33,7 @@ class Reasons:
         need = f"waits for {wanted(job.claim)}{where}{kept}"
         if len(usable) < job.min:
             return f"{need}; {_are(len(usable))} there"
-        key = (job.claim.devices, job.claim.pools)
+        key = (job.claim.devices, job.claim.pools, job.claim.avoids)
         if key not in self._free:
             self._free[key] = sum(slot.free >= slot.needed(job) for slot in usable)
         ahead = [other for other in self.waiting if _waits_before(other, job)] or self._having_what_it_could_use(job)
@@ -49,7 +49,7 @@ class Reasons:
 
     def _having_what_it_could_use(self, job: Job) -> list[Job]:
         """Other jobs on hosts that the job could use. Jobs of lower priority are left out."""
-        key = (job.claim.devices, job.claim.pools)
+        key = (job.claim.devices, job.claim.pools, job.claim.avoids)
         if key not in self._having:
             self._having[key] = [*{other for slot in self.board.usable(job) for other in slot.jobs()}]
         return [other for other in self._having[key] if other.priority >= job.priority and other is not job]

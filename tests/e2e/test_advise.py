@@ -1,0 +1,89 @@
+"""`make advise MEASURE=`: the example runs on each pool of a cluster. Its speed for a dollar ranks the pools."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.e2e.harness import Harness, running
+from tests.helpers import wait_for
+
+ROOT = Path(__file__).parents[2]
+VIT = ROOT / "examples/vit/job.yaml"
+# Two devices are two workers. One of the pools has dear machines, so it is worse whatever its speed.
+SPEC: dict[str, Any] = {
+    "name": "advise",
+    "cloud": "local",
+    "pools": [
+        {"name": "single", "zone": "local-a", "max": 1},
+        {"name": "double", "zone": "local-b", "max": 1, "devices": 2, "market": "on-demand"},
+    ],
+    "local": {
+        "boot_delay": 0.1,
+        "recreate_delay": 0.5,
+        "market": [{"where": "single", "price": 0.1}, {"where": "double", "price": 100.0}],
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
+    with running(tmp_path_factory.mktemp("advise"), SPEC) as harness:
+        (harness.folder / "cluster.yaml").write_text(json.dumps(SPEC))  # YAML, too
+        yield harness
+
+
+def command(cluster: Harness, *words: str) -> list[str]:
+    program = Path(sys.executable).with_name("fab")
+    file = cluster.folder / "cluster.yaml"
+    return [str(program), "advise", "--cluster", str(file), "--job", str(VIT), *words]
+
+
+def measuring(cluster: Harness) -> list[str]:
+    """The jobs that have not ended."""
+    return [job["id"] for job in cluster.status()["jobs"]]
+
+
+def test_each_pool_is_measured(cluster: Harness, tmp_path: Path) -> None:
+    done = subprocess.run(
+        command(cluster, "--measure", "3s", "--out", str(tmp_path), "--json"),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    options = json.loads(done.stdout)["options"]
+    assert [each["pool"] for each in options if each["source"] == "measured" and each["nodes"] == 1] == [
+        "single",
+        "double",
+    ]
+    rates = {each["pool"]: each["per_dollar"] for each in options if each["nodes"] == 1}
+    assert rates["single"] > rates["double"]
+    table = (tmp_path / "machines.md").read_text()
+    rows = [line.split(" | ") for line in table.splitlines() if "measured" in line]
+    assert [row[3] for row in rows] == ["single", "double"]
+    assert "samples for a dollar" in "".join(ElementTree.parse(tmp_path / "machines.svg").getroot().itertext())
+    assert measuring(cluster) == []
+
+
+def test_a_measurement_that_is_interrupted_leaves_no_job(cluster: Harness) -> None:
+    """Otherwise it would go on and cost money."""
+    process = subprocess.Popen(command(cluster, "--measure", "10m"), cwd=ROOT, env=dict(os.environ))
+    try:
+        wait_for(lambda: measuring(cluster), 120, "the job that measures")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) != 0
+        wait_for(lambda: measuring(cluster) == [], 60, "its end")
+    finally:
+        process.kill()
+        process.wait()
