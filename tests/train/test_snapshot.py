@@ -231,6 +231,29 @@ def test_a_snapshot_the_agent_asked_for_stays_until_it_had_time(tmp_path: Path) 
     writer.settle()
 
 
+def test_a_record_that_cannot_be_written_ends_no_job(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Another job may have filled the memory for a moment. The snapshot before stays, and the next one counts again."""
+    control = Control(tmp_path / "control", create=True)
+    folder = tmp_path / "slots"
+    writer = Writer(folder, "job", 1, control)
+    encode = lambda encoder: encoder.encode({"x": torch.ones(4)}, "state")  # noqa: E731
+    assert writer.take(1, encode, set(), wait=True)
+    writer.settle()
+    obstacles = [slots.record_path(folder, slot).with_suffix(".part") for slot in slots.SLOTS]
+    for each in obstacles:
+        each.mkdir()
+    assert writer.take(2, encode, set(), wait=True)
+    writer.settle()
+    assert writer.dropped
+    assert (control.committed, slots.newest(folder, "job")[0][1].step) == (1, 1)
+    assert "the snapshot of step 2 is dropped: its record cannot be written" in caplog.text
+    for each in obstacles:
+        each.rmdir()
+    assert writer.take(3, encode, set(), wait=True)
+    writer.settle()
+    assert (control.committed, slots.newest(folder, "job")[0][1].step) == (3, 3)
+
+
 def test_no_room_is_said_clearly(tmp_path: Path) -> None:
     import resource
 

@@ -299,7 +299,12 @@ class Writer(Copier):
             )
             self._committed[target] = (time.monotonic(), slots.last_read(self._folder, target))
             self._check_trouble(step)
-            slots.commit(self._folder, target, record)
+            try:
+                slots.commit(self._folder, target, record)
+            except OSError as error:  # another job may have filled the memory that all of them share, for a moment
+                self._drop(snapshot)
+                log.warning("the snapshot of step %d is dropped: its record cannot be written: %s", step, error)
+                return
             if self._steps.get(1 - target) == step:
                 self._revoke_twin(1 - target)
             self._newest, self._steps[target] = target, step
@@ -325,9 +330,7 @@ class Writer(Copier):
                 missing = "another worker still writes into its slot"
         if changed or missing:
             # Without a record: some tensors may be partly of this step, partly of another one.
-            self._steps.pop(snapshot.slot, None)
-            self.progress.dropped()
-            self.dropped = True
+            self._drop(snapshot)
             if changed:
                 self._tear(step, changed)
             else:
@@ -336,6 +339,12 @@ class Writer(Copier):
         if copying is not None or snapshot.together:
             self.progress.copied(step)
         return True
+
+    def _drop(self, snapshot: _Snapshot) -> None:
+        """Take another snapshot soon: this one has no record."""
+        self._steps.pop(snapshot.slot, None)
+        self.progress.dropped()
+        self.dropped = True
 
     def _check_trouble(self, step: int) -> None:
         """Raise `DistBackendError` if the copied state cannot be trusted. The slot stays without a record."""
