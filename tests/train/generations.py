@@ -58,6 +58,7 @@ class Plan:
     accumulate: int = 1
     gate: str = ""  # a FIFO from which it reads before it says that it is done
     patience: float = 600.0  # seconds that it waits for the others when it leaves a drain
+    own_ddp: bool = False  # its script makes the DDP instance itself
     reads_size: bool = False  # its set-up asks for the number of workers
     collective: bool = False  # its script has a collective of its own in each step, after the gradients' exchange
     together: bool = False  # the workers of a node copy each snapshot together, as soon as they can
@@ -77,7 +78,7 @@ def train(environment: dict[str, str], plan: Plan) -> None:
     run = spotrun.init(seed=5)
     if plan.reads_size:
         print("set up for", run.world_size, "workers", flush=True)
-    model = run.ddp(network())
+    model: Any = nn.parallel.DistributedDataParallel(network()) if plan.own_ddp else run.ddp(network())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2])
     dataset = Noisy()

@@ -199,8 +199,9 @@ def test_a_collective_of_the_script_after_a_peers_death(job: Regroups) -> None:
         assert '"kind": "peer"' in exit_note.path_for(each.context.control).read_text()
 
 
-def test_a_set_up_that_asks_for_the_number_of_workers_needs_a_restart(job: Regroups) -> None:
-    """What it made of that number would be wrong in a generation of another size."""
-    job.begin("ab", stop_at=2, a={"reads_size": True}, b={"reads_size": True})
+@pytest.mark.parametrize("what", ["reads_size", "own_ddp"])
+def test_a_script_that_cannot_go_on_needs_a_restart(job: Regroups, what: str) -> None:
+    """What its set-up made of the number of workers, or of their group, would be wrong in another generation."""
+    job.begin("ab", stop_at=2, a={what: True}, b={what: True})
     assert job.end() == [EXIT_DRAINED, EXIT_DRAINED], job.cluster.log()
     assert [each.control.able for each in job.members] == [0, 0]

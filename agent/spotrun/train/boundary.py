@@ -69,7 +69,9 @@ class Boundary:
         if self._context is None or self._control is None:
             return
         control, state = self._control, self._state
-        control.able = int(self._membership is not None and self._membership.able())
+        if self._membership is not None:
+            self._membership.look_at(state.objects.values())
+            control.able = int(self._membership.able())
         with self.exit_if_a_peer_fails():
             refuse_sharded(state.objects)
             state.encode(Encoder())  # every rank checks what a snapshot can hold before it fetches a state
@@ -197,7 +199,7 @@ class Boundary:
         """Join the first generation of this worker, which has warmed up."""
         if not control.able:
             assert self._membership is not None
-            why = self._membership.obstacle or "the script makes process groups of its own"
+            why = self._membership.obstacle or "the script does not use run.ddp, or makes process groups of its own"
             log.warning("this worker cannot wait for a generation: %s", why)
             failures.leave(EXIT_PEER)
         self.regroup()

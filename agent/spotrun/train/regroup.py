@@ -14,10 +14,11 @@ import logging
 import os
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from spotrun.state import exit_note
 from spotrun.state.control import EXIT_DRAINED, EXIT_PEER, Context, Control, Invitation
@@ -26,7 +27,7 @@ from spotrun.train.parallel import Parallel
 
 log = logging.getLogger(__name__)
 
-POLL = 0.002  # seconds between looks at the control block while this worker waits
+POLL = 0.005  # seconds between looks at the control block while this worker waits
 
 
 class Membership:
@@ -42,13 +43,19 @@ class Membership:
     def able(self) -> bool:
         """Whether this worker can join another generation without a restart.
 
-        Not if the script has made process groups of its own: nobody can make them again but the script.
+        Not if the script has made process groups of its own: nobody can make them again but the script. Without
+        `run.ddp`, it exchanges gradients in a way of its own.
         """
         whole = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         own = [whole] if whole is not None else []
         foreign = [each for each in dist.distributed_c10d._world.pg_map if each not in own]
         here = self.context.regroups and self._device.type == "cpu" and whole is not None
-        return here and not foreign and not self.obstacle
+        return here and bool(self._models) and not foreign and not self.obstacle
+
+    def look_at(self, objects: Iterable[object]) -> None:
+        """Look for what cannot go on in another generation among the objects that the script tracks."""
+        if any(isinstance(each, DistributedDataParallel) for each in objects):
+            self.obstacle = "run.track names a DistributedDataParallel that run.ddp has not made"
 
     def disconnect(self) -> None:
         """Leave the process group at once, so that peers which still wait for this worker fail, too."""
