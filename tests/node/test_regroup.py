@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 import spotrun
 
 run = spotrun.init()
-print("set up by", os.getpid(), "rank", run.rank, "of", run.world_size, flush=True)
+print("set up by", os.getpid(), "rank", run.rank, flush=True)
 if "fail" in sys.argv and run.generation == 0:
     raise ValueError("no data here")
 dataset = torch.ones(100000, 4)
