@@ -8,10 +8,35 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import spotrun
+from spotrun.train.boundary import Boundary
+from spotrun.train.regroup import Membership
+
+
+def mark_regroups() -> None:
+    """Mark the phases of a regroup, too: a worker that joins another generation is as good as a new process."""
+    wait, join, regroup = Membership.wait, Membership.join, Boundary.regroup
+
+    def marked_wait(self: Membership, step: int, error: BaseException | None) -> None:
+        if error is not None:
+            work.mark("failed")
+        wait(self, step, error)
+        work.mark_joining()
+
+    def marked_join(self: Membership) -> None:
+        join(self)
+        work.mark("grouped")
+
+    def marked_regroup(self: Boundary) -> None:
+        regroup(self)
+        work.mark("restored", self._state.step)
+
+    Membership.wait, Membership.join = marked_wait, marked_join  # type: ignore[method-assign]
+    Boundary.regroup = marked_regroup  # type: ignore[method-assign]
 
 
 def main() -> None:
     torch.set_num_threads(1)
+    mark_regroups()
     work.mark("entered")
     run = spotrun.init(seed=0)
     work.mark("grouped")
@@ -30,7 +55,8 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
             pace.wait()
-            work.mark("step", run.step + 1)
+            if not run._boundary.must_regroup:  # a step that does not count
+                work.mark("step", run.step + 1)
 
 
 if __name__ == "__main__":

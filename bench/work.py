@@ -56,6 +56,13 @@ def mark(name: str, step: int = -1) -> None:
     _append(name, now, step)
 
 
+def mark_joining() -> None:
+    """Append what a new process would: this process is about to form another group."""
+    now = time.time()
+    _append("created", now, -1)
+    _append("entered", now, -1)
+
+
 def _append(name: str, at: float, step: int) -> None:
     line = {"name": name, "time": at, "pid": os.getpid(), "node": _node(), "step": step}
     handle = os.open(Path(os.environ["BENCH_EVENTS"]), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
