@@ -26,6 +26,10 @@ class NotFound(StoreError):
     """There is no object of that key in the bucket."""
 
 
+class TooLargeError(StoreError):
+    """An object of the bucket has more bytes than the caller reads."""
+
+
 class ConflictError(SpotrunError):
     """Another process has written an object of the bucket that only this process should write."""
 

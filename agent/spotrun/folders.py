@@ -50,3 +50,11 @@ class KeptFiles(Kept):
 
     folders: tuple[str, ...]
     files: tuple[KeptFile, ...]
+
+
+class Place(Document):
+    """Where a job's things are on a node, as paths."""
+
+    folder: str  # the working folder of its workers
+    env: str  # a file for a shell: the environment of its workers
+    logs: str  # the folder with what its workers of the newest generation have printed

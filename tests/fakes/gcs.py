@@ -65,16 +65,16 @@ class FakeGcs:
 
     refused: requests that this server does not know; leaving `running` raises if there is any. requests: method and
     path of each one that came in. guard: says whether a request is allowed; default: all are. slow: whether an object
-    takes one write a second, as on GCS.
+    takes one write a second, as on GCS. s3: whether a request may say that the object must be new as S3 has it.
     """
 
-    def __init__(self, slow: bool = False) -> None:
+    def __init__(self, slow: bool = False, s3: bool = False) -> None:
         self.endpoint = ""
         self.buckets: dict[str, dict[str, Object]] = {}
         self.uploads: dict[str, Upload] = {}
         self.refused: list[str] = []
         self.requests: list[tuple[str, str]] = []
-        self.slow = slow
+        self.slow, self.s3 = slow, s3
         self.guard: Guard | None = None
         self._written: dict[tuple[str, str], float] = {}
         self._failures: list[int] = []
@@ -218,7 +218,12 @@ class FakeGcs:
         wanted = headers.get("x-goog-if-generation-match")
         if wanted is not None and int(wanted) != (found.generation if found else 0):
             raise Refused(412, "PreconditionFailed", "At least one of the pre-conditions you specified did not hold.")
-        if {"x-goog-if-metageneration-match", "If-Match", "If-None-Match"} & set(headers):
+        if self.s3 and headers.get("If-None-Match") == "*":
+            if found:
+                raise Refused(
+                    412, "PreconditionFailed", "At least one of the pre-conditions you specified did not hold"
+                )
+        elif {"x-goog-if-metageneration-match", "If-Match", "If-None-Match"} & set(headers):
             raise Refused(501, "NotImplemented", "this condition")
 
     def _upload(self, bucket: str, key: str, request: web.Request) -> Upload:
@@ -276,9 +281,12 @@ class FakeGcs:
 
 
 @contextlib.contextmanager
-def running(*buckets: str, slow: bool = False) -> Iterator[FakeGcs]:
-    """Serve, with these buckets. Raises at the end if something was asked that this server does not know."""
-    fake = FakeGcs(slow)
+def running(*buckets: str, slow: bool = False, s3: bool = False) -> Iterator[FakeGcs]:
+    """Serve, with these buckets. slow, s3: as in `FakeGcs`.
+
+    Raises at the end if something was asked that this server does not know.
+    """
+    fake = FakeGcs(slow, s3)
     fake.buckets = {name: {} for name in buckets}
     with serve(fake.build) as (fake._loop, fake.endpoint):
         yield fake

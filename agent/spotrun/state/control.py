@@ -65,6 +65,7 @@ class Control:
     samples: float  # seen by this process
     expected: float  # seconds that the snapshot under way may take until it is committed
     took: float  # seconds that the last snapshot took; 0: none yet
+    alone: float  # seconds spent in steps before their first gradients were due: until then, no worker waits for others
     _map: mmap.mmap
     _ints: memoryview
     _floats: memoryview
@@ -113,8 +114,16 @@ class Control:
         self.generation, self.forked = generation, time.time()
 
     def write_metrics(self, metrics: dict[str, float]) -> None:
-        """Publish the numbers of run.log(). A reader sees all of them or none."""
-        text = json.dumps(metrics).encode()[: SIZE - TEXT - 8]
+        """Publish the first numbers of run.log(), as many as fit. A reader sees all of them or none."""
+        parts: list[str] = []
+        room = SIZE - TEXT - 8
+        for name, value in metrics.items():
+            part = f"{json.dumps(name)}: {json.dumps(value)}"
+            room -= len(part) + 2  # ASCII, with a comma or a brace
+            if room < 0:
+                break
+            parts.append(part)
+        text = f"{{{', '.join(parts)}}}".encode()
         self._map[TEXT : TEXT + 8] = bytes(8)
         self._map[TEXT + 8 : TEXT + 8 + len(text)] = text
         self._map[TEXT : TEXT + 8] = len(text).to_bytes(8, "little")
@@ -194,6 +203,7 @@ class Context:
     checkpoints: list[tuple[int, int]] = field(default_factory=list)  # (generation, step), complete, newest first
     controls: list[str] = field(default_factory=list)  # paths of the control blocks of this node's workers, in order
     regroups: bool = False  # whether the agent lets workers wait for the next generation, instead of ending
+    metrics: str = ""  # folder for what the script logs, on the node's disk (see `spotrun.state.points`); empty: none
     warm_up: bool = False  # whether the worker is in no generation yet: it waits for one when its set-up is done
 
     VARIABLE = "SPOTRUN_CONTEXT"

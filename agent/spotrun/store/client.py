@@ -20,7 +20,7 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 from obstore.store import LocalStore, ObjectStore, from_url
 
-from spotrun.errors import ConflictError, NotFound, SpotrunError, StoreError, UploadStopped
+from spotrun.errors import ConflictError, NotFound, SpotrunError, StoreError, TooLargeError, UploadStopped
 from spotrun.locks import try_lock
 from spotrun.store.keys import LOG_TAG
 
@@ -81,11 +81,11 @@ class Store:
         return store
 
     def get(self, key: str, most: int | None = None) -> bytes:
-        """The object's bytes. Raises `NotFound`, and `StoreError` if the object has more than `most` bytes."""
+        """The object's bytes. Raises `NotFound`, and `TooLargeError` if it has more than `most` bytes."""
         with self._asking("read", key):
             found = obstore.get(self._quick, key)
             if most is not None and found.meta["size"] > most:
-                raise StoreError(f"{self.url}: {key} has {found.meta['size']} bytes; at most {most} are read")
+                raise TooLargeError(f"{self.url}: {key} has {found.meta['size']} bytes; at most {most} are read")
             return bytes(found.bytes())
 
     def find(self, key: str, most: int | None = None) -> bytes | None:
@@ -204,6 +204,17 @@ class Store:
                 if "NoSuchBucket" in str(error):  # S3's and GCS's own code; obstore has no class for it here
                     raise NotFound(f"{self.url}: there is no such bucket") from None
                 raise
+
+    def folders(self, prefix: str) -> Sequence[str]:
+        """The names of the folders in a folder, sorted. Keys below these are not listed, however many there are."""
+        with self._asking("list", prefix):
+            found = obstore.list_with_delimiter(self._quick, prefix)
+            return sorted(str(path).rstrip("/").rpartition("/")[2] for path in found["common_prefixes"])
+
+    def sizes(self, prefix: str) -> dict[str, int]:
+        """The bytes of each object below a folder, by key."""
+        with self._asking("list", prefix):
+            return {item["path"]: int(item["size"]) for batch in obstore.list(self._quick, prefix) for item in batch}
 
     def delete(self, keys: Sequence[str]) -> None:
         """Remove objects. A key without an object is no error."""

@@ -83,7 +83,7 @@ def code_key(sha256: str) -> str:
 
 
 def job_key(job: str, name: str = "job.yaml") -> str:
-    """`name`: job.yaml, state.json, events.jsonl."""
+    """`name`: job.yaml, state.json, events.jsonl, timeline.json."""
     return f"{JOBS}{job}/{name}"
 
 
@@ -102,3 +102,46 @@ def kept_key(job: str, generation: int, name: str = "") -> str:
 
 def log_key(job: str, generation: int, node: str, rank: int | str) -> str:
     return f"{JOBS}{job}/{LOGS}/{generation:04d}/{node}/{rank}.log"
+
+
+def metrics_key(job: str, generation: int, block: int) -> str:
+    """A block of what rank 0 of a generation has logged (`state.points`)."""
+    return f"{metrics_folder(job)}/{generation:04d}/{block:06d}.jsonl.zst"
+
+
+def extras_key(job: str, generation: int, block: int) -> str:
+    """A block of the texts, images and histograms that rank 0 of a generation has logged."""
+    return f"{metrics_folder(job)}/{generation:04d}/extras/{block:06d}.jsonl.zst"
+
+
+def system_key(job: str, node: str, at: int) -> str:
+    """A block of what a node has measured of its machine. at: epoch milliseconds of its first reading."""
+    return f"{system_folder(job)}/{node}/{at:013d}.jsonl.zst"
+
+
+def system_folder(job: str) -> str:
+    return f"{JOBS}{job}/{SYSTEM}"
+
+
+def metrics_folder(job: str) -> str:
+    return f"{JOBS}{job}/{METRICS}"
+
+
+def provenance_key(job: str) -> str:
+    """Where a job came from (`history.provenance.Provenance`)."""
+    return job_key(job, "provenance.json")
+
+
+def remarks_key(job: str) -> str:
+    """The tags and notes of people (`history.provenance.Remarks`)."""
+    return job_key(job, "remarks.json")
+
+
+def about_key(job: str, node: str, boot: str) -> str:
+    """What a node had when it trained (`history.provenance.NodeRecord`). boot: as in `wire.Report`."""
+    return f"{system_folder(job)}/{node}/about-{boot}.json"
+
+
+def times_key(log: str) -> str:
+    """Beside a log: when it had which size (`node.log_uploader`)."""
+    return log.removesuffix(".log") + ".times.log"

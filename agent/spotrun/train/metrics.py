@@ -1,52 +1,255 @@
-"""What a worker reports while it trains: the numbers that the script logs, and where its time goes."""
+"""What a script logs: every call's numbers go to this node's disk, and the newest ones to the agent's display.
+
+The training thread only puts a call into a queue. A thread of this module encodes the calls and writes them, so neither
+a slow disk nor a GPU delays a step. What is on the disk survives the end of this process: the agent uploads it (see
+`spotrun.node.metrics_uploader`). Only rank 0's calls are kept.
+"""
 
 from __future__ import annotations
 
+import atexit
 import logging
 import math
+import os
+import threading
 import time
-from typing import Any
+from collections import deque
+from pathlib import Path
+from typing import Any, NamedTuple
 
-import torch
-
+from spotrun.state import points
 from spotrun.state.control import Control
+from spotrun.state.points import EXTRAS, BlockWriter, Call, Extra, Header
+from spotrun.train import extras, failures
+from spotrun.train.numbers import Group, Later, is_on_gpu, to_number
 
 log = logging.getLogger(__name__)
 
-EVERY = 0.2  # seconds between publications: reading a CUDA tensor waits for the device
+EVERY = 0.2  # seconds between writes: what a killed process loses at most
+MOST = 1_000_000  # numbers that wait for the disk; more of them are dropped
+EXTRAS_WAITING = 100  # texts, images and histograms that wait for the disk; more of them are dropped
+UNSENT = 16 << 20  # bytes of lines that wait for room on the disk; more of them are dropped
+LONGEST = 200  # characters of a name
+PATIENCE = 2.0  # seconds that a worker waits for its last numbers before it ends
+
+
+class _Waiting(NamedTuple):
+    """A call that is not encoded yet."""
+
+    step: int
+    epoch: int
+    samples: float | None
+    between: bool
+    time: float
+    values: dict[str, float | Later]
 
 
 class Metrics:
-    """The newest value of each name given to run.log()."""
+    """The calls of run.log in this process."""
 
-    def __init__(self) -> None:
-        self._values: dict[str, Any] = {}
-        self._published = 0.0
-        self._fresh = False
-        self._odd: set[str] = set()
+    def __init__(self, control: Control | None, folder: str = "") -> None:
+        """control: where the display reads the newest values; None: nothing is kept. folder: for blocks; empty: none.
 
-    def update(self, values: dict[str, Any]) -> None:
-        for name, value in values.items():
-            self._values[name] = value.detach() if isinstance(value, torch.Tensor) else value
-        self._fresh = True
+        A thread writes, from `begin` to the end of the process.
+        """
+        self._control, self._folder = control, folder
+        self._waiting: deque[_Waiting] = deque()
+        self._extras: deque[tuple[Extra, extras.Array | None]] = deque()  # each with the array of which it will be made
+        self._extra_writer: BlockWriter | None = None
+        self._given = self._done = 0  # numbers put into the queue, and taken from it; each has one writing thread
+        self._names: dict[str, str] = {}  # as they are written, by name as it was logged; "": left out
+        self._writer: BlockWriter | None = None
+        self._base: tuple[int, int] | None = None  # epoch and step at which the generation began; None: not yet
+        self._newest: dict[str, float] = {}
+        self._shown = True  # whether the control block has the newest numbers
+        self._unsent = b""
+        self._told: set[str] = set()  # what there was a warning about
+        self._lock = threading.Lock()  # held by the thread that writes
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._pid = 0  # of the process that writes
 
-    def publish(self, control: Control, now: bool = False) -> None:
-        """Write the values to the control block, if it is time or `now`. JSON has no infinities and NaNs: left out."""
-        moment = time.monotonic()
-        if not self._fresh or (not now and moment - self._published < EVERY):
+    def log(self, step: int, epoch: int, samples: float | None, between: bool, values: dict[str, Any]) -> None:
+        """Take the numbers of a call. The arguments are as in `Call`. Never raises: a log must not end a job."""
+        if self._control is None:
             return
-        self._published, self._fresh = moment, False
-        control.write_metrics({name: number for name in self._values if math.isfinite(number := self._number(name))})
+        if self._given - self._done > MOST:
+            return self._warn("slow", "run.log gets more numbers than this node can write: log less; some are left out")
+        found: dict[str, float | Later] = {}
+        gpu: list[tuple[str, Any]] = []
+        for name, value in values.items():
+            known = self._names.get(name) or self._add_name(name)
+            if type(value) is float:
+                found[known] = value
+            elif is_on_gpu(value):
+                gpu.append((known, value))
+            elif (number := self._number(name, value)) is not None:
+                found[known] = number
+        if gpu:
+            self._take_from_gpu(found, gpu)
+        found.pop("", None)
+        self._given += len(found)
+        if found:
+            self._waiting.append(_Waiting(step, epoch, samples, between, time.time(), found))
 
-    def _number(self, name: str) -> float:
-        """The value as a number. Anything else becomes NaN, with a warning: a display must not end a job."""
+    def log_extra(self, kind: str, step: int, epoch: int, between: bool, values: dict[str, Any]) -> None:
+        """Take the texts, images or histograms of a call. Never raises, as `log`."""
+        if self._control is None or (self._base is not None and self._extra_writer is None):
+            return
+        for name, value in values.items():
+            if len(self._extras) >= EXTRAS_WAITING:
+                self._warn("many", "run.log_text, _image and _histogram are called too often: some are left out")
+            elif known := self._names.get(name) or self._add_name(name):
+                each = Extra(step, time.time(), kind, known, epoch=epoch, between=between)
+                try:
+                    self._extras.append((each, extras.prepare(each, value)))
+                except Exception as error:  # of the value's own class
+                    self._warn(f"{kind} {name}", f"run.log_{kind}({name}=…) is left out: {error}")
+
+    def begin(self, header: Header) -> None:
+        """A generation begins: the calls from here on belong to it."""
+        if self._control is None:
+            return
+        self.flush()
+        self._pid = os.getpid()
+        with self._lock:
+            before, self._base = self._base, (header.base_epoch, header.base)
+            self._writer, self._unsent, self._extra_writer = None, b"", None
+            if self._folder and header.rank == 0:
+                folder = Path(self._folder, f"{header.generation:04d}")
+                self._writer = BlockWriter(folder, points.line(header))
+                self._extra_writer = BlockWriter(folder / EXTRAS, points.line(header))
+                self._append([b""])  # the header says that the points after its base are void, even if none follow
+        if before is None:  # the script has logged before its state was restored
+            early = [each._replace(step=header.base, epoch=header.base_epoch, between=True) for each in self._waiting]
+            self._waiting = deque(early)
+            for extra, _ in self._extras:
+                extra.step, extra.epoch, extra.between = header.base, header.base_epoch, True
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="spotrun-metrics", daemon=True)
+            self._thread.start()
+            atexit.register(self.flush)
+            failures.before_ending(self.flush)
+
+    def wake(self) -> None:
+        """Write soon: the state that belongs to these numbers is being saved."""
+        self._wake.set()
+
+    def flush(self, patience: float = PATIENCE) -> None:
+        """Write what there is, but wait for the disk, or a GPU, at most `patience` seconds."""
+        if os.getpid() != self._pid:
+            return  # a child that the script has forked ends: what waits here is its parent's
+        deadline = time.monotonic() + patience
+        while self._base is not None and self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            try:
+                self._write()
+            finally:
+                self._lock.release()
+            if not (self._waiting or self._extras) or time.monotonic() > deadline:
+                return
+            time.sleep(0.005)  # a GPU has not computed the numbers yet
+
+    def _run(self) -> None:
+        while True:
+            self._wake.wait(EVERY)
+            self._wake.clear()
+            with self._lock:
+                self._write()
+
+    def _write(self) -> None:
+        """Take what is ready from the queue, write it, and show the newest numbers."""
+        lines: list[bytes] = []
+        while self._waiting:
+            each = self._waiting[0]
+            try:
+                if not all(value.ready() for value in each.values.values() if isinstance(value, Later)):
+                    break
+                numbers = {name: v.number() if isinstance(v, Later) else v for name, v in each.values.items()}
+            except RuntimeError as error:  # of CUDA: the script's next call raises it too
+                self._warn("gpu", f"numbers of run.log are left out: {error}")
+                numbers = {}
+            self._waiting.popleft()
+            self._done += len(each.values)
+            self._newest.update(numbers)
+            self._shown = self._shown and not numbers
+            if self._writer is not None and numbers:
+                values = {name: points.to_json(value) for name, value in numbers.items()}
+                lines.append(points.line(Call(each.step, each.time, values, each.epoch, each.samples, each.between)))
+                if len(lines) >= 10_000:
+                    self._append(lines)
+                    lines = []
+        self._append(lines)
+        self._show()
+        self._write_extras()
+
+    def _write_extras(self) -> None:
+        while self._extras:
+            each, array = self._extras[0]
+            try:
+                extras.complete(each, array)
+                if self._extra_writer is not None:
+                    self._extra_writer.append(points.line(each))
+            except OSError as error:
+                return self._warn("disk", f"what run.log_{each.kind} was given waits for the disk: {error}")
+            except Exception as error:
+                self._warn(f"{each.kind} {each.name}", f"run.log_{each.kind}({each.name}=…) is left out: {error}")
+            self._extras.popleft()
+
+    def _append(self, lines: list[bytes]) -> None:
+        if self._writer is None or not (lines or self._unsent):
+            return
+        self._unsent += b"".join(lines)
         try:
-            return float(self._values[name])
-        except (TypeError, ValueError, RuntimeError) as error:
-            if name not in self._odd:
-                self._odd.add(name)
-                log.warning("run.log(%s=…) is not a number, left out: %s", name, error)
-            return math.nan
+            self._writer.append(self._unsent)
+            self._unsent = b""
+            self._told.discard("disk")
+        except OSError as error:
+            self._warn("disk", f"numbers of run.log wait for the disk: {error}")
+            if len(self._unsent) > UNSENT:
+                self._unsent = self._unsent[: self._unsent.rfind(b"\n", 0, UNSENT) + 1]
+
+    def _show(self) -> None:
+        """Write the newest numbers to the control block. JSON has no infinities and NaNs: they are left out."""
+        if not self._shown and self._control is not None:
+            self._shown = True
+            shown = {name: value for name, value in self._newest.items() if math.isfinite(value)}
+            self._control.write_metrics(shown)
+
+    def _add_name(self, name: str) -> str:
+        """The name as it is written; empty, with a warning, if it is too long. JSON has no lone surrogates."""
+        known = name.encode(errors="replace").decode()
+        if not 0 < len(known) <= LONGEST:
+            self._warn(name, f"run.log({known[:20]}…=…): a name has 1 to {LONGEST} characters: left out")
+            return ""
+        self._names[name] = known
+        return known
+
+    def _number(self, name: str, value: Any) -> float | None:
+        """The value as a number; None, with a warning, if it is none."""
+        try:
+            return to_number(value)
+        except Exception as error:  # of the value's own class
+            self._warn(f"value {name}", f"run.log({name}=…) is not a number, left out: {error}")
+            return None
+
+    def _take_from_gpu(self, found: dict[str, float | Later], values: list[tuple[str, Any]]) -> None:
+        for name, value in values:
+            if value.numel() != 1 or value.is_complex():
+                self._number(name, value)
+        good = [(name, value) for name, value in values if value.numel() == 1 and not value.is_complex()]
+        try:
+            for device in {value.device for _, value in good}:
+                mine = [(name, value) for name, value in good if value.device == device]
+                group = Group([value for _, value in mine])
+                found.update({name: Later(group, index) for index, (name, _) in enumerate(mine)})
+        except Exception as error:  # of the driver: the script's next call will raise it too
+            self._warn("gpu", f"numbers of run.log are left out: {error}")
+
+    def _warn(self, what: str, message: str) -> None:
+        """Warn once. After 100 warnings, be silent: a script may log under a new name in each step."""
+        if what not in self._told and len(self._told) < 100:
+            self._told.add(what)
+            log.warning("%s", message)
 
 
 class Clock:
@@ -56,6 +259,7 @@ class Clock:
         self.step_seconds = 0.0
         self.samples = 0
         self._resumed: float | None = None
+        self._alone: float | None = None  # seconds of this step before its first gradients were due; None: not yet
         self._ticks = 0
 
     def tick(self, control: Control) -> None:
@@ -70,10 +274,16 @@ class Clock:
         if self._resumed is not None:
             took = time.monotonic() - self._resumed
             control.stepping += took
+            control.alone += took if self._alone is None else self._alone
             # Moving average over about five steps, without the first: it pays for lazy set-up.
             if self._ticks > 1:
                 self.step_seconds += (took - self.step_seconds) * (0.2 if self.step_seconds else 1.0)
 
     def resume(self) -> None:
         """The next step begins."""
-        self._resumed = time.monotonic()
+        self._resumed, self._alone = time.monotonic(), None
+
+    def part(self) -> None:
+        """The gradients of this step are due: from here on, this worker may wait for others."""
+        if self._alone is None and self._resumed is not None:
+            self._alone = time.monotonic() - self._resumed

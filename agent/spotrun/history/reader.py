@@ -1,0 +1,134 @@
+"""Read from the bucket what a job has logged. Of a live job, only the new blocks are read each time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+from spotrun.errors import NotFound, TooLargeError, UnreadableError
+from spotrun.history.curves import Curve, Points, merge, pieces, thin
+from spotrun.state import points
+from spotrun.state.points import Block, Call, Header
+from spotrun.store import Store, metrics_folder
+
+AT_ONCE = 16  # blocks that are downloaded at once
+LARGEST = 32 << 20  # bytes of a block's object that are read
+PROBLEMS = 100  # messages about unreadable blocks that are kept
+_KEY = re.compile(r".*/metrics/([0-9]{4,9})/([0-9]{6,12})\.jsonl\.zst")
+
+
+class Reader:
+    """The curves of a job. One thread at a time uses it.
+
+    headers: of each generation that has logged, by number. problems: blocks that could not be read, and why.
+    """
+
+    def __init__(self, store: Store, job: str, names: Iterable[str] | None = None, most: int = 0) -> None:
+        """names: read only these; None: all. most: points of each name and generation in memory; 0: all of them.
+
+        With `most`, points are thinned while they are read (`curves.thin`), so that memory is bounded: about 100 bytes
+        for each of these points. After an interruption, the least or the greatest value of the range of steps around
+        the base may then belong to the void part, and be missing in the part that counts.
+        """
+        self.headers: dict[int, Header] = {}
+        self.problems: list[str] = []
+        self._store, self._job, self._most = store, job, most
+        self._only = None if names is None else frozenset(names)
+        self._read: dict[int, list[int]] = {}  # numbers of the blocks that were read, by generation
+        self._points: dict[str, dict[int, Points]] = {}  # by name and generation
+
+    @property
+    def names(self) -> list[str]:
+        """The names that were logged, in alphabetical order."""
+        return sorted(self._points)
+
+    def update(self, only_first: bool = False) -> bool:
+        """Read the blocks that are new. Returns whether there were any. Raises `StoreError`.
+
+        only_first: only the first block of each generation, which is enough for `headers`.
+        """
+        found = self._find()
+        if only_first:
+            found = {generation: dict([min(numbers.items())]) for generation, numbers in found.items()}
+        for generation, numbers in found.items():
+            before = self._read.get(generation)
+            if before and set(numbers) - set(before) and min(set(numbers) - set(before)) < before[-1]:
+                self._forget(generation)  # an older block has arrived late
+        new = [
+            (generation, number, key)
+            for generation, numbers in sorted(found.items())
+            for number, key in sorted(numbers.items())
+            if number not in self._read.get(generation, ())
+        ]
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            for start in range(0, len(new), AT_ONCE):  # a few blocks in memory at a time
+                part = new[start : start + AT_ONCE]
+                for (generation, number, _), block in zip(part, pool.map(self._get, part), strict=True):
+                    self._read.setdefault(generation, []).append(number)
+                    if isinstance(block, Block):
+                        self._add(block)
+                    elif block and len(self.problems) < PROBLEMS:
+                        self.problems.append(block)
+        return bool(new)
+
+    def curve(self, name: str) -> Curve:
+        """All points of a name, with those marked that do not count. Empty if the name was never logged."""
+        return merge(name, self._points.get(name, {}), self.headers.values())
+
+    def _find(self) -> dict[int, dict[int, str]]:
+        """The keys of all blocks in the bucket, by generation and number."""
+        found: dict[int, dict[int, str]] = {}
+        for key in self._store.list(metrics_folder(self._job)):
+            if match := _KEY.fullmatch(key):
+                found.setdefault(int(match[1]), {})[int(match[2])] = key
+        return found
+
+    def _get(self, place: tuple[int, int, str]) -> Block[Call] | str:
+        """A block, or why the block cannot be read; empty: the block is gone. Called in other threads."""
+        generation, _, key = place
+        try:
+            block = points.read(self._store.get(key, LARGEST), key)
+        except NotFound:
+            return ""  # removed since it was listed
+        except (UnreadableError, TooLargeError) as error:  # a job's code can write to its node's blocks
+            return str(error)
+        if (block.header.job, block.header.generation) != (self._job, generation):
+            return f"{key} says that it is of {block.header.job}, generation {block.header.generation}: left out"
+        return block
+
+    def _add(self, block: Block[Call]) -> None:
+        number = block.header.generation
+        self.headers[number] = block.header
+        for name, piece in pieces(block, self._only).items():
+            mine = self._points.setdefault(name, {})
+            if number in mine:
+                mine[number].extend(piece)
+            else:
+                mine[number] = piece.part(0, len(piece))  # names of a block share columns
+            if self._most and len(mine[number]) > 2 * self._most:
+                mine[number] = thin(mine[number], self._most)
+
+    def _forget(self, generation: int) -> None:
+        self._read.pop(generation, None)
+        for mine in self._points.values():
+            mine.pop(generation, None)
+
+
+def read_curves(store: Store, job: str, *names: str, most: int = 0) -> dict[str, Curve]:
+    """The curves of these names, or of all. most: as in `Reader`. Raises `StoreError`."""
+    reader = Reader(store, job, names or None, most)
+    reader.update()
+    return dict(_curves(reader, names))
+
+
+def read_headers(store: Store, job: str) -> dict[int, Header]:
+    """The header of each generation that has logged, from its first block. Raises `StoreError`."""
+    reader = Reader(store, job, names=())
+    reader.update(only_first=True)
+    return reader.headers
+
+
+def _curves(reader: Reader, names: tuple[str, ...]) -> Iterator[tuple[str, Curve]]:
+    for name in names or reader.names:
+        yield name, reader.curve(name)

@@ -1,0 +1,113 @@
+"""Curves from a bucket: a live job's new blocks, blocks that arrive late, and blocks that a job's code has spoilt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from spotrun.history.extras import read_extras
+from spotrun.history.reader import LARGEST, Reader, read_curves
+from spotrun.state import points
+from spotrun.state.points import Header
+from spotrun.store import Store, extras_key, metrics_key
+from tests.history.blocks import block, put
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(str(tmp_path / "bucket"))
+
+
+def steps(reader: Reader) -> list[int]:
+    return list(reader.curve("loss").counting().steps)
+
+
+def test_new_blocks_are_read_without_the_old_ones(store: Store) -> None:
+    reader = Reader(store, "j")
+    assert not reader.update()
+    put(store, 1, block(1, 0, range(1, 6)))
+    assert reader.update()
+    assert steps(reader) == [1, 2, 3, 4, 5]
+    store.put(metrics_key("j", 1, 1), b"nobody reads this object again")
+    put(store, 2, block(1, 0, range(6, 9)))
+    put(store, 1, block(2, 6, range(7, 12)))
+    assert reader.update()
+    assert steps(reader) == list(range(1, 12))
+    assert (reader.names, reader.problems) == (["loss"], [])
+    assert not reader.update()
+
+
+def test_a_block_that_arrives_late(store: Store) -> None:
+    """A node had no way to the bucket while another generation began; or an older agent's block comes last."""
+    reader = Reader(store, "j")
+    put(store, 1, block(1, 0, range(1, 4)))
+    put(store, 3, block(1, 0, range(7, 9)))
+    put(store, 1, block(2, 8, range(9, 12)))
+    reader.update()
+    put(store, 2, block(1, 0, range(4, 7)))
+    reader.update()
+    assert steps(reader) == list(range(1, 12))
+
+
+def test_blocks_that_cannot_be_read_are_named_and_left_out(store: Store) -> None:
+    put(store, 1, block(1, 0, range(1, 4)))
+    text = points.line(Header("j", 1, 0, 0))
+    store.put(metrics_key("j", 1, 2), b"junk")
+    store.put(metrics_key("j", 1, 3), points.compress(b"junk\n"))
+    store.put(metrics_key("j", 1, 4), points.compress(b'{"job": "j", "generation": 1, "rank": 0, "base": -1}\n'))
+    store.put(metrics_key("j", 1, 5), points.compress(text.replace(b'"format":1', b'"format":2')))
+    store.put(metrics_key("j", 1, 6), points.compress(text.replace(b'"j"', b'"other"')))
+    store.put(metrics_key("j", 1, 7), points.compress(text + bytes(points.MOST)))
+    torn = text + points.line(block(1, 0, [4]).calls[0]) + b'{"step": -1, "time": 0, "values": {}}\n{"step":5,"ti'
+    store.put(metrics_key("j", 1, 8), points.compress(torn))
+    store.put("jobs/j/metrics/README", b"is no block")
+    reader = Reader(store, "j")
+    reader.update()
+    assert steps(reader) == [1, 2, 3, 4]
+    assert [problem.split(" ")[0][-16:] for problem in reader.problems] == [
+        f"{number:06d}.jsonl.zst" for number in range(2, 8)
+    ]
+    assert "update it" in reader.problems[3]
+
+
+def test_an_object_that_is_too_large_spoils_no_curve(store: Store) -> None:
+    """A node may write to the metrics of any job."""
+    put(store, 1, block(1, 0, range(1, 4)))
+    store.put(metrics_key("j", 1, 2), bytes(LARGEST + 1))
+    store.put(extras_key("j", 1, 1), bytes(LARGEST + 1))
+    put(store, 3, block(1, 0, range(4, 6)))
+    reader = Reader(store, "j")
+    reader.update()
+    assert steps(reader) == [1, 2, 3, 4, 5]
+    assert f"at most {LARGEST} are read" in reader.problems[0]
+    assert read_extras(store, "j") == []
+
+
+def test_unknown_keys_are_ignored(store: Store) -> None:
+    """The node may have a newer version."""
+    text = (
+        b'{"job":"j","generation":1,"rank":0,"base":0,"mood":"good"}\n{"step":1,"time":5,"values":{"loss":2},"x":[]}\n'
+    )
+    store.put(metrics_key("j", 1, 1), points.compress(text))
+    curve = read_curves(store, "j")["loss"]
+    assert (list(curve.points.values), list(curve.points.times)) == ([2.0], [5.0])
+
+
+def test_only_the_names_that_are_asked_for(store: Store) -> None:
+    put(store, 1, block(1, 0, range(1, 4)))
+    assert list(read_curves(store, "j", "acc", "loss")) == ["acc", "loss"]
+    assert len(read_curves(store, "j", "acc")["acc"].points) == 0
+
+
+def test_a_long_curve_takes_bounded_memory(store: Store) -> None:
+    for number in range(20):
+        put(store, number + 1, block(1, 0, range(1000 * number + 1, 1000 * number + 1001)))
+    whole, short = Reader(store, "j"), Reader(store, "j", most=500)
+    whole.update()
+    short.update()
+    curve = short.curve("loss")
+    assert len(whole.curve("loss").points) == 20_000
+    assert len(curve.points) <= 1000
+    for extreme in (min, max):
+        assert extreme(curve.points.values) == extreme(whole.curve("loss").points.values)
