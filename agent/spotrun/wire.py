@@ -20,6 +20,8 @@ from spotrun.document import Document as Document
 from spotrun.document import Kept as Kept
 from spotrun.document import problem as problem
 from spotrun.folders import Input, Keeping
+from spotrun.folders import Place as Place
+from spotrun.readings import NONE, Readings
 
 MAX_MESSAGE = 1 << 20  # bytes; a larger frame is refused and the connection closed
 VERSION = 2  # of `Order` and `Report`; since 2, a node may have several jobs
@@ -49,7 +51,7 @@ class Generation(Document):
 
     number: int = Field(ge=1)
     members: tuple[Member, ...]
-    store: str  # "host:port" of a TCPStore that the first member's launcher holds, never used before
+    store: str  # "host:port" of an unused TCPStore, which the launcher of the first member has
     checkpoints: tuple[StateRef, ...] = ()  # complete ones in the bucket, newest first
     regroup: bool = False  # whether the members' workers, which wait for it, join it without a restart
 
@@ -145,6 +147,7 @@ class Worker(Document):
     stall: float = 0.0  # seconds spent copying snapshots, this generation
     stepping: float = 0.0  # seconds spent in steps, this generation
     took: float = 0.0  # seconds from the beginning of the last snapshot to its commit; 0: none yet
+    alone: float = 0.0  # as in `state.control`: seconds in steps before their first gradients were due
 
 
 class FileRef(Document):
@@ -163,7 +166,8 @@ class Part(Document):
     index: int
     parts: int
     files: tuple[FileRef, ...]
-    whole: str = ""  # xxh3 of the snapshot that it was cut from: all parts must have the same one
+    whole: str = ""  # xxh3 of the whole snapshot: it must be the same for all parts
+    took: float = Field(default=0.0, ge=0)  # seconds of its copy and upload; 0: the agent cannot say it
 
 
 class Manifest(Kept):
@@ -180,8 +184,7 @@ class Notice(Document):
     """The cloud's word that this node will be taken."""
 
     kind: Literal["preempt", "rebalance", "maintenance"]
-    # Epoch seconds when the node may be gone. At most the end of year 9999, the last one that Python can print.
-    deadline: float = Field(ge=0, le=253402300799)
+    deadline: float = Field(ge=0, le=253402300799)  # epoch seconds when the node may be gone, until the year 9999
 
 
 class Trouble(Document):
@@ -192,14 +195,6 @@ class Trouble(Document):
     since: float  # epoch seconds of the first failure after the last success, by the node's clock
     at: float  # of the newest failure
     tries: int = 1
-
-
-class Place(Document):
-    """Where a job's things are on a node, as paths."""
-
-    folder: str  # the working folder of its workers
-    env: str  # a file for a shell: the environment of its workers
-    logs: str  # the folder with what its workers of the newest generation have printed
 
 
 class JobReport(Document):
@@ -254,6 +249,7 @@ class Report(Document):
     notice: Notice | None = None
     coming: Notice | None = None  # a notice with a distant deadline: the node trains on, and reports `notice` later
     jobs: tuple[JobReport, ...] = ()
+    readings: Readings = NONE  # what the node measured last while it had a job
     order: int = Field(default=0, ge=0)  # number of the newest order that came over this connection; 0: none has
 
     @model_validator(mode="before")
@@ -299,7 +295,7 @@ _work_essence: Callable[[JobReport], tuple[object, ...]] = attrgetter(
     *(name for name in JobReport.model_fields if name not in ("workers", "snapshot"))
 )
 _node_essence: Callable[[Report], tuple[object, ...]] = attrgetter(
-    *(name for name in Report.model_fields if name not in ("jobs", "order"))
+    *(name for name in Report.model_fields if name not in ("jobs", "order", "readings"))
 )
 
 

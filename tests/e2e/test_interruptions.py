@@ -129,6 +129,12 @@ def test_all_nodes_killed_at_once(cluster: Harness) -> None:
     assert sample_ids(job.out, 2) == {epoch: list(range(1200)) for epoch in range(2)}
 
 
+def saved_to_the_end(status: dict[str, Any]) -> bool:
+    """Whether the bucket has the state of the last step."""
+    job = status["job"]
+    return bool(job["checkpoint"] and job["checkpoint"] == job["interruptions"][-1]["step"])
+
+
 def test_fewer_than_min_nodes(cluster: Harness) -> None:
     """The state is in the bucket before the notice ends; the job goes on by itself when machines return."""
     job = cluster.submit(nodes={"min": 2, "max": 2}, epochs=2, samples=1200, batch=4, slow=40)
@@ -138,10 +144,8 @@ def test_fewer_than_min_nodes(cluster: Harness) -> None:
         cluster.fault("stockout", zone)
     victim = cluster.members()[1]
     cluster.fault("preempt", victim)
-    status = cluster.until(lambda s: s["job"]["phase"] == "waiting" and s["job"]["checkpoint"], what="state is safe")
+    status = cluster.until(lambda s: s["job"]["phase"] == "waiting" and saved_to_the_end(s), what="state is safe")
     assert any(node["name"] == victim and node["notice"] for node in status["nodes"]), "after the notice ended"
-    step = status["job"]["step"] or status["job"]["checkpoint"]
-    assert status["job"]["checkpoint"] == status["job"]["interruptions"][-1]["step"] == step
     job.go()
     for zone in zones:
         cluster.fault("restock", zone)

@@ -124,7 +124,7 @@ CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
     "all members have drained and too few stay: the generation ends": (
         view(
             job(A, B, spec=spec(), draining=Draining(step=56, cause=PREEMPT, deadline=NOW + 27)),
-            *(node(A, phase="drained"), node(B, phase="drained", notice=notice())),
+            *(node(A, phase="drained"), node(B, phase="drained", notice=notice(12))),
         ),
         (EndGeneration(PREEMPT),),
     ),

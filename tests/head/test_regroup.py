@@ -15,6 +15,7 @@ from spotrun.wire import Bundle
 from tests.head.views import NOW, A, B, C, D, failed, job, node, spare, spec, start, view
 
 KILL = Cause(kind="kill", node=B)
+SLOW = Progress(base=0, step=50, stepped_at=NOW - 3, restored_at=NOW - 200, pace=3.0)
 FIXED = spec(nodes={"min": 3, "max": 3})
 
 
@@ -66,6 +67,26 @@ cases: dict[str, tuple[View, tuple[Action, ...]]] = {
     ),
     "a survivor does not notice the end of its peer: all begin with new workers": (
         view(able(A, B, C), waits(A, at=NOW - 2), lost(B, reported_at=NOW - 4), trains(C), warm(D)),
+        (start(A, C, D, cause=KILL),),
+    ),
+    "a survivor in a slow step notices it later: wait for it": (
+        view(
+            able(A, B, C, progress=SLOW),
+            waits(A, at=NOW - 2),
+            lost(B, reported_at=NOW - 4),
+            trains(C),
+            warm(D),
+        ),
+        (),
+    ),
+    "but not for longer than new workers need": (
+        view(
+            able(A, B, C, progress=SLOW.replace(pace=60.0)),
+            waits(A, at=NOW - 11),
+            lost(B, reported_at=NOW - 13),
+            trains(C),
+            warm(D),
+        ),
         (start(A, C, D, cause=KILL),),
     ),
     "a survivor's workers have ended, too: all begin with new workers": (

@@ -230,7 +230,7 @@ async def asked(world: World, head: Head, verb: str, job: str | None = None, **m
     try:
         await web.UnixSite(runner, path).start()
         async with ClientSession(connector=UnixConnector(path)) as session:
-            posts = verb.partition("?")[0] not in ("jobs", "status")
+            posts = verb.partition("?")[0] not in ("jobs", "status", "metrics")
             call = session.post if posts else session.get
             async with call(f"http://head/{verb}", **({"json": {"job": job, **more}} if posts else {})) as response:
                 if response.status != 200:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from spotrun.errors import StoreError
 from spotrun.node import part_uploader as module
 from spotrun.node.part_uploader import PartUploader, WantedPart
 from spotrun.state import slots
@@ -101,6 +102,24 @@ async def test_a_bucket_that_refuses_is_tried_again_from_the_same_copy(tmp_path:
     await s.until(lambda: s.uploader.part, "the part")
     assert s.uploader.trouble is None
     await await_for(lambda: not s.copies(), 20, "the copy is removed")
+
+
+async def test_what_a_part_took_is_of_all_its_tries(tmp_path: Path) -> None:
+    """The head trusts it when it chooses the last moment of a notice. The last try alone may be one small file."""
+    s = Uploading(tmp_path)
+    s.refuse()
+    (tmp_path / "copy").mkdir()
+    copy = module._Copy(s.wanted, tmp_path / "copy")
+    with pytest.raises(StoreError):
+        module._copy_and_upload(s.store, copy, lambda: False)
+    copied = copy.took
+    assert copied > 0
+    s.accept()
+    part = module._copy_and_upload(s.store, copy, lambda: False)
+    assert part is not None
+    assert part.took > copied
+    again = module._copy_and_upload(s.store, copy, lambda: False)
+    assert again == part
 
 
 async def test_a_full_disk_is_told_without_copying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,10 @@ import os
 import signal
 from pathlib import Path
 
+from spotrun.state.control import Invitation
 from spotrun.wire import Order, StateRef
 from tests.fakes.head import Seen
+from tests.fakes.launchers import children
 from tests.fakes.node import World, changed, order_of, world
 from tests.helpers import await_for, gone
 
@@ -131,6 +133,42 @@ async def test_workers_that_wait_end_when_nobody_needs_them(tmp_path: Path) -> N
         await w.head.order(A, order_of(bundle))  # the job has no devices here any more
         await w.head.wait(A, lambda r: r.phase == "ready" and r.regroup == "no", "no worker waits")
         assert gone(pids(second)[0])
+
+
+async def test_a_place_that_cannot_be_written_down_ends_the_workers(tmp_path: Path) -> None:
+    async with world(tmp_path, A) as w:
+        bundle = w.bundle(files={"train.py": SCRIPT})
+        await w.ready(bundle, [A])
+        order = await w.begin(bundle, 1, [A])
+        (first,) = await w.steps([A], 1, 5)
+        (control,) = [path for path in tmp_path.rglob("1.0") if path.parent.name == "control"]
+        blocked = Path(f"{Invitation.path_for(control)}.part")
+        blocked.mkdir()  # writing to this path fails, also for root
+        stop = await drained(w, order, [A], 1)
+        await w.begin(bundle, 2, [A], regroup=True)
+        (refused,) = await w.phase([A], 2, "failed")
+        assert refused.failure is not None
+        assert refused.failure.message == "no workers of this node wait for generation 2"
+        await await_for(lambda: gone(pids(first)[0]), what="the worker's end")
+        await w.begin(bundle, 3, [A])
+        (again,) = await w.steps([A], 3, stop + 3)
+        assert pids(again) != pids(first)
+
+
+async def test_a_launcher_that_dies_in_a_warm_up_is_not_the_scripts_fault(tmp_path: Path) -> None:
+    async with world(tmp_path, A) as w:
+        bundle = w.bundle(files={"train.py": SCRIPT})
+        await w.ready(bundle, [A])
+        await w.head.order(A, order_of(bundle, stand_by=True))
+        await waiting(w, A)
+        (template,) = children(w.machines[0].process.pid)
+        (launcher,) = children(template)
+        os.kill(launcher, signal.SIGKILL)
+        await await_for(lambda: gone(launcher), what="the launcher's end")
+        await w.head.wait(A, lambda r: r.regroup != "waiting", "the workers' end")
+        await w.head.wait(A, lambda r: r.regroup == "waiting", "workers that wait again")
+        await w.begin(bundle, 1, [A], regroup=True)
+        await w.steps([A], 1, 3)
 
 
 async def test_a_failed_warm_up_is_told_and_not_repeated(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -25,8 +25,9 @@ import spotrun
 from spotrun.state import slots
 from spotrun.state.control import Context, Control
 from spotrun.state.slots import Record
-from spotrun.train import boundary, distributed, sections
+from spotrun.train import boundary, distributed, restore, sections, transfer
 from spotrun.train.copier import Copier
+from spotrun.train.slot_files import Reader
 from tests.train.meeting import meeting
 
 SAMPLES, BATCH, EPOCHS = 104, 8, 3  # with 3 workers: 5 steps an epoch, the last of 8 samples (3, 3, 2)
@@ -61,7 +62,9 @@ class Plan:
     own_ddp: bool = False  # its script makes the DDP instance itself
     reads_size: bool = False  # its set-up asks for the number of workers
     collective: bool = False  # its script has a collective of its own in each step, after the gradients' exchange
+    two_models: bool = False  # its script makes a step's second loss before the first one's backward, as GANs do
     together: bool = False  # the workers of a node copy each snapshot together, as soon as they can
+    die_sending: bool = False  # it kills itself when it has sent a part of the state to another worker
     die_copied: int = -1  # step whose snapshot it copies, or its section, before it kills itself
 
 
@@ -75,6 +78,8 @@ def train(environment: dict[str, str], plan: Plan) -> None:
     boundary.leave_together = functools.partial(leave_together, plan)  # type: ignore[attr-defined]
     if plan.together:
         copy_together(plan)
+    if plan.die_sending:
+        restore.send = send_a_part  # type: ignore[attr-defined]
     run = spotrun.init(seed=5)
     if plan.reads_size:
         print("set up for", run.world_size, "workers", flush=True)
@@ -84,6 +89,7 @@ def train(environment: dict[str, str], plan: Plan) -> None:
     dataset = Noisy()
     sampler = spotrun.ElasticSampler(dataset, seed=1)
     loader = DataLoader(dataset, batch_size=BATCH, sampler=sampler)
+    other = run.ddp(nn.Linear(16, 4)) if plan.two_models else None
     run.track(model=model, optimizer=optimizer, scheduler=scheduler, sampler=sampler)
     with (out / f"seen-{os.getpid()}.jsonl").open("w") as seen:
         for epoch in run.epochs(EPOCHS):
@@ -91,9 +97,12 @@ def train(environment: dict[str, str], plan: Plan) -> None:
                 if run.step == plan.fail_at:
                     raise ValueError("a bug in the script")
                 loss = nn.functional.cross_entropy(model(x), y)
+                second = None if other is None else other(x).square().mean()
                 if run.step == plan.die_at:
                     os.kill(os.getpid(), signal.SIGKILL)
                 run.backward(loss)
+                if second is not None:
+                    run.backward(second)
                 if plan.collective:
                     dist.all_reduce(loss.detach())
                 if run.completes_step:
@@ -133,6 +142,12 @@ def flatten(value: Any) -> list[Any]:
     if isinstance(value, list):
         return [leaf for item in value for leaf in flatten(item)]
     return [value.tolist()] if isinstance(value, torch.Tensor) else [value]
+
+
+def send_a_part(record: Record, reader: Reader, hop: transfer.Hop) -> NoReturn:
+    transfer.send(record, reader, hop)[0].wait()
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
 
 
 def copy_together(plan: Plan) -> None:

@@ -24,7 +24,7 @@ from spotrun.state.control import Context
 from spotrun.store import Store, checkpoint_key
 from spotrun.train import download
 from spotrun.train.encoding import decode
-from spotrun.train.restore import restore
+from spotrun.train.restore import Found, restore
 from spotrun.train.slot_files import Reader
 from spotrun.train.snapshot import Writer
 from spotrun.wire import FileRef, Manifest, StateRef
@@ -76,7 +76,12 @@ def check(folder: Path, slot: int, step: int) -> None:
     record = slots.read(folder, slot)
     assert record is not None
     slots.verify(folder, slot, record)
-    found = decode(record.state, Reader(folder, slot).tensor)
+    check_found(Found(record, Reader(folder, slot), kept=True, sending=[]), step)
+
+
+def check_found(state: Found, step: int) -> None:
+    assert state.record.step == step
+    found = decode(state.record.state, state.tensors.tensor)
     wanted = state_at(step)
     assert torch.equal(found["weight"], wanted["weight"])
     assert [t.tolist() for t in found["small"]] == [t.tolist() for t in wanted["small"]]
@@ -157,7 +162,7 @@ def test_damaged_ones_are_passed_over(
     found = restore(context(tmp_path, (2, 20), (1, 10)), 0, None)
     assert found is not None
     assert checkpoint_key("job", 20, name) in caplog.text
-    check(folder, found[0], 10)
+    check_found(found, 10)
     assert [path.name for path in folder.iterdir() if path.is_dir()] == []
 
 
@@ -211,7 +216,7 @@ def test_a_writer_killed_at_every_stage(store: Store, tmp_path: Path, after: boo
         folder.mkdir()
         found = restore(dataclasses.replace(context(tmp_path, (2, 20), (1, 10)), slots=str(folder)), 0, None)
         assert found is not None
-        check(folder, found[0], 20 if whole else 10)
+        check_found(found, 20 if whole else 10)
 
 
 def test_a_manifest_cannot_name_files_elsewhere(store: Store) -> None:
@@ -231,8 +236,8 @@ def test_the_newer_of_memory_and_bucket_counts(store: Store, tmp_path: Path, loc
     writer.settle()
     found = restore(context(tmp_path, (1, 10)), 0, None)
     assert found is not None
-    assert found[1].order == max(local, (1, 10))
-    check(folder, found[0], found[1].step)
+    assert found.record.order == max(local, (1, 10))
+    check_found(found, found.record.step)
 
 
 def test_nothing_anywhere_is_a_fresh_start(tmp_path: Path) -> None:

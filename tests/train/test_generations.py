@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,9 @@ from torch.utils.data import DataLoader
 import spotrun
 from spotrun.errors import SpotrunError
 from spotrun.state import exit_note, slots
-from spotrun.state.control import EXIT_DRAINED, EXIT_PEER, Context
+from spotrun.state.control import EXIT_DRAINED, EXIT_PEER, NONE, Context
 from spotrun.train import restore
+from spotrun.train.encoding import decode
 from spotrun.train.failures import is_peer_failure
 from spotrun.train.snapshot import Writer
 from spotrun.wire import Failure
@@ -127,12 +127,13 @@ def test_two_workers_on_a_node_share_its_snapshot(cluster: Cluster) -> None:
     shutil.rmtree(cluster.slots("a"))
     assert cluster.run(["a", "b"], stop_at=4, per_node=2) == [EXIT_DRAINED] * 4, cluster.log()
     assert cluster.newest("a").step == 4
-    assert cluster.controls[1].committed == 3  # what it restored; it writes none itself
+    assert cluster.controls[3].committed == 3  # what it restored; it writes none itself
+    assert cluster.controls[1].committed == NONE  # it has got the state from another node, and no snapshot yet
     assert cluster.seen()[0] != []
 
 
-def bring(environment: dict[str, str], out: str) -> None:
-    """Restore the state; say so, and how many bytes were sent for that."""
+def bring(environment: dict[str, str], trusted: restore.Order, gate: str, out: str) -> None:
+    """Restore the state, once `gate` exists if the state is received; say what it is, and how many bytes were sent."""
     os.environ.update(environment)
     sent = []
     real = dist.isend
@@ -140,54 +141,113 @@ def bring(environment: dict[str, str], out: str) -> None:
     dist.init_process_group("gloo")
     context = Context.from_env()
     assert context is not None
-    found = restore.restore(context, 0, None)
+    own = torch.zeros(100_000, dtype=torch.int64)
+
+    def into() -> dict[str, torch.Tensor]:
+        wait_for(Path(gate).exists, what="the gate")
+        return {"state.x": own}
+
+    found = restore.restore(context, int(os.environ["LOCAL_RANK"]), None, trusted, into)
     assert found is not None
-    slots.verify(Path(context.slots), *found)
-    Path(out).write_text(str(sum(sent)))
+    state = decode(found.record.state, found.tensors.tensor)
+    assert state["x"].equal(torch.arange(100_000))
+    assert state["y"].equal(torch.arange(3_000_000) % 7 == 0)
+    assert [each.tolist() for each in state["small"]] == [[1.0, 2.0], 3, [], [1 + 2j]]
+    assert found.kept or state["x"] is own
+    found.settle()
+    partial = Path(f"{out}.part")
+    partial.write_text(str(sum(sent)))
+    partial.rename(out)
     os._exit(0)
 
 
-def test_who_needs_no_state_takes_no_part_in_a_transfer(cluster: Cluster) -> None:
-    """Two nodes lack the state. They cannot take it yet: who has it goes on, and the donor sends it once."""
-    state = {"x": torch.arange(100_000)}
-    for node in "bc":
-        writer = Writer(cluster.slots(node), "job", 1, block())
-        assert writer.take(7, lambda encoder: encoder.encode(state, "state"), set(), wait=True)
+STATE = {
+    "x": torch.arange(100_000),
+    "y": torch.arange(3_000_000) % 7 == 0,
+    "small": [torch.tensor([1.0, 2.0], dtype=torch.bfloat16), torch.tensor(3), torch.ones(0), torch.tensor([1 + 2j])],
+}
+
+
+def keep(cluster: Cluster, node: str, *steps: int) -> slots.Record:
+    """Put snapshots of these steps into the node's slots."""
+    writer = Writer(cluster.slots(node), "job", 1, block())
+    for step in steps:
+        assert writer.take(step, lambda encoder: encoder.encode(STATE, "state"), set(), wait=True)
         writer.settle()
-    processes, done = [], [cluster.path / f"done-{rank}" for rank in range(4)]
-    with meeting(4) as group, ExitStack() as held:
-        for rank, node in enumerate("abcd"):
-            if node in "ad":
-                cluster.slots(node).mkdir()
-                held.enter_context(slots.reading(cluster.slots(node), 0))
-            environment = {**group, "RANK": str(rank), Context.VARIABLE: cluster.context(node, rank, 0).to_env()}
-            processes.append(forked.Process(target=bring, args=(environment, str(done[rank])), daemon=True))
+    return cluster.newest(node)
+
+
+@pytest.mark.parametrize("per_node", [1, 2])
+def test_who_needs_no_state_takes_no_part_in_a_transfer(
+    cluster: Cluster, per_node: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two nodes lack the state. They cannot take it yet: who has it goes on, and the donor sends it once."""
+    size = keep(cluster, "b", 7).size
+    keep(cluster, "c", 7)
+    world, gate = 4 * per_node, cluster.path / "gate"
+    processes, done = [], [cluster.path / f"done-{rank}" for rank in range(world)]
+    with meeting(world) as group:
+        for rank in range(world):
+            node, local_rank = "abcd"[rank // per_node], rank % per_node
+            environment = {**group, "RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+            environment[Context.VARIABLE] = cluster.context(node, rank, 0).to_env()
+            arguments = (environment, (1, 7) if node in "bc" else restore.NOTHING, str(gate), str(done[rank]))
+            processes.append(forked.Process(target=bring, args=arguments, daemon=True))
             processes[-1].start()
-        wait_for(done[2].exists, what="the end of the one that has the state")
-        assert not done[0].exists()
-        assert not done[3].exists()
-        held.close()
+        has = [rank for rank in range(world) if "abcd"[rank // per_node] == "c"]
+        wait_for(lambda: all(done[rank].exists() for rank in has), what="the end of those that have the state")
+        assert not any(done[rank].exists() for rank in range(world) if "abcd"[rank // per_node] in "ad")
+        gate.touch()
         for process in processes:
             process.join(120)
-    assert [process.exitcode for process in processes] == [0, 0, 0, 0]
-    size = cluster.newest("b").size
+    assert [process.exitcode for process in processes] == [0] * world
     sent = [int(path.read_text()) for path in done]
-    assert size < sent[1] < 2 * size
-    assert sent[2] == 0
-    assert cluster.newest("a") == cluster.newest("b") == cluster.newest("d")
+    data = STATE["x"].nbytes + STATE["y"].nbytes  # type: ignore[attr-defined]
+    assert data < sent[per_node] < size  # the donor
+    assert sum(sent) == 2 * per_node * sent[per_node]  # once for each rank that lacks the state
+    assert all(sent[rank] == 0 for rank in has)
+    assert all(not list(cluster.slots(node).glob("*.safetensors")) for node in "ad")
+
+
+@pytest.mark.parametrize("damaged", ["bc", "b"])
+def test_a_damaged_state_goes_to_nobody(cluster: Cluster, damaged: str) -> None:
+    """It is found while the state is sent. Then the next best one is sent: here an older one."""
+    keep(cluster, "b", 7)
+    keep(cluster, "c", 6, 7)
+    gate = cluster.path / "gate"
+    gate.touch()
+    for node in damaged:
+        slot = next(slot for slot, record in slots.newest(cluster.slots(node), "job") if record.step == 7)
+        with slots.data_path(cluster.slots(node), slot).open("r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            file.write(b"\xff")
+    processes, done = [], [cluster.path / f"done-{rank}" for rank in range(3)]
+    with meeting(3) as group:
+        for rank, node in enumerate("abc"):
+            environment = {**group, "RANK": str(rank), "LOCAL_RANK": "0"}
+            environment[Context.VARIABLE] = cluster.context(node, rank, 0).to_env()
+            arguments = (environment, restore.NOTHING, str(gate), str(done[rank]))
+            processes.append(forked.Process(target=bring, args=arguments, daemon=True))
+            processes[-1].start()
+        for process in processes:
+            process.join(120)
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert [record.step for _, record in slots.newest(cluster.slots("b"), "job")] == []
+    assert cluster.newest("c").step == (6 if damaged == "bc" else 7)
 
 
 @pytest.mark.parametrize(
-    ("offers", "chain", "waiting"),
+    ("offers", "chain"),
     [
-        ([(1, 5, 0), (1, 5, 0)], (0,), {}),
-        ([(-1, -1, 0), (1, 5, 0), (1, 4, 0)], (1, 0, 2), {}),
-        ([(1, 5, 0), (-1, -1, 1), (-1, -1, 0), (-1, -1, 1)], (0, 2), {3: 2}),
-        ([(-1, -1, 0), (-1, -1, 1), (1, 5, 0), (-1, -1, 1)], (2, 0), {1: 0}),
+        ([(1, 5, 0), (1, 5, 0)], (0,)),
+        ([(-1, -1, 0), (1, 5, 0), (1, 4, 0)], (1, 0, 2)),
+        ([(1, 5, 0), (-1, -1, 1), (-1, -1, 0), (-1, -1, 1)], (0, 2, 3)),
+        ([(-1, -1, 0), (-1, -1, 1), (1, 5, 0), (-1, -1, 1)], (2, 0, 1)),
     ],
 )
-def test_the_way_of_a_state(offers: list[tuple[int, ...]], chain: tuple[int, ...], waiting: dict[int, int]) -> None:
-    assert restore.route(offers) == restore.Route(chain, waiting)
+def test_the_way_of_a_state(offers: list[tuple[int, ...]], chain: tuple[int, ...]) -> None:
+    """Local ranks other than 0 offer nothing. They need the state if their node lacks it."""
+    assert restore.route([(*each, 0) for each in offers]) == chain
 
 
 def test_a_fixed_interval_bounds_what_is_lost(cluster: Cluster) -> None:

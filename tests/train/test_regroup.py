@@ -190,6 +190,41 @@ def test_a_member_that_dies_while_it_joins(job: Regroups, undisturbed: Any) -> N
     assert flatten(job.cluster.final()) == flatten(undisturbed)
 
 
+def test_a_donor_that_dies_while_it_sends(job: Regroups, undisturbed: Any) -> None:
+    """The newcomer has a part of the state. It gets the whole state in the next generation, from another one."""
+    job.begin("abc", 1, a={"die_sending": True}, b={"die_at": 3})
+    donor, dead, survivor = job.members
+    dead.process.join(60)
+    spare = job.warm_up("d", 1)
+    job.regroup([donor, survivor, spare])
+    donor.process.join(60)
+    assert donor.process.exitcode == -signal.SIGKILL, job.cluster.log()
+    job.regroup([survivor, spare, job.warm_up("e", 1)])
+    assert job.end() == [0, 0, 0], job.cluster.log()
+    assert flatten(job.cluster.final()) == flatten(undisturbed)
+
+
+def test_a_newcomer_with_a_part_of_a_lost_state_needs_a_restart(job: Regroups) -> None:
+    """The script's own first state is overwritten, so it cannot begin from that."""
+    job.begin("ab", 1, a={"die_sending": True}, b={"die_at": 3})
+    donor, dead = job.members
+    dead.process.join(60)
+    spare = job.warm_up("d", 1)
+    job.regroup([donor, spare])
+    donor.process.join(60)
+    job.regroup([spare])
+    wait_for(lambda: spare.control.left == EXIT_PEER, 60)
+    assert "is lost: the script must start again" in exit_note.path_for(spare.context.control).read_text()
+
+
+def test_newcomers_that_get_no_state_begin_as_new(job: Regroups) -> None:
+    """What they have made of their optimizers to receive a state is forgotten."""
+    job.regroup([job.warm_up(node) for node in "abc"])
+    assert job.end() == [0, 0, 0], job.cluster.log()
+    assert job.cluster.seen() == everything
+    assert all(state["step"] == 15 for state in job.cluster.final()["optimizer"]["state"].values())
+
+
 def test_a_collective_of_the_script_after_a_peers_death(job: Regroups) -> None:
     """It cannot be answered, so the worker ends as one whose peer is gone: that is no failure of the script."""
     plan = {"collective": True}
@@ -197,6 +232,17 @@ def test_a_collective_of_the_script_after_a_peers_death(job: Regroups) -> None:
     assert job.end() == [EXIT_PEER, -signal.SIGKILL, EXIT_PEER], job.cluster.log()
     for each in (job.members[0], job.members[2]):
         assert '"kind": "peer"' in exit_note.path_for(each.context.control).read_text()
+
+
+def test_a_second_backward_after_a_peers_death(job: Regroups) -> None:
+    """Its graph leads through a DDP instance that the first one's failure has ended. The step is done again."""
+    plan = {"two_models": True}
+    job.begin("abc", 1, a=plan, b={"die_at": 3, **plan}, c=plan)
+    dead = job.members[1]
+    dead.process.join(60)
+    job.regroup([each for each in job.members if each is not dead])
+    assert job.end() == [0, 0], job.cluster.log()
+    assert job.cluster.seen() == everything
 
 
 @pytest.mark.parametrize("what", ["reads_size", "own_ddp"])

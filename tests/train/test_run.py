@@ -274,6 +274,19 @@ def test_examples_run_without_a_cluster(launcher: list[str], script: list[str], 
     assert said in done.stdout
 
 
+@pytest.mark.parametrize(("end", "left"), [("", "True"), ("raise ValueError", "False")], ids=["ends well", "fails"])
+def test_a_script_that_ends_well_leaves_its_process_group(end: str, left: str, tmp_path: Path) -> None:
+    """Otherwise gloo's threads abort one process in about 30 while its interpreter ends, on a busy machine."""
+    script = tmp_path / "train.py"
+    look = "print('left', not torch.distributed.is_initialized(), flush=True)"
+    script.write_text(f"import atexit, spotrun, torch\natexit.register(lambda: {look})\nspotrun.init()\n{end}\n")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "agent")}
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(script)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert f"left {left}" in done.stdout, done.stderr
+    assert (done.returncode == 0) is (not end)
+
+
 def test_importing_spotrun_imports_no_torch() -> None:
     code = "import spotrun, spotrun.state.shards, spotrun.state.checkpoints, sys; sys.exit('torch' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": "agent"}

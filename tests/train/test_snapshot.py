@@ -27,7 +27,6 @@ from spotrun.state import slots
 from spotrun.state.control import SIZE, Control
 from spotrun.train.encoding import DTYPES, Encoder, decode
 from spotrun.train.group_health import GroupHealth
-from spotrun.train.metrics import Metrics
 from spotrun.train.slot_files import Reader
 from spotrun.train.snapshot import Writer, next_interval
 from spotrun.train.staging import Staging
@@ -202,17 +201,6 @@ def test_a_step_has_one_snapshot(tmp_path: Path) -> None:
     writer.settle()
     assert [record.step for _, record in slots.newest(tmp_path, "job")] == [5]
     assert read(tmp_path)["x"].tolist() == [0, 0, 0, 0]
-
-
-def test_odd_things_logged_end_no_job(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    control = Control(tmp_path / "control", create=True)
-    numbers = Metrics()
-    numbers.update({"loss": torch.tensor(0.5), "rates": [0.1], "name": "x", "many": torch.ones(3), "bad": math.nan})
-    for _ in range(2):
-        numbers.publish(control, now=True)
-        numbers.update({"loss": 0.5})
-    assert control.read_metrics() == {"loss": 0.5}
-    assert caplog.text.count("is not a number") == 3
 
 
 def test_a_snapshot_the_agent_asked_for_stays_until_it_had_time(tmp_path: Path) -> None:

@@ -40,7 +40,9 @@ class Completions:
         if (found := task.result()) is None:
             return job, None
         manifest, complete = found
-        return saved(job, complete, manifest, now), manifest
+        mine = (part for each in reports for part in each.parts)
+        took = (part.took for part in mine if (part.generation, part.step) == (manifest.generation, manifest.step))
+        return saved(job, complete, manifest, now, max(took, default=0.0)), manifest
 
     def forget(self, job: str) -> None:
         """Forget a job. Its manifest is not awaited any more."""

@@ -25,6 +25,7 @@ class Interruption(Document):
     generation: int  # the one that ended
     step: int  # the newest one at that time
     step_cost: float = 0.0  # node-seconds of one step at that time
+    nodes: float = 0.0  # how many nodes trained then; 0: not known, because an older head wrote it
     seconds: float | None = None  # from the last step before to the first step after; None while it lasts
     steps_lost: int | None = None
     phases: tuple[float, ...] = ()  # of the generation after it: ordered, then as in wire.Worker.phases

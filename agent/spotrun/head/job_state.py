@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from pydantic import AliasChoices, BeforeValidator, Field
+from pydantic import AliasChoices, BeforeValidator, Field, SkipValidation
 
 from spotrun.folders import FoldersRef, Input
 from spotrun.head.account import Line
@@ -21,12 +21,12 @@ from spotrun.head.job_parts import KeptNode as KeptNode
 from spotrun.head.job_parts import Progress as Progress
 from spotrun.head.job_parts import Saving as Saving
 from spotrun.head.speeds import Speed
+from spotrun.head.timeline import Timeline
 from spotrun.spec import JobSpec
 from spotrun.wire import Failure, Generation, Kept, Manifest, Member, StateRef
 
 Phase = Literal["queued", "starting", "running", "draining", "waiting", "finishing", "succeeded", "failed", "stopped"]
 ENDED = ("succeeded", "failed", "stopped")
-FRESH = ("crash", "hang", "start")  # kinds of causes after which no worker goes on as it is
 _INTERRUPTIONS = AliasChoices("interruptions", "losses")  # until version 0.1, the key was `losses`
 
 
@@ -57,7 +57,9 @@ class JobState(Kept):
     saving: Saving | None = None
     checkpoints: tuple[StateRef, ...] = ()  # complete ones, newest first
     saved_at: float = 0.0
+    given_up_at: float = 0.0  # when a checkpoint was last given up
     state_bytes: int = 0  # size of the newest complete checkpoint
+    upload: float = 0.0  # seconds that its slowest part took into the bucket; 0: not known
     dumping: bool = False
     regroups: bool = False  # whether its workers can join another generation without a restart; nodes warm up for it
     new_workers: bool = False  # whether the next generation needs new workers: those that there are did not go on well
@@ -84,6 +86,8 @@ class JobState(Kept):
     good_seconds: float = 0.0  # node-seconds in steps that counted, of ended generations
     node_seconds: float = 0.0
     spent: dict[str, float] = Field(default={})  # node_seconds by what the machines did, see `head.node_time`
+    timeline: SkipValidation[Timeline] = Field(default=Timeline(), exclude=True)
+    """`spent` by machine and time. The timeline is too large for the state, and no decision needs it."""
     stalled: float = 0.0  # node-seconds that ended generations spent copying snapshots
     cost: float = 0.0  # USD, as far as prices are known
     account: tuple[Line, ...] = ()  # time and cost by month, pool and market, since heads write this
@@ -169,6 +173,7 @@ class Drain:
     step: int
     cause: Cause
     deadline: float
+    reason: str = field(default="", compare=False)  # for operators: why now
 
 
 @dataclass(frozen=True)
@@ -292,9 +297,7 @@ def apply(job: JobState, action: Action, now: float) -> JobState:
         case Save():
             return job.replace(saving=Saving(ref=action.ref, holders=action.holders, since=now))
         case AbortSave():
-            # Not again at once: the cause of the failure may still be there.
-            retry = now - job.spec.checkpoint_interval + 2.0
-            return job.replace(saving=None, saved_at=max(job.saved_at, retry))
+            return job.replace(saving=None, given_up_at=now)
         case CountFailure():
             job = job.replace(restarts=job.restarts + 1, stacks=action.stacks or job.stacks)
             return job.replace(failure=action.failure, failed_node=action.node)
@@ -320,19 +323,32 @@ def apply(job: JobState, action: Action, now: float) -> JobState:
             return job.replace(idle=action.idle)
 
 
-def saved(job: JobState, complete: tuple[StateRef, ...], manifest: Manifest, now: float) -> JobState:
-    """The job after `manifest` was written. complete: the complete checkpoints, newest first."""
+def saved(job: JobState, complete: tuple[StateRef, ...], manifest: Manifest, now: float, took: float = 0.0) -> JobState:
+    """The job after `manifest` was written. complete: the complete ones, newest first. took: of the slowest `Part`."""
     ref = StateRef(generation=manifest.generation, step=manifest.step)
     saving = None if job.saving and job.saving.ref == ref else job.saving
     # An older generation may have completed the same step: then the bucket has that state under that name.
     known = complete if ref in complete else (ref, *complete)
-    size = sum(file.size for file in manifest.files)
-    return job.replace(checkpoints=known, saved_at=now, saving=saving, state_bytes=size)
+    if not took and job.saving and not saving:
+        took = now - job.saving.since  # an upper limit: an agent of an older version does not say it
+    job = job.replace(state_bytes=sum(file.size for file in manifest.files), upload=took or job.upload)
+    return job.replace(checkpoints=known, saved_at=now, saving=saving)
 
 
 def good_seconds(progress: Progress, members: float) -> float:
     """Node-seconds that a generation spent in completed steps."""
     return max(0.0, progress.stepped_at - progress.restored_at) * members if progress.step > progress.base else 0.0
+
+
+def in_doubt(job: JobState, cause: Cause | None) -> bool:
+    """Whether the next generation needs new workers. cause: why the current one ends.
+
+    After these causes, nobody knows whether the workers still work. The same is true after a regroup without a step.
+    """
+    if job.current is None:
+        return job.new_workers
+    stuck = job.current.regroup and job.progress.step <= job.progress.base
+    return stuck or (cause is not None and cause.kind in ("crash", "hang", "start"))
 
 
 def _begin(job: JobState, action: Start, now: float) -> JobState:
@@ -349,13 +365,12 @@ def _end_generation(job: JobState, cause: Cause | None, now: float) -> JobState:
         return job
     progress, members = job.progress, job.size
     good = good_seconds(progress, members)
-    failed = cause is not None and cause.kind in FRESH
     interruptions = job.interruptions if cause is None else _interrupt(job, cause, good, now)
     return job.replace(
         current=None,
         draining=None,
         dumping=False,
-        new_workers=failed or (job.current.regroup and progress.step <= progress.base),
+        new_workers=in_doubt(job, cause),
         interruptions=interruptions,
         good_seconds=job.good_seconds + good,
         stalled=job.stalled + progress.stall * members,
@@ -379,5 +394,6 @@ def _interrupt(job: JobState, cause: Cause, good: float, now: float) -> tuple[In
         generation=job.current.number if job.current else job.generation,
         step=max(progress.step, progress.base, 0),
         step_cost=good / steps if steps > 0 else 0.0,
+        nodes=job.size,
     )
     return (*job.interruptions, found)

@@ -17,6 +17,7 @@ from spotrun.errors import JobNotFound, UnreadableError
 from spotrun.head.events import Event
 from spotrun.head.fenced import FencedStore
 from spotrun.head.job_state import ENDED, JobState
+from spotrun.head.timeline import Timeline, read
 from spotrun.state import checkpoints
 from spotrun.store import Store, checkpoint_key, job_key, queue_key, up_key
 from spotrun.wire import Manifest, QueueRecord, StateRef, problem, read_queue
@@ -29,6 +30,7 @@ PROGRESS = (
     "pace",
     "speeds",
     "node_seconds",
+    "timeline",
     "spent",
     "cost",
     "account",
@@ -36,6 +38,8 @@ PROGRESS = (
     "hourly",
     "counted_at",
 )
+EMPTY = Timeline()
+TIMELINE_EVERY = 10.0  # seconds between writes of a timeline
 PROGRESS_EVERY = 2.0  # seconds between writes of a state in which only progress changed
 STATE_KEY = re.compile(r"jobs/(?P<id>[^/]+-(?P<stamp>[0-9]{8}-[0-9]{6})(?:-(?P<number>[0-9]+))?)/state\.json")
 
@@ -47,6 +51,8 @@ class _Written:
     job: JobState | None = None
     at: float = 0.0
     event: Event | None = None  # the newest one
+    timeline: Timeline = EMPTY
+    timeline_at: float = 0.0  # when the timeline was written
 
 
 class Journal:
@@ -139,14 +145,14 @@ class Journal:
 
     def _documents(self) -> Iterator[tuple[str, bytes]]:
         """Each job of the bucket with the bytes of its state, newest first by the time in the job's id."""
-        for _, _, job in _stamped(self.store.list("jobs")):
+        for _, _, job in stamped(state_keys(self.store)):
             if (data := self.store.find(job_key(job, "state.json"))) is not None:
                 yield job, data
 
     async def ids(self) -> dict[str, str]:
         """The ids of all jobs in the bucket, newest first by the time in the id; for each the job's name."""
-        keys = await asyncio.to_thread(self.store.list, "jobs")
-        return {id: id[: id.index(f"-{stamp}")] for stamp, _, id in _stamped(keys)}
+        keys = await asyncio.to_thread(state_keys, self.store)
+        return {id: id[: id.index(f"-{stamp}")] for stamp, _, id in stamped(keys)}
 
     async def create(self, state: JobState) -> JobState:
         """Write a new job; its id gets a number if it is taken."""
@@ -199,10 +205,11 @@ class Journal:
         async with self._lock(job):
             state = await self._read(job, own=True)
             events = _events(await self._fenced.find(job_key(job, "events.jsonl")))
+            timeline = read(await self._fenced.find(job_key(job, "timeline.json")), state.counted_at)
         complete = await asyncio.to_thread(checkpoints.list_complete, self.store, job, strict=True)
         self._written.pop(job, None)
         # With the new epoch this state differs from the last one, so an older head that still runs cannot replace it.
-        state = state.replace(checkpoints=tuple(complete), epoch=epoch)
+        state = state.replace(checkpoints=tuple(complete), epoch=epoch, timeline=timeline)
         if (kept := state.kept_node) and (most := state.spec.keep_on_failure):
             state = state.replace(kept_node=kept.replace(until=min(kept.until, now + most)))
         return state.replace(saved_at=min(state.saved_at, now), ordered_at=min(state.ordered_at, now)), events
@@ -234,6 +241,11 @@ class Journal:
             lines = "".join([event.line for event in events]).encode()
             await self._fenced.put(job_key(job.id, "events.jsonl"), lines)
             self._written[job.id] = last = replace(last, event=newest)
+        # Orders wait for an urgent write. So an urgent write leaves the timeline out.
+        rests = not self.urgent(job) and now - last.timeline_at >= TIMELINE_EVERY
+        if (rests or job.ended_already) and job.timeline != last.timeline:
+            await self._fenced.put(job_key(job.id, "timeline.json"), job.timeline.text())
+            self._written[job.id] = last = replace(last, timeline=job.timeline, timeline_at=now)
         await self._replace(job)
         self._written[job.id] = replace(last, job=job, at=now)
 
@@ -275,7 +287,12 @@ class Journal:
         return await asyncio.to_thread(checkpoints.list_complete, self.store, manifest.job)
 
 
-def _stamped(keys: Iterable[str]) -> list[tuple[str, int, str]]:
+def state_keys(store: Store) -> list[str]:
+    """The keys of the states of all jobs in the bucket. A state may be missing while its job is made or removed."""
+    return [job_key(job, "state.json") for job in store.folders("jobs")]
+
+
+def stamped(keys: Iterable[str]) -> list[tuple[str, int, str]]:
     """Time, number and id of each job with a state, newest first."""
     found = (STATE_KEY.fullmatch(key) for key in keys)
     return sorted(((m["stamp"], int(m["number"] or 1), m["id"]) for m in found if m), reverse=True)

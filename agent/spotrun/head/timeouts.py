@@ -14,6 +14,8 @@ class Timeouts:
     alone: float = 300.0  # before a silent machine is replaced while no node reports: the head may be cut off
     slow_step: float = 30.0  # without a step and without the member's report: a sure sign, however slow the steps are
     failure: float = 1.2  # for a node's fate to show after a collective failed: a little more than two reports
+    survivors: float = 1.0  # besides two steps, until workers that can regroup have noticed a peer's end, and wait
+    survivors_most: float = 10.0  # the same, at most, with the two steps: after that, new workers are faster
     regroup: float = 10.0  # for workers to join a generation without a restart, besides the transfer of the state
     regroup_rate: float = 50e6  # bytes of the state per second that such a transfer takes at the slowest
     last_logs: float = 10.0  # for an agent to upload its last logs before its machine goes

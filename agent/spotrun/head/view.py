@@ -147,6 +147,12 @@ class FleetView:
         return {node.name: node for node in self.nodes}
 
     @cached_property
+    def pools(self) -> Mapping[str, str]:
+        """The pool of each machine and node, by name."""
+        found = {machine.name: machine.pool for machine in self.machines}
+        return found | {node.name: node.report.pool for node in self.nodes}
+
+    @cached_property
     def reporting(self) -> Mapping[str, tuple[str, ...]]:
         """By job: the names of the nodes that report about it."""
         found: dict[str, list[str]] = {}

@@ -43,9 +43,7 @@ class Membership:
             wanted = None
         group = job.group
         if group is not None and (wanted is None or wanted.number != group.number):
-            if self._stays(job, group, wanted, order.stand_by):
-                if wanted is not None:
-                    self._follow(job, job.regroup(wanted, rank))
+            if self._stays(job, group, wanted, order.stand_by) and (wanted is None or self._regroup(job, wanted, rank)):
                 return
             await self.end_group(job, group)
             if group.living:
@@ -74,7 +72,7 @@ class Membership:
 
     def _stays(self, job: Job, group: WorkerGroup, wanted: Generation | None, stand_by: bool) -> bool:
         """Whether the workers need not end: they wait for a generation to join without a restart, or warm up for it."""
-        if group.number == 0 and not group.alive:
+        if group.number == 0 and not group.alive and not group.launcher_ended:
             self.warm_up_failed = group.failure.message if group.failure else "the script ended"
         if self._node.claims.devices(self._id) != self._devices(job):
             return False
@@ -85,31 +83,41 @@ class Membership:
     def _devices(self, job: Job) -> tuple[int, ...]:
         return job.devices or tuple(range(self._node.devices))
 
+    def _need(self, job: Job) -> memory.Need:
+        return memory.Need(self._folder, job.bundle.state_bytes)
+
     def _warm_up(self, job: Job) -> None:
         """Start workers that wait for a generation, if there is room for them."""
-        devices, need = self._devices(job), memory.Need(self._folder, job.bundle.state_bytes)
-        if self._node.claims.holder(devices):
+        if self._node.claims.holder(self._devices(job)):
             return
         try:
-            self._node.claims.check(devices, need, self._node.devices)
+            self._node.claims.check(self._devices(job), self._need(job), self._node.devices)
             group = job.warm_up()
         except (SpotrunError, OSError) as error:  # the node may still be able to begin a generation later
             log.warning("job %s: cannot warm up: %s", self._id, error)
             self.warm_up_failed = str(error)
             return
-        self._node.claims.make(self._id, devices, need, lambda: group.living)
-        self._follow_logs(group)
+        self._follow(job, group)
+
+    def _regroup(self, job: Job, wanted: Generation, rank: int) -> bool:
+        """Have the waiting workers join the generation. False: the workers cannot join, and must end."""
+        try:
+            self._follow(job, job.regroup(wanted, rank))
+        except OSError as error:  # memory or disk may be full
+            log.error("job %s: no regroup for generation %s: %s", self._id, wanted.number, error)
+            return False
+        self._join(wanted.number)
+        return True
 
     def _start(self, job: Job, wanted: Generation, rank: int, waiting: tuple[str, float]) -> None:
-        claims, devices = self._node.claims, self._devices(job)
-        if held := claims.holder(devices):
+        claims = self._node.claims
+        if held := claims.holder(self._devices(job)):
             why = f"waiting for device {held[0]}, which workers of {held[1]} use"
             self.waiting = (why, waiting[1] or time.time())
             self.not_started = None
             return
-        need = memory.Need(self._folder, job.bundle.state_bytes)
         try:
-            self._node.claims.check(devices, need, self._node.devices)
+            claims.check(self._devices(job), self._need(job), self._node.devices)
             group = job.start(wanted, rank)
         except (SpotrunError, OSError) as error:  # memory or disk may be full; each turn tries again
             message = f"generation {wanted.number} cannot start on this node: {error}"
@@ -117,18 +125,16 @@ class Membership:
                 log.error("job %s: %s", self._id, message)
                 self.not_started = Failure(kind="setup", rank=rank, at=time.time(), message=message)
             return
-        claims.make(self._id, devices, need, lambda: group.living)
         self._follow(job, group)
+        self._join(wanted.number)
+
+    def _join(self, generation: int) -> None:
+        """The node takes part in the generation."""
+        self.newest, self.not_started, self.warm_up_failed = generation, None, ""
 
     def _follow(self, job: Job, group: WorkerGroup) -> None:
-        """The node takes part in the group's generation."""
-        if group.origin:  # the claim of the group that it was before still holds
-            devices, need = self._devices(job), memory.Need(self._folder, job.bundle.state_bytes)
-            self._node.claims.make(self._id, devices, need, lambda: group.living)
-        self.newest, self.not_started, self.warm_up_failed = group.number, None, ""
-        self._follow_logs(group)
-
-    def _follow_logs(self, group: WorkerGroup) -> None:
+        """The group's workers have the job's devices, and their output goes into the bucket."""
+        self._node.claims.make(self._id, self._devices(job), self._need(job), lambda: group.living)
         for each in group.workers:
             key = log_key(self._id, group.number, self._node.identity.name, each.rank)
             self._logs.follow(each.log, key)

@@ -156,6 +156,7 @@ class _Copy:
     files: tuple[FileRef, ...] | None = None  # in `folder`; None: not copied yet
     whole: str = ""  # xxh3 of the snapshot
     uploaded: set[str] = field(default_factory=set)  # names of the files that are in the bucket
+    took: float = 0.0  # seconds of the copy, and of the uploads that succeeded, in all tries together
 
 
 def newest_snapshot(folder: Path, job: str) -> StateRef | None:
@@ -175,14 +176,18 @@ def _copy_and_upload(store: Store, copy: _Copy, stopped: Callable[[], bool]) -> 
 
     Raises `StoreError`, `CorruptError`, OSError, and `UploadStopped` soon after `stopped` says so.
     """
-    wanted = copy.wanted
-    if copy.files is None and not _copy(copy):
-        return None
+    wanted, began = copy.wanted, time.monotonic()
+    if copy.files is None:
+        if not _copy(copy):
+            return None
+        copy.took = time.monotonic() - began
     assert copy.files is not None
     for file in copy.files:
         if file.name not in copy.uploaded:
+            began = time.monotonic()
             store.keep(checkpoint_key(wanted.job, wanted.ref.step, file.name), copy.folder / file.name, stopped)
             copy.uploaded.add(file.name)
+            copy.took += time.monotonic() - began
     return Part(
         step=wanted.ref.step,
         generation=wanted.ref.generation,
@@ -190,6 +195,7 @@ def _copy_and_upload(store: Store, copy: _Copy, stopped: Callable[[], bool]) -> 
         parts=wanted.parts,
         files=copy.files,
         whole=copy.whole,
+        took=copy.took,
     )
 
 

@@ -15,7 +15,7 @@ from spotrun.state import exit_note
 from spotrun.state.control import EXIT_PEER
 from spotrun.wire import Failure
 
-TAIL = 1 << 16  # bytes at the end of a log that are searched for NCCL's last words
+TAIL = 1 << 16  # bytes at the end of a log that are searched for NCCL's reason
 
 
 def read(control: Path, log: Path, rank: int, code: int) -> Failure:

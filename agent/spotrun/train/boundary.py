@@ -14,18 +14,20 @@ import torch
 import torch.distributed as dist
 
 from spotrun.state.control import EXIT_DRAINED, EXIT_PEER, NONE, Context, Control
-from spotrun.train import failures
+from spotrun.state.points import Header
+from spotrun.train import failures, optimizer_state
 from spotrun.train.copy_guard import CopyGuard
 from spotrun.train.distributed import cpu_group, leave_together, rank_and_world
 from spotrun.train.encoding import Encoder, refuse_sharded
 from spotrun.train.group_health import GroupHealth
+from spotrun.train.idle_optimizer import IdleOptimizer
 from spotrun.train.metrics import Clock, Metrics
 from spotrun.train.parallel import Parallel
 from spotrun.train.regroup import Membership
-from spotrun.train.restore import restore
+from spotrun.train.restore import NOTHING, Found, restore
 from spotrun.train.rng import reseed
 from spotrun.train.sections import Place, Section, Sections, equal_tensors
-from spotrun.train.snapshot import PATIENCE, Writer, next_interval
+from spotrun.train.snapshot import EAGER, PATIENCE, Writer, next_interval
 from spotrun.train.staging import stage_for
 from spotrun.train.training_state import TrainingState
 
@@ -50,7 +52,8 @@ class Boundary:
         models: Sequence[Parallel],
         membership: Membership | None,
     ) -> None:
-        self.metrics, self.clock = Metrics(), Clock()
+        self.metrics = Metrics(control, context.metrics if context is not None else "")
+        self.clock = Clock()
         self.writer: Writer | None = None
         self.section: Section | None = None
         self.guard: CopyGuard | None = None
@@ -62,6 +65,10 @@ class Boundary:
         self._membership = membership
         self._health = GroupHealth()
         self._void: BaseException | None = None  # why the step under way does not count
+        self._allocated: list[torch.optim.Optimizer] = []  # those with a state that is not loaded yet
+        self._idle: list[IdleOptimizer] = []  # the optimizers in a step that does not count
+        self._doubt = False  # whether a state that this worker has saved may have been the reason for a failure
+        self._spoiled = False  # whether an incomplete state has overwritten the script's own state
         self._drained = False  # whether this worker has stopped at its stop step, and waits for the next generation
 
     def begin(self) -> None:
@@ -79,12 +86,13 @@ class Boundary:
             self._enter(control)
             return
         with self.exit_if_a_peer_fails():
-            found = restore(self._context, self._local_rank, self._group)
+            found = self._find(self._context)
             if found is not None:
-                state.load(Path(self._context.slots), *found)
+                self._load(found)
+                found.settle()
                 reseed(state.seed, state.step, 0, self._rank)
-            self._prepare_snapshots(self._context, control)
-        self._tell_restored(control, found is not None)
+            self._prepare_snapshots(self._context, control, new=found is None)
+        self._tell_restored(control, found)
 
     def end_step(self) -> None:
         """Tell the agent that a step has ended, take a snapshot if one is due, and leave if the agent says so."""
@@ -98,7 +106,6 @@ class Boundary:
         draining = stop_at != NONE and step == stop_at
         with self.exit_if_a_peer_fails():
             self._snapshot(draining or step == snapshot_at, alone=draining)
-        self.publish(now=draining)
         if draining:
             self._leave(control)
         self.clock.resume()
@@ -126,11 +133,16 @@ class Boundary:
         assert self._membership is not None
         assert self._control is not None
         error, self._void, self._drained = self._void, None, False
+        self._doubt = False
+        for optimizer in self._idle:
+            optimizer.end()
+        self._idle.clear()
         while True:
             self._membership.disconnect()
             for each in filter(None, (self.writer, self.section)):
                 with contextlib.suppress(Exception):  # as in `failures.leave`
                     each.settle()
+            self.metrics.flush()  # the agent takes the block once this worker waits
             self._membership.wait(self._state.step, error)
             try:
                 self._membership.join()
@@ -139,7 +151,7 @@ class Boundary:
             except Exception as failed:
                 if not failures.is_peer_failure(failed):
                     raise
-                error = failed
+                error, self._doubt = failed, True
 
     def finish(self) -> None:
         """Snapshot the finished state, and wait until the snapshot is committed."""
@@ -153,11 +165,6 @@ class Boundary:
             with self.exit_if_a_peer_fails():
                 each.settle()
 
-    def publish(self, now: bool = False) -> None:
-        """Show what the script logs, if it is time, or now."""
-        if self._control is not None:
-            self.metrics.publish(self._control, now)
-
     @contextmanager
     def void_if_a_peer_fails(self) -> Iterator[None]:
         """If another worker is gone, the step under way does not count, and `regroup` follows at its end.
@@ -168,10 +175,14 @@ class Boundary:
             try:
                 yield
             except Exception as error:
-                if self._membership is None or not self._membership.able() or not failures.is_peer_failure(error):
-                    raise
-                self._void = error
-                self._membership.disconnect()  # now: the others wait for this worker
+                if self._void is None:
+                    if self._membership is None or not self._membership.able() or not failures.is_peer_failure(error):
+                        raise
+                    self._void = error
+                    self._membership.disconnect()  # now: the others wait for this worker
+                    self._idle = [IdleOptimizer(each) for each in self._state.optimizers]
+                # Later in such a step, a graph may lead through a DDP instance that is gone: then the error says
+                # nothing, and an error of the script comes again when the step is done again.
                 for model in self._models:
                     model.drop_gradients()
 
@@ -202,6 +213,7 @@ class Boundary:
             why = self._membership.obstacle or "the script does not use run.ddp, or makes process groups of its own"
             log.warning("this worker cannot wait for a generation: %s", why)
             failures.leave(EXIT_PEER)
+        self._allocated = [each for each in self._state.optimizers if optimizer_state.allocate(each)]
         self.regroup()
 
     def _continue(self, context: Context, control: Control, as_it_is: bool) -> None:
@@ -210,13 +222,13 @@ class Boundary:
         assert left is not None
         self._context, self._rank = context, rank_and_world()[0]
         self._group, self._health = cpu_group(self._device), GroupHealth()
-        found = restore(context, self._local_rank, self._group)
+        found = self._find(context)
         begins = self.writer is None and self.section is None  # the script is before its first step
-        if not begins and (found is None or found[1].state["run"]["epoch"] != state.epoch):
+        if not begins and (found is None or found.record.state["run"]["epoch"] != state.epoch):
             # The script is past the state's place, or its first state is lost. Every member comes to the same result.
             raise dist.DistError("the next generation begins in another epoch: the script must start again")
-        if found is not None and not (as_it_is and found[1].order == (left.generation, state.step)):
-            state.load(Path(context.slots), *found)
+        if found is not None and not (as_it_is and found.record.order == (left.generation, state.step)):
+            self._load(found)
             for parameter in (parameter for model in self._models for parameter in model.parameters()):
                 parameter.grad = None
         tracked = list(state.objects.values())
@@ -224,22 +236,48 @@ class Boundary:
         for model in self._models:
             model.rebuild(equal)
         if found is not None:
+            found.settle()
             reseed(state.seed, state.step, 0, self._rank)
         if self.writer is not None:
             self.writer.renew(context.generation)
         elif self.section is None:
-            self._prepare_snapshots(context, control)
-        self._tell_restored(control, found is not None)
+            self._prepare_snapshots(context, control, new=found is None)
+        self._tell_restored(control, found)
 
-    def _tell_restored(self, control: Control, found: bool) -> None:
-        """Say at which step this worker begins. found: whether a snapshot has that state."""
-        if found:
+    def _find(self, context: Context) -> Found | None:
+        """The state to continue from. Every rank must call this."""
+        trusted = self.writer.written if self.writer is not None and not self._doubt else NOTHING
+        found = restore(context, self._local_rank, self._group, trusted, self._destinations)
+        if found is None:
+            for each in self._allocated:
+                optimizer_state.clear(each)
+        self._allocated.clear()
+        if found is None and self._spoiled:
+            raise dist.DistError("the state that this worker was about to get is lost: the script must start again")
+        return found
+
+    def _destinations(self) -> dict[str, torch.Tensor]:
+        """The tensors that receive a state. From now on, their values are not those that the script gave them."""
+        self._spoiled = True
+        return self._state.destinations()
+
+    def _load(self, found: Found) -> None:
+        self._state.load(found.record, found.tensors)
+        self._spoiled = False
+
+    def _tell_restored(self, control: Control, found: Found | None) -> None:
+        """Say at which step this worker begins, and whether a snapshot of this node has that state."""
+        if found is not None and found.kept:
             control.copied = control.committed = self._state.step
         self._snapped = self._state.step
         control.restored = time.time()
         control.base = control.step = self._state.step
+        assert self._context is not None
+        at = (self._state.step, self._state.epoch)
+        self.metrics.begin(Header(self._context.job, self._context.generation, self._rank, *at))
 
-    def _prepare_snapshots(self, context: Context, control: Control) -> None:
+    def _prepare_snapshots(self, context: Context, control: Control, new: bool) -> None:
+        """new: no state was restored. After a restore others may wait: a large slot is laid out during the steps."""
         stage, folder = stage_for(self._device), Path(context.slots)
         workers = [Control(Path(path)) for path in context.controls]
         copier: Writer | Section
@@ -252,7 +290,8 @@ class Boundary:
             failures.before_leaving(lambda: writer.settle(max(PATIENCE, 2 * writer.progress.expected)))
             encoder = Encoder()
             self._state.encode(encoder)
-            writer.prepare(encoder.tensors)
+            if new or sum(each.nbytes for each in encoder.tensors.values()) <= EAGER:
+                writer.prepare(encoder.tensors)
         elif len(workers) > 1:
             place = (self._local_rank, len(workers))
             copier = self.section = section = Section(
@@ -270,7 +309,7 @@ class Boundary:
         return equal_tensors(self._models, self._state.optimizers)
 
     def _snapshot(self, forced: bool, alone: bool) -> None:
-        """Take a snapshot if it is forced or due. alone: without the node's other workers, as nothing else goes on."""
+        """Take a snapshot if it is forced or due. alone: without the node's other workers."""
         if self.guard is not None:
             self.guard.end_step()
         # A forced snapshot must not be dropped: all of it is copied before training goes on.
@@ -307,6 +346,7 @@ class Boundary:
     def _take(self, writer: Writer, beside: set[int], wait: bool, alone: bool) -> None:
         if writer.take(self._state.step, self._state.encode, beside, wait, alone):
             self._snapped = self._state.step
+            self.metrics.wake()
         elif wait:
             log.warning("no snapshot of step %d: its slot is still being read", self._state.step)
 

@@ -36,7 +36,7 @@ class Copier:
     def __init__(self, control: Control, stage: Stage | None) -> None:
         self._control, self._stage = control, stage
         self._copying: Copying | None = None  # copies that wait for their guard
-        self._torn: frozenset[str] = frozenset()  # tensors that changed too early: never again copied beside training
+        self._torn: frozenset[str] = frozenset()  # tensors that changed too early: training waits for their copies
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._running: Future[None] | None = None
         self._stalls = deque([_Stall(0.0, None)], maxlen=3)  # the first few snapshots are taken at any cost

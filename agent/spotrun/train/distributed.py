@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
 import socket
+import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -65,25 +67,42 @@ def _why_no_cuda() -> str:
     return "it finds no device"
 
 
-def join_process_group(device: torch.device, backend: str | None, alone: Path | None = None) -> None:
-    """Form the process group that torchrun's variables describe, unless they are missing or a group exists.
+def join_process_group(device: torch.device, backend: str | None, alone: Path | None = None) -> bool:
+    """Form the process group that torchrun's variables describe. False: they are missing, or a group exists.
 
     alone: the group has only this node's workers, which meet at this file.
     """
     global _connections
-    if "WORLD_SIZE" in os.environ and "RANK" in os.environ and not dist.is_initialized():
-        backend = backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-        before = _sockets()
-        try:
-            if alone is None:
-                dist.init_process_group(backend, timeout=TIMEOUT)
-            else:
-                rank, world = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-                dist.init_process_group(
-                    backend, store=dist.FileStore(str(alone), world), rank=rank, world_size=world, timeout=TIMEOUT
-                )
-        finally:
-            _connections = frozenset(_sockets().keys() - before.keys())
+    if "WORLD_SIZE" not in os.environ or "RANK" not in os.environ or dist.is_initialized():
+        return False
+    backend = backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    before = _sockets()
+    try:
+        if alone is None:
+            dist.init_process_group(backend, timeout=TIMEOUT)
+        else:
+            rank, world = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+            dist.init_process_group(
+                backend, store=dist.FileStore(str(alone), world), rank=rank, world_size=world, timeout=TIMEOUT
+            )
+    finally:
+        _connections = frozenset(_sockets().keys() - before.keys())
+    return True
+
+
+def leave_at_exit() -> None:
+    """Have this process leave its process group when the script ends well.
+
+    The threads of a group that still exists may abort the process while the interpreter ends
+    (https://github.com/pytorch/pytorch/issues/190489). If the script fails, others may wait in a collective, and then
+    leaving could block (https://github.com/pytorch/torchtitan/pull/1342).
+    """
+    atexit.register(_leave_unless_failed)
+
+
+def _leave_unless_failed() -> None:
+    if dist.is_initialized() and getattr(sys, "last_value", None) is None:
+        dist.destroy_process_group()
 
 
 def leave_process_group() -> None:

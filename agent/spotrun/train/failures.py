@@ -27,6 +27,7 @@ _PEER = re.compile(
 # `leave` calls these, the newest first: they wait until a snapshot is committed. The first is the launcher's: it ends
 # the process's children.
 _settlers: list[Callable[[], object]] = []
+_flushers: list[Callable[[], object]] = []  # `flush` calls these
 
 
 def is_peer_failure(error: BaseException | None) -> bool:
@@ -44,6 +45,18 @@ def is_peer_failure(error: BaseException | None) -> bool:
 def before_leaving(settle: Callable[[], object]) -> None:
     """Have `leave` call `settle` before it ends this process."""
     _settlers.append(settle)
+
+
+def before_ending(flush: Callable[[], object]) -> None:
+    """Have `flush` called before this process ends, also if the script fails. It must return soon."""
+    _flushers.append(flush)
+
+
+def flush() -> None:
+    """Write what other processes will read, and what is only in this process's memory so far."""
+    for each in _flushers:
+        with contextlib.suppress(Exception):
+            each()
 
 
 def end(context: Context, control: Control, rank: int, what: str, error: BaseException) -> NoReturn:
@@ -64,6 +77,7 @@ def leave(code: int) -> NoReturn:
     for settle in reversed(_settlers):
         with contextlib.suppress(Exception):
             settle()
+    flush()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()

@@ -100,7 +100,9 @@ class Parallel(nn.Module):
     def drop_gradients(self) -> None:
         """Make the gradients zero: they are worth nothing. The script may still use them, so they are not None."""
         for parameter in self.module.parameters():
-            if parameter.requires_grad:
+            if parameter.grad is not None:
+                parameter.grad.detach().zero_()
+            elif parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
 
     def equal_parameters(self) -> list[nn.Parameter]:

@@ -1,21 +1,22 @@
 """Agreeing on the state to continue from, and bringing it to every node.
 
 Each node offers its newest whole snapshot. Rank 0 looks for a newer checkpoint. The best offer by (generation, step)
-wins. Each node that lacks this state receives the record and the file, unchanged, in a slot of its own. The state goes
-from node to node in a chain, so no node sends it twice. Ranks that need nothing take no part.
+wins. The ranks of the nodes that lack this state receive it in their own memory (see `train/transfer.py`). It goes from
+rank to rank in a chain, so nobody sends it twice. Ranks that need nothing take no part. A snapshot that this process
+has not written itself is verified meanwhile.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import mmap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,13 +25,14 @@ from spotrun.errors import CorruptError, NotFound, SpotrunError, StoreError
 from spotrun.state import slots
 from spotrun.state.control import Context
 from spotrun.train.distributed import rank_and_world
-from spotrun.train.slot_files import map_file
+from spotrun.train.slot_files import Reader
+from spotrun.train.transfer import Received, chain_place, receive, send
 
 log = logging.getLogger(__name__)
 
 Order = tuple[int, int]  # (generation, step)
 NOTHING: Order = (-1, -1)
-CHUNK = 64 << 20  # bytes in one message
+ROUNDS = 4  # a damaged snapshot leads to another round: a node has two snapshots, and may have trusted one
 READER_PATIENCE = 300.0  # seconds: limit for the agent to copy its part of a large snapshot to disk
 
 
@@ -40,62 +42,134 @@ def best_of(offers: Sequence[Order]) -> tuple[Order, int]:
     return best, offers.index(best)
 
 
-@dataclass(frozen=True)
-class Route:
-    """The way of a state to the nodes that lack it."""
+@dataclass
+class Found:
+    """The state to continue from."""
 
-    chain: tuple[int, ...]  # ranks that pass the state on: the donor, then the leader of each node that lacks it
-    waiting: Mapping[int, int]  # the other ranks of these nodes, each with the leader of its node
+    record: slots.Record
+    tensors: Reader | Received
+    kept: bool  # whether this node has it in a slot
+    sending: list[Any]  # what goes to another rank; see `settle`
+
+    def settle(self) -> None:
+        """Wait until the next rank has the state. Raises if that rank is gone."""
+        for work in self.sending:
+            work.wait()
+        self.sending.clear()
 
 
-def route(offers: Sequence[Sequence[int]]) -> Route:
-    """The way of the best state. offers: (generation, step, local rank) of every rank, in order."""
+def route(offers: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The ranks that pass the best state on: the donor, then every rank of each node that lacks the state.
+
+    offers: (generation, step, local rank, whether it is trusted) of every rank, in order. Only local rank 0 offers the
+    state of its node.
+    """
     best, donor = best_of([(offer[0], offer[1]) for offer in offers])
-    chain, waiting, leader = [donor], {}, 0
-    for rank, (*offer, local_rank) in enumerate(offers):
+    chain, lacks = [donor], False
+    for rank, (generation, step, local_rank, _) in enumerate(offers):
         if local_rank == 0:
-            leader = rank
-            if tuple(offer) != best:
-                chain.append(rank)
-        elif leader in chain[1:]:
-            waiting[rank] = leader
-    return Route(tuple(chain), waiting)
+            lacks = (generation, step) != best
+        if lacks:
+            chain.append(rank)
+    return tuple(chain)
 
 
-def restore(context: Context, local_rank: int, group: dist.ProcessGroup | None) -> tuple[int, slots.Record] | None:
-    """Bring the best state into a slot of this node: (slot, record), on every rank. None: there is no state.
+def restore(
+    context: Context,
+    local_rank: int,
+    group: dist.ProcessGroup | None,
+    trusted: Order = NOTHING,
+    into: Callable[[], Mapping[str, torch.Tensor]] = dict,
+) -> Found | None:
+    """Find the best state, on every rank. None: there is none. Every rank must call this.
 
-    group: takes CPU tensors; None: the default group. Every rank must call this.
+    group: takes CPU tensors; None: the default group. trusted: the newest snapshot here, if this process wrote it.
+    into: asked for the tensors that a state which is received goes into, by name. Raises `DistError` if a state that
+    another worker trusted arrives damaged.
     """
     folder = Path(context.slots)
     folder.mkdir(parents=True, exist_ok=True)
-    # One process of each node looks. The others find the result in the same folder.
-    own = _offer(folder, context.job) if local_rank == 0 else NOTHING
-    best, _ = best_of([(found[0], found[1]) for found in _gather(own, group)])
-    if rank_and_world()[0] == 0 and (fetched := _newer_checkpoint(context, folder, best)):
-        own = fetched
-    offers = _gather((*own, local_rank), group)
-    best, _ = best_of([(offer[0], offer[1]) for offer in offers])
-    if best == NOTHING:
-        return None
-    _bring(folder, context.job, route(offers), group)
-    for slot, record in slots.newest(folder, context.job):
-        if record.order == best:
-            return slot, record
-    raise SpotrunError(f"no snapshot of generation {best[0]}, step {best[1]} in {folder}, though it was just put there")
+    for _ in range(ROUNDS):
+        # One process of each node looks. The others find the result in the same folder.
+        own = _offer(folder, context.job) if local_rank == 0 else NOTHING
+        best, _ = best_of([(each[0], each[1]) for each in _gather(own, group)])
+        if rank_and_world()[0] == 0 and (fetched := _newer_checkpoint(context, folder, best)):
+            own = trusted = fetched  # its checksums are compared with the manifest's
+        offers = _gather((*own, local_rank, int(own == trusted)), group)
+        best, _ = best_of([(each[0], each[1]) for each in offers])
+        if best == NOTHING:
+            return None
+        doubtful = any((each[0], each[1]) == best and not each[3] for each in offers)
+        with ThreadPoolExecutor(1, thread_name_prefix="verify") as beside:
+            verified = beside.submit(_verify, folder, context.job, best) if best == own != trusted else None
+            found, whole = _bring(folder, context.job, best, route(offers), group, into)
+        damage = None if verified is None else verified.result()
+        whole = whole and damage is None
+        if not doubtful and not whole:
+            raise dist.DistError(f"the state of step {best[1]} arrived damaged")
+        # All ranks must know whether each rank has the whole state: if one snapshot is damaged, all ranks pass over it.
+        if not doubtful or all(each[0] for each in _gather([int(whole)], group)):
+            return found
+        found.settle()
+        if damage is not None:  # not earlier: the node's other workers looked for the snapshot
+            _pass_over(folder, *_slot_of(folder, context.job, best), damage)
+        trusted = NOTHING
+    raise SpotrunError(f"the state of job {context.job} was damaged each time that it was read: see the warnings above")
 
 
 def _offer(folder: Path, job: str) -> Order:
-    """The newest whole snapshot here. A damaged one loses its record, so that it is overwritten first."""
+    """The newest snapshot here. Its data is not verified, but all of it is there."""
     for slot, record in slots.newest(folder, job):
         try:
-            slots.verify(folder, slot, record)
-        except CorruptError as error:
-            log.warning("%s; skipped", error)
-            slots.revoke(folder, slot)
-            continue
-        return record.order
+            Reader(folder, slot)
+        except (CorruptError, OSError) as error:
+            _pass_over(folder, slot, record, error)
+        else:
+            return record.order
     return NOTHING
+
+
+def _verify(folder: Path, job: str, order: Order) -> CorruptError | None:
+    """What is wrong with the data of a snapshot here; None: nothing."""
+    try:
+        slots.verify(folder, *_slot_of(folder, job, order))
+    except CorruptError as error:
+        return error
+    return None
+
+
+def _pass_over(folder: Path, slot: int, record: slots.Record, error: Exception) -> None:
+    """Take the record of a damaged snapshot away, so that it is overwritten first."""
+    path = slots.data_path(folder, slot)
+    log.warning("snapshot %s (step %d) is damaged, and skipped: %s", path, record.step, error)
+    slots.revoke(folder, slot)
+
+
+def _slot_of(folder: Path, job: str, order: Order) -> tuple[int, slots.Record]:
+    for slot, record in slots.newest(folder, job):
+        if record.order == order:
+            return slot, record
+    raise SpotrunError(f"no snapshot of generation {order[0]}, step {order[1]} in {folder}, though it was just there")
+
+
+def _bring(
+    folder: Path,
+    job: str,
+    best: Order,
+    chain: tuple[int, ...],
+    group: dist.ProcessGroup | None,
+    into: Callable[[], Mapping[str, torch.Tensor]],
+) -> tuple[Found, bool]:
+    """Do this rank's part of the transfer, if it has one: (the best state, whether what was received is whole)."""
+    hop = chain_place(chain, rank_and_world()[0], group)
+    if hop is not None and hop.before is not None:
+        record, received, whole = receive(into(), hop)
+        if not whole:
+            log.warning("the state of step %d that rank %d has sent is damaged", record.step, hop.before)
+        return Found(record, received, kept=False, sending=[]), whole
+    slot, record = _slot_of(folder, job, best)
+    reader = Reader(folder, slot)
+    return Found(record, reader, kept=True, sending=[] if hop is None else send(record, reader, hop)), True
 
 
 def _newer_checkpoint(context: Context, folder: Path, best: Order) -> Order | None:
@@ -158,56 +232,6 @@ def _gather(own: Sequence[int], group: dist.ProcessGroup | None) -> list[list[in
     return [each.tolist() for each in found]
 
 
-def _bring(folder: Path, job: str, way: Route, group: dist.ProcessGroup | None) -> None:
-    """Do this rank's part of the transfer, if it has one."""
-    rank, _ = rank_and_world()
-    if rank in way.waiting:
-        dist.recv(torch.empty(1), way.waiting[rank], group=group)
-    if rank not in way.chain or len(way.chain) == 1:
-        return
-    at = way.chain.index(rank)
-    before = way.chain[at - 1] if at > 0 else None
-    after = way.chain[at + 1] if at + 1 < len(way.chain) else None
-    if before is None:
-        slot, record = slots.newest(folder, job)[0]
-        _pass_on_record(record, before, after, group)
-        _pass_on(_buffer(slots.data_path(folder, slot), record.size, False), before, after, group)
-        return
-    slot, record = _free_slot(folder, job), _pass_on_record(None, before, after, group)
-    with _held(folder, slot):
-        slots.revoke(folder, slot)
-        _pass_on(_buffer(slots.data_path(folder, slot), record.size, True), before, after, group)
-        slots.verify(folder, slot, record)
-        slots.commit(folder, slot, record)
-    for other in (other for other, leader in way.waiting.items() if leader == rank):
-        dist.send(torch.ones(1), other, group=group)
-
-
-def _pass_on_record(
-    record: slots.Record | None, before: int | None, after: int | None, group: dist.ProcessGroup | None
-) -> slots.Record:
-    """Send the record to the next rank, after receiving it if it is None."""
-    text = b"" if record is None else json.dumps(asdict(record)).encode()
-    size = torch.tensor([len(text)])
-    _pass_on(size, before, after, group)
-    data = bytearray(int(size)) if record is None else bytearray(text)
-    note = torch.frombuffer(data, dtype=torch.uint8)
-    _pass_on(note, before, after, group)
-    return slots.Record(**json.loads(note.numpy().tobytes())) if record is None else record
-
-
-def _pass_on(data: torch.Tensor, before: int | None, after: int | None, group: dist.ProcessGroup | None) -> None:
-    """Receive `data` from rank `before` and send it to rank `after`, in chunks. None: there is no such rank."""
-    sent = []
-    for chunk in data.split(CHUNK):  # type: ignore[no-untyped-call]
-        if before is not None:
-            dist.recv(chunk, before, group=group)
-        if after is not None:
-            sent.append(dist.isend(chunk, after, group=group))
-    for work in filter(None, sent):
-        work.wait()
-
-
 @contextmanager
 def _held(folder: Path, slot: int) -> Iterator[None]:
     """Lock a slot for writing. An uploader of the last generation may still be reading it."""
@@ -222,11 +246,3 @@ def _held(folder: Path, slot: int) -> Iterator[None]:
                 f"{slots.data_path(folder, slot)} has been locked by its reader for {READER_PATIENCE:g} s"
             )
         time.sleep(0.005)
-
-
-def _buffer(path: Path, size: int, write: bool) -> torch.Tensor:
-    """The file's bytes as a tensor: a new file in a shared map (write), or a private map of the file."""
-    if not write:
-        with path.open("rb") as file:
-            return torch.frombuffer(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY), dtype=torch.uint8)
-    return torch.frombuffer(map_file(path, size), dtype=torch.uint8)

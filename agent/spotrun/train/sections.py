@@ -64,7 +64,7 @@ class Plan:
         return sum(entry.stop - entry.start for entry in self.entries if entry.name in self.equal) >= MINIMUM
 
     def section(self, index: int, workers: int) -> frozenset[str]:
-        """Names of the tensors that one of the workers copies. That of the writer, 0, lacks what is not equal."""
+        """Names of the equal tensors that one of the workers copies. The writer, index 0, copies all others too."""
         sizes = [entry.stop - entry.start if entry.name in self.equal else 0 for entry in self.entries]
         run = partition(sizes, workers)[index]
         return self.equal & {entry.name for entry in self.entries[run.start : run.stop]}
@@ -138,7 +138,7 @@ class Sections:
             self._own.shared_step = NONE
 
     def wait(self, step: int, seconds: float) -> str:
-        """Wait until all sections are copied. Returns why one of them never will be; "": all are copied."""
+        """Wait until all sections are copied. Returns why one of them cannot be copied; "": all are."""
         deadline = time.monotonic() + seconds
         while why := self._missing(step):
             if self._lost(step) or time.monotonic() > deadline:

@@ -81,12 +81,22 @@ class Reader:
 
     def __init__(self, folder: Path, slot: int) -> None:
         self._path = slots.data_path(folder, slot)
-        entries, begin = shards.read_header(self._path)
+        self.entries, self._begin = shards.read_header(self._path)
         with self._path.open("rb") as file:
             # Private and writable only because torch warns of read-only memory.
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         self._flat = torch.frombuffer(mapped, dtype=torch.uint8)
-        self._views = _views(self._flat, entries, begin)
+        self._views = _views(self._flat, self.entries, self._begin)
+
+    @property
+    def header(self) -> bytes:
+        """The bytes before the first tensor."""
+        return self._flat[: self._begin].numpy().tobytes()
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The bytes of all tensors, in the map."""
+        return self._flat[self._begin :]
 
     def tensor(self, name: str) -> torch.Tensor:
         """A copy of the tensor."""

@@ -99,6 +99,7 @@ class Writer(Copier):
         self.dropped = False  # whether the last snapshot was dropped
         self._together = False  # whether other workers copied a part of the last snapshot
         self.newest_step = NONE
+        self.written = (NONE, NONE)  # (generation, step) of the newest snapshot that this writer has committed
         self.progress = Progress(control)
 
     def stall(self) -> float | None:
@@ -308,7 +309,7 @@ class Writer(Copier):
             if self._steps.get(1 - target) == step:
                 self._revoke_twin(1 - target)
             self._newest, self._steps[target] = target, step
-            self.newest_step = step
+            self.newest_step, self.written = step, record.order
             self.progress.committed(step)
         other = 1 - target
         if self._fits(other, snapshot.entries):
@@ -319,7 +320,7 @@ class Writer(Copier):
                 self._lay_out(other, snapshot.entries)
 
     def _land(self, held: ExitStack, snapshot: _Snapshot) -> bool:
-        """Wait until all of the snapshot is in the slot. False: it never will be, so the snapshot is dropped."""
+        """Wait until all of the snapshot is in the slot. False: a part of it cannot be used, so it is dropped."""
         copying, step = snapshot.copying, snapshot.step
         changed = [] if copying is None else copying.land()
         missing = ""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -12,9 +13,22 @@ from torch import nn
 from spotrun.errors import SpotrunError
 from spotrun.state import slots
 from spotrun.train.encoding import Encoder, Stateful, decode
-from spotrun.train.slot_files import Reader
+from spotrun.train.parallel import Parallel
 
 log = logging.getLogger(__name__)
+
+
+class Tensors(Protocol):
+    """Where the tensors of a saved state are: a slot, or memory of this process."""
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The tensor, to be kept."""
+
+    def view(self, name: str) -> torch.Tensor:
+        """The tensor, to be copied at once."""
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether somebody else may overwrite the tensor."""
 
 
 class TrainingState:
@@ -41,8 +55,15 @@ class TrainingState:
         objects = {name: encoder.encode(item.state_dict(), name) for name, item in self.objects.items()}
         return {"run": run, "objects": objects}
 
-    def load(self, folder: Path, slot: int, record: slots.Record) -> None:
-        """Load a committed snapshot. Raises `SpotrunError` if it lacks a tracked object."""
+    def destinations(self) -> dict[str, torch.Tensor]:
+        """The tensors of this process, by name, into which a saved state can be written before it is loaded."""
+        found: dict[str, torch.Tensor] = {}
+        for name, item in self.objects.items():
+            found |= _own_tensors(item, name)
+        return found
+
+    def load(self, record: slots.Record, tensors: Tensors) -> None:
+        """Load a snapshot with these tensors. Raises `SpotrunError` if it lacks a tracked object."""
         run, saved = record.state["run"], record.state["objects"]
         if missing := sorted(self.objects.keys() - saved.keys()):
             raise SpotrunError(
@@ -51,28 +72,49 @@ class TrainingState:
             )
         if dropped := sorted(saved.keys() - self.objects.keys()):
             log.warning("the saved state of %s is ignored: run.track does not name it", ", ".join(dropped))
-        reader = Reader(folder, slot)
         for name, item in self.objects.items():
-            load(item, saved[name], reader)
+            own = _own_tensors(item, name) if isinstance(item, torch.optim.Optimizer) else {}
+            load(item, saved[name], tensors, own)
         self.seed, self.step, self.epoch, self.consumed = run["seed"], run["step"], run["epoch"], run["consumed"]
         for optimizer in self.optimizers:
             # Otherwise a scheduler whose step comes first in this process warns that the optimizer made none.
             optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
-def load(item: Stateful, saved: Any, reader: Reader) -> None:
+def load(item: Stateful, saved: Any, tensors: Tensors, own: Mapping[str, torch.Tensor] = {}) -> None:
     """Have the object load its saved state.
 
     A module copies the values into its own tensors, and an optimizer copies them to its device. Both get views of the
     slot, which all workers of a node share. All other objects get copies, and so does an object that kept a view.
+    own: the object's tensors that receive the values, by name; the object keeps them.
     """
     if _copies(item):
-        item.load_state_dict(decode(saved, reader.view))
+        item.load_state_dict(decode(saved, tensors.view))
         loaded = Encoder()
         loaded.encode(item.state_dict(), "state")
-        if not any(reader.holds(tensor) for tensor in loaded.tensors.values()):
+        if not any(tensors.holds(tensor) for tensor in loaded.tensors.values()):
             return
-    item.load_state_dict(decode(saved, reader.tensor))
+    item.load_state_dict(decode(saved, partial(_fill, tensors, own)))
+
+
+def _fill(tensors: Tensors, own: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    """The saved tensor, in the object's own memory if there is any. New memory costs more than the copy itself."""
+    mine = own.get(name)
+    if mine is None:
+        return tensors.tensor(name)
+    found = tensors.view(name)
+    if (found.dtype, found.shape) != (mine.dtype, mine.shape):
+        return tensors.tensor(name)
+    return mine.copy_(found)
+
+
+def _own_tensors(item: Stateful, name: str) -> dict[str, torch.Tensor]:
+    """The object's tensors on the CPU, by name, if it is known that it loads a state with just these tensors."""
+    if type(item).load_state_dict not in _PLAIN:
+        return {}
+    encoder = Encoder()
+    encoder.encode(item.state_dict(), name)
+    return {name: tensor for name, tensor in encoder.tensors.items() if tensor.device.type == "cpu"}
 
 
 def _copies(item: Stateful) -> bool:
@@ -80,3 +122,7 @@ def _copies(item: Stateful) -> bool:
     if isinstance(item, torch.optim.Optimizer):
         return all(tensor.device.type != "cpu" for group in item.param_groups for tensor in group["params"])
     return isinstance(item, nn.Module)
+
+
+# Ways to load a state that take an object's own tensors as well as others.
+_PLAIN = (nn.Module.load_state_dict, Parallel.load_state_dict, torch.optim.Optimizer.load_state_dict)

@@ -112,17 +112,22 @@ def here(place: str) -> bool:
     return bool(place) and run.rank == int(rank) and run.step + 1 == int(step)
 
 
+def hang():
+    while True:
+        time.sleep(3600)
+
+
 for epoch in run.epochs(args.epochs):
     for ids, x, y in run.steps(loader):
         if here(args.fail):
             raise ValueError(f"bad luck at step {run.step + 1}")
         if here(args.hang) and not (args.out / "hung").exists():
             (args.out / "hung").touch()
-            while True:
-                time.sleep(3600)
+            hang()
         # Before its gradient can reach anybody: a node may be taken at any later point and the step count all the same.
         seen = [] if run.padding else ids.tolist()
         line = {"generation": run.generation, "epoch": epoch, "step": run.step + 1, "ids": seen}
+        line |= {"rank": run.rank, "pid": os.getpid()}
         record.write(json.dumps(line) + "\n")
         loss = nn.functional.cross_entropy(model(x), y)
         run.backward(loss)
@@ -131,6 +136,7 @@ for epoch in run.epochs(args.epochs):
         run.log(loss=loss)
         slow = args.slow and run.step >= args.slow and not (args.out / "go").exists()
         time.sleep(slow_step() if slow else args.pause)
+    run.log(norm=sum(parameter.detach().square().sum() for parameter in model.parameters()))
 
 digest = hashlib.sha256()
 for tensor in model.state_dict().values():

@@ -16,6 +16,7 @@ from spotrun.head.timeouts import TIMEOUTS
 from spotrun.head.view import Node, View
 from spotrun.wire import StateRef, Trouble
 
+AGAIN = 2.0  # seconds from a checkpoint that is given up until the next one: its cause may still be there
 DRAIN_AHEAD = 0.3  # seconds between choosing a step and reaching it: several times as long as an order takes to arrive
 
 
@@ -42,13 +43,14 @@ def secure(view: View) -> tuple[Action, ...] | None:
     return (AbortSave("a node does not have that snapshot any more"),) if again else ()
 
 
-def checkpoint(view: View, here: list[Node]) -> tuple[Action, ...]:
-    """Begin a checkpoint when the interval has passed; give up one that does not succeed."""
+def checkpoint(view: View, here: list[Node], now: bool = False) -> tuple[Action, ...]:
+    """Begin a checkpoint when the interval has passed; give up one that does not succeed. now: without the interval."""
     job = view.job
     if job.saving:
         return _go_on(view, here)
     since = max(job.saved_at, job.started or view.now)
-    if job.progress.step <= job.progress.base or view.now - since < job.spec.checkpoint_interval:
+    due = now or view.now - since >= job.spec.checkpoint_interval
+    if not due or job.progress.step <= job.progress.base or view.now - job.given_up_at < AGAIN:
         return ()
     step = ahead(view, here, DRAIN_AHEAD)
     if job.progress.total_steps and step >= job.progress.total_steps:
@@ -130,7 +132,7 @@ def ahead(view: View, here: list[Node], seconds: float) -> int:
     pace = max(view.job.progress.pace or 1.0, 1e-4)
     newest = max((w.step for n in here for w in n.work.workers), default=view.job.progress.step)
     stepped_at = max((w.stepped_at for n in here for w in n.work.workers), default=view.now)
-    # Only steps since the last report are unknown: one long step before it does not stand for many short steps.
+    # Only steps since the last report are unknown. A long step before the report must not count as many short steps.
     reported_at = max((n.reported_at for n in here), default=view.now)
     since = max(0.0, view.now - max(stepped_at, reported_at))
     return newest + max(1, math.ceil(round((since + seconds) / pace + min(2.0, 1.0 / pace), 6)))

@@ -45,5 +45,5 @@ def _gone(view: View, kept: KeptNode) -> bool:
     if machine is not None:
         return machine.state in ("terminated", "gone") or 0 < kept.made < machine.created
     connected = any(node.name == kept.member.node and node.connected for node in view.nodes)
-    # A new head may not know a machine yet whose zone does not answer.
+    # While a zone does not answer, a new head does not know its machines.
     return view.listed and not connected and view.now - view.awake_since > TIMEOUTS.rejoin

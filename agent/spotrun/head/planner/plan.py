@@ -22,8 +22,20 @@ from spotrun.head.job_state import (
     Start,
     Stop,
 )
-from spotrun.head.planner import checkpointing, idle, keeping, kept_node, patience, regroup, silence, spending, waiting
+from spotrun.head.planner import (
+    checkpointing,
+    departure,
+    idle,
+    keeping,
+    kept_node,
+    patience,
+    regroup,
+    silence,
+    spending,
+    waiting,
+)
 from spotrun.head.planner.checkpointing import DRAIN_AHEAD
+from spotrun.head.planner.departure import Departure
 from spotrun.head.planner.liveness import eligible, interrupted, reports, silent
 from spotrun.head.timeouts import TIMEOUTS
 from spotrun.head.view import Node, View
@@ -126,7 +138,12 @@ def _supervise(view: View) -> tuple[Action, ...]:
     unexplained = _unexplained_failure(view, reporting)
     if unexplained:
         return _after_failure(view, *unexplained)
-    return _reason_to_drain(view, reporting) or checkpointing.checkpoint(view, reporting) or _hang(view, reporting)
+    leaving = departure.decide(view)
+    return (
+        _reason_to_drain(view, reporting, leaving)
+        or checkpointing.checkpoint(view, reporting, leaving is not None and leaving.save)
+        or _hang(view, reporting)
+    )
 
 
 def _after_failure(view: View, failure: Failure, node: Node) -> tuple[Action, ...]:
@@ -143,8 +160,10 @@ def _restart(view: View, cause: Cause) -> tuple[Action, ...]:
 
     Only end it if the job stops, if too few nodes are ready, or if a snapshot must be saved first.
     """
-    ready = eligible(view)
-    if view.job.stopping or len(ready) < view.job.spec.nodes.min or _must_save_first(view, ready):
+    ready, least = eligible(view), view.job.spec.nodes.min
+    if len(ready) < least:
+        ready += departure.stays(view)[: least - len(ready)]
+    if view.job.stopping or len(ready) < least or _must_save_first(view, ready):
         return (EndGeneration(cause=cause),)
     return _start(view, ready, cause) or (EndGeneration(cause=cause),)
 
@@ -166,26 +185,22 @@ def _drain_on(view: View, reporting: list[Node], size: int) -> tuple[Action, ...
     return ()
 
 
-def _reason_to_drain(view: View, reporting: list[Node]) -> tuple[Action, ...]:
-    """End a healthy generation: a member leaves or goes to another job, the job stops, or growth is worth a pause."""
-    job, members = view.job, view.members()
-    leaving = [node for node in reporting if node.leaving]
-    if leaving:
-        notice_deadlines = [n.report.notice.deadline for n in leaving if n.report.notice and not n.due]
-        retirement_deadlines = [min(n.due, view.now + TIMEOUTS.drain) for n in leaving if n.due]
-        cause = Cause(kind="preempt" if notice_deadlines else "end", node=", ".join(n.name for n in leaving))
-        deadline = min(notice_deadlines + retirement_deadlines) - TIMEOUTS.drain_margin
+def _reason_to_drain(view: View, reporting: list[Node], leaving: Departure | None) -> tuple[Action, ...]:
+    """End a healthy generation: members leave or go to another job, the job stops, or growth is worth a pause."""
+    job, members, reason = view.job, view.members(), ""
+    if leaving and leaving.stop:
+        cause, deadline, reason = leaving.cause, leaving.deadline, leaving.reason
     elif taken := [node.name for node in members if node is not None and not node.assigned]:
         cause = Cause(kind="pause" if job.paused else "move", node=", ".join(taken))
         deadline = view.now + TIMEOUTS.drain
     elif job.stopping:
         cause, deadline = Cause(kind="stop"), view.now + TIMEOUTS.drain
-    elif _worth_growing(view):
+    elif leaving is None and _worth_growing(view):
         cause, deadline = Cause(kind="grow"), view.now + TIMEOUTS.drain
     else:
         return ()
     if job.progress.step > max(job.progress.base, -1):
-        return (Drain(checkpointing.ahead(view, reporting, DRAIN_AHEAD), cause, deadline),)
+        return (Drain(checkpointing.ahead(view, reporting, DRAIN_AHEAD), cause, deadline, reason),)
     # This generation has completed no step, so a restart loses no work. Growth waits for the first step.
     return () if cause.kind == "grow" else _restart(view, cause)
 

@@ -6,12 +6,10 @@ takes no longer than a restart of all. If the workers do not go on well, the gen
 
 from __future__ import annotations
 
-from spotrun.head.job_state import FRESH, Cause
+from spotrun.head.job_state import Cause, in_doubt
 from spotrun.head.planner.liveness import HEARTBEAT, eligible, reports
 from spotrun.head.timeouts import TIMEOUTS
 from spotrun.head.view import Node, View
-
-NOTICE = 1.0  # seconds from a peer's end until a worker that can go on has noticed it, and waits
 
 
 def members(view: View, ready: list[Node], cause: Cause | None) -> list[Node] | None:
@@ -20,7 +18,7 @@ def members(view: View, ready: list[Node], cause: Cause | None) -> list[Node] | 
     There may be too few of them for a generation: then others are about to have warmed up. ready: all eligible nodes.
     """
     job = view.job
-    if not job.regroups or _doubtful(view, cause):
+    if not job.regroups or in_doubt(job, cause):
         return None
     found = [node for node in ready if node.work.regroup == "waiting"]
     last = {(member.node, member.boot) for member in job.last}
@@ -43,7 +41,7 @@ def reason(view: View) -> str:
 
 def awaited(view: View, gone: dict[str, str]) -> bool:
     """Whether survivors are about to wait: they notice the end of a peer a moment after the head, or before it."""
-    if not view.job.regroups or _doubtful(view, None):
+    if not view.job.regroups or in_doubt(view.job, None):
         return False
     survivors = [n for n in view.members() if n is not None and n.name not in gone and reports(view, n)]
     late = [node for node in survivors if node.work.regroup == "able"]
@@ -52,7 +50,9 @@ def awaited(view: View, gone: dict[str, str]) -> bool:
     failed = [node.work.failure.at for node in survivors if node.work.failure]
     quiet = [node.reported_at + HEARTBEAT for node in view.members() if node is not None and node.name in gone]
     since = min([*failed, *quiet], default=view.now)
-    return view.now - since < NOTICE
+    # A worker notices the death of a peer in the exchange of gradients, and ends that step.
+    pace = view.job.progress.pace or view.job.pace
+    return view.now - since < min(TIMEOUTS.survivors + 2 * pace, TIMEOUTS.survivors_most)
 
 
 def failed(view: View, node: Node) -> bool:
@@ -66,14 +66,6 @@ def failed(view: View, node: Node) -> bool:
     waited = view.now - max(job.ordered_at, view.awake_since)
     restored = work.generation == job.generation and work.phase != "starting"
     return not restored and waited > TIMEOUTS.regroup + job.state_bytes / TIMEOUTS.regroup_rate
-
-
-def _doubtful(view: View, cause: Cause | None) -> bool:
-    """Whether the workers that there are did not go on well."""
-    job = view.job
-    if job.current is not None and job.current.regroup and job.progress.step <= job.progress.base:
-        return True
-    return job.new_workers if cause is None and job.current is None else cause is not None and cause.kind in FRESH
 
 
 def _warming(ready: list[Node]) -> list[Node]:

@@ -139,7 +139,7 @@ def _signs(view: View) -> list[Sign]:
 
 
 def _advanced(view: View, sign: Sign) -> float:
-    """When the sign last showed another step of this job. The node may have others."""
+    """When the sign last showed another step of this job. Other jobs of the node do not count."""
     return sign.jobs.get(view.job.id, sign.advanced)
 
 

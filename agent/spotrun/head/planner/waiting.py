@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from spotrun.head.fleet.classify import Condition
-from spotrun.head.planner import idle, regroup
+from spotrun.head.planner import departure, idle, regroup
 from spotrun.head.planner.liveness import eligible
 from spotrun.head.view import Node, View
 
@@ -28,7 +28,8 @@ def reason(view: View) -> str:
         names = [member.node for member in job.current.members if member.node not in settled]
         return f"waiting for {', '.join(names)} to stop after step {job.draining.step}" if names else ""
     if job.current is not None:
-        return ""
+        leaving = departure.decide(view)
+        return leaving.reason if leaving and not leaving.stop else ""
     if job.paused:
         return job.paused
     if job.blocked:

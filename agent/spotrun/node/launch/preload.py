@@ -55,7 +55,7 @@ def import_base() -> None:
     # With this, torch.cuda.is_available() asks NVML, not the driver: no fork can use CUDA once a driver is initialised
     # (https://docs.pytorch.org/docs/stable/cuda_environment_variables.html).
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    # These objects stay. A search of them for garbage would take a seventh of the time here, and again in each worker.
+    # These objects stay. Searching them for garbage would take a seventh of the time here, and in each worker.
     # There it would also copy their memory.
     gc.disable()
     _import(BASE)

@@ -47,7 +47,7 @@ from spotrun.node.launch.worker import Task, run
 
 log = logging.getLogger(__name__)
 
-FOREVER = 2**31  # restarts: the head decides whether there is another
+FOREVER = 2**31  # restarts, as many as the head wants
 POISONED = 3  # exit code of the trial process if the imports have initialised CUDA: then no fork can use CUDA
 
 
@@ -117,7 +117,7 @@ class CommandRendezvous(RendezvousHandler):
         self._closed = False
 
     def put(self, command: StartCommand | None) -> None:
-        """Pass on a command, from the reading thread; None: no more will come."""
+        """Pass on a command, from the reading thread; None: the last command has come."""
         self._commands.put(command)
         os.write(self._wake, b"!")
 

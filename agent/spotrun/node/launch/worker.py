@@ -21,7 +21,7 @@ from typing import NoReturn
 
 from spotrun.machine import private_paths
 from spotrun.machine.processes import die_with_parent, kill_descendants, offer_to_oom_killer
-from spotrun.node.launch import preload
+from spotrun.node.launch import own_stacks, preload
 from spotrun.state import exit_note
 from spotrun.state.control import EXIT_PEER, Control
 
@@ -75,6 +75,7 @@ def run(task: Task) -> None:
 
     faulthandler.enable(all_threads=True)
     faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
+    own_stacks.serve()
     _ignore_sigterm()
     failures.before_leaving(kill_descendants)  # when `spotrun.train` ends this process
     os.chdir(task.root)
@@ -145,7 +146,10 @@ def _script_part(trace: types.TracebackType | None) -> types.TracebackType | Non
 
 def _fail(task: Task, kind: str, message: str, trace: str, code: int) -> NoReturn:
     """Write the reason down and leave at once: other threads may be stuck in a collective."""
+    from spotrun.train import failures  # as above
+
     exit_note.write(task.control, kind, int(task.env["RANK"]), message, trace)
+    failures.flush()
     sys.stdout.flush()
     sys.stderr.flush()
     kill_descendants()

@@ -1,0 +1,118 @@
+"""A job of fixed size trains on during a notice: until a successor has warmed up, or for as long as it is safe."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.harness import Harness, Job, digest_of, sample_ids, undisturbed
+from tests.helpers import once
+
+EPOCHS, SAMPLES, BATCH = 2, 600, 2
+SET_UP = 4.0  # seconds that the script's set-up takes
+JOB = {"nodes": {"min": 3, "max": 3}, "epochs": EPOCHS, "samples": SAMPLES, "batch": BATCH, "late": SET_UP, "slow": 20}
+
+Status = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The digest of the final state of an undisturbed run: plain torchrun, three ranks."""
+    out = tmp_path_factory.mktemp("undisturbed")
+    return once("notices", lambda: undisturbed(out, ranks=3, epochs=EPOCHS, samples=SAMPLES, batch=BATCH))
+
+
+def setups(out: Path) -> Counter[int]:
+    """How often each process ran the script's set-up."""
+    return Counter(map(int, (out / "setups").read_text().split()))
+
+
+def final_pids(out: Path) -> set[int]:
+    return {json.loads(path.read_text())["pid"] for path in out.glob("final-*.json")}
+
+
+def closed(status: Status) -> bool:
+    return any(each["seconds"] is not None for each in status["job"]["interruptions"])
+
+
+def take(cluster: Harness) -> tuple[str, int]:
+    """Have the cloud take a member, with the usual notice. Its name, and the step before the notice."""
+    step = cluster.until_step(30)["job"]["step"]
+    victim = cluster.members()[1]
+    cluster.fault("preempt", victim)
+    return victim, step
+
+
+def trains_on(status: Status) -> bool:
+    return status["job"]["phase"] == "running" and "training goes on until" in status["job"]["reason"]
+
+
+def finish(cluster: Harness, job: Job, expected: str) -> Status:
+    """Let the job end. All of its work is done once, and its state is that of a run that nothing disturbed."""
+    job.go()
+    final = cluster.until_ended()
+    assert final["phase"] == "succeeded", final
+    assert digest_of(job.out) == expected
+    assert sample_ids(job.out, EPOCHS) == {epoch: list(range(SAMPLES)) for epoch in range(EPOCHS)}
+    return final
+
+
+def test_training_goes_on_until_the_successor_has_warmed_up(cluster: Harness, expected: str) -> None:
+    job = cluster.submit(**JOB)
+    victim, before = take(cluster)
+    members, old = cluster.members(), setups(job.out)
+    status = cluster.until(
+        lambda s: trains_on(s) and any("warming up" in node["doing"] for node in s["nodes"]), what="a warm-up"
+    )
+    assert re.search(r"training goes on until spot-\d has warmed up, for at most \d+ s", status["job"]["reason"])
+    assert status["job"]["members"] == members
+    assert status["job"]["step"] > before
+    status = cluster.until(closed, what="the next generation")
+    (interruption,) = status["job"]["interruptions"]
+    assert interruption["kind"] == "preempt"
+    assert interruption["node"] == victim
+    assert interruption["steps_lost"] == 0
+    assert interruption["step"] > before + 5, "steps were made during the notice"
+    assert interruption["seconds"] < SET_UP, "nobody waited for the set-up"
+    finish(cluster, job, expected)
+    assert set(setups(job.out).values()) == {1}
+    assert len(final_pids(job.out) & set(old)) == 2, "the survivors are the same processes"
+
+
+def test_a_machine_that_goes_earlier_than_it_said(cluster: Harness, expected: str) -> None:
+    """It costs what it would without notice: at most a snapshot interval."""
+    job = cluster.submit(**{**JOB, "late": 8.0}, snapshot_interval=5)
+    victim, before = take(cluster)
+    old = setups(job.out)
+    cluster.until(lambda s: trains_on(s) and s["job"]["step"] > before + 5, what="steps during the notice")
+    cluster.fault("kill", victim)
+    status = cluster.until(closed, what="the next generation")
+    (interruption,) = status["job"]["interruptions"]
+    assert interruption["node"] == victim
+    assert interruption["steps_lost"] <= 5
+    finish(cluster, job, expected)
+    assert len(final_pids(job.out) & set(old)) == 2, "the survivors are the same processes"
+
+
+def test_no_successor_comes(cluster: Harness, expected: str) -> None:
+    """The state is in the bucket before the machine ends, although training went on during the notice."""
+    job = cluster.submit(**{**JOB, "late": 0.0})
+    cluster.until_step(25)
+    cluster.fault("stockout", "local-a")
+    victim, before = take(cluster)
+    cluster.until(lambda s: trains_on(s) and s["job"]["checkpoint"], what="a checkpoint that measures the upload")
+    status = cluster.until(
+        lambda s: s["job"]["interruptions"] and s["job"]["checkpoint"] == s["job"]["interruptions"][-1]["step"],
+        what="the last state in the bucket",
+    )
+    assert any(node["name"] == victim and node["notice"] for node in status["nodes"]), "after the machine's end"
+    (interruption,) = status["job"]["interruptions"]
+    assert interruption["step"] > before + 5, "steps were made during the notice"
+    cluster.fault("restock", "local-a")
+    final = finish(cluster, job, expected)
+    assert final["interruptions"][-1]["steps_lost"] == 0
