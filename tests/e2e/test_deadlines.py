@@ -15,7 +15,8 @@ from tests.helpers import wait_for
 
 NOTICE = 8.0  # seconds: longer than two slow steps
 LATE, SOON = 1.5, 0.2  # seconds of a step, with which the job would miss its deadline, and would have much spare time
-LOCAL = {"boot_delay": 0.1, "recreate_delay": 0.5, "queue_delay": 0}
+# EC2 says how long a notice is.
+LOCAL = {"boot_delay": 0.1, "recreate_delay": 0.5, "queue_delay": 0, "metadata": "ec2"}
 SIZE = {"epochs": 1, "batch": 4}  # of the toy script
 # A step takes 0.3 s until the test says something else: that is 10 minutes of work. A start may take most of a minute.
 EACH: dict[str, Any] = {

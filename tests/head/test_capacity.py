@@ -35,15 +35,23 @@ MEMBERS = frozenset({"a-0", "a-1", "a-2"})
 ALL = MEMBERS | LAST
 CASES: dict[str, tuple[Observation, Decision]] = {
     "a machine is under notice: its successor is asked for now": (
-        seen((replace(pool("a", 3), leaving=1), pool("b")), 3, frozenset({"a-0", "a-1", "a-2"})),
+        seen((replace(pool("a", 3), leaving=ONE), pool("b")), 3, frozenset({"a-0", "a-1", "a-2"})),
         Decision({"a": 4}),
     ),
     "the successor of a machine under notice has come, and both are there: nothing changes": (
-        seen((replace(pool("a", 4), leaving=1), pool("b")), 3, frozenset({"a-0", "a-1", "a-2"})),
+        seen((replace(pool("a", 4), leaving=ONE), pool("b")), 3, frozenset({"a-0", "a-1", "a-2"})),
+        Decision({}),
+    ),
+    "the successor is a job's already, and both machines are kept: no second one is asked for": (
+        Observation(
+            (replace(pool("a", 4, most=5), leaving=ONE), pool("b")),
+            (Need(3, has=frozenset({"a-1", "a-2", "a-3"})),),
+            ALL,
+        ),
         Decision({}),
     ),
     "a machine of a full pool is under notice: no other pool stands in": (
-        seen((replace(pool("a", 4), leaving=1), pool("b")), 4, frozenset({"a-0", "a-1", "a-2", "a-3"})),
+        seen((replace(pool("a", 4), leaving=ONE), pool("b")), 4, frozenset({"a-0", "a-1", "a-2", "a-3"})),
         Decision({}),
     ),
     "no job, nothing there": (seen((pool("a"), pool("b")), 0), Decision({})),

@@ -15,7 +15,7 @@ from spotrun.head.capacity.policies.uniform_progress import greedy, uniform_prog
 from spotrun.head.capacity.situation import Policy
 from spotrun.simulate.costs import Costs
 from spotrun.simulate.optimum import Single, cheapest, relaxed
-from spotrun.simulate.replay import Job, Outcome, replay
+from spotrun.simulate.replay import Job, Outcome, Supply, cluster_of, play, replay
 from spotrun.simulate.traces import Changes, Trace, Zone
 
 HOUR = 3600.0
@@ -37,6 +37,16 @@ def test_an_on_demand_machine_boots_and_works() -> None:
     assert found.cost == pytest.approx(3 * (2 * HOUR + 720) / HOUR)
     assert (found.spot_hours, found.moves, found.restarts) == (0, 0, 0)
     assert found.goodput == pytest.approx(7200 / 7920)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_machines_have_as_many_devices_as_their_pool_says(devices: int) -> None:
+    job = Job(work=2 * HOUR, more={"devices": devices})
+    cluster = cluster_of(trace(((0, 1),)), job, on_demand=0)
+    cluster = cluster.model_copy(update={"pools": [pool.model_copy(update={"devices": 2}) for pool in cluster.pools]})
+    supplies = {cluster.pools[0].name: Supply(((0.0, 1),), ((0.0, 1.0),))}
+    found = play(cluster, supplies, job, elastic, COSTS, 10 * HOUR)
+    assert found.finished == pytest.approx(600 + 120 + 2 * HOUR)
 
 
 def test_a_spot_machine_is_awaited() -> None:

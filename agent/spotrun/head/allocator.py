@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 from spotrun.head import job_queue
 from spotrun.head.assignment import Assignment, as_it_is, assign
 from spotrun.head.demand import Question, question
-from spotrun.head.fleet.classify import Condition, classify
+from spotrun.head.fleet.classify import NOT_COMING, Condition, classify
 from spotrun.head.view import FleetView
 
 if TYPE_CHECKING:
     from spotrun.head.head import Head
 
-NOT_COMING = ("abandoned", "replacing", "unfit", "unknown")  # machines in these states are not counted on
 # What an error means, for operators.
 CONDITIONS = "the conditions of the machines stay as they were, and no machine is replaced"
 DEVICES = "each job keeps the devices that it had, and gets no others"

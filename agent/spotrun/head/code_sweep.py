@@ -10,16 +10,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import re
 
 from spotrun.errors import NotFound, StoreError
-from spotrun.store import Store
+from spotrun.store import Store, job_key
 
 log = logging.getLogger(__name__)
 
 FIRST, EVERY = 600.0, 6 * 3600.0  # seconds from a head's start to the first look, and between two looks
 AGE = 3600.0  # seconds for which all code stays
-_STATE = re.compile(r"jobs/[^/]+/state\.json")
 
 
 class Sweeper:
@@ -54,8 +52,10 @@ class Sweeper:
         return (self._store.age(key) or 0.0) > AGE
 
     def _references(self) -> set[str]:
-        keys = {key for key in self._store.list("jobs") if _STATE.fullmatch(key)}
-        self._known = {key: code for key, code in self._known.items() if key in keys}
+        keys = {job_key(job, "state.json") for job in self._store.folders("jobs")}
+        # An empty folder in a file system is still there. So ask for each state.
+        there = (key for key in keys & self._known.keys() if self._store.exists(key))
+        self._known = {key: self._known[key] for key in there}
         for key in sorted(keys - set(self._known)):
             try:
                 code = json.loads(self._store.get(key))["code"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from spotrun.head.capacity.observe import SCALING
+
 
 @dataclass(frozen=True)
 class Costs:
@@ -22,9 +24,7 @@ class Costs:
     again: float = 0.0  # from the end of a machine until its pool makes another one, if the zone has one
     snapshot: float = 10.0  # between two snapshots in memory: the most that an interruption without notice costs
     checkpoint: float = 300.0  # between two checkpoints in the bucket: the default of job files
-    scaling: float = 0.956
-    """n nodes are as fast as n ** scaling: 97 % for each doubling. An assumption in the range that PyTorch's DDP paper
-    reports for ResNet-50 and BERT on NCCL (Li et al., VLDB 2020, figure 9)."""
+    scaling: float = SCALING  # n nodes are as fast as n ** scaling
 
     def rate(self, nodes: float, speed: float = 1.0) -> float:
         """Seconds of work of one node that `nodes` nodes do in a second."""

@@ -21,11 +21,11 @@ from spotrun.head.capacity.place import place
 from spotrun.head.capacity.situation import History, Placement, Policy
 from spotrun.head.capacity.sizes import Pool
 from spotrun.head.demand import Question, question, wish
-from spotrun.head.fleet.classify import Condition, classify
+from spotrun.head.fleet.classify import NOT_COMING, Condition, classify
 from spotrun.head.fleet.decide import decide
 from spotrun.head.job_state import JobState, apply
 from spotrun.head.meter import hourly, running
-from spotrun.head.planner import idle, spending
+from spotrun.head.planner import departure, idle, spending
 from spotrun.head.planner.plan import plan
 from spotrun.head.status import event
 from spotrun.head.timeouts import TIMEOUTS
@@ -33,11 +33,10 @@ from spotrun.head.view import FleetView, Machine, Node, View
 from spotrun.simulate.job_nodes import JobNodes
 from spotrun.simulate.market import Machine as MarketMachine
 from spotrun.simulate.market import Market
-from spotrun.spec import ClusterSpec
+from spotrun.spec import ClusterSpec, devices_of
 from spotrun.wire import Notice, Report
 
 SETTLED = 40  # the most turns until nothing changes any more
-NOT_COMING = ("abandoned", "replacing", "unfit", "unknown")  # as in the real head
 
 
 class SimulatedHead:
@@ -48,6 +47,7 @@ class SimulatedHead:
     ) -> None:
         """policy: for all jobs; None: each job has the policy that its keys choose."""
         self.cluster, self.market, self.job_nodes = cluster, market, job_nodes
+        self._devices = {pool.name: devices_of(pool, cluster) or 1 for pool in cluster.pools}
         self.jobs: dict[str, JobState] = {}
         self.placements: dict[str, Placement] = {}
         self.log: list[tuple[float, str, str]] = []  # time, kind and text of each event
@@ -66,6 +66,7 @@ class SimulatedHead:
         self._paid: dict[str, list[Use]] = {}  # by job: what it has paid for since the last turn, without the end
         self._prices: dict[str, float] = {}  # of that time
         self._spent: dict[str, float] = {}  # by job: when its budget may be spent
+        self._stops: dict[str, float] = {}  # by job: when it stops because of a notice, at the latest
         # Machines whose agents have joined, until they are gone and no members.
         self._known: dict[str, MarketMachine] = {}
 
@@ -89,6 +90,7 @@ class SimulatedHead:
             if len(nodes.machines) < len(self._known):  # the others may hold a state until the bucket has a newer one
                 times.append(nodes.saves(now))
         times += [time for job, time in self._spent.items() if not self.jobs[job].ended_already]
+        times += [time + 1e-3 for time in self._stops.values()]
         return min((time for time in times if time > now + 1e-6), default=math.inf)
 
     def _turn(self, now: float) -> bool:
@@ -193,7 +195,10 @@ class SimulatedHead:
                 self.log.append((now, *said))
             job = apply(job, action, now)
         self.jobs[job.id] = job
-        self._spent[job.id] = _spent_at(replace(view, job=job))
+        view = replace(view, job=job)
+        self._spent[job.id] = _spent_at(view)
+        leaving = departure.decide(view) if job.current and not job.draining else None
+        self._stops[job.id] = leaving.last if leaving else math.inf
         nodes.obey(job, self._known, now)
         return bool(actions)
 
@@ -241,8 +246,8 @@ class SimulatedHead:
             return known[0]
         notice = Notice.model_construct(kind="preempt", deadline=machine.ends) if machine.noticed else None
         report = Report.model_construct(
-            node=machine.name, boot="boot", pool=machine.pool, zone="", address=machine.name, devices=1, jobs=jobs,
-            notice=notice,
+            node=machine.name, boot="boot", pool=machine.pool, zone="", address=machine.name,
+            devices=self._devices[machine.pool], jobs=jobs, notice=notice,
         )  # fmt: skip
         cloud = "running" if there else "gone"
         node = Node(report, connected=there, reported_at=math.inf, cloud=cloud, since=machine.ready_at)

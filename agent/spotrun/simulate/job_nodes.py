@@ -34,6 +34,7 @@ class JobNodes:
     rate: float = 0.0  # work in a second
     stalled: float = math.inf  # when it lost a member; infinite: it has lost none
     stop_at: int | None = None  # the step after which it stops
+    save_at: int | None = None  # the step after which they save a checkpoint that the head has ordered
     machines: tuple[Machine, ...] = ()  # its members
     snapshots: dict[str, StateRef] = field(default_factory=dict)  # in the memory of each node
     restarts: int = 0  # how many generations began
@@ -64,7 +65,8 @@ class JobNodes:
         """When the workers stop by themselves."""
         if not self.generation or self.stalled < math.inf:
             return math.inf
-        return self.time_of(self.total if self.stop_at is None else min(self.total, self.stop_at))
+        steps = [self.total, *(step for step in (self.stop_at, self.save_at) if step is not None)]
+        return self.time_of(min(steps))
 
     def obey(self, job: JobState, known: Mapping[str, Machine], now: float) -> None:
         """Do what the head orders."""
@@ -78,6 +80,8 @@ class JobNodes:
                 self._leave(now)
             self._join(job, known, now)
         self.stop_at = job.draining.step if job.draining else None
+        saving = job.saving.ref.step if job.saving else None
+        self.save_at = saving if saving is not None and saving > self.done(now) else None
 
     def look(self, now: float) -> None:
         """Notice that a member is gone: no step is completed without it."""
@@ -90,8 +94,9 @@ class JobNodes:
 
     def save(self, job: JobState, now: float) -> JobState:
         """The job with the checkpoints that are in the bucket by now."""
-        if job.saving is not None:  # the last state of a generation: the nodes have it
-            job = _complete(job, job.saving.ref, now)
+        if job.saving is not None:
+            if self._has(job.saving.ref, now):
+                job = _complete(job, job.saving.ref, now)
         elif self.generation and job.current is not None:
             every = self.costs.checkpoint
             time = self.starts + math.floor((min(now, self.stalled) - self.starts) / every) * every
@@ -101,6 +106,11 @@ class JobNodes:
             job = job.replace(saved_at=max(time, self.starts))
         # The head then orders no checkpoint itself.
         return job.replace(saved_at=max(job.saved_at, now - self.costs.checkpoint + 1e-3))
+
+    def _has(self, ref: StateRef, now: float) -> bool:
+        if ref.generation == self.generation:
+            return self.done(now) >= ref.step
+        return any((each.generation, each.step) == (ref.generation, ref.step) for each in self.snapshots.values())
 
     def saves(self, now: float) -> float:
         """When the next checkpoint is in the bucket, if nothing happens before."""
@@ -182,7 +192,8 @@ class JobNodes:
         state = newest if from_memory else bucket
         base = state.step if state else 0
         self.lost += max(0, self._reached - base) * self.step
-        self.base, self.began, self.stalled, self.stop_at = base, now, math.inf, None
+        self.base, self.began, self.stalled = base, now, math.inf
+        self.stop_at = self.save_at = None
         self.starts = now + (self.costs.restart if from_memory else self.costs.restore)
         speed = min(self.speeds.get(machine.pool, 1.0) for machine in self.machines)
         self.rate = self.costs.rate(len(self.machines), speed)

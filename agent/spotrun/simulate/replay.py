@@ -132,7 +132,8 @@ def state_of(job: Job, cluster: ClusterSpec, costs: Costs) -> JobState:
     nodes = {"min": job.min, "max": job.max}
     given = {key: value for key, value in keys.items() if value is not None}
     spec = JobSpec.model_validate({"script": "train.py", "nodes": nodes, **times, **given, **job.more})
-    return JobState(id="job", name=spec.name, cluster=cluster.name, code="", spec=spec, submitted=BEGIN)
+    state = JobState(id="job", name=spec.name, cluster=cluster.name, code="", spec=spec, submitted=BEGIN)
+    return state.replace(upload=1e-3)  # known from the start: here, uploads take no time
 
 
 def cluster_of(trace: Trace, job: Job, on_demand: int) -> ClusterSpec:

@@ -79,8 +79,6 @@ def largest_zone(cluster: ClusterSpec, pools: Set[str]) -> int:
 def demand(view: FleetView, cluster: ClusterSpec, job: JobState, index: int) -> Demand:
     """The demand of one job. index: its place in the queue."""
     spec, pools, members = job.spec, suited(job.spec, cluster), [member.node for member in job.members]
-    places = {machine.name: machine.pool for machine in view.machines}
-    places |= {node.name: node.report.pool for node in view.nodes}
     restart = spec.restart_time
     # From the order of a generation to its first step: not the time in which it waited for machines.
     measured = [each.phases[-1] - each.phases[0] for each in job.interruptions[-RECENT:] if len(each.phases) > 1]
@@ -97,7 +95,7 @@ def demand(view: FleetView, cluster: ClusterSpec, job: JobState, index: int) -> 
         devices=spec.devices,
         cheapest=spec.policy == "cheapest",
         across=spec.zones == "any" or spec.nodes.min > largest_zone(cluster, pools),
-        members=Counter(places.get(name, "") for name in members),
+        members=Counter(view.pools.get(name, "") for name in members),
         leaving=Counter(node.report.pool for node in map(view.by_name.get, members) if node and node.leaving),
         left=_left(job, _reached(view, job)),
         scaling=SCALING,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 EXTRA = 3  # the most machines that a pool gets beside its abandoned ones: those cost money too
@@ -25,7 +26,7 @@ class Pool:
     supply: Literal["open", "short", "away", "closed"] = "open"
     """short: something keeps the pool from its size. closed: it should have no machines, because none would become fit.
     away: its zone does not answer; nothing is asked of it, and `states` has only the machines known to be there."""
-    leaving: int = 0
+    leaving: frozenset[str] = frozenset()
     """Machines under notice. Their successors are asked for now, as far as the pool has room. No other pool stands in,
     because its machine would become a member and stay."""
 
@@ -49,7 +50,14 @@ class Pool:
 
     def having(self, *states: str) -> frozenset[str]:
         """The machines in one of these states."""
-        return frozenset(name for name, state in self.states.items() if state in states)
+        return frozenset[str]().union(*(self._by_state.get(state, ()) for state in states))
+
+    @cached_property
+    def _by_state(self) -> Mapping[str, frozenset[str]]:
+        found: dict[str, list[str]] = {}
+        for name, state in self.states.items():
+            found.setdefault(state, []).append(name)
+        return {state: frozenset(names) for state, names in found.items()}
 
 
 @dataclass(frozen=True)
@@ -122,18 +130,21 @@ def decide(seen: Observation) -> Decision:
 
 def _sizes(seen: Observation) -> dict[str, int]:
     """What each pool should have, before it is known which machines would go."""
-    kept = {pool.name: len(seen.keep & pool.states.keys()) for pool in seen.pools}
+    # A machine under notice stays for now, but does not count. Its successor counts.
+    keep = seen.keep - frozenset[str]().union(*(pool.leaving for pool in seen.pools))
+    kept = {pool.name: len(keep & pool.states.keys()) for pool in seen.pools}
     wants = dict(kept)  # these stay in any case
     serves = dict(kept)  # how many of the wanted machines each pool can be counted on for
     had = frozenset[str]().union(*(need.has for need in seen.needs))
-    free = {pool.name: len((seen.keep - had) & pool.states.keys()) for pool in seen.pools}  # kept, but no job's
+    # Machines that are kept, and belong to no job.
+    free = {pool.name: len((keep - had) & pool.states.keys()) for pool in seen.pools}
     left = []
     for need in sorted(seen.needs, key=lambda need: len(need.pools) or len(seen.pools)):
         allowed = [pool for pool in seen.pools if not need.pools or pool.name in need.pools]
         if need.order:
             allowed.sort(key=lambda pool: need.order.index(pool.name))
         there = frozenset[str]().union(*(pool.states for pool in allowed))
-        missing = need.machines - len(need.has & seen.keep & there)
+        missing = need.machines - len(need.has & keep & there)
         for pool in allowed:
             own = max(0, min(missing, free[pool.name]))
             free[pool.name], missing = free[pool.name] - own, missing - own
@@ -169,4 +180,4 @@ def _size(pool: Pool, want: int, kept: int) -> int:
     if pool.supply == "away":
         return pool.size
     most = kept if pool.supply == "closed" else max(pool.max, kept)
-    return want + max(0, min(pool.leaving, most - want))
+    return want + max(0, min(len(pool.leaving), most - want))

@@ -25,6 +25,7 @@ from spotrun.head.view import ENDING_STATES, FleetView, Machine, Node
 from spotrun.wire import JobReport
 
 State = Literal["booting", "checking", "ready", "leaving", "unfit", "silent", "replacing", "abandoned", "unknown"]
+NOT_COMING = ("abandoned", "replacing", "unfit", "unknown")  # nobody expects a machine in these states to get ready
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,9 @@ def decide(view: FleetView, conditions: Conditions, pools: Sequence[Pool] = (), 
     if wish is None:
         return FleetPlan(recreate=recreate, reasons=reasons)
     found = sizes.decide(observe(view, conditions, pools, wish))
+    if view.blind():  # a node that has not connected again may be under notice, and its successor boots
+        more = {pool.name: found.sizes[pool.name] for pool in pools if found.sizes.get(pool.name, 0) > pool.size}
+        return FleetPlan(more, (), recreate, reasons)
     return FleetPlan(found.sizes, found.remove, recreate, reasons)
 
 
@@ -71,7 +74,7 @@ def observe(view: FleetView, conditions: Conditions, pools: Sequence[Pool], wish
                 # A machine is only known to be there while its zone or its agent answers. A member has proven itself.
                 states={n: "ready" if n in keep else state for n, state in states.items() if state != "unknown"},
                 supply="closed" if pool.supply != "away" and pool.name in closed else pool.supply,
-                leaving=len(noticed & states.keys() - view.kept),
+                leaving=frozenset(noticed & states.keys() - view.kept),
             )
         )
     return Observation(tuple(seen), wish.needs, keep)
