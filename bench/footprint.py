@@ -17,7 +17,7 @@ import psutil
 from bench.processes import adopt_orphans, sweep
 from bench.report import describe_machine, write_section
 from bench.spot import Spotrun, home
-from bench.systems import BenchError, Scenario
+from bench.systems import BenchError, Scenario, Workload
 from bench.watch import Watch
 
 MEGABYTE = 1 << 20
@@ -49,7 +49,7 @@ def measure(seconds: float) -> list[tuple[str, float, float]]:
         folder = Path(name)
         watch, system = Watch(folder / "events.jsonl"), Spotrun()
         try:
-            system.start(SCENARIO, folder, watch)
+            system.start(SCENARIO, Workload(), folder, watch)
             busy = {event.node for event in watch.events if event.name == "step"}
             rows = _sample(folder, "a job on two nodes, one spare", busy, seconds)
             system.stop()

@@ -89,6 +89,44 @@ def phases(events: Iterable[Event], fault_time: float, victim: str) -> Phases | 
     )
 
 
+def usual_step(events: Iterable[Event], fault_time: float) -> float | None:
+    """Median seconds between two steps of a worker in the last 20 steps before the fault; None: there were too few."""
+    times: dict[int, list[float]] = {}
+    for event in sorted(events):
+        if event.name == "step" and event.time <= fault_time:
+            times.setdefault(event.pid, []).append(event.time)
+    gaps = [after - before for own in times.values() for before, after in pairwise(own[-21:])]
+    return median(gaps) if gaps else None
+
+
+def joining(events: Iterable[Event], began: float, after: float) -> Phases | None:
+    """What a node's joining costs the others; None until they have trained for `after` seconds with it.
+
+    total: until the newcomer's first step. pause: the longest time between two steps of one of the others.
+    """
+    steps = [event for event in sorted(events) if event.name == "step"]
+    others = {event.pid for event in steps if event.time < began}
+    first = next((event.time for event in steps if event.pid not in others and event.time > began), None)
+    if first is None or steps[-1].time < first + after:
+        return None
+    pause = 0.0
+    for pid in others:
+        own = [event.time for event in steps if event.pid == pid]
+        pause = max(pause, *(b - a for a, b in pairwise(own) if b > began))
+    nothing = dict.fromkeys(PARTS, 0.0)
+    return Phases(**nothing, total=first - began, pause=pause, steps_lost=0)
+
+
+def steps_of_others(events: Iterable[Event], fault_time: float, victim: str) -> tuple[float, ...]:
+    """When the nodes other than the victim completed steps, in seconds since the fault, from 10 s before it."""
+    found = {(event.step, event.pid): event.time - fault_time for event in sorted(events) if _counts(event, victim)}
+    return tuple(sorted(round(at, 3) for at in found.values() if at > -10))
+
+
+def _counts(event: Event, victim: str) -> bool:
+    return event.name == "step" and event.node != victim
+
+
 def medians(runs: Sequence[Phases]) -> Phases:
     """The median of each number on its own, so the parts may not add up to the total."""
     return Phases(**{field.name: median(getattr(run, field.name) for run in runs) for field in fields(Phases)})

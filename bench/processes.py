@@ -22,7 +22,7 @@ def adopt_orphans() -> None:
     _libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def launch(arguments: list[str], env: dict[str, str], log: Path) -> int:
+def launch(arguments: list[str], env: dict[str, str], log: Path, program: str = sys.executable) -> int:
     """Start a node's root process in a session of its own, and return its pid. It is killed when this process ends."""
 
     def die_with_parent() -> None:
@@ -30,7 +30,7 @@ def launch(arguments: list[str], env: dict[str, str], log: Path) -> int:
 
     with log.open("ab") as output:
         process = subprocess.Popen(
-            [sys.executable, *arguments],
+            [program, *arguments],
             env=env,
             stdin=subprocess.DEVNULL,
             stdout=output,

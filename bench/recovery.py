@@ -1,6 +1,7 @@
-"""How fast training goes on after a machine is lost: plain torchrun, tuned torchrun, spotrun.
+"""How fast training goes on after a machine is lost: plain torchrun, tuned torchrun, torchft, spotrun.
 
-python -m bench.recovery [--runs 5] [--scenarios spare cold …] [--systems plain tuned spotrun] [--out bench/RESULTS.md]
+python -m bench.recovery [--runs 5] [--rows main sizes setups] [--systems plain tuned …] [--out bench/RESULTS.md]
+python -m bench.recovery --scenarios spare --sizes 25M 100M --setups 0 30      # these rows alone
 """
 
 from __future__ import annotations
@@ -14,31 +15,34 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 import psutil
 
-from bench import spot
-from bench.phases import Phases, phases
+from bench import broadcast, rate_plots, record, rows, spot, torchft_system
+from bench.phases import Phases, joining, phases, steps_of_others, usual_step
 from bench.processes import adopt_orphans, sweep, tail
 from bench.report import describe_machine, render, write_section
-from bench.systems import SCENARIOS, BenchError, Scenario, System, stepping
+from bench.systems import SCENARIOS, SIZES, BenchError, Run, Scenario, System, Workload, stepping
 from bench.torchrun import PLAIN, STOCK, TUNED, Torchrun
 from bench.watch import Watch
 
 STOCK_SCENARIO = SCENARIOS["spare"]
+JOINED = 3.0  # seconds of training with a newcomer in which a pause is looked for
+AFTER = 4.0  # seconds that a run is followed after its first new step
 PREFIX = "spotrun-bench-"  # of a run's folder; this process's id follows
 
 
-@dataclass(frozen=True)
-class Run:
-    """One measured run. phases: None if no step followed within the timeout (a hang)."""
-
-    system: str
-    scenario: str
-    phases: Phases | None
+Row = tuple[Scenario, Workload]
+ROWS: dict[str, tuple[Row, ...]] = {
+    "main": tuple((scenario, Workload()) for scenario in SCENARIOS.values() if scenario.fault != "join"),
+    "join": tuple((SCENARIOS["join"], Workload(size)) for size in ("0.1M", "25M")),
+    "sizes": tuple((SCENARIOS["spare"], Workload(size)) for size in ("0.1M", "25M", "100M")),
+    "setups": tuple(
+        (SCENARIOS["spare"], Workload(size, setup)) for size, setup in (("0.1M", 8), ("0.1M", 30), ("100M", 30))
+    ),
+}
 
 
 def main() -> int:
@@ -59,49 +63,115 @@ def main() -> int:
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
         sweep()
-    text = render(runs, describe_machine(), datetime.now(UTC).date(), args.timeout, args.stock_timeout)
-    write_section(args.out, "recovery", text)
-    print(f"\n{text}\nwritten to {args.out}")
+    write(args, runs)
     return 0
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench.recovery", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--runs", type=int, default=5, help="of each system in each scenario")
-    parser.add_argument("--scenarios", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
+    parser.add_argument("--runs", type=int, default=5, help="runs of each system in each row")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="which groups of rows")
+    parser.add_argument("--scenarios", nargs="+", choices=SCENARIOS, help="only these, with --sizes, --setups")
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, help="parameters of the model")
+    parser.add_argument("--setups", nargs="+", type=float, help="seconds that the script's set-up takes")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument("--minutes", type=float, default=240, help="after so many minutes, no further run begins")
     parser.add_argument("--timeout", type=float, default=120, help="seconds without a step that count as a hang")
     parser.add_argument(
         "--stock-runs", type=int, default=3, help="of torchrun without the variable, to count its hangs"
     )
     parser.add_argument("--stock-timeout", type=float, default=60, help="seconds, for those")
+    parser.add_argument("--record", type=Path, help="append the runs to this file, and report on all runs in it")
+    parser.add_argument("--note", default="", help="more about the machine, for the report")
     parser.add_argument("--out", type=Path, default=Path("bench/RESULTS.md"))
     return parser.parse_args()
 
 
+def rows_of(args: argparse.Namespace) -> list[Row]:
+    """The rows to measure."""
+    if not (args.scenarios or args.sizes or args.setups):
+        return [row for name in args.rows for row in ROWS[name]]
+    scenarios = args.scenarios or ["spare"]
+    workloads = [Workload(size, setup) for size in args.sizes or [Workload().size] for setup in args.setups or [0.0]]
+    return [(SCENARIOS[name], workload) for name in scenarios for workload in workloads]
+
+
 def measure_all(args: argparse.Namespace) -> list[Run]:
     """Every run. The systems take turns, so that other work on this machine slows all of them equally."""
-    runs = []
-    for index in range(args.runs):
-        for scenario in args.scenarios:
-            for name in args.systems:
-                runs.append(measure(SYSTEMS[name], SCENARIOS[scenario], index, args.timeout))
-                show(runs[-1], index, args.runs)
-    for index in range(args.stock_runs):
-        runs.append(measure(_stock, STOCK_SCENARIO, index, args.stock_timeout))
-        show(runs[-1], index, args.stock_runs)
+    wanted, runs = rows_of(args), list[Run]()
+    systems = available(args.systems)
+    deadline = time.monotonic() + 60 * args.minutes
+    turns = [
+        (index, *row, name) for index in range(args.runs) for row in wanted for name in systems if takes_part(name, row)
+    ]
+    for index, scenario, workload, name in turns:
+        if time.monotonic() > deadline:
+            print(f"bench-recovery: {args.minutes:g} minutes are over; {len(runs)} of {len(turns)} runs are done")
+            return runs
+        runs.append(measure(SYSTEMS[name], scenario, workload, index, args.timeout))
+        if args.record is not None:
+            record.append(args.record, runs[-1])
+        show(runs[-1], index, args.runs)
+    if any(workload == Workload() for _, workload in wanted):
+        for index in range(args.stock_runs):
+            runs.append(measure(_stock, STOCK_SCENARIO, Workload(), index, args.stock_timeout))
+            if args.record is not None:
+                record.append(args.record, runs[-1])
+            show(runs[-1], index, args.stock_runs)
     return runs
 
 
-def measure(build: Callable[[], System], scenario: Scenario, index: int, timeout: float) -> Run:
+def available(names: list[str]) -> list[str]:
+    """The systems that can run here. If torchft is missing, a message says so."""
+    if any(name.startswith("torchft") for name in names):
+        try:
+            torchft_system.prepare()
+        except torchft_system.Unavailable as error:
+            print(f"bench-recovery: without torchft: {error}", file=sys.stderr)
+            return [name for name in names if not name.startswith("torchft")]
+    return names
+
+
+def takes_part(name: str, row: Row) -> bool:
+    """Whether the system is measured in this row. torchft has no spares and does not use the notice."""
+    scenario, workload = row
+    if scenario.fault == "join":
+        return name in ("spotrun", "torchft", "torchft-tuned")
+    return not name.startswith("torchft") or (scenario.name == "spare" and workload != Workload())
+
+
+def write(args: argparse.Namespace, runs: list[Run]) -> None:
+    """Write the sections of the report for which there are runs."""
+    if args.record is not None:
+        runs = record.read(args.record)
+    machine, day = " ".join([f"{describe_machine()}.", args.note]).strip(". "), datetime.now(UTC).date()
+    main_runs = [run for run in runs if run.workload == Workload() and run.scenario != "join"]
+    texts = {}
+    if main_runs:
+        texts["recovery"] = render(main_runs, machine, day, args.timeout, args.stock_timeout)
+    if any(run not in main_runs for run in runs):
+        sizes = {run.workload.size for run in runs}
+        reference = {size: broadcast.measure(Workload(size)) for size in SIZES if size in sizes}
+        plots = rate_plots.plots(runs)
+        for name, text in plots.items():
+            (args.out.parent / "plots").mkdir(exist_ok=True)
+            (args.out.parent / "plots" / name).write_text(text)
+        others = [run for run in runs if run not in main_runs]
+        texts["recovery-rows"] = rows.render(others, reference, machine, day, args.timeout, list(plots))
+    for name, text in texts.items():
+        write_section(args.out, name, text)
+        print(f"\n{text}\nwritten to {args.out}")
+
+
+def measure(build: Callable[[], System], scenario: Scenario, workload: Workload, index: int, timeout: float) -> Run:
     """Measure one interruption. When this returns or raises, nothing is left that the run started, opened or wrote."""
     with tempfile.TemporaryDirectory(prefix=f"{PREFIX}{os.getpid()}-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         watch = Watch(folder / "events.jsonl")
         system = build()
         try:
-            system.start(scenario, folder, watch)
-            settle(watch, index)
+            system.start(scenario, workload, folder, watch)
+            settle(watch, index, workload)
             with ThreadPoolExecutor(1) as pool:  # so that events are seen before the call returns
                 fault = pool.submit(system.fault, scenario)
                 while not fault.done():
@@ -110,13 +180,18 @@ def measure(build: Callable[[], System], scenario: Scenario, index: int, timeout
 
             def recovered() -> Phases | None:
                 system.tick()
+                if scenario.fault == "join":
+                    return joining(watch.events, fault_time, JOINED)
                 return phases(watch.events, fault_time, victim)
 
             watch.until(lambda _: recovered() is not None, timeout)
             found = recovered()
             if found is None:
                 print(tail(folder), file=sys.stderr)
-            return Run(system.name, scenario.name, found)
+            usual = usual_step(watch.events, fault_time)
+            watch.until(lambda _: False, AFTER)
+            steps = steps_of_others(watch.events, fault_time, victim)
+            return Run(system.name, scenario.name, found, workload, usual, steps)
         finally:
             system.close()
             sweep()
@@ -132,11 +207,11 @@ def clear_stale() -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def settle(watch: Watch, index: int) -> None:
+def settle(watch: Watch, index: int, workload: Workload) -> None:
     """Let the job make some more steps, a few more in each run: faults fall at all distances from a checkpoint."""
     now = max(event.step for event in watch.events)
-    goal = now + 40 + 7 * index
-    if not watch.until(lambda events: stepping(events[-8:], steps=goal), timeout=120):
+    goal = now + (22 if workload.large else 40) + 7 * index
+    if not watch.until(lambda events: stepping(events[-8:], steps=goal), timeout=300):
         raise BenchError(f"the job stopped stepping before any fault, at step {now}")
 
 
@@ -144,7 +219,8 @@ def show(run: Run, index: int, runs: int) -> None:
     text = (
         "no step: hang" if run.phases is None else f"{run.phases.total:6.2f} s, {run.phases.steps_lost:.0f} steps lost"
     )
-    print(f"{time.strftime('%H:%M:%S')}  {index + 1}/{runs}  {run.scenario:8} {run.system:8} {text}", flush=True)
+    row = f"{run.scenario:8} {run.workload.size:4} {run.workload.setup:2g} s  {run.system:8}"
+    print(f"{time.strftime('%H:%M:%S')}  {index + 1}/{runs}  {row} {text}", flush=True)
 
 
 def _interrupt(number: int, _frame: object) -> None:
@@ -163,11 +239,25 @@ def _tuned() -> System:
     return Torchrun(TUNED)
 
 
+def _torchft() -> System:
+    return torchft_system.Torchft(torchft_system.DEFAULTS)
+
+
+def _torchft_tuned() -> System:
+    return torchft_system.Torchft(torchft_system.TUNED)
+
+
 def _spotrun() -> System:
     return spot.Spotrun()
 
 
-SYSTEMS: dict[str, Callable[[], System]] = {"plain": _plain, "tuned": _tuned, "spotrun": _spotrun}
+SYSTEMS: dict[str, Callable[[], System]] = {
+    "plain": _plain,
+    "tuned": _tuned,
+    "torchft": _torchft,
+    "torchft-tuned": _torchft_tuned,
+    "spotrun": _spotrun,
+}
 
 
 if __name__ == "__main__":

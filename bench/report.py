@@ -65,6 +65,8 @@ GOALS = (
     Goal("shrink", "total at most 1/12 of plain", "total", 1 / 12, "plain"),
     Goal("notice", "pause under 1.5 s", "pause", 1.5),
     Goal("notice", "no step lost", "steps_lost", 0),
+    Goal("fixed", "pause under 0.5 s", "pause", 0.5),
+    Goal("fixed", "no step lost", "steps_lost", 0),
 )
 
 

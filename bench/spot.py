@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.processes import tail
-from bench.systems import BOOT_DELAY, NODES, NOTICE, START_TIMEOUT, BenchError, Scenario, stepping
+from bench.systems import BOOT_DELAY, NODES, NOTICE, START_TIMEOUT, BenchError, Scenario, Workload, stepping
 from bench.watch import Watch
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Spotrun:
         self._cloud: LocalCloud | None = None
         self._access: Access | None = None
 
-    def start(self, scenario: Scenario, folder: Path, watch: Watch) -> None:
+    def start(self, scenario: Scenario, workload: Workload, folder: Path, watch: Watch) -> None:
         from scripts import jobs
         from scripts import site as sites
         from spotrun.errors import SpotrunError
@@ -47,11 +47,13 @@ class Spotrun:
         self._folder = folder
         os.environ["SPOTRUN_HOME"] = str(home(folder))
         try:
-            spec = sites.load(str(write_cluster(folder)))
+            spec = sites.load(str(write_cluster(folder, NODES if scenario.fault == "join" else None)))
             sites.site(spec).up()
             self._access = sites.site(spec).access()
             self._cloud = find_cloud(folder)
-            self._submitted = jobs.submit(self._access, spec, str(_write_job(folder, scenario, watch.path)), _ignore)
+            self._submitted = jobs.submit(
+                self._access, spec, str(_write_job(folder, scenario, workload, watch.path)), _ignore
+            )
         except SpotrunError as error:
             raise BenchError(f"spotrun: {error}\n{tail(folder)}") from error
         if not watch.until(stepping, START_TIMEOUT):
@@ -64,6 +66,10 @@ class Spotrun:
 
     def fault(self, scenario: Scenario) -> tuple[float, str]:
         assert self._cloud is not None
+        if scenario.fault == "join":
+            now = time.time()
+            self._wait(self._cloud.market(ZONE, capacity=NODES + 1))
+            return now, ""
         victim = str(self._status()["job"]["members"][-1])
         now = time.time()
         if scenario.fault == "notice":
@@ -104,7 +110,9 @@ class Spotrun:
         return found
 
     def _standing_by(self) -> int:
-        return sum(node["phase"] == "ready" for node in self._status()["nodes"])
+        """How many spares have run the script's set-up, and wait."""
+        ready = [node for node in self._status()["nodes"] if node["phase"] == "ready"]
+        return sum(not str(node["doing"]).startswith("warming up") for node in ready)
 
     def _wait(self, work: Coroutine[Any, Any, Any]) -> Any:
         return self._runner.run(work)
@@ -132,20 +140,22 @@ def find_cloud(folder: Path) -> LocalCloud:
     return cloud
 
 
-def write_cluster(folder: Path) -> Path:
-    """A cluster file for this folder's cluster."""
+def write_cluster(folder: Path, capacity: int | None = None) -> Path:
+    """A cluster file for this folder's cluster. capacity: the most machines that the zone gives; None: no limit."""
     cluster = {
         "name": CLUSTER,
         "cloud": "local",
         "pools": [{"name": "spot", "zone": ZONE, "max": NODES + 1}],
         "local": {"boot_delay": _STARTING, "recreate_delay": BOOT_DELAY - _STARTING},
     }
+    if capacity is not None:
+        cluster["local"] |= {"capacity": {ZONE: capacity}}  # type: ignore[operator]
     return _write(folder / "cluster.yaml", cluster)
 
 
-def _write_job(folder: Path, scenario: Scenario, events: Path) -> Path:
+def _write_job(folder: Path, scenario: Scenario, workload: Workload, events: Path) -> Path:
     """A folder with the two files that the job needs, which is what reaches the nodes."""
-    job = folder / "job"
+    job, joins = folder / "job", int(scenario.fault == "join")
     job.mkdir()
     shutil.copy(HERE / "work.py", job / "work.py")
     shutil.copy(HERE / "train_spotrun.py", job / "train.py")
@@ -154,9 +164,10 @@ def _write_job(folder: Path, scenario: Scenario, events: Path) -> Path:
         {
             "name": "bench",
             "script": "train.py",
-            "nodes": {"min": scenario.min_nodes, "max": NODES, "spares": scenario.spares},
+            "nodes": {"min": scenario.min_nodes, "max": NODES + joins, "spares": scenario.spares},
+            "grow_interval": "1s" if joins else "30s",
             "procs_per_node": 1,
-            "env": {"BENCH_EVENTS": str(events), "OMP_NUM_THREADS": "1"},
+            "env": {"BENCH_EVENTS": str(events), "OMP_NUM_THREADS": "1", **workload.env},
         },
     )
 

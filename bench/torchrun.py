@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.processes import free_port, launch, signal_tree, tail
-from bench.systems import BOOT_DELAY, NODES, NOTICE, START_TIMEOUT, BenchError, Scenario, stepping
+from bench.systems import BOOT_DELAY, NODES, NOTICE, START_TIMEOUT, BenchError, Scenario, Workload, stepping
 from bench.watch import Watch
 
 SCRIPT = Path(__file__).parent / "train_plain.py"
@@ -71,12 +71,14 @@ class Torchrun:
         self._port = free_port()
         self._agents: dict[int, int] = {}  # node number → pid
         self._due: list[tuple[float, str]] = []  # (monotonic time, what)
-        self._folder = Path()
+        self._folder, self._workload = Path(), Workload()
 
-    def start(self, scenario: Scenario, folder: Path, watch: Watch) -> None:
+    def start(self, scenario: Scenario, workload: Workload, folder: Path, watch: Watch) -> None:
+        if scenario.fault == "join":
+            raise BenchError(f"{self.name}: {scenario.title} is not measured with torchrun, which restarts all workers")
         self._folder = folder
         self._nnodes = f"{scenario.min_nodes}:{NODES}"
-        self._events = watch.path
+        self._events, self._workload = watch.path, workload
         (folder / "checkpoints").mkdir()
         for node in range(NODES):
             self._launch(node)
@@ -137,6 +139,7 @@ class Torchrun:
     def _env(self, node: int) -> dict[str, str]:
         env = {key: value for key, value in os.environ.items() if not key.startswith(("TORCH", "SPOTRUN", "BENCH"))}
         env |= {"OMP_NUM_THREADS": "1", "BENCH_NODE": _name(node), "BENCH_EVENTS": str(self._events)}
+        env |= self._workload.env
         env |= {"BENCH_PID": str(os.getpid()), "TMPDIR": str(self._folder)}
         if self._settings.own_store:
             env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"

@@ -38,6 +38,7 @@ def main() -> None:
     work.mark("entered")
     dist.init_process_group("gloo", timeout=timedelta(seconds=args.group_timeout))
     work.mark("grouped")
+    work.set_up()
     model = DistributedDataParallel(work.build_model())
     optimizer = work.build_optimizer(model)
     step = load(args.checkpoints, model, optimizer)

@@ -40,6 +40,7 @@ def main() -> None:
     work.mark("entered")
     run = spotrun.init(seed=0)
     work.mark("grouped")
+    work.set_up()
     model = run.ddp(work.build_model())
     optimizer = work.build_optimizer(model)
     data = work.build_data()

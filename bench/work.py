@@ -16,7 +16,9 @@ from torch import nn
 
 BATCH = 64
 SAMPLES = 1 << 16
-FEATURES, HIDDEN, CLASSES = 64, 1024, 10  # 1.1 M parameters
+FEATURES, CLASSES = 64, 10
+HIDDEN = int(os.environ.get("BENCH_HIDDEN", "1024"))  # 1024: 1.1 M parameters
+SETUP_SECONDS = float(os.environ.get("BENCH_SETUP", "0"))  # of waiting, as for data and files, before training
 STEP_SECONDS = 0.05  # the least a step takes; the rest of it is slept, as a CPU sleeps while its accelerator works
 
 
@@ -25,6 +27,11 @@ def build_model() -> nn.Module:
     return nn.Sequential(
         nn.Linear(FEATURES, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, CLASSES)
     )
+
+
+def set_up() -> None:
+    """What a script does once before it trains: here it waits."""
+    time.sleep(SETUP_SECONDS)
 
 
 def build_data() -> torch.utils.data.TensorDataset:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.soak import checks
-from bench.soak.plan import EPOCHS, LASTING, STEPS, Fault, Scenario
+from bench.soak.plan import EPOCHS, LASTING, STEPS, TWOFOLD, Fault, Scenario
 from bench.soak.site import JOB, Site
 from spotrun.errors import SpotrunError
 
@@ -66,11 +66,10 @@ def baseline(scenario: Scenario, folder: Path) -> str:
     folder.mkdir(parents=True)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={scenario.most}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with (folder / "log").open("wb") as log:
-        subprocess.run(
-            [*launch, str(JOB / "train.py"), *scenario.arguments(str(folder), pause=0.0)],
-            check=True, env=environment, stdout=log, stderr=log, timeout=LONGEST,
-        )  # fmt: skip
+    command = [*launch, str(JOB / "train.py"), *scenario.arguments(str(folder), pause=0.0)]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LONGEST, check=False)
+    if ran.returncode:
+        raise SpotrunError(f"the undisturbed run failed ({ran.returncode}): {ran.stderr[-4000:]}")
     return _digest(folder)
 
 
@@ -85,7 +84,7 @@ def _train(site: Site, scenario: Scenario, outcome: Outcome) -> None:
         now = time.time()
         for each in [each for each in lasting if each[0] <= now]:
             lasting.remove(each)
-            site.undo(each[1], each[2])
+            site.end(each[1], each[2])
         if coming and site.newest and _share(site.newest) >= coming[0].at:
             try:
                 what = site.begin(coming[0])
@@ -94,12 +93,12 @@ def _train(site: Site, scenario: Scenario, outcome: Outcome) -> None:
                 continue
             fault = coming.pop(0)
             outcome.done.append(fault)
-            if fault.kind in LASTING:
+            if fault.kind in (*LASTING, *TWOFOLD):
                 lasting.append((now + fault.seconds, fault, what))
                 excused.append((now, now + fault.seconds))
         time.sleep(POLL)
     for _, fault, what in lasting:
-        site.undo(fault, what)
+        site.end(fault, what)
     outcome.seconds = time.time() - began
     _note(site, outcome, excused)
 

@@ -9,8 +9,22 @@ EPOCHS = 2
 BATCH = 4
 STEPS = 90  # of an epoch, at the job's largest size
 PAUSE = 0.05  # seconds added to each step
-FAULTS = ("preempt", "kill", "freeze", "cut", "head", "relaunch", "dry", "bucket", "slow")
+FAULTS = (
+    "preempt",
+    "kill",
+    "double",
+    "again",
+    "newcomer",
+    "freeze",
+    "cut",
+    "head",
+    "relaunch",
+    "dry",
+    "bucket",
+    "slow",
+)
 LASTING = ("freeze", "cut", "dry", "bucket", "slow")  # faults that are undone after a while
+TWOFOLD = {"again": (0.1, 2.0), "newcomer": (0.5, 8.0)}  # faults with a second part: between how many seconds later
 NOTICES = (2.0, 5.0, 15.0, 30.0, 120.0)  # seconds
 
 
@@ -32,6 +46,8 @@ SHAPES = (
     Shape("accumulate", accumulate=3),
     Shape("loaders", loaders=2),
     Shape("pair"),
+    Shape("scaler"),
+    Shape("gan"),
 )
 
 
@@ -39,9 +55,11 @@ SHAPES = (
 class Fault:
     """One thing that goes wrong.
 
-    kind: one of FAULTS. at: the share of the job's steps that are done when the fault happens.
+    kind: one of FAULTS. double: two members are killed. again: a member is killed, and later another one, while the
+    workers may regroup or transfer their state. newcomer: a member is killed, and later the machines that are no
+    members, while they may boot or warm up. at: the share of the job's steps that are done when the fault happens.
     rank: which member it hits; if there are fewer members, the count begins again. seconds: of the notice, or until the
-    fault is undone.
+    fault is undone, or until its second part.
     """
 
     kind: str
@@ -50,7 +68,7 @@ class Fault:
     seconds: float = 0.0
 
     def __str__(self) -> str:
-        who = f" rank {self.rank}" if self.kind in ("preempt", "kill", "freeze", "cut") else ""
+        who = "" if self.kind in ("head", "relaunch", "dry", "bucket", "slow") else f" rank {self.rank}"
         time = f" {self.seconds:g} s" if self.seconds else ""
         return f"{self.kind}{who}{time} at {self.at:.0%}"
 
@@ -101,5 +119,7 @@ def _fault(dice: random.Random, at: float) -> Fault:
     rank = dice.randrange(4)
     if kind == "preempt":
         return Fault(kind, at, rank, dice.choice(NOTICES))
+    if kind in TWOFOLD:
+        return Fault(kind, at, rank, round(dice.uniform(*TWOFOLD[kind]), 1))
     seconds = round(dice.uniform(1.0, 10.0), 1) if kind in LASTING else 0.0
     return Fault(kind, at, rank, seconds)

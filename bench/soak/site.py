@@ -107,17 +107,25 @@ class Site:
         if not members:
             raise SpotrunError("no node trains at the moment")
         node = str(members[fault.rank % len(members)])
-        if fault.kind == "preempt":
-            self._do(self._cloud.preempt(node, fault.seconds))
-        else:
-            self._do(getattr(self._cloud, fault.kind)(node))
+        match fault.kind:
+            case "preempt":
+                self._do(self._cloud.preempt(node, fault.seconds))
+            case "freeze" | "cut":
+                self._do(getattr(self._cloud, fault.kind)(node))
+            case _:
+                self._kill([node] if fault.kind != "double" else [node, *_after(node, members)])
         return node
 
-    def undo(self, fault: Fault, what: str) -> None:
-        """End a lasting fault. If its machine has been replaced meanwhile, nothing is done."""
+    def end(self, fault: Fault, what: str) -> None:
+        """Undo a lasting fault, or cause the second part of a twofold one, if the machines are still there."""
         assert self._cloud is not None
+        members = (self.newest.get("job") or {}).get("members") or []
         with contextlib.suppress(SpotrunError):
             match fault.kind:
+                case "again":
+                    self._kill(_after(what, members))
+                case "newcomer":
+                    self._kill([name for name in self.machines() if name not in members])
                 case "freeze":
                     self._do(self._cloud.thaw(what))
                 case "cut":
@@ -146,6 +154,13 @@ class Site:
         if self._follower is not None:
             self._follower.join(60)
         return left(self.layout, subnet)
+
+    def _kill(self, nodes: list[str]) -> None:
+        """Kill these machines at one time, as far as they are there."""
+        assert self._cloud is not None
+        for node in nodes:
+            with contextlib.suppress(SpotrunError):
+                self._do(self._cloud.kill(node))
 
     def _do(self, work: Coroutine[Any, Any, Any]) -> Any:
         return self._runner.run(work)
@@ -208,6 +223,12 @@ class Bucket:
                 self._file.touch(mode=0o600)
             _exchange(self._path, self._file)
             self._away = away
+
+
+def _after(node: str, members: list[str]) -> list[str]:
+    """The member that comes after this one, if there is another."""
+    at = members.index(node) if node in members else -1
+    return [name for name in members[at + 1 :] + members[: max(at, 0)] if name != node][:1]
 
 
 def left(layout: Layout, subnet: str) -> list[str]:

@@ -16,6 +16,8 @@ LEGEND = {
     "accumulate": "BatchNorm, gradients of 3 batches added up",
     "loaders": "dropout, 2 loader workers",
     "pair": "two models, LSTM and dropout",
+    "scaler": "BatchNorm, gradient scaler",
+    "gan": "GAN: generator and discriminator, two backward passes",
 }
 
 

@@ -12,10 +12,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench.phases import PARTS, Event, Phases, medians, parse, phases
-from bench.recovery import PREFIX, Run, clear_stale
+from bench import record
+from bench.phases import PARTS, Event, Phases, joining, medians, parse, phases, usual_step
+from bench.rate_plots import curve
+from bench.recovery import PREFIX, clear_stale
 from bench.report import dominant, render, summarize, write_section
-from bench.systems import stepping
+from bench.rows import render as render_rows
+from bench.systems import Run, Workload, stepping
 from bench.watch import Watch
 
 ROOT = Path(__file__).parents[2]
@@ -205,3 +208,51 @@ def test_sections_of_the_results_are_replaced_alone(tmp_path: Path) -> None:
     text = path.read_text()
     assert [word for word in ("first", "second", "third") if word in text] == ["second", "third"]
     assert text.index("third") < text.index("second")
+
+
+def test_a_newcomer_costs_the_others_their_longest_step() -> None:
+    joined = [Event(12.0 + step / 10, "step", 3, "c", step) for step in range(40)]
+    others = [Event(9.1 + 0.5 + step / 10, "step", pid, "x", 51 + step) for step in range(80) for pid in (1, 2)]
+    assert joining([*STEADY, *others], FAULT, after=3.0) is None
+    found = joining([*STEADY, *others, *joined], FAULT, after=3.0)
+    assert found is not None
+    assert (found.total, found.pause) == pytest.approx((12.0 - FAULT, 0.6))
+
+
+def test_the_usual_step_is_that_before_the_fault() -> None:
+    assert usual_step(STEADY, FAULT) == pytest.approx(0.1)
+    assert usual_step(STEADY[:8], FAULT) is None
+
+
+def test_rows_are_reported_with_their_goals() -> None:
+    small, long = Workload("0.1M"), Workload("0.1M", 30.0)
+    runs = [
+        Run("plain", "spare", sample(18.0), small, 0.05),
+        Run("spotrun", "spare", sample(0.5), small, 0.05),
+        Run("spotrun", "spare", sample(1.2), long, 0.05),
+        Run("spotrun", "spare", sample(3.0), Workload("100M"), 2.0),
+        Run("spotrun", "spare", None, Workload("100M"), 2.0),
+        Run("spotrun", "join", sample(9.0), small, 0.05),
+    ]
+    text = render_rows(runs, {"100M": 0.4}, "a machine", date(2030, 1, 2), 60)
+    assert "| 0.1 M: hard kill with a spare at most 1/30 of plain | 0.50 / 18.00 = 1/36.0 | yes |" in text
+    assert (
+        "| 100 M: hard kill with a spare at most 1.5 times a bare broadcast + 0.5 s | 3.00, limit 1.10 | no |" in text
+    )
+    assert "without the step itself | 1.00, limit 1.10 | yes |" in text
+    assert "| 0.1 M: hard kill: the same with 30 s of set-up as without, within 0.5 s | 1.20 and 0.50 | no |" in text
+    assert "| 2 (1 hangs) |" in text
+
+
+def test_runs_in_a_file_are_those_that_were_measured(tmp_path: Path) -> None:
+    runs = [Run("plain", "spare", sample(18.0), Workload("25M", 8.0), 0.05, (-1.0, 2.5)), Run("tuned", "cold", None)]
+    for run in runs:
+        record.append(tmp_path / "runs.jsonl", run)
+    assert record.read(tmp_path / "runs.jsonl") == runs
+
+
+def test_a_curve_ends_where_a_run_was_no_longer_followed() -> None:
+    steps = tuple(at / 10 for at in [*range(-50, 0), *range(50, 100)])
+    points = dict(curve([Run("spotrun", "spare", sample(5.0), Workload(), 0.1, steps)]))
+    assert [points[at].value for at in (-0.5, 0.5, 4.5, 5.5)] == [1.0, 0.0, 0.0, 1.0]
+    assert max(points) == 8.5

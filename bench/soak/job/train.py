@@ -50,22 +50,71 @@ class Last(nn.Module):
         return found[0][:, -1]
 
 
-MODELS = {"norm": norm, "dropout": dropout, "accumulate": norm, "loaders": dropout, "pair": recurrent}
+def discriminator() -> nn.Module:
+    """A model that tells data from what the generator makes."""
+    return nn.Sequential(nn.Linear(16, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1))
+
+
+def generator() -> nn.Module:
+    """A model that makes data from noise."""
+    return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 16))
+
+
+MODELS = {
+    "norm": norm,
+    "dropout": dropout,
+    "accumulate": norm,
+    "loaders": dropout,
+    "pair": recurrent,
+    "scaler": norm,
+    "gan": discriminator,
+}
+SECOND = {"pair": dropout, "gan": generator}
 torch.set_num_threads(1)
 run = spotrun.init(seed=5)
 torch.manual_seed(0)
-generator = torch.Generator().manual_seed(1)
-inputs = torch.randn(args.samples, 16, generator=generator)
+inputs = torch.randn(args.samples, 16, generator=torch.Generator().manual_seed(1))
 dataset = TensorDataset(torch.arange(args.samples), inputs, inputs[:, :4].argmax(1))
 models = {"model": run.ddp(MODELS[args.shape]())}
-if args.shape == "pair":
-    models["second"] = run.ddp(dropout())
+if args.shape in SECOND:
+    models["second"] = run.ddp(SECOND[args.shape]())
 optimizers = {f"{name}_optimizer": torch.optim.AdamW(each.parameters(), lr=1e-2) for name, each in models.items()}
 schedulers = {f"{name}_schedule": torch.optim.lr_scheduler.StepLR(each, 1, 0.5) for name, each in optimizers.items()}
 sampler = spotrun.ElasticSampler(dataset, seed=3)
 loader = DataLoader(dataset, batch_size=args.batch, sampler=sampler, num_workers=args.loaders)
-run.track(**models, **optimizers, **schedulers, sampler=sampler)
+scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=7, enabled=args.shape == "scaler")
+run.track(**models, **optimizers, **schedulers, scaler=scaler, sampler=sampler)
 record = (args.out / f"steps-{run.generation}-{run.rank}.jsonl").open("a", buffering=1)
+
+
+def fit(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """A step of classifiers."""
+    loss = torch.stack([nn.functional.cross_entropy(model(x), y) for model in models.values()]).sum()
+    run.backward(scaler.scale(loss))
+    if run.completes_step:
+        for optimizer in optimizers.values():
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+        scaler.update()
+    return loss
+
+
+def play(x: torch.Tensor) -> torch.Tensor:
+    """A step of a GAN: the discriminator learns first, then the generator."""
+    made = models["second"](torch.randn(len(x), 8))
+    told = models["model"](torch.cat([x, made.detach()]))
+    truth = torch.cat([torch.ones(len(x), 1), torch.zeros(len(x), 1)])
+    loss = nn.functional.binary_cross_entropy_with_logits(told, truth)
+    run.backward(loss)
+    optimizers["model_optimizer"].step()
+    optimizers["model_optimizer"].zero_grad()
+    told = models["model"](made)
+    run.backward(nn.functional.binary_cross_entropy_with_logits(told, torch.ones(len(x), 1)))
+    optimizers["second_optimizer"].step()
+    for optimizer in optimizers.values():
+        optimizer.zero_grad()
+    return loss
+
 
 for epoch in run.epochs(EPOCHS):
     for ids, x, y in run.steps(loader, accumulate=args.accumulate):
@@ -73,12 +122,7 @@ for epoch in run.epochs(EPOCHS):
         seen = [] if run.padding else ids.tolist()
         line = {"generation": run.generation, "epoch": epoch, "step": run.step + 1, "ids": seen}
         record.write(json.dumps(line) + "\n")
-        loss = torch.stack([nn.functional.cross_entropy(model(x), y) for model in models.values()]).sum()
-        run.backward(loss)
-        if run.completes_step:
-            for optimizer in optimizers.values():
-                optimizer.step()
-                optimizer.zero_grad()
+        loss = play(x) if args.shape == "gan" else fit(x, y)
         run.log(loss=loss)
         time.sleep(args.pause / args.accumulate)
     for scheduler in schedulers.values():
