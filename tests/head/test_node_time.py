@@ -52,6 +52,13 @@ def test_a_machine_without_an_agent_is_starting() -> None:
     assert counted(job(A), node(A), there=(A, "boots")) == {"training": pytest.approx(10), "starting": 10}
 
 
+def test_a_machine_that_has_served_and_is_not_connected_leaves() -> None:
+    seen = view(job(B), machines=(Machine(A, "p", "running", NOW - 100, answered=NOW - 50),))
+    assert node_time.kinds(job(B), seen)(A) == "leaving"
+    again = view(job(B), machines=(Machine(A, "p", "running", NOW - 10, answered=NOW - 50),))
+    assert node_time.kinds(job(B), again)(A) == "booting", "another machine of that name"
+
+
 @pytest.mark.parametrize(
     ("total", "good", "spent", "split"),
     [

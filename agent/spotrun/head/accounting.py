@@ -68,6 +68,7 @@ def count(job: JobState, view: View, uses: Uses, rates: Rates) -> JobState:
         counted_at=view.now,
         node_seconds=job.node_seconds + sum(seconds.values()),
         spent=node_time.add(job.spent, job, view, seconds),
+        timeline=job.timeline.add(uses, node_time.kinds(job, view)),
         cost=job.cost + total(account) - total(job.account),
         account=account,
         unpriced={},

@@ -54,6 +54,14 @@ class Events:
         events |= {id(each): each for each in (self.of(job.id) if job else [])}
         return sorted(events.values(), key=lambda each: float(each["at"]))
 
+    def newest(self, most: int) -> list[dict[str, Any]]:
+        """The newest events of the cluster and of all jobs, in order. A job's event has the job's id under `job`."""
+        found = {id(each): dict(each) for each in self._cluster[-most:]}
+        for job, events in self._jobs.items():
+            for each in events[-most:]:
+                found.setdefault(id(each), {**each, "job": job})
+        return sorted(found.values(), key=lambda each: float(each["at"]))[-most:]
+
     def load(self, job: str, events: list[Event]) -> None:
         """Begin with the events that the bucket has of a job."""
         self._jobs[job] = events

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from spotrun.head.job_state import JobState, good_seconds
 from spotrun.head.view import Node, View
@@ -14,24 +14,44 @@ STARTING = "starting"  # boot, health checks, packages, and the first workers un
 WAITING = "waiting"  # ready, while the job has fewer machines than it needs
 RECOVERY = "recovery"  # from an interruption to the next step
 SPARE = "spare"  # ready, beside a generation that trains without it
-LEAVING = "leaving"  # under notice, and not a member any more
+LEAVING = "leaving"  # not a member any more: under notice, or its agent has ended before the machine
 UNFIT = "unfit"  # failed its health checks
 KEPT = "kept"  # kept for a person after the job has failed
 SAVING = "saving"  # the job's last state goes into the bucket
+BOOTING = "booting"  # the part of STARTING before the agent is connected; only timelines tell it apart
 UNKNOWN = "unknown"  # counted by a head that did not tell these apart
 
 
 def add(spent: Mapping[str, float], job: JobState, view: View, machines: Mapping[str, float]) -> dict[str, float]:
     """`spent` with more time. machines: the node-seconds of each, which are negative for time that is taken back."""
-    found = dict(spent)
-    nodes = {node.name: node for node in view.nodes if node.connected}
-    members = {member.node for member in job.members}
+    found, kind_of = dict(spent), kinds(job, view)
     for machine, seconds in machines.items():
-        kind = _member(job) if machine in members else _other(job, nodes.get(machine))
+        kind = kind_of(machine)
+        kind = STARTING if kind == BOOTING else kind
         if seconds < 0 and found.get(kind, 0.0) + seconds < 0:
             kind = max(found, key=lambda each: found[each], default=kind)
         found[kind] = found.get(kind, 0.0) + seconds
     return found
+
+
+def kinds(job: JobState, view: View) -> Callable[[str], str]:
+    """A function from a machine's name to what the machine does now: one of the kinds above, also BOOTING."""
+    nodes = {node.name: node for node in view.nodes if node.connected}
+    members = {member.node for member in job.members}
+    served: set[str] | None = None  # machines that have served before; found when the first one is needed
+
+    def kind(machine: str) -> str:
+        nonlocal served
+        if machine in members:
+            return _member(job)
+        found = _other(job, nodes.get(machine))
+        if found != STARTING or machine in nodes:
+            return found
+        if served is None:
+            served = {each.name for each in view.machines if each.joined}
+        return LEAVING if machine in served else BOOTING
+
+    return kind
 
 
 def split(job: JobState) -> dict[str, float] | None:

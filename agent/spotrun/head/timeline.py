@@ -1,0 +1,119 @@
+"""What each machine of a job did, and when: `node_time` with times and machines. Pure.
+
+The head counts a machine's time with `node_time.kind`. The same kind, for the same seconds, goes into the timeline. So
+the spans of a kind add up to what the job's account has, except for corrections of time that was counted by mistake.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from spotrun.document import FORMAT
+from spotrun.head.account import Use
+
+MOST = 4000  # spans that are kept; the oldest ones of a machine are then joined into one of kind `MIXED`
+MIXED = "mixed"  # the time of several kinds
+NEAR = 0.01  # seconds between two spans of the same kind that are one
+GONE = 60.0  # seconds after which a machine that is not counted any more is not expected back
+
+
+class Span(NamedTuple):
+    """Time of one machine that went into one thing."""
+
+    node: str  # the machine's name
+    kind: str  # as in `node_time`; `booting` is the part of `starting` before the agent is connected
+    start: float  # epoch seconds
+    end: float  # epoch seconds
+    share: float = 1.0  # the part of the machine that the job pays for
+
+    @property
+    def seconds(self) -> float:
+        """Node-seconds."""
+        return (self.end - self.start) * self.share
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The spans of one job."""
+
+    closed: tuple[Span, ...] = ()  # those that do not grow any more
+    growing: Mapping[str, Span] = field(default_factory=dict)  # the newest span of each machine, by its name
+
+    def __iter__(self) -> Iterator[Span]:
+        """All spans, by their starts."""
+        return iter(sorted((*self.closed, *self.growing.values()), key=lambda span: span.start))
+
+    def __bool__(self) -> bool:
+        return bool(self.closed or self.growing)
+
+    def add(self, uses: Iterable[Use], kind: Callable[[str], str]) -> Timeline:
+        """The timeline with more machine time. kind: what a machine did."""
+        growing, closed = dict(self.growing), list[Span]()
+        for use in uses:
+            if use.end <= use.start:
+                growing, closed = _without(use, growing, closed)
+                continue
+            what, last = kind(use.machine), growing.get(use.machine)
+            if last and (last.kind, last.share) == (what, use.share) and abs(use.start - last.end) < NEAR:
+                growing[use.machine] = last._replace(end=use.end)
+                continue
+            if last is not None and use.late:  # time before the newest span
+                closed.append(Span(use.machine, what, use.start, use.end, use.share))
+                continue
+            if last is not None:
+                closed.append(last)
+            growing[use.machine] = Span(use.machine, what, use.start, use.end, use.share)
+        if not closed:
+            return replace(self, growing=growing)
+        newest = max(span.end for span in growing.values())
+        for name in [name for name, span in growing.items() if newest - span.end > GONE]:
+            closed.append(growing.pop(name))
+        return Timeline(_bounded((*self.closed, *closed)), growing)
+
+    def text(self) -> bytes:
+        """The document for the bucket."""
+        return json.dumps({"format": FORMAT, "spans": list(self)}).encode()
+
+
+def read(data: bytes | None, until: float = 0.0) -> Timeline:
+    """The timeline in a document; an empty one if there is none, or if it is not readable.
+
+    until: leave out later times, which will be counted again; 0: nothing is left out.
+    """
+    try:
+        found = json.loads(data) if data else {"spans": []}
+        rows = found["spans"] if found.get("format", FORMAT) <= FORMAT else []
+        spans = (Span(str(row[0]), str(row[1]), *map(float, row[2:5])) for row in rows)
+        kept = (span._replace(end=min(span.end, until or span.end)) for span in spans)
+        return Timeline(tuple(sorted((span for span in kept if span.end > span.start), key=lambda span: span.start)))
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
+        return Timeline()
+
+
+def _without(use: Use, growing: dict[str, Span], closed: list[Span]) -> tuple[dict[str, Span], list[Span]]:
+    """Take back the end of a machine's newest span: the machine had ended earlier than was known."""
+    last = growing.get(use.machine)
+    if last is not None and use.end < last.end:
+        growing[use.machine] = last._replace(end=max(last.start, use.end))
+    return growing, closed
+
+
+def _bounded(spans: tuple[Span, ...]) -> tuple[Span, ...]:
+    """At most `MOST` spans. Of the older half, those of a machine become one."""
+    if len(spans) <= MOST:
+        return spans
+    ordered = sorted(spans, key=lambda span: span.start)
+    older, newer = ordered[: MOST // 2], ordered[MOST // 2 :]
+    joined: dict[str, Span] = {}
+    for span in older:
+        last = joined.get(span.node)
+        if last is None:
+            joined[span.node] = span._replace(kind=MIXED)
+            continue
+        end = max(last.end, span.end)
+        whole = end - last.start
+        joined[span.node] = last._replace(end=end, share=(last.seconds + span.seconds) / whole if whole else last.share)
+    return (*joined.values(), *newer)
