@@ -28,7 +28,16 @@ TAKES = {
     "cost": ("ID", "MONTH", "GROUP"),
     "advise": ("JOB", "MEASURE", "RATE", "OUT"),
     "follow": ("ID", "GROUP"),
-    "logs": ("NODE", "RANK", "ID", "TAIL", "RAW"),
+    "dashboard": ("PORT",),
+    "logs": ("NODE", "RANK", "ID", "TAIL", "RAW", "GREP", "SINCE", "GEN", "FOLLOW"),
+    "stacks": ("ID", "NODE"),
+    "runs": ("WHERE", "SORT"),
+    **dict.fromkeys(("show", "rerun"), ("ID",)),
+    "diff": ("A", "B"),
+    "tag": ("ID", "TAG"),
+    "note": ("ID", "TEXT"),
+    "rm": ("ID", "FORCE"),
+    "export": ("ID", "TO", "OUT"),
     "ssh": ("NODE",),
     "run": ("CMD", "NODE", "TIMEOUT"),
     "preempt": ("NODE", "NOTICE"),
@@ -46,8 +55,8 @@ TAKES = {
     "soak": ("RUNS", "SEED"),
     **dict.fromkeys(("help", "clean", "image-versions", "image-trial"), ()),
     **dict.fromkeys(("test", "test-fast", "test-clouds", "test-gpu", "test-image"), ()),
-    **dict.fromkeys(("bench-recovery", "bench-footprint", "bench-synth", "bench-startup"), ()),
-    **dict.fromkeys(("bench-snapshots", "bench-jobs", "bench-scale", "bench-capacity"), ()),
+    **dict.fromkeys(("bench-recovery", "bench-overhead", "bench-footprint", "bench-synth", "bench-startup"), ()),
+    **dict.fromkeys(("bench-snapshots", "bench-jobs", "bench-scale", "bench-capacity", "bench-metrics"), ()),
 }
 _COMMON = ("CLUSTER", "JSON")
 _KNOWN = tuple(dict.fromkeys(name for names in (*TAKES.values(), _COMMON) for name in names))
@@ -123,6 +132,15 @@ def job(text: str, file: str) -> str | None:
     if text and not _JOB.fullmatch(text):
         raise SpotrunError(f"ID: {text!r}: is not a job's id; `{make_command(file, 'status')}` names the newest jobs")
     return text or None
+
+
+def run(name: str, text: str, file: str) -> str:
+    """A run's id, which must be given. name: the variable. Raises `SpotrunError`."""
+    if not text:
+        raise SpotrunError(f"{name} is missing: name a run; `{make_command(file, 'runs')}` lists them")
+    if not _JOB.fullmatch(text):
+        raise SpotrunError(f"{name}: {text!r}: is not a run's id; `{make_command(file, 'runs')}` lists them")
+    return text
 
 
 def group(text: str, job: str, file: str) -> str | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from scripts import console, control
@@ -58,7 +58,12 @@ def find(access: Access, job: str | None, node: str | None, rank: str | None) ->
 
 def every(store: Store, job: str) -> list[Log]:
     """All logs of a job's workers that are in the bucket."""
-    found = ((key, _NAME.fullmatch(key)) for key in store.list(f"jobs/{job}/logs"))
+    return named(store.list(f"jobs/{job}/logs"))
+
+
+def named(keys: Iterable[str]) -> list[Log]:
+    """The logs among these keys."""
+    found = ((key, _NAME.fullmatch(key)) for key in keys)
     return [Log(key, int(match[1]), match[2], match[3]) for key, match in found if match]
 
 

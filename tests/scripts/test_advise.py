@@ -11,8 +11,9 @@ from xml.etree import ElementTree
 import pytest
 
 from scripts import advise, advising, bars, candidates
-from scripts.advise import SCALING, Kind
+from scripts.advise import Kind
 from spotrun.cloud import prices
+from spotrun.head.capacity.observe import SCALING
 from spotrun.head.speeds import Speed
 from spotrun.spec import ClusterSpec, JobSpec
 from spotrun.store import Store

@@ -34,17 +34,24 @@ HOSTILE = {
 INHERITED = {
     *("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "CLUSTER", "JOB", "NODE", "RANK", "CMD", "TIMEOUT", "FAULTS", "NOTICE", "ID"),
     *("GROUP", "MONTH", "MEASURE", "RATE", "OUT", "TO", "JSON", "FORCE", "ALL", "STRICT", "RAW", "TAIL"),
+    *("WHERE", "SORT", "A", "B", "TAG", "TEXT", "GREP", "SINCE", "GEN", "FOLLOW"),
 }
 # Which targets take which variables, and what the command calls them.
 TARGETS = {
     "run": {"CMD": "cmd", "NODE": "node", "TIMEOUT": "timeout", "CLUSTER": "cluster"},
     "train": {"JOB": "job", "FAULTS": "faults"},
     "logs": {"NODE": "node", "RANK": "rank", "ID": "id"},
+    "stacks": {"ID": "id", "NODE": "node"},
     "preempt": {"NODE": "node", "NOTICE": "notice"},
     "stop": {"ID": "id", "GROUP": "group"},
     "advise": {"JOB": "job", "MEASURE": "measure", "RATE": "rate", "OUT": "out"},
     "cost": {"ID": "id", "GROUP": "group", "MONTH": "month"},
     "priority": {"ID": "id", "TO": "to"},
+    "runs": {"WHERE": "where", "SORT": "sort"},
+    "diff": {"A": "first", "B": "second"},
+    "note": {"ID": "id", "TEXT": "text"},
+    "tag": {"ID": "id", "TAG": "tag"},
+    "export": {"ID": "id", "TO": "to", "OUT": "out"},
 }
 
 

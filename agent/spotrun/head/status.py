@@ -265,7 +265,8 @@ def event(job: JobState, action: Action) -> tuple[str, str] | None:
         case EndGeneration() if action.cause:  # without one the job has failed, which its own event says
             return "generation", f"none; waiting for nodes{_why(action)}"
         case Drain():
-            return "drain", f"all stop after step {action.step}{_why(action)}"
+            more = f"; {action.reason}" if action.reason else ""
+            return "drain", f"all stop after step {action.step}{_why(action)}{more}"
         case CountFailure():
             return "failure", f"{action.node} rank {action.failure.rank}: {action.failure.message}"
         case AbortSave():

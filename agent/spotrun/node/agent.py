@@ -10,13 +10,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import re
 import time
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from spotrun.machine.gpus import device_count
 from spotrun.machine.metadata import Identity
@@ -26,7 +28,8 @@ from spotrun.node.claims import Claims
 from spotrun.node.connection import Connection
 from spotrun.node.job import Node
 from spotrun.node.part_uploader import left_in_memory
-from spotrun.node.runner import POLL, Runner
+from spotrun.node.runner import Runner
+from spotrun.readings import NAMES, NONE, OF_GPU, Readings
 from spotrun.spec import names
 from spotrun.store import Store
 from spotrun.wire import Bundle, JobOrder, Notice, Order, Report
@@ -79,6 +82,7 @@ class Agent:
         self._wake = asyncio.Event()
         # By job id. At first: the jobs whose snapshots an earlier agent has left. The first order decides about them.
         self._runners = {job: self._runner(job) for job in left_in_memory(settings.tmpfs)}
+        self._measured = NONE
         self._cleaned = False  # whether the files of jobs that are not ordered have been removed
         self._removal: asyncio.Task[None] | None = None
 
@@ -86,6 +90,21 @@ class Agent:
     def bundles(self) -> tuple[Bundle, ...]:
         """The jobs that have begun on this node."""
         return tuple(runner.bundle for runner in self._runners.values() if runner.bundle is not None)
+
+    @property
+    def under_notice(self) -> bool:
+        """Whether the machine will be taken."""
+        return self._notice is not None
+
+    def ranks(self) -> dict[str, dict[int, tuple[int, float, float]]]:
+        """By job that has begun here: what each living worker has done in its generation, see `WorkerGroup.ranks`."""
+        return {job: runner.ranks for job, runner in self._runners.items() if runner.bundle is not None}
+
+    def measured(self, values: Mapping[str, Any]) -> None:
+        """Have the next reports tell what was measured. values: see `telemetry.sensors`; empty: nothing."""
+        gpus = (tuple(float(gpu.get(name, math.nan)) for name in OF_GPU) for gpu in values.get("gpus", ()))
+        found = tuple(float(values.get(name, math.nan)) for name in NAMES) if values else ()
+        self._measured = Readings(machine=found, gpus=tuple(gpus))
 
     def obey(self, order: Order) -> None:
         """Take the head's newest order."""
@@ -129,6 +148,8 @@ class Agent:
         """Take a notice that counts from now on; None: it no longer holds."""
         log.warning("notice: %s", notice)
         self._notice = notice
+        for runner in self._runners.values() if notice else ():
+            runner.hurry()
         self._wake.set()
 
     def expect(self, notice: Notice | None) -> None:
@@ -141,9 +162,9 @@ class Agent:
         """Pass on each order, and report whenever something has changed, and at intervals while workers live."""
         self._publish()
         while True:
-            busy = any(runner.busy for runner in self._runners.values())
+            intervals = [each for runner in self._runners.values() if (each := runner.interval) is not None]
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(POLL if busy else None):
+                async with asyncio.timeout(min(intervals, default=None)):
                     await self._wake.wait()
             self._wake.clear()
             if self._order is not None:
@@ -208,7 +229,7 @@ class Agent:
         jobs = {bundle.id for bundle in ordered} | self._runners.keys() | set(parked)
         code = {bundle.code for bundle in (*ordered, *self.bundles)}
         scratch = self._settings.scratch
-        return {scratch / "code": code, scratch / "work": jobs, scratch / "logs": jobs}
+        return {scratch / "code": code, **{scratch / each: jobs for each in ("work", "logs", "metrics")}}
 
     def _publish(self) -> None:
         phase: Literal["checking", "unfit", "ready"] = "checking"
@@ -229,6 +250,7 @@ class Agent:
             notice=self._notice,
             coming=self._coming_notice,
             jobs=jobs,
+            readings=self._measured,
         )
         self.connection.publish(report)
         told = ", ".join(f"{work.job} {work.phase}" for work in jobs) or "idle"

@@ -20,6 +20,8 @@ from spotrun.node.agent import Agent, Settings
 from spotrun.node.health.gate import Gate
 from spotrun.node.life_sign import LifeSign
 from spotrun.node.notice import Terms, watch
+from spotrun.node.telemetry.recorder import Recorder
+from spotrun.node.telemetry.sensors import Sensors
 from spotrun.spec import names
 from spotrun.store import Store
 
@@ -63,6 +65,7 @@ async def _live(settings: Settings, systemd: Systemd) -> None:
         private_paths.make_folder(settings.tmpfs)
         agent = Agent(settings, identity, attributes, store, systemd)
         gate, life_sign = Gate(agent, settings, metadata, attributes), LifeSign(agent)
+        recorder = Recorder(agent, Sensors(settings.tmpfs, settings.scratch))
         systemd.status(f"connecting to the head of {agent.cluster}, and checking whether this machine is fit")
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -70,10 +73,11 @@ async def _live(settings: Settings, systemd: Systemd) -> None:
                 tasks.create_task(watch(metadata, agent.notify, Terms.of(attributes), agent.expect))
                 tasks.create_task(agent.connection.run())
                 tasks.create_task(life_sign.run())
+                tasks.create_task(recorder.run())
                 tasks.create_task(agent.run())
         finally:
             await agent.end()
-            await life_sign.end()
+            await asyncio.gather(life_sign.end(), recorder.end())
 
 
 async def _identify(metadata: Metadata) -> tuple[Identity, dict[str, str]]:

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from spotrun.backoff import Backoff
 from spotrun.errors import CorruptError, SpotrunError, StoreError
 from spotrun.machine.metadata import Identity
-from spotrun.node import by_hand, kept_folders
+from spotrun.node import by_hand, kept_folders, trackers
 from spotrun.node.bundle import copy, fetch
 from spotrun.node.claims import Claims
 from spotrun.node.launch.client import Launcher
@@ -68,6 +68,7 @@ class Job:
         self.control = node.tmpfs / bundle.id / "control"
         self.root = Path()  # the job's own copy of the bundle: its working folder
         self.logs = node.scratch / "logs" / bundle.id
+        self.metrics = node.scratch / "metrics" / bundle.id
         self.place: Place | None = None  # as in JobReport
         self._node, self._changed = node, changed
         self._launcher = Launcher(node.templates, self._on_event)
@@ -81,6 +82,11 @@ class Job:
     def store(self) -> str:
         """The endpoint of the launcher's unused TCPStore; empty while the launcher is not ready."""
         return self._launcher.store
+
+    @property
+    def python_path(self) -> str:
+        """The workers' PYTHONPATH."""
+        return self._env.get("PYTHONPATH", "")
 
     @property
     def procs(self) -> int:
@@ -114,17 +120,22 @@ class Job:
         return group
 
     def regroup(self, generation: Generation, rank: int) -> WorkerGroup:
-        """Have the waiting workers join a generation without a restart. rank: of this node."""
+        """Have the waiting workers join a generation without a restart. rank: of this node.
+
+        Raises OSError if there is no room: then these workers can only be ended.
+        """
         assert self.group is not None
         number, nodes = generation.number, len(generation.members)
         self._note_place(number)
-        self.group = group = move(self.group, generation, rank, self._logs_of(number))
-        if rank == 0:
-            self._launcher.take_store(number, generation.store)
+        group = move(self.group, generation, rank, self._logs_of(number))
         for each, task in zip(group.workers, self._tasks(group), strict=True):
             place = torchrun_place(each.rank, len(group.workers), nodes, generation.store, number)
             Invitation(task.env | place, task.log).write(each.path)
+        if rank == 0:
+            self._launcher.take_store(number, generation.store)
+        for each in group.workers:
             each.control.joins = number
+        self.group = group
         return group
 
     def _note_place(self, generation: int) -> None:
@@ -173,6 +184,7 @@ class Job:
                 checkpoints=[(ref.generation, ref.step) for ref in group.generation.checkpoints],
                 controls=[str(worker.path) for worker in group.workers],
                 regroups=True,
+                metrics=str(self.metrics),
                 warm_up=group.number == 0,
             )
             task = Task(
@@ -213,7 +225,7 @@ class Job:
         self.root = await asyncio.to_thread(copy, code, node.scratch / "work" / bundle.id, self._fetch_inputs)
         if not (self.root / spec.script).is_file():
             raise CorruptError(f"the bundle has no {spec.script}; submit the job again")
-        env = {**node.environment, **os.environ, **spec.env}
+        env = {**node.environment, **os.environ, **trackers.variables(bundle.id, spec.env), **spec.env}
         if spec.requirements:
             self._now("installing requirements")
         packages = await install(spec.requirements, node.scratch / "packages", env)

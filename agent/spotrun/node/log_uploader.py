@@ -1,4 +1,8 @@
-"""Upload the logs of a job's workers on this node to the bucket while the logs grow, and keep them within bounds."""
+"""Upload the logs of a job's workers on this node to the bucket while the logs grow, and keep them within bounds.
+
+A worker's output has no times. So the agent looks at the length of each log now and then, and writes the length into a
+text beside the log. A line of this text has epoch seconds and bytes. It gives the lines of the log their times.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +13,38 @@ import os
 import time
 from pathlib import Path
 
-from spotrun.store import Store
+from spotrun.store import Store, times_key
 
 log = logging.getLogger(__name__)
 
 INTERVAL = 5.0  # seconds between uploads of a log that grows
 LONGEST = 256 << 20  # bytes of a log; one that grows beyond that begins again, because all jobs share the disk
 STRETCH = 4 << 20  # bytes; a log of n times this size is uploaded n times as seldom, as each upload sends all of it
+
+
+class _Times:
+    """When a log had which size. An old log is measured more seldom: about 1000 times for each factor e of its age."""
+
+    def __init__(self) -> None:
+        self.notes: list[tuple[float, int]] = []
+
+    def note(self, size: int) -> None:
+        """The log has this size now."""
+        now = time.time()
+        if self.notes and size < self.notes[-1][1]:
+            self.notes = []  # the log has begun again
+        if not size or (self.notes and size == self.notes[-1][1]):
+            return
+        pause = max(INTERVAL / 5, (now - self.notes[0][0]) / 1000) if self.notes else 0.0
+        # The last line is replaced until it is old enough. So the log's end always has a time.
+        if len(self.notes) > 1 and self.notes[-1][0] - self.notes[-2][0] < pause:
+            self.notes[-1] = (now, size)
+        else:
+            self.notes.append((now, size))
+
+    @property
+    def text(self) -> bytes:
+        return "".join(f"{at:.3f} {size}\n" for at, size in self.notes).encode()
 
 
 class LogUploader:
@@ -25,13 +54,14 @@ class LogUploader:
         self._store = store
         self._keys: dict[Path, str] = {}
         self._uploaded: dict[Path, tuple[int, float]] = {}  # size, and monotonic seconds of the upload
+        self._times: dict[Path, _Times] = {}
         self._lock = asyncio.Lock()
 
     def follow(self, path: Path, key: str) -> None:
         self._keys[path] = key
 
     def forget(self) -> None:
-        self._keys, self._uploaded = {}, {}
+        self._keys, self._uploaded, self._times = {}, {}, {}
 
     async def run(self) -> None:
         """Upload logs that have grown, until cancelled."""
@@ -49,9 +79,11 @@ class LogUploader:
             for path, key in list(self._keys.items()):
                 try:
                     size, now = path.stat().st_size, time.monotonic()
+                    self._times.setdefault(path, _Times()).note(size)
                     done, at = self._uploaded.get(path, (0, 0.0))
                     if size != done and (all or now - at >= INTERVAL * size / STRETCH):
                         await asyncio.to_thread(self._store.put, key, path)
+                        await asyncio.to_thread(self._store.put, times_key(key), self._times[path].text)
                         self._uploaded[path] = (size, now)
                 except FileNotFoundError:
                     continue  # the worker has not written to it yet
@@ -65,6 +97,7 @@ class LogUploader:
             for path in list(self._keys):
                 with contextlib.suppress(OSError):
                     shorten(path)
+                    self._times.setdefault(path, _Times()).note(path.stat().st_size)
 
 
 def shorten(path: Path) -> None:

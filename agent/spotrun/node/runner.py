@@ -15,11 +15,12 @@ from typing import Any, Literal
 
 from spotrun.backoff import Backoff
 from spotrun.errors import SpotrunError
-from spotrun.node import cleanup, memory
+from spotrun.node import about, cleanup, memory
 from spotrun.node.job import Job, Node
 from spotrun.node.kept_folders import Keeper
 from spotrun.node.log_uploader import LogUploader
 from spotrun.node.membership import Membership, drop_group
+from spotrun.node.metrics_uploader import MetricsUploader
 from spotrun.node.part_uploader import PartUploader, WantedPart, newest_snapshot
 from spotrun.node.workers import Phase, WorkerGroup
 from spotrun.spec import JobSpec
@@ -29,6 +30,7 @@ from spotrun.wire import Bundle, Failure, JobOrder, JobReport, StateRef
 log = logging.getLogger(__name__)
 
 POLL = 0.05  # seconds between looks at the control blocks while workers live
+STANDING_BY = 1.0  # the same while all of them have warmed up and wait: orders and their ends wake the runner
 LAST_UPLOAD = 5.0  # seconds that a job waits for an upload of logs before it goes on
 AGAIN = (1.0, 30.0)  # seconds until a job begins again after an unexpected error: the first pause, the longest
 
@@ -47,12 +49,15 @@ class Runner:
         self._snapshot = newest_snapshot(self._slots, id)  # an earlier agent may have left the only copy of a state
         self._read_slots = (-1, 0.0)  # newest committed step, and monotonic seconds, when the slots were last read
         self._logs = LogUploader(node.store)
+        self._metrics = MetricsUploader(node.store, id, node.scratch / "metrics" / id)
         self._membership = Membership(id, node, self._slots.parent, self._logs)
         self._part_uploader = PartUploader(node.store, node.scratch / "parts", self.wake)
         self._keeper = Keeper(node.store, self.wake)
+        self._saved: StateRef | None = None  # the newest state of which this node has uploaded its part
         self._flushed = 0  # the newest generation whose last logs have been sent to the bucket
         self._flush: asyncio.Task[None] | None = None
         self._again = Backoff(*AGAIN)
+        self._about: asyncio.Task[None] | None = None
         self._event = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._report = self._make_report()
@@ -68,14 +73,21 @@ class Runner:
         return self._job.bundle if self._job else None
 
     @property
-    def busy(self) -> bool:
-        """Whether workers live, or wait for devices that other jobs' workers use."""
+    def ranks(self) -> dict[int, tuple[int, float, float]]:
+        """What each living worker has done in its generation, see `WorkerGroup.ranks`."""
         group = self._job.group if self._job else None
-        return bool(self._membership.waiting[0]) or (group is not None and group.living)
+        return group.ranks() if group is not None and group.living else {}
+
+    @property
+    def interval(self) -> float | None:
+        """Seconds until the next look at the workers, or at devices that they wait for; None: no look is needed."""
+        if self._membership.waiting[0]:
+            return POLL
+        return interval(self._job.group if self._job else None)
 
     @property
     def report(self) -> JobReport | None:
-        """What the last turn found; None: nothing. The devices are as of now: another job may have them already."""
+        """What the last turn found; None: nothing. `devices` is looked up now: another job may have them."""
         return self._report and self._report.replace(devices=self._node.claims.devices(self.id))
 
     def obey(self, order: JobOrder) -> None:
@@ -95,6 +107,10 @@ class Runner:
         self.ended = self.ended or self._task is None
         self.wake()
 
+    def hurry(self) -> None:
+        """The machine will be taken: upload as soon as possible."""
+        self._metrics.hurry()
+
     async def end(self) -> None:
         """End all processes of the job, because the agent ends. Files stay."""
         if self._task is not None:
@@ -106,18 +122,21 @@ class Runner:
 
     async def _run(self) -> None:
         """Take a turn whenever something has changed, and at intervals while workers live, until the job has left."""
-        uploads = asyncio.create_task(self._logs.run())
+        uploads = [asyncio.create_task(each.run()) for each in (self._logs, self._metrics)]
         try:
             while not self._leaving.is_set():
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(POLL if self.busy else None):
+                    async with asyncio.timeout(self.interval):
                         await self._event.wait()
                 self._event.clear()
                 await self._take_turn()
             await self._end_job()
+            if self._about is not None:  # the workers have ended, so the task waits only for the bucket
+                await asyncio.wait({self._about}, timeout=LAST_UPLOAD)
             await asyncio.to_thread(cleanup.remove, [self._slots.parent])
         finally:
-            uploads.cancel()
+            for each in (*uploads, *filter(None, [self._about])):
+                each.cancel()
             self.ended = True
             self._changed()
 
@@ -148,6 +167,8 @@ class Runner:
             await self._membership.apply(job, order)
             if self.newest > newest:
                 self._again.reset()
+            if self.newest and self._about is None:
+                self._about = asyncio.create_task(self._write_about(job))
             group = job.group
             if group is not None:
                 await self._apply_steps(job, group, order)
@@ -239,6 +260,9 @@ class Runner:
             self._part_uploader.want(None)
             return
         saving = group is not None and group.alive and group.number == ref.generation
+        if self._part_uploader.part is not None and self._saved != ref:
+            self._saved = ref
+            self._metrics.soon()  # what was logged up to a state should be in the bucket with the state
         awaited = group is not None and saving and group.committed < ref.step
         self._part_uploader.want(WantedPart(self.id, self._slots, ref, save.index, save.parts), awaited)
 
@@ -250,10 +274,20 @@ class Runner:
         folders = JobSpec.kept(order.bundle.job).keep
         self._keeper.want(self.id, self._job.root, folders, order.keep)
 
+    async def _write_about(self, job: Job) -> None:
+        """Write down what this node has, once its workers have begun: not while they start."""
+        while job.group is not None and job.group.phase == "starting":
+            await asyncio.sleep(4 * POLL)
+        node = self._node
+        await asyncio.to_thread(
+            about.write, node.store, self.id, node.identity, node.boot, node.devices, job.python_path
+        )
+
     async def _upload_logs(self) -> None:
+        """Upload what the workers have printed and logged: they have ended, or wait."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_UPLOAD):
-                await self._logs.upload(all=True)
+                await asyncio.gather(self._metrics.upload(all=True), self._logs.upload(all=True))
 
     def _publish(self) -> None:
         before, self._report = self._report, self._make_report()
@@ -305,6 +339,13 @@ class Runner:
             place=job.place,
             **uploads,
         )
+
+
+def interval(group: WorkerGroup | None) -> float | None:
+    """Seconds between looks at these workers; None: they are gone."""
+    if group is None or not group.living:
+        return None
+    return STANDING_BY if group.number == 0 and group.regroup == "waiting" else POLL
 
 
 def _phase(job: Job, not_started: Failure | None) -> Phase | Literal["preparing", "ready"]:

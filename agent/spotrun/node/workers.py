@@ -25,7 +25,9 @@ log = logging.getLogger(__name__)
 
 SETTLE = 2.0  # seconds that a worker gets at least to finish a snapshot before it is killed
 LEAVE = 6.0  # seconds that a worker gets at least to leave a drain: it waits for the others and for its snapshot
-GRACE = 1.0  # seconds from a peer's end until all workers of a node have noticed it and wait for the next generation
+# Seconds, besides those of two steps, from a peer's end until all workers of a node have noticed the end, and wait.
+GRACE = 1.0
+GRACE_MOST = 10.0  # the same, at most, with the two steps
 REAP = 10.0  # seconds for killed workers to be gone
 STACKS = 2.0  # seconds for the stacks to be in the log
 
@@ -86,6 +88,19 @@ class WorkerGroup:
         """Whether a worker's process may exist. The kernel kills the workers of a launcher that has ended."""
         return self.alive or any(each.pidfd >= 0 and not _is_gone(each.pidfd) for each in self.workers)
 
+    def ranks(self) -> dict[int, tuple[int, float, float]]:
+        """By rank: steps of this generation, the seconds of these steps, and the part before the gradients were due.
+
+        In that part, a worker waits for no other. So the last number tells which worker is slow.
+        """
+        controls = [(each.rank, each.control) for each in self.workers]
+        return {rank: (max(0, c.step - max(c.base, 0)), c.stepping, c.alone) for rank, c in controls}
+
+    @property
+    def launcher_ended(self) -> bool:
+        """Whether the group has ended with its launcher, so that no worker is at fault."""
+        return self.group_failure is not None and self.group_failure.kind == "signal"
+
     @property
     def failure(self) -> Failure | None:
         """The first failure. A failure because of a dead peer counts only if there is no other."""
@@ -115,7 +130,8 @@ class WorkerGroup:
         if self.group_failure or self.regroup == "no":
             return True
         # The others of this node notice it, too, and then all of them wait.
-        return self.regroup == "able" and time.time() - self.failure.at > GRACE
+        grace = GRACE + 2 * max(_pace(each.control) for each in self.workers)
+        return self.regroup == "able" and time.time() - self.failure.at > min(grace, GRACE_MOST)
 
     @property
     def committed(self) -> int:
@@ -137,7 +153,7 @@ class WorkerGroup:
                 each.pidfd = os.pidfd_open(pid)
 
     def exited(self, local_rank: int, code: int) -> None:
-        """Record that a worker has ended. A kill by `end` is no failure, unless the worker had reported one before."""
+        """Record that a worker has ended. A kill by `end` counts only if the worker has reported a failure."""
         each = self.workers[local_rank]
         if code == EXIT_DRAINED and each.control.exit != EXIT_DRAINED:
             code = 1  # the script chose this code itself
@@ -231,7 +247,7 @@ class WorkerGroup:
             warm_up_store(each.path).unlink(missing_ok=True)
 
     def _settled(self, draining: bool) -> bool:
-        """Whether a kill now would spoil no snapshot."""
+        """Whether no snapshot is under way that a kill would spoil."""
         alive = [each for each in self.workers if each.code is None and each.left is None]
         return not (draining and alive) and all(_steps_in_progress(each.control) == 0 for each in alive)
 
@@ -293,9 +309,13 @@ def seconds_for_snapshot(control: Control, draining: bool) -> float:
     """How long to wait for a snapshot in progress: twice its usual time, but not longer than its steps took."""
     if draining:  # the worker leaves by itself once its snapshot is committed
         return max(LEAVE, 2 * control.expected)
+    return max(SETTLE, min(2 * control.expected, _steps_in_progress(control) * _pace(control)))
+
+
+def _pace(control: Control) -> float:
+    """Seconds of a step in this generation; 0: none is done."""
     done = control.step - max(control.base, 0)
-    pace = control.stepping / done if done > 0 else 0.0
-    return max(SETTLE, min(2 * control.expected, _steps_in_progress(control) * pace))
+    return control.stepping / done if done > 0 else 0.0
 
 
 def _steps_in_progress(control: Control) -> int:
@@ -319,6 +339,7 @@ def _report(each: LocalWorker) -> Worker:
         stall=c.stall,
         stepping=c.stepping,
         took=c.took,
+        alone=c.alone,
     )
 
 

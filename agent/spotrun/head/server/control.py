@@ -17,7 +17,7 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from spotrun.errors import SpotrunError, StoreError
-from spotrun.head import job_queue, pace
+from spotrun.head import job_queue, overview, pace
 from spotrun.head.head import Head
 from spotrun.head.job_state import JobState, Stop, apply
 from spotrun.head.requests import Change
@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 ALIVE_EVERY = 5.0  # seconds without a change after which `ctl follow` gets an empty line, as a sign that the head runs
 NEWEST = 10  # jobs in a list of the newest ones
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Look = Callable[[], Awaitable[tuple[dict[str, Any], bool]]]  # a document as of now, and whether it is the last one
 
 
 class ControlServer:
@@ -52,6 +53,8 @@ class ControlServer:
         app.router.add_get("/status", self._status)
         app.router.add_get("/jobs", self._jobs)
         app.router.add_get("/follow", self._follow)
+        app.router.add_get("/live", self._live)
+        app.router.add_get("/metrics", self._metrics)
         return app
 
     @web.middleware
@@ -154,6 +157,28 @@ class ControlServer:
                 f"job {job} has been held since the cluster was brought up; `make relaunch ID={job}` continues it"
             )
         await head.load(job)
+
+        async def look() -> tuple[dict[str, Any], bool]:
+            document = await self._document(job)
+            return document, bool(document["job"]["ended"])
+
+        return await self._send_changes(request, look)
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        from spotrun.head import exposition  # loads a library that most heads never need
+
+        return web.json_response({"text": exposition.text(self._head)})
+
+    async def _live(self, request: web.Request) -> web.StreamResponse:
+        """Send the overview in one line whenever it has changed, until the connection closes."""
+
+        async def look() -> tuple[dict[str, Any], bool]:
+            return overview.of(self._head), False
+
+        return await self._send_changes(request, look)
+
+    async def _send_changes(self, request: web.Request, look: Look) -> web.StreamResponse:
+        """Send a document in one line whenever it has changed; an empty line after ALIVE_EVERY s without change."""
         response = web.StreamResponse()
         await response.prepare(request)
         last, written = "", 0.0
@@ -161,18 +186,18 @@ class ControlServer:
         with contextlib.suppress(ConnectionError, StoreError):
             while True:
                 began = time.thread_time()
-                document = await self._document(job)
+                document, over = await look()
                 text = to_json(document)
                 took = time.thread_time() - began
                 if text != last or time.monotonic() - written >= ALIVE_EVERY:
                     await response.write((text if text != last else "").encode() + b"\n")
                     last, written = text, time.monotonic()
-                if document["job"]["ended"]:
+                if over:
                     break
                 await asyncio.sleep(pace.follow(took))  # the next line has all changes
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(ALIVE_EVERY / 2), head.published:
-                        await head.published.wait()
+                    async with asyncio.timeout(ALIVE_EVERY / 2), self._head.published:
+                        await self._head.published.wait()
         return response
 
     async def _document(self, job: str | None) -> dict[str, Any]:

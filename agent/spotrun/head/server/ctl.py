@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import aiohttp
 
 NO_ANSWER = "the head does not answer"  # operators' commands try again after this error
+STREAMS = ("follow", "live")  # verbs whose answer has a line for each change
 SILENCE = 30.0  # seconds without a line after which a followed head counts as gone; it sends one every 5 s
 
 
@@ -27,6 +28,8 @@ def add_parser(commands: Any) -> None:
     verbs.add_parser("submit", help="queue a job: JSON {job, code} on stdin")
     for verb, text in (("status", "one status document"), ("follow", "a status document a line until the job ends")):
         verbs.add_parser(verb, help=text).add_argument("--job")
+    verbs.add_parser("metrics", help="the metrics for Prometheus, as JSON {text}")
+    verbs.add_parser("live", help="the overview of the cluster: a line of JSON after each change")
     verbs.add_parser("jobs", help="the jobs that have not ended, then the newest of the others")
     stop = verbs.add_parser("stop", help="stop a job, or all jobs of a group; their state goes into the bucket")
     stop.add_argument("--job")
@@ -56,7 +59,7 @@ async def _run(args: argparse.Namespace) -> int:
     if not path.exists():
         raise SpotrunError(f"no head runs on this machine (there is no {path})")
     private_paths.check_socket(path)
-    following = args.verb == "follow"
+    following = args.verb in STREAMS
     timeout = aiohttp.ClientTimeout(total=None if following else 60, sock_read=SILENCE if following else None)
     try:
         async with aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(path)), timeout=timeout) as session:
@@ -70,7 +73,7 @@ async def _ask(session: aiohttp.ClientSession, args: argparse.Namespace) -> int:
     base = "http://head"
     query = {key: value for key in ("job", "group", "to") if (value := getattr(args, key, None)) is not None}
     match args.verb:
-        case "status" | "jobs" | "follow":
+        case "status" | "jobs" | "follow" | "live" | "metrics":
             request = session.get(f"{base}/{args.verb}", params=query)
         case "submit":
             request = session.post(f"{base}/submit", data=sys.stdin.buffer.read())
@@ -92,6 +95,6 @@ async def _ask(session: aiohttp.ClientSession, args: argparse.Namespace) -> int:
         async for chunk in response.content.iter_any():
             sys.stdout.buffer.write(chunk)
             sys.stdout.buffer.flush()
-        if args.verb != "follow":
+        if args.verb not in STREAMS:
             print()
     return 0

@@ -1,0 +1,160 @@
+"""Write a run's metrics for other programs. The libraries for that are optional, and imported only when used."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from scripts import runs
+from spotrun.errors import SpotrunError
+from spotrun.head.job_state import JobState
+from spotrun.history.curves import Curve
+from spotrun.history.reader import Reader
+from spotrun.store import Store
+from spotrun.text import line
+
+KINDS = ("csv", "parquet", "tensorboard", "mlflow")
+FOLDER = "exports"
+COLUMNS = ("name", "step", "epoch", "samples", "time", "value", "generation", "void")
+BATCH = 1000  # points that MLflow takes at once
+_MLFLOW_NAME = 250  # characters of a name in MLflow
+
+
+def export(store: Store, cluster: str, job: str, kind: str, out: str) -> dict[str, Any]:
+    """Write the points of all names. Returns how many and where. Raises `SpotrunError`.
+
+    out: a folder, or for MLflow a tracking URI; empty: the default. CSV and Parquet have void points too, and a column
+    that says so. The others have only the points that count.
+    """
+    if kind not in KINDS:
+        raise SpotrunError(f"TO: {kind!r}: allowed: {', '.join(KINDS)}")
+    state = runs.state(store, cluster, job)
+    reader = Reader(store, job)
+    reader.update()
+    if not reader.names:
+        raise SpotrunError(f"the bucket has no metrics of {job}: call `run.log(loss=loss)` in the script")
+    curves = (reader.curve(name) for name in reader.names)
+    if kind == "mlflow":
+        return _to_mlflow(state, curves, out or os.environ.get("MLFLOW_TRACKING_URI", ""))
+    folder = Path(out or f"{FOLDER}/{job}")
+    folder.mkdir(parents=True, exist_ok=True)
+    write = {"csv": _to_csv, "parquet": _to_parquet, "tensorboard": _to_tensorboard}[kind]
+    return write(folder, curves)
+
+
+def _points(curve: Curve) -> Iterator[tuple[Any, ...]]:
+    """Rows of `COLUMNS`."""
+    points = curve.points
+    for row in range(len(points)):
+        samples = points.samples[row]
+        yield (
+            curve.name,
+            points.steps[row],
+            points.epochs[row],
+            None if math.isnan(samples) else samples,
+            points.times[row],
+            points.values[row],
+            curve.generations[row],
+            bool(curve.void[row]),
+        )
+
+
+def _to_csv(folder: Path, curves: Iterator[Curve]) -> dict[str, Any]:
+    path, count = folder / "metrics.csv", 0
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(COLUMNS)
+        for curve in curves:
+            for each in _points(curve):
+                writer.writerow([_plain(each[0]), *each[1:7], int(each[7])])
+                count += 1
+    return {"where": str(path), "points": count}
+
+
+def _to_parquet(folder: Path, curves: Iterator[Curve]) -> dict[str, Any]:
+    arrow, parquet = _library("pyarrow", "parquet"), _library("pyarrow.parquet", "parquet")
+    kinds = ("string", "int64", "int64", "float64", "float64", "float64", "int64", "bool_")
+    schema = arrow.schema([(name, getattr(arrow, kind)()) for name, kind in zip(COLUMNS, kinds, strict=True)])
+    path, count = folder / "metrics.parquet", 0
+    with parquet.ParquetWriter(str(path), schema) as writer:
+        for curve in curves:
+            points, length = curve.points, len(curve.points)
+            samples = [None if math.isnan(each) else each for each in points.samples]
+            void = [bool(each) for each in curve.void]
+            columns = [[curve.name] * length, points.steps, points.epochs, samples]
+            columns += [points.times, points.values, curve.generations, void]
+            arrays = [arrow.array(each, kind) for each, kind in zip(columns, schema.types, strict=True)]
+            writer.write_table(arrow.Table.from_arrays(arrays, schema=schema))
+            count += length
+    return {"where": str(path), "points": count}
+
+
+def _to_tensorboard(folder: Path, curves: Iterator[Curve]) -> dict[str, Any]:
+    """Event files, which `tensorboard --logdir` reads. An earlier export is removed: TensorBoard would show both."""
+    library, count = _library("tensorboardX", "tensorboard"), 0
+    for old in folder.glob("events.out.tfevents.*"):
+        old.unlink()
+    with library.SummaryWriter(logdir=str(folder)) as writer:
+        for curve in curves:
+            points = curve.counting()
+            for row in range(len(points)):
+                writer.add_scalar(line(curve.name), points.values[row], points.steps[row], points.times[row])
+            count += len(points)
+    return {"where": str(folder), "points": count}
+
+
+def _to_mlflow(state: JobState, curves: Iterator[Curve], uri: str) -> dict[str, Any]:
+    """A run of the experiment that has the job's name, with the job's arguments as parameters."""
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # stdout is for the answer
+    library = _library("mlflow", "mlflow")
+    if not uri:
+        raise SpotrunError("OUT is missing: give MLflow's tracking URI, such as OUT=http://localhost:5000")
+    client = library.MlflowClient(tracking_uri=uri)
+    try:
+        found = client.get_experiment_by_name(state.name)
+        experiment = found.experiment_id if found else client.create_experiment(state.name)
+        tags = {"spotrun.job": state.id, "spotrun.code": state.code}
+        run = client.create_run(experiment, start_time=int(state.submitted * 1000), tags=tags, run_name=state.id)
+        client.log_param(run.info.run_id, "args", " ".join(state.spec.args)[:6000])
+        client.log_param(run.info.run_id, "script", state.spec.script)
+        count = sum(_send(library, client, run.info.run_id, curve) for curve in curves)
+        status = {"succeeded": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}.get(state.phase, "RUNNING")
+        client.set_terminated(run.info.run_id, status, int((state.ended or state.submitted) * 1000))
+    except library.exceptions.MlflowException as error:
+        raise SpotrunError(f"MLflow at {uri}: {' '.join(str(error).split())[:500]}") from None
+    return {"where": f"run {run.info.run_id} of experiment {state.name} at {uri}", "points": count}
+
+
+def _send(library: Any, client: Any, run: str, curve: Curve) -> int:
+    """Send the points of a curve. MLflow's names have letters, digits, spaces and _ - . : /; the rest becomes _."""
+    points = curve.counting()
+    name = "".join(each if each.isalnum() or each in "_-. :/" else "_" for each in curve.name)[:_MLFLOW_NAME]
+    for start in range(0, len(points), BATCH):
+        part = range(start, min(start + BATCH, len(points)))
+        metrics = [
+            library.entities.Metric(name, points.values[row], int(points.times[row] * 1000), points.steps[row])
+            for row in part
+        ]
+        client.log_batch(run, metrics=metrics)
+    return len(points)
+
+
+def _library(name: str, kind: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise SpotrunError(
+            f"TO={kind}: needs a package that is not installed ({error}); `.venv/bin/pip install -c constraints.txt -e"
+            f" '.[{kind}]'` installs it"
+        ) from None
+
+
+def _plain(name: str) -> str:
+    """A name as text in UTF-8 without line breaks."""
+    return json.dumps(name, ensure_ascii=False)[1:-1] if any(ord(each) < 32 for each in name) else name

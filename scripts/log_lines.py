@@ -1,0 +1,190 @@
+"""Lines of the logs of all ranks of a job, in the order of their times; live, and of nodes that are gone.
+
+A worker's output has no times. So the agent writes down now and then how long each log is, in a text beside the log
+(`node.log_uploader`). A line gets the first time at which the log had it. Only a piece of each log is in memory.
+"""
+
+from __future__ import annotations
+
+import heapq
+import re
+import time
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from scripts import console, inputs, logs, runs
+from scripts.logs import Log
+from scripts.make_command import make_command
+from scripts.site import Site
+from spotrun.errors import NotFound, SpotrunError
+from spotrun.head.journal import stamped, state_keys
+from spotrun.store import Store
+from spotrun.store.keys import times_key
+
+ALL = "all"
+LOOK = 2.0  # seconds between looks at the bucket while logs are followed
+MEMORY = 32 << 20  # bytes of all logs together that are in memory
+PIECE = (16 << 10, 4 << 20)  # bytes of one log that are read at once, at least and at most
+LINE = 64 << 10  # bytes after which an unfinished line is shown
+TIMES = 4 << 20  # bytes of the text about one log's lengths that are read
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What was typed. Empty: not given."""
+
+    job: str | None
+    node: str = ""
+    rank: str = ""
+    grep: str = ""
+    since: str = ""
+    gen: str = ""
+    tail: str = ""
+
+
+class Line(NamedTuple):
+    """A line of a log. It sorts by time, then by rank."""
+
+    at: float  # epoch seconds; 0: not known
+    rank: int
+    number: int  # the bytes of its log before it
+    generation: int
+    node: str
+    text: str
+
+
+def show(site: Site, wanted: Wanted, follow: bool, raw: bool, json: bool) -> None:
+    """Print the lines that are wanted; follow: until the job has ended. Raises `SpotrunError`."""
+    store, cluster = site.bucket(), site.cluster.name
+    pattern, since = _pattern(wanted.grep), inputs.interval("SINCE", wanted.since)
+    tail = inputs.number("TAIL", wanted.tail, least=1)
+    job = wanted.job or _newest(store, site)
+    runs.state(store, cluster, job)
+    begin = time.time() - since if since is not None else 0.0
+    places: dict[str, int] = {}
+    first = True
+    while True:
+        over = runs.state(store, cluster, job).ended_already  # asked first: the loop reads what was printed before
+        chosen = choose(store, job, wanted, site.file, live=follow)
+        lines = merged(store, chosen, begin, places, final=over or not follow)
+        found: Iterator[Line] = (each for each in lines if pattern is None or pattern.search(each.text))
+        if first and tail:
+            found = iter(_last(found, int(tail)))
+        for each in found:
+            _print(each, raw, json)
+        if not follow or over:
+            return
+        first = False
+        time.sleep(LOOK)
+
+
+def choose(store: Store, job: str, wanted: Wanted, file: str, live: bool = False) -> list[Log]:
+    """The logs that are wanted. Raises `SpotrunError` if there are none, unless `live`: logs may still come."""
+    found = logs.every(store, job)
+    node, rank = wanted.node, inputs.number("RANK", wanted.rank) if wanted.rank not in ("", ALL) else ""
+    if node:
+        inputs.node(node, file)
+    mine = [each for each in found if node in ("", each.node) and rank in ("", each.rank)]
+    if wanted.gen and wanted.gen != ALL:
+        number = int(inputs.number("GEN", wanted.gen, least=0) or 0)
+        mine = [each for each in mine if each.generation == number]
+    elif not wanted.gen and not wanted.since:
+        newest = max((each.generation for each in mine), default=0)
+        mine = [each for each in mine if each.generation == newest]
+    if not mine and not live:
+        has = ", ".join(sorted({f"generation {each.generation} {each.node} rank {each.rank}" for each in found}))
+        raise SpotrunError(f"job {job}: no such log; there are: {has or 'none yet'}")
+    return mine
+
+
+def merged(store: Store, chosen: list[Log], begin: float, places: dict[str, int], final: bool = True) -> Iterator[Line]:
+    """The lines of the logs by time. places: the bytes of each log that were read before; updated here.
+
+    begin: epoch seconds; only lines from then on, of logs that were not read before. final: also a last line without a
+    line break.
+    """
+    piece = min(PIECE[1], max(PIECE[0], MEMORY // max(1, len(chosen))))
+    yield from heapq.merge(*(_lines(store, log, begin, places, piece, final) for log in chosen))
+
+
+def _lines(store: Store, log: Log, begin: float, places: dict[str, int], piece: int, final: bool) -> Iterator[Line]:
+    """The lines of one log, up to its present end. Their times never fall."""
+    times = _times(store, log)
+    try:
+        size = store.size(log.key)
+    except NotFound:
+        return
+    at = places.get(log.key, 0)
+    if size < at:
+        at = 0  # the log was too long, and has begun again
+    cut = bool(begin) and log.key not in places and (at := _start(times, begin)) > 0
+    at, rest, newest = at - cut, b"", 0.0
+    ends, rank = [end for _, end in times], int(log.rank)
+    while at < size or (rest and final):
+        data = store.part(log.key, at, min(at + piece, size)) if at < size else b"\n"
+        start, at = at - len(rest), min(at + len(data), size)
+        *whole, rest = (rest + data).split(b"\n")
+        if len(rest) > LINE:
+            whole, rest = [*whole, rest], b""
+        for text in whole:
+            if cut:  # the rest of a line that begins before
+                cut = False
+            else:
+                note = min(bisect_left(ends, start + len(text)), len(times) - 1)
+                newest = max(newest, times[note][0] if times else 0.0)
+                yield Line(newest, rank, start, log.generation, log.node, text.decode(errors="replace"))
+            start += len(text) + 1
+        places[log.key] = at - len(rest)
+    places.setdefault(log.key, at)
+
+
+def _start(times: list[tuple[float, int]], begin: float) -> int:
+    """Where a log's lines from that time on begin, or the line before them; 0: not known."""
+    before = [end for at, end in times if at < begin]
+    return before[-1] if before else 0
+
+
+def _times(store: Store, log: Log) -> list[tuple[float, int]]:
+    """When a log had which size. Lines that cannot be read are left out."""
+    data = store.find(times_key(log.key), TIMES) or b""
+    found = [(float(m[1]), int(m[2])) for m in re.finditer(rb"^([0-9]+\.[0-9]+) ([0-9]+)$", data, re.MULTILINE)]
+    rising: list[tuple[float, int]] = []
+    for at, end in found:
+        if not rising or (at >= rising[-1][0] and end >= rising[-1][1]):
+            rising.append((at, end))
+    return rising
+
+
+def _last(lines: Iterator[Line], count: int) -> list[Line]:
+    """The last lines, of which at most `count` are in memory."""
+    return list(deque(lines, maxlen=count))
+
+
+def _print(each: Line, raw: bool, json: bool) -> None:
+    if json:
+        found: dict[str, Any] = {"time": each.at or None, "generation": each.generation, "node": each.node}
+        console.answer(found | {"rank": each.rank, "text": each.text})
+        return
+    at = time.strftime("%H:%M:%S", time.localtime(each.at)) if each.at else "--:--:--"
+    console.say(f"{at} {each.generation} {each.node} {each.rank} | {each.text}", raw=raw)
+
+
+def _pattern(text: str) -> re.Pattern[str] | None:
+    try:
+        return re.compile(text) if text else None
+    except re.error as error:
+        raise SpotrunError(f"GREP: {text!r}: is no regular expression: {error}") from None
+
+
+def _newest(store: Store, site: Site) -> str:
+    """The cluster's newest job."""
+    for _, _, job in stamped(state_keys(store)):
+        try:
+            runs.state(store, site.cluster.name, job)
+        except SpotrunError:
+            continue
+        return job
+    raise SpotrunError(f"no job has run on this cluster yet; `{make_command(site.file, 'train')}` runs one")

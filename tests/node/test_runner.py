@@ -1,0 +1,49 @@
+"""How often a node looks at a job's workers."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from spotrun.node.runner import POLL, STANDING_BY, interval
+from spotrun.node.workers import WorkerGroup, create
+from spotrun.state.control import EXIT_DRAINED
+from spotrun.wire import Generation
+
+
+def group(path: Path, number: int, **control: int) -> WorkerGroup:
+    """A worker that lives: this process."""
+    generation = Generation.model_construct(number=number, members=(), store="")
+    found = create(generation, 0, 1, path / "control", path / "logs")
+    found.started([os.getpid()])
+    for name, value in control.items():
+        setattr(found.workers[0].control, name, value)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("number", "control", "wanted"),
+    [
+        (3, {}, POLL),
+        (3, {"able": 1, "left": EXIT_DRAINED}, POLL),
+        (0, {"able": 1}, POLL),
+        (0, {"able": 1, "left": EXIT_DRAINED}, STANDING_BY),
+    ],
+    ids=["in a generation", "between two", "warming up", "warmed up"],
+)
+def test_only_a_node_that_has_warmed_up_looks_seldom(
+    tmp_path: Path, number: int, control: dict[str, int], wanted: float
+) -> None:
+    found = group(tmp_path, number, **control)
+    assert interval(found) == wanted
+    found.close()
+
+
+def test_nobody_looks_at_workers_that_are_gone(tmp_path: Path) -> None:
+    assert interval(None) is None
+    found = group(tmp_path, 0)
+    found.exited(0, 0)
+    found.close()
+    assert interval(found) is None

@@ -1,0 +1,293 @@
+"""`make runs`, `show`, `diff`, `tag`, `note`, `rm`: what the bucket says about runs, and what people change there."""
+
+from __future__ import annotations
+
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts import bundle, provenance, run_changes, run_diff, run_show, runs
+from scripts.local_site import LocalSite
+from spotrun.errors import SpotrunError
+from spotrun.head.job_state import Interruption, JobState, Progress
+from spotrun.history.provenance import NodeRecord, Provenance
+from spotrun.spec import ClusterSpec
+from spotrun.state import points
+from spotrun.store import Store, about_key, job_key, log_key, metrics_key, provenance_key, queue_key, remarks_key
+from spotrun.wire import QueueRecord
+from tests.history.blocks import block
+from tests.scripts.accounts import job, store
+
+
+def rows(found: Store, where: str = "", sort: str = "") -> list[str]:
+    """The last digits of the ids."""
+    return [each["id"][-1] for each in runs.filtered(runs.rows(found, "c"), where, sort)]
+
+
+VISION = {"team": "vision"}
+
+
+@pytest.fixture
+def four(tmp_path: Path) -> Store:
+    found = store(
+        tmp_path,
+        job(1, phase="succeeded", ended=11.0, progress=Progress(metrics={"loss": 0.5}), group="sweep", cost=3.0),
+        job(2, phase="failed", ended=4.0, progress=Progress(metrics={"loss": 0.25}), labels=VISION, cost=1.0),
+        job(3, phase="running", progress=Progress(metrics={"loss": float("nan")}), cost=2.0),
+        job(4, cluster="another"),
+    )
+    run_changes.tag(found, "c", "train-20261122-000001", "best, lr-0.1")
+    run_changes.note(found, "c", "train-20261122-000002", "diverged\nat once")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("where", "wanted"),
+    [
+        ("", "321"),
+        ("phase=succeeded", "1"),
+        ("phase!=succeeded", "32"),
+        ("loss<0.4", "2"),
+        ("loss>=0.25 and loss<=0.5", "21"),
+        ("cost>1.5, phase=running", "3"),
+        ("tag=best", "1"),
+        ("tag!=best", "32"),
+        ("team=vision", "2"),
+        ("group=sweep phase=failed", ""),
+        ("id~000003", "3"),
+        ("note~'DIVERGED at'", ""),
+        ("note~Diverged", "2"),
+        ("seconds<5", "2"),
+    ],
+)
+def test_where(four: Store, where: str, wanted: str) -> None:
+    assert "".join(rows(four, where)) == wanted
+
+
+@pytest.mark.parametrize(("sort", "wanted"), [("cost", "231"), ("-cost", "132"), ("seconds", "213"), ("loss", "213")])
+def test_sort(four: Store, sort: str, wanted: str) -> None:
+    """A run without a value comes last, and so does a NaN."""
+    assert "".join(rows(four, "", sort)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("where", "sort", "message"),
+    [
+        ("phase", "", "WHERE: 'phase': is no condition"),
+        ("phase=", "", "is no condition"),
+        ("los<1", "", "WHERE: 'los': no run has such a column; did you mean loss?"),
+        ("", "costs", "SORT: 'costs': no run has such a column; did you mean cost?"),
+        ("cost<cheap", "", "WHERE: cost: 'cheap': is not a number"),
+    ],
+)
+def test_mistakes(four: Store, where: str, sort: str, message: str) -> None:
+    with pytest.raises(SpotrunError) as caught:
+        rows(four, where, sort)
+    assert message in str(caught.value)
+
+
+def test_a_run_that_cannot_be_read_is_listed(four: Store) -> None:
+    four.put("jobs/train-20261122-000009/state.json", b'{"cluster": "c", "phase": 5}')
+    four.put("jobs/train-20261122-000008/state.json", b'{"cluster": "another", "phase": 5}')
+    four.put(provenance_key("train-20261122-000001"), b"junk")
+    assert rows(four) == ["9", "3", "2", "1"]
+    assert "unreadable" in runs.text(runs.rows(four, "c"), 100.0)
+
+
+def test_tags_and_notes_of_several_people_at_once(four: Store) -> None:
+    def say(number: int) -> None:
+        run_changes.tag(four, "c", "train-20261122-000003", f"t{number}")
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(say, range(4)))
+    assert set(runs.remarks(four, "train-20261122-000003").tags) == {"t0", "t1", "t2", "t3"}
+    said = run_changes.tag(four, "c", "train-20261122-000003", "-t0 -t1 new")
+    assert set(said.tags) == {"t2", "t3", "new"}
+    with pytest.raises(SpotrunError, match="TAG: 'a!b'"):
+        run_changes.tag(four, "c", "train-20261122-000003", "a!b")
+
+
+def test_a_list_reads_no_metrics(tmp_path: Path) -> None:
+    """Three documents are read for each run, however much it has logged: no block is listed."""
+    states = [job(1).replace(id=f"train-20261122-{number:06d}") for number in range(50)]
+    found = store(tmp_path, *states)
+    for each in states:
+        for number in range(20):
+            found.put(metrics_key(each.id, 1, number + 1), b"x")
+    reads: list[str] = []
+
+    class Counting(Store):
+        def find(self, key: str, most: int | None = None) -> bytes | None:
+            reads.append(key)
+            return super().find(key, most)
+
+        def list(self, prefix: str) -> list[str]:
+            raise AssertionError(f"lists {prefix}, with every block")
+
+    began = time.monotonic()
+    assert len(runs.rows(Counting(tmp_path.as_uri()), "c")) == 50
+    print(f"50 runs listed in {time.monotonic() - began:.3f} s")
+    assert len(reads) == 150
+
+
+def packed(found: Store, folder: Path, **files: str) -> str:
+    folder.mkdir()
+    for name, text in files.items():
+        (folder / f"{name}.py").write_text(text)
+    return bundle.upload(found, folder, "train.py").sha256
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Store:
+    """Two runs with bundles, nodes, logs, metrics."""
+    found = Store((tmp_path / "bucket").as_uri())
+    first = packed(found, tmp_path / "a", train="lr = 0.1\nprint(lr)\n", old="x = 1\n")
+    second = packed(found, tmp_path / "b", train="lr = 0.2\nprint(lr)\n", new="y = 1\n")
+    base: dict[str, Any] = {"ended": 61.0, "generation": 2, "reached": 120, "phase": "succeeded"}
+    lost = Interruption(kind="preempt", node="spot-0", at=30.0, generation=1, step=60, seconds=0.5, steps_lost=3)
+    states = [
+        job(1, code=first, interruptions=(lost,), progress=Progress(metrics={"loss": 0.5}), **base),
+        job(2, code=second, progress=Progress(metrics={"loss": 0.25, "acc": 0.9}), **base),
+    ]
+    env = {"WANDB_API_KEY": "very secret", "MODE": "fast"}
+    states[1] = states[1].replace(spec=states[1].spec.model_copy(update={"args": ("--lr", "0.2"), "env": env}))
+    for state, torch in zip(states, ("2.12.0", "2.13.0"), strict=True):
+        found.put(job_key(state.id, "state.json"), state.model_dump_json().encode())
+        record = NodeRecord(node="spot-0", boot="b", at=1.0, type="g2", packages={"torch": torch, "numpy": "2.0"})
+        found.put(about_key(state.id, "spot-0", "b"), record.model_dump_json().encode())
+        for generation, nodes in ((1, ("spot-0", "spot-1")), (2, ("spot-1", "spot-2"))):
+            for rank, node in enumerate(nodes):
+                found.put(log_key(state.id, generation, node, rank), b"text")
+    found.put(about_key(states[0].id, "spot-1", "b"), b"junk of a job's code")
+    text = points.line(block(2, 57, []).header).replace(b'"j"', f'"{states[0].id}"'.encode())
+    found.put(metrics_key(states[0].id, 2, 1), points.compress(text))
+    return found
+
+
+A, B = "train-20261122-000001", "train-20261122-000002"
+
+
+def test_show(two: Store) -> None:
+    origin = Provenance(job=A, at=1.0, user="ann", host="h", version="0.1", code="x")
+    two.put(provenance_key(A), origin.model_dump_json().encode())
+    found = run_show.document(two, "c", A)
+    json.dumps(found)
+    keys = ("generation", "members", "base", "ended_by")
+    generations = [tuple(each[key] for key in keys) for each in found["generation_members"]]
+    assert generations == [(1, ["spot-0", "spot-1"], None, "preempt"), (2, ["spot-1", "spot-2"], 57, None)]
+    assert [each["packages"]["torch"] for each in found["nodes"]] == ["2.12.0"], "junk is left out"
+    assert found["objects"]["logs"] == {"objects": 4, "bytes": 16}
+    text = run_show.text(found)
+    for wanted in ("ann@h", "3 steps lost", "spot-1 spot-2", "torch 2.12.0", "loss"):
+        assert wanted in text
+    with pytest.raises(SpotrunError, match="has no such run"):
+        run_show.document(two, "another", A)
+
+
+def test_diff(two: Store) -> None:
+    found = run_diff.document(two, "c", A, B)
+    json.dumps(found)
+    assert [(each["file"], each["how"]) for each in found["code"]] == [
+        ("new.py", "added"),
+        ("old.py", "removed"),
+        ("train.py", "changed"),
+    ]
+    assert found["code"][2]["lines"][3:5] == ["-lr = 0.1", "+lr = 0.2"]
+    assert found["job"]["args"] == ["", "--lr 0.2"]
+    assert found["job"]["env.MODE"] == [None, "fast"]
+    assert found["packages"] == {"torch": ["2.12.0", "2.13.0"]}
+    assert found["results"]["metric loss"] == [0.5, 0.25]
+    text = run_diff.text(found)
+    assert "very secret" not in text + json.dumps(found)
+    assert "+lr = 0.2" in text
+    same = run_diff.document(two, "c", A, A)
+    assert [same[key] for key in ("code", "job", "packages", "machines", "results")] == [[], {}, {}, {}, {}]
+
+
+def test_diff_without_a_bundle(two: Store) -> None:
+    two.delete(two.list("code"))
+    assert "no longer in the bucket" in run_diff.text(run_diff.document(two, "c", A, B))
+
+
+class Here(LocalSite):
+    """A cluster that is down, with its bucket."""
+
+    def __init__(self, found: Store) -> None:
+        cluster = {"name": "c", "cloud": "local", "pools": [{"name": "a", "zone": "local-a"}], "bucket": found.url}
+        super().__init__(ClusterSpec.model_validate(cluster), "clusters/local.yaml")
+        self._found = found
+
+    def bucket(self) -> Store:
+        return self._found
+
+
+def test_rm_lists_what_goes_and_asks(two: Store) -> None:
+    asked: list[str] = []
+
+    def answer(question: str) -> str:
+        asked.append(question)
+        return "yes"
+
+    before = two.list("jobs")
+    with pytest.raises(SpotrunError, match="stays: its id was not typed"):
+        run_changes.remove(Here(two), A, False, answer)
+    assert two.list("jobs") == before
+    assert "logs: 4 objects, 16 bytes" in asked[0]
+    with pytest.raises(SpotrunError, match="FORCE=1"):
+        run_changes.remove(Here(two), A, False)
+    run_changes.remove(Here(two), A, False, lambda _: f" {A} ")
+    assert two.list("jobs") == [key for key in before if key.startswith(f"jobs/{B}/")]
+    assert run_changes.remove(Here(two), B, True)["removed"]["state.json"]["objects"] == 1
+    assert two.list("jobs") == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "queue", "message"),
+    [
+        ({"phase": "running"}, (), "has not ended"),
+        ({}, (A,), "has not ended"),
+        ({"phase": "running"}, ("held", A), "has not ended|is held"),
+    ],
+    ids=["running", "relaunched", "held"],
+)
+def test_rm_never_removes_a_run_that_goes_on(
+    two: Store, changes: dict[str, Any], queue: tuple[str, ...], message: str
+) -> None:
+    state = JobState.model_validate_json(two.get(job_key(A, "state.json"))).replace(**changes)
+    two.put(job_key(A, "state.json"), state.model_dump_json().encode())
+    record = QueueRecord(jobs=(), held=queue[1:]) if queue[:1] == ("held",) else QueueRecord(jobs=queue)
+    two.put(queue_key("c"), record.model_dump_json().encode())
+    with pytest.raises(SpotrunError, match=message):
+        run_changes.remove(Here(two), A, True)
+    assert two.exists(job_key(A, "state.json"))
+
+
+def test_rm_keeps_what_another_job_waits_for(two: Store) -> None:
+    state = JobState.model_validate_json(two.get(job_key(B, "state.json"))).replace(phase="waiting", after=(A,))
+    two.put(job_key(B, "state.json"), state.model_dump_json().encode())
+    two.put(queue_key("c"), QueueRecord(jobs=(B,)).model_dump_json().encode())
+    with pytest.raises(SpotrunError, match=f"{B}, which has not ended, needs"):
+        run_changes.remove(Here(two), A, True)
+
+
+def test_what_a_rerun_says(two: Store) -> None:
+    state = runs.state(two, "c", A)
+    state = state.replace(spec=state.spec.model_copy(update={"requirements": ("a==1", "b>=2")}))
+    now = provenance.again(None, A, "clusters/local.yaml", state.code)
+    found = run_changes.differences(state, "0.0.1", "another text", now)
+    assert len(found) == 3
+    assert "0.0.1 then" in found[0]
+    assert "cluster file" in found[1]
+    assert "b>=2" in found[2]
+    assert "a==1" not in found[2]
+
+
+def test_remarks_that_cannot_be_read_are_not_replaced(two: Store) -> None:
+    two.put(remarks_key(A), b'{"format": 99}')
+    with pytest.raises(SpotrunError, match="cannot be read"):
+        run_changes.tag(two, "c", A, "best")
+    assert two.get(remarks_key(A)) == b'{"format": 99}'
