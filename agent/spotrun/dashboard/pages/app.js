@@ -1,0 +1,115 @@
+// The frame of all pages: navigation, the live stream, the banner, keys.
+import { el, show } from "/pages/dom.js";
+import * as cluster from "/pages/cluster.js";
+import * as jobs from "/pages/jobs.js";
+import * as run from "/pages/run.js";
+import * as compare from "/pages/compare.js";
+
+const PAGES = { cluster, jobs, run, compare };
+const ORDER = Object.keys(PAGES);
+const EVERY = 400; // milliseconds between two drawings of live changes
+
+// What all pages read. overview: null until the first document has come.
+const state = { live: false, why: "connecting", at: 0, overview: null, query: new URLSearchParams(), argument: "" };
+const main = document.getElementById("main");
+let page = null, opened = "", drawn = 0, timer = 0, connected = false;
+
+function route() {
+  const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
+  const [name, ...rest] = path.split("/");
+  const next = PAGES[name] ? name : "cluster";
+  state.query = new URLSearchParams(query ?? "");
+  state.argument = decodeURIComponent(rest.join("/"));
+  const key = `${next}/${state.argument}`;
+  if (opened !== key) {
+    opened = key;
+    page?.close?.();
+    page = PAGES[next];
+    page.open?.(state, draw);
+    main.replaceChildren();
+    document.title = `${state.argument || next} · spotrun`;
+    main.focus({ preventScroll: true });
+  }
+  for (const link of document.querySelectorAll("nav a")) {
+    const here = link.dataset.page === next;
+    here ? link.setAttribute("aria-current", "page") : link.removeAttribute("aria-current");
+  }
+  draw();
+}
+
+// Draw now, or soon if the page was drawn a moment ago.
+function draw() {
+  const wait = drawn + EVERY - performance.now();
+  if (wait > 0) {
+    if (!timer) timer = setTimeout(() => { timer = 0; draw(); }, wait);
+    return;
+  }
+  drawn = performance.now();
+  frame();
+  try {
+    show(main, page.draw(state));
+  } catch (error) {
+    console.error(error);
+    show(main, el("p", { class: "error" }, `This page cannot be drawn: ${error.message}`));
+  }
+}
+
+function frame() {
+  document.getElementById("cluster").textContent = state.overview?.cluster ?? "";
+  const mark = document.getElementById("state");
+  mark.textContent = state.live ? "live" : connected ? "from the bucket" : "not connected";
+  mark.className = state.live ? "live" : "away";
+  const banner = document.getElementById("banner");
+  const text = !connected
+    ? "The dashboard has ended, or does not answer. Start it again with `make dashboard`, and open the address that it prints."
+    : state.live ? "" : `The head does not answer: ${state.why}. What you see comes from the bucket. When the head answers again, this page becomes live without a reload.`;
+  banner.hidden = !text || (connected && !state.overview);
+  if (banner.textContent !== text) banner.textContent = text;
+}
+
+function listen() {
+  const source = new EventSource("/api/live");
+  source.onmessage = (message) => {
+    connected = true;
+    Object.assign(state, JSON.parse(message.data));
+    draw();
+  };
+  source.onopen = () => { connected = true; draw(); };
+  source.onerror = () => {
+    connected = false;
+    draw();
+    if (source.readyState === EventSource.CLOSED) setTimeout(listen, 1000);
+  };
+}
+
+const THEMES = ["auto", "light", "dark"];
+function theme(next) {
+  const at = THEMES.indexOf(localStorage.getItem("theme") ?? "auto");
+  const name = THEMES[(Math.max(0, at) + (next ? 1 : 0)) % 3];
+  localStorage.setItem("theme", name);
+  if (name === "auto") delete document.documentElement.dataset.theme;
+  else document.documentElement.dataset.theme = name;
+  document.getElementById("theme").textContent = `theme: ${name}`;
+  dispatchEvent(new Event("themechange"));
+}
+
+addEventListener("keydown", (event) => {
+  const typing = event.target.matches?.("input, textarea, select");
+  if (typing || event.ctrlKey || event.metaKey || event.altKey) return;
+  const number = Number(event.key);
+  if (number >= 1 && number <= ORDER.length) location.hash = `#/${ORDER[number - 1]}`;
+  else if (event.key === "t") theme(true);
+  else if (event.key === "/") {
+    const field = main.querySelector("input[type=search]");
+    if (field) { field.focus(); event.preventDefault(); }
+  }
+});
+
+document.getElementById("theme").onclick = () => theme(true);
+document.querySelector(".skip").onclick = (event) => { event.preventDefault(); main.focus(); };
+// The token was in the address. The cookie has it now.
+if (location.search) history.replaceState(null, "", location.pathname + location.hash);
+addEventListener("hashchange", route);
+theme(false);
+route();
+listen();

@@ -1,0 +1,106 @@
+// Several runs in one chart: over steps, time since their start, samples or dollars.
+import { Charts } from "/pages/chart.js";
+import * as curves from "/pages/curves.js";
+import { ask, badge, colour, el, job, money, number, span, table } from "/pages/dom.js";
+
+const MOST = 8; // runs in a chart: there are eight colours
+let rows = [], more = false, problem = "", filter = "", metric = "", charts = new Charts(), redraw = () => {}, known = new Map(), shown = [];
+
+export function open(_, draw) {
+  [redraw, filter, problem, charts, known] = [draw, "", "", new Charts(), new Map()];
+  load();
+}
+
+export function close() { charts.close(); }
+
+async function load(before = "") {
+  try {
+    const found = await ask(`/api/jobs?most=200&before=${encodeURIComponent(before)}`);
+    rows = before ? [...rows, ...found.rows] : found.rows;
+    more = found.more;
+  } catch (error) {
+    problem = error.message;
+  }
+  redraw();
+}
+
+// What a run has; asked for once.
+function run(id) {
+  if (!known.has(id)) {
+    const entry = { curves: null, timeline: null, problem: "" };
+    known.set(id, entry);
+    const path = `/api/runs/${encodeURIComponent(id)}`;
+    const names = metric ? `?names=${encodeURIComponent(metric)}` : "";
+    Promise.all([ask(`${path}/curves${names}`), ask(`${path}/timeline`)])
+      .then(([found, timeline]) => Object.assign(entry, { curves: found, timeline }), (error) => { entry.problem = error.message; })
+      .finally(redraw);
+  }
+  return known.get(id);
+}
+
+export function draw(state) {
+  shown = (state.query.get("runs") ?? "").split(",").filter(Boolean).slice(0, MOST);
+  const found = shown.map((id) => [id, run(id)]);
+  const names = [...new Set(found.flatMap(([, each]) => each.curves?.names ?? []))].sort();
+  if (!names.includes(metric)) metric = names.includes("loss") ? "loss" : names[0] ?? "";
+  return el("div", {}, el("h1", {}, "Compare"),
+    problem ? el("p", { class: "error" }, problem) : "",
+    shown.length ? chart(found, names) : el("p", { class: "quiet" }, `Choose up to ${MOST} runs.`),
+    shown.length ? summary(found) : "",
+    el("section", { "aria-label": "Runs" }, el("h2", {}, "Runs"), picker(state)));
+}
+
+function chart(found, names) {
+  const { axis, logarithmic } = curves.chosen(), lines = [], notes = [];
+  found.forEach(([id, each], index) => {
+    if (each.problem) notes.push(`${id}: ${each.problem}`);
+    const curve = each.curves?.curves.find((one) => one.name === metric);
+    if (!each.curves) return;
+    if (!curve) {
+      if (each.curves.names.includes(metric)) { known.delete(id); run(id); } // another name has been chosen
+      else notes.push(`${id} has not logged ${metric || "anything"}.`);
+      return;
+    }
+    const points = curves.line(curve.count, axis, curves.dollars(each.timeline));
+    // Runs began at different times: compare the time since each one's first point.
+    const first = axis === "times" ? points.x[0] : 0;
+    if (!points.x.length) notes.push(`${id}: no point has a known value on this axis. Choose another axis.`);
+    lines.push({ name: id, x: points.x.map((x) => x - first), y: points.y, colour: colour(index) });
+  });
+  charts.keep(metric ? [metric] : []);
+  if (!metric) return notes.map((note) => el("p", { class: "quiet" }, note));
+  const one = charts.get(metric), label = axis === "times" ? "seconds" : curves.AXES[axis];
+  one.update(curves.positive(lines), [], { label, time: false, logarithmic });
+  return [
+    curves.controls(redraw, el("label", {}, "of ", el("select", { "aria-label": "Of", onchange: (event) => { metric = event.target.value; redraw(); } },
+      names.map((name) => el("option", { value: name, selected: name === metric }, name))))),
+    one.slot(), notes.map((note) => el("p", { class: "quiet", "data-key": note }, note)),
+  ];
+}
+
+function summary(found) {
+  return table(["run", "last value", "goodput", "node time", "cost", "interruptions"], found.map(([id, each], index) => {
+    const curve = each.curves?.curves.find((one) => one.name === metric), time = each.timeline;
+    return [id, [el("i", { class: "device", style: { display: "inline-block", "background-color": colour(index) } }), " ", el("a", { href: job(id) }, id)],
+      curve ? number(curve.count.values.at(-1)) : "–",
+      time && time.goodput !== null ? `${(100 * time.goodput).toFixed(1)} %` : "–", time ? span(time.node_seconds) : "–",
+      time ? money(time.cost, 4) : "–", time ? number(time.marks.length) : "–"];
+  }));
+}
+
+function picker(state) {
+  const live = state.overview?.jobs ?? [], ids = new Set(rows.map((row) => row.id));
+  const all = [...live.filter((row) => !ids.has(row.id)), ...rows];
+  const good = all.filter((row) => `${row.id} ${row.group ?? ""}`.toLowerCase().includes(filter));
+  const box = (id) => el("input", { type: "checkbox", "aria-label": `Compare ${id}`, checked: shown.includes(id), disabled: !shown.includes(id) && shown.length >= MOST,
+    onchange: (event) => {
+      const next = event.target.checked ? [...shown, id] : shown.filter((each) => each !== id);
+      history.replaceState(null, "", `#/compare?runs=${next.map(encodeURIComponent).join(",")}`);
+      dispatchEvent(new HashChangeEvent("hashchange"));
+    } });
+  return [
+    el("p", {}, el("input", { type: "search", placeholder: "Filter runs (/)", "aria-label": "Filter runs", oninput: (event) => { filter = event.target.value.toLowerCase(); redraw(); } })),
+    table(["", "run", "phase", "group", "step", "cost"], good.map((row) => [row.id, box(row.id), el("a", { href: job(row.id) }, row.id), badge(row.phase), row.group ?? "", number(row.step), money(row.cost)])),
+    more ? el("button", { type: "button", onclick: () => load(rows.at(-1)?.id) }, "Older runs") : "",
+  ];
+}

@@ -1,0 +1,103 @@
+// The curves of a run: what run.log was given, a chart for each name, with a mark for each interruption.
+import { ask, colour, el, number } from "/pages/dom.js";
+import { spending, text } from "/pages/timeline.js";
+
+export const AXES = { steps: "step", times: "time", samples: "samples", dollars: "dollars" };
+
+let found = null, problem = "", axis = "steps", logarithmic = false, filter = "", page = 1;
+const SHOWN = 12;
+
+export function open() { [found, problem, filter, page] = [null, "", "", 1]; }
+
+const wanted = () => (found?.names ?? []).filter((name) => name.toLowerCase().includes(filter)).slice(0, SHOWN * page);
+
+export async function look(path) {
+  try {
+    const names = wanted().slice(0, 4 * SHOWN);
+    found = await ask(path(`curves${names.length ? `?names=${encodeURIComponent(names.join("\n"))}` : ""}`));
+    problem = "";
+  } catch (error) {
+    problem = error.message;
+  }
+}
+
+// x and y of some points on an axis, without points whose x is not known; x rises.
+export function line(points, axis, spent) {
+  const x = axis === "dollars" ? points.times.map(spent) : points[axis], rows = [];
+  for (let row = 0; row < x.length; row += 1) if (Number.isFinite(x[row])) rows.push([x[row], points.values[row]]);
+  rows.sort((a, b) => a[0] - b[0]);
+  const kept = rows.filter((row, index) => index === rows.length - 1 || row[0] !== rows[index + 1][0]);
+  return { x: kept.map((row) => row[0]), y: kept.map((row) => row[1]) };
+}
+
+// Dollars at any time, from a table: a curve has many points.
+export function dollars(timeline) {
+  const spans = timeline?.bars.flatMap((bar) => bar.spans) ?? [];
+  if (!spans.length || !timeline.cost) return () => NaN;
+  const exact = spending(timeline), start = Math.min(...spans.map((each) => each[1])), end = Math.max(...spans.map((each) => each[2]));
+  const count = 512, width = (end - start) / count || 1;
+  const known = Array.from({ length: count + 1 }, (_, index) => exact(start + index * width));
+  return (time) => {
+    const at = Math.min(count, Math.max(0, (time - start) / width)), low = Math.floor(at);
+    return low >= count ? known[count] : known[low] + (at - low) * (known[low + 1] - known[low]);
+  };
+}
+
+// The marks of interruptions on an axis. points: of a curve, to find the samples at a step.
+function marks(timeline, points, spent) {
+  return (timeline?.marks ?? []).map((mark) => {
+    let x = mark.at;
+    if (axis === "steps") x = mark.step;
+    else if (axis === "dollars") x = spent(mark.at);
+    else if (axis === "samples") x = points.samples[points.steps.findIndex((step) => step >= mark.step)] ?? NaN;
+    return { x, text: text(mark) };
+  }).filter((mark) => Number.isFinite(mark.x));
+}
+
+export function controls(redraw, more = "") {
+  return el("div", { class: "row" },
+    el("label", {}, "over ", el("select", { "aria-label": "Over", onchange: (event) => { axis = event.target.value; redraw(); } },
+      Object.entries(AXES).map(([name, title]) => el("option", { value: name, selected: name === axis }, title)))),
+    el("label", {}, el("input", { type: "checkbox", checked: logarithmic, onchange: (event) => { logarithmic = event.target.checked; redraw(); } }), " logarithmic"),
+    more);
+}
+
+export const chosen = () => ({ axis, logarithmic });
+
+export function draw(charts, timeline, redraw) {
+  if (!found) return el("p", { class: problem ? "error" : "quiet" }, problem || "Loading …");
+  if (!found.names.length) {
+    charts.keep([]);
+    return [el("p", { class: "quiet" }, "This run has logged no numbers: `run.log(loss=loss)` in the script makes a curve. Numbers reach the bucket some seconds after the script logs them."), problems()];
+  }
+  const spent = dollars(timeline), names = wanted();
+  const shown = found.curves.filter((curve) => names.includes(curve.name));
+  charts.keep(shown.map((curve) => curve.name));
+  const nodes = shown.map((curve) => {
+    const chart = charts.get(curve.name), counting = line(curve.count, axis, spent), void_ = line(curve.void, axis, spent);
+    const lines = [{ name: curve.name, ...counting, colour: colour(0) }];
+    if (void_.x.length) lines.push({ name: "void", ...void_, dots: true });
+    chart.update(positive(lines), marks(timeline, curve.count, spent), { label: AXES[axis], time: axis === "times", logarithmic });
+    return chart.slot();
+  });
+  const rest = found.names.length > names.length ? el("button", { type: "button", onclick: () => { page += 1; redraw(); } }, "More curves") : "";
+  return [
+    controls(redraw, el("input", { type: "search", placeholder: `Filter ${number(found.names.length)} names (/)`, "aria-label": "Filter curves", oninput: (event) => { filter = event.target.value.toLowerCase(); redraw(); } })),
+    problem ? el("p", { class: "error" }, problem) : "",
+    shown.some((curve) => !line(curve.count, axis, spent).x.length) ? el("p", { class: "quiet" }, `Points without a known value on this axis (${AXES[axis]}) are left out.`) : "",
+    el("div", { class: "charts" }, nodes),
+    el("p", { class: "quiet" }, "Dashed lines are interruptions; point at one to see what it cost. Dots are void points: their steps were done again. A long curve is thinned for drawing: each stretch of it keeps its least and greatest value."),
+    rest, problems(),
+  ];
+}
+
+// A logarithmic axis shows positive values only.
+export function positive(lines) {
+  if (!logarithmic) return lines;
+  return lines.map((each) => ({ ...each, y: each.y.map((value) => (value > 0 ? value : null)) }));
+}
+
+function problems() {
+  if (!found.problems.length) return "";
+  return el("details", { "data-key": "problems" }, el("summary", { class: "bad" }, `${found.problems.length} blocks cannot be read`), el("ul", {}, found.problems.map((each) => el("li", {}, each))));
+}

@@ -1,0 +1,140 @@
+// The page of one run: what it did, what it logged, what interrupted it, what its machines did.
+import { Charts } from "/pages/chart.js";
+import { events } from "/pages/cluster.js";
+import * as curves from "/pages/curves.js";
+import * as logs from "/pages/logs.js";
+import { ask, badge, bar, bytes, clock, el, job, money, number, span, table } from "/pages/dom.js";
+import * as machines from "/pages/machines.js";
+import * as timeline from "/pages/timeline.js";
+
+const EVERY = 2000; // milliseconds between two looks at a run that goes on
+const TABS = { overview: "Curves and time", machines: "Machines", logs: "Logs", events: "Events", files: "Files", job: "Job file" };
+
+let id = "", tab = "overview", run = null, parts = {}, problems = {}, redraw = () => {}, timer = 0, charts = new Charts(), busy = false;
+
+export function open(state, draw) {
+  [id, run, parts, problems, redraw] = [state.argument, null, {}, {}, draw];
+  charts = new Charts();
+  curves.open();
+  logs.open(draw);
+  tab = state.query.get("tab") ?? "overview";
+  if (!id) return;
+  look();
+  timer = setInterval(() => {
+    if (!document.hidden && !run?.ended) look();
+  }, EVERY);
+}
+
+export function close() {
+  clearInterval(timer);
+  charts.close();
+}
+
+const path = (part) => `/api/runs/${encodeURIComponent(id)}${part ? `/${part}` : ""}`;
+
+async function fetched(name, part = name) {
+  try {
+    parts[name] = await ask(path(part));
+    delete problems[name];
+  } catch (error) {
+    problems[name] = error.message;
+  }
+}
+
+// Ask for what the tab shows. Answers that come after the page has moved on are dropped.
+async function look() {
+  if (busy) return;
+  busy = true;
+  const asked = id;
+  try {
+    await fetched("run", "");
+    if (asked !== id) return;
+    run = parts.run ?? run;
+    redraw();
+    const wanted = tab === "overview" ? ["timeline"] : tab === "job" ? [] : [tab];
+    await Promise.all(wanted.map((name) => fetched(name)));
+    if (tab === "overview") await curves.look(path);
+    if (asked === id) redraw();
+  } finally {
+    busy = false;
+    if (asked !== id) look();
+  }
+}
+
+export function draw(state) {
+  if (!id) return choose(state);
+  const wanted = state.query.get("tab") ?? "overview";
+  if (TABS[wanted] && wanted !== tab) {
+    tab = wanted;
+    look();
+  }
+  if (!run) {
+    return el("div", {}, el("h1", {}, id), problems.run ? el("p", { class: "error" }, problems.run) : el("p", { class: "quiet" }, "Loading …"));
+  }
+  const live = state.overview?.jobs.find((each) => each.id === id);
+  return el("div", {},
+    el("h1", {}, run.id, " ", badge(live?.phase ?? run.phase)),
+    (live?.reason || run.reason) ? el("p", {}, live?.reason || run.reason) : "",
+    run.failure ? el("pre", { class: "error", tabindex: "0" }, `rank ${run.failure.rank} on ${run.failure.node}: ${run.failure.message}\n${run.failure.traceback ?? ""}`) : "",
+    tiles({ ...run, ...(live && { step: live.step, eta: live.eta, cost: live.cost }) }),
+    el("nav", { class: "tabs", "aria-label": "Parts of this run" }, Object.entries(TABS).map(([name, title]) =>
+      el("a", { href: `${job(id)}?tab=${name}`, "aria-current": name === tab ? "true" : null }, title))),
+    el("div", { "data-key": `tab ${tab}` }, BODIES[tab]()));
+}
+
+function choose(state) {
+  const rows = state.overview?.jobs ?? [];
+  return el("div", {}, el("h1", {}, "Run"), rows.length
+    ? el("ul", {}, rows.map((row) => el("li", { "data-key": row.id }, el("a", { href: job(row.id) }, row.id), " ", badge(row.phase))))
+    : el("p", { class: "quiet" }, "No run is under way. ", el("a", { href: "#/jobs" }, "Jobs"), " lists the runs that have ended."));
+}
+
+function tiles(run) {
+  const tile = (title, value, more) => el("div", { class: "tile" }, el("span", {}, title), el("b", {}, value), el("small", {}, more));
+  const whole = run.total_steps ? ` of ${number(run.total_steps)}` : "";
+  return el("div", { class: "tiles" },
+    tile("Step", `${number(run.step)}${whole}`, run.total_steps ? bar(run.step, run.total_steps, "progress") : "the number of steps is not known"),
+    tile("Goodput", run.goodput === null ? "–" : `${(100 * run.goodput).toFixed(1)} %`, `of ${span(run.node_seconds)} of node time`),
+    tile("Cost", money(run.cost), run.budget ? `of a budget of ${money(run.budget)}` : run.cost_to_end && !run.ended ? `${money(run.cost_to_end)} at its end` : "as far as prices are known"),
+    tile("Interruptions", number(run.interruptions.length), `${number(run.interruptions.reduce((sum, each) => sum + (each.steps_lost ?? 0), 0))} steps lost, generation ${run.generation}`),
+    tile(run.ended ? "Ended" : "End", clock(run.ended ?? run.eta), run.deadline ? `deadline ${clock(run.deadline)}${run.in_time === false ? (run.ended ? ", missed" : ", will be missed at this pace") : run.in_time ? (run.ended ? ", met" : ", will be met at this pace") : ""}` : `submitted ${clock(run.submitted)}`),
+  );
+}
+
+const wrong = (name) => (problems[name] ? el("p", { class: "error" }, problems[name]) : el("p", { class: "quiet" }, "Loading …"));
+
+const BODIES = {
+  overview: () => [
+    el("section", { "aria-label": "Curves" }, el("h2", {}, "Curves"), curves.draw(charts, parts.timeline, redraw)),
+    el("section", { "aria-label": "Timeline" }, el("h2", {}, "What the node time went into"), parts.timeline ? timeline.draw(parts.timeline) : wrong("timeline")),
+    account(),
+  ],
+  machines: () => (parts.machines ? machines.draw(charts, parts.machines, marks()) : wrong("machines")),
+  logs: () => logs.draw(path, parts.logs, problems.logs),
+  events: () => (parts.events ? events(parts.events) : wrong("events")),
+  files: () => (parts.files ? files(parts.files) : wrong("files")),
+  job: () => [
+    el("p", {}, `Code bundle ${run.code}. Keys of the job file that are not the default:`),
+    el("pre", { tabindex: "0" }, JSON.stringify(run.spec, null, 2)),
+  ],
+};
+
+const marks = () => run.interruptions.map((each) => ({ x: each.at, text: `${each.kind} ${each.node}` }));
+
+function account() {
+  if (!run.account.length) return "";
+  const sum = run.account.reduce((total, line) => total + line.cost, 0);
+  return el("section", { "aria-label": "Account" }, el("h2", {}, "The bill"),
+    table(["month", "pool", "market", "machine time", "cost", "on-demand"], [
+      ...run.account.map((line) => [`${line.month} ${line.pool} ${line.market}`, line.month, line.pool, line.market, span(line.seconds), money(line.cost, 4), line.unlisted ? "not known" : money(line.on_demand, 4)]),
+      ["sum", "sum", "", "", span(run.account.reduce((total, line) => total + line.seconds, 0)), money(sum, 4), ""],
+    ]));
+}
+
+function files(found) {
+  return [
+    el("p", {}, `In the bucket at ${found.where}. Files of checkpoints, metrics and machines are counted by folder.`),
+    table(["file", "objects", "size"], found.files.map((each) => [each.name, each.name, number(each.objects), bytes(each.bytes)])),
+    found.left_out ? el("p", { class: "quiet" }, `${number(found.left_out)} more are not shown.`) : "",
+  ];
+}

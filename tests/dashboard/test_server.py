@@ -1,0 +1,294 @@
+"""The dashboard over HTTP: who may ask, what changes, and what the stream of live changes does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import ClientResponse
+from yarl import URL
+
+from spotrun.dashboard import history, logs
+from spotrun.dashboard.records import Records
+from spotrun.head import overview
+from spotrun.store import job_key, log_key
+from tests.dashboard.site import TOKEN, Page, opened
+from tests.head.world import CODE, JOB, World, stepping
+
+READS = ("/", "/pages/app.js", "/api/live", "/api/jobs", "/api/runs/x", "/metrics", "/nothing")
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+@pytest.fixture
+async def page(world: World) -> AsyncIterator[Page]:
+    async with opened(world) as found:
+        yield found
+
+
+async def submitted(world: World, **keys: Any) -> str:
+    job = await world.head.submit(JOB | keys, CODE)
+    await world.turn()
+    return job
+
+
+def contents(world: World) -> dict[str, bytes]:
+    return {key: world.store.get(key) for key in world.store.list("")}
+
+
+@pytest.mark.parametrize("path", READS)
+async def test_nothing_is_answered_without_the_token(page: Page, path: str) -> None:
+    for query in ("", "?token=wrong", "?token="):
+        status, text = await page.get(path + query)
+        assert status == 403
+        assert "open the address that `make dashboard` has printed" in text
+    assert (await page.get(path, Authorization="Bearer wrong"))[0] == 403
+    assert (await page.get(path, Cookie=f"spotrun-{page.port}=wrong"))[0] == 403
+
+
+async def test_the_url_with_the_token_is_for_the_page_alone(page: Page) -> None:
+    assert (await page.get(f"/api/jobs?token={TOKEN}"))[0] == 403
+    await page.enter()
+    assert (await page.get("/api/jobs"))[0] == 200
+
+
+async def test_the_cookie_is_out_of_reach_of_scripts_and_other_sites(page: Page) -> None:
+    async with page.session.get(f"{page.url}/?token={TOKEN}") as response:
+        (cookie,) = response.headers.getall("Set-Cookie")
+    assert cookie.startswith(f"spotrun-{page.port}={TOKEN};")
+    assert "HttpOnly" in cookie
+    assert "SameSite=Strict" in cookie
+
+
+@pytest.mark.parametrize("path", READS)
+async def test_other_origins_and_hosts_are_refused_with_the_token(page: Page, path: str) -> None:
+    await page.enter()
+    for name, value in (("Origin", "http://evil.example"), ("Host", "evil.example"), ("Sec-Fetch-Site", "cross-site")):
+        status, text = await page.get(path, **{name: value})
+        assert status == 403, name
+        assert TOKEN not in text
+
+
+async def test_no_answer_lets_other_sites_in(page: Page) -> None:
+    await page.enter()
+    for path in ("/", "/pages/app.js", "/api/jobs", "/nothing", "/api/runs/none", "/?token=wrong"):
+        async with page.session.get(page.url + path) as response:
+            assert "Access-Control-Allow-Origin" not in response.headers
+            assert "default-src 'none'" in response.headers["Content-Security-Policy"]
+            assert "unsafe" not in response.headers["Content-Security-Policy"]
+            assert response.headers["X-Content-Type-Options"] == "nosniff"
+            assert response.headers["Referrer-Policy"] == "no-referrer"
+
+
+@pytest.mark.parametrize(
+    "name", ["../server.py", "..%2fserver.py", "vendor/../../server.py", "vendor", "x.js", "%2fetc"]
+)
+async def test_only_files_of_the_pages_are_served(page: Page, name: str) -> None:
+    await page.enter()
+    assert (await page.get(f"/pages/{name}"))[0] == 404
+
+
+async def test_no_absolute_path_is_served(page: Page, tmp_path_factory: pytest.TempPathFactory) -> None:
+    private = tmp_path_factory.mktemp("elsewhere") / "private.html"
+    private.write_text("of another program")
+    await page.enter()
+    async with page.session.get(URL(f"{page.url}/pages/{private}", encoded=True)) as response:
+        assert response.status == 404
+
+
+async def test_a_token_that_is_no_text_is_refused(page: Page) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", page.port)
+    writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer \xff\r\nConnection: close\r\n\r\n")
+    assert (await reader.readline()).startswith(b"HTTP/1.1 403 ")
+    writer.close()
+    await writer.wait_closed()
+
+
+async def test_a_get_writes_nothing(world: World, page: Page) -> None:
+    job = await submitted(world)
+    await page.enter()
+    before = contents(world)
+    for verb in ("pause", "resume", "stop", "priority", "relaunch"):
+        status, _ = await page.get(f"/api/jobs/{job}/{verb}")
+        assert status in (404, 405), verb
+    for path in ("/api/jobs", f"/api/runs/{job}", f"/api/runs/{job}/events", f"/api/runs/{job}/files"):
+        assert (await page.get(path))[0] == 200, path
+    assert contents(world) == before
+    assert page.head.asked == []
+
+
+async def test_a_job_is_paused_resumed_and_stopped(world: World, page: Page) -> None:
+    job = await submitted(world)
+    await page.enter()
+    for verb, phase in (("pause", "paused"), ("resume", "queued")):
+        assert await page.post(f"/api/jobs/{job}/{verb}", {}) == (200, {"job": job})
+        (row,) = overview.of(world.head)["jobs"]
+        assert row["phase"] == phase
+    assert await page.post(f"/api/jobs/{job}/priority", {"to": 7}) == (200, {"job": job})
+    assert overview.of(world.head)["jobs"][0]["priority"] == 7
+    assert (await page.post(f"/api/jobs/{job}/stop", {}))[0] == 200
+    await world.turn(2)
+    assert world.written(job).phase == "stopped"
+
+
+async def test_the_words_of_the_head_reach_the_page(world: World, page: Page) -> None:
+    job = await submitted(world)
+    await page.enter()
+    status, found = await page.post(f"/api/jobs/{job}/resume", {})
+    assert (status, f"job {job} is not paused" in found["error"]) == (400, True)
+    bodies: tuple[Any, ...] = ({"to": "5"}, {"to": 1.5}, {}, [], {"to": True})
+    for body in bodies:
+        assert (await page.post(f"/api/jobs/{job}/priority", body))[0] == 400, body
+    assert (await page.post(f"/api/jobs/{job}/explode", {}))[0] == 400
+
+
+async def test_a_change_needs_the_pages_own_origin_and_json(world: World, page: Page) -> None:
+    job = await submitted(world)
+    await page.enter()
+    assert (await page.post(f"/api/jobs/{job}/stop", {}, Origin="http://evil.example"))[0] == 403
+    async with page.session.post(f"{page.url}/api/jobs/{job}/stop", data="{}") as response:
+        assert response.status == 415
+    assert page.head.asked == []
+
+
+async def test_names_and_logs_stay_text(world: World, page: Page) -> None:
+    """JSON is never a page: its type is not HTML, and the browser must not guess one."""
+    job = await submitted(world)
+    world.store.put(log_key(job, 1, "a", 0), b"<script>alert(1)</script>\n\x1b[31mred\x1b[0m\n")
+    await page.enter()
+    async with page.session.get(f"{page.url}/api/runs/{job}/log?generation=1&node=a&rank=0") as response:
+        assert response.content_type == "application/json"
+        assert (await response.json())["text"] == "<script>alert(1)</script>\nred\n"
+
+
+@pytest.mark.parametrize("job", ["../../x", "%2e%2e%2fx", "none", "A", "a" * 300, "a%00b"])
+async def test_a_job_that_there_is_not(page: Page, job: str) -> None:
+    await page.enter()
+    status, _ = await page.get(f"/api/runs/{job}")
+    assert status == 404
+
+
+@pytest.mark.parametrize("query", ["node=..%2fx&rank=0&generation=1", "node=a&rank=x&generation=1", "node=a", ""])
+async def test_a_log_that_there_is_not(world: World, page: Page, query: str) -> None:
+    job = await submitted(world)
+    await page.enter()
+    assert (await page.get(f"/api/runs/{job}/log?{query}"))[0] == 400
+
+
+async def test_a_log_is_searched_to_its_end_in_pieces(
+    world: World, page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every line is found once, whatever the sizes of the pieces that are read and answered."""
+    job = await submitted(world)
+    text = "".join(f"line {number} {'Needle' if number % 7 == 0 else 'hay'} é\n" for number in range(2000))
+    world.store.put(log_key(job, 1, "a", 0), text.encode())
+    await page.enter()
+    wanted = [line for line in text.splitlines() if "Needle" in line]
+    for name, value in (("RANGE", 1000), ("SEARCHED", 5000), ("HITS", 20)):
+        monkeypatch.setattr(logs, name, value)
+        found, start = list[str](), 0
+        while start is not None:
+            path = f"/api/runs/{job}/log?generation=1&node=a&rank=0&grep=needle&from={start}"
+            status, answer = await page.get(path)
+            assert status == 200
+            found += [hit["text"] for hit in answer["hits"]]
+            start = answer["next"]
+        assert found == wanted, name
+    whole = await page.get(f"/api/runs/{job}/log?generation=1&node=a&rank=0&grep=needle&from=0")
+    assert await page.get(f"/api/runs/{job}/log?generation=1&node=a&rank=0&grep=needle&from=-5") == whole
+
+
+async def test_a_log_is_read_from_its_end(world: World, page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "PIECE", 1000)
+    job = await submitted(world)
+    text = "".join(f"line {number}\n" for number in range(500))
+    world.store.put(log_key(job, 1, "a", 0), text.encode())
+    await page.enter()
+    found, end = "", f"&end={len(text)}"
+    while end:
+        _, piece = await page.get(f"/api/runs/{job}/log?generation=1&node=a&rank=0{end}")
+        found, end = piece["text"] + found, f"&end={piece['start']}" if piece["start"] else ""
+    assert found == text
+
+
+async def message(stream: ClientResponse) -> dict[str, Any]:
+    """The next document of the stream."""
+    async with asyncio.timeout(60):
+        async for line in stream.content:
+            if line.startswith(b"data: {") and len(line) > 20:
+                return json.loads(line.removeprefix(b"data: "))
+    raise AssertionError("the stream has ended")
+
+
+async def test_the_stream_has_the_newest_overview_and_its_loss(world: World, page: Page) -> None:
+    await page.enter()
+    job = await submitted(world)
+    page.live.publish(overview.of(world.head))
+    async with page.session.get(f"{page.url}/api/live") as stream:
+        assert stream.content_type == "text/event-stream"
+        first = await message(stream)
+        assert (first["live"], [row["id"] for row in first["overview"]["jobs"]]) == (True, [job])
+        page.live.lose("no answer", history.read(Records(world.store, "c"), world.cluster))
+        second = await message(stream)
+        assert (second["live"], second["why"]) == (False, "no answer")
+        assert [row["id"] for row in second["overview"]["jobs"]] == [job]
+        world.new_head(2)
+        await world.turn()
+        page.live.publish(overview.of(world.head))
+        assert (await message(stream))["overview"]["head"]["epoch"] == 2
+
+
+async def test_a_slow_page_gets_the_newest_document_and_not_all(world: World, page: Page) -> None:
+    await page.enter()
+    page.live.publish({"cluster": "c", "number": 0})
+    async with page.session.get(f"{page.url}/api/live") as stream:
+        assert (await message(stream))["overview"]["number"] == 0
+        for number in range(1, 1001):
+            page.live.publish({"cluster": "c", "number": number})
+        assert (await message(stream))["overview"]["number"] == 1000
+
+
+async def test_the_bucket_tells_the_same_as_the_head(world: World) -> None:
+    """The keys of both overviews are equal, and so are the values of what does not move."""
+    job = await world.started()
+    for name in ("a", "b"):
+        world.receive(name, job=job.id, phase="running", generation=1, workers=stepping(3))
+    await world.turn()
+    live = overview.of(world.head)
+    read = await asyncio.to_thread(history.read, Records(world.store, "c"), world.cluster)
+    assert live.keys() - read.keys() <= {"counted_at", "idle_node_seconds", "idle_account"}
+    assert [pool["name"] for pool in read["pools"]] == [pool["name"] for pool in live["pools"]]
+    (here,), (there,) = live["jobs"], read["jobs"]
+    assert here.keys() - there.keys() == {"placement"}
+    assert (there["id"], there["phase"], there["step"]) == (here["id"], here["phase"], here["step"])
+
+
+async def test_jobs_are_listed_newest_first_in_pieces(world: World, page: Page) -> None:
+    jobs = [await submitted(world) for _ in range(5)]
+    key = job_key("other-20200101-000000", "state.json")
+    world.store.put(key, world.written(jobs[0]).replace(cluster="another").model_dump_json().encode())
+    world.store.put(job_key("broken-20200101-000000", "state.json"), b"{")
+    await page.enter()
+    _, found = await page.get("/api/jobs?most=3")
+    assert ([row["id"] for row in found["rows"]], found["more"]) == (jobs[:1:-1], True)
+    _, found = await page.get(f"/api/jobs?before={jobs[2]}")
+    assert [row["id"] for row in found["rows"]] == [jobs[1], jobs[0], "broken-20200101-000000"]
+    assert found["rows"][-1]["phase"] == "unreadable"
+
+
+async def test_a_relaunched_job_is_read_again(world: World, page: Page) -> None:
+    job = await submitted(world)
+    await page.enter()
+    await page.post(f"/api/jobs/{job}/stop", {})
+    await world.turn(2)
+    assert (await page.get("/api/jobs"))[1]["rows"][0]["phase"] == "stopped"
+    await page.post(f"/api/jobs/{job}/relaunch", {})
+    await world.turn(2)
+    assert (await page.get("/api/jobs"))[1]["rows"][0]["phase"] == "queued"

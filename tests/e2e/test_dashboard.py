@@ -1,0 +1,259 @@
+"""The dashboard in a real browser, on a cluster that is preempted and whose head is killed while the page is open."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Locator, Page, expect
+from prometheus_client.parser import text_string_to_metric_families
+
+from scripts import site as sites
+from spotrun.state.points import Call, Header, compress, line
+from spotrun.store import job_key, log_key
+from tests.e2e.browser import browser, dashboard, fits, opened, shot
+from tests.e2e.harness import PATIENCE, Harness, running
+
+expect.set_options(timeout=PATIENCE * 1000)
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    with browser() as found:
+        yield found
+
+
+@pytest.fixture
+def url(chromium: Browser, cluster: Harness) -> Iterator[str]:
+    with dashboard(cluster) as found:
+        yield found
+
+
+def go(page: Page, where: str) -> None:
+    """Another page of the dashboard, by its link."""
+    page.get_by_role("navigation").get_by_role("link", name=where, exact=True).click()
+    expect(page.get_by_role("heading", level=1, name=where)).to_be_visible()
+
+
+def test_a_preemption_shows_while_the_page_is_open(cluster: Harness, chromium: Browser, url: str) -> None:
+    with opened(chromium, url) as page:
+        assert "token" not in page.url
+        expect(page.locator("#state")).to_have_text("live")
+        job = cluster.submit(nodes={"min": 2, "max": 3}, epochs=2, samples=4000, pause=0.02, slow=60)
+        cluster.until(lambda s: len(s["job"]["members"]) == 3 and s["job"]["phase"] == "running", "three nodes")
+        nodes = page.get_by_role("region", name="Nodes")
+        expect(nodes.get_by_text("running", exact=True)).to_have_count(3)
+        cluster.until_step(60)
+        victim = cluster.members()[1]
+        cluster.fault("preempt", victim)
+        events = page.get_by_role("region", name="Events").last
+        expect(events.get_by_text(f"{victim} will be taken: preempt")).to_be_visible()
+        expect(events.get_by_text(re.compile("after [0-9.]+ s, 0 steps lost"))).to_be_visible()
+        expect(nodes.get_by_text("running", exact=True)).to_have_count(3)
+        assert fits(page)
+        shot(page, "cluster")
+        page.set_viewport_size({"width": 400, "height": 860})
+        assert fits(page)
+        job.go()
+    cluster.until_ended()
+
+
+def test_jobs_are_changed_with_the_keyboard(cluster: Harness, chromium: Browser, url: str) -> None:
+    job = cluster.submit(nodes={"min": 2, "max": 2}, epochs=2, samples=4000, slow=1, deadline=7200.0, budget=5.0)
+    cluster.until_step(10)
+    with opened(chromium, url, "narrow", "dark") as page:
+        page.keyboard.press("2")
+        expect(page.get_by_role("heading", level=1)).to_have_text("Jobs")
+        row = page.get_by_role("row", name=job.id)
+        expect(row.get_by_text(re.compile("deadline .* will be met at this pace"))).to_be_visible()
+        assert fits(page)
+        row.get_by_role("button", name=f"pause {job.id}").focus()
+        page.keyboard.press("Enter")
+        expect(row.get_by_text("paused", exact=True)).to_be_visible()
+        field = row.get_by_label(f"Priority of {job.id}", exact=True)
+        field.focus()
+        page.keyboard.press("Control+A")
+        page.keyboard.type("7")
+        page.keyboard.press("Enter")
+        expect(page.get_by_role("status").last).to_have_text(re.compile(f"priority {job.id}: done"))
+        cluster.until(lambda s: s["job"]["priority"] == 7, "the new priority")
+        row.get_by_role("button", name=f"resume {job.id}").focus()
+        page.keyboard.press("Enter")
+        expect(row.get_by_text("running", exact=True)).to_be_visible()
+        page.set_viewport_size({"width": 1600, "height": 1000})
+        assert fits(page)
+        shot(page, "jobs")
+        page.on("dialog", lambda dialog: dialog.accept())
+        row.get_by_role("button", name=f"stop {job.id}").click()
+        ended = page.get_by_role("region", name="Ended jobs")
+        expect(ended.get_by_role("row", name=job.id).get_by_text("stopped", exact=True)).to_be_visible()
+    assert cluster.until_ended()["phase"] == "stopped"
+
+
+def test_a_run_shows_what_each_interruption_cost(cluster: Harness, chromium: Browser, url: str) -> None:
+    job = cluster.submit(nodes={"min": 2, "max": 3}, epochs=2, samples=6000, pause=0.02, slow=400, flood=10)
+    cluster.until_step(60)
+    with opened(chromium, url) as page:
+        page.goto(f"{url.partition('?')[0]}#/run/{job.id}")
+        expect(page.get_by_role("heading", level=1)).to_contain_text(job.id)
+        timeline = page.get_by_role("region", name="Timeline")
+        expect(timeline.locator(".lane").first).to_have_attribute("aria-label", re.compile("stepping [0-9.]+"))
+        for number, fault in enumerate(("preempt", "kill")):
+            cluster.fault(fault, cluster.members()[-1])
+            row = timeline.get_by_role("row", name=re.compile(rf"^[a-z+]*\b{fault}\b"))
+            expect(row.get_by_text(re.compile(r"^[0-9.]+ m?s"))).to_be_visible()
+            cluster.until(functools.partial(is_whole, number), "three nodes again")
+        chart = page.get_by_role("img", name=re.compile(r"^loss\. loss: [0-9]+ points"))
+        expect(chart).to_be_visible()
+        hover_the_mark(page, chart)
+        expect(page.get_by_role("tooltip")).to_contain_text(re.compile("steps lost\n.*at the run's average price"))
+        cluster.until_step(400)
+        assert fits(page)
+        shot(page, "run")
+        look_at_the_other_parts(page)
+        page.set_viewport_size({"width": 400, "height": 860})
+        assert fits(page)
+        job.go()
+    final = cluster.until_ended()
+    with opened(chromium, url, "narrow", "dark") as page:
+        page.goto(f"{url.partition('?')[0]}#/run/{job.id}")
+        expect(page.get_by_text(f"Goodput {100 * final['goodput']:.1f} %")).to_be_visible()
+        assert shares(page) == {
+            "stepping": pytest.approx(100 * final["node_time"]["counted"] / final["node_seconds"], abs=0.06),
+            "all": pytest.approx(100, abs=0.6),
+        }
+        assert fits(page)
+        go(page, "Compare")
+        page.get_by_role("checkbox", name=f"Compare {job.id}").check()
+        page.get_by_label("Of", exact=True).select_option("loss")
+        for axis in ("samples", "dollars", "time", "step"):
+            page.get_by_label("Over").select_option(label=axis)
+            expect(page.get_by_role("img", name=re.compile(rf"^loss\. {job.id}: [0-9]{{2,}} points"))).to_be_visible()
+        assert fits(page)
+
+
+def look_at_the_other_parts(page: Page) -> None:
+    """Machines, logs with search, and files of the run."""
+    parts = page.get_by_role("navigation", name="Parts")
+    parts.get_by_role("link", name="Logs").click()
+    expect(page.get_by_role("region", name="Text of the log")).to_contain_text("says too much")
+    search = page.get_by_role("searchbox", name="Search this log")
+    search.focus()
+    page.keyboard.type("TOO MUCH")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("region", name="Lines that were found")).to_contain_text("says too much")
+    parts.get_by_role("link", name="Machines").click()
+    expect(
+        page.get_by_role("img", name=re.compile(r"^Processor, % of all cores\. spot-[0-9]+: [0-9]+ p"))
+    ).to_be_visible()
+    rank = page.get_by_role("region", name="Ranks").get_by_role("row", name="rank 0")
+    expect(rank.get_by_text(re.compile(r"^[0-9.]+ ms$")).first).to_be_visible()
+    assert fits(page)
+    parts.get_by_role("link", name="Files").click()
+    expect(page.get_by_role("row", name="state.json")).to_be_visible()
+
+
+def is_whole(faults: int, status: dict[str, Any]) -> bool:
+    """Whether three nodes train, after more than so many faults."""
+    job = status["job"]
+    return len(job["members"]) == 3 and job["generation"] > faults + 1 and job["phase"] == "running"
+
+
+def hover_the_mark(page: Page, chart: Locator) -> None:
+    """Move the pointer along the chart until it is on a mark."""
+    over = chart.locator(".u-over")
+    over.scroll_into_view_if_needed()
+    box = over.bounding_box()
+    assert box is not None
+    for x in range(0, int(box["width"]), 3):
+        page.mouse.move(box["x"] + x, box["y"] + box["height"] / 2)
+        if page.get_by_role("tooltip").count():
+            return
+    raise AssertionError("no mark on the chart")
+
+
+def shares(page: Page) -> dict[str, float]:
+    """The percentages of the timeline's legend: of stepping, and the sum of all."""
+    lines = page.locator(".legend li").all_inner_texts()
+    found = [(line.split()[0], float(re.findall(r"([0-9.]+) %", line)[0])) for line in lines]
+    return {"stepping": dict(found)["stepping"], "all": sum(value for _, value in found)}
+
+
+def test_names_and_logs_with_html_stay_text(cluster: Harness, chromium: Browser, url: str) -> None:
+    """A job's code writes them into its own part of the bucket. The name of the group is from outside too."""
+    job = cluster.submit(nodes={"min": 1, "max": 1}, epochs=1, samples=40)
+    cluster.until_ended()
+    evil = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
+    store = cluster.access.store
+    store.put(log_key(job.id, 1, "spot-0", 0), f"{evil}\n".encode())
+    lines = [Header(job=job.id, generation=1, rank=0, base=0), Call(step=1, time=1.0, values={evil: 1.0})]
+    store.put(f"jobs/{job.id}/metrics/0001/900000.jsonl.zst", compress(b"".join(map(line, lines))))
+    key = job_key(job.id, "events.jsonl")
+    store.put(key, store.get(key) + json.dumps({"at": 1.0, "kind": evil, "text": evil}).encode() + b"\n")
+    with opened(chromium, url) as page:
+        where = f"{url.partition('?')[0]}#/run/{job.id}"
+        for tab, text in (("overview", page.get_by_role("heading", name=evil)), ("events", page.get_by_role("row"))):
+            page.goto(f"{where}?tab={tab}")
+            expect(text.filter(has_text=evil).first).to_be_visible()
+        page.goto(f"{where}?tab=logs")
+        expect(page.get_by_role("region", name="Text of the log")).to_contain_text(evil)
+        assert page.title() != "taken"
+        assert page.locator("main img, main script").count() == 0
+
+
+def test_prometheus_gets_metrics_through_the_tunnel(cluster: Harness, url: str) -> None:
+    where, _, token = url.partition("?token=")
+    request = urllib.request.Request(f"{where}metrics", headers={"Authorization": f"Bearer {token}"})
+    with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
+        assert answer.headers["Content-Type"].startswith("text/plain")
+        families = {family.name: family for family in text_string_to_metric_families(answer.read().decode())}
+    (head,) = families["spotrun_head"].samples
+    assert (head.labels["cluster"], head.value) == (cluster.spec.name, cluster.status()["head"]["epoch"])
+    with pytest.raises(urllib.error.HTTPError, match="403"):
+        urllib.request.urlopen(f"{where}metrics", timeout=PATIENCE)
+
+
+def test_history_is_there_while_the_cluster_is_down(tmp_path: Path, chromium: Browser) -> None:
+    """The page becomes live without a reload when the cluster comes up."""
+    pools = [{"name": "spot", "zone": "local-a", "max": 1}]
+    with running(tmp_path, {"name": "offline", "cloud": "local", "pools": pools}) as own:
+        job = own.submit(nodes={"min": 1, "max": 1}, epochs=1, samples=40)
+        own.until_ended()
+        own.close()
+        with dashboard(own) as url, opened(chromium, url) as page:
+            expect(page.get_by_role("alert")).to_contain_text("cluster offline is not up")
+            expect(page.get_by_text("Only the head knows the nodes")).to_be_visible()
+            go(page, "Jobs")
+            page.get_by_role("link", name=job.id).click()
+            expect(page.get_by_role("img", name=re.compile(r"^loss\. loss: [0-9]+ points"))).to_be_visible()
+            expect(page.get_by_role("region", name="Timeline").locator(".lane")).to_have_count(1)
+            assert page.get_by_role("button", name=f"pause {job.id}").count() == 0
+            sites.site(own.spec).up()
+            expect(page.locator("#state")).to_have_text("live")
+            expect(page.get_by_role("alert")).to_be_hidden()
+
+
+def test_pages_come_back_when_the_head_is_killed(cluster: Harness, chromium: Browser, url: str) -> None:
+    job = cluster.submit(nodes={"min": 2, "max": 2}, epochs=2, samples=2000, slow=1)
+    cluster.until_step(5)
+    epoch = cluster.status()["head"]["epoch"]
+    with opened(chromium, url) as page:
+        expect(page.locator("#state")).to_have_text("live")
+        cluster.kill_head()
+        expect(page.get_by_role("alert")).to_contain_text("The head does not answer")
+        expect(page.get_by_text("Only the head knows the nodes")).to_be_visible()
+        go(page, "Jobs")
+        expect(page.get_by_role("row", name=job.id)).to_be_visible()  # from the bucket
+        expect(page.locator("#state")).to_have_text("live")
+        expect(page.get_by_role("alert")).to_be_hidden()
+        go(page, "Cluster")
+        expect(page.get_by_text(f"number {epoch + 1}")).to_be_visible()
+    job.go()
+    cluster.until_ended()
