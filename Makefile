@@ -11,7 +11,7 @@ CHECKOV := $(VENV)-checkov
 PARALLEL = -n auto --dist worksteal --junitxml=build/$@.xml
 # Variables from the user of a target, taken as typed. Make expands a variable from its command line at each use, also
 # for `export`: '$HOME' becomes OME, and '$(shell …)' runs here. A copy by `:=` of `$(value X)` is not expanded.
-GIVEN   := CLUSTER JOB NODE RANK CMD TIMEOUT FAULTS NOTICE ID GROUP MONTH MEASURE RATE OUT TO TRACES POLARITY JSON FORCE ALL STRICT RAW TAIL RUNS SEED PUBLIC PRUNE DRY
+GIVEN   := CLUSTER JOB NODE RANK CMD TIMEOUT FAULTS NOTICE ID GROUP MONTH MEASURE RATE OUT TO PORT TRACES POLARITY JSON FORCE ALL STRICT RAW TAIL RUNS SEED PUBLIC PRUNE DRY WHERE SORT A B TAG TEXT GREP SINCE GEN FOLLOW
 override defined = $(foreach name,$(1),$(if $(filter-out undefined,$(origin $(name))),$(name)))
 # Make exports all variables of its command line (such as TERRAFORM=tofu). ARGS is for developers: a shell expands it.
 TYPED   := $(foreach name,$(filter-out ARGS,$(.VARIABLES)),$(if $(filter command,$(origin $(name))),$(name)))
@@ -41,12 +41,12 @@ override NO      := 0 n no false off N No NO False FALSE Off OFF
 override YES     := 1 y yes true on Y Yes YES True TRUE On ON
 
 .DEFAULT_GOAL := help
-.PHONY: help plan up train jobs status cost advise follow logs ssh run preempt kill relaunch stop pause resume priority simulate down acceptance image images image-versions image-trial test test-fast test-clouds test-gpu test-image lint bench-recovery bench-footprint bench-synth bench-startup bench-snapshots bench-jobs bench-scale bench-capacity soak clean
+.PHONY: help plan up train jobs status cost advise follow dashboard logs stacks runs show diff rerun tag note rm export ssh run preempt kill relaunch stop pause resume priority simulate down acceptance image images image-versions image-trial test test-fast test-clouds test-gpu test-image lint bench-recovery bench-overhead bench-footprint bench-synth bench-startup bench-snapshots bench-jobs bench-scale bench-capacity bench-metrics soak clean
 
 # No task checks what was typed for these targets. So check it first, if there is anything to check.
 ifneq ($(strip $(SPOTRUN_TYPED) $(word 2,$(MAKECMDGOALS))),)
 image images image-trial: typed-ready
-image-versions test test-fast test-clouds test-gpu test-image lint bench-recovery bench-footprint bench-synth bench-startup bench-snapshots bench-jobs bench-scale bench-capacity soak: typed-dev
+image-versions test test-fast test-clouds test-gpu test-image lint bench-recovery bench-overhead bench-footprint bench-synth bench-startup bench-snapshots bench-jobs bench-scale bench-capacity bench-metrics soak: typed-dev
 .PHONY: typed-ready typed-dev
 typed-ready: $(READY)
 typed-dev: $(VENV)/.installed-dev
@@ -83,8 +83,38 @@ advise: $(READY) ## which machines suit a job, by cost and time to finish [JOB= 
 follow: $(READY) ## follow the running job, or all jobs of a group; Ctrl-C stops following, and they run on [ID=job, or GROUP=group]
 	@$(FAB) follow $(cluster) $(job_id) $(call flag,GROUP,group)
 
-logs: $(READY) ## what the workers printed [NODE= RANK= ID=job TAIL=lines RAW=1: with escape sequences]
-	@$(FAB) logs $(cluster) $(job_id) $(call flag,NODE,node) $(call flag,RANK,rank) $(call flag,TAIL,tail) $(call yes,RAW,raw)
+dashboard: $(READY) ## a page in your browser: cluster, jobs, runs, logs; also while the cluster is down. Ctrl-C ends it [PORT=: default any free one]
+	@$(FAB) dashboard $(cluster) $(call flag,PORT,port)
+
+logs: $(READY) ## what the workers printed [NODE= RANK=number or all, ID=job TAIL=lines GREP=pattern SINCE=10m GEN=number or all, FOLLOW=1: live; RAW=1: with escape sequences]
+	@$(FAB) logs $(cluster) $(job_id) $(call flag,NODE,node) $(call flag,RANK,rank) $(call flag,TAIL,tail) $(call flag,GREP,grep) $(call flag,SINCE,since) $(call flag,GEN,gen) $(call yes,FOLLOW,follow) $(call yes,RAW,raw)
+
+stacks: $(READY) ## where each worker of a job is in its code now: Python stacks, equal ones together; training goes on [ID=job NODE=]
+	@$(FAB) stacks $(cluster) $(job_id) $(call flag,NODE,node)
+
+runs: $(READY) ## all runs, also while the cluster is down [WHERE='phase=succeeded loss<0.5 tag=best' SORT=-cost]
+	@$(FAB) runs $(cluster) $(call flag,WHERE,where) $(call flag,SORT,sort)
+
+show: $(READY) ## one run: where it came from, generations, machines, cost, results: ID=
+	@$(FAB) show $(cluster) $(job_id)
+
+diff: $(READY) ## what differs between two runs: code, job file, packages, machines, results: A= B=
+	@$(FAB) diff $(cluster) $(call flag,A,first) $(call flag,B,second)
+
+rerun: $(READY) ## submit a run's job again with the same code; says what may differ: ID=
+	@$(FAB) rerun $(cluster) $(job_id)
+
+tag: $(READY) ## add tags to a run, or remove one with a minus: ID= TAG=best, TAG=-best
+	@$(FAB) tag $(cluster) $(job_id) $(call flag,TAG,tag)
+
+note: $(READY) ## add a note to a run: ID= TEXT='lr too high'
+	@$(FAB) note $(cluster) $(job_id) $(call flag,TEXT,text)
+
+rm: $(READY) ## remove all that the bucket has of a run that has ended: ID=; asks first [FORCE=1: without a question]
+	@$(FAB) rm $(cluster) $(job_id) $(call yes,FORCE,force)
+
+export: $(READY) ## write a run's metrics for other programs: ID= TO=csv, parquet, tensorboard or mlflow [OUT=folder, or MLflow's tracking URI]
+	@$(FAB) export $(cluster) $(job_id) $(call flag,TO,to) $(call flag,OUT,out)
 
 ssh: $(READY) ## a shell on a node, or on the head [NODE=: default head]
 	@$(FAB) ssh $(cluster) $(call flag,NODE,node)
@@ -159,8 +189,11 @@ lint: $(VENV)/.installed-dev $(CHECKOV)/.installed ## check style, types, images
 	@$(VENV)/bin/python -m infra.lint build/stacks clusters/*.yaml
 	@$(CHECKOV)/bin/checkov --config-file .checkov.yaml -d build/stacks
 
-bench-recovery: $(VENV)/.installed-dev ## measure recovery against torchrun; writes bench/RESULTS.md
+bench-recovery: $(VENV)/.installed-dev ## measure recovery against torchrun and torchft; writes bench/RESULTS.md
 	@$(VENV)/bin/python -m bench.recovery $(ARGS)
+
+bench-overhead: $(VENV)/.installed-dev ## measure what a step costs under spotrun, beside bare DDP; writes bench/RESULTS.md
+	@$(VENV)/bin/python -m bench.overhead $(ARGS)
 
 bench-footprint: $(VENV)/.installed-dev ## measure how much memory and CPU the head and the agents take; writes bench/RESULTS.md
 	@$(VENV)/bin/python -m bench.footprint $(ARGS)
@@ -179,6 +212,9 @@ bench-jobs: $(VENV)/.installed-dev ## measure how long an urgent job waits for a
 
 bench-scale: $(VENV)/.installed-dev ## measure the head with up to 1,000 agents and 100 jobs; writes bench/RESULTS.md
 	@$(VENV)/bin/python -m bench.scale $(ARGS)
+
+bench-metrics: $(VENV)/.installed-dev ## measure what run.log costs a training loop; writes bench/RESULTS.md
+	@$(VENV)/bin/python -m bench.metrics $(ARGS)
 
 bench-capacity: $(VENV)/.installed-dev ## compare policies of capacity on recorded spot markets; writes bench/RESULTS.md
 	@$(VENV)/bin/python -m bench.capacity $(ARGS)

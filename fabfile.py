@@ -11,54 +11,24 @@ from scripts import ctrl_c
 ctrl_c.exit_quietly()
 
 import functools
-import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from invoke.context import Context
-from invoke.exceptions import Exit
-from invoke.tasks import task
 
-from scripts import console, control, display, following, inputs, on_nodes
+from scripts import console, control, display, following, inputs, log_lines, on_nodes
 from scripts import cost as costs
 from scripts import logs as joblogs
 from scripts import site as sites
 from scripts import ssh as remote
 from scripts.following import DIGITS
 from scripts.make_command import LOCAL, make_command
+from scripts.run_tasks import diff, export, note, rerun, rm, runs, show, tag
+from scripts.tasks import command
 from spotrun.cloud import prices
-from spotrun.errors import CloudError, SpotrunError, StoreError
 
-
-def command(function: Callable[..., int | None]) -> Any:
-    """A task whose errors are one message on stderr and an exit status, never a traceback."""
-
-    @functools.wraps(function)
-    def wrapped(*args: Any, **options: Any) -> None:
-        ctrl_c.raise_again()
-        complain = functools.partial(_complain, bool(options.get("json")))
-        try:
-            if function.__name__ in os.environ.get("SPOTRUN_TARGETS", "").split():
-                inputs.variables(os.environ)
-            code = function(*args, **inputs.typed(options)) or 0
-        except (remote.Unreachable, CloudError, StoreError) as error:
-            code = complain(str(error), 3)
-        except SpotrunError as error:
-            code = complain(str(error), 2)
-        except BrokenPipeError:  # `make logs | head`
-            sys.stderr.close()
-            code = 0
-        except OSError as error:  # an error of this machine: a folder without the right to write, a full disk
-            where = f"{error.filename}: " if error.filename else ""
-            code = complain(f"{where}{error.strerror or error}", 2)
-        except KeyboardInterrupt:
-            code = 130
-        if code:
-            raise Exit(code=code)
-
-    return task(wrapped, auto_shortflags=False)
+__all__ = ["diff", "export", "note", "rerun", "rm", "runs", "show", "tag"]  # tasks, like those below
 
 
 @command
@@ -159,6 +129,20 @@ def follow(_: Context, cluster: str = LOCAL, id: str = "", group: str = "", json
 
 
 @command
+def dashboard(_: Context, cluster: str = LOCAL, port: str = "", json: bool = False) -> None:
+    """Serve a page about the cluster, its jobs and runs on a local address, until Ctrl-C."""
+    from scripts import dashboard as page  # loads aiohttp
+
+    found, wanted = sites.of_file(cluster), int(inputs.number("PORT", port) or 0)
+
+    def say(url: str, token: str) -> None:
+        text = f"open {url}\nThe address has a secret token. Ctrl-C ends the dashboard, and nothing else."
+        _print({"url": url, "token_file": token}, json, text)
+
+    page.serve(found, wanted, say)
+
+
+@command
 def logs(
     _: Context,
     cluster: str = LOCAL,
@@ -166,17 +150,35 @@ def logs(
     node: str = "",
     rank: str = "",
     tail: str = "",
+    grep: str = "",
+    since: str = "",
+    gen: str = "",
+    follow: bool = False,
     raw: bool = False,
     json: bool = False,
 ) -> None:
-    """What the workers of the newest generation printed: rank 0, or those of a node.
+    """What the workers of the newest generation printed: rank 0, or those of a node. RANK=all: all, by time.
 
-    tail: only this many lines at the end. raw: with escape sequences.
+    tail: only this many lines at the end. grep: only lines in which this regular expression is found. since: only what
+    was printed in this time, such as 10m. gen: another generation, or all. follow: go on with what is printed from now
+    on. raw: with escape sequences.
     """
+    if grep or since or gen or follow or rank == log_lines.ALL:
+        wanted = log_lines.Wanted(inputs.job(id, cluster), node, rank, grep, since, gen, tail)
+        return log_lines.show(sites.of_file(cluster), wanted, follow, raw, json)
     which = inputs.job(id, cluster), inputs.node(node, cluster) if node else None, inputs.number("RANK", rank)
     lines = inputs.number("TAIL", tail, least=1)
     access = _access(cluster)
     joblogs.show(access, joblogs.find(access, *which), int(lines) if lines else None, raw, json)
+
+
+@command
+def stacks(_: Context, cluster: str = LOCAL, id: str = "", node: str = "", json: bool = False) -> int:
+    """Where each worker of a job is now: its Python stacks, those of equal workers together. Training goes on."""
+    from scripts import stack_requests
+
+    job, wanted = inputs.job(id, cluster), inputs.node(node, cluster) if node else None
+    return stack_requests.show(_access(cluster), job, wanted, json)
 
 
 @command
@@ -323,11 +325,3 @@ def _continue(cluster: str, verb: str, answer: dict[str, str]) -> str:
 
 def _print(document: object, json: bool, text: str) -> None:
     console.answer(document) if json else console.say(text)
-
-
-def _complain(json: bool, error: str, code: int) -> int:
-    """Print an error on stderr, and for programs on stdout too. Returns the exit status."""
-    console.warn(f"spotrun: {error}")
-    if json:
-        console.answer({"error": error})
-    return code

@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 from scripts.columns import aligned, duration
 from scripts.job_table import money
+from spotrun.head.capacity.observe import SCALING
 from spotrun.head.speeds import Speed
 from spotrun.text import tidy
 
 SHOWN = 20  # the most options in the text and in the plot; JSON has all of them
-SCALING = 0.956  # n machines are as fast as n ** SCALING: `spotrun.simulate.costs` has the source
 RESTART = 192.0  # seconds from an interruption to the next step: boot and restart, as in `spotrun.simulate.costs`
 Source = Literal["measured", "scaled", "given", "estimate", ""]
 SOURCES = {

@@ -56,14 +56,25 @@ class Head:
 
     def follow(self, job: str | None) -> Iterator[Status]:
         """Status documents, until the job has ended or the head is gone."""
-        with self._started(_command("follow", *(["--job", job] if job else [])), SILENCE) as channel:
+        return self._documents("follow", *(["--job", job] if job else []))
+
+    def close(self) -> None:
+        """End the connection. Another thread that waits for an answer gets `Unreachable`."""
+        self._connection.close()
+
+    def live(self) -> Iterator[Status]:
+        """Overviews of the cluster, until the head is gone."""
+        return self._documents("live")
+
+    def _documents(self, verb: str, *arguments: str) -> Iterator[Status]:
+        with self._started(_command(verb, *arguments), SILENCE) as channel:
             rest = b""
             while block := channel.recv(65536):
                 *lines, rest = (rest + block).split(b"\n")
                 for line in lines:
                     if line.strip():
                         yield _parsed(line)
-            _check_exit(channel, "follow", self._file)
+            _check_exit(channel, verb, self._file)
 
     @contextlib.contextmanager
     def _started(self, command: str, timeout: float) -> Iterator[paramiko.Channel]:

@@ -16,7 +16,7 @@ from spotrun.errors import SpotrunError
 from spotrun.head.account import Line, merged
 from spotrun.head.accounting import Idle
 from spotrun.head.job_state import JobState
-from spotrun.head.journal import STATE_KEY
+from spotrun.head.journal import STATE_KEY, state_keys
 from spotrun.head.status import cost_to_end
 from spotrun.store import Store, idle_key, job_key
 from spotrun.text import tidy
@@ -40,7 +40,7 @@ def read(store: Store, cluster: str, job: str | None = None, file: str = LOCAL) 
     job: of this job alone. file: the cluster file, which messages name.
     """
     found, unreadable = [], []
-    keys = [job_key(job, "state.json")] if job else store.list("jobs")
+    keys = [job_key(job, "state.json")] if job else state_keys(store)
     for match in filter(None, map(STATE_KEY.fullmatch, keys)):
         data = store.find(match[0])
         try:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from scripts import bundle, control, faults
+from scripts import bundle, control, faults, provenance
 from scripts.control import ENDED, Status
 from scripts.display import Display
 from scripts.faults import Fault
@@ -35,6 +35,11 @@ def submit(access: Access, cluster: ClusterSpec, path: str, say: Callable[[str],
     say(str(packed))
     answer = control.ask(access, "submit", data={"job": job.model_dump(mode="json"), "code": packed.sha256})
     say(f"job {answer['job']} submitted")
+    names = bundle.files(Path(path).absolute().parent)
+    if warning := provenance.write(
+        access.store, str(answer["job"]), provenance.gather(path, access.file, packed.sha256, names)
+    ):
+        say(warning)
     return str(answer["job"])
 
 

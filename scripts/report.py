@@ -19,7 +19,7 @@ NODE_TIME = {  # the kinds of `spotrun.head.node_time`, for the report
     "waiting": "waiting: ready, but fewer machines than the job needs",
     "recovery": "recovery: from an interruption to the next step",
     "spare": "idle spares: ready, not needed now",
-    "leaving": "leaving: under notice, while training goes on without them",
+    "leaving": "leaving: under notice, or not connected any more, while training goes on without them",
     "unfit": "unfit: failed the health checks",
     "kept": "kept for SSH after the job had failed",
     "saving": "saving the last state to the bucket",

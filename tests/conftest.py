@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, settings
 SHARED = "TESTS_SHARED"  # the variable: a folder for all workers of this run
 # What `make test-fast` leaves out: whole clusters, torch, machines, and many or large programs.
 SLOW = (
+    "bench/test_snapshots.py",
     "bench/test_startup.py",
     "cloud/test_local_cloud.py",
     "cloud/test_local_ends.py",
@@ -31,16 +32,20 @@ SLOW = (
     "infra",
     "machine/test_private_paths.py",
     "node/test_agent.py",
+    "node/test_by_hand.py",
     "node/test_gate.py",
+    "node/test_jobs.py",
     "node/test_launch.py",
     "node/test_life_signs.py",
     "node/test_network.py",
     "node/test_packages.py",
     "node/test_probe.py",
+    "node/test_regroup.py",
     "node/test_templates.py",
     "node/test_workers.py",
     "repo/test_fuzz.py",
     "repo/test_gpu_marker.py",
+    "scripts/test_cloud_site.py",
     "scripts/test_makefile.py",
     "train",
 )

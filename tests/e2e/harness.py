@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,7 +157,8 @@ class Harness:
             finally:
                 await cloud.close()
 
-        return asyncio.run(run())
+        with ThreadPoolExecutor(1) as other:  # a browser's driver has a loop in this thread
+            return other.submit(lambda: asyncio.run(run())).result()
 
     def logs(self, job: str, generation: int) -> dict[str, str]:
         """Logs in the bucket, by key."""

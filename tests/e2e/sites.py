@@ -21,7 +21,7 @@ from aiohttp import web
 
 from spotrun.cloud.local.layout import ensure_key
 from spotrun.spec import load_cluster
-from spotrun.spec.names import BUCKET, CLUSTER, POOL, bucket, group
+from spotrun.spec.names import BUCKET, CLUSTER, POOL, PREEMPT_NOTICE, bucket, group
 from spotrun.store import Store
 from tests.e2e import tools
 from tests.e2e.mirror import PROCESSES, Listed, Mirror
@@ -139,8 +139,9 @@ class Aws:
 class Gcp:
     """Plays Terraform too: `apply` and `destroy` come in over HTTP from the program that stands in for it."""
 
-    def __init__(self, gce: fakegce.FakeGce, gcs: fakegcs.FakeGcs, folder: Path) -> None:
+    def __init__(self, gce: fakegce.FakeGce, gcs: fakegcs.FakeGcs, folder: Path, notice: float) -> None:
         self._gce, self._gcs = gce, gcs
+        self._told = {PREEMPT_NOTICE: f"{notice:.0f}"}  # Google does not say it, so machines read it there
         self.file = folder / "cluster.yaml"
         self.file.write_text(
             "name: e2e\ncloud: gcp\nregion: us-central1\nproject: my-project\n"
@@ -168,7 +169,9 @@ class Gcp:
 
     def listing(self) -> list[Listed]:
         return [
-            Listed(m.name, m.id, m.metadata[POOL], m.zone, m.machine_type, m.market, m.metadata, m.due)
+            Listed(
+                m.name, m.id, m.metadata[POOL], m.zone, m.machine_type, m.market, {**m.metadata, **self._told}, m.due
+            )
             for m in self._gce.machines()
             if (m.status == "RUNNING" or m.due is not None) and m.metadata.get(BUCKET)
         ]
@@ -202,7 +205,7 @@ def gcp(folder: Path, notice: float = NOTICE, machines: Sequence[str] = PROCESSE
     name = "spotrun-e2e-my-project"
     times = fakegce.Times(notice=notice)
     with fakegce.running(times=times) as gce, fakegcs.running(name) as gcs:
-        site = Gcp(gce, gcs, folder)
+        site = Gcp(gce, gcs, folder, notice)
 
         async def build() -> web.Application:
             app = web.Application(client_max_size=1 << 24)

@@ -173,7 +173,8 @@ class Guarded:
 def bucket(cloud: Cloud, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Guarded, Mapping[str, str], FakeGcs]]:
     """A bucket, with a way in for nodes that their rights guard. S3's protocol is the same, as far as agents go."""
     guard = Guarded(rights(cloud))
-    with gcs.running(BUCKET) as opened, gcs.running() as guarded:
+    s3 = cloud == "aws"
+    with gcs.running(BUCKET, s3=s3) as opened, gcs.running(s3=s3) as guarded:
         guarded.buckets, guarded.guard = opened.buckets, guard
         for name, value in environment(cloud, opened).items():
             monkeypatch.setenv(name, value)

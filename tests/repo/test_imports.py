@@ -11,7 +11,20 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-BASE = {"backoff", "document", "folders", "errors", "text", "wire", "changes", "spec", "store", "state", "machine"}
+BASE = {
+    "backoff",
+    "document",
+    "folders",
+    "errors",
+    "text",
+    "wire",
+    "changes",
+    "spec",
+    "store",
+    "state",
+    "machine",
+    "readings",
+}
 
 # A part of the package, and the parts that it may import (besides itself).
 ARROWS: dict[str, set[str]] = {
@@ -22,16 +35,19 @@ ARROWS: dict[str, set[str]] = {
     "text": set(),
     "document": set(),
     "folders": {"document"},
-    "wire": {"document", "folders"},
+    "readings": {"document"},
+    "wire": {"document", "folders", "readings"},
     "changes": {"document", "errors", "wire"},
     "spec": {"errors"},
     "store": {"backoff", "errors", "locks"},
-    "state": {"errors", "store", "wire"},
+    "state": {"errors", "locks", "store", "wire"},
+    "history": {"document", "errors", "state", "store", "wire"},
     "machine": {"backoff", "errors", "spec", "store", "wire"},
     "cloud": {"backoff", "errors", "locks", "spec", "machine"},
-    "head": BASE | {"cloud"},
-    "node": BASE | {"train"},
+    "head": BASE | {"cloud", "history"},
+    "node": BASE | {"history", "train"},
     "train": BASE - {"spec"},
+    "dashboard": BASE | {"head", "history"},
     "simulate": BASE | {"head"},
     "cli": BASE | {"cloud", "head", "node"},
 }
@@ -51,6 +67,9 @@ SDKS = {
     "botocore": ("agent/spotrun/cloud/aws",),
     "fabric": ("scripts/ssh.py", "scripts/fab.py"),
     "paramiko": ("scripts/ssh.py", "scripts/control.py"),
+    "prometheus_client": ("agent/spotrun/head/exposition.py",),
+    "psutil": ("agent/spotrun/node/telemetry/sensors.py",),
+    "pynvml": ("agent/spotrun/node/telemetry/gpus.py",),
     "rich": ("scripts/display.py", "scripts/job_table.py"),
     "pathspec": ("scripts/bundle.py",),
     "cdktf": ("infra/cdk.py",),
