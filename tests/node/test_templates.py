@@ -201,7 +201,7 @@ async def test_a_template_that_dies_while_it_imports(tmp_path: Path) -> None:
 
 async def test_a_template_that_ends_before_it_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def late(*values: Any) -> None:
-        wait_for(lambda: not children(os.getpid()), what="the end of the template")
+        wait_for(lambda: not templates(), what="the end of the template")
         send(*values)
 
     monkeypatch.setattr(module, "send", late)
