@@ -58,7 +58,7 @@ def undisturbed(_cluster: Harness) -> Reader:
 
 
 def test_the_curve_of_an_interrupted_job_is_that_of_an_undisturbed_one(cluster: Harness, undisturbed: Reader) -> None:
-    """Bit for bit, after rank 0's node was preempted, rank 0's process was killed, and a node was lost."""
+    """Bit for bit, after rank 0's node was preempted, then its process was killed, then its machine was lost."""
     job = submit(cluster, pause=0.04)
     live = Reader(cluster.access.store, job.id)
     for number, step in enumerate((60, 180, 300)):
@@ -70,15 +70,19 @@ def test_the_curve_of_an_interrupted_job_is_that_of_an_undisturbed_one(cluster: 
             case 1:
                 os.kill(pid_of_rank_0(job), signal.SIGKILL)
             case 2:
-                cluster.fault("kill", cluster.members()[1])
+                cluster.fault("kill", cluster.members()[0])
         cluster.until(lambda status, number=number: closed(status) > number, what=f"recovery {number}")  # type: ignore[misc]
     final = cluster.until_ended()
     assert final["phase"] == "succeeded", final
     whole = history(cluster, job)
-    assert whole.names == ["loss", "norm"]
+    assert whole.names == ["loss", "norm", "weight"]
     assert list(undisturbed.curve("loss").counting().steps) == list(range(1, STEPS + 1))
-    for name in whole.names:
+    for name in ("norm", "weight"):  # equal on all ranks
         assert bits(whole.curve(name).counting()) == bits(undisturbed.curve(name).counting())
+    # The loss is another one on each rank. A substitute's last values may stand for those that rank 0 has lost.
+    pairs = zip(bits(whole.curve("loss").counting()), bits(undisturbed.curve("loss").counting()), strict=True)
+    differing = [mine[0] for mine, wanted in pairs if mine != wanted]
+    assert all(170 < step <= max(header.base for header in whole.headers.values()) for step in differing), differing
     assert len(whole.headers) >= 4
     curve = whole.curve("loss")
     lost = sum(each["steps_lost"] for each in final["interruptions"])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from spotrun.history.extras import read_extras
-from spotrun.history.reader import LARGEST, Reader, read_curves
+from spotrun.history.reader import LARGEST, Reader, read_curves, read_headers
 from spotrun.state import points
 from spotrun.state.points import Header
 from spotrun.store import Store, extras_key, metrics_key
@@ -48,6 +48,51 @@ def test_a_block_that_arrives_late(store: Store) -> None:
     put(store, 2, block(1, 0, range(4, 7)))
     reader.update()
     assert steps(reader) == list(range(1, 12))
+
+
+def test_substitutes_have_what_rank_0_has_lost(store: Store) -> None:
+    """Rank 0's machine was lost with steps 5 to 8, of which the state has 5 to 7. Its last block may still arrive."""
+    reader = Reader(store, "j")
+    put(store, 1, block(1, 0, range(1, 5)))
+    put(store, 3, block(1, 0, range(3, 9), rank=1))
+    put(store, 9, block(1, 0, range(2, 7), rank=2))
+    put(store, 1, block(2, 7, range(8, 10)))
+    reader.update()
+    assert steps(reader) == list(range(1, 10))
+    values = list(reader.curve("loss").counting().values)
+    assert [round(value // 100) for value in values] == [0, 0, 0, 0, 1, 1, 1, 0, 0]
+    put(store, 2, block(1, 0, range(5, 7)))
+    reader.update()
+    assert steps(reader) == list(range(1, 10))
+    values = list(reader.curve("loss").counting().values)
+    assert [round(value // 100) for value in values] == [0, 0, 0, 0, 0, 0, 1, 0, 0]
+    assert list(reader.curve("loss").void) == [0] * 7 + [1] + [0] * 2
+
+
+def test_a_generation_of_which_only_a_substitute_is_left(store: Store) -> None:
+    """Rank 0's machine was lost before its first upload. What came after the base is void all the same."""
+    put(store, 1, block(1, 0, range(1, 7)))
+    put(store, 1, block(2, 4, range(5, 8), rank=1))
+    reader = Reader(store, "j")
+    reader.update()
+    assert steps(reader) == list(range(1, 8))
+    assert list(reader.curve("loss").void) == [0, 0, 0, 0, 1, 1, 0, 0, 0]
+    assert {number: header.base for number, header in read_headers(store, "j").items()} == {1: 0, 2: 4}
+
+
+def test_what_only_a_substitute_logs_is_not_read(store: Store) -> None:
+    """Ranks may log under names of their own, and a substitute may be behind rank 0."""
+    mine = block(1, 0, range(1, 7))
+    other = block(1, 0, range(1, 7), rank=1)
+    for call in other.calls:
+        call.values["own"] = 1.0
+    put(store, 1, mine)
+    put(store, 1, other)
+    reader = Reader(store, "j", most=2)
+    reader.update()
+    assert reader.names == ["loss"]
+    assert len(reader.curve("own").points) == 0
+    assert max(reader.curve("loss").points.values) < 100
 
 
 def test_blocks_that_cannot_be_read_are_named_and_left_out(store: Store) -> None:

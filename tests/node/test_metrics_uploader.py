@@ -13,7 +13,7 @@ from spotrun.node import metrics_uploader
 from spotrun.node.metrics_uploader import MetricsUploader
 from spotrun.state import points
 from spotrun.state.points import BlockWriter, Call, Header
-from spotrun.store import Store, metrics_key
+from spotrun.store import Store, metrics_key, substitute_key
 
 
 class Site:
@@ -59,6 +59,29 @@ async def test_a_block_goes_when_it_is_due_and_the_next_one_begins(site: Site) -
     assert site.steps() == [1, 2, 3]
     assert site.left() == []
     assert site.store.list("jobs") == [metrics_key("j", 1, 1), metrics_key("j", 1, 2)]
+
+
+async def test_a_substitutes_last_blocks_go_at_the_end_of_the_generation(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_uploader, "ROTATION", 0.0)
+    monkeypatch.setattr(metrics_uploader, "LOOK", 0.0)
+    monkeypatch.setattr(metrics_uploader, "INTERVAL", (0.0, 0.0))
+    header = points.line(Header("j", 1, 1, 0))
+    writer = BlockWriter(site.folder / "0001" / "rank-0001", header)
+    for step in range(1, 9):
+        site.log(1, step, writer=writer)
+        await site.uploader.upload()
+    assert site.store.list("jobs") == []
+    assert len(site.left()) == metrics_uploader.KEPT
+    site.bucket.rmdir()
+    site.bucket.write_text("a file where the bucket should be")
+    await site.uploader.upload(all=True)
+    site.bucket.unlink()
+    site.bucket.mkdir()
+    await site.uploader.upload()
+    assert site.store.list("jobs") == [substitute_key("j", 1, "rank-0001", block) for block in (6, 7, 8)]
+    assert (site.left(), site.steps()) == ([], [6, 7, 8])
 
 
 async def test_it_uploads_while_it_runs(site: Site) -> None:

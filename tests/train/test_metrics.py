@@ -139,6 +139,29 @@ def test_calls_belong_to_the_generation_in_which_they_are_made(tmp_path: Path) -
     assert control.read_metrics() == {"rate": 0.1, "loss": 3.0}, "each rank shows its own"
 
 
+def test_a_substitute_writes_beside_rank_0(tmp_path: Path) -> None:
+    numbers, _ = begun(tmp_path)
+    numbers.begin(header(2, base=7, rank=8), substitute=True)
+    numbers.log(8, 0, None, False, {"loss": 0.5})
+    numbers.flush()
+    (path,) = (path for _, path in points.blocks(tmp_path / "metrics" / "0002" / "rank-0008"))
+    block = points.read(points.compress(path.read_bytes()), str(path))
+    assert (block.header.rank, block.header.base, [call.step for call in block.calls]) == (8, 7, [8])
+    assert points.blocks(tmp_path / "metrics" / "0002") == []
+
+
+@pytest.mark.parametrize(
+    ("workers", "ranks"),
+    [
+        pytest.param(1, [1, 2], id="one worker on each node"),
+        pytest.param(8, [8, 16], id="eight workers on each node"),
+    ],
+)
+def test_the_first_workers_of_two_nodes_are_substitutes(workers: int, ranks: list[int]) -> None:
+    found = [rank for rank in range(5 * workers) if points.is_substitute(rank, rank % workers, workers)]
+    assert found == ranks
+
+
 def test_a_generation_that_logs_nothing_still_says_where_it_began(tmp_path: Path) -> None:
     numbers, _ = begun(tmp_path)
     numbers.begin(header(2, base=30))
@@ -210,9 +233,7 @@ numbers.begin(Header("j", 1, 0, 0))
 for step in range(1, 1001):
     numbers.log(step, 0, None, False, {"loss": float(step)})
 if sys.argv[2] == "kill":
-    numbers.wake()
-    while "1000" not in (folder / "metrics/0001/000001.part").read_text():
-        pass
+    numbers.flush()
     numbers.log(1001, 0, None, False, {"loss": 1.0})
     os.kill(os.getpid(), signal.SIGKILL)
 """

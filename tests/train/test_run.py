@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ from torch.utils.data import DataLoader
 
 import spotrun
 from spotrun.errors import SpotrunError
-from spotrun.state import slots
+from spotrun.state import points, slots
 from spotrun.state.control import EXIT_PEER, Context, Control
-from spotrun.train import distributed, failures
+from spotrun.train import distributed, failures, metrics
 
 ROOT = Path(__file__).parents[2]
 
@@ -92,6 +93,24 @@ def test_nothing_is_committed_after_an_abort(alone: Path, monkeypatch: pytest.Mo
     control = Control(alone.parent / "control")
     assert control.copied == control.committed == 4
     control.close()
+
+
+def test_what_was_logged_is_on_the_disk_before_a_state_counts(alone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody repeats the steps before a state, so nobody logs them again."""
+    monkeypatch.setattr(metrics, "EVERY", 3600.0)
+    folder = alone.parent / "metrics"
+    context = replace(Context.from_text(os.environ[Context.VARIABLE]), metrics=str(folder))
+    monkeypatch.setenv(Context.VARIABLE, context.to_env())
+    run = spotrun.init()
+    run.track(model=run.ddp(nn.Linear(1, 1)))
+    for _ in run.steps(DataLoader(torch.ones(3, 1))):  # type: ignore[arg-type]
+        run.log(number=run.step + 1)
+        if run.step == 2:
+            break
+    settle(run)
+    assert slots.newest(alone, "job")[0][1].step == 2
+    path = folder / "0001" / "000001.part"
+    assert [call.step for call in points.read(points.compress(path.read_bytes()), str(path)).calls][:2] == [1, 2]
 
 
 def spoil(run: spotrun.Run, at: int) -> Iterator[Any]:

@@ -108,6 +108,16 @@ def _shared(block: Block[Call]) -> Points:
     )
 
 
+def continued(mine: Points, others: Sequence[Points]) -> Points:
+    """The points, and what others have after them: rank 0's last numbers may be lost, those of its substitutes are not.
+
+    mine: rank 0's. others: only points that are later than rank 0's last number of any name.
+    """
+    found = mine.part(0, len(mine))
+    found.extend(max(others, key=len))
+    return found
+
+
 def limits(headers: Iterable[Header]) -> dict[int, Place | None]:
     """For each generation the place from which on its points are void; None: all of them count."""
     found: dict[int, Place | None] = {}

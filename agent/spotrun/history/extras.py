@@ -41,7 +41,6 @@ def read_extras(store: Store, job: str, name: str | None = None) -> list[Found]:
             continue
         limit = bounds.get(int(match[1]))
         for each in block.calls:
-            place = (each.epoch, each.step - (0 if each.between else 1))
             if name in (None, each.name):
-                found.append(Found(int(match[1]), each, limit is not None and place >= limit))
+                found.append(Found(int(match[1]), each, limit is not None and points.place(each) >= limit))
     return found

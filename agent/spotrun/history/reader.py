@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from spotrun.errors import NotFound, TooLargeError, UnreadableError
-from spotrun.history.curves import Curve, Points, merge, pieces, thin
+from spotrun.history.curves import Curve, Place, Points, continued, merge, pieces, thin
 from spotrun.state import points
 from spotrun.state.points import Block, Call, Header
 from spotrun.store import Store, metrics_folder
@@ -15,7 +15,8 @@ from spotrun.store import Store, metrics_folder
 AT_ONCE = 16  # blocks that are downloaded at once
 LARGEST = 32 << 20  # bytes of a block's object that are read
 PROBLEMS = 100  # messages about unreadable blocks that are kept
-_KEY = re.compile(r".*/metrics/([0-9]{4,9})/([0-9]{6,12})\.jsonl\.zst")
+_KEY = re.compile(r".*/metrics/([0-9]{4,9})/(?:rank-([0-9]{4,9})/)?([0-9]{6,12})\.jsonl\.zst")
+Source = tuple[int, int]  # generation, rank
 
 
 class Reader:
@@ -35,13 +36,14 @@ class Reader:
         self.problems: list[str] = []
         self._store, self._job, self._most = store, job, most
         self._only = None if names is None else frozenset(names)
-        self._read: dict[int, list[int]] = {}  # numbers of the blocks that were read, by generation
-        self._points: dict[str, dict[int, Points]] = {}  # by name and generation
+        self._read: dict[Source, list[int]] = {}  # numbers of the blocks that were read
+        self._points: dict[str, dict[Source, Points]] = {}  # by name. Of a rank but 0: those after rank 0's last one
+        self._last: dict[int, Place] = {}  # of rank 0's last number of any name, by generation
 
     @property
     def names(self) -> list[str]:
         """The names that were logged, in alphabetical order."""
-        return sorted(self._points)
+        return sorted(name for name, mine in self._points.items() if any(mine.values()))
 
     def update(self, only_first: bool = False) -> bool:
         """Read the blocks that are new. Returns whether there were any. Raises `StoreError`.
@@ -50,69 +52,94 @@ class Reader:
         """
         found = self._find()
         if only_first:
-            found = {generation: dict([min(numbers.items())]) for generation, numbers in found.items()}
-        for generation, numbers in found.items():
-            before = self._read.get(generation)
+            least = dict(sorted(found, reverse=True))  # the lowest rank of each generation
+            found = {source: dict([min(found[source].items())]) for source in least.items()}
+        for source, numbers in found.items():
+            before = self._read.get(source)
             if before and set(numbers) - set(before) and min(set(numbers) - set(before)) < before[-1]:
-                self._forget(generation)  # an older block has arrived late
+                self._forget(source)  # an older block has arrived late
         new = [
-            (generation, number, key)
-            for generation, numbers in sorted(found.items())
+            (source, number, key)
+            for source, numbers in sorted(found.items())
             for number, key in sorted(numbers.items())
-            if number not in self._read.get(generation, ())
+            if number not in self._read.get(source, ())
         ]
         with ThreadPoolExecutor(AT_ONCE) as pool:
             for start in range(0, len(new), AT_ONCE):  # a few blocks in memory at a time
                 part = new[start : start + AT_ONCE]
-                for (generation, number, _), block in zip(part, pool.map(self._get, part), strict=True):
-                    self._read.setdefault(generation, []).append(number)
+                for (source, number, _), block in zip(part, pool.map(self._get, part), strict=True):
+                    self._read.setdefault(source, []).append(number)
                     if isinstance(block, Block):
                         self._add(block)
                     elif block and len(self.problems) < PROBLEMS:
                         self.problems.append(block)
+        if new:
+            self._drop_repeated()
         return bool(new)
 
     def curve(self, name: str) -> Curve:
         """All points of a name, with those marked that do not count. Empty if the name was never logged."""
-        return merge(name, self._points.get(name, {}), self.headers.values())
+        mine: dict[int, Points] = {}
+        others: dict[int, list[Points]] = {}
+        for (generation, rank), each in self._points.get(name, {}).items():
+            if rank == 0:
+                mine[generation] = each
+            elif each:
+                others.setdefault(generation, []).append(each)
+        mine |= {number: continued(mine.get(number, Points()), each) for number, each in others.items()}
+        return merge(name, mine, self.headers.values())
 
-    def _find(self) -> dict[int, dict[int, str]]:
-        """The keys of all blocks in the bucket, by generation and number."""
-        found: dict[int, dict[int, str]] = {}
+    def _find(self) -> dict[Source, dict[int, str]]:
+        """The keys of all blocks in the bucket, by number."""
+        found: dict[Source, dict[int, str]] = {}
         for key in self._store.list(metrics_folder(self._job)):
             if match := _KEY.fullmatch(key):
-                found.setdefault(int(match[1]), {})[int(match[2])] = key
+                found.setdefault((int(match[1]), int(match[2] or 0)), {})[int(match[3])] = key
         return found
 
-    def _get(self, place: tuple[int, int, str]) -> Block[Call] | str:
+    def _get(self, place: tuple[Source, int, str]) -> Block[Call] | str:
         """A block, or why the block cannot be read; empty: the block is gone. Called in other threads."""
-        generation, _, key = place
+        (generation, rank), _, key = place
         try:
             block = points.read(self._store.get(key, LARGEST), key)
         except NotFound:
             return ""  # removed since it was listed
         except (UnreadableError, TooLargeError) as error:  # a job's code can write to its node's blocks
             return str(error)
-        if (block.header.job, block.header.generation) != (self._job, generation):
-            return f"{key} says that it is of {block.header.job}, generation {block.header.generation}: left out"
+        of = (block.header.job, block.header.generation, block.header.rank)
+        if of != (self._job, generation, rank):
+            return f"{key} says that it is of {of[0]}, generation {of[1]}, rank {of[2]}: left out"
         return block
 
     def _add(self, block: Block[Call]) -> None:
-        number = block.header.generation
-        self.headers[number] = block.header
+        header, calls = block.header, block.calls
+        source = (header.generation, header.rank)
+        if header.rank == 0 or header.generation not in self.headers:
+            self.headers[header.generation] = header
+        if header.rank == 0 and calls:
+            self._last[header.generation] = points.place(calls[-1])
         for name, piece in pieces(block, self._only).items():
             mine = self._points.setdefault(name, {})
-            if number in mine:
-                mine[number].extend(piece)
+            if source in mine:
+                mine[source].extend(piece)
             else:
-                mine[number] = piece.part(0, len(piece))  # names of a block share columns
-            if self._most and len(mine[number]) > 2 * self._most:
-                mine[number] = thin(mine[number], self._most)
+                mine[source] = piece.part(0, len(piece))  # names of a block share columns
+            if self._most and len(mine[source]) > 2 * self._most:
+                mine[source] = thin(mine[source], self._most)
 
-    def _forget(self, generation: int) -> None:
-        self._read.pop(generation, None)
+    def _drop_repeated(self) -> None:
+        """Forget what other ranks have logged beside rank 0's numbers."""
         for mine in self._points.values():
-            mine.pop(generation, None)
+            for generation, rank in mine:
+                if rank and generation in self._last:
+                    each, (epoch, step) = mine[generation, rank], self._last[generation]
+                    if repeated := each.valid((epoch, step + 1)):
+                        mine[generation, rank] = each.part(repeated, len(each))
+
+    def _forget(self, source: Source) -> None:
+        self._read.pop(source, None)
+        for mine in self._points.values():
+            mine.pop(source, None)
 
 
 def read_curves(store: Store, job: str, *names: str, most: int = 0) -> dict[str, Curve]:

@@ -16,17 +16,20 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from spotrun.errors import SpotrunError
 from spotrun.state import points
-from spotrun.store import Store, extras_key, metrics_key
+from spotrun.store import Store, extras_key, metrics_key, substitute_key
 
 log = logging.getLogger(__name__)
 
 LOOK = 1.0  # seconds between looks at the folder; also between two blocks of a node with a notice
 INTERVAL = (2.0, 10.0)  # seconds between two blocks of a generation: at its beginning, and in the long run
 SLOWER = 60.0  # a generation of this many seconds has blocks of one second. A long one has fewer, longer blocks
+ROTATION = 10.0  # seconds of a substitute's block. A node loses at most the numbers since its last block: `INTERVAL`
+KEPT = 3  # blocks of a substitute that stay while the generation goes on
 WAITING = 256 << 20  # bytes on the disk that wait for the bucket; beyond that the oldest block is dropped
 
 
@@ -36,6 +39,7 @@ class MetricsUploader:
     def __init__(self, store: Store, job: str, folder: Path) -> None:
         self._store, self._job, self._folder = store, job, folder
         self._seen: dict[Path, float] = {}  # folders of generations and growing blocks: monotonic seconds of the find
+        self._ended: set[Path] = set()  # folders of substitutes whose generation has ended
         self._lock = threading.Lock()  # held by the thread that uploads: `upload` may have been cancelled meanwhile
         self._wake = asyncio.Event()
         self._hurries = False
@@ -66,12 +70,16 @@ class MetricsUploader:
         await asyncio.to_thread(self._upload, all)
 
     def _upload(self, all: bool) -> None:
+        if all:
+            self._ended.update(each for _, folder in self._generations() for each in points.substitutes(folder))
         if not self._lock.acquire(timeout=LOOK):
             return  # another call uploads at the moment
         try:
             for generation, folder in self._generations():
                 self._upload_folder(generation, folder, metrics_key, all)
                 self._upload_folder(generation, folder / points.EXTRAS, extras_key, all)
+                for each in points.substitutes(folder):
+                    self._upload_substitute(generation, each)
             self._limit()
         finally:
             self._lock.release()
@@ -85,6 +93,15 @@ class MetricsUploader:
         except OSError as error:  # the script may do anything to its files
             self._complain(f"{error.filename}: {error.strerror}" if error.filename else str(error))
 
+    def _upload_substitute(self, generation: int, folder: Path) -> None:
+        """Upload what a substitute has logged, once its generation has ended. Until then, keep the newest blocks."""
+        if folder in self._ended:
+            return self._upload_folder(generation, folder, partial(_key_of, folder.name), all=True)
+        with contextlib.suppress(OSError):
+            self._take_due(folder, False, (ROTATION, ROTATION))
+            for _, path in [each for each in points.blocks(folder) if each[1].suffix == points.TAKEN][:-KEPT]:
+                path.unlink()
+
     def _complain(self, trouble: str) -> None:
         if trouble not in self._troubles and len(self._troubles) < 20:
             self._troubles.add(trouble)
@@ -97,14 +114,14 @@ class MetricsUploader:
             return []
         return sorted((int(name), self._folder / name) for name in names if re.fullmatch("[0-9]{4,9}", name))
 
-    def _take_due(self, folder: Path, all: bool) -> None:
-        """End the growing block of a generation, if it is time."""
+    def _take_due(self, folder: Path, all: bool, interval: tuple[float, float] = INTERVAL) -> None:
+        """End the growing block of a generation, if it is time. interval: as `INTERVAL`."""
         now = time.monotonic()
         began = self._seen.setdefault(folder, now)
-        shortest, longest = (LOOK, LOOK) if self._hurries else INTERVAL
-        interval = min(longest, max(shortest, (now - began) / SLOWER))
+        shortest, longest = (LOOK, LOOK) if self._hurries else interval
+        due = min(longest, max(shortest, (now - began) / SLOWER))
         for path in (path for _, path in points.blocks(folder) if path.suffix == points.PART):
-            if not all and now - self._seen.setdefault(path, now) < interval:
+            if not all and now - self._seen.setdefault(path, now) < due:
                 continue
             if points.take(path, insist=all):
                 self._seen.pop(path, None)
@@ -132,10 +149,15 @@ class MetricsUploader:
 
     def _complete(self) -> Iterator[tuple[Path, int]]:
         for _, folder in self._generations():
-            for path in (*_blocks(folder), *_blocks(folder / points.EXTRAS)):
+            substitutes = [path for each in points.substitutes(folder) for path in _blocks(each)]
+            for path in (*_blocks(folder), *_blocks(folder / points.EXTRAS), *substitutes):
                 with contextlib.suppress(OSError):
                     if path.suffix == points.TAKEN and path.is_file():
                         yield path, path.lstat().st_size
+
+
+def _key_of(rank: str, job: str, generation: int, block: int) -> str:
+    return substitute_key(job, generation, rank, block)
 
 
 def _blocks(folder: Path) -> list[Path]:

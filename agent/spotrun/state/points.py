@@ -3,6 +3,10 @@
 A block is JSON lines: a `Header`, then a `Call` for each call of run.log. In the bucket it is compressed with zstd
 (jobs/<id>/metrics/<generation>/<block>.jsonl.zst), and is never rewritten. On a node's disk, rank 0's process appends
 to `<block>.part`. The agent takes that file (`take`), and from then on the process appends to the next block.
+
+Rank 0's last numbers are lost if its process or its machine is lost. So the first worker of the next two nodes writes
+blocks too, into the folder `rank-<rank>` (`is_substitute`). At the end of a generation, their newest blocks go to the
+bucket, and readers use what comes after rank 0's last number.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ FORMAT = 1  # of a block. It goes up only when readers of the older format would
 LONGEST = 8 << 20  # bytes of a block on a node's disk; then the next one begins
 MOST = 64 << 20  # bytes of a block, not compressed; a job's code can write to its node's blocks
 EXTRAS = "extras"  # the folder beside a generation's blocks of numbers
+SUBSTITUTES = 2  # nodes that write blocks beside that of rank 0
 PART, TAKEN = ".part", ".jsonl"  # ends of file names: a block that grows, a block that the agent has taken
 LEVEL = 3  # zstd: metrics become 5 to 10 times smaller, at 100 MB a second or more
 _COUNT = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
@@ -88,6 +93,11 @@ _extras = msgspec.json.Decoder(Extra)
 _encoder = msgspec.json.Encoder()
 
 
+def place(call: Call | Extra) -> tuple[int, int]:
+    """Epoch, and steps completed: where in a job it was logged."""
+    return (call.epoch, call.step - (0 if call.between else 1))
+
+
 def line(item: Header | Call | Extra) -> bytes:
     """The header or the call as a line."""
     return _encoder.encode(item) + b"\n"
@@ -147,6 +157,24 @@ def _readable(lines: Iterable[bytes], decoder: msgspec.json.Decoder[Line]) -> It
             yield decoder.decode(line)
         except ValueError:
             continue
+
+
+def is_substitute(rank: int, local_rank: int, workers: int) -> bool:
+    """Whether a worker keeps numbers for the case that those of rank 0 are lost. workers: of its node."""
+    return local_rank == 0 < rank <= SUBSTITUTES * max(1, workers)
+
+
+def rank_folder(rank: int) -> str:
+    """The folder of a substitute, beside rank 0's blocks."""
+    return f"rank-{rank:04d}"
+
+
+def substitutes(folder: Path) -> list[Path]:
+    """The folders of substitutes in that of a generation."""
+    try:
+        return sorted(folder / name for name in os.listdir(folder) if re.fullmatch("rank-[0-9]{4,9}", name))
+    except OSError:
+        return []
 
 
 class BlockWriter:

@@ -109,6 +109,11 @@ def metrics_key(job: str, generation: int, block: int) -> str:
     return f"{metrics_folder(job)}/{generation:04d}/{block:06d}.jsonl.zst"
 
 
+def substitute_key(job: str, generation: int, rank: str, block: int) -> str:
+    """A block of what another rank has logged last (`state.points`). rank: as in `points.rank_folder`."""
+    return f"{metrics_folder(job)}/{generation:04d}/{rank}/{block:06d}.jsonl.zst"
+
+
 def extras_key(job: str, generation: int, block: int) -> str:
     """A block of the texts, images and histograms that rank 0 of a generation has logged."""
     return f"{metrics_folder(job)}/{generation:04d}/extras/{block:06d}.jsonl.zst"

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from spotrun.state.control import EXIT_DRAINED, EXIT_PEER, NONE, Context, Control
-from spotrun.state.points import Header
+from spotrun.state.points import Header, is_substitute
 from spotrun.train import failures, optimizer_state
 from spotrun.train.copy_guard import CopyGuard
 from spotrun.train.distributed import cpu_group, leave_together, rank_and_world
@@ -32,6 +32,8 @@ from spotrun.train.staging import stage_for
 from spotrun.train.training_state import TrainingState
 
 log = logging.getLogger(__name__)
+
+LOGGED = 0.1  # seconds that a snapshot waits until what was logged before it is on the disk
 
 
 class Boundary:
@@ -274,7 +276,8 @@ class Boundary:
         control.base = control.step = self._state.step
         assert self._context is not None
         at = (self._state.step, self._state.epoch)
-        self.metrics.begin(Header(self._context.job, self._context.generation, self._rank, *at))
+        substitute = is_substitute(self._rank, self._local_rank, len(self._context.controls))
+        self.metrics.begin(Header(self._context.job, self._context.generation, self._rank, *at), substitute)
 
     def _prepare_snapshots(self, context: Context, control: Control, new: bool) -> None:
         """new: no state was restored. After a restore others may wait: a large slot is laid out during the steps."""
@@ -303,6 +306,8 @@ class Boundary:
         self.guard = CopyGuard(copier, stage, self._state.optimizers) if stage is not None else None
 
     def _trouble(self) -> str:
+        """Why the snapshot that was just copied must not be committed; empty: it may be."""
+        self.metrics.flush(LOGGED)  # from a state on, nobody repeats the steps before it
         return self._health.trouble()
 
     def _equal(self) -> set[Place]:
@@ -346,7 +351,6 @@ class Boundary:
     def _take(self, writer: Writer, beside: set[int], wait: bool, alone: bool) -> None:
         if writer.take(self._state.step, self._state.encode, beside, wait, alone):
             self._snapped = self._state.step
-            self.metrics.wake()
         elif wait:
             log.warning("no snapshot of step %d: its slot is still being read", self._state.step)
 

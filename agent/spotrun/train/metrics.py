@@ -2,7 +2,8 @@
 
 The training thread only puts a call into a queue. A thread of this module encodes the calls and writes them, so neither
 a slow disk nor a GPU delays a step. What is on the disk survives the end of this process: the agent uploads it (see
-`spotrun.node.metrics_uploader`). Only rank 0's calls are kept.
+`spotrun.node.metrics_uploader`). Rank 0's calls are kept, and the last ones of its substitutes (see
+`spotrun.state.points`).
 """
 
 from __future__ import annotations
@@ -65,7 +66,6 @@ class Metrics:
         self._unsent = b""
         self._told: set[str] = set()  # what there was a warning about
         self._lock = threading.Lock()  # held by the thread that writes
-        self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._pid = 0  # of the process that writes
 
@@ -106,8 +106,8 @@ class Metrics:
                 except Exception as error:  # of the value's own class
                     self._warn(f"{kind} {name}", f"run.log_{kind}({name}=…) is left out: {error}")
 
-    def begin(self, header: Header) -> None:
-        """A generation begins: the calls from here on belong to it."""
+    def begin(self, header: Header, substitute: bool = False) -> None:
+        """A generation begins: the calls from here on belong to it. substitute: see `points.is_substitute`."""
         if self._control is None:
             return
         self.flush()
@@ -115,10 +115,13 @@ class Metrics:
         with self._lock:
             before, self._base = self._base, (header.base_epoch, header.base)
             self._writer, self._unsent, self._extra_writer = None, b"", None
+            folder = Path(self._folder, f"{header.generation:04d}")
             if self._folder and header.rank == 0:
-                folder = Path(self._folder, f"{header.generation:04d}")
                 self._writer = BlockWriter(folder, points.line(header))
                 self._extra_writer = BlockWriter(folder / EXTRAS, points.line(header))
+            elif self._folder and substitute:
+                self._writer = BlockWriter(folder / points.rank_folder(header.rank), points.line(header))
+            if self._writer is not None:
                 self._append([b""])  # the header says that the points after its base are void, even if none follow
         if before is None:  # the script has logged before its state was restored
             early = [each._replace(step=header.base, epoch=header.base_epoch, between=True) for each in self._waiting]
@@ -131,28 +134,23 @@ class Metrics:
             atexit.register(self.flush)
             failures.before_ending(self.flush)
 
-    def wake(self) -> None:
-        """Write soon: the state that belongs to these numbers is being saved."""
-        self._wake.set()
-
     def flush(self, patience: float = PATIENCE) -> None:
-        """Write what there is, but wait for the disk, or a GPU, at most `patience` seconds."""
+        """Write what was logged so far, but wait for the disk, or a GPU, at most `patience` seconds."""
         if os.getpid() != self._pid:
             return  # a child that the script has forked ends: what waits here is its parent's
-        deadline = time.monotonic() + patience
+        deadline, given = time.monotonic() + patience, self._given
         while self._base is not None and self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
             try:
                 self._write()
             finally:
                 self._lock.release()
-            if not (self._waiting or self._extras) or time.monotonic() > deadline:
+            if (self._done >= given and not self._extras) or time.monotonic() > deadline:
                 return
             time.sleep(0.005)  # a GPU has not computed the numbers yet
 
     def _run(self) -> None:
         while True:
-            self._wake.wait(EVERY)
-            self._wake.clear()
+            time.sleep(EVERY)
             with self._lock:
                 self._write()
 

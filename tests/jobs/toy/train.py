@@ -133,7 +133,7 @@ for epoch in run.epochs(args.epochs):
         run.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-        run.log(loss=loss)
+        run.log(loss=loss, weight=next(model.parameters()).detach().sum())
         slow = args.slow and run.step >= args.slow and not (args.out / "go").exists()
         time.sleep(slow_step() if slow else args.pause)
     run.log(norm=sum(parameter.detach().square().sum() for parameter in model.parameters()))
