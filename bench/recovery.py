@@ -208,7 +208,7 @@ def clear_stale() -> None:
 
 
 def settle(watch: Watch, index: int, workload: Workload) -> None:
-    """Let the job make some more steps, a few more in each run: faults fall at all distances from a checkpoint."""
+    """Wait for some more steps, a few more in each run. So the faults come at all distances from a checkpoint."""
     now = max(event.step for event in watch.events)
     goal = now + (22 if workload.large else 40) + 7 * index
     if not watch.until(lambda events: stepping(events[-8:], steps=goal), timeout=300):

@@ -1,4 +1,4 @@
-"""Repeat a run, say something about it, or remove it."""
+"""Repeat a run, add tags and notes to it, or remove it."""
 
 from __future__ import annotations
 

@@ -286,8 +286,8 @@ async def test_a_frozen_job_of_one_node_gets_another_machine(tmp_path: Path) -> 
     await world.turn()
     assert world.head.status()["job"]["phase"] == "silent"
     assert [e["text"] for e in world.events() if e["kind"] == "silence"] == [
-        "the only node, p-0, has been silent for 20 s or more; looking in the bucket for signs of life, nothing is "
-        "ended before that"
+        "the only node, p-0, has been silent for 20 s or more; looking in the bucket for signs of life; nothing is "
+        "ended yet"
     ]
     await head.signs.look()
     await world.turn()

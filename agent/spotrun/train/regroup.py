@@ -43,8 +43,8 @@ class Membership:
     def able(self) -> bool:
         """Whether this worker can join another generation without a restart.
 
-        Not if the script has made process groups of its own: nobody can make them again but the script. Without
-        `run.ddp`, it exchanges gradients in a way of its own.
+        False if the script has made process groups of its own, because only the script can make them again. False also
+        if the script does not call `run.ddp`, because it is not known how the script exchanges gradients.
         """
         whole = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         own = [whole] if whole is not None else []
@@ -53,7 +53,7 @@ class Membership:
         return here and bool(self._models) and not foreign and not self.obstacle
 
     def look_at(self, objects: Iterable[object]) -> None:
-        """Look for what cannot go on in another generation among the objects that the script tracks."""
+        """Note an object that the script tracks and that would not work in another generation."""
         if any(isinstance(each, DistributedDataParallel) for each in objects):
             self.obstacle = "run.track names a DistributedDataParallel that run.ddp has not made"
 
@@ -66,8 +66,8 @@ class Membership:
     def wait(self, step: int, error: BaseException | None) -> None:
         """Say that this worker has left, and wait until the agent lets it join the next generation.
 
-        step: the newest that this worker has completed. error: why it left; None: it was told to. The agent ends this
-        process if there is no such generation, and the kernel does if the agent's launcher ends.
+        step: the newest that this worker has completed. error: why it left; None: it was told to. The wait ends in any
+        case: if there is no such generation, the agent ends this process. If the launcher ends, the kernel does it.
         """
         control = self._control
         if error is not None:
@@ -81,7 +81,7 @@ class Membership:
             time.sleep(POLL)
 
     def join(self) -> None:
-        """Join the generation of the invitation. Every member must call this. Raises if another one does not."""
+        """Join the generation of the invitation. Every member must call this. Raises if another member does not."""
         invitation = Invitation.read(self.context.control)
         os.environ.update(invitation.env)
         self.context = Context.from_text(invitation.env[Context.VARIABLE])

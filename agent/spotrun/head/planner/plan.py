@@ -158,7 +158,7 @@ def _after_failure(view: View, failure: Failure, node: Node) -> tuple[Action, ..
 def _restart(view: View, cause: Cause) -> tuple[Action, ...]:
     """End this generation, and begin the next one at once.
 
-    Only end it if the job stops, if too few nodes are ready, or if a snapshot must be saved first.
+    Begin no other one if the job stops, if too few nodes are ready, or if a snapshot must be saved first.
     """
     ready, least = eligible(view), view.job.spec.nodes.min
     if len(ready) < least:

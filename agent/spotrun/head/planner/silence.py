@@ -82,7 +82,7 @@ def watched(view: View) -> frozenset[str]:
 
 
 def observe(job: JobState, view: View) -> JobState:
-    """The job with the newest step that signs of life show: an interrupted generation may have worked up to it."""
+    """The job with the newest step that signs of life show: a generation may have got that far before it ended."""
     step = max((_step(view, sign) for sign in _signs(view)), default=-1)
     return job.replace(reached=step) if step > job.reached else job
 
@@ -101,7 +101,7 @@ def seen(before: Sign | None, record: AliveRecord | None, now: float) -> Sign:
 
 
 def news(view: View) -> tuple[str, str] | None:
-    """(kind, text) for operators, if every member has been silent for some time. Other news has another kind."""
+    """(kind, text) for operators, if every member has been silent for some time. kind: which case it is."""
     quiet = since(view)
     told = min(TIMEOUTS.tell_silence, view.job.spec.silence_timeout / 2)
     if quiet is None or view.now - quiet < told:
@@ -118,7 +118,7 @@ def _judged(view: View, who: str) -> tuple[str, str]:
         return "cloud", f"{who}; the cloud does not answer either: nothing is ended or replaced"
     unknown = any(view.now - sign.looked > TIMEOUTS.sign_recent for sign in signs)
     if unknown or len(signs) < len(view.job.members):
-        return "bucket", f"{who}; looking in the bucket for signs of life, nothing is ended before that"
+        return "bucket", f"{who}; looking in the bucket for signs of life; nothing is ended yet"
     if any(stopped(view, member.node) for member in view.job.members):
         return "dead", f"{who}, and the signs of life in the bucket have stopped: lost {limit}"
     if any(sign.looked - _advanced(view, sign) > _due(sign) for sign in signs):
