@@ -1,4 +1,4 @@
-"""What the page shows of machines: values of all nodes, and which rank is slow."""
+"""What the page shows of machines: values of all nodes, and which rank is a straggler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the machines of a run did: the readings of its nodes from the bucket, and which rank is slow.
+"""What the machines of a run did: the readings of its nodes from the bucket.
 
 Of a long run, only some blocks are read: the newest ones, and others at equal distances. So answers and memory are
 bounded. `Machines.read` waits for the bucket: callers in an event loop use a thread.
@@ -9,15 +9,14 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
-from statistics import median
 from typing import Any
 
 import zstandard
 
 from spotrun.dashboard.records import AT_ONCE, Records
+from spotrun.dashboard.stragglers import Reading, is_number, of_node, ranks
 from spotrun.errors import NotFound, TooLargeError
 from spotrun.store import system_folder
 
@@ -27,11 +26,9 @@ BLOCKS = 120  # blocks of each node that are read
 NEWEST = 4  # how many of these are the newest ones
 KEPT = 8192  # blocks in memory, about 2 KB each
 LARGEST = 4 << 20  # bytes of a block
-RECENT = 60.0  # seconds of the newest readings that tell which rank is slow
 COLUMNS = ("cpu", "memory", "tmpfs", "disk", "disk_read", "disk_write", "net_in", "net_out")
 OF_GPU = ("use", "memory", "temperature", "power", "sm_clock", "memory_clock", "ecc")
 
-Reading = dict[str, Any]
 Block = tuple[Reading, ...]  # the header, then the readings
 
 
@@ -78,7 +75,7 @@ class Machines:
         good = [each for each in found if isinstance(each, dict)]
         if not good or not isinstance(good[0].get("format"), int) or good[0]["format"] > FORMAT:
             return ()
-        return tuple(each for number, each in enumerate(good) if number == 0 or _is_number(each.get("time")))
+        return tuple(each for number, each in enumerate(good) if number == 0 or is_number(each.get("time")))
 
 
 def _is_block(key: str) -> bool:
@@ -93,24 +90,6 @@ def spread(keys: list[str]) -> list[str]:
     older, newest = keys[:-NEWEST], keys[-NEWEST:]
     count = BLOCKS - NEWEST
     return [older[len(older) * index // count] for index in range(count)] + newest
-
-
-def ranks(nodes: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Each rank of the newest readings: its seconds a step, its seconds before it waits for others, and its factor.
-
-    The factor says how slow the rank is: its seconds before it waits, divided by the median of all ranks; None: not
-    known.
-    """
-    found = [each for node in nodes for each in node["ranks"]]
-    until = max((each["at"] for each in found), default=0.0)
-    present = {each["rank"]: each for each in sorted(found, key=lambda each: float(each["at"]))}
-    here = [each for each in present.values() if each["at"] > until - RECENT]
-    middle = median([each["alone"] for each in here]) if here else 0.0
-    return [each | {"factor": each["alone"] / middle if middle > 0 else None} for each in sorted(here, key=_rank)]
-
-
-def _rank(each: Mapping[str, Any]) -> int:
-    return int(each["rank"])
 
 
 def _node(name: str, blocks: list[Block]) -> dict[str, Any]:
@@ -130,35 +109,8 @@ def _node(name: str, blocks: list[Block]) -> dict[str, Any]:
         "series": {name: values for name, values in series.items() if any(value is not None for value in values)},
         "totals": {name: _number(last.get(f"{name}_total")) for name in ("memory", "tmpfs", "disk")},
         "throttle": [_texts(_gpu(last, index).get("throttle")) for index in range(gpus)],
-        "ranks": _ranks(name, readings),
+        "ranks": of_node(name, readings),
     }
-
-
-def _ranks(node: str, readings: list[Reading]) -> list[dict[str, Any]]:
-    """The ranks of a node, from the steps of the last minute in which the number of steps has only grown."""
-    until = readings[-1]["time"] if readings else 0.0
-    sums: dict[int, list[float]] = {}
-    recent = [reading for reading in readings if reading["time"] > until - RECENT - 10]
-    for before, after in pairwise(recent):
-        for rank, (steps, whole, alone) in _counts(after).items():
-            old = _counts(before).get(rank)
-            if old is not None and steps > old[0]:
-                total = sums.setdefault(rank, [0.0, 0.0, 0.0])
-                for index, value in enumerate((steps - old[0], whole - old[1], alone - old[2])):
-                    total[index] += value
-    found = sums.items()
-    rows = [{"rank": rank, "step": whole / steps, "alone": alone / steps} for rank, (steps, whole, alone) in found]
-    return [{"node": node, "at": until, **row} for row in rows]
-
-
-def _counts(reading: Reading) -> dict[int, tuple[float, float, float]]:
-    rows = reading.get("ranks")
-    good = rows.items() if isinstance(rows, dict) else ()
-    return {int(rank): (row[0], row[1], row[2]) for rank, row in good if _is_row(rank, row)}
-
-
-def _is_row(rank: object, row: object) -> bool:
-    return str(rank).isdecimal() and isinstance(row, list) and len(row) == 3 and all(map(_is_number, row))
 
 
 def _gpu(reading: Reading, index: int) -> Mapping[str, Any]:
@@ -172,9 +124,4 @@ def _texts(value: object) -> list[str]:
 
 
 def _number(value: object) -> float | None:
-    return value if _is_number(value) else None  # type: ignore[return-value]
-
-
-def _is_number(value: object) -> bool:
-    """Whether to calculate with the value: JSON allows integers that are larger than any float."""
-    return isinstance(value, float) or (type(value) is int and abs(value) < 1 << 1000)
+    return value if is_number(value) else None  # type: ignore[return-value]

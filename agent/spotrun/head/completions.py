@@ -1,16 +1,19 @@
-"""Completing checkpoints in the bucket, beside the head's turns: a slow bucket delays no other job."""
+"""When a checkpoint is complete: all its parts are in the bucket (`manifests`, pure), and its manifest too.
+
+Manifests are written beside the head's turns, so a slow bucket delays no other job.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 
 from spotrun.errors import StoreError
 from spotrun.head.job_state import JobState, saved
 from spotrun.head.journal import Journal
-from spotrun.head.orders import manifests
-from spotrun.wire import JobReport, Manifest, StateRef
+from spotrun.wire import JobReport, Manifest, Part, StateRef
 
 log = logging.getLogger(__name__)
 
@@ -63,3 +66,26 @@ class Completions:
             log.warning("%s", error)
             await asyncio.sleep(AGAIN)
             return None
+
+
+def manifests(job: JobState, reports: Iterable[JobReport], now: float) -> list[Manifest]:
+    """A manifest for each checkpoint that has all its parts and is newer than every complete checkpoint.
+
+    Older ones do not count: the last report of a disconnected node may name a checkpoint that has been removed.
+    """
+    found: dict[tuple[int, int, int], dict[int, Part]] = defaultdict(dict)
+    for report in reports:
+        for part in report.parts:
+            found[(part.generation, part.step, part.parts)][part.index] = part
+    return [
+        Manifest(
+            job=job.id,
+            generation=generation,
+            step=step,
+            created=now,
+            files=tuple(file for index in sorted(parts) for file in parts[index].files),
+        )
+        for (generation, step, count), parts in sorted(found.items())
+        if set(parts) == set(range(count)) and (generation, step) > job.newest
+        if len({part.whole for part in parts.values()}) == 1
+    ]

@@ -1,13 +1,12 @@
-"""From a job's state to orders for its agents, and from uploaded parts to manifests. Pure."""
+"""From a job's state to orders for its agents. Pure."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 
 from spotrun.head.job_state import JobState
-from spotrun.wire import Bundle, JobOrder, JobReport, Manifest, Member, Part, SaveOrder
+from spotrun.wire import Bundle, JobOrder, Member, SaveOrder
 
 
 class JobOrders:
@@ -70,26 +69,3 @@ class JobOrders:
     def _places(self) -> Mapping[str, int]:
         """The index of each part of the checkpoint that is being taken, by the node that uploads the part."""
         return {node: index for index, node in enumerate(self._job.saving.holders)} if self._job.saving else {}
-
-
-def manifests(job: JobState, reports: Iterable[JobReport], now: float) -> list[Manifest]:
-    """A manifest for each checkpoint that has all its parts and is newer than every complete checkpoint.
-
-    Older ones do not count: the last report of a disconnected node may name a checkpoint that has been removed.
-    """
-    found: dict[tuple[int, int, int], dict[int, Part]] = defaultdict(dict)
-    for report in reports:
-        for part in report.parts:
-            found[(part.generation, part.step, part.parts)][part.index] = part
-    return [
-        Manifest(
-            job=job.id,
-            generation=generation,
-            step=step,
-            created=now,
-            files=tuple(file for index in sorted(parts) for file in parts[index].files),
-        )
-        for (generation, step, count), parts in sorted(found.items())
-        if set(parts) == set(range(count)) and (generation, step) > job.newest
-        if len({part.whole for part in parts.values()}) == 1
-    ]

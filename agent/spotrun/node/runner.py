@@ -16,10 +16,10 @@ from typing import Any, Literal
 from spotrun.backoff import Backoff
 from spotrun.errors import SpotrunError
 from spotrun.node import about, cleanup, memory
+from spotrun.node.generations import Generations, drop_group
 from spotrun.node.job import Job, Node
 from spotrun.node.kept_folders import Keeper
 from spotrun.node.log_uploader import LogUploader
-from spotrun.node.membership import Membership, drop_group
 from spotrun.node.metrics_uploader import MetricsUploader
 from spotrun.node.part_uploader import PartUploader, WantedPart, newest_snapshot
 from spotrun.node.workers import Phase, WorkerGroup
@@ -30,7 +30,7 @@ from spotrun.wire import Bundle, Failure, JobOrder, JobReport, StateRef
 log = logging.getLogger(__name__)
 
 POLL = 0.05  # seconds between looks at the control blocks while workers live
-STANDING_BY = 1.0  # the same while all of them have warmed up and wait: orders and their ends wake the runner
+STANDING_BY = 1.0  # the same while all of them have warmed up and wait: an order or a worker's end wakes the runner
 LAST_UPLOAD = 5.0  # seconds that a job waits for an upload of logs before it goes on
 AGAIN = (1.0, 30.0)  # seconds until a job begins again after an unexpected error: the first pause, the longest
 
@@ -50,7 +50,7 @@ class Runner:
         self._read_slots = (-1, 0.0)  # newest committed step, and monotonic seconds, when the slots were last read
         self._logs = LogUploader(node.store)
         self._metrics = MetricsUploader(node.store, id, node.scratch / "metrics" / id)
-        self._membership = Membership(id, node, self._slots.parent, self._logs)
+        self._generations = Generations(id, node, self._slots.parent, self._logs)
         self._part_uploader = PartUploader(node.store, node.scratch / "parts", self.wake)
         self._keeper = Keeper(node.store, self.wake)
         self._saved: StateRef | None = None  # the newest state of which this node has uploaded its part
@@ -65,7 +65,7 @@ class Runner:
     @property
     def newest(self) -> int:
         """The newest generation that this agent took part in."""
-        return self._membership.newest
+        return self._generations.newest
 
     @property
     def bundle(self) -> Bundle | None:
@@ -81,13 +81,13 @@ class Runner:
     @property
     def interval(self) -> float | None:
         """Seconds until the next look at the workers, or at devices that they wait for; None: no look is needed."""
-        if self._membership.waiting[0]:
+        if self._generations.waiting[0]:
             return POLL
         return interval(self._job.group if self._job else None)
 
     @property
     def report(self) -> JobReport | None:
-        """What the last turn found; None: nothing. `devices` is looked up now: another job may have them."""
+        """What the last turn found; None: nothing. `devices` is as of now, because another job may have got them."""
         return self._report and self._report.replace(devices=self._node.claims.devices(self.id))
 
     def obey(self, order: JobOrder) -> None:
@@ -149,7 +149,7 @@ class Runner:
         except Exception as error:
             log.exception("job %s: unexpected error; the job begins again", self.id)
             message = f"unexpected error on this node: {error!r}"[:1000]
-            self._membership.not_started = Failure(kind="setup", rank=0, at=time.time(), message=message)
+            self._generations.not_started = Failure(kind="setup", rank=0, at=time.time(), message=message)
             with contextlib.suppress(Exception):
                 await self._end_job()
             self._job = None  # a worker that still lives keeps its devices: see `Claims`
@@ -164,7 +164,7 @@ class Runner:
         if self._node.fit:
             job = await self._apply_bundle(order)
             newest = self.newest
-            await self._membership.apply(job, order)
+            await self._generations.apply(job, order)
             if self.newest > newest:
                 self._again.reset()
             if self.newest and self._about is None:
@@ -194,7 +194,7 @@ class Runner:
             await self._end_hung(job, group)
         elif group.broken:
             self._publish()
-            await self._membership.end_group(job, group)
+            await self._generations.end_group(job, group)
         elif group.alive and (size := memory.excess(self._slots.parent)):
             await self._end_greedy(job, group, size)
         if (not group.alive or group.regroup == "waiting") and self._flushed != group.number:
@@ -213,7 +213,7 @@ class Runner:
         self._logs.forget()
         self._part_uploader.forget()
         self._keeper.stop()
-        self._job, self._membership.waiting, self._snapshot = None, ("", 0.0), None
+        self._job, self._generations.waiting, self._snapshot = None, ("", 0.0), None
         self._read_slots, self._flushed = (-1, 0.0), 0
 
     async def _end_hung(self, job: Job, group: WorkerGroup) -> None:
@@ -227,7 +227,7 @@ class Runner:
         message = f"no step was completed for too long; stacks of this node's workers: {key}"
         trace, rank = text.decode(errors="replace")[-20000:], group.workers[0].rank
         group.group_failure = Failure(kind="hang", rank=rank, at=time.time(), message=message, traceback=trace)
-        await self._membership.end_group(job, group)
+        await self._generations.end_group(job, group)
         await self._upload_logs()
 
     async def _end_greedy(self, job: Job, group: WorkerGroup, size: int) -> None:
@@ -238,7 +238,7 @@ class Runner:
         )
         group.group_failure = Failure(kind="user", rank=group.workers[0].rank, at=time.time(), message=message)
         self._publish()
-        await self._membership.end_group(job, group)
+        await self._generations.end_group(job, group)
         for path in await asyncio.to_thread(lambda: list(memory.strays(self._slots.parent))):
             path.unlink(missing_ok=True)
 
@@ -298,27 +298,27 @@ class Runner:
         job, part = self._job, self._part_uploader.part
         uploads: dict[str, Any] = {"parts": (part,) if part else (), "trouble": self._part_uploader.trouble}
         if job is None:
-            if self._snapshot is None and self._membership.not_started is None:
-                return None  # an order for a machine that may not begin a job, or the job begins in a moment
-            phase: Literal["failed", "idle"] = "failed" if self._membership.not_started else "idle"
+            if self._snapshot is None and self._generations.not_started is None:
+                return None  # the job has not begun: the machine is not fit, or the next turn begins the job
+            phase: Literal["failed", "idle"] = "failed" if self._generations.not_started else "idle"
             return JobReport(
                 job=self.id,
                 phase=phase,
                 generation=self.newest,
-                failure=self._membership.not_started,
+                failure=self._generations.not_started,
                 snapshot=self._snapshot,
                 late=self._part_uploader.late,
                 **uploads,
             )
-        group, now = job.group, _phase(job, self._membership.not_started)
+        group, now = job.group, _phase(job, self._generations.not_started)
         trains = group is not None and group.number > 0  # workers that warm up do not
-        doing, since = self._membership.waiting
+        doing, since = self._generations.waiting
         if now == "preparing":
             doing, since = job.doing, job.doing_since
         elif group is not None and now == "starting":
             doing, since = group.doing
-        elif self._membership.warm_up_failed:
-            doing = f"its workers ended while they warmed up: {self._membership.warm_up_failed}"
+        elif self._generations.warm_up_failed:
+            doing = f"its workers ended while they warmed up: {self._generations.warm_up_failed}"
         elif group is not None and not trains and group.regroup != "waiting":
             doing, since = f"warming up: {group.doing[0]}", group.doing[1]
         return JobReport(
@@ -330,8 +330,8 @@ class Runner:
             generation=self.newest,
             store=job.store,
             workers=group.report() if group and trains else (),
-            regroup="failed" if self._membership.warm_up_failed else group.regroup if group else "no",
-            failure=job.failure or (group.failure if group and trains else self._membership.not_started),
+            regroup="failed" if self._generations.warm_up_failed else group.regroup if group else "no",
+            failure=job.failure or (group.failure if group and trains else self._generations.not_started),
             snapshot=self._snapshot,
             late=group.late if group and group.late is not None else self._part_uploader.late,
             stacks=group.stacks if group else "",

@@ -17,7 +17,7 @@ from spotrun.wire import Failure, Generation, JobOrder
 log = logging.getLogger(__name__)
 
 
-class Membership:
+class Generations:
     """The part of `node` in the generations of job `id`. folder: the job's in memory.
 
     newest: the newest generation that this agent took part in. not_started: why this node does not take part in the
@@ -33,9 +33,9 @@ class Membership:
         self._id, self._node, self._folder, self._logs = id, node, folder, logs
 
     async def apply(self, job: Job, order: JobOrder) -> None:
-        """Run the workers of the ordered generation and no others, but those that wait for another generation.
+        """Run the workers of the ordered generation. Of all others, only those stay that wait for a generation.
 
-        Workers of any other generation end before new ones start.
+        The others end before new workers start.
         """
         wanted, rank = order.generation, self._rank(order.generation)
         self.waiting, waiting = ("", 0.0), self.waiting

@@ -1,0 +1,66 @@
+"""Which rank of a run is a straggler: slower than the others, so that they wait for it in each step. Pure.
+
+The readings of each node have, for each rank: steps, the seconds in these steps, and the seconds in them before the
+rank waits for others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+RECENT = 60.0  # seconds of the newest readings that count
+
+Reading = dict[str, Any]
+
+
+def ranks(nodes: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Each rank of the newest readings: its seconds a step, its seconds before it waits for others, and its factor.
+
+    The factor says how slow the rank is: its seconds before it waits, divided by the median of all ranks; None: not
+    known.
+    """
+    found = [each for node in nodes for each in node["ranks"]]
+    until = max((each["at"] for each in found), default=0.0)
+    present = {each["rank"]: each for each in sorted(found, key=lambda each: float(each["at"]))}
+    here = [each for each in present.values() if each["at"] > until - RECENT]
+    middle = median([each["alone"] for each in here]) if here else 0.0
+    return [each | {"factor": each["alone"] / middle if middle > 0 else None} for each in sorted(here, key=_rank)]
+
+
+def of_node(node: str, readings: list[Reading]) -> list[dict[str, Any]]:
+    """The ranks of a node, from the steps of the last minute in which the number of steps has only grown."""
+    until = readings[-1]["time"] if readings else 0.0
+    sums: dict[int, list[float]] = {}
+    recent = [reading for reading in readings if reading["time"] > until - RECENT - 10]
+    for before, after in pairwise(recent):
+        for rank, (steps, whole, alone) in _counts(after).items():
+            old = _counts(before).get(rank)
+            if old is not None and steps > old[0]:
+                total = sums.setdefault(rank, [0.0, 0.0, 0.0])
+                for index, value in enumerate((steps - old[0], whole - old[1], alone - old[2])):
+                    total[index] += value
+    found = sums.items()
+    rows = [{"rank": rank, "step": whole / steps, "alone": alone / steps} for rank, (steps, whole, alone) in found]
+    return [{"node": node, "at": until, **row} for row in rows]
+
+
+def is_number(value: object) -> bool:
+    """Whether to calculate with the value: JSON allows integers that are larger than any float."""
+    return isinstance(value, float) or (type(value) is int and abs(value) < 1 << 1000)
+
+
+def _counts(reading: Reading) -> dict[int, tuple[float, float, float]]:
+    rows = reading.get("ranks")
+    good = rows.items() if isinstance(rows, dict) else ()
+    return {int(rank): (row[0], row[1], row[2]) for rank, row in good if _is_row(rank, row)}
+
+
+def _is_row(rank: object, row: object) -> bool:
+    return str(rank).isdecimal() and isinstance(row, list) and len(row) == 3 and all(map(is_number, row))
+
+
+def _rank(each: Mapping[str, Any]) -> int:
+    return int(each["rank"])
