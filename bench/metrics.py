@@ -2,8 +2,9 @@
 
 python -m bench.metrics [--steps 2000] [--rounds 8] [--out bench/RESULTS.md]
 
-A process trains with the real `Metrics`, thread and disk included. Stretches of steps with `run.log` and without take
-turns. The processor time of the whole process counts, so that other programs on the machine disturb little.
+A process trains with the real `Metrics`, thread and disk included. Stretches of steps with `run.log` and
+stretches without it alternate. The processor time of the whole process counts, so that other programs on the machine
+disturb little.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def main() -> int:
 
 
 def measure(values: int, steps: int, rounds: int) -> Row:
-    """Log calls with so many numbers, one of them a tensor."""
+    """Measure calls with this many numbers. One of the numbers is a tensor."""
     with tempfile.TemporaryDirectory(prefix="spotrun-bench-") as name:
         folder = Path(name)
         metrics = Metrics(Control(folder / "control", create=True), str(folder / "metrics"))
@@ -91,7 +92,7 @@ def _stretch(metrics: Metrics | None, values: int, steps: int) -> tuple[float, f
 
 
 def _work() -> float:
-    """A step: the processor seconds of this thread that it took."""
+    """Make a step. Returns the processor seconds of this thread."""
     began = time.thread_time()
     time.sleep(STEP)
     return time.thread_time() - began

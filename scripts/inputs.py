@@ -67,7 +67,7 @@ def variables(environment: Mapping[str, str]) -> None:
     """Raise `SpotrunError` for words that make itself would ignore: a misspelt variable, a file that is not a target.
 
     Otherwise `make train JBO=mine.yaml` would train the default job, and `make down clusters/gcp-l4.yaml` would take
-    the local cluster down. Names that resemble none of ours may be meant for the tools that a target starts, and pass.
+    the local cluster down. A name that resembles none of ours passes: it may be meant for a tool that a target starts.
     environment: the Makefile puts the words into SPOTRUN_TARGETS and SPOTRUN_TYPED. Without them, `fab` started the
     task and has checked its options.
     """

@@ -39,7 +39,7 @@ def document(store: Store, cluster: str, job: str) -> Found:
 
 
 def nodes(store: Store, job: str, keys: list[str]) -> list[NodeRecord]:
-    """What the run's nodes had: first the nodes that began first. A record that cannot be read is left out."""
+    """What each node of the run had, in the order in which they began. A record that cannot be read is left out."""
     found = []
     for key in keys:
         if key.startswith(f"{system_folder(job)}/") and "/about-" in key:
@@ -113,7 +113,7 @@ def _origin(found: Found) -> list[str]:
     command = " ".join([spec["script"], *spec["args"]])
     lines = [f"script:     {command}", f"code:       bundle {found['code'][:12]}"]
     if origin is None:
-        return [*lines, "no provenance: an older version has submitted this run, or somebody did without make"]
+        return [*lines, "no provenance: this run was submitted by an older version, or without make"]
     if git := origin["git"]:
         changed = " + changes" if git["diff"] else ""
         more = f", {len(git['untracked'])} files that git does not know" if git["untracked"] else ""

@@ -115,7 +115,7 @@ class Dashboard:
     async def _file(self, request: web.Request) -> web.Response:
         path = PAGES / request.match_info["name"]
         kind = TYPES.get(path.suffix)
-        # A name with two slashes before it is an absolute path.
+        # If the URL has two slashes before the name, the name is an absolute path.
         if kind is None or ".." in path.parts or not path.is_relative_to(PAGES) or not path.is_file():
             raise web.HTTPNotFound
         return web.Response(body=path.read_bytes(), content_type=kind, charset="utf-8")

@@ -141,9 +141,9 @@ class Head:
             await job_queue.relaunch(self, job)
 
     async def change(self, change: Change, job: str | None = None, kept: bool = False) -> JobState:
-        """Have the loop change a job; the job once that is in the bucket. None: the only job that has not ended.
+        """Have the loop change a job. Returns the job when the change is in the bucket.
 
-        Raises `SpotrunError` if there is no such job.
+        job: None: the only job that has not ended. Raises `SpotrunError` if there is no such job.
         """
         answer = self.requests.add(change, job, kept)
         self._changed.set()
@@ -227,7 +227,7 @@ class Head:
             except ConflictError as error:
                 lease.give_way(self.epoch, str(error))
             except StoreError as error:
-                # Nothing was sent or asked that is not written; the next turn tries again.
+                # Orders and requests come after the write, so none was sent. The next turn tries again.
                 log.warning("%s", error)
                 await asyncio.sleep(1.0)
             except Exception as error:

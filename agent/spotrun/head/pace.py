@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 TICK = 0.25  # seconds between turns while a job is active; a report of more than progress wakes the loop at once
-TICK_SHARE = 0.2  # the most of a core that turns for mere progress take: with many agents, there are fewer turns
+TICK_SHARE = 0.2  # of a core, at most, for turns that bring only progress: with many agents, there are fewer turns
 IDLE_TICK = 2.0  # seconds between turns without a job
 
 GAP_MOST = 1.0  # seconds; the longest time for which a turn that is due has to wait after the last one
 
 FOLLOW_EVERY = 0.2  # seconds; `ctl follow` gets at most one status document in this time: a person reads no faster
-FOLLOW_SHARE = 0.1  # the most of a core that one `ctl follow` takes: with many nodes, there are fewer documents
+FOLLOW_SHARE = 0.1  # of a core, at most, for one `ctl follow`: with many nodes, there are fewer documents
 
 
 def tick(active: bool, took: float) -> float:

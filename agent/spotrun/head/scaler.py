@@ -35,7 +35,7 @@ class Scaler:
         self.removing: frozenset[str] = frozenset()  # machines that the last change of sizes removes
         self.placer = Placer(head)
         self._head, self._poll_seconds = head, poll_seconds
-        self._exhausted: frozenset[str] = frozenset()  # pools with an event that no more machines are replaced there
+        self._exhausted: frozenset[str] = frozenset()  # pools where no more machines are replaced, as an event has said
 
     @property
     def places(self) -> Placements:

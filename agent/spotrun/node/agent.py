@@ -217,7 +217,7 @@ class Agent:
             await asyncio.to_thread(cleanup.empty, self._settings.tmpfs, jobs)
             for folder, keep in self._kept_folders().items():
                 await asyncio.to_thread(cleanup.empty, folder, keep)
-        # Moving is quick and the removal may not be: no order waits for that.
+        # No order should wait for the removal, which may take long. So the files are only moved here.
         moved = [path for folder, keep in self._kept_folders().items() for path in cleanup.set_aside(folder, keep)]
         if moved:
             self._removal = asyncio.create_task(asyncio.to_thread(cleanup.remove, moved))

@@ -35,7 +35,7 @@ BACKOFF = (0.1, 2.0)  # seconds between tries: the first pause, the longest
 
 
 class Connection:
-    """Sends reports to the head. `on_order` gets its orders. `on_joined`: a connection has sent its first report."""
+    """Sends reports to the head. on_order: gets its orders. on_joined: called when a connection has sent a report."""
 
     make_inbox = Inbox
 

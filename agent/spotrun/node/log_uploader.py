@@ -23,7 +23,7 @@ STRETCH = 4 << 20  # bytes; a log of n times this size is uploaded n times as se
 
 
 class _Times:
-    """When a log had which size. An old log is measured more seldom: about 1000 times for each factor e of its age."""
+    """When a log had which size. An old log is measured more seldom: whenever its age has grown by 0.1 %."""
 
     def __init__(self) -> None:
         self.notes: list[tuple[float, int]] = []

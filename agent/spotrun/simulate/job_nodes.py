@@ -89,7 +89,7 @@ class JobNodes:
             self.stalled = now
 
     def fill(self, demand: Demand) -> Demand:
-        """The demand with the work that is done. Only yardsticks ask for that."""
+        """The demand with the work that is done. Only baselines ask for that."""
         return demand if demand.left is None else replace(demand, done=max(0.0, self.work - demand.left))
 
     def save(self, job: JobState, now: float) -> JobState:

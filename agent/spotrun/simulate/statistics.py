@@ -41,9 +41,9 @@ def geometric(values: Sequence[float]) -> Estimate:
     return estimate(np.asarray(values, dtype=float)[:, None], lambda rows: np.exp(np.log(rows[..., 0]).mean(axis=-1)))
 
 
-def closed(yardstick: Sequence[float], ours: Sequence[float], best: Sequence[float]) -> Estimate:
-    """The part of the gap between the means of a yardstick and of the best that ours closes."""
-    rows = np.stack([np.asarray(each, dtype=float) for each in (yardstick, ours, best)], axis=1)
+def closed(baseline: Sequence[float], ours: Sequence[float], best: Sequence[float]) -> Estimate:
+    """The part of the gap between the means of a baseline and of the best that ours closes."""
+    rows = np.stack([np.asarray(each, dtype=float) for each in (baseline, ours, best)], axis=1)
 
     def part(rows: Values) -> Values:
         means = rows.mean(axis=-2)

@@ -84,8 +84,8 @@ def restore(
     """Find the best state, on every rank. None: there is none. Every rank must call this.
 
     group: takes CPU tensors; None: the default group. trusted: the newest snapshot here, if this process wrote it.
-    into: asked for the tensors that a state which is received goes into, by name. Raises `DistError` if a state that
-    another worker trusted arrives damaged.
+    into: returns the tensors, by name, into which a received state goes. Raises `DistError` if a state that another
+    worker trusted arrives damaged.
     """
     folder = Path(context.slots)
     folder.mkdir(parents=True, exist_ok=True)
@@ -111,7 +111,7 @@ def restore(
         if not doubtful or all(each[0] for each in _gather([int(whole)], group)):
             return found
         found.settle()
-        if damage is not None:  # not earlier: the node's other workers looked for the snapshot
+        if damage is not None:  # only now: until the gather above, the node's other workers looked for this snapshot
             _pass_over(folder, *_slot_of(folder, context.job, best), damage)
         trusted = NOTHING
     raise SpotrunError(f"the state of job {context.job} was damaged each time that it was read: see the warnings above")
@@ -149,7 +149,7 @@ def _slot_of(folder: Path, job: str, order: Order) -> tuple[int, slots.Record]:
     for slot, record in slots.newest(folder, job):
         if record.order == order:
             return slot, record
-    raise SpotrunError(f"no snapshot of generation {order[0]}, step {order[1]} in {folder}, though it was just there")
+    raise SpotrunError(f"no snapshot of generation {order[0]}, step {order[1]} in {folder}: it was there a moment ago")
 
 
 def _bring(

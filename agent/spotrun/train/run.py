@@ -104,7 +104,7 @@ class Run:
     def world_size(self) -> int:
         """How many workers train together now.
 
-        A script that reads it before `run.track` may rest on it: then all workers restart when it may change.
+        If a script reads it before `run.track`, its set-up may depend on it: all workers restart when it may change.
         """
         if not self._state.objects:
             self._boundary.rests_on_world_size()
@@ -132,7 +132,7 @@ class Run:
 
     @property
     def completes_step(self) -> bool:
-        """Whether `optimizer.step()` follows `run.backward` of this batch. Only False with `accumulate`."""
+        """Whether `optimizer.step()` follows `run.backward` of this batch. It is False only with `accumulate`."""
         return self._batch.last
 
     @property
@@ -168,7 +168,7 @@ class Run:
                 )
         self._state.objects = objects
         self._boundary.begin()
-        self.rank, self._world_size = rank_and_world()  # others than before, if this worker has warmed up
+        self.rank, self._world_size = rank_and_world()  # they have changed if this worker has warmed up
 
     def epochs(self, n: int) -> Iterator[int]:
         """Epochs 0 … n - 1, beginning with the restored one, even if all steps of that epoch are done."""
@@ -214,14 +214,14 @@ class Run:
                     feed = self._regroup(loader, accumulate)
         self._next()  # lets the loader end its workers
         self._iterator = iter(())
-        reseed(self._state.seed, self.step, 0, self.rank)  # the code after the loop draws the same after a restart
+        reseed(self._state.seed, self.step, 0, self.rank)  # after a restart, the code after the loop draws the same
         self._boundary.metrics.flush()
 
     def backward(self, loss: torch.Tensor) -> None:
         """`loss.backward()` for a batch's mean loss, weighted: the gradient is the mean over all samples of the step.
 
-        Under spotrun, if another worker is gone: the step does not count. The state goes back at the step's end, or
-        this process ends here. Elsewhere, the process group's error is raised.
+        If another worker is gone, the step does not count: the state goes back at the step's end, or this process ends
+        here. Without spotrun, the process group's error is raised instead.
         """
         weight = self._batch.weight
         self._boundary.clock.part()
@@ -241,7 +241,7 @@ class Run:
             self._boundary.metrics.log(step, self._state.epoch, self._samples(), not self._inside, values)
 
     def log_text(self, **values: str) -> None:
-        """Keep the first 65,536 characters of texts. As `log_image` and `log_histogram`, for a few calls a minute."""
+        """Keep the first 65,536 characters of texts. Like the next two methods, it is for a few calls a minute."""
         self._log_extra("text", values)
 
     def log_image(self, **values: Any) -> None:
@@ -331,7 +331,7 @@ class Run:
     def _skip(self, loader: Any, count: int) -> None:
         """Start a loader without an ElasticSampler, and skip the batches that this epoch has had.
 
-        The first batch draws the loader's shuffling, so it is fetched under the epoch's own seed.
+        The loader shuffles when its first batch is fetched. So this happens under the epoch's own seed.
         """
         if hasattr(getattr(loader, "sampler", None), "set_epoch"):
             loader.sampler.set_epoch(self.epoch)

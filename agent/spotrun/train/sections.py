@@ -39,8 +39,8 @@ from spotrun.train.staging import Copying, Stage
 
 log = logging.getLogger(__name__)
 
-MINIMUM = 32 << 20  # bytes: sharing costs about as much time as a GPU's copy of them takes (bench/RESULTS.md)
-FAILURES = 3  # snapshots dropped in a row for lack of a section, until the writer copies alone
+MINIMUM = 32 << 20  # bytes. A GPU copies them in about the time that sharing costs (bench/RESULTS.md)
+FAILURES = 3  # after so many snapshots in a row that lacked a section, the writer copies alone
 TRIES = 3  # boundaries at which a worker compares its layout with the writer's
 _POLL = 0.001  # seconds
 Place = tuple[int, int]  # address and bytes of a tensor's memory
@@ -60,7 +60,7 @@ class Plan:
 
     @property
     def pays(self) -> bool:
-        """Whether there is so much to share that it is faster."""
+        """Whether the equal tensors are so large that sharing is faster."""
         return sum(entry.stop - entry.start for entry in self.entries if entry.name in self.equal) >= MINIMUM
 
     def section(self, index: int, workers: int) -> frozenset[str]:
@@ -70,7 +70,7 @@ class Plan:
         return self.equal & {entry.name for entry in self.entries[run.start : run.stop]}
 
     def number(self, inode: int) -> int:
-        """Names this plan and a slot's file in a control block."""
+        """A number that stands for this plan and a slot's file in a control block."""
         return xxhash.xxh3_64_intdigest(repr((inode, self.entries, sorted(self.equal))).encode()) >> 1
 
 
@@ -112,7 +112,7 @@ class Sections:
         setattr(self._own, f"layout_{slot}", number)
 
     def ready(self) -> bool:
-        """Whether all workers have mapped both slots: none is busy with that."""
+        """Whether all workers have mapped both slots."""
         wanted = (self._own.layout_0, self._own.layout_1)
         mapped = all((each.layout_0, each.layout_1) == wanted for each in self._others)
         return NONE not in wanted and mapped and self._failures < FAILURES
@@ -121,7 +121,8 @@ class Sections:
         """Have all workers copy their sections after this step. False: one of them may have passed the step."""
         self._stalled = [each.stall for each in self._others]
         self._own.shared_slot = slot
-        with self._fence:  # write first, then read: a worker that passes the step now is seen here, or sees the step
+        # Write first, then read. If a worker passes the step now, it sees the announcement, or `ahead` sees the worker.
+        with self._fence:
             self._own.shared_step = step
         if self.ahead() >= step:
             self.withdraw()
@@ -210,7 +211,7 @@ class Section(Copier):
         announced = self._lead.shared_step
         if self._seen < announced <= step:
             self._seen = announced
-            # A worker that has left a loop early, say, may come to a later step than the announced one.
+            # This worker may be at a later step than the announced one, for example if it has left a loop early.
             if announced < step or alone or not self._take(step, beside):
                 self._control.refused = announced
         elif self._running is None:
@@ -225,7 +226,7 @@ class Section(Copier):
         with ExitStack() as held:
             if not held.enter_context(slots.filling(self._folder, slot, alone=False)):
                 return False
-            # Asked with the lock: from now on no writer, and none of a later generation, writes the file alone.
+            # Look while this worker has the lock: no writer writes the file alone now, not even a later generation's.
             if self._lead.shared_step != step or self._writer.ended:
                 return False
             began = time.monotonic()

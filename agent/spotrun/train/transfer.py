@@ -52,7 +52,7 @@ class Received:
     def tensor(self, name: str) -> torch.Tensor:
         """The tensor, to be kept."""
         if name not in self._tensors:
-            raise CorruptError(f"the state that was received has no tensor {name}, though its record does")
+            raise CorruptError(f"the state that was received has no tensor {name}, but its record names one")
         return self._tensors[name]
 
     view = tensor
@@ -86,7 +86,7 @@ def messages(entries: Entries) -> list[Message]:
 
 
 def send(record: slots.Record, reader: Reader, hop: Hop) -> list[Any]:
-    """Begin to send a committed slot. Returns what to wait for: until then, the slot must stay as it is."""
+    """Begin to send a committed slot. Returns the sends under way: the slot must not change before they have ended."""
     relay(json.dumps(asdict(record)).encode(), hop)
     relay(reader.header, hop)
     assert hop.after is not None
@@ -121,7 +121,7 @@ def receive(into: Mapping[str, torch.Tensor], hop: Hop) -> tuple[slots.Record, R
 
 
 def relay(data: bytes | None, hop: Hop) -> bytes:
-    """Send bytes to the next rank, after receiving them if they are None. Returns them."""
+    """Send bytes to the next rank, and return them. data: the bytes; None: receive them first."""
     size = torch.tensor([0 if data is None else len(data)])
     _pass_on(size, data is None, hop)
     note = torch.empty(int(size), dtype=torch.uint8)

@@ -1,7 +1,7 @@
 """Pools of Google's Flex-start machines: their groups get machines by resize requests, which wait in Google's queue.
 
-A request gets all its machines at once, or waits on, at no cost. It raises the group's target size at once. The
-machines are not preempted, and end after the template's `max_run_duration`, at most a week.
+A request gets all its machines at once, or goes on waiting, at no cost. The group's target size grows as soon as the
+request is made. The machines are not preempted, and end after the template's `max_run_duration`, at most a week.
 https://cloud.google.com/compute/docs/instance-groups/about-resize-requests-mig
 """
 

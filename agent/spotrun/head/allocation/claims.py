@@ -28,8 +28,8 @@ class Claim:
     pools: frozenset[str] = frozenset()
     """Pools whose machines the job may use. Empty: any."""
     holds: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Device indexes by node that the job has now: what the last allocation gave it or let it keep, as long as its
-    workers or its state are there. A node that is not among the hosts is gone."""
+    """Device indexes by node that the job has now: those of the last allocation on which its workers or its state still
+    are. A node that is not among the hosts is gone."""
     standby: frozenset[str] = frozenset()
     """Nodes of `holds` on which the job does not train. They are taken first."""
     keeps: frozenset[str] = frozenset()
@@ -67,11 +67,11 @@ class Allocation:
     """Whose each device is."""
 
     nodes: Mapping[str, Mapping[str, tuple[int, ...]]]
-    """Device indexes by job and node: all of a machine that a job has alone. A job has no node or at least its `min`. A
-    job without a node is not listed."""
+    """Device indexes by job and node. A job that shares its machines with no other job has all their devices. A job
+    with fewer nodes than its `min` has none, and is not listed."""
     kept: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
-    """What a job still holds although it has fewer nodes than its `min`: its state is there. No later and no lower job
-    gets these devices before the caller leaves them out of `holds`: when the state is in the bucket, or given up."""
+    """What a job without nodes still holds, because its state is there. No later job and no job of lower priority gets
+    these devices. The caller leaves them out of `holds` when the state is in the bucket, or given up."""
     reasons: Mapping[str, str] = field(default_factory=dict)
     """Why a job has nothing, or fewer nodes than its `max`."""
 

@@ -1,8 +1,8 @@
 """Where should each job train, and on which machines? `place(situation)` is pure, and its tests are data.
 
 Jobs are served by priority, then by deadline, then in the order of the queue. Each job counts on the machines that the
-jobs before it leave. A job that trains keeps `min` nodes against other jobs of its priority: `allocate` does not take
-them. So none of these jobs counts on their machines.
+jobs before it leave. A job that trains keeps `min` nodes: `allocate` gives them to no other job of the same priority.
+So none of those jobs counts on these machines.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def hourly(seen: Situation, placement: Placement) -> float:
 
 
 def _firm(seen: Situation, demand: Demand) -> dict[str, float]:
-    """The machines that a job keeps against others of its priority, by pool: `min` of those on which it trains."""
+    """The machines that no other job of the same priority gets, by pool: `min` of those on which the job trains."""
     left, found = demand.min if demand.wants else 0, dict[str, float]()
     for offer in seen.offers:
         mine = min(left, demand.members.get(offer.name, 0))

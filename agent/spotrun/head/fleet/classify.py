@@ -110,7 +110,7 @@ def _fault(view: FleetView, machine: Machine, node: Node | None) -> tuple[str, f
     """What keeps a machine from serving, and since when."""
     connected = node is not None and node.connected
     if node is not None and machine.joined:
-        if node.phase == "unfit":  # also of a disconnected one, which may be shutting down
+        if node.phase == "unfit":  # also if the node is disconnected: it may be shutting down
             why = "; ".join(node.report.unfit) or "unfit"
             holder = node.connected and _alone_holds_a_state(view, node)
             patience = TIMEOUTS.unfit_holder if holder else TIMEOUTS.unfit
@@ -167,7 +167,7 @@ def _not_reporting(view: FleetView, reporting: list[Node], machine: Machine, nod
 
 
 def _patience(view: FleetView, reporting: list[Node], node: Node) -> float:
-    """Seconds to wait for an agent: none if a job needs machines and others hold the state."""
+    """Seconds to wait for an agent: 0 if a job needs machines, and other nodes hold the states of its jobs."""
     if not reporting:
         return _alone(view, node.name)
     only = any(
@@ -193,7 +193,7 @@ def _alone(view: FleetView, node: str) -> float:
 
 
 def _short(view: FleetView) -> bool:
-    """Whether fewer nodes report than a job needs that waits for them."""
+    """Whether a job waits for nodes, and fewer nodes report than it needs."""
     waiting = (job for job in view.jobs if job.current is None and job.wants_nodes)
     return any(_eligible(view, job) < job.spec.nodes.min for job in waiting)
 
@@ -236,7 +236,7 @@ def _request(machine: Machine, why: str = "", planned: bool = False) -> Recreate
 
 
 def _in_service(view: FleetView, machine: Machine, node: Node | None) -> Condition:
-    """The condition of a machine of which nothing is asked, and that is not ready."""
+    """The condition of a machine that is not ready, and about which the cloud is asked for nothing."""
     proven = machine.joined and (node is None or node.phase not in ("checking", "unfit"))
     if machine.state in ENDING_STATES:
         return Condition(machine, "leaving", "the cloud ends it", proven=proven)

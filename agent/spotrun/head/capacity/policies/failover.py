@@ -1,4 +1,4 @@
-"""A yardstick: what SkyPilot's managed jobs do (`sky/jobs/recovery_strategy.py`, EAGER_NEXT_REGION).
+"""A baseline: what SkyPilot's managed jobs do (`sky/jobs/recovery_strategy.py`, EAGER_NEXT_REGION).
 
 The cluster has a fixed number of nodes. When it loses one, the whole cluster is taken down, and launched in the
 cheapest other zone. A launch that does not get all nodes is taken down, and the next zone by price is tried. When the

@@ -1,4 +1,4 @@
-"""A yardstick: all of the job's machines from on-demand pools, from its beginning to its end."""
+"""A baseline: all of the job's machines from on-demand pools, from its beginning to its end."""
 
 from __future__ import annotations
 

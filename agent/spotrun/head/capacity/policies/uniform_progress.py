@@ -1,4 +1,4 @@
-"""Yardsticks for jobs with a deadline, from "Can't Be Late" (Wu et al., NSDI 2024), sections 3.2 and 4.
+"""Baselines for jobs with a deadline, from "Can't Be Late" (Wu et al., NSDI 2024), sections 3.2 and 4.
 
 Both know how much work is done and left, and the time d that a change of machines takes. They share two rules:
 
