@@ -139,7 +139,7 @@ def require(name: str) -> str:
     """The program's path. If there is none, raises `CloudError` that says how to install it."""
     path = shutil.which(name)
     if path is None:
-        raise CloudError(f"there is no `{name}` on this machine, which SSH to the cluster needs: {_INSTALL[name]}")
+        raise CloudError(f"there is no `{name}` on this machine, and SSH to the cluster needs it: {_INSTALL[name]}")
     return path
 
 

@@ -165,7 +165,7 @@ def test_ssm(say: Say, tmp_path: Path) -> None:
         (
             "gcloud",
             None,
-            "there is no `gcloud` on this machine, which SSH to the cluster needs: install the Google Cloud CLI",
+            "there is no `gcloud` on this machine, and SSH to the cluster needs it: install the Google Cloud CLI",
         ),
         (
             "gcloud",
@@ -174,7 +174,7 @@ def test_ssm(say: Say, tmp_path: Path) -> None:
         ),
         ("gcloud", "echo '[]'", "`gcloud compute os-login ssh-keys` answered no JSON object: "),
         ("gcloud", "echo '{}'", "OS Login gives you no account in project p: you need the roles compute.osLogin and"),
-        ("aws", None, "there is no `aws` on this machine, which SSH to the cluster needs: install the AWS CLI"),
+        ("aws", None, "there is no `aws` on this machine, and SSH to the cluster needs it: install the AWS CLI"),
         ("aws", "echo 'Token has expired' >&2; exit 255", "` failed: Token has expired"),
     ],
 )

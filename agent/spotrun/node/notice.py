@@ -46,7 +46,7 @@ class Terms:
 
     preempt: float = GCE_NOTICE  # from GCE's notice of preemption until the power button is pressed or it ends
     maintenance: float = GCE_MAINTENANCE_SECONDS  # from GCE's notice of maintenance until the machine stops
-    lead: float = RETIRE_LEAD  # before the end, from when on a notice counts; before that it is only announced
+    lead: float = RETIRE_LEAD  # a notice counts from this long before the end; until then, it is only announced
 
     @classmethod
     def of(cls, attributes: Mapping[str, str]) -> Terms:

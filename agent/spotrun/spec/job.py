@@ -147,7 +147,7 @@ class JobSpec(Spec):
     keep: tuple[_Folder, ...] = Field(
         default=(), description=f"a list of folders in the job's working folder: {FOLDER}"
     )
-    """Folders that a job that succeeds leaves in the bucket."""
+    """Folders that the job leaves in the bucket when it succeeds."""
     keep_on_failure: Interval | None = Field(default=None, description=INTERVAL)
     """Seconds for which the node whose script failed stays, for SSH, within the budget. Default: it does not stay."""
     procs_per_node: Auto = Field(default="auto", description="a whole number, at least 1, or auto: one for each device")
@@ -163,7 +163,7 @@ class JobSpec(Spec):
     zones: Literal["one", "any"] = "one"
     """Whether a generation may have machines of several zones. Such traffic is slower, and clouds charge for it."""
     restart_time: Interval = Field(default=300.0, description=INTERVAL)
-    """Seconds from asking for machines to the first step on them, at most: what a deadline allows for it."""
+    """The most seconds from asking for machines to the first step on them. A deadline takes this time into account."""
     work: Interval | None = Field(default=None, description=INTERVAL)
     """Seconds that the whole job takes on one machine, as far as known. The head measures it once the job trains."""
     max_restarts: Int = Field(default=3, ge=0, description="a whole number, 0 or more")

@@ -43,7 +43,7 @@ def decide(view: FleetView, conditions: Conditions, pools: Sequence[Pool] = (), 
 
 
 def wanted(view: FleetView, conditions: Conditions) -> list[Recreate]:
-    """Machines in whose place others should be, whether or not the cloud may be asked now."""
+    """Machines that should be replaced, whether or not the cloud may be asked now."""
     if not any(job.wants_nodes for job in view.jobs):
         return []
     running = (each for each in conditions.values() if each.machine.state == "running")

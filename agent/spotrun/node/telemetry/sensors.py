@@ -27,7 +27,7 @@ class Sensors:
     def read(self) -> dict[str, Any]:
         """The values now.
 
-        cpu: percent of all cores. load: of one minute. memory, tmpfs, disk and their `_total`: bytes in use, bytes.
+        cpu: percent of all cores. load: of one minute. memory, tmpfs, disk: bytes in use; with `_total`: all bytes.
         disk_read, disk_write, net_in, net_out: bytes a second; missing in the first reading. gpus: see `Gpus.read`.
         """
         memory = psutil.virtual_memory()

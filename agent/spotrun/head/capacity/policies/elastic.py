@@ -17,7 +17,7 @@ from spotrun.head.capacity.situation import Demand, Placement, Situation, nothin
 from spotrun.head.capacity.sizes import Need
 
 GAIN = 1.1
-"""Another zone must promise this many times the rate, or as much less cost. So small changes move no job."""
+"""How many times the rate another zone must promise, or how many times lower a cost. So small changes move no job."""
 
 
 def elastic(
