@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import statistics
 import time
 from datetime import timedelta
 from typing import Any
 
-from bench.processes import free_port
+from bench.processes import answer
 from bench.systems import SIZES, BenchError, Workload
 
 TIMES = 5
@@ -18,20 +17,9 @@ PATIENCE = 120.0  # seconds
 
 def measure(workload: Workload, times: int = TIMES) -> float:
     """Median seconds of a broadcast of the model and of what AdamW keeps for it. The receiver's memory is in place."""
-    spawn = multiprocessing.get_context("spawn")
-    results: Any = spawn.SimpleQueue()
-    port = free_port()
-    processes = [
-        spawn.Process(target=_work, args=(rank, port, SIZES[workload.size], times, results), daemon=True)
-        for rank in range(2)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(PATIENCE)
-    if any(process.exitcode != 0 for process in processes):
+    found: list[float] | None = answer(_work, 2, (SIZES[workload.size], times), PATIENCE)
+    if found is None:
         raise BenchError("the reference, a bare broadcast, failed: its output is above")
-    found: list[float] = results.get()
     return statistics.median(found)
 
 

@@ -10,7 +10,6 @@ of the time.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import statistics
 import tempfile
@@ -20,7 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from bench.processes import free_port
+from bench.processes import answer
 from bench.report import describe_machine, write_section
 
 WORKERS = 2
@@ -46,21 +45,10 @@ Round = tuple[float, float, float]
 
 def measure(pairs: int, steps: int) -> list[Round]:
     """Seconds of a step (bare, with find_unused_parameters, under spotrun) of rank 0, in each round but the first."""
-    spawn = multiprocessing.get_context("spawn")
-    results: Any = spawn.SimpleQueue()
-    port = free_port()
     with tempfile.TemporaryDirectory(prefix="spotrun-overhead-") as folder:
-        processes = [
-            spawn.Process(target=_work, args=(rank, port, folder, pairs + 1, steps, results), daemon=True)
-            for rank in range(WORKERS)
-        ]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(PATIENCE)
-        if any(process.exitcode != 0 for process in processes):
-            raise SystemExit("bench-overhead: a worker failed: its output is above")
-    found: list[Round] = results.get()
+        found: list[Round] | None = answer(_work, WORKERS, (folder, pairs + 1, steps), PATIENCE)
+    if found is None:
+        raise SystemExit("bench-overhead: a worker failed: its output is above")
     return found[1:]
 
 

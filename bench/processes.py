@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import multiprocessing
 import os
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -39,6 +42,21 @@ def launch(arguments: list[str], env: dict[str, str], log: Path, program: str = 
             preexec_fn=die_with_parent,
         )
     return process.pid
+
+
+def answer(work: Callable[..., None], ranks: int, args: tuple[Any, ...], patience: float) -> Any:
+    """Call `work(rank, port, *args, queue)` in new processes. Returns what rank 0 puts into the queue.
+
+    port: a free one, for the store. None: a process has failed, or has not ended within `patience` seconds.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    queue, port = spawn.SimpleQueue(), free_port()
+    processes = [spawn.Process(target=work, args=(rank, port, *args, queue), daemon=True) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(patience)
+    return None if any(process.exitcode != 0 for process in processes) else queue.get()
 
 
 def signal_tree(pid: int, number: signal.Signals) -> None:

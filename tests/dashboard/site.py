@@ -13,6 +13,7 @@ from spotrun.dashboard.live import Live
 from spotrun.dashboard.records import Records
 from spotrun.dashboard.server import Dashboard, serving
 from tests.head.world import World, asked
+from tests.helpers import await_for
 
 TOKEN = "the-token-of-this-dashboard"
 
@@ -28,9 +29,12 @@ class WorldHead:
         self.asked.append(verb)
         more = {} if to is None else {"to": to}
         asking = asyncio.create_task(asked(self.world, self.world.head, verb, job, **more))
-        while not asking.done():
+
+        async def answered() -> bool:
             await self.world.turn()
-            await asyncio.sleep(0)
+            return asking.done()
+
+        await await_for(answered, what="the head's answer")
         return await asking
 
     async def metrics(self) -> str:

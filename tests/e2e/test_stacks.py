@@ -13,7 +13,7 @@ def functions(found: Found) -> list[tuple[tuple[int, ...], list[str]]]:
 
 
 def test_one_rank_hangs(cluster: Harness) -> None:
-    """It shows where that one is. The other one waits for it in a collective."""
+    """The stacks show where rank 1 hangs, and that rank 0 waits for it in a collective."""
     job = cluster.submit(nodes={"min": 2, "max": 2}, samples=600, hang="1@30", hang_timeout=3000)
     cluster.until(lambda s: s["job"]["step"] == 29 and (job.out / "hung").exists(), "rank 1 hangs")
     name, nodes = stack_requests.members(cluster.access, None, None)

@@ -19,8 +19,7 @@ PATIENCE = 120.0  # seconds that an agent with torch may take on a busy machine
 async def test_an_agent_signs_while_it_has_a_job(tmp_path: Path) -> None:
     async with machines(tmp_path, "node-a") as w:
         bundle = w.bundle("--steps", "1000000", hang_timeout=5)
-        await w.head.order("node-a", order_of(bundle, w.head.epoch))
-        await w.head.wait("node-a", lambda r: r.phase == "ready" and r.store, "it is ready", PATIENCE)
+        await w.ready(bundle, ["node-a"])
         order = await w.begin(bundle, 1, ["node-a"])
         key = alive_key("test", "node-a")
 

@@ -14,6 +14,7 @@ from spotrun.node.metrics_uploader import MetricsUploader
 from spotrun.state import points
 from spotrun.state.points import BlockWriter, Call, Header
 from spotrun.store import Store, metrics_key, substitute_key
+from tests.helpers import await_for
 
 
 class Site:
@@ -90,9 +91,7 @@ async def test_it_uploads_while_it_runs(site: Site) -> None:
     try:
         site.log(1, 1, 2, 3)
         site.uploader.hurry()
-        async with asyncio.timeout(60):
-            while await asyncio.to_thread(site.steps) != [1, 2, 3]:
-                await asyncio.sleep(0.02)
+        await await_for(lambda: site.steps() == [1, 2, 3], what="the points in the bucket")
     finally:
         uploads.cancel()
 

@@ -15,7 +15,6 @@ from spotrun.node.telemetry.gpus import Gpus, throttling
 from spotrun.node.telemetry.recorder import WAITING, Readings
 from spotrun.node.telemetry.sensors import Sensors
 from spotrun.store import Store, system_folder
-from tests.fakes.node import order_of
 from tests.fakes.node import world as machines
 from tests.fakes.nvml import H100, Nvml
 from tests.helpers import await_for
@@ -125,8 +124,7 @@ async def test_an_agent_measures_while_it_has_a_job(tmp_path: Path) -> None:
     """Readings have the steps of its workers. The agent uploads the last readings when the job leaves."""
     async with machines(tmp_path, "node-a") as w:
         bundle = w.bundle("--steps", "1000000", hang_timeout=5)
-        await w.head.order("node-a", order_of(bundle, w.head.epoch))
-        await w.head.wait("node-a", lambda r: r.phase == "ready" and r.store, "it is ready", PATIENCE)
+        await w.ready(bundle, ["node-a"])
         await w.begin(bundle, 1, ["node-a"])
 
         def stepped() -> list[dict[str, Any]]:
