@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from spotrun.head.allocate import Claim, Host, allocate, fits
+from spotrun.head.allocate import Claim, Host, allocate
 from tests.head.claims import Holds, claim, machines
 
 Case = tuple[list[Claim], list[Host], dict[str, str]]
@@ -342,28 +342,3 @@ REASONS: dict[str, tuple[list[Claim], list[Host], dict[str, str]]] = {
 def test_reasons(case: tuple[list[Claim], list[Host], dict[str, str]]) -> None:
     claims, hosts, expected = case
     assert allocate(claims, hosts).reasons == expected
-
-
-FITS = {
-    "enough machines": (claim("a1", 2), machines(2), ""),
-    "enough in its pools": (claim("a1", 2, pools="m"), machines(2), ""),
-    "too few machines": (claim("a1", 3), machines(2), "needs 3 nodes; all pools together have at most 2 machines"),
-    "too few in its pools": (
-        claim("a1", 4, pools="m n", devices=8),
-        [*machines(2, 8), *machines(9, 4, "n")],
-        "needs 4 nodes with 8 devices; pools m and n together have at most 2 such machines",
-    ),
-    "a pool that is not there": (claim("a1", pools="x"), machines(2), "needs 1 node; pool x has at most 0 machines"),
-    "machines that are too small": (
-        claim("a1", devices=8),
-        machines(2, 4),
-        "needs 1 node with 8 devices; all pools together have at most 0 such machines, and no machine with more than 4"
-        " devices",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", FITS.values(), ids=FITS)
-def test_what_could_never_run(case: tuple[Claim, list[Host], str]) -> None:
-    asked, hosts, expected = case
-    assert fits(asked, hosts) == expected

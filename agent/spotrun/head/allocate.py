@@ -24,12 +24,12 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from spotrun.head.allocation.board import Board, Job, Undo
-from spotrun.head.allocation.claims import Allocation, Claim, Host, fits
+from spotrun.head.allocation.claims import Allocation, Claim, Host
 from spotrun.head.allocation.reasons import Reasons
 
 ROUNDS = 10  # at most five were seen in random clusters; a limit, so that the head can never hang here
 
-__all__ = ["Allocation", "Claim", "Host", "allocate", "fits"]
+__all__ = ["Allocation", "Claim", "Host", "allocate"]
 
 
 def allocate(claims: Iterable[Claim], hosts: Iterable[Host]) -> Allocation:

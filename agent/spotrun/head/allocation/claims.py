@@ -76,20 +76,6 @@ class Allocation:
     """Why a job has nothing, or fewer nodes than its `max`."""
 
 
-def fits(claim: Claim, hosts: Iterable[Host]) -> str:
-    """Empty, or why this job could not run on these hosts even if it were alone."""
-    allowed = [host for host in hosts if not claim.pools or host.pool in claim.pools]
-    usable = sum(claim.may_use(host) for host in allowed)
-    if usable >= claim.min:
-        return ""
-    have = "has" if len(claim.pools) == 1 else "together have"
-    where = pools(claim.pools) if claim.pools else "all pools"
-    most = max((host.devices for host in allowed), default=0)
-    hint = f", and no machine with more than {most} devices" if claim.devices > most > 0 else ""
-    such = "such " if claim.devices else ""
-    return f"needs {wanted(claim)}; {where} {have} at most {count(usable, such + 'machine')}{hint}"
-
-
 def wanted(claim: Claim) -> str:
     """What a job needs to train: `4 nodes with 8 devices`."""
     return count(claim.min, "node") + (f" with {count(claim.devices, 'device')}" if claim.devices else "")
