@@ -11,7 +11,7 @@ CHECKOV := $(VENV)-checkov
 PARALLEL = -n auto --dist worksteal --junitxml=build/$@.xml
 # Variables from the user of a target, taken as typed. Make expands a variable from its command line at each use, also
 # for `export`: '$HOME' becomes OME, and '$(shell …)' runs here. A copy by `:=` of `$(value X)` is not expanded.
-GIVEN   := CLUSTER JOB NODE RANK CMD TIMEOUT FAULTS NOTICE ID GROUP MONTH MEASURE RATE OUT TO PORT TRACES POLARITY JSON FORCE ALL STRICT RAW TAIL RUNS SEED PUBLIC PRUNE DRY WHERE SORT A B TAG TEXT GREP SINCE GEN FOLLOW
+GIVEN   := CLUSTER JOB NODE RANK CMD TIMEOUT FAULTS NOTICE ID GROUP MONTH MEASURE RATE OUT TO PORT TRACES POLARITY JSON FORCE ALL STRICT RAW TAIL RUNS SEED PUBLIC PRUNE DRY WHERE SORT A B TAG TEXT GREP SINCE GEN FOLLOW STEPS
 override defined = $(foreach name,$(1),$(if $(filter-out undefined,$(origin $(name))),$(name)))
 # Make exports all variables of its command line (such as TERRAFORM=tofu). ARGS is for developers: a shell expands it.
 TYPED   := $(foreach name,$(filter-out ARGS,$(.VARIABLES)),$(if $(filter command,$(origin $(name))),$(name)))
@@ -41,7 +41,7 @@ override NO      := 0 n no false off N No NO False FALSE Off OFF
 override YES     := 1 y yes true on Y Yes YES True TRUE On ON
 
 .DEFAULT_GOAL := help
-.PHONY: help plan up train jobs status cost advise follow dashboard logs stacks runs show diff rerun tag note rm export ssh run preempt kill relaunch stop pause resume priority simulate down acceptance image images image-versions image-trial test test-fast test-clouds test-gpu test-image lint bench-recovery bench-overhead bench-footprint bench-synth bench-startup bench-snapshots bench-jobs bench-scale bench-capacity bench-metrics soak clean
+.PHONY: help plan up train jobs status cost advise follow dashboard logs stacks profile runs show diff rerun tag note rm export ssh run preempt kill relaunch stop pause resume priority simulate down acceptance image images image-versions image-trial test test-fast test-clouds test-gpu test-image lint bench-recovery bench-overhead bench-footprint bench-synth bench-startup bench-snapshots bench-jobs bench-scale bench-capacity bench-metrics soak clean
 
 # No task checks what was typed for these targets. So check it first, if there is anything to check.
 ifneq ($(strip $(SPOTRUN_TYPED) $(word 2,$(MAKECMDGOALS))),)
@@ -91,6 +91,9 @@ logs: $(READY) ## what the workers printed [NODE= RANK=number or all, ID=job TAI
 
 stacks: $(READY) ## where each worker of a job is in its code now: Python stacks, equal ones together; training goes on [ID=job NODE=]
 	@$(FAB) stacks $(cluster) $(job_id) $(call flag,NODE,node)
+
+profile: $(READY) ## record some steps of a running job with torch's profiler; says what took the time, and training goes on [ID=job STEPS=5 RANK=number: default 0, or NODE=: all its ranks]
+	@$(FAB) profile $(cluster) $(job_id) $(call flag,STEPS,steps) $(call flag,RANK,rank) $(call flag,NODE,node)
 
 runs: $(READY) ## all runs, also while the cluster is down [WHERE='phase=succeeded loss<0.5 tag=best' SORT=-cost]
 	@$(FAB) runs $(cluster) $(call flag,WHERE,where) $(call flag,SORT,sort)

@@ -182,6 +182,28 @@ def stacks(_: Context, cluster: str = LOCAL, id: str = "", node: str = "", json:
 
 
 @command
+def profile(
+    _: Context,
+    cluster: str = LOCAL,
+    id: str = "",
+    steps: str = "",
+    rank: str = "",
+    node: str = "",
+    json: bool = False,
+) -> int:
+    """Record the next steps of a running job on rank 0, or on another rank, or on all ranks of a node.
+
+    steps: how many; default: 5. The trace is then in exports/ID and in the bucket.
+    """
+    from scripts import profile_requests
+
+    job, wanted = inputs.job(id, cluster), inputs.node(node, cluster) if node else None
+    number, count = inputs.number("RANK", rank), inputs.number("STEPS", steps, least=1)
+    which = None if number is None else int(number)
+    return profile_requests.show(_access(cluster), job, wanted, which, int(count or 5), json)
+
+
+@command
 def ssh(_: Context, cluster: str = LOCAL, node: str = remote.HEAD, json: bool = False) -> None:
     """A shell on a node, or on the head."""
     inputs.node(node, cluster)

@@ -31,6 +31,7 @@ TAKES = {
     "dashboard": ("PORT",),
     "logs": ("NODE", "RANK", "ID", "TAIL", "RAW", "GREP", "SINCE", "GEN", "FOLLOW"),
     "stacks": ("ID", "NODE"),
+    "profile": ("ID", "STEPS", "RANK", "NODE"),
     "runs": ("WHERE", "SORT"),
     **dict.fromkeys(("show", "rerun"), ("ID",)),
     "diff": ("A", "B"),

@@ -47,7 +47,7 @@ def ask(access: Access, job: str, nodes: list[str]) -> Found:
         found = read_node(outcome.node, outcome.output) if outcome.reached else ()
         ranks.extend(found)
         if not outcome.reached or outcome.code:
-            missing[outcome.node] = _why(outcome)
+            missing[outcome.node] = why(outcome)
         elif not found:
             missing[outcome.node] = "it has no workers with a rank now"
 
@@ -55,8 +55,9 @@ def ask(access: Access, job: str, nodes: list[str]) -> Found:
     return Found(tuple(sorted(ranks, key=lambda each: each.rank)), missing)
 
 
-def _why(outcome: Outcome) -> str:
+def why(outcome: Outcome, command: str = "stacks") -> str:
+    """Why `spotrun <command>` has failed on a node."""
     said = [each for each in outcome.output.strip().splitlines() if not each.startswith("{")]
-    if any("invalid choice: 'stacks'" in each for each in said):
-        return "it runs an older version of spotrun, which has no `spotrun stacks`"
+    if any(f"invalid choice: '{command}'" in each for each in said):
+        return f"it runs an older version of spotrun, which has no `spotrun {command}`"
     return (said[-1] if said else f"exit status {outcome.code}")[:500]

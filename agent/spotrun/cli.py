@@ -1,4 +1,4 @@
-"""The `spotrun` command: what a machine of the cluster runs (head, agent), and how operators ask it (ctl, stacks)."""
+"""The `spotrun` command: what a machine of the cluster runs (head, agent), and how operators ask it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 
 from spotrun.errors import SpotrunError
 from spotrun.head.server import ctl
-from spotrun.node import stacks
+from spotrun.node import profiles, stacks
 from spotrun.text import clean
 
 
@@ -22,6 +22,7 @@ def main(argv: list[str] | None = None) -> int:
     commands.add_parser("agent", help="run the agent of a node (on its machine)").set_defaults(run=_serve)
     ctl.add_parser(commands)
     stacks.add_parser(commands)
+    profiles.add_parser(commands)
     args = parser.parse_args(argv)
     try:
         return int(args.run(args))

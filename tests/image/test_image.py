@@ -273,6 +273,7 @@ ssh -F none -i mine -o UserKnownHostsFile=/run/known -o BatchMode=yes -o Connect
     [
         ("alice", "spotrun ctl status", "no head runs on this machine"),
         ("alice", "spotrun stacks a/b", "'a/b': is not a job's id"),
+        ("alice", "spotrun profile a/b", "'a/b': is not a job's id"),
         ("alice", "sudo -n -u spotrun id", "a password is required"),
         ("alice", "sudo -n -u spotrun-head id", "a password is required"),
         ("spotrun", "sudo -n -u spotrun-head id", "a password is required"),

@@ -34,7 +34,7 @@ HOSTILE = {
 INHERITED = {
     *("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "CLUSTER", "JOB", "NODE", "RANK", "CMD", "TIMEOUT", "FAULTS", "NOTICE", "ID"),
     *("GROUP", "MONTH", "MEASURE", "RATE", "OUT", "TO", "JSON", "FORCE", "ALL", "STRICT", "RAW", "TAIL"),
-    *("WHERE", "SORT", "A", "B", "TAG", "TEXT", "GREP", "SINCE", "GEN", "FOLLOW"),
+    *("WHERE", "SORT", "A", "B", "TAG", "TEXT", "GREP", "SINCE", "GEN", "FOLLOW", "STEPS"),
 }
 # Which targets take which variables, and what the command calls them.
 TARGETS = {
@@ -42,6 +42,7 @@ TARGETS = {
     "train": {"JOB": "job", "FAULTS": "faults"},
     "logs": {"NODE": "node", "RANK": "rank", "ID": "id"},
     "stacks": {"ID": "id", "NODE": "node"},
+    "profile": {"ID": "id", "STEPS": "steps", "RANK": "rank", "NODE": "node"},
     "preempt": {"NODE": "node", "NOTICE": "notice"},
     "stop": {"ID": "id", "GROUP": "group"},
     "advise": {"JOB": "job", "MEASURE": "measure", "RATE": "rate", "OUT": "out"},

@@ -53,15 +53,28 @@ def add_parser(commands: Any) -> None:
 
 def show(job: str) -> int:
     """Print a line of JSON for each worker: the fields of `Answer`. Raises `SpotrunError`."""
-    if not _JOB.fullmatch(job):
-        raise SpotrunError(f"{job!r}: is not a job's id")
-    tmpfs = Path(os.environ.get("SPOTRUN_TMPFS", "/dev/shm/spotrun"))
-    scratch = Path(os.environ.get("SPOTRUN_SCRATCH", "/var/lib/spotrun"))
-    found = list(workers(tmpfs / job / "control"))
+    check(job)
+    found = list(workers(tmpfs() / job / "control"))
     with ThreadPoolExecutor(max(1, len(found))) as pool:
         for answer in pool.map(lambda each: ask(*each), found):
-            print(json.dumps(asdict(replace(answer, stacks=short(answer.stacks, scratch, job)))), flush=True)
+            print(json.dumps(asdict(replace(answer, stacks=short(answer.stacks, scratch(), job)))), flush=True)
     return 0
+
+
+def check(job: str) -> None:
+    """Raise `SpotrunError` if it could not be a job's id: then it may lead out of its folder."""
+    if not _JOB.fullmatch(job):
+        raise SpotrunError(f"{job!r}: is not a job's id")
+
+
+def tmpfs() -> Path:
+    """The node's folder in memory (`node.job.Node`)."""
+    return Path(os.environ.get("SPOTRUN_TMPFS", "/dev/shm/spotrun"))
+
+
+def scratch() -> Path:
+    """The node's folder on the disk."""
+    return Path(os.environ.get("SPOTRUN_SCRATCH", "/var/lib/spotrun"))
 
 
 def short(text: str, scratch: Path, job: str) -> str:
@@ -91,7 +104,7 @@ def workers(folder: Path) -> Iterator[tuple[Path, Answer]]:
 def ask(path: Path, worker: Answer) -> Answer:
     """The worker's stacks, or why there are none. path: of its control block. Takes `SPY` + `PATIENCE` at most."""
     try:
-        if not _maps(worker.pid, path):
+        if not maps(worker.pid, path):
             return replace(worker, problem=ENDED)
         if text := _spy(worker.pid):
             return replace(worker, stacks=text)
@@ -107,7 +120,7 @@ def ask(path: Path, worker: Answer) -> Answer:
         return replace(worker, problem=str(error))
 
 
-def _maps(pid: int, path: Path) -> bool:
+def maps(pid: int, path: Path) -> bool:
     """Whether the process has the file mapped: then it is the worker of this control block."""
     lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
     return any(line.split(maxsplit=5)[5:] == [str(path)] for line in lines)

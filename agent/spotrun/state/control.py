@@ -27,8 +27,9 @@ class Control:
     """A mapped control block. Each number is an attribute, which reads and writes the file.
 
     The agent writes `stop_at` and `snapshot_at`, and the worker obeys when its step equals that number. The worker
-    writes all other numbers; only `renew` is the agent's. `NONE`: nothing yet. Times are epoch seconds; 0: the event
-    has not happened yet. In the file, the `int` numbers come before the `float` numbers, each group in the order below.
+    writes all other numbers, unless a line below names another writer; only `renew` is the agent's. `NONE`: nothing
+    yet. Times are epoch seconds; 0: the event has not happened yet. In the file, the `int` numbers come before the
+    `float` numbers, each group in the order below.
     """
 
     generation: int
@@ -54,6 +55,7 @@ class Control:
     able: int  # 1: it can
     left: int  # it has left its generation, and waits for the next one: the exit code that it would have used
     joins: int  # the generation that it should join; only the agent writes it
+    profile: int  # steps that should be recorded (see train/profiling.py); only `spotrun profile` writes it
     stepped_at: float  # end of the newest step
     forked: float
     entered: float  # `spotrun.init` was called

@@ -124,6 +124,11 @@ def system_key(job: str, node: str, at: int) -> str:
     return f"{system_folder(job)}/{node}/{at:013d}.jsonl.zst"
 
 
+def profile_key(job: str, node: str, generation: int, rank: int, step: int) -> str:
+    """A trace of some steps (`make profile`). step: the first one."""
+    return f"{system_folder(job)}/{node}/profile-{generation:04d}-{rank}-{step}.json.gz"
+
+
 def system_folder(job: str) -> str:
     return f"{JOBS}{job}/{SYSTEM}"
 

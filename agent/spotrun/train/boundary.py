@@ -23,6 +23,7 @@ from spotrun.train.group_health import GroupHealth
 from spotrun.train.idle_optimizer import IdleOptimizer
 from spotrun.train.metrics import Clock, Metrics
 from spotrun.train.parallel import Parallel
+from spotrun.train.profiling import Profiling
 from spotrun.train.regroup import Membership
 from spotrun.train.restore import NOTHING, Found, restore
 from spotrun.train.rng import reseed
@@ -39,8 +40,9 @@ LOGGED = 0.1  # seconds that a snapshot waits until what was logged before it is
 class Boundary:
     """What a worker does between two steps. Without spotrun (context and control are None) it does nothing.
 
-    metrics: what the script logs. clock: measures steps. writer: takes snapshots, on local rank 0. section: copies a
-    part of them, on the other ranks. guard: protects the copies of a GPU's state. models: what `run.ddp` made.
+    metrics: what the script logs. clock: measures steps. profiling: records some steps, if an operator asks for it.
+    writer: takes snapshots, on local rank 0. section: copies a part of them, on the other ranks. guard: protects the
+    copies of a GPU's state. models: what `run.ddp` made.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Boundary:
     ) -> None:
         self.metrics = Metrics(control, context.metrics if context is not None else "")
         self.clock = Clock()
+        self.profiling = Profiling(control, context, device)
         self.writer: Writer | None = None
         self.section: Section | None = None
         self.guard: CopyGuard | None = None
@@ -110,6 +113,8 @@ class Boundary:
             self._snapshot(draining or step == snapshot_at, alone=draining)
         if draining:
             self._leave(control)
+        else:
+            self.profiling.end_step(step)
         self.clock.resume()
 
     def rests_on_world_size(self) -> None:
@@ -136,6 +141,7 @@ class Boundary:
         assert self._control is not None
         error, self._void, self._drained = self._void, None, False
         self._doubt = False
+        self.profiling.drop("the generation has ended; ask again when the job trains")
         for optimizer in self._idle:
             optimizer.end()
         self._idle.clear()

@@ -204,6 +204,7 @@ class Run:
                     yield batch if self.device.type == "cpu" else batches.to_device(batch, self.device)
                 except GeneratorExit:
                     self._boundary.give_up()
+                    self._boundary.profiling.end_loop()
                     raise
                 finally:
                     self._inside = False
@@ -212,6 +213,7 @@ class Run:
                     self._end_step()
                 if self._boundary.must_regroup:
                     feed = self._regroup(loader, accumulate)
+        self._boundary.profiling.end_loop()
         self._next()  # lets the loader end its workers
         self._iterator = iter(())
         reseed(self._state.seed, self.step, 0, self.rank)  # after a restart, the code after the loop draws the same
