@@ -6,6 +6,8 @@ import asyncio
 import re
 import time
 from pathlib import Path
+from threading import Barrier
+from typing import Any
 
 import pytest
 
@@ -324,3 +326,35 @@ async def test_stop_of_an_ended_job_says_how_it_ended(world: World, phase: str, 
             await asked(world, world.head, "stop", job)
         await world.turn(2)
     assert world.queue() == []
+
+
+async def test_a_closed_connection_wakes_the_loop_only_together_with_a_second_sign(world: World) -> None:
+    job = await world.started()
+    world.head._changed.clear()
+    world.head.disconnect("b", world.sends["b"])
+    assert world.head.scaler.look_now.is_set()  # the cloud's answer wakes the loop
+    assert not world.head._changed.is_set()
+    world.receive("b", job=job.id)
+    gone = {"kind": "peer", "rank": 0, "at": 1.0, "message": "a peer is gone"}
+    world.receive("a", job=job.id, phase="failed", generation=1, failure=gone)
+    world.head._changed.clear()
+    world.head.disconnect("b", world.sends["b"])
+    assert world.head._changed.is_set()
+
+
+async def test_a_jobs_state_and_its_events_are_written_at_the_same_time(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = await world.started()
+    both, put = Barrier(2), world.store.replace
+
+    def replace(key: str, *given: Any) -> Any:
+        if key.startswith(f"jobs/{job.id}/"):
+            both.wait(30)  # one after the other would wait here until the time is over
+        return put(key, *given)
+
+    monkeypatch.setattr(world.store, "replace", replace)
+    world.head.add_event("job", "something has happened", job=job.id)
+    await world.head.journal.write(job.replace(dumping=True), world.head.events.of(job.id), world.clock())
+    assert world.written(job.id).dumping
+    assert "something has happened" in "".join([event.line for event in await world.head.journal.events(job.id)])

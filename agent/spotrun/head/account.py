@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import lru_cache
 
 from spotrun.document import Document
 
@@ -60,8 +61,9 @@ def add(lines: Sequence[Line], uses: Iterable[Use], rates: Rates) -> tuple[Line,
     for use in uses:
         for month, whole in _by_month(use.start, use.end):
             key, seconds = (month, use.pool, rates.markets.get(use.pool, "unknown")), whole * use.share
-            more = (seconds, 0.0, seconds) if use.price is None else (seconds, seconds * use.price / HOUR, 0.0)
-            due[key] = tuple(map(sum, zip(due.get(key, (0.0, 0.0, 0.0)), more, strict=True)))  # type: ignore[assignment]
+            cost, unpriced = (0.0, seconds) if use.price is None else (seconds * use.price / HOUR, 0.0)
+            before = due.get(key, (0.0, 0.0, 0.0))
+            due[key] = before[0] + seconds, before[1] + cost, before[2] + unpriced
     for key, (seconds, cost, unpriced) in due.items():
         line = found.get(key) or Line(month=key[0], pool=key[1], market=key[2])
         waiting = {"unpriced": line.unpriced + unpriced, "unlisted": line.unlisted + seconds}
@@ -96,13 +98,16 @@ def _priced(line: Line, rates: Rates) -> Line:
     return line
 
 
-def _by_month(start: float, end: float) -> Iterator[tuple[str, float]]:
+@lru_cache(maxsize=8)  # the uses that the head counts in one turn have the same span
+def _by_month(start: float, end: float) -> tuple[tuple[str, float], ...]:
     """The seconds of a span in each month of UTC. They are negative if the span ends before it starts."""
     sign, (first, last) = (1, (start, end)) if end >= start else (-1, (end, start))
+    found = []
     while first < last:
         stop = min(last, _next_month(first))
-        yield month_of(first), sign * (stop - first)
+        found.append((month_of(first), sign * (stop - first)))
         first = stop
+    return tuple(found)
 
 
 def month_of(at: float) -> str:

@@ -159,13 +159,13 @@ def _unpriced(job: JobState, now: float) -> list[Use]:
 
 def _progress(before: Progress, here: Sequence[Node], workers: Sequence[Worker]) -> Progress:
     front = max(workers, key=lambda w: (w.step, w.stepped_at))
-    base = max(w.base for w in workers)
+    base = max([w.base for w in workers])
     # The generation's time begins when its last worker has restored the state.
-    restored_at = max(w.phases[3] for w in workers)
+    restored_at = max([w.phases[3] for w in workers])
     steps = front.step - base
     stepping = front.stepped_at - restored_at
     pace = stepping / steps if steps > 0 and stepping > 0 else before.pace
-    samples = sum(w.samples for n in here for w in n.work.workers)
+    samples = sum([w.samples for n in here for w in n.work.workers])
     return Progress(
         base=base,
         step=max(front.step, before.step),
@@ -175,7 +175,7 @@ def _progress(before: Progress, here: Sequence[Node], workers: Sequence[Worker])
         samples_per_second=samples / stepping if stepping > 0 else 0.0,
         total_steps=front.total_steps or before.total_steps,
         metrics=next((w.metrics for w in sorted(workers, key=lambda w: w.rank) if w.metrics), before.metrics),
-        stall=max(w.stall for w in workers),
+        stall=max([w.stall for w in workers]),
     )
 
 

@@ -133,6 +133,12 @@ class Agents:
         self._add_event("connection", f"{node} is not connected")
         return True
 
+    def lost_a_peer(self, node: str) -> bool:
+        """Whether an agent reports for a job of this node that a peer is gone."""
+        jobs = {work.job for work in self.known[node].report.jobs}
+        works = (work for agent in self.known.values() for work in agent.report.jobs if work.job in jobs)
+        return any(work.failure is not None and work.failure.kind == "peer" for work in works)
+
     def order(
         self,
         jobs: Sequence[JobState],

@@ -50,7 +50,6 @@ from spotrun.wire import FORMAT, Report
 log = logging.getLogger(__name__)
 
 GAP = 2.0  # seconds: after a pause this long, the head no longer trusts what it knows about silent nodes
-
 SHOWN = 50  # newest events in a status document
 ACCOUNTS = "the machine time is counted later"  # what an error in the head means
 TURN = "the head decides nothing, and tries again"
@@ -115,8 +114,9 @@ class Head:
     def disconnect(self, node: str, send: Send) -> None:
         """A connection has closed. A newer connection of the same node is not touched."""
         if self.agents.disconnect(node, send):
-            self._changed.set()
-            self.scaler.look_now.set()
+            self.scaler.look_now.set()  # a closed connection alone ends nothing, and the cloud's answer wakes the loop
+            if self.agents.lost_a_peer(node):
+                self._changed.set()
 
     def wake(self) -> None:
         """Take a turn now: something has changed."""

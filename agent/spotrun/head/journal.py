@@ -235,19 +235,25 @@ class Journal:
 
     async def _write(self, job: JobState, events: list[Event], now: float) -> None:
         last = self._written.get(job.id) or _Written()
-        # Events first: after the end of a job is written, no head writes its events any more.
-        newest = events[-1] if events else None
+        newest, events_write = events[-1] if events else None, list[tuple[str, bytes]]()
         if newest is not last.event:
-            lines = "".join([event.line for event in events]).encode()
-            await self._fenced.put(job_key(job.id, "events.jsonl"), lines)
-            self._written[job.id] = last = replace(last, event=newest)
-        # Orders wait for an urgent write. So an urgent write leaves the timeline out.
+            events_write = [(job_key(job.id, "events.jsonl"), "".join([event.line for event in events]).encode())]
+        if job.ended_already:  # events first: after the end of a job is written, no head writes its events any more
+            await self._put_all(events_write)
+            events_write = []
+        # Orders wait for an urgent write. So it leaves the timeline out, and writes the others at the same time.
         rests = not self.urgent(job) and now - last.timeline_at >= TIMELINE_EVERY
         if (rests or job.ended_already) and job.timeline != last.timeline:
             await self._fenced.put(job_key(job.id, "timeline.json"), job.timeline.text())
-            self._written[job.id] = last = replace(last, timeline=job.timeline, timeline_at=now)
-        await self._replace(job)
-        self._written[job.id] = replace(last, job=job, at=now)
+            last = replace(last, timeline=job.timeline, timeline_at=now)
+        await self._put_all([*events_write, (job_key(job.id, "state.json"), job.model_dump_json().encode())])
+        self._written[job.id] = replace(last, event=newest, job=job, at=now)
+
+    async def _put_all(self, objects: list[tuple[str, bytes]]) -> None:
+        """Write objects at the same time. Raises the error of the first one that failed, after all have ended."""
+        for failed in await asyncio.gather(*(self._fenced.put(*each) for each in objects), return_exceptions=True):
+            if failed is not None:
+                raise failed
 
     def due(self, job: JobState, now: float) -> bool:
         """Whether progress is new, and none has been written for PROGRESS_EVERY."""
