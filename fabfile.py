@@ -133,7 +133,7 @@ def dashboard(_: Context, cluster: str = LOCAL, port: str = "", json: bool = Fal
     """Serve a page about the cluster, its jobs and runs on a local address, until Ctrl-C."""
     from scripts import dashboard as page  # loads aiohttp
 
-    found, wanted = sites.of_file(cluster), int(inputs.number("PORT", port) or 0)
+    found, wanted = sites.of_file(cluster), int(inputs.number("PORT", port, most=65535) or 0)
 
     def say(url: str, token: str) -> None:
         text = f"open {url}\nThe address has a secret token. Ctrl-C ends the dashboard, and nothing else."

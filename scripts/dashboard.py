@@ -120,18 +120,19 @@ async def _serve(site: Site, port: int, say: Callable[[str, str], None]) -> None
     dashboard = Dashboard(records, live, SshHead(site), token)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    try:
-        async with serving(dashboard, port) as actual:
-            follower = Follower(site, records, live)
-            try:
-                with token_file(home() / "dashboard", site.cluster.name, token) as file:
-                    say(f"http://127.0.0.1:{actual}/?token={token}", str(file))
-                    await stop.wait()
-            finally:
-                await asyncio.to_thread(follower.close)
-    except OSError as error:
-        again = make_command(site.file, "dashboard", "PORT=0")
-        raise SpotrunError(f"port {port}: {error.strerror or error}; `{again}` takes a free one") from None
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            actual = await stack.enter_async_context(serving(dashboard, port))
+        except OSError as error:
+            again = make_command(site.file, "dashboard", "PORT=0")
+            raise SpotrunError(f"port {port}: {error.strerror or error}; `{again}` takes a free one") from None
+        follower = Follower(site, records, live)
+        try:
+            with token_file(home() / "dashboard", site.cluster.name, token) as file:
+                say(f"http://127.0.0.1:{actual}/?token={token}", str(file))
+                await stop.wait()
+        finally:
+            await asyncio.to_thread(follower.close)
 
 
 @contextlib.contextmanager

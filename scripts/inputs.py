@@ -187,10 +187,11 @@ def priority(text: str) -> int:
     return int(text)
 
 
-def number(name: str, text: str, least: int = 0) -> str | None:
+def number(name: str, text: str, least: int = 0, most: int = 10**9) -> str | None:
     """A whole number without leading zeros; None if none is given. Raises `SpotrunError`."""
-    if text and (not re.fullmatch("[0-9]{1,9}", text) or int(text) < least):
-        raise SpotrunError(f"{name}: {text!r}: allowed: a whole number, at least {least}")
+    if text and (not re.fullmatch("[0-9]{1,9}", text) or not least <= int(text) <= most):
+        allowed = f", at least {least}" if most == 10**9 else f" from {least} to {most}"
+        raise SpotrunError(f"{name}: {text!r}: allowed: a whole number{allowed}")
     return str(int(text)) if text else None
 
 

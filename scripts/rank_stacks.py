@@ -67,7 +67,7 @@ def read_stacks(text: str) -> tuple[Stack, tuple[Stack, ...]]:
             for thread in threads
         ]
         main = [thread.get("os_thread_id", "unknown") == thread.get("pid") for thread in threads]
-    except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
+    except (ValueError, OverflowError, RecursionError, TypeError, KeyError, AttributeError):
         return (), ()
     return _split(stacks, main.index(True) if True in main else len(stacks) - 1)
 
@@ -131,7 +131,7 @@ def _rank(node: str, line: str) -> Rank | None:
         found = json.loads(line)
         rank = int(found["rank"])
         text, problem = str(found.get("stacks", "")), str(found.get("problem", ""))
-    except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
+    except (ValueError, OverflowError, RecursionError, TypeError, KeyError, AttributeError):
         return None
     main, others = read_stacks(text)
     if not main and not problem:

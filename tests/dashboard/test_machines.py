@@ -71,9 +71,21 @@ JUNK = [b"", b"x", zstandard.compress(b"[1]\n"), zstandard.compress(b'{"format":
 JUNK += [zstandard.compress(b'{"format": 1}\n{"time": "x"}\n{"time": 3, "gpus": 5, "ranks": {"a": 1, "0": [1]}}\n')]
 JUNK += [zstandard.compress(b'{"format": 1, "gpus": 5}\n{"time": 3, "cpu": 5.0, "gpus": [{"throttle": 5}]}\n')]
 JUNK += [zstandard.compress(b'{"format": 1}\n{"time": 1' + b"0" * 400 + b"}\n"), bytes(LARGEST + 1)]
+LONG_RANK = b'{"time": %d, "ranks": {"' + b"9" * 5000 + b'": [%d, 1.0, 1.0]}}\n'
+JUNK += [zstandard.compress(b'{"format": 1}\n' + LONG_RANK % (3, 1) + LONG_RANK % (4, 2))]
 
 
-IDS = ["nothing", "no zstd", "no header", "a newer format", "wrong types", "no lists", "a huge number", "too large"]
+IDS = [
+    "nothing",
+    "no zstd",
+    "no header",
+    "a newer format",
+    "wrong types",
+    "no lists",
+    "a huge number",
+    "too large",
+    "a long rank",
+]
 
 
 @pytest.mark.parametrize("junk", JUNK, ids=IDS)

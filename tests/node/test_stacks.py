@@ -20,7 +20,7 @@ from spotrun.state.control import Control
 
 # A worker, as far as `spotrun stacks` sees it. It hangs in a function of its own, and another thread waits.
 WORKER = """
-import sys, threading, time
+import os, socket, sys, threading, time
 from pathlib import Path
 from spotrun.node.launch import own_stacks
 from spotrun.state.control import Control
@@ -29,6 +29,19 @@ control = Control(Path(sys.argv[1]))
 if "listens" in sys.argv:
     own_stacks.serve()
 threading.Thread(target=threading.Event().wait, daemon=True).start()
+
+def drip():
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(own_stacks.address(os.getpid()))
+        listener.listen()
+        print("ready", flush=True)
+        peer, _ = listener.accept()
+        while True:
+            peer.send(b" ")
+            time.sleep(0.0005)
+
+if "drips" in sys.argv:
+    drip()
 
 def stuck():
     print("ready", flush=True)
@@ -95,6 +108,13 @@ def test_a_worker_that_does_not_listen(start: Start, tmp_path: Path) -> None:
     process = start()
     assert ask(tmp_path).problem == "it does not listen: it is starting, or runs an older version of spotrun"
     assert process.poll() is None
+
+
+def test_a_worker_that_answers_without_an_end(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacks, "PATIENCE", 0.02)
+    monkeypatch.setattr(stacks, "LARGEST", 200)
+    start("drips")
+    assert "no answer in 0.02 s" in ask(tmp_path).problem
 
 
 def test_another_process_has_its_socket(start: Start, tmp_path: Path) -> None:

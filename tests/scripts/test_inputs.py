@@ -71,6 +71,7 @@ WRONG = [
     ("follow", {"id": "a b"}, "ID: 'a b': is not a job's id"),
     ("logs", {"rank": "first"}, "RANK: 'first': allowed: a whole number, at least 0"),
     ("logs", {"tail": "0"}, "TAIL: '0': allowed: a whole number, at least 1"),
+    ("dashboard", {"port": "70000"}, "PORT: '70000': allowed: a whole number from 0 to 65535"),
     ("run", {"cmd": "id", "timeout": "abc"}, "TIMEOUT: 'abc': allowed: seconds, a number more than 0 and at most"),
     ("run", {"cmd": "id", "timeout": "-5"}, "TIMEOUT: '-5': allowed: seconds"),
     ("run", {"cmd": "id", "timeout": "nan"}, "TIMEOUT: 'nan': allowed: seconds"),
@@ -245,6 +246,17 @@ def test_a_home_that_cannot_be_written_is_a_mistake(
     code, _, err = fab("up")
     assert code in (2, 3)
     assert "Traceback" not in err
+
+
+def test_a_token_that_cannot_be_written_is_no_error_of_the_port(
+    standin: Machines, fab: Fab, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    home = tmp_path / "home of the dashboard"
+    home.mkdir(mode=0o700)
+    (home / "dashboard").write_text("a file where the folder should be")
+    monkeypatch.setenv("SPOTRUN_HOME", str(home))
+    code, out, err = fab("dashboard")
+    assert (code, out, err) == (2, "", f"spotrun: {home / 'dashboard'}: File exists\n")
 
 
 def test_an_impossible_key_is_an_error_of_the_bucket(tmp_path: Path) -> None:

@@ -49,6 +49,9 @@ def spy(number: int, *frames: Frame) -> dict[str, Any]:
         pytest.param("[7]", ((), ()), id="a list of numbers"),
         pytest.param('[{"frames": [{}]}]', ((), ()), id="a frame without keys"),
         pytest.param("[" * 100_000, ((), ()), id="nested too deep"),
+        pytest.param(
+            '[{"frames": [{"filename": "a", "line": Infinity, "name": "b"}]}]', ((), ()), id="an infinite line"
+        ),
         pytest.param("Error", ((), ()), id="no JSON"),
     ],
 )

@@ -59,7 +59,8 @@ def _counts(reading: Reading) -> dict[int, tuple[float, float, float]]:
 
 
 def _is_row(rank: object, row: object) -> bool:
-    return str(rank).isdecimal() and isinstance(row, list) and len(row) == 3 and all(map(is_number, row))
+    known = str(rank).isdecimal() and len(str(rank)) < 10
+    return known and isinstance(row, list) and len(row) == 3 and all(map(is_number, row))
 
 
 def _rank(each: Mapping[str, Any]) -> int:

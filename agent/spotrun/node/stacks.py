@@ -1,6 +1,6 @@
 """`spotrun stacks`: the Python stacks of a job's workers on this node, now. Training goes on.
 
-py-spy reads a worker's stacks if it is installed and may attach. Otherwise the worker itself tells them.
+py-spy reads a worker's stacks if it is installed and may attach. Otherwise the worker itself sends them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from spotrun.machine import private_paths
 from spotrun.node.launch.own_stacks import address
 from spotrun.state.control import Control
 
-PATIENCE = 3.0  # seconds for a worker to tell its stacks
+PATIENCE = 3.0  # seconds for a worker to send its stacks
 SPY = 5.0  # seconds for py-spy
 LARGEST = 200_000  # bytes of a worker's answer
 ENDED = "the process has ended"
@@ -153,9 +153,11 @@ def _told(pid: int) -> str:
             raise OSError(f"another process ({peer}) has taken its socket")
         while block := connection.recv(65536):
             found += block
+            if (left := deadline - time.monotonic()) <= 0:
+                raise TimeoutError
             if len(found) > LARGEST:
                 raise OSError(f"its answer has more than {LARGEST} bytes")
-            connection.settimeout(max(0.01, deadline - time.monotonic()))
+            connection.settimeout(left)
     return found.decode(errors="replace")
 
 
