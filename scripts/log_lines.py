@@ -1,7 +1,7 @@
 """Lines of the logs of all ranks of a job, in the order of their times; live, and of nodes that are gone.
 
 A worker's output has no times. So the agent writes down now and then how long each log is, in a text beside the log
-(`node.log_uploader`). A line gets the first time at which the log had it. Only a piece of each log is in memory.
+(`node.log_uploader`). A line gets the time of the first note that has it. Only a piece of each log is in memory.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def choose(store: Store, job: str, wanted: Wanted, file: str, live: bool = False
 def merged(store: Store, chosen: list[Log], begin: float, places: dict[str, int], final: bool = True) -> Iterator[Line]:
     """The lines of the logs by time. places: the bytes of each log that were read before; updated here.
 
-    begin: epoch seconds; only lines from then on, of logs that were not read before. final: also a last line without a
-    line break.
+    begin: epoch seconds; of logs that were not read before, earlier lines are left out. final: also a last line without
+    a line break.
     """
     piece = min(PIECE[1], max(PIECE[0], MEMORY // max(1, len(chosen))))
     yield from heapq.merge(*(_lines(store, log, begin, places, piece, final) for log in chosen))

@@ -12,7 +12,7 @@ from scripts.ssh import Access, Outcome
 from spotrun.errors import SpotrunError
 from spotrun.text import line, tidy
 
-PATIENCE = 30.0  # seconds that a node may take; its workers have 2 s, py-spy has 5 s
+PATIENCE = 30.0  # seconds that a node may take; its workers have 3 s, py-spy has 5 s
 
 
 def show(access: Access, job: str | None, node: str | None, json: bool) -> int:
@@ -39,7 +39,7 @@ def members(access: Access, job: str | None, node: str | None) -> tuple[str, lis
 
 
 def ask(access: Access, job: str, nodes: list[str]) -> Found:
-    """What the nodes answer. Those that do not answer are named, after a while that is bounded."""
+    """What the nodes answer. A node that does not answer within `PATIENCE` seconds is named."""
     ranks: list[Rank] = []
     missing: dict[str, str] = {}
 

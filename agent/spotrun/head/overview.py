@@ -58,7 +58,7 @@ def overview(
     advice: Mapping[str, Advice] | None = None,
     histories: Histories | None = None,
 ) -> dict[str, Any]:
-    """document: the status document, without regard to its `job`. jobs: those that the head runs. events: the newest.
+    """document: the status document; its `job` is not used. jobs: those that the head runs. events: the newest ones.
 
     The other arguments are what the head knows of the pools. An argument that is left out is not known.
     """

@@ -14,9 +14,9 @@ from typing import NamedTuple
 from spotrun.document import FORMAT
 from spotrun.head.account import Use
 
-MOST = 4000  # spans that are kept; the oldest ones of a machine are then joined into one of kind `MIXED`
+MOST = 4000  # spans that are kept. If there are more, the oldest ones of each machine become one of kind `MIXED`
 MIXED = "mixed"  # the time of several kinds
-NEAR = 0.01  # seconds between two spans of the same kind that are one
+NEAR = 0.01  # seconds: two spans of the same kind with a shorter gap are joined
 GONE = 60.0  # seconds after which a machine that is not counted any more is not expected back
 
 

@@ -22,7 +22,7 @@ Array = npt.NDArray[Any]
 
 
 def prepare(extra: Extra, value: Any) -> Array | None:
-    """Take a value as it is now; the array of which `complete` makes the rest. Raises an exception of any kind."""
+    """Take a value as it is now. Returns the array that `complete` needs. Raises an exception of any kind."""
     if extra.kind == "text":
         extra.text = str(value)[:TEXT].encode(errors="replace").decode()
         return None

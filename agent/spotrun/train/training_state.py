@@ -77,7 +77,7 @@ class TrainingState:
             load(item, saved[name], tensors, own)
         self.seed, self.step, self.epoch, self.consumed = run["seed"], run["step"], run["epoch"], run["consumed"]
         for optimizer in self.optimizers:
-            # Otherwise a scheduler whose step comes first in this process warns that the optimizer made none.
+            # Otherwise a scheduler warns if its first step in this process comes before the optimizer's.
             optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
@@ -109,7 +109,7 @@ def _fill(tensors: Tensors, own: Mapping[str, torch.Tensor], name: str) -> torch
 
 
 def _own_tensors(item: Stateful, name: str) -> dict[str, torch.Tensor]:
-    """The object's tensors on the CPU, by name, if it is known that it loads a state with just these tensors."""
+    """The object's tensors on the CPU, by name; empty unless it is known to accept them as a state."""
     if type(item).load_state_dict not in _PLAIN:
         return {}
     encoder = Encoder()
@@ -124,5 +124,5 @@ def _copies(item: Stateful) -> bool:
     return isinstance(item, nn.Module)
 
 
-# Ways to load a state that take an object's own tensors as well as others.
+# These methods accept a state of the object's own tensors.
 _PLAIN = (nn.Module.load_state_dict, Parallel.load_state_dict, torch.optim.Optimizer.load_state_dict)

@@ -34,7 +34,7 @@ def address(pid: int) -> str:
 
 
 def serve() -> None:
-    """Answer from now on, until this process ends. If the socket cannot be had, the process goes on without it."""
+    """Answer from now on, until this process ends. If the socket cannot be made, the process goes on without it."""
     try:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(address(os.getpid()))
