@@ -37,6 +37,7 @@ OPTIONS = (
     "hang",
     "late",
     "slow",
+    "lag",
     "flood",
     "fill",
     "largest",

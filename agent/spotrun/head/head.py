@@ -40,7 +40,8 @@ from spotrun.head.predecessors import Predecessors
 from spotrun.head.progress_writes import ProgressWrites
 from spotrun.head.requests import Change, Requests
 from spotrun.head.scaler import Scaler
-from spotrun.head.status import event, status
+from spotrun.head.status import event, recovery, status
+from spotrun.head.stragglers import Stragglers
 from spotrun.head.troubles import Troubles
 from spotrun.head.view import FleetView, View
 from spotrun.spec import ClusterSpec
@@ -95,7 +96,7 @@ class Head:
         self.published = asyncio.Condition()  # notified after each turn: what status() says may have changed
         self.taking = asyncio.Lock()  # held while jobs are taken up
         self._relaunching = asyncio.Lock()  # two at once would write the same job's state
-        self.requests = Requests()
+        self.requests, self.stragglers = Requests(), Stragglers()
         self.ended_at = 0.0  # when a job ended last, or let its kept node go
         self._began = self._ticked_at = self._awake_since = 0.0
         self._unchanged: dict[str, View] = {}  # the views of the jobs that this turn has left as they were
@@ -185,8 +186,8 @@ class Head:
     def let_go(self, job: JobState) -> None:
         """Forget a job that has ended, or that is not in the queue any more."""
         self.states.pop(job.id, None)
-        self.journal.forget(job.id)
-        self.completions.forget(job.id)
+        for each in (self.journal, self.completions, self.stragglers):
+            each.forget(job.id)
         self.agents.forget_job(job.id)
         last = self.ended
         if job.ended_already:
@@ -296,12 +297,11 @@ class Head:
         self, job: JobState, fleet: FleetView, conditions: Mapping[str, Condition], uses: accounting.Uses
     ) -> frozenset[str]:
         """Observe, count, complete checkpoints, plan, apply. The nodes whose signs of life the job needs."""
-        now, add_event = fleet.now, partial(self.add_event, job=job.id)
+        before, now, add_event = job, fleet.now, partial(self.add_event, job=job.id)
         if job.ended_already:
             view = self._job_view(fleet, job, conditions)
             self._carry_out(replace(view, job=accounting.count(job, view, uses, self.fleet.rates)))
             return frozenset()
-        interrupted = bool(job.interruptions) and job.interruptions[-1].seconds is None
         reports = (fleet.by_name[name].report.of(job.id) for name in fleet.reporting.get(job.id, ()))
         work = [each for each in reports if each is not None]
         taken = max((each.generation for each in work), default=0)
@@ -312,9 +312,9 @@ class Head:
         wanted = self.signs.update(view, add_event)
         job = accounting.observe(idle.observe(silence.observe(job, view), view), view)
         job = accounting.count(job, view, uses, self.fleet.rates)
-        if interrupted and job.interruptions[-1].seconds is not None:
-            last = job.interruptions[-1]
-            add_event("recovered", f"after {last.seconds:.1f} s, {last.steps_lost} steps lost ({last.kind})")
+        job = self.stragglers.observe(replace(view, job=job), add_event)
+        if said := recovery(before, job):
+            add_event("recovered", said)
         job, manifest = self.completions.advance(job, work, now)
         if manifest is not None:
             add_event("checkpoint", f"step {manifest.step} is in the bucket")

@@ -20,7 +20,7 @@ from spotrun.head.job_parts import Interruption as Interruption
 from spotrun.head.job_parts import KeptNode as KeptNode
 from spotrun.head.job_parts import Progress as Progress
 from spotrun.head.job_parts import Saving as Saving
-from spotrun.head.speeds import Speed
+from spotrun.head.speeds import Slow, Speed
 from spotrun.head.timeline import Timeline
 from spotrun.spec import JobSpec
 from spotrun.wire import Failure, Generation, Kept, Manifest, Member, StateRef
@@ -82,6 +82,7 @@ class JobState(Kept):
     pace: float = 0.0  # seconds a step, of the newest generation that completed steps
     paced: int = 0  # nodes of that generation; 0: not known
     speeds: tuple[Speed, ...] = ()  # how fast it was on which machines
+    slow: tuple[Slow, ...] = ()  # workers that are slower than the others
     interruptions: tuple[Interruption, ...] = Field(default=(), validation_alias=_INTERRUPTIONS)
     good_seconds: float = 0.0  # node-seconds in steps that counted, of ended generations
     node_seconds: float = 0.0

@@ -29,6 +29,7 @@ PROGRESS = (
     "reached",
     "pace",
     "speeds",
+    "slow",
     "node_seconds",
     "timeline",
     "spent",

@@ -25,6 +25,17 @@ class Speed(Document):
     at: float  # when the last one was completed, epoch seconds
 
 
+class Slow(Document):
+    """A worker that is slower than the others; see `stragglers`."""
+
+    node: str
+    process: int  # the worker's number on the node
+    rank: int  # in the present generation
+    device: str = ""  # such as `GPU 1`; empty: none, or not known
+    factor: float = 0.0  # its own time divided by that of the others, when it was told
+    at: float  # when it was told, epoch seconds
+
+
 def noted(
     speeds: Sequence[Speed], members: Sequence[Node], per_second: float, pace: float, steps: int, at: float
 ) -> tuple[Speed, ...]:

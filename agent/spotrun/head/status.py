@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spotrun.cloud.base import Instance
-from spotrun.head import accounting, node_time
+from spotrun.head import accounting, node_time, stragglers
 from spotrun.head.account import HOUR
 from spotrun.head.capacity.place import Placements
 from spotrun.head.capacity.situation import Placement
@@ -161,6 +161,7 @@ def conditions(view: View) -> list[dict[str, object]]:
     """The problems of an unended job, the oldest first: each as {"since": epoch seconds, "text": one line}."""
     found = [_saving(node) for node in view.nodes if node.connected and node.work.job]
     found += [idle.condition(view), _silent(view)]
+    found += [{"since": each.at, "text": stragglers.text(each)} for each in view.job.slow if view.job.current]
     return sorted((each for each in found if each), key=lambda each: float(str(each["since"])))
 
 
@@ -285,6 +286,15 @@ def event(job: JobState, action: Action) -> tuple[str, str] | None:
         case Finish():
             return "job", action.phase + (f": {action.reason}" if action.reason else "")
     return None
+
+
+def recovery(before: JobState, after: JobState) -> str:
+    """What tells operators that an interruption is over; empty if none has ended between these two."""
+    last = after.interruptions[-1] if after.interruptions else None
+    lasted = before.interruptions and before.interruptions[-1].seconds is None
+    if last is None or last.seconds is None or not lasted:
+        return ""
+    return f"after {last.seconds:.1f} s, {last.steps_lost} steps lost ({last.kind})"
 
 
 def _why(action: Start | EndGeneration | Drain) -> str:

@@ -30,6 +30,7 @@ parser.add_argument("--pause", type=float, default=0.02, help="seconds added to 
 parser.add_argument("--slow", type=int, default=0, help="step from which on each is slow, until OUT/go is there")
 parser.add_argument("--fail", default="", help="rank@step: raise there, each time")
 parser.add_argument("--hang", default="", help="rank@step: stop there, the first time")
+parser.add_argument("--lag", type=int, default=-1, help="a rank that is slow until OUT/go is there")
 parser.add_argument("--flood", type=int, default=0, help="lines to print each second")
 parser.add_argument("--fill", action="store_true", help="do nothing but fill the memory that all jobs share")
 parser.add_argument("--largest", type=int, default=0, help="bytes that a file may have, as if its disk were full")
@@ -129,6 +130,8 @@ for epoch in run.epochs(args.epochs):
         line = {"generation": run.generation, "epoch": epoch, "step": run.step + 1, "ids": seen}
         line |= {"rank": run.rank, "pid": os.getpid()}
         record.write(json.dumps(line) + "\n")
+        if run.rank == args.lag and not (args.out / "go").exists():
+            time.sleep(0.03)
         loss = nn.functional.cross_entropy(model(x), y)
         run.backward(loss)
         optimizer.step()
