@@ -55,7 +55,7 @@ class Row:
 
 
 class Process:
-    """A process of the benchmark. The lines that it writes are kept, and a thread reads them. log: for its errors."""
+    """A process of the benchmark. A thread reads and keeps the lines that it writes. log: for its errors."""
 
     def __init__(self, log: Path, module: str, *args: object, nice: int = 0) -> None:
         command = ["nice", "-n", str(nice), sys.executable, "-m", module, *map(str, args)]
@@ -175,8 +175,8 @@ class Cluster:
     def lose(self) -> float:
         """Lose a node and its machine.
 
-        Returns seconds: from the end of its connection at the head until the head has planned without the node, for
-        each of its jobs.
+        Returns seconds. They begin when the head sees the end of the connection, and end when the head has planned
+        each job of the node without the node.
         """
         training = self.training()
         job, nodes = max(training.items(), key=lambda item: len(item[1]))

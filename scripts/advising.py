@@ -18,8 +18,10 @@ text = ranking.text
 def advise(
     site: Site, path: str, measure: float | None, rate: float | None, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """What `make advise JSON=1` prints. measure: seconds. rate: samples per second of a machine of
-    the first pool that suits the job. Raises `SpotrunError`."""
+    """What `make advise JSON=1` prints. Raises `SpotrunError`.
+
+    measure: seconds. rate: samples per second of a machine of the first pool that suits the job.
+    """
     job = check(site.cluster, path)
     if measure is not None:
         candidates.measure(site, path, measure, say)

@@ -1,4 +1,4 @@
-"""Read a cluster's queue in the bucket, and have its jobs held: without a head, which is out of reach or not up yet."""
+"""Read a cluster's queue in the bucket, and have its jobs held. No head is needed: it may be away, or not up yet."""
 
 from __future__ import annotations
 

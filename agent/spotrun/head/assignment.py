@@ -47,7 +47,7 @@ def assign(question: Question) -> Assignment:
 
 
 def as_it_is(view: FleetView) -> Assignment:
-    """Each job keeps the nodes that must stay its own: the head does not see all of the nodes yet."""
+    """Each job keeps the nodes that must stay its own, because the head does not see all nodes yet."""
     held = {job.id: {member.node: member.devices for member in job.bound} for job in view.jobs if job.bound}
     return Assignment(held, held, held, {})
 
@@ -99,7 +99,7 @@ def _own(view: FleetView, node: Node, job: JobState, mine: Mapping[str, Devices]
     """The node as the job sees it."""
     work = node.report.of(job.id) or NO_WORK
     if node.name not in mine:
-        # A member under notice is given up, but it goes with the drain that its notice causes.
+        # The job gives up a member under notice. The member leaves with the drain that the notice causes.
         return replace(node, work=work, assigned=node.leaving and job in view.members.get(node.name, ()))
     devices = mine[node.name]
     return replace(node, work=work, devices=devices, free=free(view, node, job, devices))

@@ -146,7 +146,7 @@ def _claim(
     placement: Placement,
     avoid: Set[tuple[str, str]],
 ) -> Claim:
-    # Not its members: a device that was taken from this job is another job's already, although this job still drains.
+    # The members do not matter: a device that was taken from this job is another job's, even while this job drains.
     holds = {node: devices or _all(_count(view, node)) for node, devices in before.get(job.id, {}).items()}
     members = {member.node for member in job.members}
     # All of its pools, also those whose numbers of devices nobody knows yet.
@@ -220,7 +220,7 @@ def _needs(
     for pools, sharing in shared.items():
         has = frozenset(node for job, _ in sharing for node in _has(job, held))
         nodes = [(job.spec.devices or 0, job.id, wanted) for job, wanted in sharing]
-        # A machine that they share with a parked job does not have all its devices for them.
+        # If these jobs share a machine with a parked job, they cannot have all its devices.
         nodes += [(pin.devices, pin.job, 1) for pin in pins if pin.holds.keys() & has]
         machines = _machines(nodes, min(_devices(cluster, pool) for pool in pools))
         found.append(Need(machines, pools, has, orders[pools]))

@@ -42,7 +42,7 @@ class Meter:
     began: float = 0.0  # when the head began to count; 0: it has not begun
     machines: Mapping[str, Counted] = field(default_factory=dict)  # those that run, by name
     gone: Mapping[_Key, Counted] = field(default_factory=dict)  # those of which the cloud has not said when they ended
-    settled: frozenset[_Key] = frozenset()  # ended ones that are counted, and of which the cloud still says the end
+    settled: frozenset[_Key] = frozenset()  # ended ones whose time is counted; the cloud still tells their ends
 
     def read(
         self, view: FleetView, shares: Mapping[str, Mapping[str, float]], paid: Mapping[str, float]

@@ -42,7 +42,10 @@ def geometric(values: Sequence[float]) -> Estimate:
 
 
 def closed(baseline: Sequence[float], ours: Sequence[float], best: Sequence[float]) -> Estimate:
-    """The part of the gap between the means of a baseline and of the best that ours closes."""
+    """Which part of the gap between a baseline and the best is closed by ours: (baseline - ours) / (baseline - best).
+
+    Each is a mean over the windows.
+    """
     rows = np.stack([np.asarray(each, dtype=float) for each in (baseline, ours, best)], axis=1)
 
     def part(rows: Values) -> Values:

@@ -124,7 +124,7 @@ class Store:
                 raise
 
     def create(self, key: str, data: bytes) -> bool:
-        """Write the object unless there is one. Returns whether it was written: of several writers, only one is."""
+        """Write the object unless there is one. Returns whether this call wrote it: of several, only one does."""
         with self._asking("create", key):
             try:
                 obstore.put(self._quick, key, data, mode="create")

@@ -93,12 +93,12 @@ class Parallel(nn.Module):
             yield
 
     def exchange(self, on: bool) -> None:
-        """Whether the next backward averages gradients over the ranks (not within an accumulation)."""
+        """Set whether the next backward pass averages gradients over the ranks, which ends an accumulation."""
         if self._ddp is not None:
             self._ddp.require_backward_grad_sync = on
 
     def drop_gradients(self) -> None:
-        """Make the gradients zero: they are worth nothing. The script may still use them, so they are not None."""
+        """Make the gradients zero, because they are not valid. The script may still use them, so they are not None."""
         for parameter in self.module.parameters():
             if parameter.grad is not None:
                 parameter.grad.detach().zero_()
@@ -108,8 +108,8 @@ class Parallel(nn.Module):
     def equal_parameters(self) -> list[nn.Parameter]:
         """The parameters that DDP keeps equal on all ranks.
 
-        Not those without gradients, which DDP leaves alone. None at all if ranks begin with values of their own, or if
-        a hook or the script (`no_sync`) decides which gradients are exchanged.
+        Parameters without gradients are left out: DDP does nothing with them. The list is empty if each rank begins
+        with its own values, or if a hook or the script (`no_sync`) decides which gradients are exchanged.
         """
         ddp = self._ddp
         if (
@@ -165,10 +165,10 @@ class Parallel(nn.Module):
 
 
 class _Used:
-    """Which parameters got a gradient. DDP refuses unused ones unless it looks for them; on CPU, this class does.
+    """Which parameters got a gradient. DDP refuses unused ones, but not on the CPU, where it looks for them.
 
-    So a script that would fail on GPUs fails on the CPU too, at the same place (the next forward pass), and with the
-    same remedy.
+    There, this class refuses them. So a script that would fail on GPUs fails on the CPU too, at the same place (the
+    next forward pass), and with the same remedy.
     """
 
     def __init__(self, module: nn.Module) -> None:

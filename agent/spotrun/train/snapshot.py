@@ -167,8 +167,8 @@ class Writer(Copier):
         slot is being read, or a large slot is being laid out for tensors of new shapes.
 
         beside: data pointers of tensors that nothing changes before the next `guard`. wait: the snapshot is urgent, so
-        wait for the last commit, and up to `PATIENCE` seconds for the reader. alone: even if the other workers of the
-        node could copy a part of it.
+        wait for the last commit, and up to `PATIENCE` seconds for the reader. alone: this worker copies everything,
+        even if the node's other workers could copy a part.
         """
         shared, self._shared = self._shared, None
         if shared is None:
@@ -272,7 +272,7 @@ class Writer(Copier):
                 return target
             held.close()
             waited = time.monotonic() - began
-            # The slot being read is whole. It remains if this process dies while it overwrites the newer one.
+            # The slot that is being read is whole. It stays so if this process dies while it writes the other slot.
             if wait and waited > FALL_BACK and slots.read(self._folder, target) is not None:
                 if held.enter_context(slots.writing(self._folder, 1 - target)):
                     return 1 - target

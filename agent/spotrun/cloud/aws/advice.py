@@ -31,7 +31,7 @@ SCORES, PRICES = "GetSpotPlacementScores", "DescribeSpotPriceHistory"
 _KEEP = 600.0  # seconds between two rounds of questions
 _LATER = 3600.0  # seconds until a question is asked again after a refusal
 _DAYS = 30  # of the history of prices; AWS has 90
-_ENOUGH = 3  # types of which a score says something
+_ENOUGH = 3  # types: the score of fewer types says nothing
 log = logging.getLogger(__name__)
 
 

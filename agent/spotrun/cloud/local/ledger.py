@@ -5,8 +5,8 @@
 
 what: `up` (the cloud starts, and no machine of before exists), `price` (dollars an hour for each machine of the pool
 from now on), and of a machine: `created`, `running` (it costs money from now on), `notice`, `taken` (its processes are
-dead, and it costs nothing from now on), `ended` (nothing of it is left). The head's machine is not in it. Nothing of
-spotrun reads this file: it is for a sum that does not depend on the head's own.
+dead, and it costs nothing from now on), `ended` (nothing of it is left). The head's machine is not in it.
+spotrun itself does not read this file. It is for adding up the costs in a second way, without the head.
 """
 
 from __future__ import annotations

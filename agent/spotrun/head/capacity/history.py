@@ -17,7 +17,7 @@ from spotrun.wire import Document, Kept
 HALF_LIFE = 3 * 86400.0
 """Seconds. Spot markets change with the hour of the day and the day of the week. So the last days count, and last week
 hardly counts."""
-LONGEST = 600.0  # seconds between two looks that are counted at most: what happened in a longer gap is not known
+LONGEST = 600.0  # seconds that count of the time between two looks, at most: what happened in the rest is not known
 
 
 class PoolRecord(Document):

@@ -27,7 +27,7 @@ class Outbox:
         self._wake.set()
 
     def taken(self, number: int, version: int) -> None:
-        """The agent has this order, and reads this version. number: 0 if it has none, or of an older version."""
+        """The agent has this order, and reads this version. number: 0 if it has none, or does not say which one."""
         self._version = version
         if number != self._taken:
             self._taken = number
