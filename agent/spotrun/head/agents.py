@@ -40,7 +40,7 @@ class Agents:
 
     def __init__(self, add_event: AddEvent, notice: Callable[[str], float] = lambda _: 0.0) -> None:
         self._notice = notice
-        self._long_drains: set[str] = set()  # jobs with an event that their drains do not fit into a notice
+        self._long_drains: set[str] = set()  # jobs whose drains do not fit into a notice, as an event has said
         self.known: dict[str, KnownAgent] = {}
         self.ready_at: dict[str, float] = {}  # when an agent last became ready for a job
         self._misfits: dict[tuple[str, str, str], float] = {}  # job, node, boot: when a set-up last failed
