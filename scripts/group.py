@@ -27,7 +27,7 @@ class Listener(Protocol):
         """The jobs of the group."""
 
     def say(self, text: str) -> None:
-        """A line about the following itself."""
+        """A line that is about no job, for example that the head is away."""
 
 
 def follow(access: Access, group: str, listener: Listener, look: Callable[[], object] = lambda: None) -> list[Status]:

@@ -18,7 +18,7 @@ from spotrun.head.view import ENDING_STATES, FleetView
 from spotrun.spec import PoolSpec
 from spotrun.spec.notices import RETIRE_LEAD
 
-SHARE = 0.25  # the most of a machine's time that the lead takes, and that the gaps of all machines of a pool take
+SHARE = 0.25  # of a machine's time: the most for the lead, and the most for the gaps of all machines of a pool
 
 
 def planned(instances: Iterable[Instance], pools: Mapping[str, PoolSpec]) -> dict[str, float]:
