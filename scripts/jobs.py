@@ -33,7 +33,12 @@ def submit(access: Access, cluster: ClusterSpec, path: str, say: Callable[[str],
     job = check(cluster, path)
     packed = bundle.upload(access.store, Path(path).absolute().parent, job.script)
     say(str(packed))
-    answer = control.ask(access, "submit", data={"job": job.model_dump(mode="json"), "code": packed.sha256})
+    try:
+        answer = control.ask(access, "submit", data={"job": job.model_dump(mode="json"), "code": packed.sha256})
+    except Unreachable:
+        raise
+    except SpotrunError as error:
+        raise SpecError(f"{path}: {error}") from None
     say(f"job {answer['job']} submitted")
     names = bundle.files(Path(path).absolute().parent)
     if warning := provenance.write(

@@ -102,6 +102,14 @@ async def test_priorities_that_no_job_can_have(world: World, wrong: object) -> N
         await told(world, "priority", job=job, to=wrong)
 
 
+async def test_a_name_in_place_of_an_id_is_answered_with_the_ids(world: World) -> None:
+    jobs = [await submitted(world) for _ in range(2)]
+    with pytest.raises(SpotrunError, match=f"toy is the name of a job; give the job's id: {', '.join(jobs)}"):
+        await told(world, "pause", job="toy")
+    with pytest.raises(SpotrunError, match="job yot has ended, or is not a job of this cluster; `make jobs` lists the"):
+        await told(world, "pause", job="yot")
+
+
 async def test_a_group_is_stopped_as_one(world: World) -> None:
     jobs = [await submitted(world, group=group) for group in ("search", "search", "other")]
     assert await told(world, "stop", group="search") == {"group": "search", "jobs": jobs[:2]}

@@ -98,6 +98,17 @@ def test_submitting_sends_job_and_code(standin: Machines) -> None:
     assert said[-1] == "job digits-1 submitted"
 
 
+def test_what_the_head_refuses_names_the_job_file(standin: Machines) -> None:
+    (standin.folder / "work").mkdir()
+    (standin.folder / "work/train.py").write_text("print()\n")
+    path = standin.folder / "work/job.yaml"
+    path.write_text("script: train.py\nafter: [first]\n")
+    spec = ClusterSpec(name="c", cloud="local", pools=({"name": "p", "zone": "local-a"},))
+    (standin.folder / "refuse").write_text("spotrun: after: 'first': cluster c has no job of that name or id\n")
+    with pytest.raises(SpotrunError, match=f"^{path}: after: 'first': cluster c has no job of that name or id$"):
+        jobs.submit(standin.access, spec, str(path), print)
+
+
 def test_down_refuses_while_a_job_runs(standin: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPOTRUN_HOME", str(standin.home))
     jobs_json = [{"job": "digits-0", "phase": "failed"}, *({"job": f"digits-{n}", "phase": "queued"} for n in (1, 2))]

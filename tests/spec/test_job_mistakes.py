@@ -79,6 +79,13 @@ JOB_MISTAKES = {
         "script: train.py\nsnapshot_interval: often\n",
         [":2: snapshot_interval: 'often': is not allowed; allowed: steps, a whole number, at least 1, or auto"],
     ),
+    "more workers than any machine can run": (
+        "script: train.py\nprocs_per_node: 1025\n",
+        [
+            ":2: procs_per_node: 1025: is not allowed; allowed: a whole number from 1 to 1024, or auto: one for each"
+            " device"
+        ],
+    ),
     "budget": (
         "script: train.py\nbudget: 0\n",
         [":2: budget: 0: is not allowed; allowed: dollars, a number more than zero"],

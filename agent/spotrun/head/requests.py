@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from spotrun.errors import SpotrunError
@@ -71,11 +71,21 @@ def _find(name: str | None, states: Mapping[str, JobState], parked: Mapping[str,
     if len(found) == 1:
         return found[0]
     if name is not None:
-        raise SpotrunError(parked.get(name) or f"job {name} has ended, or is not a job of this cluster")
+        raise SpotrunError(parked.get(name) or _unknown(name, states.values()))
     if found:
-        names = ", ".join(job.id for job in found[:NAMED]) + (", …" if len(found) > NAMED else "")
-        raise SpotrunError(f"{len(found)} jobs have not ended: {names}; name one of them with ID=")
+        raise SpotrunError(f"{len(found)} jobs have not ended: {_ids(found)}; name one of them with ID=")
     raise SpotrunError("; ".join(["no job is active", *parked.values(), *map(_keeps, keeping.values())]))
+
+
+def _unknown(name: str, states: Iterable[JobState]) -> str:
+    same = [job for job in states if job.name == name and not job.ended_already]
+    if same:
+        return f"{name} is the name of a job; give the job's id: {_ids(same)}"
+    return f"job {name} has ended, or is not a job of this cluster; `make jobs` lists the jobs"
+
+
+def _ids(jobs: Sequence[JobState]) -> str:
+    return ", ".join(job.id for job in jobs[:NAMED]) + (", …" if len(jobs) > NAMED else "")
 
 
 def _keeps(job: JobState) -> str:

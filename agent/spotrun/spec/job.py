@@ -36,12 +36,20 @@ from spotrun.spec.fields import (
 )
 from spotrun.spec.file import Conflict, File, nearest, refuse
 
+PROCS = 1024  # the most workers of a job on one node
+
 # The launcher sets these for each worker. A job that changed them would break its own process group.
 _RESERVED_ENV = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
 
 
 def _count_or_auto(value: object) -> object:
     if value != "auto" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ValueError("")
+    return value
+
+
+def _procs(value: object) -> object:
+    if _count_or_auto(value) != "auto" and isinstance(value, int) and value > PROCS:
         raise ValueError("")
     return value
 
@@ -83,6 +91,7 @@ def _source(value: str) -> str:
 
 
 Auto = Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)]
+_Procs = Annotated[int | Literal["auto"], BeforeValidator(_procs)]
 
 _PoolName = Annotated[str, Strict(), AfterValidator(label(20))]
 _Label = Annotated[str, Strict(), AfterValidator(label(40))]
@@ -150,7 +159,9 @@ class JobSpec(Spec):
     """Folders that the job leaves in the bucket when it succeeds."""
     keep_on_failure: Interval | None = Field(default=None, description=INTERVAL)
     """Seconds for which the node whose script failed stays, for SSH, within the budget. Default: it does not stay."""
-    procs_per_node: Auto = Field(default="auto", description="a whole number, at least 1, or auto: one for each device")
+    procs_per_node: _Procs = Field(
+        default="auto", description=f"a whole number from 1 to {PROCS}, or auto: one for each device"
+    )
     snapshot_interval: Auto = Field(default="auto", description="steps, a whole number, at least 1, or auto")
     checkpoint_interval: Interval = Field(default=300.0, description=INTERVAL)
     keep_checkpoints: Int = Field(default=3, ge=1, description="a whole number, at least 1")

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from spotrun.cloud.base import Market
+from spotrun.head.allocation.claims import count
 from spotrun.head.capacity.policies.zones import ORDER, Zone, again, ask, fit, held, rate, staying, use, zones
 from spotrun.head.capacity.situation import Demand, Placement, Situation, nothing
 from spotrun.head.capacity.sizes import Need
@@ -137,7 +138,7 @@ def _name(zone: Zone) -> str:
 
 def _count(job: Demand, zone: Zone) -> str:
     likely = min(job.max, math.floor(zone.hope + 1e-9))
-    return f"up to {likely} of {job.max} machines" if likely < job.max else f"{job.max} machines"
+    return f"up to {likely} of {job.max} machines" if likely < job.max else count(job.max, "machine")
 
 
 def _others(found: list[Zone], best: Zone) -> str:
