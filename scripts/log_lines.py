@@ -19,7 +19,7 @@ from scripts import console, inputs, logs, runs
 from scripts.logs import Log
 from scripts.make_command import make_command
 from scripts.site import Site
-from spotrun.errors import NotFound, SpotrunError
+from spotrun.errors import NotFound, SpotrunError, TooLargeError
 from spotrun.head.journal import stamped, state_keys
 from spotrun.store import Store
 from spotrun.store.keys import times_key
@@ -30,6 +30,7 @@ MEMORY = 32 << 20  # bytes of all logs together that are in memory
 PIECE = (16 << 10, 4 << 20)  # bytes of one log that are read at once, at least and at most
 LINE = 64 << 10  # bytes after which an unfinished line is shown
 TIMES = 4 << 20  # bytes of the text about one log's lengths that are read
+_NOTE = re.compile(rb"^([0-9]{1,16}\.[0-9]{1,16}) ([0-9]{1,16})$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -148,9 +149,12 @@ def _start(times: list[tuple[float, int]], begin: float) -> int:
 
 
 def _times(store: Store, log: Log) -> list[tuple[float, int]]:
-    """When a log had which size. Lines that cannot be read are left out."""
-    data = store.find(times_key(log.key), TIMES) or b""
-    found = [(float(m[1]), int(m[2])) for m in re.finditer(rb"^([0-9]+\.[0-9]+) ([0-9]+)$", data, re.MULTILINE)]
+    """When a log had which size. Lines that cannot be read are left out: a job's code can write there."""
+    try:
+        data = store.find(times_key(log.key), TIMES) or b""
+    except TooLargeError:
+        data = b""
+    found = [(float(match[1]), int(match[2])) for match in _NOTE.finditer(data)]
     rising: list[tuple[float, int]] = []
     for at, end in found:
         if not rising or (at >= rising[-1][0] and end >= rising[-1][1]):

@@ -124,8 +124,8 @@ class Stacks:
         self._refuse_unsaved(stack)
         if code not in good:
             raise CloudError(
-                f"terraform {words[0]} of stack {self.cluster}-{stack} failed, see above; what it has done stays known"
-                " to it, and the next try goes on from there"
+                f"terraform {words[0]} of stack {self.cluster}-{stack} failed, see above; Terraform knows what it has"
+                " done, and the next try goes on from there"
             )
         return code
 
@@ -139,7 +139,7 @@ class Stacks:
         self._ready.add(stack)
 
     def _refuse_unsaved(self, stack: Stack) -> None:
-        """Raise `CloudError` if Terraform could not write what it knows to where that is kept."""
+        """Raise `CloudError` if Terraform could not save its state."""
         left = self._folder(stack) / "errored.tfstate"
         if left.exists():
             raise CloudError(
@@ -150,7 +150,7 @@ class Stacks:
     def _run(self, stack: Stack, words: list[str], quiet: bool = False) -> tuple[int, str]:
         """The exit status, and with `quiet` what it said on stdout and then on stderr. Else all of that goes to stderr.
 
-        Ctrl-C reaches Terraform too. Terraform then stops in good order and saves what it knows: that is waited for.
+        Ctrl-C reaches Terraform too. Then wait until Terraform has stopped in good order and saved what it knows.
         """
         with _interrupts_held() as interrupted:
             begun = subprocess.Popen(

@@ -92,8 +92,9 @@ def test_logs_without_times_or_with_junk(store: Store) -> None:
     key = log_key(JOB, 1, "spot-0", 0)
     store.put(key, b"a\nb\xff\n")
     assert lines(store) == [(0.0, 0, "a"), (0.0, 0, "b\ufffd")]
-    store.put(times_key(key), b"junk\n99.0 1\n5.0 100\n1e5 3\n")
-    assert [text for _, _, text in lines(store)] == ["a", "b\ufffd"]
+    for junk in (b"junk\n99.0 1\n5.0 100\n1e5 3\n", b"1.0 " + b"9" * 5000 + b"\n", bytes(log_lines.TIMES + 1)):
+        store.put(times_key(key), junk)
+        assert [text for _, _, text in lines(store)] == ["a", "b\ufffd"]
 
 
 def test_pieces(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,7 +113,7 @@ class Reader:
 
     def _find(self, name: str) -> torch.Tensor:
         if name not in self._views:
-            raise CorruptError(f"snapshot {self._path} has no tensor {name}, though its record does")
+            raise CorruptError(f"snapshot {self._path} has no tensor {name}, but its record names one")
         return self._views[name]
 
 
