@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from spotrun.spec import ClusterSpec
 from spotrun.store import Store, job_key, queue_key, up_key
 from spotrun.wire import read_queue
 from tests.head.world import CODE, JOB, World, asked, phases, rewrite
-from tests.helpers import wait_for
+from tests.helpers import await_for, wait_for
 
 SPEC = ClusterSpec.model_validate({"name": "c", "cloud": "local", "pools": [{"name": "p", "zone": "local-a"}]})
 
@@ -99,8 +100,22 @@ async def test_a_held_job_can_be_stopped(world: World) -> None:
     head = world.new_head()
     await world.turn()
     assert await asked(world, head, "stop", job.id) == {"job": job.id}
-    assert world.written(job.id).phase == "stopped"
+    stopped = world.written(job.id)
+    assert (stopped.phase, stopped.reason, stopped.current) == ("stopped", "stopped by the operator", None)
     assert read_queue(world.store.find(queue_key("c"))).held == ()
+
+
+@pytest.mark.parametrize("verb", ["pause", "resume", "priority"])
+async def test_a_held_job_that_is_asked_for_is_said_to_be_held(world: World, verb: str) -> None:
+    job = await world.started()
+    queue.hold(world.store, "c")
+    head = world.new_head()
+    await world.turn()
+    answer = asyncio.create_task(asked(world, head, verb, job.id, **({"to": 5} if verb == "priority" else {})))
+    await await_for(lambda: head.requests._new, what="the request")
+    await world.turn()
+    with pytest.raises(SpotrunError, match=f"job {job.id} has been held since .* `make relaunch ID={job.id}`"):
+        await answer
 
 
 async def test_a_job_that_had_ended_is_not_held(world: World) -> None:

@@ -260,7 +260,7 @@ class Head:
             self.allocator.forget()  # a job is back
         for answer in self.replacements.answers(now):
             self.add_event("cloud", answer)
-        self.requests.apply(self.states, {job: each.text for job, each in self.parked.items()}, now)
+        self.requests.apply(self.states, job_queue.set_aside(self), now)
         view = self.fleet_view(now)
         self.replacements.joined = liveness.now_joined(view)
         conditions = self.allocator.conditions(view)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from spotrun.errors import JobNotFound, SpecError, SpotrunError, UnreadableError
 from spotrun.head.allocate import Claim
 from spotrun.head.demand import pinned
-from spotrun.head.job_state import Cause, EndGeneration, JobState, Stop, apply
+from spotrun.head.job_state import Cause, EndGeneration, Finish, JobState, Stop, apply
 from spotrun.head.predecessors import awaited, settle
 from spotrun.spec import JobSpec, check_fit
 
@@ -108,6 +108,13 @@ def park(head: Head, job: str, reason: str, error: Exception | None = None) -> N
         if error is not None:
             log.error("job %s: unexpected error", job, exc_info=error)
     head.requests.refuse(job, parked.text)
+
+
+def set_aside(head: Head) -> dict[str, str]:
+    """By job: why this head does not run it, and what an operator can do. These jobs are held or parked."""
+    held = "has been held since the cluster was brought up"
+    found = {job: f"job {job} {held}; `make relaunch ID={job}` continues it" for job in head.journal.held}
+    return found | {job: each.text for job, each in head.parked.items()}
 
 
 def parked_nodes(head: Head) -> frozenset[str]:
@@ -224,8 +231,8 @@ async def take_out(head: Head, job: str) -> bool:
             return True
         if state.ended_already:
             return False
-        reason = "stopped by the operator before it ran"
-        await head.journal.replace(state.replace(phase="stopped", reason=reason, ended=head.clock()))
+        reason = "stopped by the operator" if state.generation else "stopped by the operator before it ran"
+        await head.journal.replace(apply(state, Finish("stopped", reason), head.clock()))
     return True
 
 

@@ -37,14 +37,14 @@ class Requests:
         self._new.append(_Request(change, job, answer, kept))
         return answer
 
-    def apply(self, states: dict[str, JobState], parked: Mapping[str, str], now: float) -> None:
-        """Make the changes. parked: why jobs are missing in `states`."""
+    def apply(self, states: dict[str, JobState], aside: Mapping[str, str], now: float) -> None:
+        """Make the changes. aside: why jobs are missing in `states`."""
         new, self._new = self._new, []
         for change, name, answer, kept in new:
             if answer.done():
                 continue  # the request was cancelled
             try:
-                job = _find(name, states, parked, kept)
+                job = _find(name, states, aside, kept)
                 states[job.id] = changed = change(job, now)
                 self._made.append((answer, changed))
             except SpotrunError as error:
@@ -63,7 +63,7 @@ class Requests:
                 answer.set_result(changed)
 
 
-def _find(name: str | None, states: Mapping[str, JobState], parked: Mapping[str, str], kept: bool) -> JobState:
+def _find(name: str | None, states: Mapping[str, JobState], aside: Mapping[str, str], kept: bool) -> JobState:
     keeping = {job.id: job for job in states.values() if job.kept_node}
     if kept and name in keeping:
         return keeping[name]
@@ -71,10 +71,10 @@ def _find(name: str | None, states: Mapping[str, JobState], parked: Mapping[str,
     if len(found) == 1:
         return found[0]
     if name is not None:
-        raise SpotrunError(parked.get(name) or _unknown(name, states.values()))
+        raise SpotrunError(aside.get(name) or _unknown(name, states.values()))
     if found:
         raise SpotrunError(f"{len(found)} jobs have not ended: {_ids(found)}; name one of them with ID=")
-    raise SpotrunError("; ".join(["no job is active", *parked.values(), *map(_keeps, keeping.values())]))
+    raise SpotrunError("; ".join(["no job is active", *list(aside.values())[:NAMED], *map(_keeps, keeping.values())]))
 
 
 def _unknown(name: str, states: Iterable[JobState]) -> str:
