@@ -41,7 +41,7 @@ override NO      := 0 n no false off N No NO False FALSE Off OFF
 override YES     := 1 y yes true on Y Yes YES True TRUE On ON
 
 .DEFAULT_GOAL := help
-.PHONY: help plan up train jobs status cost advise follow dashboard logs stacks profile runs show diff rerun tag note rm export ssh run preempt kill relaunch stop pause resume priority simulate down acceptance image images image-versions image-trial test test-fast test-clouds test-gpu test-image lint bench-recovery bench-overhead bench-footprint bench-synth bench-startup bench-snapshots bench-jobs bench-scale bench-capacity bench-metrics soak clean
+.PHONY: help plan up train jobs status cost advise follow dashboard logs stacks profile runs show diff rerun tag note rm export tensorboard ssh run preempt kill relaunch stop pause resume priority simulate down acceptance image images image-versions image-trial test test-fast test-clouds test-gpu test-image lint bench-recovery bench-overhead bench-footprint bench-synth bench-startup bench-snapshots bench-jobs bench-scale bench-capacity bench-metrics soak clean
 
 # No task checks what was typed for these targets. So check it first, if there is anything to check.
 ifneq ($(strip $(SPOTRUN_TYPED) $(word 2,$(MAKECMDGOALS))),)
@@ -118,6 +118,9 @@ rm: $(READY) ## remove all that the bucket has of a run that has ended: ID=; ask
 
 export: $(READY) ## write a run's metrics for other programs: ID= TO=csv, parquet, tensorboard or mlflow [OUT=folder, or MLflow's tracking URI]
 	@$(FAB) export $(cluster) $(job_id) $(call flag,TO,to) $(call flag,OUT,out)
+
+tensorboard: $(READY) ## open TensorBoard on runs, while they train too; Ctrl-C ends it [ID=run,run or GROUP=: default all that have not ended, PORT=: default any free one]
+	@$(FAB) tensorboard $(cluster) $(job_id) $(call flag,GROUP,group) $(call flag,PORT,port)
 
 ssh: $(READY) ## a shell on a node, or on the head [NODE=: default head]
 	@$(FAB) ssh $(cluster) $(call flag,NODE,node)

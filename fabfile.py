@@ -24,11 +24,11 @@ from scripts import site as sites
 from scripts import ssh as remote
 from scripts.following import DIGITS
 from scripts.make_command import LOCAL, make_command
-from scripts.run_tasks import diff, export, note, rerun, rm, runs, show, tag
+from scripts.run_tasks import diff, export, note, rerun, rm, runs, show, tag, tensorboard
 from scripts.tasks import command
 from spotrun.cloud import prices
 
-__all__ = ["diff", "export", "note", "rerun", "rm", "runs", "show", "tag"]  # tasks, like those below
+__all__ = ["diff", "export", "note", "rerun", "rm", "runs", "show", "tag", "tensorboard"]  # tasks, like those below
 
 
 @command

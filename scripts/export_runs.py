@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib
 import json
 import math
 import os
@@ -11,13 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from scripts import runs
+from scripts import event_files, runs
 from spotrun.errors import SpotrunError
 from spotrun.head.job_state import JobState
 from spotrun.history.curves import Curve
 from spotrun.history.reader import Reader
 from spotrun.store import Store
-from spotrun.text import line
 
 KINDS = ("csv", "parquet", "tensorboard", "mlflow")
 FOLDER = "exports"
@@ -78,7 +76,7 @@ def _to_csv(folder: Path, curves: Iterator[Curve]) -> dict[str, Any]:
 
 
 def _to_parquet(folder: Path, curves: Iterator[Curve]) -> dict[str, Any]:
-    arrow, parquet = _library("pyarrow", "parquet"), _library("pyarrow.parquet", "parquet")
+    arrow, parquet = event_files.library("pyarrow", "parquet"), event_files.library("pyarrow.parquet", "parquet")
     kinds = ("string", "int64", "int64", "float64", "float64", "float64", "int64", "bool_")
     schema = arrow.schema([(name, getattr(arrow, kind)()) for name, kind in zip(COLUMNS, kinds, strict=True)])
     path, count = folder / "metrics.parquet", 0
@@ -97,22 +95,18 @@ def _to_parquet(folder: Path, curves: Iterator[Curve]) -> dict[str, Any]:
 
 def _to_tensorboard(folder: Path, curves: Iterator[Curve]) -> dict[str, Any]:
     """Event files, which `tensorboard --logdir` reads. An earlier export is removed: TensorBoard would show both."""
-    library, count = _library("tensorboardX", "tensorboard"), 0
-    for old in folder.glob("events.out.tfevents.*"):
+    for old in folder.glob(event_files.GLOB):
         old.unlink()
-    with library.SummaryWriter(logdir=str(folder)) as writer:
-        for curve in curves:
-            points = curve.counting()
-            for row in range(len(points)):
-                writer.add_scalar(line(curve.name), points.values[row], points.steps[row], points.times[row])
-            count += len(points)
+    file = event_files.EventFile(folder)
+    count = sum(file.add(curve.name, curve.counting()) for curve in curves)
+    file.close()
     return {"where": str(folder), "points": count}
 
 
 def _to_mlflow(state: JobState, curves: Iterator[Curve], uri: str) -> dict[str, Any]:
     """A run of the experiment that has the job's name, with the job's arguments as parameters."""
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # stdout is for the answer
-    library = _library("mlflow", "mlflow")
+    library = event_files.library("mlflow", "mlflow")
     if not uri:
         raise SpotrunError("OUT is missing: give MLflow's tracking URI, such as OUT=http://localhost:5000")
     client = library.MlflowClient(tracking_uri=uri)
@@ -143,16 +137,6 @@ def _send(library: Any, client: Any, run: str, curve: Curve) -> int:
         ]
         client.log_batch(run, metrics=metrics)
     return len(points)
-
-
-def _library(name: str, kind: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise SpotrunError(
-            f"TO={kind}: needs a package that is not installed ({error}); `.venv/bin/pip install -c constraints.txt -e"
-            f" '.[{kind}]'` installs it"
-        ) from None
 
 
 def _plain(name: str) -> str:

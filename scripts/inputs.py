@@ -39,6 +39,7 @@ TAKES = {
     "note": ("ID", "TEXT"),
     "rm": ("ID", "FORCE"),
     "export": ("ID", "TO", "OUT"),
+    "tensorboard": ("ID", "GROUP", "PORT"),
     "ssh": ("NODE",),
     "run": ("CMD", "NODE", "TIMEOUT"),
     "preempt": ("NODE", "NOTICE"),
@@ -142,6 +143,11 @@ def run(name: str, text: str, file: str) -> str:
     if not _JOB.fullmatch(text):
         raise SpotrunError(f"{name}: {text!r}: is not a run's id; `{make_command(file, 'runs')}` lists them")
     return text
+
+
+def several(name: str, text: str, file: str) -> list[str]:
+    """The ids of runs, with commas or spaces between them. Raises `SpotrunError`."""
+    return [run(name, each, file) for each in re.split(r"[,\s]+", text.strip()) if each]
 
 
 def group(text: str, job: str, file: str) -> str | None:

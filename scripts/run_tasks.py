@@ -91,5 +91,24 @@ def export(_: Context, cluster: str = LOCAL, id: str = "", to: str = "", out: st
     _print(found, json, f"{job}: {found['points']} points in {found['where']}")
 
 
+@command
+def tensorboard(
+    _: Context, cluster: str = LOCAL, id: str = "", group: str = "", port: str = "", json: bool = False
+) -> None:
+    """Open TensorBoard on runs, until Ctrl-C: those of ID, or of a group, or those that have not ended."""
+    from scripts import tensorboards
+
+    names, wanted = inputs.several("ID", id, cluster), inputs.group(group, id, cluster)
+    number = int(inputs.number("PORT", port) or 0)
+    site = sites.of_file(cluster)
+    jobs = tensorboards.chosen(site, names, wanted)
+
+    def say(url: str) -> None:
+        count = "1 run" if len(jobs) == 1 else f"{len(jobs)} runs"
+        _print({"url": url, "runs": jobs}, json, f"open {url} ({count})\nCtrl-C ends TensorBoard, and nothing else.")
+
+    tensorboards.serve(site.bucket(), site.cluster.name, jobs, number, say)
+
+
 def _print(document: object, json: bool, text: str) -> None:
     console.answer(document) if json else console.say(text)

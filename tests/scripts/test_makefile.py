@@ -53,6 +53,7 @@ TARGETS = {
     "note": {"ID": "id", "TEXT": "text"},
     "tag": {"ID": "id", "TAG": "tag"},
     "export": {"ID": "id", "TO": "to", "OUT": "out"},
+    "tensorboard": {"ID": "id", "GROUP": "group", "PORT": "port"},
 }
 
 

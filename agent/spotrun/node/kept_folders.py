@@ -135,7 +135,7 @@ def _list(store: Store, wanted: Input) -> tuple[KeptFile, ...]:
         raise CorruptError(f"inputs.{wanted.name}: {wanted.job} has left no folder {wanted.folder}")
     for each in found.files:
         inside = not each.link or _stays_inside(each.name, each.link, found.folders)
-        if not _is_plain(each.name) or not inside:
+        if not is_plain(each.name) or not inside:
             raise CorruptError(f"inputs.{wanted.name}: {key}: refused: {each.name!r} leads out of its folder")
     return found.files
 
@@ -181,7 +181,7 @@ def _files(root: Path, folder: str) -> Iterator[tuple[str, Path]]:
     for path in sorted(_walk(top)):
         name = path.relative_to(root).as_posix()
         kind = path.lstat().st_mode
-        if not _is_plain(name):
+        if not is_plain(name):
             raise CorruptError(f"keep: {name!r}: is not a name that a bucket can have; rename it")
         if stat.S_ISLNK(kind) and not _stays_inside(name, os.readlink(path), [folder]):
             raise CorruptError(f"keep: {name}: is a link out of {folder}; copy what it leads to")
@@ -200,7 +200,8 @@ def _walk(folder: Path) -> Iterator[Path]:
                 yield Path(entry.path)
 
 
-def _is_plain(name: str) -> bool:
+def is_plain(name: str) -> bool:
+    """Whether a file of this name lies below its working folder."""
     parts = name.split("/")
     return name.isprintable() and "\\" not in name and all(part not in ("", ".", "..") for part in parts)
 

@@ -1,0 +1,187 @@
+"""`make tensorboard`: TensorBoard on runs, while they train too. All points come from the bucket."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import tempfile
+import threading
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from scripts import console, runs
+from scripts.event_files import EventFile, library
+from scripts.make_command import make_command
+from scripts.site import Site
+from spotrun.errors import CorruptError, SpotrunError
+from spotrun.folders import KeptFiles
+from spotrun.head.job_state import JobState
+from spotrun.history.curves import Points
+from spotrun.history.reader import Reader
+from spotrun.node.kept_folders import LIST, is_plain
+from spotrun.store import Store, kept_key
+
+EVERY = 5.0  # seconds between two looks into the bucket, and between TensorBoard's looks into the files
+SHARE = 0.1  # part of this process's time that looks may take: they take longer with very many points
+SHOWN = 5000  # points of a curve that TensorBoard shows; it drops points of longer curves at random
+_EVENTS = "tfevents"  # what the names of event files have
+
+
+class Board:
+    """The event files of one run. `update` brings them up to date."""
+
+    def __init__(self, store: Store, cluster: str, job: str, folder: Path) -> None:
+        self.job = job
+        self.over = False  # whether there is nothing more to come
+        self.problem = ""  # why the last update has failed
+        self._store, self._cluster, self._folder = store, cluster, folder
+        self._reader = Reader(store, job)
+        self._written: dict[str, Points] = {}
+        self._file: EventFile | None = None
+        self._files = 0
+
+    def update(self) -> int:
+        """Write what is new. Returns how many points. Raises `SpotrunError`."""
+        if self.over:
+            return 0
+        state = runs.state(self._store, self._cluster, self.job)
+        new = self._reader.update()
+        curves = {name: self._reader.curve(name).counting() for name in self._reader.names} if new else {}
+        count = self._write(curves) if new else 0
+        if state.ended_already:
+            fetch_kept(self._store, state, self._folder)
+            self.over = True
+        return count
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def _write(self, found: Mapping[str, Points]) -> int:
+        purge = first_change(self._written, found)
+        if self._file is None or purge is not None:
+            self.close()
+            self._files += 1
+            self._file = EventFile(self._folder, purge or 0, self._files)
+        count = 0
+        for name, points in found.items():
+            before = len(self._written[name]) if name in self._written else 0
+            count += self._file.add(name, points, before if purge is None else bisect_left(points.steps, purge))
+        self._file.flush()
+        self._written = dict(found)
+        return count
+
+
+def first_change(written: Mapping[str, Points], found: Mapping[str, Points]) -> int | None:
+    """The first step that does not hold any more, because a newer generation repeats it; None: points were only added.
+
+    written, found: the points that count, before and now.
+    """
+    changed = []
+    for name, before in written.items():
+        now = found.get(name, Points())
+        count = min(len(before), len(now))
+        if before.steps[:count] == now.steps[:count] and before.times[:count] == now.times[:count]:
+            same = count
+        else:
+            pairs = zip(before.steps, now.steps, before.times, now.times, strict=False)
+            same = next(row for row, (a, b, c, d) in enumerate(pairs) if (a, c) != (b, d))
+        if same < len(before):
+            changed.append(min(before.steps[same], now.steps[same]) if same < len(now) else before.steps[same])
+    return min(changed, default=None)
+
+
+def fetch_kept(store: Store, job: JobState, folder: Path) -> int:
+    """Fetch the event files that the script has left in a folder of `keep`. Returns how many.
+
+    A job's code can write the list of its files. A file that does not fit it is left out, with a warning.
+    """
+    if job.folders is None:
+        return 0
+    number, count = job.folders.generation, 0
+    try:
+        files = KeptFiles.model_validate_json(store.get(kept_key(job.id, number), LIST)).files
+    except ValueError as error:
+        raise CorruptError(f"{kept_key(job.id, number)}: is not readable: {error}") from None
+    for each in files:
+        if _EVENTS in each.name.rpartition("/")[2] and not each.link and is_plain(each.name):
+            path = folder / each.name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            store.fetch(kept_key(job.id, number, each.name), path)
+            count += 1
+    return count
+
+
+def chosen(site: Site, ids: Sequence[str], group: str | None) -> list[str]:
+    """The runs to show: those that are named, those of a group, or those that have not ended, or else the newest one.
+
+    Raises `SpotrunError` if there are none.
+    """
+    store, cluster = site.bucket(), site.cluster.name
+    if ids:
+        return [runs.state(store, cluster, each).id for each in dict.fromkeys(ids)]
+    found = runs.rows(store, cluster)
+    if group:
+        found = [each for each in found if each["group"] == group]
+    elif any(each["ended"] is None for each in found):
+        found = [each for each in found if each["ended"] is None]
+    else:
+        found = found[:1]
+    if not found:
+        what = f"group {group} has no runs" if group else "no job has run on this cluster yet"
+        raise SpotrunError(f"{what}; `{make_command(site.file, 'runs')}` lists the runs")
+    return [str(each["id"]) for each in found]
+
+
+def serve(store: Store, cluster: str, jobs: Sequence[str], port: int, say: Callable[[str], None]) -> None:
+    """Serve until Ctrl-C. port: 0: any free one. say: gets the address, once. Raises `SpotrunError`."""
+    library("tensorboard", "tensorboard", "make tensorboard")
+    for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C, so that the folder is removed
+        signal.signal(number, signal.default_int_handler)
+    with tempfile.TemporaryDirectory(prefix="spotrun-tensorboard-") as folder:
+        boards = [Board(store, cluster, job, Path(folder, job)) for job in jobs]
+        try:
+            took = _update(boards)
+            say(launch(Path(folder), port))
+            over = threading.Event()  # nobody sets it
+            while not over.wait(max(EVERY, took / SHARE)):
+                took = _update(boards)
+        except KeyboardInterrupt:
+            return
+        finally:
+            for board in boards:
+                board.close()
+
+
+def launch(folder: Path, port: int) -> str:
+    """Start TensorBoard in this process, in threads that end with it. Returns the address.
+
+    Its fast loader (another program) is not used: it does not know that repeated steps replace earlier ones.
+    """
+    from tensorboard import program
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # it logs each request
+    server = program.TensorBoard()
+    flags = {"load_fast": "false", "reload_interval": EVERY, "samples_per_plugin": {"scalars": SHOWN}}
+    try:
+        server.configure(argv=["tensorboard"], logdir=str(folder), host="127.0.0.1", port=port, **flags)
+        return str(server.launch())
+    except program.TensorBoardServerException as error:
+        raise SpotrunError(f"TensorBoard does not start: {error.msg}") from None
+
+
+def _update(boards: Sequence[Board]) -> float:
+    """Bring all event files up to date. Returns the seconds that took. A run that cannot be read stays as it is."""
+    began = time.monotonic()
+    for board in boards:
+        problem = ""
+        try:
+            board.update()
+        except SpotrunError as error:
+            problem = str(error)
+        if problem and problem != board.problem:
+            console.warn(f"spotrun: tensorboard: {board.job}: {problem}")
+        board.problem = problem
+    return time.monotonic() - began
