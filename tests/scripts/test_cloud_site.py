@@ -230,7 +230,8 @@ def test_terraform_that_fails(aws: Moto, made: stacks.Stacks, tmp_path: Path, mo
     with pytest.raises(CloudError, match="terraform init of stack c-base failed"):
         made.apply()
     monkeypatch.setenv("REFUSE", "apply")
-    with pytest.raises(CloudError, match="terraform apply of stack c-base failed, see above; Terraform knows what it has done"):
+    said = "terraform apply of stack c-base failed, see above; Terraform knows what it has done"
+    with pytest.raises(CloudError, match=said):
         made.apply()
     assert not any(call.startswith("c-pools") for call in calls(tmp_path))
 
