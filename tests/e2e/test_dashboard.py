@@ -11,13 +11,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 from prometheus_client.parser import text_string_to_metric_families
 
 from scripts import site as sites
-from spotrun.state.points import Call, Header, compress, line
-from spotrun.store import job_key, log_key
+from spotrun.history.provenance import Git, Provenance
+from spotrun.state.points import Call, Extra, Header, compress, line
+from spotrun.store import extras_key, job_key, log_key, provenance_key
+from spotrun.train import extras
 from tests.e2e.browser import browser, dashboard, fits, opened, shot
 from tests.e2e.harness import PATIENCE, Harness, running
 
@@ -206,6 +209,48 @@ def test_names_and_logs_with_html_stay_text(cluster: Harness, chromium: Browser,
         expect(page.get_by_role("region", name="Text of the log")).to_contain_text(evil)
         assert page.title() != "taken"
         assert page.locator("main img, main script").count() == 0
+
+
+def test_texts_images_and_provenance(cluster: Harness, chromium: Browser, url: str) -> None:
+    """HTML in them stays text, and a broken picture is only a broken picture."""
+    job = cluster.submit(nodes={"min": 1, "max": 1}, epochs=1, samples=40)
+    cluster.until_ended()
+    store, evil = cluster.access.store, "<img src=x onerror=\"document.title='taken'\">"
+    pixels = extras.prepare(picture := Extra(3, 1.0, "image", "sample"), np.full((8, 8, 3), 200, np.uint8))
+    extras.complete(picture, pixels)
+    calls = [
+        Extra(2, 1.0, "text", evil, text=evil),
+        picture,
+        Extra(4, 2.0, "image", "broken", text=f'"><{evil}'),
+        Extra(5, 3.0, "histogram", "weights", edges=[-1.0, 0.0, 2.5], counts=[3, 9]),
+    ]
+    header = Header(job=job.id, generation=1, rank=0, base=0)
+    store.put(extras_key(job.id, 1, 900000), compress(b"".join(map(line, [header, *calls]))))
+    git = Git(commit="0123456789abcdef", branch=evil, diff=f"-old\n+{evil}\n")
+    origin = Provenance(job=job.id, at=1.0, user="ann", host="desk", code="c0de", git=git, job_file=f"script: {evil}\n")
+    store.put(provenance_key(job.id), origin.model_dump_json().encode())
+    with opened(chromium, url) as page:
+        where = f"{url.partition('?')[0]}#/run/{job.id}"
+        page.goto(f"{where}?tab=logged")
+        expect(page.get_by_role("region", name=evil).locator("pre")).to_have_text(evil)
+        image = page.get_by_role("img", name=re.compile("^sample, step 3"))
+        expect(image).to_be_visible()
+        assert image.evaluate("image => image.decode().then(() => image.naturalWidth)") == 8
+        expect(page.get_by_role("img", name=re.compile("^weights, step 5.*: 12 values from -1 to 2.5"))).to_be_visible()
+        assert fits(page)
+        page.get_by_role("navigation", name="Parts").get_by_role("link", name="Provenance").click()
+        submission = page.get_by_role("region", name="Submission")
+        expect(submission.get_by_role("row", name="commit")).to_contain_text(
+            f"0123456789abcdef on {evil}, with changes"
+        )
+        expect(page.get_by_role("region", name="Changes")).to_contain_text(f"+{evil}")
+        expect(page.get_by_role("region", name="Job file")).to_contain_text(evil)
+        expect(page.get_by_role("region", name="Nodes").get_by_role("row", name="spot-")).to_have_count(1)
+        expect(page.get_by_role("region", name="Packages")).to_contain_text("torch==")
+        for width in (400, 1600):
+            page.set_viewport_size({"width": width, "height": 860})
+            assert fits(page)
+        assert page.title() != "taken"
 
 
 def test_prometheus_gets_metrics_through_the_tunnel(cluster: Harness, url: str) -> None:

@@ -8,18 +8,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from spotrun.dashboard import bars, history, logs
-from spotrun.dashboard.records import Records
+from spotrun.dashboard.records import AT_ONCE, Records
+from spotrun.document import Kept
+from spotrun.errors import TooLargeError
 from spotrun.head import timeline as heads
 from spotrun.head.overview import extras
 from spotrun.head.status import job_status
-from spotrun.store.keys import JOBS, job_key
+from spotrun.history.provenance import MOST, RECORD, NodeRecord, Provenance, Remarks
+from spotrun.store.keys import JOBS, job_key, provenance_key, remarks_key, system_folder
 
 FILES = 2000  # files that are listed; the rest is counted
+NODES = 64  # nodes whose records are read
 _PART = re.compile(r"(?P<folder>checkpoints/[0-9]+|metrics/[0-9]+|system/[^/]+|kept/[0-9]+)/")
 
+Found = TypeVar("Found", bound=Kept)
 Query = Mapping[str, str]
 Answer = Callable[[Records, str, Query], Any]
 
@@ -59,11 +65,40 @@ def timeline(records: Records, job: str, _: Query) -> dict[str, Any]:
     return bars.document(state, heads.read(records.store.find(job_key(job, "timeline.json"))))
 
 
+def origin(records: Records, job: str, _: Query) -> dict[str, Any]:
+    """Where the run came from: who submitted what, what people say about it, and what its nodes had."""
+    records.state(job)
+    store = records.store
+    found = _document(records, provenance_key(job), Provenance, MOST)
+    said = _document(records, remarks_key(job), Remarks, MOST)
+    keys = [key for key in store.list(system_folder(job)) if "/about-" in key]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        nodes = [
+            each for each in pool.map(lambda key: _document(records, key, NodeRecord, RECORD), keys[:NODES]) if each
+        ]
+    return {
+        "provenance": found.model_dump(mode="json") if found else None,
+        "remarks": (said or Remarks()).model_dump(mode="json"),
+        "nodes": [each.model_dump(mode="json") for each in sorted(nodes, key=lambda each: each.at)],
+        "left_out": max(0, len(keys) - NODES),
+    }
+
+
+def _document(records: Records, key: str, kind: type[Found], most: int) -> Found | None:
+    """A document; None if there is none that can be read: a job's code can write those of its nodes."""
+    try:
+        data = records.store.find(key, most)
+        return None if data is None else kind.model_validate_json(data)
+    except (ValueError, TooLargeError):
+        return None
+
+
 ANSWERS: dict[str, Answer] = {
     "": run,
     "events": events,
     "files": files,
     "logs": logs.listed,
+    "origin": origin,
     "log": logs.read,
     "timeline": timeline,
 }

@@ -19,6 +19,7 @@ from aiohttp import web
 from spotrun.dashboard import guard, runs
 from spotrun.dashboard.curves import Shelf
 from spotrun.dashboard.live import Live
+from spotrun.dashboard.logged import Logged
 from spotrun.dashboard.machines import Machines
 from spotrun.dashboard.records import MOST, Records
 from spotrun.errors import JobNotFound, SpotrunError, StoreError
@@ -51,7 +52,7 @@ class Dashboard:
     def __init__(self, records: Records, live: Live, head: Head, token: str) -> None:
         self.port = 0
         self._records, self._live, self._head, self._token = records, live, head, token
-        self._shelf, self._machines = Shelf(records), Machines(records)
+        self._shelf, self._machines, self._logged = Shelf(records), Machines(records), Logged(records)
         self._streams = 0
 
     def app(self) -> web.Application:
@@ -66,6 +67,7 @@ class Dashboard:
         cached: dict[str, runs.Answer] = {
             "curves": lambda _, job, query: self._shelf.read(job, query),
             "machines": lambda _, job, query: self._machines.read(job, query),
+            "logged": lambda _, job, query: self._logged.read(job, query),
         }
         for name, answer in (runs.ANSWERS | cached).items():
             app.router.add_get("/api/runs/{job}" + (f"/{name}" if name else ""), self._run(answer))

@@ -2,13 +2,15 @@
 import { Charts } from "/pages/chart.js";
 import { events } from "/pages/cluster.js";
 import * as curves from "/pages/curves.js";
+import * as logged from "/pages/logged.js";
 import * as logs from "/pages/logs.js";
+import * as origin from "/pages/origin.js";
 import { ask, badge, bar, bytes, clock, el, job, money, number, span, table } from "/pages/dom.js";
 import * as machines from "/pages/machines.js";
 import * as timeline from "/pages/timeline.js";
 
 const EVERY = 2000; // milliseconds between two looks at a run that goes on
-const TABS = { overview: "Curves and time", machines: "Machines", logs: "Logs", events: "Events", files: "Files", job: "Job file" };
+const TABS = { overview: "Curves and time", machines: "Machines", logged: "Texts and images", logs: "Logs", events: "Events", files: "Files", origin: "Provenance", job: "Job file" };
 
 let id = "", tab = "overview", run = null, parts = {}, problems = {}, redraw = () => {}, timer = 0, charts = new Charts(), busy = false;
 
@@ -16,6 +18,7 @@ export function open(state, draw) {
   [id, run, parts, problems, redraw] = [state.argument, null, {}, {}, draw];
   charts = new Charts();
   curves.open();
+  logged.open();
   logs.open(draw);
   tab = state.query.get("tab") ?? "overview";
   if (!id) return;
@@ -51,9 +54,10 @@ async function look() {
     if (asked !== id) return;
     run = parts.run ?? run;
     redraw();
-    const wanted = tab === "overview" ? ["timeline"] : tab === "job" ? [] : [tab];
+    const wanted = tab === "overview" ? ["timeline"] : tab === "job" || tab === "logged" ? [] : [tab];
     await Promise.all(wanted.map((name) => fetched(name)));
     if (tab === "overview") await curves.look(path);
+    if (tab === "logged") await logged.look(path);
     if (asked === id) redraw();
   } finally {
     busy = false;
@@ -110,9 +114,11 @@ const BODIES = {
     account(),
   ],
   machines: () => (parts.machines ? machines.draw(charts, parts.machines, marks()) : wrong("machines")),
+  logged: () => logged.draw(),
   logs: () => logs.draw(path, parts.logs, problems.logs),
   events: () => (parts.events ? events(parts.events) : wrong("events")),
   files: () => (parts.files ? files(parts.files) : wrong("files")),
+  origin: () => (parts.origin ? origin.draw(parts.origin) : wrong("origin")),
   job: () => [
     el("p", {}, `Code bundle ${run.code}. Keys of the job file that are not the default:`),
     el("pre", { tabindex: "0" }, JSON.stringify(run.spec, null, 2)),
