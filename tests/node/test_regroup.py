@@ -69,6 +69,7 @@ async def test_the_same_processes_go_on_in_another_generation(tmp_path: Path) ->
         await w.ready(bundle, [A, B, C])
         order = await w.begin(bundle, 1, [A, B])
         first = await w.steps([A, B], 1, 5)
+        assert [path.is_fifo() for path in tmp_path.rglob(f"{A}/**/control/wakeup")] == [True]
         assert all(report.regroup == "able" for report in first)
         stop = await drained(w, order, [A, B], 1)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -36,6 +38,10 @@ class Regroups:
         self.stack = ExitStack()
         self.members: list[Member] = []  # of the newest generation, in rank order
         self.all: list[Member] = []
+        self.wakeup = path / "wakeup"  # the agent's FIFO
+        os.mkfifo(self.wakeup)
+        self.wakes = os.open(self.wakeup, os.O_RDWR | os.O_NONBLOCK)
+        self.stack.callback(os.close, self.wakes)
 
     def begin(self, nodes: str, interval: int = 0, stop_at: int = NONE, **plans: dict[str, Any]) -> None:
         """The first generation: one worker a node. plans: by node."""
@@ -92,6 +98,7 @@ class Regroups:
         self.stack.close()
 
     def _fork(self, context: Context, group: dict[str, str], rank: int, plan: dict[str, Any]) -> Member:
+        context = replace(context, wakeup=str(self.wakeup))
         environment = {
             **group,
             "RANK": str(rank),
@@ -121,6 +128,20 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     cluster = Cluster(tmp_path_factory.mktemp("undisturbed"))
     assert cluster.run(["a", "b", "c"]) == [0, 0, 0], cluster.log()
     return cluster.final()
+
+
+def test_a_worker_that_waits_wakes_the_agent(job: Regroups) -> None:
+    """The pause of all others contains the time until the agent sees it."""
+    job.begin("ab", stop_at=2)
+    wait_for(lambda: all(each.control.left == EXIT_DRAINED for each in job.members), 60)
+    found = bytearray()
+
+    def both() -> bool:
+        with contextlib.suppress(BlockingIOError):
+            found.extend(os.read(job.wakes, 100))
+        return len(found) == 2
+
+    wait_for(both, 60, "two wakes")
 
 
 def test_a_planned_change_loses_nothing_and_loads_nothing(job: Regroups, undisturbed: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import shutil
@@ -28,6 +29,7 @@ from spotrun.node.packages import imported_modules, install
 from spotrun.node.workers import WorkerGroup, create, move
 from spotrun.spec import JobSpec
 from spotrun.state.control import Context, Invitation
+from spotrun.state.wakeup import Wakeups
 from spotrun.store import Store
 from spotrun.wire import Bundle, Failure, Generation, Place
 
@@ -73,6 +75,7 @@ class Job:
         self._node, self._changed = node, changed
         self._launcher = Launcher(node.templates, self._on_event)
         self._preparation: asyncio.Task[None] | None = None
+        self._wakeups: Wakeups | None = None
         self._spec: JobSpec | None = None
         self._env: dict[str, str] = {}  # of the launcher
         self._ready = self._ended = False
@@ -95,6 +98,8 @@ class Job:
 
     def prepare(self) -> None:
         """Prepare the job in the background."""
+        with contextlib.suppress(OSError):  # the runner also looks at the workers from time to time
+            self._wakeups = Wakeups(self.control / "wakeup", self._changed)
         self._preparation = asyncio.create_task(self._prepare_until_done())
 
     def start(self, generation: Generation, rank: int) -> WorkerGroup:
@@ -159,6 +164,8 @@ class Job:
     async def end(self) -> None:
         """End all processes of the job. Files stay."""
         self._ended = True
+        if self._wakeups is not None:
+            self._wakeups.close()
         if self._preparation is not None:
             self._preparation.cancel()
             await asyncio.gather(self._preparation, return_exceptions=True)
@@ -185,6 +192,7 @@ class Job:
                 controls=[str(worker.path) for worker in group.workers],
                 regroups=True,
                 metrics=str(self.metrics),
+                wakeup=str(self._wakeups.path) if self._wakeups is not None else "",
                 warm_up=group.number == 0,
             )
             task = Task(

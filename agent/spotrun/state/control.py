@@ -206,6 +206,7 @@ class Context:
     controls: list[str] = field(default_factory=list)  # paths of the control blocks of this node's workers, in order
     regroups: bool = False  # whether the agent lets workers wait for the next generation, instead of ending
     metrics: str = ""  # folder for what the script logs, on the node's disk (see `spotrun.state.points`); empty: none
+    wakeup: str = ""  # path of the FIFO that wakes the agent (see `spotrun.state.wakeup`); empty: there is none
     warm_up: bool = False  # whether the worker is in no generation yet: it waits for one when its set-up is done
 
     VARIABLE = "SPOTRUN_CONTEXT"

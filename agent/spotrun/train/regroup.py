@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from spotrun.state import exit_note
 from spotrun.state.control import EXIT_DRAINED, EXIT_PEER, Context, Control, Invitation
+from spotrun.state.wakeup import wake
 from spotrun.train.distributed import join_process_group, leave_process_group, rank_and_world
 from spotrun.train.parallel import Parallel
 
@@ -77,6 +78,7 @@ class Membership:
                 trace = "".join(traceback.format_exception(error))
                 exit_note.write(self.context.control, "peer", control.rank, message, trace)
         control.left = EXIT_DRAINED if error is None else EXIT_PEER
+        wake(self.context.wakeup)
         while control.joins <= self.context.generation:
             time.sleep(POLL)
 
