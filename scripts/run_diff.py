@@ -34,7 +34,7 @@ def document(store: Store, cluster: str, a: str, b: str) -> Found:
         "a": a,
         "b": b,
         "code": _code(store, first, second),
-        "job": changes(_spec(first), _spec(second)),
+        "job": changes(_spec(first) | _seed(records[0]), _spec(second) | _seed(records[1])),
         "packages": changes(*map(_packages, records)),
         "machines": changes(*map(_machines, records)),
         "results": changes(*(_results(state) for state in (first, second))),
@@ -138,6 +138,11 @@ def _spec(state: JobState) -> Found:
 
 def _packages(records: list[NodeRecord]) -> Found:
     return dict(records[0].packages) if records else {}
+
+
+def _seed(records: list[NodeRecord]) -> Found:
+    """What the script gave to `spotrun.init`."""
+    return {"seed": records[0].seed} if records and records[0].seed is not None else {}
 
 
 def _machines(records: list[NodeRecord]) -> Found:

@@ -119,6 +119,8 @@ def _origin(found: Found) -> list[str]:
         more = f", {len(git['untracked'])} files that git does not know" if git["untracked"] else ""
         lines.append(f"commit:     {git['commit'][:12] or 'none'} {git['branch']}{changed}{more}")
     by = f"{origin['user']}@{origin['host']}" + (f" <{origin['email']}>" if origin["email"] else "")
+    if (seed := next((each["seed"] for each in found["nodes"]), None)) is not None:
+        lines.append(f"seed:       {seed}")
     lines.append(f"by:         {by}, {utc(origin['at'])}, spotrun {origin['version']}")
     lines.append(f"files:      {origin['job_path']}, {origin['cluster_path']}")
     return [*lines, *([f"repeats:    {origin['rerun_of']}"] if origin["rerun_of"] else [])]

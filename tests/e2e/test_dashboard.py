@@ -243,6 +243,7 @@ def test_texts_images_and_provenance(cluster: Harness, chromium: Browser, url: s
         expect(submission.get_by_role("row", name="commit")).to_contain_text(
             f"0123456789abcdef on {evil}, with changes"
         )
+        expect(submission.get_by_role("row", name="seed")).to_contain_text("1")
         expect(page.get_by_role("region", name="Changes")).to_contain_text(f"+{evil}")
         expect(page.get_by_role("region", name="Job file")).to_contain_text(evil)
         expect(page.get_by_role("region", name="Nodes").get_by_role("row", name="spot-")).to_have_count(1)

@@ -41,9 +41,10 @@ def test_an_image_and_a_driver(tmp_path: Path) -> None:
 
 def test_the_record(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
-    about.write(store, "j", Identity("spot-0", "zone", "127.0.0.1", "vm", type="g2"), "boot", 2, "")
+    about.write(store, "j", Identity("spot-0", "zone", "127.0.0.1", "vm", type="g2"), "boot", 2, "", 0)
     found = NodeRecord.model_validate_json(store.get(about_key("j", "spot-0", "boot")))
     assert (found.node, found.type, found.devices, found.packages["torch"]) == ("spot-0", "g2", 2, version("torch"))
+    assert found.seed == 0
 
 
 def test_a_job_is_one_run_in_other_programs() -> None:

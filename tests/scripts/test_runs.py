@@ -155,9 +155,11 @@ def two(tmp_path: Path) -> Store:
     ]
     env = {"WANDB_API_KEY": "very secret", "MODE": "fast"}
     states[1] = states[1].replace(spec=states[1].spec.model_copy(update={"args": ("--lr", "0.2"), "env": env}))
-    for state, torch in zip(states, ("2.12.0", "2.13.0"), strict=True):
+    for state, torch, seed in zip(states, ("2.12.0", "2.13.0"), (0, 7), strict=True):
         found.put(job_key(state.id, "state.json"), state.model_dump_json().encode())
-        record = NodeRecord(node="spot-0", boot="b", at=1.0, type="g2", packages={"torch": torch, "numpy": "2.0"})
+        record = NodeRecord(
+            node="spot-0", boot="b", at=1.0, type="g2", seed=seed, packages={"torch": torch, "numpy": "2.0"}
+        )
         found.put(about_key(state.id, "spot-0", "b"), record.model_dump_json().encode())
         for generation, nodes in ((1, ("spot-0", "spot-1")), (2, ("spot-1", "spot-2"))):
             for rank, node in enumerate(nodes):
@@ -182,7 +184,7 @@ def test_show(two: Store) -> None:
     assert [each["packages"]["torch"] for each in found["nodes"]] == ["2.12.0"], "junk is left out"
     assert found["objects"]["logs"] == {"objects": 4, "bytes": 16}
     text = run_show.text(found)
-    for wanted in ("ann@h", "3 steps lost", "spot-1 spot-2", "torch 2.12.0", "loss"):
+    for wanted in ("ann@h", "3 steps lost", "spot-1 spot-2", "torch 2.12.0", "loss", "seed:       0"):
         assert wanted in text
     with pytest.raises(SpotrunError, match="has no such run"):
         run_show.document(two, "another", A)
@@ -198,6 +200,7 @@ def test_diff(two: Store) -> None:
     ]
     assert found["code"][2]["lines"][3:5] == ["-lr = 0.1", "+lr = 0.2"]
     assert found["job"]["args"] == ["", "--lr 0.2"]
+    assert found["job"]["seed"] == [0, 7]
     assert found["job"]["env.MODE"] == [None, "fast"]
     assert found["packages"] == {"torch": ["2.12.0", "2.13.0"]}
     assert found["results"]["metric loss"] == [0.5, 0.25]

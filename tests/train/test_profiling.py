@@ -148,6 +148,16 @@ def test_the_generation_ends(worker: Worker) -> None:
     assert worker.recorded() == 2
 
 
+def test_a_request_belongs_to_its_generation(worker: Worker) -> None:
+    """Of what a worker has in its control block, the seed stays, and a request does not."""
+    worker.control.seed = 7
+    worker.ask(5)
+    worker.control.renew(2)
+    assert (worker.control.profile, worker.control.seed) == (NONE, 7)
+    worker.train(3)
+    assert worker.answer is None
+
+
 def test_a_newer_request_replaces_an_older_one(worker: Worker) -> None:
     worker.ask(50)
     worker.train(4)

@@ -59,6 +59,7 @@ class NodeRecord(Kept):
     kernel: str = ""
     python: str = ""
     image: dict[str, Any] = Field(default={})  # commit, built and versions of the image's manifest; empty: no image
+    seed: int | None = None  # that the script gave to `spotrun.init`; None: not known
     packages: dict[str, str] = Field(default={})  # versions by name, of the workers' environment
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from spotrun.errors import SpotrunError
 from spotrun.history.provenance import NodeRecord
 from spotrun.machine.metadata import Identity
+from spotrun.state.control import NONE
 from spotrun.store import Store, about_key
 
 log = logging.getLogger(__name__)
@@ -25,8 +26,11 @@ _GPUS, _DRIVER = Path("/proc/driver/nvidia/gpus"), Path("/proc/driver/nvidia/ver
 _PACKAGE = re.compile(r"(?P<name>[A-Za-z0-9._]+)-(?P<version>[^-]+)\.dist-info")
 
 
-def write(store: Store, job: str, identity: Identity, boot: str, devices: int, path: str) -> None:
-    """Write this node's record into the bucket. path: the workers' PYTHONPATH. Failures are only logged."""
+def write(store: Store, job: str, identity: Identity, boot: str, devices: int, path: str, seed: int = NONE) -> None:
+    """Write this node's record into the bucket. path: the workers' PYTHONPATH. seed: `NONE`: it is not known.
+
+    Failures are only logged.
+    """
     record = NodeRecord(
         node=identity.name,
         boot=boot,
@@ -41,6 +45,7 @@ def write(store: Store, job: str, identity: Identity, boot: str, devices: int, p
         kernel=platform.release(),
         python=platform.python_version(),
         image=image(MANIFEST),
+        seed=None if seed == NONE else seed,
         packages=packages([*path.split(os.pathsep), *sys.path]),
     )
     try:

@@ -24,6 +24,7 @@ from spotrun.node.metrics_uploader import MetricsUploader
 from spotrun.node.part_uploader import PartUploader, WantedPart, newest_snapshot
 from spotrun.node.workers import Phase, WorkerGroup
 from spotrun.spec import JobSpec
+from spotrun.state.control import NONE
 from spotrun.store import log_key
 from spotrun.wire import Bundle, Failure, JobOrder, JobReport, StateRef
 
@@ -278,9 +279,9 @@ class Runner:
         """Write down what this node has, once its workers have begun: not while they start."""
         while job.group is not None and job.group.phase == "starting":
             await asyncio.sleep(4 * POLL)
-        node = self._node
+        node, seed = self._node, job.group.workers[0].control.seed if job.group is not None else NONE
         await asyncio.to_thread(
-            about.write, node.store, self.id, node.identity, node.boot, node.devices, job.python_path
+            about.write, node.store, self.id, node.identity, node.boot, node.devices, job.python_path, seed
         )
 
     async def _upload_logs(self) -> None:

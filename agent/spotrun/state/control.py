@@ -55,6 +55,7 @@ class Control:
     able: int  # 1: it can
     left: int  # it has left its generation, and waits for the next one: the exit code that it would have used
     joins: int  # the generation that it should join; only the agent writes it
+    seed: int  # that the script gave to `spotrun.init`
     profile: int  # steps that should be recorded (see train/profiling.py); only `spotrun profile` writes it
     stepped_at: float  # end of the newest step
     forked: float
@@ -154,7 +155,7 @@ _INT_AT, _FLOAT_AT = (
 # What has a number from the start.
 _FROM_ZERO = {"generation", "pid", "rank", "total_steps"}
 # What lasts as long as the worker's process.
-_KEPT = {"pid", "able", "layout_0", "layout_1", "joins"}
+_KEPT = {"pid", "able", "layout_0", "layout_1", "joins", "seed"}
 
 
 def _is_number(value: object) -> bool:

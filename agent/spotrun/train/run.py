@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from spotrun.errors import SpotrunError
-from spotrun.state.control import Context, Control, warm_up_store
+from spotrun.state.control import NONE, Context, Control, warm_up_store
 from spotrun.train import batches
 from spotrun.train.boundary import Boundary
 from spotrun.train.distributed import choose_device, cpu_group, join_process_group, leave_at_exit, rank_and_world
@@ -43,6 +43,7 @@ def init(seed: int = 0, backend: str | None = None) -> Run:
     if context is not None:
         control = Control(Path(context.control))
         control.entered = entered
+        control.seed = seed if abs(seed) < 1 << 62 else NONE
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = choose_device(local_rank, insist=context is not None)
     alone = warm_up_store(context.controls[0]) if context is not None and context.warm_up else None

@@ -5,7 +5,7 @@ export function draw(found) {
   const origin = found.provenance, git = origin?.git;
   return [
     el("section", { "aria-label": "Submission" }, el("h2", {}, "Submission"),
-      origin ? table(["what", "value"], rows(origin, git).map(([name, value]) => [name, name, value]))
+      origin ? table(["what", "value"], rows(origin, git, found.nodes).map(([name, value]) => [name, name, value]))
         : el("p", { class: "quiet" }, "Nobody has written it down: an older version submitted this run, or a program without make.")),
     remarks(found.remarks),
     git?.diff ? el("section", { "aria-label": "Changes" }, el("h2", {}, "Changes since the commit"),
@@ -21,12 +21,13 @@ export function draw(found) {
   ];
 }
 
-function rows(origin, git) {
+function rows(origin, git, nodes) {
   return [
     ["person", `${origin.user}@${origin.host}${origin.email ? ` <${origin.email}>` : ""}`],
     ["submitted", clock(origin.at, true)],
     ["spotrun", origin.version],
     ["code", `${origin.code} (${number(origin.files)} files)`],
+    Number.isInteger(nodes[0]?.seed) && ["seed", String(nodes[0].seed)],
     git && ["commit", `${git.commit || "none"}${git.branch ? ` on ${git.branch}` : ""}${git.diff ? ", with changes" : ""}`],
     git?.remote && ["repository", git.remote],
     git?.untracked.length && ["files that git does not know", git.untracked.join(", ")],
