@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from pathlib import Path
 
@@ -15,7 +16,9 @@ from tests.e2e.harness import Harness
 from tests.helpers import wait_for
 
 
-def test_training_goes_on(cluster: Harness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_goes_on(
+    cluster: Harness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """One rank, then all ranks of a node. No step is lost, and nothing restarts."""
     monkeypatch.setattr(profile_requests, "FOLDER", str(tmp_path))
     job = cluster.submit(nodes={"min": 2, "max": 2}, epochs=1, samples=2400, slow=20)
@@ -29,6 +32,12 @@ def test_training_goes_on(cluster: Harness, tmp_path: Path, monkeypatch: pytest.
     assert Path(found.path).stat().st_size > 100
     [mine], missing = profile_requests.ask(cluster.access, name, nodes[:1], None, 1)
     assert (mine.rank, mine.steps, missing) == (0, 1, {})
+    capsys.readouterr()
+    assert profile_requests.show(cluster.access, name, None, None, 2, json=False) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(rf"rank 0 on {nodes[0]}: 2 steps, from step [0-9]+ on", said[0])
+    assert any(line.endswith("  Optimizer.step#AdamW.step") for line in said)
+    assert Path(said[-2].removeprefix("trace: ").partition(",")[0]).is_file()
     with pytest.raises(SpotrunError, match=r"RANK: 7: .* has no such rank now"):
         profile_requests.show(cluster.access, name, None, 7, 1, json=True)
     job.go()
