@@ -269,23 +269,23 @@ def test_uneven_shares_weigh_as_one_batch(cluster: Cluster) -> None:
     """17 samples over 2 workers, 4 each: two whole steps and one in which a worker only pads."""
     alone = weigh({}, "", 8)
     out = [str(cluster.path / f"{rank}.pt") for rank in range(2)]
-    run_both(weigh, [(path, 4) for path in out])
+    run_all(weigh, [(path, 4) for path in out])
     pairs = [torch.load(path) for path in out]
     assert [padding for padding, _ in pairs] == [[False] * 3, [False, False, True]]
     for _, weights in pairs:
         assert torch.allclose(weights, alone[1], rtol=1e-5)
 
 
-def run_both(work: Callable[..., Any], args: list[tuple[Any, ...]]) -> None:
-    """Run it in two workers of one process group; args: after the environment, by rank."""
-    with meeting(2) as group:
+def run_all(work: Callable[..., Any], args: list[tuple[Any, ...]]) -> None:
+    """Run it in workers of one process group; args: after the environment, by rank."""
+    with meeting(len(args)) as group:
         ranked = [({**group, "RANK": str(rank)}, *each) for rank, each in enumerate(args)]
         processes = [forked.Process(target=work, args=each, daemon=True) for each in ranked]
         for process in processes:
             process.start()
         for process in processes:
             process.join(120)
-        assert [process.exitcode for process in processes] == [0, 0]
+        assert [process.exitcode for process in processes] == [0] * len(args)
 
 
 def weigh(environment: dict[str, str], out: str, batch: int) -> tuple[list[bool], torch.Tensor]:
@@ -347,16 +347,23 @@ def ddp_options(environment: dict[str, str], out: str) -> None:
     Path(out).write_text(json.dumps(said))
 
 
-def test_unused_parameters_and_no_sync_are_as_in_ddp_on_gpus(cluster: Cluster) -> None:
-    paths = [cluster.path / str(rank) for rank in range(2)]
-    run_both(ddp_options, [(str(path),) for path in paths])
+@pytest.mark.parametrize(
+    ("workers", "refused"),
+    [
+        pytest.param(2, "torch: Expected to have finished reduction", id="two workers: DDP refuses"),
+        pytest.param(3, "parameter sometimes.weight got no gradient in the last step.", id="three: run.ddp refuses"),
+    ],
+)
+def test_unused_parameters_and_no_sync_are_as_in_ddp_on_gpus(cluster: Cluster, workers: int, refused: str) -> None:
+    paths = [cluster.path / str(rank) for rank in range(workers)]
+    run_all(ddp_options, [(str(path),) for path in paths])
     for rank, path in enumerate(paths):
         said = json.loads(path.read_text())
-        assert said["{}"].startswith("parameter sometimes.weight got no gradient in the last step."), said
+        assert said["{}"].startswith(refused), said
         assert said["{'find_unused_parameters': True}"] == ""
         assert said["{'find_unused_parameters': False}"].startswith("torch: Expected to have finished reduction")
         assert said["alone"] == rank + 1
-        assert said["together"] == 3.0
+        assert said["together"] == workers + 1.0
 
 
 def test_a_bug_in_the_script_is_no_peer_failure(cluster: Cluster) -> None:

@@ -67,9 +67,10 @@ class Parallel(nn.Module):
                 options["init_sync"] = False
             if self._device.type == "cuda":
                 options.setdefault("device_ids", [self._device.index])
-            elif "find_unused_parameters" not in options:
+            elif "find_unused_parameters" not in options and dist.get_world_size() > 2:
                 # DDP rearranges its buckets after the first iteration, unless it looks for unused parameters. That
-                # changes the order in which gloo adds three or more ranks: a restarted run would differ by a bit.
+                # changes the order in which gloo adds three or more ranks: a restarted run would differ by a bit. It
+                # costs a search of the graph and one more collective in each step, so two ranks go without.
                 options["find_unused_parameters"] = True
                 if self._used is None:
                     self.__dict__["_used"] = _Used(module)

@@ -6,6 +6,7 @@ ranks, and a resumed step draws the same numbers as an undisturbed one.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import random
 
@@ -19,4 +20,12 @@ def reseed(*keys: int | str) -> None:
     value = int.from_bytes(digest, "little") >> 1  # torch takes 63 bits everywhere
     random.seed(value)
     numpy.random.seed(value & 0xFFFFFFFF)
-    torch.manual_seed(value)
+    # torch.manual_seed would also prepare every kind of device that is not in use: 0.16 ms, each time.
+    torch.default_generator.manual_seed(value)
+    if _has_cuda():
+        torch.cuda.manual_seed_all(value)
+
+
+@functools.cache
+def _has_cuda() -> bool:
+    return torch.cuda.is_available()
