@@ -10,7 +10,8 @@ from spotrun.errors import SpotrunError
 from spotrun.history.curves import Points
 from spotrun.text import line
 
-GLOB = "events.out.tfevents.*"
+SUFFIX = ".spotrun"
+GLOB = f"events.out.tfevents.*{SUFFIX}"  # event files of this module: other programs may write into the same folder
 
 
 class EventFile:
@@ -27,7 +28,7 @@ class EventFile:
         from tensorboardX.proto import event_pb2, summary_pb2
 
         self._events, self._summaries = event_pb2, summary_pb2
-        self._writer = EventsWriter(str(folder / "events"), f".{number:06d}")
+        self._writer = EventsWriter(str(folder / "events"), f".{number:06d}{SUFFIX}")
         if purge is not None:
             start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
             self._writer.write_event(event_pb2.Event(step=purge, session_log=start))

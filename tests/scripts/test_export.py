@@ -67,10 +67,14 @@ def test_parquet(bucket: Store, tmp_path: Path) -> None:
 
 
 def test_tensorboard(bucket: Store, tmp_path: Path) -> None:
-    """Event files with the points that count; a second export replaces the first."""
+    """Event files with the points that count; a second export replaces the first, and no file of another program."""
+    other = tmp_path / "out" / "events.out.tfevents.1.host.2.0"
+    other.parent.mkdir()
+    other.touch()
     for _ in range(2):
         found = export(bucket, "tensorboard", tmp_path / "out")
-    (path,) = Path(found["where"]).glob("events.*")
+    (path,) = set(Path(found["where"]).glob("events.*")) - {other}
+    assert other.exists()
     events, data = [], path.read_bytes()
     while data:  # a record: its length, a checksum, the event, a checksum
         (length,) = struct.unpack("<Q", data[:8])

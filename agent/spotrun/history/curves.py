@@ -19,10 +19,6 @@ _CODES = dict(zip(COLUMNS, "qqddd", strict=True))
 Place = tuple[int, int]  # epoch, and steps completed: where in a job something happened
 
 
-def _column(name: str) -> array[float]:
-    return array(_CODES[name])
-
-
 @dataclass
 class Points:
     """Points of one name and one generation, in the order in which they were logged. All columns have one length."""

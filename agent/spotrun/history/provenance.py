@@ -48,7 +48,6 @@ class NodeRecord(Kept):
     node: str
     boot: str  # as in wire.Report
     at: float
-    pool: str = ""
     zone: str = ""
     type: str = ""  # machine type
     devices: int = 0
