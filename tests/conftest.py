@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, settings
 SHARED = "TESTS_SHARED"  # the variable: a folder for all workers of this run
 # What `make test-fast` leaves out: whole clusters, torch, machines, and many or large programs.
 SLOW = (
+    "bench/test_dashboard.py",
     "bench/test_snapshots.py",
     "bench/test_startup.py",
     "cloud/test_local_cloud.py",

@@ -38,6 +38,20 @@ def test_new_blocks_are_read_without_the_old_ones(store: Store) -> None:
     assert not reader.update()
 
 
+def test_a_limit_in_time_leaves_blocks_for_the_next_update(store: Store) -> None:
+    for number in range(1, 41):
+        put(store, number, block(1, 0, [number]))
+    reader = Reader(store, "j")
+    left: list[int] = []
+    while not left or left[-1]:
+        assert reader.update(seconds=0.0)
+        left.append(reader.unread)
+        assert steps(reader) == list(range(1, 41 - left[-1]))
+    assert left == list(range(38, -1, -2))
+    assert not reader.update(seconds=0.0)
+    assert reader.unread == 0
+
+
 def test_a_block_that_arrives_late(store: Store) -> None:
     """A node had no way to the bucket while another generation began; or an older agent's block comes last."""
     reader = Reader(store, "j")

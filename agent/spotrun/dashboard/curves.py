@@ -16,6 +16,7 @@ KEPT = 4000  # points of each name and generation in memory
 DRAWN = 1500  # points of each curve that a page gets: about one for each pixel
 NAMES = 12  # curves in one answer, unless the page asks for others
 LISTED = 1000  # names that are listed
+PATIENCE = 0.5  # seconds of reading before an answer. The page shows what there is, and asks again
 
 
 class Shelf:
@@ -32,17 +33,24 @@ class Shelf:
         Query: `names`, one in each line; default: the first ones. Waits for the bucket. Raises `JobNotFound`,
         `StoreError`.
         Each curve: the points that count, and the void ones, as lists of steps, times (epoch seconds), samples, values.
+        `unread`: blocks that are not in the curves yet. The next call goes on with them.
         """
         self._records.state(job)
         lock, reader = self._reader(job)
         with lock:
-            reader.update()
+            reader.update(seconds=PATIENCE)
             names = reader.names
             asked = [name for name in query.get("names", "").split("\n") if name][: 4 * NAMES]
             chosen = [name for name in asked if name in names] if asked else names[:NAMES]
             curves = [_drawn(thin_curve(reader.curve(name), DRAWN)) for name in chosen]
             bases = [[each.generation, each.base] for each in reader.headers.values()]
-            return {"names": names[:LISTED], "curves": curves, "bases": sorted(bases), "problems": reader.problems}
+            return {
+                "names": names[:LISTED],
+                "curves": curves,
+                "bases": sorted(bases),
+                "problems": reader.problems,
+                "unread": reader.unread,
+            }
 
     def _reader(self, job: str) -> tuple[threading.Lock, Reader]:
         with self._lock:

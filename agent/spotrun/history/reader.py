@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,6 +15,7 @@ from spotrun.state.points import Block, Call, Header
 from spotrun.store import Store, metrics_folder
 
 AT_ONCE = 16  # blocks that are downloaded at once
+FIRST = 2  # the same for the first ones of an update with a limit in time; doubled after each
 LARGEST = 32 << 20  # bytes of a block's object that are read
 PROBLEMS = 100  # messages about unreadable blocks that are kept
 _KEY = re.compile(r".*/metrics/([0-9]{4,9})/(?:rank-([0-9]{4,9})/)?([0-9]{6,12})\.jsonl\.zst")
@@ -22,7 +25,8 @@ Source = tuple[int, int]  # generation, rank
 class Reader:
     """The curves of a job. One thread at a time uses it.
 
-    headers: of each generation that has logged, by number. problems: blocks that could not be read, and why.
+    headers: of each generation that has logged, by number. problems: blocks that could not be read, and why. unread:
+    blocks that the last update has left for the next one.
     """
 
     def __init__(self, store: Store, job: str, names: Iterable[str] | None = None, most: int = 0) -> None:
@@ -34,6 +38,7 @@ class Reader:
         """
         self.headers: dict[int, Header] = {}
         self.problems: list[str] = []
+        self.unread = 0
         self._store, self._job, self._most = store, job, most
         self._only = None if names is None else frozenset(names)
         self._read: dict[Source, list[int]] = {}  # numbers of the blocks that were read
@@ -45,11 +50,13 @@ class Reader:
         """The names that were logged, in alphabetical order."""
         return sorted(name for name, mine in self._points.items() if any(mine.values()))
 
-    def update(self, only_first: bool = False) -> bool:
+    def update(self, only_first: bool = False, seconds: float = math.inf) -> bool:
         """Read the blocks that are new. Returns whether there were any. Raises `StoreError`.
 
-        only_first: only the first block of each generation, which is enough for `headers`.
+        only_first: only the first block of each generation, which is enough for `headers`. seconds: after this time,
+        leave the rest for the next update. Each update reads some blocks.
         """
+        deadline = time.monotonic() + seconds
         found = self._find()
         if only_first:
             least = dict(sorted(found, reverse=True))  # the lowest rank of each generation
@@ -64,15 +71,18 @@ class Reader:
             for number, key in sorted(numbers.items())
             if number not in self._read.get(source, ())
         ]
+        start, size = 0, AT_ONCE if seconds == math.inf else FIRST
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            for start in range(0, len(new), AT_ONCE):  # a few blocks in memory at a time
-                part = new[start : start + AT_ONCE]
+            while start < len(new) and (not start or time.monotonic() < deadline):
+                part = new[start : start + size]  # a few blocks in memory at a time
+                start, size = start + len(part), min(2 * size, AT_ONCE)
                 for (source, number, _), block in zip(part, pool.map(self._get, part), strict=True):
                     self._read.setdefault(source, []).append(number)
                     if isinstance(block, Block):
                         self._add(block)
                     elif block and len(self.problems) < PROBLEMS:
                         self.problems.append(block)
+        self.unread = len(new) - start
         if new:
             self._drop_repeated()
         return bool(new)

@@ -29,13 +29,27 @@ function run(id) {
   if (!known.has(id)) {
     const entry = { curves: null, timeline: null, problem: "" };
     known.set(id, entry);
-    const path = `/api/runs/${encodeURIComponent(id)}`;
-    const names = metric ? `?names=${encodeURIComponent(metric)}` : "";
-    Promise.all([ask(`${path}/curves${names}`), ask(`${path}/timeline`)])
-      .then(([found, timeline]) => Object.assign(entry, { curves: found, timeline }), (error) => { entry.problem = error.message; })
-      .finally(redraw);
+    readRun(id, entry);
   }
   return known.get(id);
+}
+
+// A long run's curves come in several answers, each with more of the run.
+async function readRun(id, entry) {
+  const path = `/api/runs/${encodeURIComponent(id)}`;
+  const names = metric ? `?names=${encodeURIComponent(metric)}` : "";
+  try {
+    const timeline = ask(`${path}/timeline`);
+    let found = await ask(`${path}/curves${names}`);
+    Object.assign(entry, { curves: found, timeline: await timeline });
+    while (found.unread && known.get(id) === entry) {
+      redraw();
+      entry.curves = found = await ask(`${path}/curves${names}`);
+    }
+  } catch (error) {
+    entry.problem = error.message;
+  }
+  redraw();
 }
 
 export function draw(state) {

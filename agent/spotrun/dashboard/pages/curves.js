@@ -11,6 +11,9 @@ export function open() { [found, problem, filter, page] = [null, "", "", 1]; }
 
 const wanted = () => (found?.names ?? []).filter((name) => name.toLowerCase().includes(filter)).slice(0, SHOWN * page);
 
+// Whether a part of the curves has not been read yet.
+export const unfinished = () => Boolean(found?.unread) && !problem;
+
 export async function look(path) {
   try {
     const names = wanted().slice(0, 4 * SHOWN);
@@ -84,6 +87,7 @@ export function draw(charts, timeline, redraw) {
   return [
     controls(redraw, el("input", { type: "search", placeholder: `Filter ${number(found.names.length)} names (/)`, "aria-label": "Filter curves", oninput: (event) => { filter = event.target.value.toLowerCase(); redraw(); } })),
     problem ? el("p", { class: "error" }, problem) : "",
+    unfinished() ? el("p", { class: "quiet" }, `Reading … ${number(found.unread)} more blocks of points.`) : "",
     shown.some((curve) => !line(curve.count, axis, spent).x.length) ? el("p", { class: "quiet" }, `Points without a known value on this axis (${AXES[axis]}) are left out.`) : "",
     el("div", { class: "charts" }, nodes),
     el("p", { class: "quiet" }, "Dashed lines are interruptions; point at one to see what it cost. Dots are void points: their steps were done again. A long curve is thinned for drawing: each stretch of it keeps its least and greatest value."),

@@ -56,7 +56,13 @@ async function look() {
     redraw();
     const wanted = tab === "overview" ? ["timeline"] : tab === "job" || tab === "logged" ? [] : [tab];
     await Promise.all(wanted.map((name) => fetched(name)));
-    if (tab === "overview") await curves.look(path);
+    if (tab === "overview") {
+      await curves.look(path);
+      while (asked === id && tab === "overview" && curves.unfinished()) {
+        redraw();
+        await curves.look(path);
+      }
+    }
     if (tab === "logged") await logged.look(path);
     if (asked === id) redraw();
   } finally {
