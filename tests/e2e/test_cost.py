@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from spotrun.dashboard import runs
+from spotrun.dashboard.records import Records
 from spotrun.spec import ClusterSpec
 from tests.e2e import billing
 from tests.e2e.harness import Harness
@@ -85,8 +87,14 @@ def test_the_cost_of_all_jobs_is_what_the_cloud_bills(cluster: Harness) -> None:
     months = {line["month"] for row in found["jobs"] for line in row["lines"]}
     parts = [billing.cost(cluster, "--month", month)["total"]["cost"] for month in months]
     assert sum(parts) == pytest.approx(found["total"]["cost"], abs=1e-6)
-    state = cluster.access.store.get(f"jobs/{first.id}/state.json")
-    assert json.loads(state)["cost"] == pytest.approx(owners[first.id])
+    for job in owners:  # what the dashboard draws
+        page = runs.timeline(Records(cluster.access.store, cluster.spec.name), job, {})
+        assert page["cost"] == pytest.approx(owners[job])
+        assert sum(page["node_time"].values()) == pytest.approx(page["node_seconds"])
+        assert page["goodput"] == pytest.approx(page["node_time"]["counted"] / page["node_seconds"])
+        drawn = sum((end - start) * share for bar in page["bars"] for _, start, end, share in bar["spans"])
+        assert drawn + page["missing"] == pytest.approx(page["node_seconds"], rel=1e-3)
+        assert page["missing"] < 1.0
 
 
 def test_machines_are_measured_and_compared(cluster: Harness, tmp_path: Path) -> None:
