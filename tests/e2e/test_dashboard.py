@@ -270,8 +270,9 @@ def test_history_is_there_while_the_cluster_is_down(tmp_path: Path, chromium: Br
     """The page becomes live without a reload when the cluster comes up."""
     pools = [{"name": "spot", "zone": "local-a", "max": 1}]
     with running(tmp_path, {"name": "offline", "cloud": "local", "pools": pools}) as own:
-        job = own.submit(nodes={"min": 1, "max": 1}, epochs=1, samples=40)
-        own.until_ended()
+        for samples in (40, 80):
+            job = own.submit(nodes={"min": 1, "max": 1}, epochs=1, samples=samples, group="search")
+            own.until_ended()
         own.close()
         with dashboard(own) as url, opened(chromium, url) as page:
             expect(page.get_by_role("alert")).to_contain_text("cluster offline is not up")
@@ -281,6 +282,13 @@ def test_history_is_there_while_the_cluster_is_down(tmp_path: Path, chromium: Br
             expect(page.get_by_role("img", name=re.compile(r"^loss\. loss: [0-9]+ points"))).to_be_visible()
             expect(page.get_by_role("region", name="Timeline").locator(".lane")).to_have_count(1)
             assert page.get_by_role("button", name=f"pause {job.id}").count() == 0
+            go(page, "Compare")
+            page.get_by_label("Group").select_option("search")
+            expect(page.get_by_role("img", name="Parallel coordinates of 2 runs: out, samples, last")).to_be_visible()
+            row = page.get_by_role("region", name="Differences").get_by_role("row", name=job.id)
+            expect(row.get_by_role("cell", name="80", exact=True)).to_be_visible()
+            page.set_viewport_size({"width": 400, "height": 860})
+            assert fits(page)
             sites.site(own.spec).up()
             expect(page.locator("#state")).to_have_text("live")
             expect(page.get_by_role("alert")).to_be_hidden()

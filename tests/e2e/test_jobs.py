@@ -157,12 +157,16 @@ def test_four_jobs_share_a_machine_that_is_preempted(cluster: Harness) -> None:
     status = cluster.until(lambda s: all(training(s, job, 10) for job in jobs), "four jobs that train")
     (node,) = places(status, *jobs)
     cluster.fault("preempt", node)
-    cluster.until(lambda s: s["job"]["interruptions"], "the drain")
+    for job in jobs:
+        cluster.watch(job.id)
+        cluster.until(lambda s: s["job"]["interruptions"], "the drain")
     for job in jobs:
         job.go()
     for job in jobs:
         final = ended(cluster, job)
-        assert (final["phase"], interruptions_of(final)) == ("succeeded", [("preempt", 0)])
+        ((kind, lost),) = interruptions_of(final)
+        # On a slow machine, a regroup can take too long. Then the workers restart, and still lose nothing.
+        assert (final["phase"], kind.removesuffix("+start"), lost) == ("succeeded", "preempt", 0)
         assert digest_of(job.out) == expected(cluster, ranks=1)
 
 

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import tarfile
 from pathlib import Path
@@ -390,7 +391,7 @@ async def test_no_room_for_a_generation_and_what_a_killed_agent_left(tmp_path: P
         await w.ready(bundle, [A])
         assert not left.exists()
         control = w.machines[0].tmpfs / bundle.id / "control"
-        control.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(control)
         control.write_text("in the way")
         await w.begin(bundle, 1, [A])
         failed = await w.head.wait(A, lambda r: r.failure, "a failure")

@@ -2,12 +2,14 @@
 import { Charts } from "/pages/chart.js";
 import * as curves from "/pages/curves.js";
 import { ask, badge, colour, el, job, money, number, span, table } from "/pages/dom.js";
+import * as parallel from "/pages/parallel.js";
 
 const MOST = 8; // runs in a chart: there are eight colours
-let rows = [], more = false, problem = "", filter = "", metric = "", charts = new Charts(), redraw = () => {}, known = new Map(), shown = [];
+const GROUP = 64; // runs of a group
+let rows = [], more = false, problem = "", filter = "", metric = "", charts = new Charts(), redraw = () => {}, known = new Map(), facts = new Map(), shown = [];
 
 export function open(_, draw) {
-  [redraw, filter, problem, charts, known] = [draw, "", "", new Charts(), new Map()];
+  [redraw, filter, problem, charts, known, facts] = [draw, "", "", new Charts(), new Map(), new Map()];
   load();
 }
 
@@ -34,6 +36,21 @@ function run(id) {
   return known.get(id);
 }
 
+// What the server knows about a run; null until it has answered.
+function about(id) {
+  if (!facts.has(id)) {
+    facts.set(id, null);
+    ask(`/api/runs/${encodeURIComponent(id)}`).then((found) => { facts.set(id, found); redraw(); }, () => {});
+  }
+  return facts.get(id);
+}
+
+// The jobs of the cluster, newest first.
+function jobs(state) {
+  const live = state.overview?.jobs ?? [], ids = new Set(rows.map((row) => row.id));
+  return [...live.filter((row) => !ids.has(row.id)), ...rows];
+}
+
 // A long run's curves come in several answers, each with more of the run.
 async function readRun(id, entry) {
   const path = `/api/runs/${encodeURIComponent(id)}`;
@@ -53,7 +70,10 @@ async function readRun(id, entry) {
 }
 
 export function draw(state) {
-  shown = (state.query.get("runs") ?? "").split(",").filter(Boolean).slice(0, MOST);
+  const group = state.query.get("group"), all = jobs(state);
+  const members = all.filter((row) => group && row.group === group).map((row) => row.id).slice(0, GROUP);
+  const chosen = (state.query.get("runs") ?? "").split(",").filter(Boolean);
+  shown = (chosen.length ? chosen : members).slice(0, MOST);
   const found = shown.map((id) => [id, run(id)]);
   const names = [...new Set(found.flatMap(([, each]) => each.curves?.names ?? []))].sort();
   if (!names.includes(metric)) metric = names.includes("loss") ? "loss" : names[0] ?? "";
@@ -61,7 +81,8 @@ export function draw(state) {
     problem ? el("p", { class: "error" }, problem) : "",
     shown.length ? chart(found, names) : el("p", { class: "quiet" }, `Choose up to ${MOST} runs.`),
     shown.length ? summary(found) : "",
-    el("section", { "aria-label": "Runs" }, el("h2", {}, "Runs"), picker(state)));
+    differing(members.length ? members : shown),
+    el("section", { "aria-label": "Runs" }, el("h2", {}, "Runs"), picker(all, group)));
 }
 
 function chart(found, names) {
@@ -92,6 +113,16 @@ function chart(found, names) {
   ];
 }
 
+// What differs between runs.
+function differing(ids) {
+  const ready = ids.map((id) => ({ id, run: about(id) })).filter((each) => each.run);
+  if (ready.length < 2) return "";
+  const { titles, rows } = parallel.differences(ready, metric);
+  return el("section", { "aria-label": "Differences" }, el("h2", {}, "What differs"), parallel.draw(ready, metric),
+    titles.length ? table(["run", ...titles], ready.map(({ id }, index) => [id, el("a", { href: job(id) }, id), ...rows[index]]))
+      : el("p", { class: "quiet" }, "The scripts of these runs have the same arguments."));
+}
+
 function summary(found) {
   return table(["run", "last value", "goodput", "node time", "cost", "interruptions"], found.map(([id, each], index) => {
     const curve = each.curves?.curves.find((one) => one.name === metric), time = each.timeline;
@@ -102,18 +133,19 @@ function summary(found) {
   }));
 }
 
-function picker(state) {
-  const live = state.overview?.jobs ?? [], ids = new Set(rows.map((row) => row.id));
-  const all = [...live.filter((row) => !ids.has(row.id)), ...rows];
+function picker(all, group) {
+  const groups = [...new Set(all.map((row) => row.group).filter(Boolean))].sort();
+  const choose = (hash) => { history.replaceState(null, "", `#/compare${hash}`); dispatchEvent(new HashChangeEvent("hashchange")); };
   const good = all.filter((row) => `${row.id} ${row.group ?? ""}`.toLowerCase().includes(filter));
   const box = (id) => el("input", { type: "checkbox", "aria-label": `Compare ${id}`, checked: shown.includes(id), disabled: !shown.includes(id) && shown.length >= MOST,
     onchange: (event) => {
       const next = event.target.checked ? [...shown, id] : shown.filter((each) => each !== id);
-      history.replaceState(null, "", `#/compare?runs=${next.map(encodeURIComponent).join(",")}`);
-      dispatchEvent(new HashChangeEvent("hashchange"));
+      choose(`?runs=${next.map(encodeURIComponent).join(",")}`);
     } });
   return [
-    el("p", {}, el("input", { type: "search", placeholder: "Filter runs (/)", "aria-label": "Filter runs", oninput: (event) => { filter = event.target.value.toLowerCase(); redraw(); } })),
+    el("p", {}, el("input", { type: "search", placeholder: "Filter runs (/)", "aria-label": "Filter runs", oninput: (event) => { filter = event.target.value.toLowerCase(); redraw(); } }),
+      groups.length ? el("label", {}, " or all runs of the group ", el("select", { "aria-label": "Group", onchange: (event) => choose(event.target.value ? `?group=${encodeURIComponent(event.target.value)}` : "") },
+        ["", ...groups].map((name) => el("option", { value: name, selected: name === (group ?? "") }, name || "–")))) : ""),
     table(["", "run", "phase", "group", "step", "cost"], good.map((row) => [row.id, box(row.id), el("a", { href: job(row.id) }, row.id), badge(row.phase), row.group ?? "", number(row.step), money(row.cost)])),
     more ? el("button", { type: "button", onclick: () => load(rows.at(-1)?.id) }, "Older runs") : "",
   ];

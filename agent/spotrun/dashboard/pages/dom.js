@@ -23,7 +23,7 @@ export function el(tag, attributes = {}, ...children) {
   return node;
 }
 const SVG = "http://www.w3.org/2000/svg";
-const svgTags = new Set(["path", "polyline", "rect", "line", "g", "circle"]);
+const svgTags = new Set(["path", "polyline", "rect", "line", "g", "circle", "text", "title"]);
 
 // Make `target` show what `fresh` shows, with as few changes as possible: focus, scrolling and typed text stay.
 // Elements with the same data-key are the same thing. What is in an element with data-keep is not touched.
