@@ -47,7 +47,7 @@ def test_a_limit_in_time_leaves_blocks_for_the_next_update(store: Store) -> None
         assert reader.update(seconds=0.0)
         left.append(reader.unread)
         assert steps(reader) == list(range(1, 41 - left[-1]))
-    assert left == list(range(38, -1, -2))
+    assert left == list(range(39, -1, -1))
     assert not reader.update(seconds=0.0)
     assert reader.unread == 0
 

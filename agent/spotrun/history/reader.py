@@ -15,7 +15,6 @@ from spotrun.state.points import Block, Call, Header
 from spotrun.store import Store, metrics_folder
 
 AT_ONCE = 16  # blocks that are downloaded at once
-FIRST = 2  # the same for the first ones of an update with a limit in time; doubled after each
 LARGEST = 32 << 20  # bytes of a block's object that are read
 PROBLEMS = 100  # messages about unreadable blocks that are kept
 _KEY = re.compile(r".*/metrics/([0-9]{4,9})/(?:rank-([0-9]{4,9})/)?([0-9]{6,12})\.jsonl\.zst")
@@ -56,7 +55,7 @@ class Reader:
         only_first: only the first block of each generation, which is enough for `headers`. seconds: after this time,
         leave the rest for the next update. Each update reads some blocks.
         """
-        deadline = time.monotonic() + seconds
+        began = time.monotonic()
         found = self._find()
         if only_first:
             least = dict(sorted(found, reverse=True))  # the lowest rank of each generation
@@ -71,11 +70,11 @@ class Reader:
             for number, key in sorted(numbers.items())
             if number not in self._read.get(source, ())
         ]
-        start, size = 0, AT_ONCE if seconds == math.inf else FIRST
+        start = 0
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            while start < len(new) and (not start or time.monotonic() < deadline):
+            while start < len(new) and (size := _next_size(start, time.monotonic() - began, seconds)):
                 part = new[start : start + size]  # a few blocks in memory at a time
-                start, size = start + len(part), min(2 * size, AT_ONCE)
+                start += len(part)
                 for (source, number, _), block in zip(part, pool.map(self._get, part), strict=True):
                     self._read.setdefault(source, []).append(number)
                     if isinstance(block, Block):
@@ -150,6 +149,15 @@ class Reader:
         self._read.pop(source, None)
         for mine in self._points.values():
             mine.pop(source, None)
+
+
+def _next_size(done: int, took: float, seconds: float) -> int:
+    """How many blocks to read at once now. done: blocks that were read in `took` seconds. seconds: as in `update`."""
+    if seconds == math.inf:
+        return AT_ONCE
+    if not done:
+        return 1
+    return max(0, min(AT_ONCE, 2 * done, int((seconds - took) / max(took, 1e-3) * done)))
 
 
 def read_curves(store: Store, job: str, *names: str, most: int = 0) -> dict[str, Curve]:
