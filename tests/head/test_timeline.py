@@ -61,6 +61,18 @@ def test_time_that_was_counted_by_mistake_is_taken_back() -> None:
     assert list(found) == [Span(A, "training", 0, 7)]
 
 
+def test_time_that_was_counted_by_mistake_may_have_several_spans() -> None:
+    """A machine was dead for some time before the head knew. Meanwhile its time was of other kinds."""
+    found = Timeline()
+    for start, kind in ((0, "training"), (8, "lost"), (9, "recovery"), (10, "idle")):
+        found = found.add([use(A, start, start + 1 if start else 8), use(B, start, start + 1)], always(kind))
+    found = found.add([use(A, 11, 7)], always("idle"))
+    assert [span for span in found if span.node == A] == [Span(A, "training", 0, 7)]
+    assert sum(span.seconds for span in found if span.node == B) == pytest.approx(4)
+    found = found.add([use(A, 20, 21)], always("training"))  # another machine of that name
+    assert [span for span in found if span.node == A] == [Span(A, "training", 0, 7), Span(A, "training", 20, 21)]
+
+
 def test_time_that_is_told_later_comes_before() -> None:
     found = Timeline().add([use(A, 5, 10)], lambda _: "training").add([use(A, 2, 5, late=True)], lambda _: "starting")
     assert list(found) == [Span(A, "starting", 2, 5), Span(A, "training", 5, 10)]

@@ -1,7 +1,8 @@
 """What each machine of a job did, and when: `node_time` with times and machines. Pure.
 
 The head counts a machine's time with `node_time.kind`. The same kind, for the same seconds, goes into the timeline. So
-the spans of a kind add up to what the job's account has, except for corrections of time that was counted by mistake.
+all spans add up to what the job's account has. So do those of a kind, unless time was counted by mistake: the account
+takes it back from the kind of that moment, and the timeline from where it was.
 """
 
 from __future__ import annotations
@@ -51,10 +52,14 @@ class Timeline:
 
     def add(self, uses: Iterable[Use], kind: Callable[[str], str]) -> Timeline:
         """The timeline with more machine time. kind: what a machine did."""
-        growing, closed = dict(self.growing), list[Span]()
+        growing, closed, older = dict(self.growing), list[Span](), self.closed
         for use in uses:
-            if use.end <= use.start:
-                growing, closed = _without(use, growing, closed)
+            if use.end <= use.start:  # a machine had ended earlier than was known
+                older, closed = tuple(_without(use, older)), list(_without(use, closed))
+                parts = list(_without(use, [growing.pop(use.machine)] if use.machine in growing else []))
+                closed += parts[:-1]
+                if parts:
+                    growing[use.machine] = parts[-1]
                 continue
             what, last = kind(use.machine), growing.get(use.machine)
             if last and (last.kind, last.share) == (what, use.share) and abs(use.start - last.end) < NEAR:
@@ -67,11 +72,11 @@ class Timeline:
                 closed.append(last)
             growing[use.machine] = Span(use.machine, what, use.start, use.end, use.share)
         if not closed:
-            return replace(self, growing=growing)
-        newest = max(span.end for span in growing.values())
+            return replace(self, closed=older, growing=growing)
+        newest = max((span.end for span in growing.values()), default=0.0)
         for name in [name for name, span in growing.items() if newest - span.end > GONE]:
             closed.append(growing.pop(name))
-        return Timeline(_bounded((*self.closed, *closed)), growing)
+        return Timeline(_bounded((*older, *closed)), growing)
 
     def text(self) -> bytes:
         """The document for the bucket."""
@@ -93,12 +98,16 @@ def read(data: bytes | None, until: float = 0.0) -> Timeline:
         return Timeline()
 
 
-def _without(use: Use, growing: dict[str, Span], closed: list[Span]) -> tuple[dict[str, Span], list[Span]]:
-    """Take back the end of a machine's newest span: the machine had ended earlier than was known."""
-    last = growing.get(use.machine)
-    if last is not None and use.end < last.end:
-        growing[use.machine] = last._replace(end=max(last.start, use.end))
-    return growing, closed
+def _without(use: Use, spans: Iterable[Span]) -> Iterator[Span]:
+    """The spans without a machine's time that was counted by mistake: from the use's end to its start."""
+    for span in spans:
+        if span.node != use.machine or span.end <= use.end or span.start >= use.start:
+            yield span
+            continue
+        if span.start < use.end:
+            yield span._replace(end=use.end)
+        if span.end > use.start:
+            yield span._replace(start=use.start)
 
 
 def _bounded(spans: tuple[Span, ...]) -> tuple[Span, ...]:
