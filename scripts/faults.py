@@ -39,12 +39,18 @@ def parse(text: str) -> list[Fault]:
 
 def due(faults: list[Fault], job: dict[str, Any], generation: int) -> Fault | None:
     """The next fault, if it is time for it. generation: the one that the last fault hit; a newer one must train now."""
-    if not faults or job["phase"] != "running" or job["generation"] <= generation:
+    if not faults or job["phase"] != "running" or job["generation"] <= generation or not recovered(job):
         return None
     first, total = faults[0], job["total_steps"]
     if first.share and total <= 0:  # the job's length is not known yet
         return None
     return first if job["step"] >= first.at * (total if first.share else 1) else None
+
+
+def recovered(job: dict[str, Any]) -> bool:
+    """Whether a step has been completed since the last interruption. Until then, one more would be counted with it."""
+    interruptions = job["interruptions"]
+    return not interruptions or interruptions[-1]["seconds"] is not None
 
 
 def victim(status: dict[str, Any]) -> str | None:

@@ -49,8 +49,9 @@ class Trace:
         return self.all(probe)[-1]
 
     def interruption(self, kind: str) -> Status:
-        """The interruption of that kind. Raises `SpotrunError` if there was none."""
-        found: Status | None = next((each for each in self.last["interruptions"] if each["kind"] == kind), None)
+        """The interruption of that kind, alone or with others. Raises `SpotrunError` if there was none."""
+        every: list[Status] = self.last["interruptions"]
+        found = next((each for each in every if kind in each["kind"].split("+")), None)
         if found is None:
             seen = ", ".join(each["kind"] for each in self.last["interruptions"]) or "none"
             raise SpotrunError(f"job {self.job}: no interruption of kind {kind} is in its record; others: {seen}")
@@ -82,8 +83,9 @@ class Watch:
             return
         if self._plan.ways and self._trace.ways is None and self._tries < _TRIES:
             self._try_ways(str(job["members"][0]))
-        # A new generation must have begun since the last machine was taken.
-        if self._todo and job["step"] >= self._todo[0].step and job["generation"] > len(self._trace.taken):
+        # A new generation must have begun since the last machine was taken, and must have completed a step.
+        taken = len(self._trace.taken)
+        if self._todo and job["step"] >= self._todo[0].step and job["generation"] > taken and faults.recovered(job):
             self._take(self._todo[0].kind, status)
             del self._todo[0]
 

@@ -45,14 +45,14 @@ def test_the_main_job(fab: Fab, tmp_path: Path) -> None:
     job = (folder / "job.yaml").read_text()
     assert "--epochs=45" in job
     (folder / "job.yaml").write_text(job.replace("--epochs=45", "--epochs=25"))
-    done = fab("train", "--job", str(folder / "job.yaml"), "--faults", "preempt@10%,kill@70%")
+    done = fab("train", "--job", str(folder / "job.yaml"), "--faults", "preempt@10%,kill@50%")
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     accuracy = next(line for line in reversed(lines) if line.startswith("test accuracy"))
     assert float(accuracy.split()[2]) > 97
     report = [line.split() for line in lines[lines.index(accuracy) :]]
-    (preempt,) = (words for words in report if words[:1] == ["preempt"])
-    (kill,) = (words for words in report if words[:1] == ["kill"])
+    rows = {kind: words for words in report if words for kind in words[0].split("+")}  # a kill may come during a growth
+    preempt, kill = rows["preempt"], rows["kill"]
     assert preempt[-1] == "0", "no step is lost with notice"
     assert float(preempt[-2]) > 0
     assert int(kill[-1]) >= 0

@@ -202,6 +202,7 @@ def test_a_notice_loses_no_step() -> None:
         check("preempt", faults=seen(interruptions=(loss | {"steps_lost": 2},)))()
     with pytest.raises(SpotrunError, match="no interruption of kind preempt is in its record; others: crash"):
         check("preempt", faults=seen(interruptions=(loss | {"kind": "crash"},)))()
+    assert check("kill", faults=seen(interruptions=(loss | {"kind": "preempt+kill"},)))()["pause s"] == 2.0
 
 
 def test_every_line_of_the_gate() -> None:

@@ -128,10 +128,18 @@ def test_malformed_faults(text: str) -> None:
 
 def test_shares_wait_until_the_length_is_known() -> None:
     plan = faults.parse("kill@50%")
-    job = {"phase": "running", "generation": 1, "step": 60}
+    job = {"phase": "running", "generation": 1, "step": 60, "interruptions": []}
     assert faults.due(plan, {**job, "total_steps": 0}, 0) is None
     assert faults.due(plan, {**job, "total_steps": 100}, 0) == plan[0]
     assert faults.parse("none") == []
+
+
+def test_a_fault_waits_until_the_last_interruption_is_over() -> None:
+    """One that comes before the next step would be counted with it, in one row of the report."""
+    plan = faults.parse("kill@5")
+    job = {"phase": "running", "generation": 2, "step": 60, "total_steps": 100}
+    assert faults.due(plan, {**job, "interruptions": [{"kind": "grow", "seconds": None}]}, 1) is None
+    assert faults.due(plan, {**job, "interruptions": [{"kind": "grow", "seconds": 0.1}]}, 1) == plan[0]
 
 
 @contextlib.asynccontextmanager
