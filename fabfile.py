@@ -226,7 +226,11 @@ def run(_: Context, cluster: str = LOCAL, cmd: str = "", node: str = "", timeout
 
 @command
 def preempt(_: Context, cluster: str = LOCAL, node: str = "", notice: str = "", json: bool = False) -> None:
-    """Have the cloud take a node away, with notice, as a test."""
+    """Have the cloud take a node away, with notice, as a test.
+
+    A local node counts on the cloud's usual notice. If NOTICE is shorter, the node goes earlier than it expects, so
+    steps can be lost.
+    """
     inputs.node(node, cluster)
     extra = ["--notice", f"{inputs.seconds('NOTICE', notice):g}"] if notice else []
     answer = control.ask(_access(cluster), "preempt", node, *extra)

@@ -9,7 +9,6 @@ from typing import Any
 
 PROBES = Path(__file__).parent / "probes"
 VIT = Path(__file__).parents[2] / "examples" / "vit"
-LOCAL_NOTICE = 15.0  # seconds; the local cloud can give any notice, and the usual 30 s would only take time
 # One computer runs all machines of the local cloud. If it is busy, a node may be silent for longer than elsewhere.
 _LOCAL = {"heartbeat_timeout": "15s"}
 # NCCL names the transport between machines in its debug output alone:

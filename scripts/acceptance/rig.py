@@ -11,7 +11,7 @@ from pathlib import Path
 from scripts import control, jobs
 from scripts import site as sites
 from scripts.acceptance import plan, trace
-from scripts.acceptance.jobs import LOCAL_NOTICE, Plan, plans
+from scripts.acceptance.jobs import Plan, plans
 from scripts.acceptance.record import Facts
 from scripts.acceptance.steps import STEPS, Stage, Step
 from scripts.acceptance.trace import Trace
@@ -98,9 +98,8 @@ class Rig:
         # Queue the next job early: if no job waits, the head gives the machines back, and they must boot again.
         if following := self._next(name):
             self._submit(following, access)
-        notice = LOCAL_NOTICE if self.cluster.cloud == "local" else None
         limit = sum(step.limit for step in STEPS if step.job == name)
-        return trace.follow(access, planned, job, limit, notice)
+        return trace.follow(access, planned, job, limit)
 
     def _next(self, name: str) -> str:
         """The job after this one on the same machines; empty if there is none."""

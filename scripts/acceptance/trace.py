@@ -61,8 +61,8 @@ class Trace:
 class Watch:
     """A `display.Display` that notes times, takes machines, and stops a job that takes too long."""
 
-    def __init__(self, access: Access, plan: Plan, trace: Trace, limit: float, notice: float | None) -> None:
-        self._access, self._plan, self._trace, self._limit, self._notice = access, plan, trace, limit, notice
+    def __init__(self, access: Access, plan: Plan, trace: Trace, limit: float) -> None:
+        self._access, self._plan, self._trace, self._limit = access, plan, trace, limit
         self._deadline = time.monotonic() + limit
         self._todo = list(plan.take)
         self._tries = 0
@@ -103,9 +103,8 @@ class Watch:
     def _take(self, kind: str, status: Status) -> None:
         node = faults.victim(status)
         assert node is not None, status
-        notice = ["--notice", f"{self._notice:g}"] if kind == "preempt" and self._notice else []
         self._trace.marks[f"{kind} asked for"] = time.time()
-        control.ask(self._access, kind, node, *notice)
+        control.ask(self._access, kind, node)
         self._trace.taken.append((kind, node))
 
 
@@ -129,13 +128,13 @@ def note(trace: Trace, job: Status, nodes: Iterable[Status], now: float) -> None
         trace.marks.setdefault("first step", now)
 
 
-def follow(access: Access, plan: Plan, job: str, limit: float, notice: float | None) -> Trace:
+def follow(access: Access, plan: Plan, job: str, limit: float) -> Trace:
     """Follow a job to its end, and read what its probes printed. Raises `SpotrunError` unless the job succeeded.
 
-    limit: seconds for the job, with the boot of its machines. notice: seconds of a notice; None: the usual time.
+    limit: seconds for the job, with the boot of its machines.
     """
     trace = Trace(job)
-    trace.last = jobs.follow(access, job, Watch(access, plan, trace, limit, notice))["job"]
+    trace.last = jobs.follow(access, job, Watch(access, plan, trace, limit))["job"]
     if trace.last["phase"] != "succeeded":
         raise SpotrunError(report.report(trace.last))
     deadline = time.monotonic() + _LOGS

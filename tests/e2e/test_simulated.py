@@ -10,12 +10,13 @@ from typing import Any
 from spotrun.simulate.costs import Costs
 from spotrun.simulate.market import Fault
 from spotrun.simulate.replay import Job, Supply, play
+from spotrun.spec.notices import GCE_NOTICE
 from tests.e2e.harness import Harness
 
 NODES = {"min": 2, "max": 3}
 GROW = 2.0  # seconds
 STEP = 0.3  # seconds, of a slow step of the toy script
-NOTICE = 20.0  # seconds: a successor boots meanwhile
+NOTICE = GCE_NOTICE  # the machines' agents count on it; a successor boots meanwhile
 POLL = 5.0  # seconds between two looks of the real head at its cloud
 SERVING = ("ready", "starting", "running", "drained")
 
