@@ -85,6 +85,22 @@ async def test_a_substitutes_last_blocks_go_at_the_end_of_the_generation(
     assert (site.left(), site.steps()) == ([], [6, 7, 8])
 
 
+async def test_generations_that_are_over_leave_no_folders(site: Site) -> None:
+    """A job may have thousands. A worker of the old generation that still writes makes its next block."""
+    writer = site.log(1, 1)
+    BlockWriter(site.folder / "0001" / points.rank_folder(1), points.line(Header("j", 1, 1, 0))).append(b"")
+    BlockWriter(site.folder / "0001" / points.EXTRAS, points.line(Header("j", 1, 0, 0))).append(b"")
+    await site.uploader.upload(all=True)
+    assert (site.folder / "0001").is_dir(), "its worker may go on"
+    site.log(2, 2)
+    await site.uploader.upload(all=True)
+    assert os.listdir(site.folder) == ["0002"]
+    assert not any(path.is_relative_to(site.folder / "0001") for path in site.uploader._seen)
+    site.log(1, 3, writer=writer)
+    await site.uploader.upload(all=True)
+    assert {metrics_key("j", 1, 1), metrics_key("j", 1, 2)} <= set(site.store.list("jobs"))
+
+
 async def test_it_uploads_while_it_runs(site: Site) -> None:
     """At a notice, the uploader does not wait for the interval."""
     uploads = asyncio.create_task(site.uploader.run())

@@ -81,6 +81,7 @@ class MetricsUploader:
                 for each in points.substitutes(folder):
                     self._upload_substitute(generation, each)
             self._limit()
+            self._tidy()
         finally:
             self._lock.release()
 
@@ -146,6 +147,15 @@ class MetricsUploader:
             log.warning("job %s: the oldest metrics are lost: %d MiB wait for the bucket", self._job, WAITING >> 20)
             path.unlink(missing_ok=True)
             excess -= size
+
+    def _tidy(self) -> None:
+        """Remove what generations that are over have left empty. Each look goes through all folders."""
+        for _, folder in self._generations()[:-1]:
+            for each in (*points.substitutes(folder), folder / points.EXTRAS, folder):
+                with contextlib.suppress(OSError):  # it has blocks that wait, or there is none
+                    each.rmdir()
+                    self._seen.pop(each, None)
+                    self._ended.discard(each)
 
     def _complete(self) -> Iterator[tuple[Path, int]]:
         for _, folder in self._generations():
