@@ -12,6 +12,7 @@ import mmap
 import os
 import time
 from dataclasses import asdict, dataclass, field
+from operator import attrgetter
 from pathlib import Path
 
 SIZE = 4096
@@ -71,7 +72,7 @@ class Control:
     alone: float  # seconds spent in steps before their first gradients were due: until then, no worker waits for others
     _map: mmap.mmap
     _ints: memoryview
-    _floats: memoryview
+    _floats: memoryview[float]
 
     def __init__(self, path: Path, create: bool = False) -> None:
         flags = os.O_RDWR | (os.O_CREAT | os.O_TRUNC if create else 0)
@@ -80,33 +81,18 @@ class Control:
             if create:
                 # Not ftruncate: on a full tmpfs that succeeds, and the first store would end the process by SIGBUS.
                 os.posix_fallocate(handle, 0, SIZE)
-            self.__dict__["_map"] = mmap.mmap(handle, SIZE)
+            self._map = mmap.mmap(handle, SIZE)
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(path)) from None  # with the path
         finally:
             os.close(handle)
         view = memoryview(self._map)
         start = len(_INT_AT) * 8
-        self.__dict__["_ints"] = view[:start].cast("q")
-        self.__dict__["_floats"] = view[start : start + len(_FLOAT_AT) * 8].cast("d")
+        self._ints = view[:start].cast("q")
+        self._floats = view[start : start + len(_FLOAT_AT) * 8].cast("d")
         if create:
             for name in _INT_AT.keys() - _FROM_ZERO:
                 setattr(self, name, NONE)
-
-    def __getattr__(self, name: str) -> float:
-        if name in _INT_AT:
-            return int(self._ints[_INT_AT[name]])
-        if name in _FLOAT_AT:
-            return float(self._floats[_FLOAT_AT[name]])
-        raise AttributeError(name)
-
-    def __setattr__(self, name: str, value: float) -> None:
-        if name in _INT_AT:
-            self._ints[_INT_AT[name]] = int(value)
-        elif name in _FLOAT_AT:
-            self._floats[_FLOAT_AT[name]] = float(value)  # type: ignore[call-overload]
-        else:
-            raise AttributeError(f"a control block has no {name}")
 
     def renew(self, generation: int) -> None:
         """Begin another generation with the same worker, which waits for it (`left`) and writes nothing meanwhile."""
@@ -152,6 +138,26 @@ _INT_AT, _FLOAT_AT = (
     {name: at for at, name in enumerate(name for name, kind in Control.__annotations__.items() if kind == wanted)}
     for wanted in ("int", "float")
 )
+
+
+def _number(view: str, at: int) -> property:
+    """The attribute for one number. view: the name of the memory that has it. at: its place there."""
+    find = attrgetter(view)
+
+    def read(control: Control) -> float:
+        found: float = find(control)[at]
+        return found
+
+    def write(control: Control, value: float) -> None:
+        find(control)[at] = value
+
+    return property(read, write)
+
+
+for _view, _places in (("_ints", _INT_AT), ("_floats", _FLOAT_AT)):
+    for _name, _at in _places.items():
+        setattr(Control, _name, _number(_view, _at))
+
 # What has a number from the start.
 _FROM_ZERO = {"generation", "pid", "rank", "total_steps"}
 # What lasts as long as the worker's process.

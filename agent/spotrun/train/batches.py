@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,8 +12,7 @@ from spotrun.errors import SpotrunError
 from spotrun.train.sampler import ElasticSampler, share, taken
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """One batch of one rank."""
 
     weight: float  # factor for its mean loss: makes DDP's mean over ranks the mean over all samples of the step

@@ -6,8 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -75,6 +74,12 @@ class Boundary:
         self._doubt = False  # whether a state that this worker has saved may have been the reason for a failure
         self._spoiled = False  # whether an incomplete state has overwritten the script's own state
         self._drained = False  # whether this worker has stopped at its stop step, and waits for the next generation
+        # Under spotrun, if another worker is gone, this process ends with an exit code of its own: the script is not at
+        # fault. Elsewhere, the error goes to the script.
+        self.exit_if_a_peer_fails = failures.Handled(self._end)
+        # If another worker is gone, the step under way does not count, and `regroup` follows at its end. Where that is
+        # not possible: as above.
+        self.void_if_a_peer_fails = failures.Handled(self._make_void)
 
     def begin(self) -> None:
         """Restore the saved state, if there is one, and prepare the first snapshot."""
@@ -84,13 +89,13 @@ class Boundary:
         if self._membership is not None:
             self._membership.look_at(state.objects.values())
             control.able = int(self._membership.able())
-        with self.exit_if_a_peer_fails():
+        with self.exit_if_a_peer_fails:
             refuse_sharded(state.objects)
             state.encode(Encoder())  # every rank checks what a snapshot can hold before it fetches a state
         if self._context.warm_up:
             self._enter(control)
             return
-        with self.exit_if_a_peer_fails():
+        with self.exit_if_a_peer_fails:
             found = self._find(self._context)
             if found is not None:
                 self._load(found)
@@ -109,7 +114,7 @@ class Boundary:
             control.step = step
         stop_at, snapshot_at = control.stop_at, control.snapshot_at
         draining = stop_at != NONE and step == stop_at
-        with self.exit_if_a_peer_fails():
+        with self.exit_if_a_peer_fails:
             self._snapshot(draining or step == snapshot_at, alone=draining)
         if draining:
             self._leave(control)
@@ -163,56 +168,43 @@ class Boundary:
 
     def finish(self) -> None:
         """Snapshot the finished state, and wait until the snapshot is committed."""
-        with self.exit_if_a_peer_fails():
+        with self.exit_if_a_peer_fails:
             self._snapshot(forced=True, alone=True)
         self.settle()
 
     def settle(self) -> None:
         """Wait until the snapshot under way is committed, or this worker's part of it is copied."""
         for each in filter(None, (self.writer, self.section)):
-            with self.exit_if_a_peer_fails():
+            with self.exit_if_a_peer_fails:
                 each.settle()
-
-    @contextmanager
-    def void_if_a_peer_fails(self) -> Iterator[None]:
-        """If another worker is gone, the step under way does not count, and `regroup` follows at its end.
-
-        Where that is not possible: as `exit_if_a_peer_fails`.
-        """
-        with self.exit_if_a_peer_fails():
-            try:
-                yield
-            except Exception as error:
-                if self._void is None:
-                    if self._membership is None or not self._membership.able() or not failures.is_peer_failure(error):
-                        raise
-                    self._void = error
-                    self._membership.disconnect()  # now: the others wait for this worker
-                    self._idle = [IdleOptimizer(each) for each in self._state.optimizers]
-                # Later in such a step, a graph may lead through a DDP instance that is gone: then the error says
-                # nothing, and an error of the script comes again when the step is done again.
-                for model in self._models:
-                    model.drop_gradients()
 
     def give_up(self) -> None:
         """The script leaves its loop in a step that does not count: end this process."""
         if self._void is not None:
-            with self.exit_if_a_peer_fails():
+            with self.exit_if_a_peer_fails:
                 raise self._void
 
-    @contextmanager
-    def exit_if_a_peer_fails(self) -> Iterator[None]:
-        """Under spotrun, end this process with its own exit code if another worker is gone: the script is not at fault.
+    def _make_void(self, error: Exception) -> bool:
+        """See `void_if_a_peer_fails`. Returns whether the script goes on, in a step that does not count."""
+        with self.exit_if_a_peer_fails:
+            if self._void is None:
+                if self._membership is None or not self._membership.able() or not failures.is_peer_failure(error):
+                    return self._end(error)
+                self._void = error
+                self._membership.disconnect()  # now: the others wait for this worker
+                self._idle = [IdleOptimizer(each) for each in self._state.optimizers]
+            # Later in such a step, a graph may lead through a DDP instance that is gone: then the error says
+            # nothing, and an error of the script comes again when the step is done again.
+            for model in self._models:
+                model.drop_gradients()
+        return True
 
-        Elsewhere, the error goes to the script.
-        """
-        try:
-            yield
-        except Exception as error:
-            if self._context is None or self._control is None or not failures.is_peer_failure(error):
-                raise
-            what = f"step {self._state.step}: another worker is gone"
-            failures.end(self._context, self._control, self._rank, what, error)
+    def _end(self, error: Exception) -> bool:
+        """See `exit_if_a_peer_fails`. Returns False, so that the error goes on, if this process does not end."""
+        if self._context is None or self._control is None or not failures.is_peer_failure(error):
+            return False
+        what = f"step {self._state.step}: another worker is gone"
+        failures.end(self._context, self._control, self._rank, what, error)
 
     def _enter(self, control: Control) -> None:
         """Join the first generation of this worker, which has warmed up."""

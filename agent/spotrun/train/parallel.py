@@ -39,7 +39,8 @@ class Parallel(nn.Module):
         self.__dict__["_device"] = device
         # DDP has two names for this option.
         shares = (self._options.pop(name, True) for name in ("broadcast_buffers", "forward_sync_buffers"))
-        self.__dict__["_share_buffers"] = all(list(shares))
+        # As DDP does: without buffers now, no step looks for some in every submodule.
+        self.__dict__["_share_buffers"] = all(list(shares)) and any(True for _ in module.buffers())
         self.__dict__["_used"] = None
         self.__dict__["_by_hand"] = False  # whether the script has ever kept gradients from the other ranks
         self.training = module.training
@@ -95,7 +96,7 @@ class Parallel(nn.Module):
 
     def exchange(self, on: bool) -> None:
         """Set whether the next backward pass averages gradients over the ranks, which ends an accumulation."""
-        if self._ddp is not None:
+        if self._ddp is not None and self._ddp.require_backward_grad_sync != on:
             self._ddp.require_backward_grad_sync = on
 
     def drop_gradients(self) -> None:

@@ -149,7 +149,7 @@ class Run:
 
     def ddp(self, module: nn.Module, **options: Any) -> Parallel:
         """The module on `run.device`. Its gradients are averaged over the workers. `options` go to DDP."""
-        with self._boundary.exit_if_a_peer_fails():
+        with self._boundary.exit_if_a_peer_fails:
             self._models.append(Parallel(module, self.device, **options))
         return self._models[-1]
 
@@ -228,7 +228,7 @@ class Run:
         """
         weight = self._batch.weight
         self._boundary.clock.part()
-        with self._boundary.void_if_a_peer_fails():
+        with self._boundary.void_if_a_peer_fails:
             (loss if weight == 1 else loss * weight).backward()  # type: ignore[no-untyped-call]
         if self._boundary.guard is not None and self._batch.last:
             self._boundary.guard()
@@ -282,7 +282,7 @@ class Run:
         return self._feed(loader, accumulate)
 
     def _end_step(self) -> None:
-        with self._boundary.void_if_a_peer_fails():
+        with self._boundary.void_if_a_peer_fails:
             for model in self._models:
                 model.share_buffers()
         if self._boundary.must_regroup:
