@@ -15,6 +15,7 @@ from scripts.job_table import job_id
 from scripts.make_command import make_command
 from scripts.ssh import Access
 from spotrun.errors import SpotrunError
+from spotrun.head.journal import namesakes
 from spotrun.store import Store, job_key
 
 RANGE = 4 << 20  # bytes of a log that are read at once
@@ -44,7 +45,10 @@ def find(access: Access, job: str | None, node: str | None, rank: str | None) ->
         job = str(newest_first[0])
     found = every(access.store, job)
     if not found and not access.store.exists(job_key(job, "state.json")):
-        raise SpotrunError(f"there is no job {job}; `{make_command(access.file, 'status')}` names the newest jobs")
+        named = namesakes(access.store, job)
+        raise SpotrunError(
+            f"there is no job {job}{named}; `{make_command(access.file, 'status')}` names the newest jobs"
+        )
     ranks = rank if rank is not None or node is not None else "0"
     chosen = [log for log in found if node in (None, log.node) and ranks in (None, log.rank)]
     newest = max((log.generation for log in chosen), default=0)

@@ -88,6 +88,32 @@ async def test_a_held_job_runs_on_when_it_is_relaunched(world: World) -> None:
     assert world.head.jobs == [job.id]
 
 
+async def test_held_jobs_are_stopped_with_their_group(world: World) -> None:
+    jobs = [await world.head.submit(JOB | {"group": group}, CODE) for group in ("search", "other", "search")]
+    lost = await world.head.submit(JOB | {"group": "search"}, CODE)
+    queue.hold(world.store, "c")
+    head = world.new_head()
+    await world.turn()
+    world.store.put(job_key(lost, "state.json"), b"junk")
+    answer = await asked(world, head, "stop", group="search")
+    assert answer == {"group": "search", "jobs": [jobs[0], jobs[2]]}
+    assert head.journal.held == [jobs[1], lost]
+    assert [(await head.load(job)).phase for job in jobs] == ["stopped", "queued", "stopped"]
+    with pytest.raises(SpotrunError, match="group search has no job that has not ended"):
+        await asked(world, head, "stop", group="search")
+
+
+async def test_a_name_in_place_of_a_held_jobs_id_is_answered_with_the_ids(world: World) -> None:
+    job = await world.started()
+    queue.hold(world.store, "c")
+    head = world.new_head()
+    await world.turn()
+    with pytest.raises(SpotrunError, match=f"there is no job toy in .*; toy is a job's name; give an id: {job.id}"):
+        await asked(world, head, "relaunch", "toy")
+    with pytest.raises(SpotrunError, match=r"there is no job yot in [^;]*\}$"):
+        await asked(world, head, "relaunch", "yot")
+
+
 async def test_operators_are_told_before_the_first_turn(world: World) -> None:
     job = await world.started()
     queue.hold(world.store, "c")

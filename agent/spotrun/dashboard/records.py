@@ -11,7 +11,7 @@ from typing import Any
 
 from spotrun.errors import JobNotFound, UnreadableError
 from spotrun.head.job_state import JobState
-from spotrun.head.journal import stamped
+from spotrun.head.journal import namesakes, stamped
 from spotrun.head.overview import job_row
 from spotrun.store import Store, job_key
 from spotrun.store.keys import JOBS
@@ -54,7 +54,7 @@ class Records:
         """A job's state. Raises `JobNotFound`, `UnreadableError`, or `StoreError` if the bucket does not answer."""
         data = self.store.find(job_key(job, "state.json")) if ID.fullmatch(job) else None
         if data is None:
-            raise JobNotFound(f"there is no job {job[:120]} in {self.store.url}")
+            raise JobNotFound(f"there is no job {job[:120]} in {self.store.url}{namesakes(self.store, job)}")
         try:
             return JobState.model_validate_json(data)
         except ValueError as error:

@@ -8,6 +8,7 @@ train. The head tries again from time to time, and so does each new head.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
 import time
@@ -96,6 +97,16 @@ async def brief(head: Head, job: str) -> dict[str, str]:
         return {"id": job, "phase": "parked", "reason": parked.reason if parked else str(error)}
     except JobNotFound:
         return {"id": job, "phase": "gone"}
+
+
+async def held_in(head: Head, group: str) -> list[str]:
+    """The held jobs of a group. Those whose state cannot be read are left out: nobody knows their group."""
+    found = []
+    for job in head.journal.held:
+        with contextlib.suppress(JobNotFound, UnreadableError):
+            if (await head.load(job)).spec.group == group:
+                found.append(job)
+    return found
 
 
 def park(head: Head, job: str, reason: str, error: Exception | None = None) -> None:

@@ -42,7 +42,10 @@ PROGRESS = (
 EMPTY = Timeline()
 TIMELINE_EVERY = 10.0  # seconds between writes of a timeline
 PROGRESS_EVERY = 2.0  # seconds between writes of a state in which only progress changed
-STATE_KEY = re.compile(r"jobs/(?P<id>[^/]+-(?P<stamp>[0-9]{8}-[0-9]{6})(?:-(?P<number>[0-9]+))?)/state\.json")
+_STAMPED = r"(?P<id>[^/]+-(?P<stamp>[0-9]{8}-[0-9]{6})(?:-(?P<number>[0-9]+))?)"
+_ID = re.compile(_STAMPED)
+STATE_KEY = re.compile(rf"jobs/{_STAMPED}/state\.json")
+NEWEST = 5  # ids in a message
 
 
 @dataclass(frozen=True)
@@ -152,8 +155,7 @@ class Journal:
 
     async def ids(self) -> dict[str, str]:
         """The ids of all jobs in the bucket, newest first by the time in the id; for each the job's name."""
-        keys = await asyncio.to_thread(state_keys, self.store)
-        return {id: id[: id.index(f"-{stamp}")] for stamp, _, id in stamped(keys)}
+        return await asyncio.to_thread(names, self.store)
 
     async def create(self, state: JobState) -> JobState:
         """Write a new job; its id gets a number if it is taken."""
@@ -192,7 +194,8 @@ class Journal:
         if re.fullmatch(r"[a-z0-9][a-z0-9-]*", job):  # anything else could name another object
             data = await (self._fenced.find(key) if own else asyncio.to_thread(self.store.find, key))
         if data is None:
-            raise JobNotFound(f"there is no job {job} in {self.store.url}")
+            known = "" if own else await asyncio.to_thread(namesakes, self.store, job)
+            raise JobNotFound(f"there is no job {job} in {self.store.url}{known}")
         try:
             return JobState.model_validate_json(data)
         except ValueError as error:
@@ -297,6 +300,17 @@ class Journal:
 def state_keys(store: Store) -> list[str]:
     """The keys of the states of all jobs in the bucket. A state may be missing while its job is made or removed."""
     return [job_key(job, "state.json") for job in store.folders("jobs")]
+
+
+def names(store: Store) -> dict[str, str]:
+    """The ids of all jobs in the bucket, newest first by the time in the id; for each the job's name."""
+    return {id: id[: id.index(f"-{stamp}")] for stamp, _, id in stamped(state_keys(store))}
+
+
+def namesakes(store: Store, name: str) -> str:
+    """For the end of a message that no job has this id: the newest jobs that have it as their name; empty: none."""
+    found = [] if _ID.fullmatch(name) else [id for id, each in names(store).items() if each == name]
+    return f"; {name} is a job's name; give an id: {', '.join(found[:NEWEST])}" if found else ""
 
 
 def stamped(keys: Iterable[str]) -> list[tuple[str, int, str]]:
