@@ -20,13 +20,15 @@ from spotrun.folders import KeptFiles
 from spotrun.head.job_state import JobState
 from spotrun.history.curves import Points
 from spotrun.history.reader import Reader
+from spotrun.node.event_files import NAMED
 from spotrun.node.kept_folders import LIST, is_plain
-from spotrun.store import Store, kept_key
+from spotrun.store import Store, event_files_folder, kept_key
 
 EVERY = 5.0  # seconds between two looks into the bucket, and between TensorBoard's looks into the files
 SHARE = 0.1  # part of this process's time that looks may take: they take longer with very many points
 SHOWN = 5000  # points of a curve that TensorBoard shows; it drops points of longer curves at random
-_EVENTS = "tfevents"  # what the names of event files have
+LAST = 30.0  # seconds after a job's end in which its nodes may still upload
+PIECE = 16 << 20  # bytes of an event file that are read at once
 
 
 class Board:
@@ -41,6 +43,7 @@ class Board:
         self._written: dict[str, Points] = {}
         self._file: EventFile | None = None
         self._files = 0
+        self._fetched: dict[str, int] = {}  # bytes of each of the script's own event files, by key
 
     def update(self) -> int:
         """Write what is new. Returns how many points. Raises `SpotrunError`."""
@@ -50,10 +53,32 @@ class Board:
         new = self._reader.update()
         curves = {name: self._reader.curve(name).counting() for name in self._reader.names} if new else {}
         count = self._write(curves) if new else 0
-        if state.ended_already:
-            fetch_kept(self._store, state, self._folder)
+        self._fetch()
+        if state.ended_already and time.time() - (state.ended or 0.0) > LAST:
+            if not self._fetched:  # agents of older versions upload no event files meanwhile
+                fetch_kept(self._store, state, self._folder)
             self.over = True
         return count
+
+    def _fetch(self) -> None:
+        """Fetch what is new in the script's own event files. A file that has become shorter is fetched again.
+
+        TensorBoard takes all files of a folder for one run, so files of all nodes lie together.
+        """
+        prefix = event_files_folder(self.job) + "/"
+        for key, size in self._store.sizes(prefix).items():
+            node, _, name = key.removeprefix(prefix).partition("/")
+            if size == self._fetched.get(key, 0) or not is_plain(name):
+                continue
+            path = self._folder / f"{name}.{node}"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            have = self._fetched.get(key, 0)
+            have = have if have < size else 0
+            with path.open("r+b" if have else "wb") as file:
+                file.seek(have)  # an earlier fetch may have failed after that
+                for start in range(have, size, PIECE):
+                    file.write(self._store.part(key, start, min(start + PIECE, size)))
+            self._fetched[key] = size
 
     def close(self) -> None:
         if self._file is not None:
@@ -106,7 +131,7 @@ def fetch_kept(store: Store, job: JobState, folder: Path) -> int:
     except ValueError as error:
         raise CorruptError(f"{kept_key(job.id, number)}: is not readable: {error}") from None
     for each in files:
-        if _EVENTS in each.name.rpartition("/")[2] and not each.link and is_plain(each.name):
+        if NAMED in each.name.rpartition("/")[2] and not each.link and is_plain(each.name):
             path = folder / each.name
             path.parent.mkdir(parents=True, exist_ok=True)
             store.fetch(kept_key(job.id, number, each.name), path)

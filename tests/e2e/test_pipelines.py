@@ -8,6 +8,12 @@ import pytest
 
 from spotrun.errors import SpotrunError
 from tests.e2e.harness import Harness, digest_of, sample_ids, undisturbed
+from tests.helpers import wait_for
+
+
+def events_of(cluster: Harness, job: str) -> list[str]:
+    """The keys of the event files of a job's script."""
+    return cluster.access.store.list(f"jobs/{job}/logs/tensorboard")
 
 
 def test_three_steps_of_which_the_middle_one_loses_a_machine(cluster: Harness, tmp_path: Path) -> None:
@@ -33,7 +39,10 @@ def test_three_steps_of_which_the_middle_one_loses_a_machine(cluster: Harness, t
     assert rows[evaluate.id]["reason"] == f"waits for {train.id} to succeed"
     cluster.watch(train.id)
     cluster.until_step(22)
-    cluster.fault("kill", cluster.members()[1])
+    victim = cluster.members()[1]
+    written = f"jobs/{train.id}/logs/tensorboard/{victim}/model/last/events.out.tfevents."
+    wait_for(lambda: any(key.startswith(written) for key in events_of(cluster, train.id)), what="its event file")
+    cluster.fault("kill", victim)
     cluster.until(lambda s: any(i["seconds"] for i in s["job"]["interruptions"]), "the recovery")
     cluster.kill_head()
     train.go()
@@ -45,5 +54,6 @@ def test_three_steps_of_which_the_middle_one_loses_a_machine(cluster: Harness, t
     assert digest_of(train.out) == undisturbed(tmp_path / "undisturbed", 2, epochs=1, samples=400, batch=4)
     jobs = [cluster.access.store.get(f"jobs/{job.id}/state.json") for job in (prepare, train, evaluate)]
     assert all(b'"succeeded"' in job for job in jobs)
+    assert len(events_of(cluster, train.id)) >= 3, "files of both nodes, and of the one that is gone"
     assert (train.out / "found").read_text() == digest_of(prepare.out)
     assert (evaluate.out / "found").read_text() == digest_of(train.out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,44 @@ async def test_a_log_that_fails_keeps_no_other_log_back(tmp_path: Path) -> None:
     (bucket / "logs/refused").unlink()
     await logs.upload(all=True)
     assert store.get("logs/refused/0.log") == b"text of refused", "the next upload tries it again"
+
+
+async def test_other_files_that_grow_have_no_times_and_no_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_uploader, "LONGEST", 4)
+    store, found, searches = Store(str(tmp_path / "bucket")), dict[Path, str](), list[int]()
+
+    def search() -> dict[Path, str]:
+        searches.append(len(found))
+        return found
+
+    logs = LogUploader(store, search)
+    (tmp_path / "events").write_text("longer than that")
+    found[tmp_path / "events"] = "jobs/a/logs/tensorboard/n/events"
+    found[tmp_path / "gone"] = "jobs/a/logs/tensorboard/n/gone"
+    await logs.upload(all=True)
+    (tmp_path / "events").write_text("longer than that, and growing")
+    await logs.upload(all=True)
+    assert store.list("jobs") == ["jobs/a/logs/tensorboard/n/events"]
+    assert store.get("jobs/a/logs/tensorboard/n/events") == b"longer than that, and growing"
+    assert searches == [2, 2]
+
+
+async def test_a_search_that_takes_long_is_repeated_seldom(tmp_path: Path) -> None:
+    searches = list[float]()
+
+    def search() -> dict[Path, str]:
+        searches.append(time.monotonic())
+        time.sleep(0.05)
+        return {}
+
+    logs = LogUploader(Store(str(tmp_path / "bucket")), search)
+    for _ in range(3):
+        await logs.upload()
+    assert len(searches) == 1
+    await logs.upload(all=True)
+    assert len(searches) == 2
 
 
 def test_a_log_that_is_too_long_begins_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

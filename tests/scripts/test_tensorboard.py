@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -27,7 +28,7 @@ from spotrun.head.job_state import JobState
 from spotrun.history.curves import Points
 from spotrun.state import points
 from spotrun.state.points import Call, Header
-from spotrun.store import Store, job_key, kept_key, metrics_key
+from spotrun.store import Store, event_file_key, job_key, kept_key, metrics_key
 from tests.helpers import wait_for
 from tests.scripts.accounts import job, store
 
@@ -133,6 +134,36 @@ def test_event_files_of_the_script(bucket: Store, board: Board, url: str, tmp_pa
     found = [each for each in tmp_path.joinpath("logs").rglob("*") if each.is_file()]
     assert len(found) == 2
     board.close()
+
+
+def test_event_files_that_grow_while_the_job_trains(bucket: Store, board: Board, url: str, tmp_path: Path) -> None:
+    """The script's own event files are shown while it runs, those of all nodes as one run. It need not succeed."""
+    put(bucket, 1, 0, [(1, 0.5)])
+    for node, step in (("spot-0", 1), ("spot-1", 2)):
+        with SummaryWriter(str(tmp_path / node)) as writer:
+            writer.add_scalar("accuracy", step / 4, step)
+            writer.flush()
+            early = upload(bucket, tmp_path, node)
+            board.update()
+            until(url, [(each, each / 4) for each in range(1, step + 1)], name="accuracy", run=f"{JOB}/logs/a")
+            writer.add_scalar("loss", 0.1, step)
+        assert len(upload(bucket, tmp_path, node)) > len(early)
+    end(bucket, job(1, phase="failed", ended=time.time()))
+    board.update()
+    until(url, [(1, 0.1), (2, 0.1)], run=f"{JOB}/logs/a")
+    assert not board.over, "the last part of an event file may still be on its way"
+    assert len([each for each in tmp_path.joinpath("logs").rglob("*") if each.is_file()]) == 3
+    end(bucket, job(1, phase="failed", ended=time.time() - 60))
+    board.update()
+    assert board.over
+    board.close()
+
+
+def upload(bucket: Store, folder: Path, node: str) -> bytes:
+    """Put a node's event file into the bucket as the agent does. Its bytes."""
+    (path,) = (folder / node).iterdir()
+    bucket.put(event_file_key(JOB, node, f"logs/a/{path.name}"), path.read_bytes())
+    return path.read_bytes()
 
 
 def column(*steps: int, at: float = 0.0) -> Points:

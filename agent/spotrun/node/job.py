@@ -92,6 +92,11 @@ class Job:
         return self._env.get("PYTHONPATH", "")
 
     @property
+    def keep(self) -> tuple[str, ...]:
+        """The folders that the job keeps; empty while its working folder is not ready."""
+        return self._spec.keep if self._spec is not None and self.root != Path() else ()
+
+    @property
     def procs(self) -> int:
         wanted = self._spec.procs_per_node if self._spec else 1
         return (len(self.devices) or self._node.devices) if wanted == "auto" else wanted

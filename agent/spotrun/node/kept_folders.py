@@ -175,10 +175,10 @@ def _upload(store: Store, attempt: _Attempt, uploaded: dict[str, KeptFile]) -> F
 def _files(root: Path, folder: str) -> Iterator[tuple[str, Path]]:
     """Files and links of a folder, with their names below the working folder. Raises `CorruptError`."""
     top = root / folder
-    if not top.is_dir() or top.resolve() != root.resolve() / folder:
+    if not is_inside(root, folder):
         why = "is not a folder, or is a link" if os.path.lexists(top) else "does not exist when the script has ended"
         raise CorruptError(f"keep: {folder}: {why}")
-    for path in sorted(_walk(top)):
+    for path in sorted(walk(top)):
         name = path.relative_to(root).as_posix()
         kind = path.lstat().st_mode
         if not is_plain(name):
@@ -190,12 +190,18 @@ def _files(root: Path, folder: str) -> Iterator[tuple[str, Path]]:
         yield name, path
 
 
-def _walk(folder: Path) -> Iterator[Path]:
+def is_inside(root: Path, folder: str) -> bool:
+    """Whether there is such a folder below `root`, and no link on the way to it."""
+    top = root / folder
+    return top.is_dir() and top.resolve() == root.resolve() / folder
+
+
+def walk(folder: Path) -> Iterator[Path]:
     """Everything below a folder except folders. It follows no link."""
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
-                yield from _walk(Path(entry.path))
+                yield from walk(Path(entry.path))
             else:
                 yield Path(entry.path)
 

@@ -1,5 +1,7 @@
 """Upload the logs of a job's workers on this node to the bucket while the logs grow, and keep them within bounds.
 
+Other files that grow are uploaded in the same way, without times and bounds.
+
 A worker's output has no times. So the agent looks at the length of each log now and then, and writes the length into a
 text beside the log. A line of this text has epoch seconds and bytes. It gives the lines of the log their times.
 """
@@ -11,6 +13,7 @@ import contextlib
 import logging
 import os
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from spotrun.store import Store, times_key
@@ -20,6 +23,7 @@ log = logging.getLogger(__name__)
 INTERVAL = 5.0  # seconds between uploads of a log that grows
 LONGEST = 256 << 20  # bytes of a log; one that grows beyond that begins again, because all jobs share the disk
 STRETCH = 4 << 20  # bytes; a log of n times this size is uploaded n times as seldom, as each upload sends all of it
+SEARCHING = 0.01  # share of the time that the search for other files may take
 
 
 class _Times:
@@ -48,13 +52,18 @@ class _Times:
 
 
 class LogUploader:
-    """Log files, and the objects in the bucket that they are copied to."""
+    """Log files, and the objects in the bucket that they are copied to.
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    others: finds further files that grow, with their keys. It is called in another thread.
+    """
+
+    def __init__(self, store: Store, others: Callable[[], Mapping[Path, str]] = dict) -> None:
+        self._store, self._others = store, others
         self._keys: dict[Path, str] = {}
         self._uploaded: dict[Path, tuple[int, float]] = {}  # size, and monotonic seconds of the upload
         self._times: dict[Path, _Times] = {}
+        self._found: Mapping[Path, str] = {}
+        self._search_at = 0.0  # monotonic seconds: not before that, look for other files again
         self._lock = asyncio.Lock()
 
     def follow(self, path: Path, key: str) -> None:
@@ -74,21 +83,36 @@ class LogUploader:
             shortening.cancel()
 
     async def upload(self, all: bool = False) -> None:
-        """Upload the logs that have grown and are due; all: also those that are not due."""
+        """Upload the files that have grown and are due; all: also those that are not due."""
         async with self._lock:
             for path, key in list(self._keys.items()):
-                try:
-                    size, now = path.stat().st_size, time.monotonic()
-                    self._times.setdefault(path, _Times()).note(size)
-                    done, at = self._uploaded.get(path, (0, 0.0))
-                    if size != done and (all or now - at >= INTERVAL * size / STRETCH):
-                        await asyncio.to_thread(self._store.put, key, path)
-                        await asyncio.to_thread(self._store.put, times_key(key), self._times[path].text)
-                        self._uploaded[path] = (size, now)
-                except FileNotFoundError:
-                    continue  # the worker has not written to it yet
-                except Exception as error:  # the script may do anything to its log
-                    log.warning("a log was not uploaded, trying again later: %s", str(error) or repr(error))
+                await self._try(path, key, all, self._times.setdefault(path, _Times()))
+            for path, key in (await self._find(all)).items():
+                await self._try(path, key, all)
+
+    async def _find(self, now: bool) -> Mapping[Path, str]:
+        """The other files. A search that takes long is repeated more seldom, unless it is needed now."""
+        began = time.monotonic()
+        if now or began >= self._search_at:
+            self._found = await asyncio.to_thread(self._others)
+            self._search_at = began + (time.monotonic() - began) / SEARCHING
+        return self._found
+
+    async def _try(self, path: Path, key: str, all: bool, times: _Times | None = None) -> None:
+        try:
+            size, now = path.stat().st_size, time.monotonic()
+            if times is not None:
+                times.note(size)
+            done, at = self._uploaded.get(path, (0, 0.0))
+            if size != done and (all or now - at >= INTERVAL * size / STRETCH):
+                await asyncio.to_thread(self._store.put, key, path)
+                if times is not None:
+                    await asyncio.to_thread(self._store.put, times_key(key), times.text)
+                self._uploaded[path] = (size, now)
+        except FileNotFoundError:
+            pass  # the worker has not written to it yet
+        except Exception as error:  # the script may do anything to its files
+            log.warning("%s was not uploaded, trying again later: %s", key, str(error) or repr(error))
 
     async def _shorten(self) -> None:
         """Look at the length of each log now and then: an upload may take long."""

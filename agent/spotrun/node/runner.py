@@ -11,11 +11,12 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
 from spotrun.backoff import Backoff
 from spotrun.errors import SpotrunError
-from spotrun.node import about, cleanup, memory
+from spotrun.node import about, cleanup, event_files, memory
 from spotrun.node.generations import Generations, drop_group
 from spotrun.node.job import Job, Node
 from spotrun.node.kept_folders import Keeper
@@ -25,7 +26,7 @@ from spotrun.node.part_uploader import PartUploader, WantedPart, newest_snapshot
 from spotrun.node.workers import Phase, WorkerGroup
 from spotrun.spec import JobSpec
 from spotrun.state.control import NONE
-from spotrun.store import log_key
+from spotrun.store import event_file_key, log_key
 from spotrun.wire import Bundle, Failure, JobOrder, JobReport, StateRef
 
 log = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ class Runner:
         self._slots = node.tmpfs / id / "slots"
         self._snapshot = newest_snapshot(self._slots, id)  # an earlier agent may have left the only copy of a state
         self._read_slots = (-1, 0.0)  # newest committed step, and monotonic seconds, when the slots were last read
-        self._logs = LogUploader(node.store)
+        self._logs = LogUploader(node.store, self._event_files)
         self._metrics = MetricsUploader(node.store, id, node.scratch / "metrics" / id)
         self._generations = Generations(id, node, self._slots.parent, self._logs)
         self._part_uploader = PartUploader(node.store, node.scratch / "parts", self.wake)
@@ -274,6 +275,12 @@ class Runner:
             return
         folders = JobSpec.kept(order.bundle.job).keep
         self._keeper.want(self.id, self._job.root, folders, order.keep)
+
+    def _event_files(self) -> dict[Path, str]:
+        """The script's event files, with their keys. Called in another thread."""
+        job, node = self._job, self._node.identity.name
+        found = event_files.find(job.root, job.keep) if job is not None else {}
+        return {path: event_file_key(self.id, node, name) for path, name in found.items()}
 
     async def _write_about(self, job: Job) -> None:
         """Write down what this node has, once its workers have begun: not while they start."""

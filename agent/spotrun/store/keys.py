@@ -104,6 +104,15 @@ def log_key(job: str, generation: int, node: str, rank: int | str) -> str:
     return f"{JOBS}{job}/{LOGS}/{generation:04d}/{node}/{rank}.log"
 
 
+def event_file_key(job: str, node: str, name: str) -> str:
+    """An event file of TensorBoard. name: of the file, below the job's working folder."""
+    return f"{event_files_folder(job)}/{node}/{name}"
+
+
+def event_files_folder(job: str) -> str:
+    return f"{JOBS}{job}/{LOGS}/tensorboard"
+
+
 def metrics_key(job: str, generation: int, block: int) -> str:
     """A block of what rank 0 of a generation has logged (`state.points`)."""
     return f"{metrics_folder(job)}/{generation:04d}/{block:06d}.jsonl.zst"

@@ -35,7 +35,11 @@ parser.add_argument("--flood", type=int, default=0, help="lines to print each se
 parser.add_argument("--fill", action="store_true", help="do nothing but fill the memory that all jobs share")
 parser.add_argument("--largest", type=int, default=0, help="bytes that a file may have, as if its disk were full")
 parser.add_argument("--late", type=float, default=0.0, help="seconds before it joins the others")
-parser.add_argument("--leave", type=Path, help="a folder in which rank 0 writes the digest, at the end")
+parser.add_argument(
+    "--leave",
+    type=Path,
+    help="a folder for the digest, at the end, and for event files",
+)
 parser.add_argument("--find", type=Path, help="a folder in which another job has left a digest; it is copied to OUT")
 args = parser.parse_args()
 if args.find:
@@ -105,6 +109,9 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 sampler = spotrun.ElasticSampler(dataset, seed=3)
 loader = DataLoader(dataset, batch_size=args.batch, sampler=sampler)
 run.track(model=model, optimizer=optimizer, sampler=sampler)
+if args.leave:  # as torch.utils.tensorboard would write it
+    args.leave.mkdir(parents=True, exist_ok=True)
+    (args.leave / f"events.out.tfevents.{os.getpid()}").write_text("one event\n")
 record = (args.out / f"steps-{run.generation}-{run.rank}.jsonl").open("a", buffering=1)
 
 
@@ -150,6 +157,5 @@ for state in optimizer.state_dict()["state"].values():
 result = {"world_size": run.world_size, "step": run.step, "digest": digest.hexdigest(), "pid": os.getpid()}
 (args.out / f"final-{run.rank}.json").write_text(json.dumps(result))
 if args.leave and run.rank == 0:
-    args.leave.mkdir(parents=True, exist_ok=True)
     (args.leave / "digest").write_text(result["digest"])
 print("finished", result)
