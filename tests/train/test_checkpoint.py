@@ -22,7 +22,7 @@ from spotrun.errors import CorruptError, SpotrunError
 from spotrun.state import checkpoints, shards, slots
 from spotrun.state.control import Context
 from spotrun.store import Store, checkpoint_key
-from spotrun.train import download
+from spotrun.train import download, transfer
 from spotrun.train.encoding import decode
 from spotrun.train.restore import Found, restore
 from spotrun.train.slot_files import Reader
@@ -294,3 +294,13 @@ def test_junk_is_no_safetensors_file(tmp_path_factory: pytest.TempPathFactory, d
         path.write_bytes(content)
         with pytest.raises(CorruptError, match="junk"):
             shards.read_header(path)
+
+
+@pytest.mark.parametrize("how", [torch.Tensor.conj, lambda tensor: torch._neg_view(tensor)])
+def test_a_tensor_with_other_values_than_its_memory_is_not_written_to(how: Any) -> None:
+    """Bytes of a state that is received would be read as their conjugates."""
+    live = how(torch.ones(3, dtype=torch.complex64))
+    entry = shards.Entry("kernel", "C64", (3,), 0, 24)
+    assert transfer._destination(entry, live) is not live
+    plain = torch.ones(3, dtype=torch.complex64)
+    assert transfer._destination(entry, plain) is plain

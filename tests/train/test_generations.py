@@ -20,7 +20,7 @@ import spotrun
 from spotrun.errors import SpotrunError
 from spotrun.state import exit_note, slots
 from spotrun.state.control import EXIT_DRAINED, EXIT_PEER, NONE, Context
-from spotrun.train import restore
+from spotrun.train import failures, restore
 from spotrun.train.encoding import decode
 from spotrun.train.failures import is_peer_failure
 from spotrun.train.snapshot import Writer
@@ -386,3 +386,9 @@ def test_what_a_peers_death_looks_like() -> None:
     assert not is_peer_failure(RuntimeError("mat1 and mat2 shapes cannot be multiplied (3x2 and 4x5)"))
     assert not is_peer_failure(ConnectionResetError("Connection reset by peer"))
     assert not is_peer_failure(None)
+
+
+def test_after_a_peers_death_any_error_is_its_consequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script may call a collective after `run.backward`. Its process group is gone by then."""
+    monkeypatch.setattr(failures, "void", True)
+    assert is_peer_failure(ValueError("Default process group has not been initialized"))

@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ import torch
 from spotrun.state import points
 from spotrun.state.control import Control
 from spotrun.state.points import Block, Call, Header
-from spotrun.train import metrics
+from spotrun.train import extras, metrics
 from spotrun.train.metrics import Metrics
 
 
@@ -167,6 +169,26 @@ def test_a_generation_that_logs_nothing_still_says_where_it_began(tmp_path: Path
     numbers.begin(header(2, base=30))
     (block,) = written(tmp_path, 2)
     assert (block.header.base, block.calls) == (30, [])
+
+
+def test_numbers_do_not_wait_for_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A snapshot waits a moment until what was logged before it is on the disk: images take longer than that."""
+    numbers, _ = begun(tmp_path)
+    complete, begun_one = extras.complete, threading.Event()
+
+    def slow(*arguments: Any) -> None:
+        begun_one.set()
+        time.sleep(0.2)
+        complete(*arguments)
+
+    monkeypatch.setattr(extras, "complete", slow)
+    for number in range(50):
+        numbers.log_extra("image", 1, 0, False, {f"image{number}": np.zeros((2, 2), np.uint8)})
+    assert begun_one.wait(60)
+    numbers.log(2, 0, None, False, {"loss": 0.5})
+    numbers.flush(1.0)
+    assert values(tmp_path) == [{"loss": 0.5}]
+    assert numbers._extras, "the images are not written yet"
 
 
 def test_a_full_disk_delays_the_numbers_only(

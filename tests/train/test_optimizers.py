@@ -11,10 +11,12 @@ from torch import nn, optim
 
 from spotrun.state import slots
 from spotrun.train import optimizer_state
+from spotrun.train.encoding import Encoder
 from spotrun.train.idle_optimizer import IdleOptimizer
 from spotrun.train.slot_files import Reader
 from spotrun.train.snapshot import Writer
 from spotrun.train.training_state import TrainingState, load
+from spotrun.train.transfer import Received
 from tests.train.blocks import block
 
 KINDS: list[tuple[Any, dict[str, Any]]] = [
@@ -127,3 +129,25 @@ def test_a_state_of_another_shape_has_memory_of_its_own(tmp_path: Path) -> None:
     load(optimizer, record.state, reader, dict.fromkeys((entry.name for entry in reader.entries), other))
     assert all(each.shape != other.shape for _, each in leaves(optimizer))
     assert not any(reader.holds(each) for _, each in leaves(optimizer))
+
+
+def test_a_group_that_the_script_holds_is_still_the_optimizers_after_a_regroup() -> None:
+    """A script may look a group up before its loop, to set its rate in each step. The state is loaded in the loop."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW([{"params": [model.weight]}, {"params": [model.bias]}], lr=0.1)
+    groups, held = optimizer.param_groups, optimizer.param_groups[1]
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    encoder = Encoder()
+    objects = {"optimizer": encoder.encode(optimizer.state_dict(), "optimizer")}
+    held["lr"] = 0.5
+    state = TrainingState(0)
+    state.objects = {"optimizer": optimizer}
+    run = {"seed": 0, "step": 1, "epoch": 0, "consumed": 0}
+    record = slots.Record("job", 1, 1, 0, "", {"run": run, "objects": objects})
+    state.load(record, Received({name: each.clone() for name, each in encoder.tensors.items()}))
+    assert held["lr"] == 0.1
+    held["lr"] = 0.25
+    assert optimizer.param_groups is groups
+    assert optimizer.param_groups[1]["lr"] == 0.25
+    assert held["params"] == [model.bias]

@@ -75,6 +75,18 @@ def test_it_records_the_steps_that_were_asked_for(worker: Worker) -> None:
     assert not (worker.folder / TRACE).exists()
 
 
+def test_a_trace_that_the_script_records_itself_stays_whole(worker: Worker) -> None:
+    with torch.profiler.profile() as own:
+        worker.ask(2)
+        worker.train(4)
+    assert worker.answer is not None
+    assert worker.answer.problem == "the script uses torch.profiler itself at the moment; ask again later"
+    assert next(each.count for each in own.key_averages() if each.key == "aten::randn") == 4
+    worker.ask(2)
+    worker.train(5)
+    assert worker.recorded() == 2
+
+
 def test_one_step(worker: Worker) -> None:
     worker.ask(1)
     worker.train(2)

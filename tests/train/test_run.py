@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ import spotrun
 from spotrun.errors import SpotrunError
 from spotrun.state import points, slots
 from spotrun.state.control import EXIT_PEER, Context, Control
-from spotrun.train import distributed, failures, metrics
+from spotrun.train import boundary, distributed, failures, metrics
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,6 +38,48 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     context = Context("job", 1, "n", str(control), str(tmp_path / "slots"), "", 1)
     monkeypatch.setenv(Context.VARIABLE, context.to_env())
     return tmp_path / "slots"
+
+
+@pytest.mark.parametrize("seed", ["1", None, 1.5])
+def test_a_seed_is_a_whole_number(seed: Any) -> None:
+    with pytest.raises(SpotrunError, match=r"spotrun\.init\(seed=.*\): give a whole number"):
+        spotrun.init(seed=seed)
+
+
+def test_odd_numbers_that_plain_scripts_may_use(alone: Path) -> None:
+    """A seed of NumPy, and as many epochs as there can be."""
+    run = spotrun.init(seed=np.int64(2))  # type: ignore[arg-type]
+    model = run.ddp(nn.Linear(2, 2))
+    run.track(model=model)
+    for _ in run.epochs(sys.maxsize):
+        for x in run.steps(DataLoader(torch.ones(4, 2))):
+            run.backward(model(x).mean())
+        break
+    settle(run)
+    ((_, record),) = slots.newest(alone, "job")[:1]
+    assert (record.step, record.state["run"]["seed"]) == (4, 2)
+
+
+def test_the_last_snapshot_is_tried_again(alone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it, the job's result would be an older state."""
+    monkeypatch.setattr(boundary, "AGAIN", 0.0)
+    run = spotrun.init()
+    model = run.ddp(nn.Linear(2, 2))
+    run.track(model=model)
+    commit, refused = slots.commit, list[int]()
+
+    def full(*arguments: Any, **more: Any) -> None:
+        if run.step == 4 and len(refused) < 3:
+            refused.append(run.step)
+            raise OSError(28, "No space left on device")
+        commit(*arguments, **more)
+
+    monkeypatch.setattr(slots, "commit", full)
+    for _ in run.epochs(1):
+        for x in run.steps(DataLoader(torch.ones(4, 2))):
+            run.backward(model(x).mean())
+    assert len(refused) == 3
+    assert slots.newest(alone, "job")[0][1].step == 4
 
 
 def settle(run: spotrun.Run) -> None:

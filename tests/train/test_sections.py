@@ -74,6 +74,29 @@ def test_a_shared_snapshot_has_the_bytes_of_one_copied_alone(node: Node, tmp_pat
         assert node.controls[1].committed == NONE
 
 
+def test_a_generation_that_begins_at_an_earlier_step(node: Node) -> None:
+    """The copy under way was of a step that does not count. Later snapshots are copied together again."""
+    node.begin(49)
+    assert node.writer.announce(50, exact=True)
+    node.begin(50)
+    for rank in range(1, node.workers):
+        node.other(rank, 50)
+    node.writer.settle()
+    for each in node.others:
+        each.settle()
+    for control in node.controls:
+        control.renew(2)
+        control.step = 40
+    node.writer.renew(2)
+    for each in node.others:
+        each.renew()
+    node.begin(44)
+    assert node.writer.announce(45, exact=True)
+    node.snapshot(45)
+    node.check(45)
+    assert [each.section for each in node.controls[1:]] == [45, 45]
+
+
 def test_each_worker_copies_its_section_only(node: Node) -> None:
     """What is not equal on all ranks is the writer's."""
     own = [set(each._slots[0].file.views) for each in node.others]

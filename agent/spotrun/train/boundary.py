@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from spotrun.errors import SpotrunError
 from spotrun.state.control import EXIT_DRAINED, EXIT_PEER, NONE, Context, Control
 from spotrun.state.points import Header, is_substitute
 from spotrun.train import failures, optimizer_state
@@ -33,6 +34,8 @@ from spotrun.train.training_state import TrainingState
 
 log = logging.getLogger(__name__)
 
+LAST = 60.0  # seconds for which the last snapshot is tried again
+AGAIN = 1.0  # seconds between two tries
 LOGGED = 0.1  # seconds that a snapshot waits until what was logged before it is on the disk
 
 
@@ -83,6 +86,7 @@ class Boundary:
 
     def begin(self) -> None:
         """Restore the saved state, if there is one, and prepare the first snapshot."""
+        failures.void = False
         if self._context is None or self._control is None:
             return
         control, state = self._control, self._state
@@ -145,6 +149,7 @@ class Boundary:
         assert self._membership is not None
         assert self._control is not None
         error, self._void, self._drained = self._void, None, False
+        failures.void = False
         self._doubt = False
         self.profiling.drop("the generation has ended; ask again when the job trains")
         for optimizer in self._idle:
@@ -168,9 +173,17 @@ class Boundary:
 
     def finish(self) -> None:
         """Snapshot the finished state, and wait until the snapshot is committed."""
-        with self.exit_if_a_peer_fails:
-            self._snapshot(forced=True, alone=True)
-        self.settle()
+        deadline = time.monotonic() + LAST
+        while True:
+            with self.exit_if_a_peer_fails:
+                self._snapshot(forced=True, alone=True)
+            self.settle()
+            step, writer = self._state.step, self.writer
+            if writer is None or (writer.newest_step == step and not writer.dropped):
+                return
+            if time.monotonic() > deadline:
+                raise SpotrunError(f"the last state, of step {step}, could not be kept: the warnings above say why")
+            time.sleep(AGAIN)  # without it the job's result would be an older state
 
     def settle(self) -> None:
         """Wait until the snapshot under way is committed, or this worker's part of it is copied."""
@@ -190,7 +203,7 @@ class Boundary:
             if self._void is None:
                 if self._membership is None or not self._membership.able() or not failures.is_peer_failure(error):
                     return self._end(error)
-                self._void = error
+                self._void, failures.void = error, True
                 self._membership.disconnect()  # now: the others wait for this worker
                 self._idle = [IdleOptimizer(each) for each in self._state.optimizers]
             # Later in such a step, a graph may lead through a DDP instance that is gone: then the error says
@@ -229,6 +242,7 @@ class Boundary:
             raise dist.DistError("the next generation begins in another epoch: the script must start again")
         if found is not None and not (as_it_is and found.record.order == (left.generation, state.step)):
             self._load(found)
+        if found is not None:  # newcomers have no gradients either
             for parameter in (parameter for model in self._models for parameter in model.parameters()):
                 parameter.grad = None
         tracked = list(state.objects.values())
@@ -240,7 +254,9 @@ class Boundary:
             reseed(state.seed, state.step, 0, self._rank)
         if self.writer is not None:
             self.writer.renew(context.generation)
-        elif self.section is None:
+        elif self.section is not None:
+            self.section.renew()
+        else:
             self._prepare_snapshots(context, control, new=found is None)
         self._tell_restored(control, found)
 

@@ -24,6 +24,7 @@ _PEER = re.compile(
     r"Socket (closed|Timeout|error)|socket (has|was) |Timed out waiting .* (recv|send|operation)"
 )
 
+void = False  # whether the step under way does not count, because another rank is gone: any error may follow from that
 # `leave` calls these, the newest first: they wait until a snapshot is committed. The first is the launcher's: it ends
 # the process's children.
 _settlers: list[Callable[[], object]] = []
@@ -31,7 +32,9 @@ _flushers: list[Callable[[], object]] = []  # `flush` calls these
 
 
 def is_peer_failure(error: BaseException | None) -> bool:
-    """Whether the error (or its cause) says that another rank, or the way to it, is gone."""
+    """Whether another rank, or the way to it, is gone: the error (or its cause) says so, or it is known (`void`)."""
+    if void:
+        return True
     while error is not None:
         if isinstance(error, dist.DistError):
             return True

@@ -142,6 +142,8 @@ class Metrics:
         while self._base is not None and self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
             try:
                 self._write()
+                while self._extras and time.monotonic() < deadline and self._write_extra():
+                    pass
             finally:
                 self._lock.release()
             if (self._done >= given and not self._extras) or time.monotonic() > deadline:
@@ -153,6 +155,12 @@ class Metrics:
             time.sleep(EVERY)
             with self._lock:
                 self._write()
+            while self._extras:
+                with self._lock:  # between two of them, numbers can be written
+                    self._write()
+                    if not self._write_extra():
+                        break
+                time.sleep(0)  # otherwise this thread has the lock again before one that waits for it
 
     def _write(self) -> None:
         """Take what is ready from the queue, write it, and show the newest numbers."""
@@ -178,20 +186,23 @@ class Metrics:
                     lines = []
         self._append(lines)
         self._show()
-        self._write_extras()
 
-    def _write_extras(self) -> None:
-        while self._extras:
-            each, array = self._extras[0]
-            try:
-                extras.complete(each, array)
-                if self._extra_writer is not None:
-                    self._extra_writer.append(points.line(each))
-            except OSError as error:
-                return self._warn("disk", f"what run.log_{each.kind} was given waits for the disk: {error}")
-            except Exception as error:
-                self._warn(f"{each.kind} {each.name}", f"run.log_{each.kind}({each.name}=…) is left out: {error}")
-            self._extras.popleft()
+    def _write_extra(self) -> bool:
+        """Write the oldest text, image or histogram. False: there is none, or it waits for the disk."""
+        if not self._extras:
+            return False
+        each, array = self._extras[0]
+        try:
+            extras.complete(each, array)
+            if self._extra_writer is not None:
+                self._extra_writer.append(points.line(each))
+        except OSError as error:
+            self._warn("disk", f"what run.log_{each.kind} was given waits for the disk: {error}")
+            return False
+        except Exception as error:
+            self._warn(f"{each.kind} {each.name}", f"run.log_{each.kind}({each.name}=…) is left out: {error}")
+        self._extras.popleft()
+        return True
 
     def _append(self, lines: list[bytes]) -> None:
         if self._writer is None or not (lines or self._unsent):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy
 import torch
 
 
@@ -12,6 +13,8 @@ def to_number(value: Any) -> float:
     """The value as a number, as it is now. Raises an exception of any kind if it is none."""
     if isinstance(value, torch.Tensor):
         return float(value.item())  # raises if there is more than one element
+    if isinstance(value, numpy.ndarray):
+        return float(value.item())
     if isinstance(value, str | bytes | bytearray):
         raise TypeError(f"a {type(value).__name__}; run.log_text keeps text")
     return float(value)

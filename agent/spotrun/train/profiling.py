@@ -72,7 +72,9 @@ class Profiling:
         self._stop()
         self._request = request = Request.read(self._context.control)
         self._wanted, self._steps = 0, 0
-        if time.time() < request.until:
+        if torch._C._autograd._profiler_enabled():  # torch has one for each process: a second one ends the first
+            self._answer(request, problem="the script uses torch.profiler itself at the moment; ask again later")
+        elif time.time() < request.until:
             self._start(step)
         else:
             self._answer(request, problem="no step has ended in time; `make stacks` says where the worker is")

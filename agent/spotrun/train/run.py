@@ -7,6 +7,7 @@ The same script runs under plain `python` (one process), under `torchrun`, and u
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import time
 from collections.abc import Iterator
@@ -31,6 +32,8 @@ from spotrun.train.training_state import TrainingState
 
 log = logging.getLogger(__name__)
 
+MOST = 1 << 53  # steps of a job that are told: whole numbers up to here are exact in JSON
+
 
 def init(seed: int = 0, backend: str | None = None) -> Run:
     """Join the other workers, if there are any, and seed all random number generators.
@@ -38,6 +41,10 @@ def init(seed: int = 0, backend: str | None = None) -> Run:
     seed: of all random numbers in this job. backend: of the process group; default: gloo, and NCCL for CUDA tensors.
     """
     entered = time.time()
+    try:
+        seed = operator.index(seed)
+    except TypeError:
+        raise SpotrunError(f"spotrun.init(seed={seed!r}): give a whole number") from None
     context = Context.from_env()
     control = None
     if context is not None:
@@ -357,7 +364,8 @@ class Run:
     def _estimate(self, in_epoch: int | None, done: int) -> None:
         """Tell the agent how many steps the job has, if that is known."""
         if self._control is not None and in_epoch is not None:
-            self._control.total_steps = self.step - done + in_epoch * max(1, self._epochs - self.epoch)
+            total = self.step - done + in_epoch * max(1, self._epochs - self.epoch)
+            self._control.total_steps = min(int(total), MOST)
 
 
 _END = object()

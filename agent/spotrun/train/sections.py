@@ -200,6 +200,10 @@ class Section(Copier):
         self._tried: dict[int, tuple[int, int]] = {}  # by slot: the writer's layout, and how often it was not ours
         self._fence = threading.Lock()
 
+    def renew(self) -> None:
+        """Take part in another generation from now on. It may begin at an earlier step."""
+        self._seen = NONE
+
     def end_step(self, step: int, beside: Callable[[], set[int]], alone: bool) -> None:
         """Copy the section if the snapshot of this step is announced; otherwise map what the writer has laid out.
 

@@ -74,7 +74,10 @@ class TrainingState:
             log.warning("the saved state of %s is ignored: run.track does not name it", ", ".join(dropped))
         for name, item in self.objects.items():
             own = _own_tensors(item, name) if isinstance(item, torch.optim.Optimizer) else {}
+            groups = item.param_groups if isinstance(item, torch.optim.Optimizer) else None
             load(item, saved[name], tensors, own)
+            if isinstance(item, torch.optim.Optimizer) and groups is not None:
+                _keep_groups(item, groups)
         self.seed, self.step, self.epoch, self.consumed = run["seed"], run["step"], run["epoch"], run["consumed"]
         for optimizer in self.optimizers:
             # Otherwise a scheduler warns if its first step in this process comes before the optimizer's.
@@ -95,6 +98,15 @@ def load(item: Stateful, saved: Any, tensors: Tensors, own: Mapping[str, torch.T
         if not any(tensors.holds(tensor) for tensor in loaded.tensors.values()):
             return
     item.load_state_dict(decode(saved, partial(_fill, tensors, own)))
+
+
+def _keep_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
+    """Give the optimizer its own dicts again, with the loaded values: in the loop, the script may hold one of them."""
+    for own, loaded in zip(groups, optimizer.param_groups, strict=True):
+        if own is not loaded:
+            own.clear()
+            own.update(loaded)
+    optimizer.param_groups = groups
 
 
 def _fill(tensors: Tensors, own: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:

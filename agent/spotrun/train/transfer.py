@@ -140,9 +140,10 @@ def _pass_on(data: torch.Tensor, receives: bool, hop: Hop) -> None:
 
 def _destination(entry: shards.Entry, live: torch.Tensor | None) -> torch.Tensor:
     dtype = TORCH[entry.dtype]
-    if live is not None and live.dtype == dtype and tuple(live.shape) == entry.shape and live.is_contiguous():
-        return live
-    return torch.empty(entry.shape, dtype=dtype)
+    if live is None or live.is_conj() or live.is_neg():  # such a tensor has other values than its memory
+        return torch.empty(entry.shape, dtype=dtype)
+    fits = live.dtype == dtype and tuple(live.shape) == entry.shape and live.is_contiguous()
+    return live if fits else torch.empty(entry.shape, dtype=dtype)
 
 
 def _is_alone(entry: shards.Entry) -> bool:
