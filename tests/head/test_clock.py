@@ -76,7 +76,7 @@ async def test_a_checkpoint_is_taken_after_the_wall_clock_has_stepped_back(
     world.new_head()
     job = await world.started()
     if over == "the next head":
-        times = {"saved_at": hands.wall + HOUR, "ordered_at": hands.wall + HOUR}
+        times = dict.fromkeys(("saved_at", "given_up_at", "ordered_at"), hands.wall + HOUR)
         rewrite(world, job_key(job.id, "state.json"), lambda state: state | times)
         world.new_head()
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from spotrun.node import log_uploader
-from spotrun.node.log_uploader import LogUploader, shorten
+from spotrun.node.log_uploader import GrowingFiles, LogUploader, shorten
 from spotrun.store import Store
 
 
@@ -42,13 +43,13 @@ async def test_other_files_that_grow_have_no_times_and_no_bound(
         searches.append(len(found))
         return found
 
-    logs = LogUploader(store, search)
+    files = GrowingFiles(store, search)
     (tmp_path / "events").write_text("longer than that")
     found[tmp_path / "events"] = "jobs/a/logs/tensorboard/n/events"
     found[tmp_path / "gone"] = "jobs/a/logs/tensorboard/n/gone"
-    await logs.upload(all=True)
+    await files.upload(all=True)
     (tmp_path / "events").write_text("longer than that, and growing")
-    await logs.upload(all=True)
+    await files.upload(all=True)
     assert store.list("jobs") == ["jobs/a/logs/tensorboard/n/events"]
     assert store.get("jobs/a/logs/tensorboard/n/events") == b"longer than that, and growing"
     assert searches == [2, 2]
@@ -62,12 +63,27 @@ async def test_a_search_that_takes_long_is_repeated_seldom(tmp_path: Path) -> No
         time.sleep(0.05)
         return {}
 
-    logs = LogUploader(Store(str(tmp_path / "bucket")), search)
+    files = GrowingFiles(Store(str(tmp_path / "bucket")), search)
     for _ in range(3):
-        await logs.upload()
+        await files.upload()
     assert len(searches) == 1
-    await logs.upload(all=True)
+    await files.upload(all=True)
     assert len(searches) == 2
+
+
+async def test_a_search_that_fails_ends_nothing(tmp_path: Path) -> None:
+    """The script may do anything to its folders, such as nest a thousand of them."""
+
+    def search() -> dict[Path, str]:
+        raise RecursionError
+
+    (tmp_path / "0.log").write_text("text")
+    store = Store(str(tmp_path / "bucket"))
+    files = GrowingFiles(store, search)
+    logs = LogUploader(store)
+    logs.follow(tmp_path / "0.log", "logs/0.log")
+    await asyncio.gather(files.upload(all=True), logs.upload(all=True))
+    assert store.list("") == ["logs/0.log", "logs/0.times.log"]
 
 
 def test_a_log_that_is_too_long_begins_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

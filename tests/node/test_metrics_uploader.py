@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,27 @@ class Site:
 @pytest.fixture
 def site(tmp_path: Path) -> Site:
     return Site(tmp_path)
+
+
+class Slow(Store):
+    """A bucket whose answers take their time."""
+
+    def create(self, key: str, data: bytes) -> bool:
+        time.sleep(1.5 * metrics_uploader.LOOK)
+        return super().create(key, data)
+
+
+async def test_the_last_upload_waits_for_the_one_under_way(site: Site) -> None:
+    site.uploader = MetricsUploader(Slow(str(site.bucket)), "j", site.folder)
+    writer = site.log(1, 1)
+    await site.uploader.upload()
+    site.uploader.soon()
+    under_way = asyncio.create_task(site.uploader.upload())
+    await await_for(lambda: not list(site.folder.rglob("*.part")), what="the upload to begin")
+    site.log(1, 2, writer=writer)
+    await site.uploader.upload(all=True)
+    await under_way
+    assert site.steps() == [1, 2]
 
 
 async def test_a_block_goes_when_it_is_due_and_the_next_one_begins(site: Site) -> None:

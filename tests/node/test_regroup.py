@@ -42,6 +42,14 @@ for epoch in run.epochs(1):
         time.sleep(0.01)
 """
 
+KILLS_ITS_LAUNCHER = """
+import os, signal, time
+forkserver = os.getppid()
+launcher = int(open(f"/proc/{forkserver}/stat").read().rpartition(")")[2].split()[1])
+os.kill(launcher, signal.SIGKILL)
+time.sleep(60)
+"""
+
 
 def pids(report: Seen) -> list[int]:
     return [each.pid for each in report.workers]
@@ -170,6 +178,16 @@ async def test_a_launcher_that_dies_in_a_warm_up_is_not_the_scripts_fault(tmp_pa
         await w.head.wait(A, lambda r: r.regroup == "waiting", "workers that wait again")
         await w.begin(bundle, 1, [A], regroup=True)
         await w.steps([A], 1, 3)
+
+
+async def test_launchers_that_die_again_and_again_in_warm_ups_are_told(tmp_path: Path) -> None:
+    """The script's set-up may be the reason. The head then begins a generation with new workers."""
+    async with world(tmp_path, A) as w:
+        bundle = w.bundle(files={"train.py": KILLS_ITS_LAUNCHER})
+        await w.ready(bundle, [A])
+        await w.head.order(A, order_of(bundle, stand_by=True))
+        await w.head.wait(A, lambda r: r.regroup == "failed", "the failure")
+        await w.head.wait(A, lambda r: "the launcher of the workers ended" in r.doing, "its reason")
 
 
 async def test_a_failed_warm_up_is_told_and_not_repeated(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import zstandard
 
 from spotrun.errors import StoreError
+from spotrun.node.telemetry import gpus as gpus_module
 from spotrun.node.telemetry.gpus import Gpus, throttling
 from spotrun.node.telemetry.recorder import WAITING, Readings
 from spotrun.node.telemetry.sensors import Sensors
@@ -75,6 +77,15 @@ def test_the_values_of_gpus() -> None:
     assert gpus.names() == ["NVIDIA H100 80GB HBM3", "NVIDIA H100 80GB HBM3", "GPU"]
 
 
+def test_a_driver_may_load_after_the_agent_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus_module, "gpu_count", lambda: 0)
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml(H100))
+    gpus = Gpus()
+    assert gpus.read() == []
+    monkeypatch.setattr(gpus_module, "gpu_count", lambda: 1)
+    assert [each["use"] for each in gpus.read()] == [97]
+
+
 @pytest.mark.parametrize(
     ("bits", "reasons"),
     [
@@ -96,16 +107,15 @@ def test_readings_wait_for_the_bucket_and_none_is_there_twice(tmp_path: Path) ->
     folder.mkdir()
     store = Store(str(folder))
     (folder / "jobs").write_text("in the way")
-    lines = list(readings.waiting)
     with pytest.raises(StoreError):
-        readings.put(store, lines)
-    assert readings.waiting == lines
+        readings.put(store, readings.begin())
+    assert len(readings.waiting) == 3
     (folder / "jobs").unlink()
-    readings.add({"time": 9.0}, {})
-    for _ in range(2):  # the answer to the first upload got lost
-        readings.put(store, lines)
-    readings.drop(lines)
-    assert len(readings.waiting) == 1
+    for number in range(2):  # the answer to the first upload got lost
+        readings.add({"time": 9.0 + number}, {})
+        readings.put(store, readings.begin())
+    readings.drop()
+    assert len(readings.waiting) == 2, "those that came after the first try"
     (block,) = blocks(store, "j")
     assert [line.get("time") for line in block] == [None, 1.0, 2.0, 3.0]
     assert block[1]["ranks"] == {"0": [0, 0.5, 0.25]}

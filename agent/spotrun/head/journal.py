@@ -216,7 +216,8 @@ class Journal:
         state = state.replace(checkpoints=tuple(complete), epoch=epoch, timeline=timeline)
         if (kept := state.kept_node) and (most := state.spec.keep_on_failure):
             state = state.replace(kept_node=kept.replace(until=min(kept.until, now + most)))
-        return state.replace(saved_at=min(state.saved_at, now), ordered_at=min(state.ordered_at, now)), events
+        past = {name: min(getattr(state, name), now) for name in ("saved_at", "given_up_at", "ordered_at")}
+        return state.replace(**past), events
 
     async def events(self, job: str) -> list[Event]:
         """The events of a job as the bucket has them."""

@@ -17,6 +17,9 @@ from spotrun.wire import Failure, Generation, JobOrder
 log = logging.getLogger(__name__)
 
 
+LAUNCHERS = 3  # that may end while workers warm up; after that, the script may be at fault
+
+
 class Generations:
     """The part of `node` in the generations of job `id`. folder: the job's in memory.
 
@@ -30,6 +33,7 @@ class Generations:
         self.not_started: Failure | None = None
         self.waiting = ("", 0.0)
         self.warm_up_failed = ""
+        self._launchers_lost, self._lost_with = 0, 0  # since the newest generation; the origin of the last group
         self._id, self._node, self._folder, self._logs = id, node, folder, logs
 
     async def apply(self, job: Job, order: JobOrder) -> None:
@@ -72,8 +76,11 @@ class Generations:
 
     def _stays(self, job: Job, group: WorkerGroup, wanted: Generation | None, stand_by: bool) -> bool:
         """Whether the workers need not end: they wait for a generation to join without a restart, or warm up for it."""
-        if group.number == 0 and not group.alive and not group.launcher_ended:
-            self.warm_up_failed = group.failure.message if group.failure else "the script ended"
+        if group.number == 0 and not group.alive:
+            if group.launcher_ended and group.origin != self._lost_with:
+                self._launchers_lost, self._lost_with = self._launchers_lost + 1, group.origin
+            if not group.launcher_ended or self._launchers_lost >= LAUNCHERS:
+                self.warm_up_failed = group.failure.message if group.failure else "the script ended"
         if self._node.claims.devices(self._id) != self._devices(job):
             return False
         if wanted is None:
@@ -131,6 +138,7 @@ class Generations:
     def _join(self, generation: int) -> None:
         """The node takes part in the generation."""
         self.newest, self.not_started, self.warm_up_failed = generation, None, ""
+        self._launchers_lost = 0
 
     def _follow(self, job: Job, group: WorkerGroup) -> None:
         """The group's workers have the job's devices, and their output goes into the bucket."""

@@ -51,20 +51,64 @@ class _Times:
         return "".join(f"{at:.3f} {size}\n" for at, size in self.notes).encode()
 
 
-class LogUploader:
-    """Log files, and the objects in the bucket that they are copied to.
+class GrowingFiles:
+    """Files that grow, and the objects in the bucket that they are copied to.
 
-    others: finds further files that grow, with their keys. It is called in another thread.
+    find: the files, with their keys. It is called in another thread. A search that takes long is repeated more seldom.
     """
 
-    def __init__(self, store: Store, others: Callable[[], Mapping[Path, str]] = dict) -> None:
-        self._store, self._others = store, others
-        self._keys: dict[Path, str] = {}
-        self._uploaded: dict[Path, tuple[int, float]] = {}  # size, and monotonic seconds of the upload
-        self._times: dict[Path, _Times] = {}
+    def __init__(self, store: Store, find: Callable[[], Mapping[Path, str]]) -> None:
+        self._store, self._search = store, find
         self._found: Mapping[Path, str] = {}
-        self._search_at = 0.0  # monotonic seconds: not before that, look for other files again
+        self._search_at = 0.0  # monotonic seconds: not before that, search again
+        self._uploaded: dict[Path, tuple[int, float]] = {}  # size, and monotonic seconds of the upload
         self._lock = asyncio.Lock()
+
+    async def run(self) -> None:
+        """Upload files that have grown, until cancelled."""
+        while True:
+            await asyncio.sleep(INTERVAL)
+            await self.upload()
+
+    async def upload(self, all: bool = False) -> None:
+        """Upload the files that have grown and are due; all: also those that are not due."""
+        async with self._lock:
+            for path, key in (await self._find(all)).items():
+                try:
+                    await self._upload(path, key, all)
+                except FileNotFoundError:
+                    continue  # the worker has not written to it yet
+                except Exception as error:  # the script may do anything to its files
+                    log.warning("%s was not uploaded, trying again later: %s", key, str(error) or repr(error))
+
+    async def _find(self, now: bool) -> Mapping[Path, str]:
+        began = time.monotonic()
+        if now or began >= self._search_at:
+            try:
+                self._found = await asyncio.to_thread(self._search)
+            except Exception as error:  # the script may do anything to its folders
+                log.warning("its files that grow were not found: %r", error)
+            self._search_at = began + (time.monotonic() - began) / SEARCHING
+        return self._found
+
+    async def _upload(self, path: Path, key: str, all: bool) -> bool:
+        """Upload a file if it has grown and is due. Returns whether that was done."""
+        size, now = path.stat().st_size, time.monotonic()
+        done, at = self._uploaded.get(path, (0, 0.0))
+        if size == done or not (all or now - at >= INTERVAL * size / STRETCH):
+            return False
+        await asyncio.to_thread(self._store.put, key, path)
+        self._uploaded[path] = (size, now)
+        return True
+
+
+class LogUploader(GrowingFiles):
+    """Log files, whose lines get times, and which stay within bounds."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store, dict)
+        self._keys: dict[Path, str] = {}
+        self._times: dict[Path, _Times] = {}
 
     def follow(self, path: Path, key: str) -> None:
         self._keys[path] = key
@@ -76,43 +120,21 @@ class LogUploader:
         """Upload logs that have grown, until cancelled."""
         shortening = asyncio.create_task(self._shorten())
         try:
-            while True:
-                await asyncio.sleep(INTERVAL)
-                await self.upload()
+            await super().run()
         finally:
             shortening.cancel()
 
-    async def upload(self, all: bool = False) -> None:
-        """Upload the files that have grown and are due; all: also those that are not due."""
-        async with self._lock:
-            for path, key in list(self._keys.items()):
-                await self._try(path, key, all, self._times.setdefault(path, _Times()))
-            for path, key in (await self._find(all)).items():
-                await self._try(path, key, all)
-
     async def _find(self, now: bool) -> Mapping[Path, str]:
-        """The other files. A search that takes long is repeated more seldom, unless it is needed now."""
-        began = time.monotonic()
-        if now or began >= self._search_at:
-            self._found = await asyncio.to_thread(self._others)
-            self._search_at = began + (time.monotonic() - began) / SEARCHING
-        return self._found
+        return dict(self._keys)
 
-    async def _try(self, path: Path, key: str, all: bool, times: _Times | None = None) -> None:
-        try:
-            size, now = path.stat().st_size, time.monotonic()
-            if times is not None:
-                times.note(size)
-            done, at = self._uploaded.get(path, (0, 0.0))
-            if size != done and (all or now - at >= INTERVAL * size / STRETCH):
-                await asyncio.to_thread(self._store.put, key, path)
-                if times is not None:
-                    await asyncio.to_thread(self._store.put, times_key(key), times.text)
-                self._uploaded[path] = (size, now)
-        except FileNotFoundError:
-            pass  # the worker has not written to it yet
-        except Exception as error:  # the script may do anything to its files
-            log.warning("%s was not uploaded, trying again later: %s", key, str(error) or repr(error))
+    async def _upload(self, path: Path, key: str, all: bool) -> bool:
+        times = self._times.setdefault(path, _Times())
+        times.note(path.stat().st_size)
+        text = times.text
+        done = await super()._upload(path, key, all)
+        if done:
+            await asyncio.to_thread(self._store.put, times_key(key), text)
+        return done
 
     async def _shorten(self) -> None:
         """Look at the length of each log now and then: an upload may take long."""

@@ -26,6 +26,7 @@ from spotrun.store import Store, extras_key, metrics_key, substitute_key
 log = logging.getLogger(__name__)
 
 LOOK = 1.0  # seconds between looks at the folder; also between two blocks of a node with a notice
+LAST = 4.0  # seconds that the last upload waits for another one
 INTERVAL = (2.0, 10.0)  # seconds between two blocks of a generation: at its beginning, and in the long run
 SLOWER = 60.0  # a generation of this many seconds has blocks of one second. A long one has fewer, longer blocks
 ROTATION = 10.0  # seconds of a substitute's block. A node loses at most the numbers since its last block: `INTERVAL`
@@ -72,7 +73,7 @@ class MetricsUploader:
     def _upload(self, all: bool) -> None:
         if all:
             self._ended.update(each for _, folder in self._generations() for each in points.substitutes(folder))
-        if not self._lock.acquire(timeout=LOOK):
+        if not self._lock.acquire(timeout=LAST if all else LOOK):
             return  # another call uploads at the moment
         try:
             for generation, folder in self._generations():

@@ -20,7 +20,7 @@ from spotrun.node import about, cleanup, event_files, memory
 from spotrun.node.generations import Generations, drop_group
 from spotrun.node.job import Job, Node
 from spotrun.node.kept_folders import Keeper
-from spotrun.node.log_uploader import LogUploader
+from spotrun.node.log_uploader import GrowingFiles, LogUploader
 from spotrun.node.metrics_uploader import MetricsUploader
 from spotrun.node.part_uploader import PartUploader, WantedPart, newest_snapshot
 from spotrun.node.workers import Phase, WorkerGroup
@@ -50,7 +50,8 @@ class Runner:
         self._slots = node.tmpfs / id / "slots"
         self._snapshot = newest_snapshot(self._slots, id)  # an earlier agent may have left the only copy of a state
         self._read_slots = (-1, 0.0)  # newest committed step, and monotonic seconds, when the slots were last read
-        self._logs = LogUploader(node.store, self._event_files)
+        self._logs = LogUploader(node.store)
+        self._events = GrowingFiles(node.store, self._event_files)
         self._metrics = MetricsUploader(node.store, id, node.scratch / "metrics" / id)
         self._generations = Generations(id, node, self._slots.parent, self._logs)
         self._part_uploader = PartUploader(node.store, node.scratch / "parts", self.wake)
@@ -124,7 +125,7 @@ class Runner:
 
     async def _run(self) -> None:
         """Take a turn whenever something has changed, and at intervals while workers live, until the job has left."""
-        uploads = [asyncio.create_task(each.run()) for each in (self._logs, self._metrics)]
+        uploads = [asyncio.create_task(each.run()) for each in (self._logs, self._events, self._metrics)]
         try:
             while not self._leaving.is_set():
                 with contextlib.suppress(TimeoutError):
@@ -295,7 +296,8 @@ class Runner:
         """Upload what the workers have printed and logged: they have ended, or wait."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_UPLOAD):
-                await asyncio.gather(self._metrics.upload(all=True), self._logs.upload(all=True))
+                uploaders = (self._metrics, self._logs, self._events)
+                await asyncio.gather(*(each.upload(all=True) for each in uploaders))
 
     def _publish(self) -> None:
         before, self._report = self._report, self._make_report()

@@ -32,26 +32,27 @@ class Gpus:
     """The GPUs of this machine; none if there is no driver, no library, or no GPU."""
 
     def __init__(self, nvml: Any = None) -> None:
-        """nvml: the module `pynvml`; None: import it if the machine has GPUs."""
+        """nvml: the module `pynvml`; None: import it once the machine has GPUs."""
         self._nvml = nvml
         self._handles: list[Any] = []
-        if self._nvml is None and gpu_count():
-            try:
+        self._warned = ""
+
+    def _open(self) -> None:
+        """Open the library, if there are GPUs. The driver may load after the agent has begun."""
+        if self._nvml is None and not gpu_count():
+            return
+        try:
+            if self._nvml is None:
                 import pynvml
 
                 self._nvml = pynvml
-            except ImportError as error:
-                log.warning("GPUs are not measured: %s", error)
-        if self._nvml is not None:
-            self._open()
-
-    def _open(self) -> None:
-        try:
             self._nvml.nvmlInit()
             count = self._nvml.nvmlDeviceGetCount()
             self._handles = [self._nvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
         except Exception as error:  # NVML's errors share no class with Python's
-            log.warning("GPUs are not measured: %s", error)
+            if str(error) != self._warned:
+                log.warning("GPUs are not measured: %s", error)
+            self._warned = str(error)
 
     def names(self) -> list[str]:
         """The product name of each GPU."""
@@ -64,6 +65,8 @@ class Gpus:
         sm_clock, memory_clock: MHz. ecc: uncorrected errors since the driver was loaded. throttle: see `REASONS`.
         throttle_bits: the same, as NVML has it.
         """
+        if not self._handles:
+            self._open()
         return [self._one(handle) for handle in self._handles]
 
     def _one(self, handle: Any) -> dict[str, float | list[str]]:

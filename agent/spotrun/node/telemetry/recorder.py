@@ -11,7 +11,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import zstandard
@@ -57,7 +57,9 @@ class Recorder:
         began = asyncio.get_running_loop().time()
         for number in range(1, 1 << 62):
             jobs = self._agent.ranks()
-            if jobs:  # without a job, nobody would look at the values
+            if not jobs:  # nobody would look at the values
+                self._agent.measured({})
+            else:
                 try:
                     values = await asyncio.to_thread(self._sensors.read)
                 except Exception as error:  # a sensor must not end the agent
@@ -83,7 +85,7 @@ class Recorder:
     async def _try(self, readings: Readings) -> None:
         """Upload the readings. If the upload fails, the readings wait for the next try."""
         readings.sent = time.monotonic()
-        lines = list(readings.waiting)
+        lines = readings.begin()
         if not lines:
             return
         try:
@@ -92,7 +94,7 @@ class Recorder:
             self._complain(str(error))
         else:
             self._warned = ""
-            readings.drop(lines)
+            readings.drop()
 
     def _complain(self, problem: str) -> None:
         if problem != self._warned:
@@ -113,6 +115,7 @@ class Readings:
 
     def __init__(self, header: Mapping[str, Any]) -> None:
         self.waiting: list[bytes] = []  # lines
+        self._block: list[bytes] = []  # the lines of the block that is on its way
         self._header = header
         self._began = self.sent = time.monotonic()
 
@@ -127,6 +130,11 @@ class Readings:
         interval = min(LONGEST, max(SHORTEST, (now - self._began) / SLOWER))
         return bool(self.waiting) and now - self.sent >= interval
 
+    def begin(self) -> list[bytes]:
+        """The lines of the next block. After an upload that failed they are the same: it may have succeeded."""
+        self._block = self._block or list(self.waiting)
+        return self._block
+
     def put(self, store: Store, lines: Sequence[bytes]) -> None:
         """Put lines into the bucket, as a block. Waits for the bucket. Raises `StoreError`."""
         first = int(json.loads(lines[0])["time"] * 1000)
@@ -134,7 +142,7 @@ class Readings:
         # Created, not replaced: after an answer that got lost, the block is there already.
         store.create(system_key(self._header["job"], self._header["node"], first), zstandard.compress(text))
 
-    def drop(self, lines: Iterable[bytes]) -> None:
-        """Forget lines that are in the bucket."""
-        done = set(lines)
-        self.waiting = [line for line in self.waiting if line not in done]
+    def drop(self) -> None:
+        """Forget the lines of the block: it is in the bucket."""
+        done = set(self._block)
+        self.waiting, self._block = [line for line in self.waiting if line not in done], []
