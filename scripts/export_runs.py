@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from scripts import event_files, runs
+from scripts import console, event_files, runs
 from spotrun.errors import SpotrunError
 from spotrun.head.job_state import JobState
 from spotrun.history.curves import Curve
@@ -35,6 +35,10 @@ def export(store: Store, cluster: str, job: str, kind: str, out: str) -> dict[st
     state = runs.state(store, cluster, job)
     reader = Reader(store, job)
     reader.update()
+    for each in reader.problems:
+        console.warn(f"spotrun: export: left out: {each}")
+    if not reader.names and reader.problems:
+        raise SpotrunError(f"the bucket has no metrics of {job} that can be read: {reader.problems[0]}")
     if not reader.names:
         raise SpotrunError(f"the bucket has no metrics of {job}: call `run.log(loss=loss)` in the script")
     curves = (reader.curve(name) for name in reader.names)
@@ -109,8 +113,8 @@ def _to_mlflow(state: JobState, curves: Iterator[Curve], uri: str) -> dict[str, 
     library = event_files.library("mlflow", "mlflow")
     if not uri:
         raise SpotrunError("OUT is missing: give MLflow's tracking URI, such as OUT=http://localhost:5000")
-    client = library.MlflowClient(tracking_uri=uri)
     try:
+        client = library.MlflowClient(tracking_uri=uri)
         found = client.get_experiment_by_name(state.name)
         experiment = found.experiment_id if found else client.create_experiment(state.name)
         tags = {"spotrun.job": state.id, "spotrun.code": state.code}

@@ -11,7 +11,7 @@ import re
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -69,7 +69,7 @@ def show(site: Site, wanted: Wanted, follow: bool, raw: bool, json: bool) -> Non
     first = True
     while True:
         over = runs.state(store, cluster, job).ended_already  # asked first: the loop reads what was printed before
-        chosen = choose(store, job, wanted, site.file, live=follow)
+        chosen = choose(store, job, wanted, site.file, live=follow, known=places)
         lines = merged(store, chosen, begin, places, final=over or not follow)
         found: Iterator[Line] = (each for each in lines if pattern is None or pattern.search(each.text))
         if first and tail:
@@ -82,7 +82,9 @@ def show(site: Site, wanted: Wanted, follow: bool, raw: bool, json: bool) -> Non
         time.sleep(LOOK)
 
 
-def choose(store: Store, job: str, wanted: Wanted, file: str, live: bool = False) -> list[Log]:
+def choose(
+    store: Store, job: str, wanted: Wanted, file: str, live: bool = False, known: Container[str] = ()
+) -> list[Log]:
     """The logs that are wanted. Raises `SpotrunError` if there are none, unless `live`: logs may still come."""
     found = logs.every(store, job)
     node, rank = wanted.node, inputs.number("RANK", wanted.rank) if wanted.rank not in ("", ALL) else ""
@@ -94,7 +96,7 @@ def choose(store: Store, job: str, wanted: Wanted, file: str, live: bool = False
         mine = [each for each in mine if each.generation == number]
     elif not wanted.gen and not wanted.since:
         newest = max((each.generation for each in mine), default=0)
-        mine = [each for each in mine if each.generation == newest]
+        mine = [each for each in mine if each.generation == newest or each.key in known]
     if not mine and not live:
         has = ", ".join(sorted({f"generation {each.generation} {each.node} rank {each.rank}" for each in found}))
         raise SpotrunError(f"job {job}: no such log; there are: {has or 'none yet'}")

@@ -47,6 +47,7 @@ def again(found: Provenance | None, source: str, cluster_file: str, code: str) -
         at=time.time(),
         user=user(),
         host=socket.gethostname(),
+        email=_git(Path.cwd(), "config", "user.email").strip(),
         version=_version(),
         cluster_path=cluster_file,
         cluster_file=_text(cluster_file),

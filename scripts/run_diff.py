@@ -6,7 +6,7 @@ import difflib
 import io
 import re
 import tarfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import zstandard
@@ -33,12 +33,27 @@ def document(store: Store, cluster: str, a: str, b: str) -> Found:
     return {
         "a": a,
         "b": b,
-        "code": _code(store, first, second),
+        "code": _hidden(_code(store, first, second), {*_secrets(first), *_secrets(second)}),
         "job": changes(_spec(first) | _seed(records[0]), _spec(second) | _seed(records[1])),
         "packages": changes(*map(_packages, records)),
         "machines": changes(*map(_machines, records)),
         "results": changes(*(_results(state) for state in (first, second))),
     }
+
+
+def _secrets(state: JobState) -> list[str]:
+    """The values of the variables in the job file that look like secrets."""
+    return [text for name, text in state.spec.env.items() if text and SECRET.search(name)]
+
+
+def _hidden(found: list[Found] | str, secrets: Iterable[str]) -> list[Found] | str:
+    """The differences of files without these values: the job file is one of the files."""
+    if isinstance(found, str):
+        return found
+    for value in sorted(secrets, key=len, reverse=True):
+        for each in found:
+            each["lines"] = [line.replace(value, "(hidden)") for line in each["lines"]]
+    return found
 
 
 def changes(a: Mapping[str, Any], b: Mapping[str, Any]) -> Found:

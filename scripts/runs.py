@@ -128,9 +128,13 @@ def filtered(found: Iterable[Row], where: str, sort: str) -> list[Row]:
     if not sort:
         return kept
     name, back = sort.removeprefix("-"), sort.startswith("-")
-    known = [each for each in kept if _cell(each, name) is not None]
-    known.sort(key=lambda each: _order(_cell(each, name)), reverse=back)
-    return [*known, *(each for each in kept if _cell(each, name) is None)]
+
+    def known(each: Row) -> bool:
+        value = _cell(each, name)
+        return value is not None and value == value  # not NaN
+
+    found = sorted(filter(known, kept), key=lambda each: _order(_cell(each, name)), reverse=back)
+    return [*found, *(each for each in kept if not known(each))]
 
 
 def conditions(where: str) -> list[tuple[str, str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -85,6 +86,39 @@ def test_memory_and_answers_are_bounded(bucket: Store, records: Records, monkeyp
     assert sum(logged._size(calls) for calls in page._blocks.values()) == page._size <= 20_000
     put(bucket, 1, 41, *(said(step, f"many{step}") for step in range(1000)))
     assert len({each["name"] for each in page.read(JOB, {})["items"]}) <= NAMES
+
+
+def test_large_values_of_one_name_hide_no_other_name(
+    bucket: Store, records: Records, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logged, "BYTES", 2500)
+    put(bucket, 1, 1, said(1, "prompt"), *(said(step, "sample", "x" * 1000) for step in range(2, 9)))
+    found = Logged(records).read(JOB, {})
+    assert (len(shown(found, "sample")), shown(found, "prompt")) == (2, [(1, False)])
+
+
+def test_a_new_block_does_not_have_old_ones_read_again(
+    bucket: Store, records: Records, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if all blocks together are larger than what is kept in memory."""
+    reads: list[str] = []
+    read = bucket.get
+
+    def get(key: str, most: int | None = None) -> bytes:
+        reads.extend([key] * ("/extras/" in key))
+        return read(key, most)
+
+    monkeypatch.setattr(bucket, "get", get)
+    monkeypatch.setattr(logged, "KEPT", 20_000)
+    noise = Random(1)
+    for block in range(1, 41):
+        put(bucket, 1, block, said(block, "sample", noise.randbytes(1000).hex()))
+    page = Logged(records)
+    page.read(JOB, {})
+    reads.clear()
+    put(bucket, 1, 41, said(41, "sample", noise.randbytes(1000).hex()))
+    assert page.read(JOB, {})["left_out"] > 20
+    assert reads == [extras_key(JOB, 1, 41)]
 
 
 def test_what_cannot_be_read_is_left_out(bucket: Store, records: Records) -> None:

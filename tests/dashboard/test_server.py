@@ -218,6 +218,25 @@ async def test_a_log_is_read_from_its_end(world: World, page: Page, monkeypatch:
     assert found == text
 
 
+async def test_what_is_before_a_progress_bar_is_reached(
+    world: World, page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A progress bar is one long line: a piece of the log may end with its only end of a line."""
+    monkeypatch.setattr(logs, "PIECE", 1000)
+    job = await submitted(world)
+    text = "the first line\n" + "".join(f"\repoch {number:5d}" for number in range(500)) + "\nthe end of it\n"
+    world.store.put(log_key(job, 1, "a", 0), text.encode())
+    await page.enter()
+    end, starts = text.index("the end of it"), list[int]()
+    while end and len(starts) < 99:
+        _, piece = await page.get(f"/api/runs/{job}/log?generation=1&node=a&rank=0&end={end}")
+        end = piece["start"]
+        starts.append(end)
+    assert starts == sorted(set(starts), reverse=True)
+    assert starts[-1] == 0
+    assert piece["text"].startswith("the first line")
+
+
 async def message(stream: ClientResponse) -> dict[str, Any]:
     """The next document of the stream."""
     async with asyncio.timeout(60):
@@ -292,3 +311,16 @@ async def test_a_relaunched_job_is_read_again(world: World, page: Page) -> None:
     await page.post(f"/api/jobs/{job}/relaunch", {})
     await world.turn(2)
     assert (await page.get("/api/jobs"))[1]["rows"][0]["phase"] == "queued"
+
+
+async def test_a_job_that_was_relaunched_and_ended_between_two_looks_is_read_again(world: World, page: Page) -> None:
+    job = await submitted(world)
+    await page.enter()
+    await page.post(f"/api/jobs/{job}/stop", {})
+    await world.turn(2)
+    assert (await page.get("/api/jobs"))[1]["rows"][0]["cost"] in (None, 0)
+    page.live.publish({"jobs": [{"id": job}]})  # somebody has relaunched it in a terminal
+    state = world.written(job).replace(cost=7.0)
+    world.store.put(job_key(job, "state.json"), state.model_dump_json().encode())
+    page.live.publish({"jobs": []})
+    assert (await page.get("/api/jobs"))[1]["rows"][0]["cost"] == 7.0

@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from scripts import site as sites
 from spotrun.history.provenance import Git, Provenance
 from spotrun.state.points import Call, Extra, Header, compress, line
-from spotrun.store import extras_key, job_key, log_key, provenance_key
+from spotrun.store import extras_key, job_key, log_key, metrics_key, provenance_key
 from spotrun.train import extras
 from tests.e2e.browser import browser, dashboard, fits, opened, shot
 from tests.e2e.harness import PATIENCE, Harness, running
@@ -273,12 +273,21 @@ def test_history_is_there_while_the_cluster_is_down(tmp_path: Path, chromium: Br
         for samples in (40, 80):
             job = own.submit(nodes={"min": 1, "max": 1}, epochs=1, samples=samples, group="search")
             own.until_ended()
+        many = Call(80, 1.0, {f"m{number:02d}": 0.5 for number in range(30)})
+        own.access.store.put(metrics_key(job.id, 1, 900), compress(line(Header(job.id, 1, 0, 0)) + line(many)))
         own.close()
         with dashboard(own) as url, opened(chromium, url) as page:
             expect(page.get_by_role("alert")).to_contain_text("cluster offline is not up")
             expect(page.get_by_text("Only the head knows the nodes")).to_be_visible()
             go(page, "Jobs")
             page.get_by_role("link", name=job.id).click()
+            charts = page.locator("figure.chart")
+            expect(charts).to_have_count(12)
+            page.get_by_role("button", name="More curves").click()
+            expect(charts).to_have_count(24)
+            page.get_by_label("Filter curves").fill("m29")
+            expect(charts).to_have_count(1)
+            page.get_by_label("Filter curves").fill("loss")
             expect(page.get_by_role("img", name=re.compile(r"^loss\. loss: [0-9]+ points"))).to_be_visible()
             expect(page.get_by_role("region", name="Timeline").locator(".lane")).to_have_count(1)
             assert page.get_by_role("button", name=f"pause {job.id}").count() == 0

@@ -111,6 +111,17 @@ def test_a_missing_library_is_named(bucket: Store, tmp_path: Path, monkeypatch: 
         export(bucket, "mlflow", tmp_path / "out")
 
 
+def test_blocks_that_cannot_be_read_are_named(
+    bucket: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bucket.put(metrics_key(JOB, 2, 1), b"damaged")
+    assert export(bucket, "csv", tmp_path / "out")["points"] == 6
+    assert f"left out: {metrics_key(JOB, 2, 1)}" in capsys.readouterr().err
+    bucket.put(metrics_key(JOB, 1, 1), b"damaged")
+    with pytest.raises(SpotrunError, match=f"has no metrics of {JOB} that can be read: jobs/"):
+        export(bucket, "csv", tmp_path / "out")
+
+
 def test_a_run_without_points(tmp_path: Path) -> None:
     with pytest.raises(SpotrunError, match="has no metrics"):
         export(store(tmp_path / "bucket", job(1)), "csv", tmp_path / "out")

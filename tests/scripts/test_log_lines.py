@@ -87,6 +87,22 @@ def test_live(store: Store) -> None:
     assert lines(store, 0.0, places, final=False) == [(12.0, 0, "again")]
 
 
+def test_the_end_of_a_generation_that_failed_is_shown_with_the_next_one(store: Store) -> None:
+    """Both may come between two looks."""
+    places: dict[str, int] = {}
+
+    def look() -> list[str]:
+        chosen = log_lines.choose(store, JOB, Wanted(JOB), "clusters/local.yaml", live=True, known=places)
+        return [each.text for each in log_lines.merged(store, chosen, 0.0, places, final=False)]
+
+    put(store, 1, "spot-0", 0, (10.0, "a\n"))
+    assert look() == ["a"]
+    put(store, 1, "spot-0", 0, (10.0, "a\n"), (11.0, "RuntimeError: why\n"))
+    put(store, 2, "spot-1", 0, (12.0, "b\n"))
+    assert look() == ["RuntimeError: why", "b"]
+    assert look() == []
+
+
 def test_logs_without_times_or_with_junk(store: Store) -> None:
     """Of an agent of an older version, or spoilt by a job's code."""
     key = log_key(JOB, 1, "spot-0", 0)

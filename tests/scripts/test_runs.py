@@ -68,7 +68,9 @@ def test_where(four: Store, where: str, wanted: str) -> None:
     assert "".join(rows(four, where)) == wanted
 
 
-@pytest.mark.parametrize(("sort", "wanted"), [("cost", "231"), ("-cost", "132"), ("seconds", "213"), ("loss", "213")])
+@pytest.mark.parametrize(
+    ("sort", "wanted"), [("cost", "231"), ("-cost", "132"), ("seconds", "213"), ("loss", "213"), ("-loss", "123")]
+)
 def test_sort(four: Store, sort: str, wanted: str) -> None:
     """A run without a value comes last, and so does a NaN."""
     assert "".join(rows(four, "", sort)) == wanted
@@ -146,7 +148,7 @@ def two(tmp_path: Path) -> Store:
     """Two runs with bundles, nodes, logs, metrics."""
     found = Store((tmp_path / "bucket").as_uri())
     first = packed(found, tmp_path / "a", train="lr = 0.1\nprint(lr)\n", old="x = 1\n")
-    second = packed(found, tmp_path / "b", train="lr = 0.2\nprint(lr)\n", new="y = 1\n")
+    second = packed(found, tmp_path / "b", train="lr = 0.2\nprint(lr)\n", new="key = 'very secret'\n")
     base: dict[str, Any] = {"ended": 61.0, "generation": 2, "reached": 120, "phase": "succeeded"}
     lost = Interruption(kind="preempt", node="spot-0", at=30.0, generation=1, step=60, seconds=0.5, steps_lost=3)
     states = [
@@ -205,6 +207,7 @@ def test_diff(two: Store) -> None:
     assert found["packages"] == {"torch": ["2.12.0", "2.13.0"]}
     assert found["results"]["metric loss"] == [0.5, 0.25]
     text = run_diff.text(found)
+    assert "+key = '(hidden)'" in text
     assert "very secret" not in text + json.dumps(found)
     assert "+lr = 0.2" in text
     same = run_diff.document(two, "c", A, A)
@@ -280,7 +283,9 @@ def test_rm_keeps_what_another_job_waits_for(two: Store) -> None:
 def test_what_a_rerun_says(two: Store) -> None:
     state = runs.state(two, "c", A)
     state = state.replace(spec=state.spec.model_copy(update={"requirements": ("a==1", "b>=2")}))
-    now = provenance.again(None, A, "clusters/local.yaml", state.code)
+    other = Provenance(job=A, at=1.0, user="ann", host="h", email="ann@example.org", version="0.1", code="x")
+    now = provenance.again(other, A, "clusters/local.yaml", state.code)
+    assert "ann" not in now.email, "who runs it again is another person"
     found = run_changes.differences(state, "0.0.1", "another text", now)
     assert len(found) == 3
     assert "0.0.1 then" in found[0]

@@ -16,6 +16,7 @@ class Live:
         self.live = False  # whether the head has sent the overview
         self.why = "connecting to the head"  # why the head has not
         self.overview: dict[str, Any] | None = None  # None: nothing is known yet
+        self.listed: set[str] = set()  # jobs of the overviews since somebody has cleared it
         self._version = 0
         self._text = ""
         self._changed = asyncio.Event()
@@ -42,6 +43,7 @@ class Live:
 
     def _set(self, overview: dict[str, Any] | None) -> None:
         self.overview = overview
+        self.listed |= {str(row["id"]) for row in (overview or {}).get("jobs", ())}
         document = {"live": self.live, "why": self.why, "at": time.time(), "overview": overview}
         self._version, self._text = self._version + 1, to_json(document)
         changed, self._changed = self._changed, asyncio.Event()

@@ -40,13 +40,18 @@ class Logged:
         stamp: changes with what there is. items: null if the page has them. left_out: how many older blocks there are.
         """
         self._records.state(job)
-        listed = self._records.store.list(metrics_folder(job))
+        listed = self._records.store.sizes(metrics_folder(job))
         keys = extras.keys(listed)
         stamp = f"{len(keys)} {max(listed, default='').rpartition('/')[0]}"  # a new generation makes values void
         if stamp == query.get("have"):
             return {"stamp": stamp, "items": None, "left_out": 0}
         bounds = limits(read_headers(self._records.store, job).values())
-        newest = keys[-BLOCKS:]
+        newest, total = list[str](), 0
+        for key in reversed(keys[-BLOCKS:]):
+            total += listed[key]
+            if newest and total > KEPT // 2:
+                break
+            newest.insert(0, key)
         found = [each for key, calls in self._get(newest) for each in extras.marked(key, calls, bounds)]
         items = [_plain(each) for each in chosen(reversed(found))]
         return {"stamp": stamp, "items": items, "left_out": len(keys) - len(newest)}
@@ -87,8 +92,9 @@ def chosen(found: Iterable[Found]) -> list[Found]:
     kept, size = list[Found](), 0
     for each in found:
         name = (each.extra.kind, each.extra.name)
-        size += len(each.extra.text)
-        if counts.get(name, 0) < EACH and (name in counts or len(counts) < NAMES) and size <= BYTES:
+        more = len(each.extra.text)
+        if counts.get(name, 0) < EACH and (name in counts or len(counts) < NAMES) and size + more <= BYTES:
+            size += more
             counts[name] = counts.get(name, 0) + 1
             kept.append(each)
     return kept

@@ -50,7 +50,7 @@ def read(records: Records, job: str, query: Mapping[str, str]) -> dict[str, Any]
     end = min(size, int(query.get("end", size)))
     start = max(0, end - PIECE)
     data = records.store.part(key, start, end) if end > start else b""
-    if start and (cut := data.find(b"\n") + 1):
+    if start and 0 < (cut := data.find(b"\n") + 1) < len(data):
         start, data = start + cut, data[cut:]  # begin at the beginning of a line
     return {"text": clean(data.decode(errors="replace")), "start": start, "end": end, "size": size}
 

@@ -153,8 +153,9 @@ class Dashboard:
         """The jobs in the bucket, newest first. before: an id; most: how many."""
         most = min(MOST, max(1, _whole(request.query.get("most", "100"), "most")))
         before = request.query.get("before", "")
-        for row in (self._live.overview or {}).get("jobs", ()):  # these jobs change: rows are not kept
-            self._records.forget(row["id"])
+        for job in self._live.listed:  # these jobs change, or have changed since the last look: rows are not kept
+            self._records.forget(job)
+        self._live.listed = {str(row["id"]) for row in (self._live.overview or {}).get("jobs", ())}
         rows, more = await asyncio.to_thread(self._records.rows, before, most)
         return _json({"rows": rows, "more": more})
 

@@ -64,11 +64,12 @@ class Reader:
             before = self._read.get(source)
             if before and set(numbers) - set(before) and min(set(numbers) - set(before)) < before[-1]:
                 self._forget(source)  # an older block has arrived late
+        have = {source: set(numbers) for source, numbers in self._read.items()}
         new = [
             (source, number, key)
             for source, numbers in sorted(found.items())
             for number, key in sorted(numbers.items())
-            if number not in self._read.get(source, ())
+            if number not in have.get(source, ())
         ]
         start = 0
         with ThreadPoolExecutor(AT_ONCE) as pool:

@@ -67,7 +67,7 @@ export function controls(redraw, more = "") {
 
 export const chosen = () => ({ axis, logarithmic });
 
-export function draw(charts, timeline, redraw) {
+export function draw(charts, timeline, redraw, look) {
   if (!found) return el("p", { class: problem ? "error" : "quiet" }, problem || "Loading …");
   if (!found.names.length) {
     charts.keep([]);
@@ -83,9 +83,9 @@ export function draw(charts, timeline, redraw) {
     chart.update(positive(lines), marks(timeline, curve.count, spent), { label: AXES[axis], time: axis === "times", logarithmic });
     return chart.slot();
   });
-  const rest = found.names.length > names.length ? el("button", { type: "button", onclick: () => { page += 1; redraw(); } }, "More curves") : "";
+  const rest = found.names.length > names.length ? el("button", { type: "button", onclick: () => { page += 1; look(); redraw(); } }, "More curves") : "";
   return [
-    controls(redraw, el("input", { type: "search", placeholder: `Filter ${number(found.names.length)} names (/)`, "aria-label": "Filter curves", oninput: (event) => { filter = event.target.value.toLowerCase(); redraw(); } })),
+    controls(redraw, el("input", { type: "search", placeholder: `Filter ${number(found.names.length)} names (/)`, "aria-label": "Filter curves", oninput: (event) => { filter = event.target.value.toLowerCase(); look(); redraw(); } })),
     problem ? el("p", { class: "error" }, problem) : "",
     unfinished() ? el("p", { class: "quiet" }, `Reading … ${number(found.unread)} more blocks of points.`) : "",
     shown.some((curve) => !line(curve.count, axis, spent).x.length) ? el("p", { class: "quiet" }, `Points without a known value on this axis (${AXES[axis]}) are left out.`) : "",

@@ -12,7 +12,7 @@ import * as timeline from "/pages/timeline.js";
 const EVERY = 2000; // milliseconds between two looks at a run that goes on
 const TABS = { overview: "Curves and time", machines: "Machines", logged: "Texts and images", logs: "Logs", events: "Events", files: "Files", origin: "Provenance", job: "Job file" };
 
-let id = "", tab = "overview", run = null, parts = {}, problems = {}, redraw = () => {}, timer = 0, charts = new Charts(), busy = false;
+let id = "", tab = "overview", run = null, parts = {}, problems = {}, redraw = () => {}, timer = 0, charts = new Charts(), busy = false, again = false;
 
 export function open(state, draw) {
   [id, run, parts, problems, redraw] = [state.argument, null, {}, {}, draw];
@@ -24,7 +24,7 @@ export function open(state, draw) {
   if (!id) return;
   look();
   timer = setInterval(() => {
-    if (!document.hidden && !run?.ended) look();
+    if (!busy && !document.hidden && !run?.ended) look();
   }, EVERY);
 }
 
@@ -46,6 +46,7 @@ async function fetched(name, part = name) {
 
 // Ask for what the tab shows. Answers that come after the page has moved on are dropped.
 async function look() {
+  again = busy;
   if (busy) return;
   busy = true;
   const asked = id;
@@ -67,7 +68,7 @@ async function look() {
     if (asked === id) redraw();
   } finally {
     busy = false;
-    if (asked !== id) look();
+    if (asked !== id || again) look();
   }
 }
 
@@ -115,7 +116,7 @@ const wrong = (name) => (problems[name] ? el("p", { class: "error" }, problems[n
 
 const BODIES = {
   overview: () => [
-    el("section", { "aria-label": "Curves" }, el("h2", {}, "Curves"), curves.draw(charts, parts.timeline, redraw)),
+    el("section", { "aria-label": "Curves" }, el("h2", {}, "Curves"), curves.draw(charts, parts.timeline, redraw, look)),
     el("section", { "aria-label": "Timeline" }, el("h2", {}, "What the node time went into"), parts.timeline ? timeline.draw(parts.timeline) : wrong("timeline")),
     account(),
   ],
