@@ -137,7 +137,7 @@ kill: $(READY) ## have the cloud take a node away without notice, as a test: NOD
 relaunch: $(READY) ## continue an ended or held job from its checkpoint, or restart the workers of a running job [ID=job]
 	@$(FAB) relaunch $(cluster) $(job_id)
 
-stop: $(READY) ## stop the job, or all jobs of a group; their state goes into the bucket. If a failed job keeps a node: let it go [ID=job, or GROUP=group]
+stop: $(READY) ## stop the job, or all jobs of a group; their state goes into the bucket. Also lets go of a node that a failed job keeps [ID=job, or GROUP=group]
 	@$(FAB) stop $(cluster) $(job_id) $(call flag,GROUP,group)
 
 pause: $(READY) ## give the job's machines to others until `make resume`; its state goes into the bucket [ID=job]

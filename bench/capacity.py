@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -55,7 +56,9 @@ def main() -> int:
             found[name] = measure(args.traces, args.windows, args.seed)
             took[name] = time.monotonic() - start
     about = f"{datetime.now(UTC).date()}, {describe_machine()}, {(time.monotonic() - began) / 60:.0f} minutes"
-    text = render(found, about, took, args.out.parent / "plots")
+    with tempfile.TemporaryDirectory() as unused:
+        plots = args.out.parent / "plots" if args.only is None else Path(unused)
+        text = render(found, about, took, plots)
     if args.only is None:
         write_section(args.out, "capacity", text)
     print(text)

@@ -139,7 +139,8 @@ def _method(about: str) -> list[str]:
     c = Costs()
     return [
         f"{about}. `make bench-capacity`. No cloud was used: the head's own decisions are replayed on recorded traces "
-        "(bench/data/traces), in simulated time. Brackets have 95 % confidence intervals (bootstrap over windows).",
+        "(bench/data/traces), in simulated time. Numbers in brackets are 95 % confidence intervals (bootstrap over "
+        "windows).",
         "",
         f"Constants: a machine is ready after {c.boot:.0f} s (assumed). A generation's first step comes after "
         f"{c.restart:.0f} s with survivors, and after {c.restore:.0f} s from the bucket (from measurements with 100 M "
@@ -151,8 +152,8 @@ def _method(about: str) -> list[str]:
 def _compared(each: Compared, by_zone: bool) -> list[str]:
     rigid, ours = each.outcomes["failover"], each.outcomes["own"]
     lines = [
-        f"{len(rigid)} windows of {each.length / HOUR:.0f} h. The work takes {each.work / HOUR:.0f} h on 16 nodes; at "
-        "least 4 train. The bound knows the whole trace, and changes of machines cost it nothing.",
+        f"{len(rigid)} windows of {each.length / HOUR:.0f} h. The work takes {each.work / HOUR:.0f} h on 16 nodes. The "
+        "job trains on at least 4 nodes. The bound knows the whole trace, and changes of machines cost it nothing.",
         "",
         _row(["policy", "ended", "hours to the end, mean", "USD for the whole work", "goodput", "moves, mean"]),
         _row(["---"] * 6),

@@ -51,15 +51,19 @@ def measure(seconds: float) -> list[tuple[str, float, float]]:
         try:
             system.start(SCENARIO, Workload(), folder, watch)
             busy = {event.node for event in watch.events if event.name == "step"}
-            rows = _sample(folder, "a job on two nodes, one spare", busy, seconds)
+            rows = sample(folder, "a job on two nodes, one spare", busy, seconds)
             system.stop()
-            return rows + _sample(folder, "no job, no nodes", busy, seconds)
+            return rows + sample(folder, "no job, no nodes", busy, seconds)
         finally:
             system.close()
             watch.close()
 
 
-def _sample(folder: Path, state: str, busy: set[str], seconds: float) -> list[tuple[str, float, float]]:
+def sample(folder: Path, state: str, busy: set[str], seconds: float) -> list[tuple[str, float, float]]:
+    """(what, resident MB, percent of a core) of the head and the agents of this folder's cluster.
+
+    state: what the cluster does meanwhile. busy: nodes whose workers train. seconds: over which CPU time is counted.
+    """
     found = []
     for process in psutil.process_iter():
         try:
@@ -84,7 +88,8 @@ def render(rows: list[tuple[str, float, float]], machine: str, day: str, seconds
     lines = [
         "## What the head and the agents take",
         "",
-        f"{day}, {machine}. CPU over {seconds:.0f} s. Goals: under 80 MB resident, under 2 % of a core when idle.",
+        f"{day}, {machine}. Processor time over {seconds:.0f} s. Goals: under 80 MB resident, under 2 % of a core "
+        "when idle.",
         "",
         "| process | resident, MB | of a core |",
         "|---|---|---|",

@@ -59,7 +59,11 @@ class Cluster:
         os.environ["SPOTRUN_HOME"] = str(home(folder))
         path = folder / "cluster.yaml"
         pools = [{"name": "spot", "zone": "local-a", "max": MACHINES}]
-        path.write_text(json.dumps({"name": CLUSTER, "cloud": "local", "pools": pools, "local": {"boot_delay": 0.2}}))
+        path.write_text(
+            json.dumps(
+                {"name": CLUSTER, "cloud": "local", "pools": pools, "local": {"boot_delay": 0.2, "share_torch": False}}
+            )
+        )
         self.spec = sites.load(str(path))
         sites.site(self.spec).up()
         self.access = sites.site(self.spec).access()

@@ -1,10 +1,10 @@
 """What the training loop costs under spotrun: run.steps, run.backward, run.ddp and the control block, beside bare DDP.
 
-python -m bench.overhead [--pairs 40] [--steps 100] [--out bench/RESULTS.md]
+python -m bench.overhead [--launches 5] [--turns 60] [--out bench/RESULTS.md]
 
-Two workers on this machine take turns between a bare DDP loop, one with the option that spotrun sets from three workers
-on, and the first one under spotrun, with a real control block. No snapshot is taken: adaptive snapshots have a limit of
-their own, 1 % of the time.
+Two workers on this machine make ten steps of each of four loops in turn: a bare DDP loop; the same again, which shows
+how exact the numbers are; one with the option that spotrun sets from three workers on; and the first one under spotrun,
+with a real control block. No snapshot is taken: adaptive snapshots have a limit of their own, 1 % of the time.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,79 +24,92 @@ from bench.report import describe_machine, write_section
 
 WORKERS = 2
 HIDDEN, BATCH = 620, 64  # a step takes about 5 ms on one core of a server
-GOAL = 0.01  # of a step's time
+STEP = 0.005  # seconds of the step for which the goal is set
+GOAL = 0.01  # of that step
 PATIENCE = 600.0  # seconds
+TURN, FIRST = (
+    10,
+    2,
+)  # steps that a loop makes in its turn, and how many of them find its code and data out of the caches
+WARM = 5  # turns of each loop that do not count
+KINDS = ("bare", "bare, the same again", "bare, with find_unused_parameters", "**under spotrun**")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="bench.overhead", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--pairs", type=int, default=40, help="of a block of each kind")
-    parser.add_argument("--steps", type=int, default=100, help="in a block")
+    parser.add_argument("--launches", type=int, default=5, help="of the workers: their memory lies elsewhere each time")
+    parser.add_argument("--turns", type=int, default=60, help="of each loop in a launch")
     parser.add_argument("--out", type=Path, default=Path("bench/RESULTS.md"))
     args = parser.parse_args()
-    pairs = measure(args.pairs, args.steps)
-    text = render(pairs, args.steps)
+    text = render([measure(args.turns) for _ in range(args.launches)], args.turns)
     write_section(args.out, "overhead", text)
     print(f"\n{text}\nwritten to {args.out}")
 
 
 Times = tuple[float, float]  # of a step: seconds that passed, seconds of the training thread's processor time
-Round = tuple[Times, Times, Times]
+Round = list[Times]  # the median step of a turn of each kind
 
 
-def measure(pairs: int, steps: int) -> list[Round]:
-    """Seconds of rank 0's median step in each round but the first: bare, with find_unused_parameters, under spotrun."""
+def measure(turns: int) -> list[Round]:
+    """The turns of rank 0 in one launch."""
     with tempfile.TemporaryDirectory(prefix="spotrun-overhead-") as folder:
-        found: list[Round] | None = answer(_work, WORKERS, (folder, pairs + 1, steps), PATIENCE)
+        found: list[Round] | None = answer(_work, WORKERS, (folder, WARM + turns), PATIENCE)
     if found is None:
         raise SystemExit("bench-overhead: a worker failed: its output is above")
-    return found[1:]
+    return found[WARM:]
 
 
-def render(rounds: list[Round], steps: int) -> str:
+def render(launches: list[list[Round]], turns: int) -> str:
     """The section of the results."""
-    names = ("bare", "bare, with find_unused_parameters", "**under spotrun**")
-    added = statistics.median(each[2][1] - each[0][1] for each in rounds)
-    share = added / statistics.median(each[0][0] for each in rounds)
+    added, noise = (statistics.median(_added(launches, kind, 1)) for kind in (3, 1))
+    share = added / STEP
     held = "held" if share < GOAL else "not held"
     return "\n".join(
         [
             "## What a step costs under spotrun",
             "",
             f"{datetime.now(UTC).date().isoformat()}, {describe_machine()}. {WORKERS} workers with gloo, one thread "
-            f"each, in {len(rounds)} rounds of three blocks of {steps} steps: a bare DDP loop; the same with "
-            "`find_unused_parameters=True`, which `run.ddp` sets on the CPU from three workers on, so that DDP keeps "
-            "the order of its buckets, and restarts change no bit; the same as the first under spotrun (`run.ddp`, "
-            "`run.steps`, `run.backward`, an `ElasticSampler`, the control block; no snapshots). Each block has its "
-            "median step. Times are medians of these; shares are medians of the rounds. The workers wait for each "
-            "other, and other programs disturb them, so the time that passes varies much from round to round. The "
-            "processor time of the training thread varies less: forward and backward pass, optimizer and spotrun run "
-            "in it.",
+            f"each, are launched {len(launches)} times. In a launch, four loops make {TURN} steps in turn, {turns} "
+            "times:",
             "",
-            f"Goal: spotrun adds less than {GOAL:.0%} to a step. It adds {added * 1e6:.0f} µs of processor time to the "
-            f"training thread, {share:.2%} of a step: {held}.",
+            "* bare: a bare DDP loop",
+            "* bare, the same again: shows how exact the numbers are",
+            "* bare, with `find_unused_parameters=True`: `run.ddp` sets this on the CPU from three workers on. Then "
+            "DDP keeps the order of its buckets, and restarts change no bit",
+            "* under spotrun: the first loop with `run.ddp`, `run.steps`, `run.backward`, an `ElasticSampler` and the "
+            "control block; no snapshots",
             "",
-            "| a step | ms | more than bare | (quartiles) | processor time, ms | more than bare | (quartiles) |",
+            "How much longer a step of a loop is: for each turn, the difference between the loop's median step and "
+            "that of the bare loop; then the median of these over the turns of a launch; then the median over the "
+            f"launches. The first {FIRST} steps of a turn do not count. The workers wait for each other, and other "
+            "programs disturb them, so the time that passes varies much. The processor time of the training thread "
+            "varies less. Forward and backward pass, optimizer and spotrun run in this thread.",
+            "",
+            f"Goal: spotrun adds less than {GOAL:.0%} to a step of {STEP * 1e3:g} ms. It adds {added * 1e6:.0f} µs of "
+            f"processor time to the training thread, {share:.2%} of {STEP * 1e3:g} ms: {held}. The same loop again "
+            f"adds {noise * 1e6:.0f} µs.",
+            "",
+            "| a step | ms | more than bare, µs | (launches) | processor time, ms | more than bare, µs | (launches) |",
             "|---|---|---|---|---|---|---|",
-            *(f"| {name} | {_cells(rounds, kind, 0)} | {_cells(rounds, kind, 1)} |" for kind, name in enumerate(names)),
+            *(f"| {name} | {_cells(launches, at, 0)} | {_cells(launches, at, 1)} |" for at, name in enumerate(KINDS)),
         ]
     )
 
 
-def _cells(rounds: list[Round], kind: int, clock: int) -> str:
-    """The step of a kind by one clock, and by how much it is longer than a bare one."""
-    middle = f"{statistics.median(each[kind][clock] for each in rounds) * 1e3:.3f}"
+def _added(launches: list[list[Round]], kind: int, clock: int) -> list[float]:
+    """By how much a step of this kind is longer than a bare one: the median of each launch."""
+    return [statistics.median(each[kind][clock] - each[0][clock] for each in rounds) for rounds in launches]
+
+
+def _cells(launches: list[list[Round]], kind: int, clock: int) -> str:
+    middle = statistics.median(each[kind][clock] for rounds in launches for each in rounds)
     if kind == 0:
-        return f"{middle} | |"
-    more = [each[kind][clock] / each[0][clock] - 1 for each in rounds]
-    return f"{middle} | {statistics.median(more):.1%} | {_quartile(more, 0):.1%} to {_quartile(more, 2):.1%}"
+        return f"{middle * 1e3:.3f} | |"
+    more = _added(launches, kind, clock)
+    return f"{middle * 1e3:.3f} | {statistics.median(more) * 1e6:.0f} | {min(more) * 1e6:.0f} to {max(more) * 1e6:.0f}"
 
 
-def _quartile(values: list[float], index: int) -> float:
-    return statistics.quantiles(values, n=4)[index] if len(values) > 1 else values[0]
-
-
-def _work(rank: int, port: int, folder: str, epochs: int, steps: int, results: Any) -> None:
+def _work(rank: int, port: int, folder: str, turns: int, results: Any) -> None:
     from spotrun.state.control import Context, Control
 
     control = Path(folder) / f"control-{rank}"
@@ -112,7 +125,7 @@ def _work(rank: int, port: int, folder: str, epochs: int, steps: int, results: A
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE))
-    seconds = list(_blocks(rank, epochs, steps))
+    seconds = list(_rounds(rank, turns))
     if rank == 0:
         results.put(seconds)
     dist.barrier()
@@ -126,51 +139,71 @@ def _network() -> Any:
     return nn.Sequential(*layers)
 
 
-def _blocks(rank: int, epochs: int, steps: int) -> Any:
-    """The seconds of the median step in each epoch, as in `measure`."""
+def _rounds(rank: int, turns: int) -> Iterator[Round]:
+    """A turn of each loop at a time, each loop being the first equally often."""
     import torch
-    from torch import nn
     from torch.nn.parallel import DistributedDataParallel
-    from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+    from torch.utils.data import TensorDataset
 
-    import spotrun
     from spotrun.train.parallel import _Spare
 
-    count = steps * BATCH * WORKERS
+    count = turns * TURN * BATCH * WORKERS
     data = TensorDataset(torch.randn(count, 64), torch.randint(10, (count,)))
-    loss_fn = nn.CrossEntropyLoss()
-    ddps = [
-        DistributedDataParallel(_network()),
-        DistributedDataParallel(_Spare(_network()), find_unused_parameters=True),
+    loops = [
+        _bare(DistributedDataParallel(_network()), data, rank),
+        _bare(DistributedDataParallel(_network()), data, rank),
+        _bare(DistributedDataParallel(_Spare(_network()), find_unused_parameters=True), data, rank),
+        _under_spotrun(data),
     ]
-    optimizers = [torch.optim.AdamW(each.parameters()) for each in ddps]
-    own: Any = DistributedSampler(data, WORKERS, rank)
-    bare_loader = DataLoader(data, BATCH, sampler=own)
+    for number in range(turns):
+        found: Round = [(0.0, 0.0)] * len(loops)
+        for at in range(len(loops)):
+            kind = (number + at) % len(loops)
+            found[kind] = _median_step(loops[kind])
+        yield found
+
+
+def _median_step(loop: Iterator[None]) -> Times:
+    times = []
+    for _ in range(TURN):
+        began, busy = time.monotonic(), time.thread_time()
+        next(loop)
+        times.append((time.monotonic() - began, time.thread_time() - busy))
+    passed, used = zip(*times[FIRST:], strict=True)
+    return statistics.median(passed), statistics.median(used)
+
+
+def _bare(ddp: Any, data: Any, rank: int) -> Iterator[None]:
+    """A step each time."""
+    import torch
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    loss_fn, optimizer = torch.nn.CrossEntropyLoss(), torch.optim.AdamW(ddp.parameters())
+    for x, y in DataLoader(data, BATCH, sampler=DistributedSampler(data, WORKERS, rank)):
+        loss_fn(ddp(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield
+
+
+def _under_spotrun(data: Any) -> Iterator[None]:
+    """The same under spotrun."""
+    import torch
+    from torch.utils.data import DataLoader
+
+    import spotrun
+
     run = spotrun.init()
     model = run.ddp(_network())
-    optimizer = torch.optim.AdamW(model.parameters())
+    loss_fn, optimizer = torch.nn.CrossEntropyLoss(), torch.optim.AdamW(model.parameters())
     sampler = spotrun.ElasticSampler(data, seed=0)
-    loader = DataLoader(data, BATCH, sampler=sampler)
     run.track(model=model, optimizer=optimizer, sampler=sampler)
-    for epoch in run.epochs(epochs):
-        own.set_epoch(epoch)
-        ends: list[list[Times]] = [[], [], []]  # of the steps, by kind of loop
-        for bare, bare_optimizer, mine in zip(ddps, optimizers, ends, strict=False):
-            for x, y in bare_loader:
-                loss_fn(bare(x), y).backward()
-                bare_optimizer.step()
-                bare_optimizer.zero_grad()
-                mine.append((time.monotonic(), time.thread_time()))
-        for x, y in run.steps(loader):
+    for _ in run.epochs(1):
+        for x, y in run.steps(DataLoader(data, BATCH, sampler=sampler)):
             run.backward(loss_fn(model(x), y))
             optimizer.step()
             optimizer.zero_grad()
-            ends[2].append((time.monotonic(), time.thread_time()))
-        yield tuple(tuple(_median_step(mine, clock) for clock in (0, 1)) for mine in ends)
-
-
-def _median_step(ends: list[Times], clock: int) -> float:
-    return statistics.median(after[clock] - before[clock] for before, after in pairwise(ends))
+            yield
 
 
 if __name__ == "__main__":

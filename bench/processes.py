@@ -16,6 +16,8 @@ from typing import Any
 
 import psutil
 
+# torchrun on this machine alone. Without a log folder, it would leave a folder with temporary files behind.
+STANDALONE = ("-m", "torch.distributed.run", "--standalone", f"--log-dir={os.devnull}")
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 _libc = ctypes.CDLL(None)
 

@@ -19,7 +19,7 @@ SYSTEMS = ("plain", "tuned", "spotrun")
 # Why a part takes what it takes: (system or "", part) → reason.
 WHY = {
     ("plain", "rendezvous"): "a survivor's agent waits until the lost agent's keep-alives have run out (3 x 5 s), and "
-    "below the maximum of nodes another 30 s (`last_call_timeout`) for late-comers",
+    "another 30 s (`last_call_timeout`) for more nodes, if there are fewer than the maximum",
     ("tuned", "rendezvous"): "the same wait, 3 x 1 s",
     ("plain", "detection"): "a frozen peer closes no connection, so the survivor learns of it when the lost agent's "
     "keep-alives have run out",
@@ -30,8 +30,8 @@ WHY = {
         "detection",
     ): "a killed peer breaks its connections at once, and the survivor's worker must leave; a frozen peer must miss "
     "heartbeats for `heartbeat_timeout` (3 s); with notice, training runs on to its stop step",
-    ("spotrun", "rendezvous"): "if nodes are ready, only the head has to decide; a new machine must boot, start its "
-    "agent and import torch once, into the server that workers are forked from",
+    ("spotrun", "rendezvous"): "if enough nodes are ready, the head only has to decide; otherwise a new machine must "
+    "boot, start its agent and import torch once",
     ("", "process_start"): "a new interpreter and its imports, of torch above all",
     ("", "process_group"): "the ranks wait for the last of them",
     ("", "state_restored"): "model, optimizer and state are built and read",
@@ -117,9 +117,10 @@ def _method(timeout: float) -> list[str]:
     return [
         f"One job of {NODES} nodes, one process each, on one machine: the same model (1.1 M parameters, AdamW), batch "
         "and pace (steps of at least 50 ms) in each system. One node is lost, never the one that has torchrun's "
-        "store. Time counts from the fault to the end of the first step after it. In each system, a replacement begins "
-        f"to start {BOOT_DELAY:g} s after the interruption, and a notice is {NOTICE:g} s long (torchrun: SIGTERM to "
-        "the node's agent, as the clouds' shutdown scripts do). Seconds; each number is a median of its own. A hang is "
+        "store. Time counts from the fault to the end of the first step after it. In each system, a replacement "
+        f"begins to start {BOOT_DELAY:g} s after the interruption, and a notice is {NOTICE:g} s long. For torchrun, a "
+        "notice is a SIGTERM to the node's agent, as the clouds' shutdown scripts send it. All times are in seconds. "
+        "Each number is the median of its own column, so the parts need not add up to the total. A hang is "
         f"{timeout:g} s without a step, and is not in the medians.",
         "",
         f"* plain: {PLAIN.what}; a checkpoint by `torch.save` every 20 steps",
@@ -133,11 +134,11 @@ def _stock(runs: Sequence[RunLike], timeout: float) -> list[str]:
         return []
     hangs = sum(run.phases is None for run in runs)
     return [
-        "## torchrun as it comes",
+        "## torchrun without the variable",
         "",
         f"{STOCK.what[0].upper()}{STOCK.what[1:]}: {hangs} of {len(runs)} runs of "
         f"“{SCENARIOS[runs[0].scenario].title}” made no step within {timeout:g} s. torchrun's handler keeps one "
-        "TCPStore for all attempts, so the workers of an attempt read the addresses of the attempt before (pytorch "
+        "TCPStore for all attempts, so the workers of an attempt read the addresses of the attempt before it (pytorch "
         "issues 135712 and 167302).",
         "",
     ]

@@ -43,14 +43,15 @@ def render(
     lines = ["## Recovery by size and set-up", "", f"{day.isoformat()}. {machine}.", ""]
     lines += [
         "As above, with models of other sizes, and with a set-up of the script that waits for some seconds before it "
-        "builds the model. The pause is from the last old step to the end of the first new one, so a step is in it. "
-        "The usual step is that before the fault. A large model is computed on the same two cores by all workers. "
-        f"Seconds; medians. A hang is {timeout:g} s without a step, and is not in the medians. No GPU was used.",
+        "builds the model. The pause is from the last old step to the end of the first new one, so it includes one "
+        "step. The usual step is the time of a step before the fault. All workers of a large model share the same "
+        f"two cores. All times are medians, in seconds. A hang is {timeout:g} s without a step, and is not in the "
+        "medians. No GPU was used.",
         "",
         f"torchft has no spares: three replica groups train, one is killed, two go on (`min_replicas` {NODES}). Its "
-        "recovery is one part here, until the next step that is committed. When a third node joins, the total is the "
-        "time until its first step (a machine of spotrun boots meanwhile), and the pause is the longest time between "
-        "two steps of one of the others.",
+        "recovery is shown as one part, which ends with the next step that is committed. When a third node joins, "
+        "the total is the time until its first step (a machine of spotrun boots meanwhile), and the pause is the "
+        "longest time between two steps of one of the other nodes.",
         "",
         *(f"* {each.name}: {each.what}" for each in (DEFAULTS, TUNED)),
         "",
@@ -143,6 +144,16 @@ def _goals(table: Mapping[Key, tuple[Phases | None, float | None]], reference: M
             value = abs(long[0] - short[0]) if short else None
             text = f"{long[0]:.2f} and {short[0]:.2f}" if short else ""
             add(f"{_name(size)}: hard kill: the same with 30 s of set-up as without, within 0.5 s", value, SAME, text)
+    for (scenario, workload, system), (own, _) in table.items():
+        if system != "spotrun" or own is None:
+            continue
+        pairs = [(name, table.get((scenario, workload, name), (None, None))[0]) for name in (DEFAULTS.name, TUNED.name)]
+        for name, other in ((name, other) for name, other in pairs if other is not None):
+            joins = SCENARIOS[scenario].fault == "join"
+            mine, theirs = (own.pause, other.pause) if joins else (own.total, other.total)
+            title = SCENARIOS[scenario].title
+            goal = f"{_name(workload.size)}, {workload.setup:g} s of set-up: {title}: {'pause' if joins else 'total'}"
+            add(f"{goal} at most that of {name}", mine, theirs, f"{mine:.2f} and {theirs:.2f}")
     return lines
 
 

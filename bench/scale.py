@@ -286,13 +286,13 @@ def render(rows: Sequence[Row], machine: str, day: str, seconds: float) -> str:
     lines = [
         "## The head with many agents and jobs",
         "",
-        f"{day}, {machine}. Simulated agents in {CLIENTS} processes (`nice -n {NICE}`) on the same machine: each has"
-        f" the real connection, over TLS, and {DEVICES} workers that step all the time. CPU over {seconds:.0f} s."
-        " With fewer agents than jobs, each job has one device; jobs for which there is none wait. A turn: median, 95th"
-        " percentile. An interruption: from the end of the connection, of a machine that the cloud no longer lists,"
-        " until the head has planned without that node and queued the orders (median, most). An order: from one request"
-        " to stop all jobs until the orders have reached all agents. The agents read them with the processor time that"
-        " the head leaves.",
+        f"{day}, {machine}. Simulated agents in {CLIENTS} processes (`nice -n {NICE}`) on the same machine: each has "
+        f"the real connection, over TLS, and {DEVICES} workers that step all the time. Processor time over "
+        f"{seconds:.0f} s. If there are fewer agents than jobs, a job that trains has one device, and the other jobs "
+        "wait. A turn: median, 95th percentile. An interruption: the cloud no longer lists a machine, and its "
+        "connection ends. The time is from that end until the head has planned without the node and queued the "
+        "orders (median, most). An order: from one request to stop all jobs until the orders have reached all "
+        "agents. The agents have only the processor time that the head leaves.",
         "",
         _goals(rows),
         "",

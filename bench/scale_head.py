@@ -86,9 +86,9 @@ class MeasuredHead(Head):
     cpu: list[float]
     generations: dict[str, tuple[int, int]]
 
-    async def _turn(self, now: float) -> None:
+    async def _turn(self, now: float, nodes: frozenset[str] | None = None) -> None:
         wall, cpu = time.perf_counter(), time.thread_time()
-        await super()._turn(now)
+        await super()._turn(now, nodes)
         self.wall.append(time.perf_counter() - wall)
         self.cpu.append(time.thread_time() - cpu)
 

@@ -109,9 +109,9 @@ def render(rows: Sequence[Row], machine: str, day: str, runs: int) -> str:
         lines.append(f"| {row.size:,} | {row.workers} | {' | '.join(cells)} |")
     lines += [
         "",
-        f"Less than {sections.MINIMUM >> 20} MiB (`MINIMUM` in `train/sections.py`) is copied alone. Sharing costs a "
-        "millisecond or two, which is seen with the smallest states: every worker then encodes its state and answers. "
-        "By arithmetic, a GPU copies 32 MiB in about the same time over PCIe 4; that has not been measured.",
+        f"Local rank 0 copies less than {sections.MINIMUM >> 20} MiB alone (`MINIMUM` in `train/sections.py`). Sharing "
+        "costs a millisecond or two, which shows with the smallest states: each worker then encodes its state and "
+        "answers. By arithmetic, a GPU copies 32 MiB in about the same time over PCIe 4; that has not been measured.",
     ]
     return "\n".join(lines) + "\n"
 

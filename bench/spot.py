@@ -146,7 +146,7 @@ def write_cluster(folder: Path, capacity: int | None = None) -> Path:
         "name": CLUSTER,
         "cloud": "local",
         "pools": [{"name": "spot", "zone": ZONE, "max": NODES + 1}],
-        "local": {"boot_delay": _STARTING, "recreate_delay": BOOT_DELAY - _STARTING},
+        "local": {"share_torch": False, "boot_delay": _STARTING, "recreate_delay": BOOT_DELAY - _STARTING},
     }
     if capacity is not None:
         cluster["local"] |= {"capacity": {ZONE: capacity}}  # type: ignore[operator]

@@ -127,15 +127,15 @@ def render(rows: dict[str, list[float]], machine: str, day: str) -> str:
         "## From an agent's start until it has joined",
         "",
         f"{day}, {machine}. On the local cloud, from the start of the process until the head has its first report; "
-        f"seconds, medians of {len(rows[JOINED])} runs. Goal: under {GOAL:g} s: {goal}. The parts are those of another "
-        "process that does the same, one after the other.",
+        f"seconds, medians of {len(rows[JOINED])} runs. Goal: under {GOAL:g} s: {goal}. The parts were measured in "
+        "another process, which does the same things one after the other.",
         "",
         "Joined means connected: the head knows the node, and learns of notices. The node takes a job only after the "
-        "health gate has passed. Here the gate had little to do, as there were no GPUs. On a machine with GPUs, "
-        "**every** start of the agent also runs nvidia-smi twice, and a matrix product on each GPU, for which a "
-        "process imports torch (below, from a warm disk). With EFA, it also runs fi_info and loads NCCL's plugin. How "
-        "long that takes has not been measured. A first boot adds the machine's own boot, and reads all of this from "
-        "a cold disk.",
+        "health gate has passed. Here the gate had little to do, because there were no GPUs. On a machine with GPUs, "
+        "**every** start of the agent also runs nvidia-smi twice, and a matrix product on each GPU. For this "
+        "product, a process imports torch (below, from a warm disk). With EFA, it also runs fi_info and loads NCCL's "
+        "plugin. How long that takes has not been measured. A first boot adds the machine's own boot, and reads all "
+        "of this from a cold disk.",
         "",
         "| what | seconds | range |",
         "|---|---|---|",
@@ -150,7 +150,11 @@ def _write_cluster(folder: Path) -> Path:
     """A cluster file with room for two machines, each in a zone of its own."""
     pools = [{"name": zone, "zone": f"local-{zone}", "max": 1} for zone in ("a", "b")]
     path = folder / "cluster.yaml"
-    path.write_text(json.dumps({"name": CLUSTER, "cloud": "local", "pools": pools, "local": {"boot_delay": 0}}))
+    path.write_text(
+        json.dumps(
+            {"name": CLUSTER, "cloud": "local", "pools": pools, "local": {"boot_delay": 0, "share_torch": False}}
+        )
+    )
     return path
 
 

@@ -85,8 +85,8 @@ def render(found: Mapping[str, Sequence[Run]], machine: str, day: str) -> str:
         "## What synthesis takes",
         "",
         f"{day}, {machine}. Medians of {runs} fresh processes, peak memory. Goals: both stacks of a cluster in under"
-        " 10 s and under 150 MB of Python's memory. Plain imports load all modules of a provider, `infra/cdk.py` those"
-        " that a stack uses.",
+        " 10 s and under 150 MB of Python's memory. A plain import loads all modules of a provider. `infra/cdk.py`"
+        " loads only those that a stack uses.",
         "",
         "| what | seconds | (range) | Python, MB | Node.js, MB |",
         "|---|---|---|---|---|",

@@ -85,7 +85,7 @@ variable "aws_machine" {
 
 variable "aws_subnet" {
   type        = string
-  description = "Subnet to build in on AWS, with a way out (NAT); images/build.py wants one, or aws_public."
+  description = "Subnet to build in on AWS, with a way out (NAT); images/build.py needs this or aws_public."
   default     = ""
   validation {
     condition     = regex_replace(var.aws_subnet, "^(subnet-[0-9a-f]+)?$", "") == ""

@@ -22,13 +22,14 @@ from typing import Any
 
 from spotrun.errors import SpotrunError
 
-# Without one of them jsii fails with an internal traceback, so check first.
+# If Node.js or cdktf is missing, jsii fails with an internal traceback. So check for both first.
 if not shutil.which(os.environ.get("JSII_NODE") or "node"):
     raise SpotrunError("the stacks need Node.js 20 or newer, and there is none: install it, see https://nodejs.org")
 if importlib.util.find_spec("cdktf") is None:
     raise SpotrunError("the stacks need cdktf, which is not installed: pip install -e '.[infra]'")
 
-# Set before the import, whose Node.js process inherits it: without it, each run prints eight lines about Node.js 20.
+# The import starts a Node.js process, which inherits this variable. Without it, each run prints eight lines about
+# Node.js 20.
 os.environ.setdefault("JSII_SILENCE_WARNING_END_OF_LIFE_NODE_VERSION", "20")
 
 from cdktf import App as App
@@ -42,7 +43,7 @@ Resource = Callable[..., Any]
 
 
 def new_app(outdir: str) -> App:
-    """An app that writes into `outdir`. Its resources have the same names in Terraform as in a stack."""
+    """An app that writes into `outdir`. In Terraform, a resource has the name that it has in its stack."""
     return App(outdir=outdir, context={"excludeStackIdFromLogicalIds": "true", "allowSepCharsInLogicalIds": "true"})
 
 
@@ -76,7 +77,7 @@ def _make(package: str, name: str, stack: TerraformStack, id: str, /, **argument
 
 
 def _typed(owner: type, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with an object of its class for each block.
+    """The arguments, with each block as an object of the block's class.
 
     The generated classes do that themselves, but not inside lists, where they lose keys that are not in camelCase.
     """

@@ -107,7 +107,7 @@ def upload(store: Store, folder: Path, script: str, limit: int = limits.BYTES) -
 
 
 def pack(folder: Path, names: list[Path], out: BinaryIO) -> tuple[str, int]:
-    """Write the archive of these files; its sha256 and its size in bytes."""
+    """Write the archive of these files. Returns its sha256 and its size in bytes."""
     compressor = zstandard.ZstdCompressor(level=LEVEL)
     with (
         compressor.stream_writer(out, closefd=False) as packed,
@@ -153,7 +153,7 @@ def files(folder: Path, limit: int = limits.BYTES) -> list[Path]:
 
 
 def _refuse_secrets(folder: Path, root: Path, names: list[Path]) -> None:
-    """Raise `SpotrunError` if files look like secrets. It names them, and the lines that allow them."""
+    """Raise `SpotrunError` if files look like secrets. The message names them, and the lines that allow them."""
     found = {}
     for name in names:
         with _explained(root / name):

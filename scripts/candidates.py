@@ -127,7 +127,7 @@ def _measured(access: Access, name: str, seconds: float, patience: float) -> str
 
 
 def _present(cluster: ClusterSpec, say: Callable[[str], None]) -> dict[str, float]:
-    """The present prices, by pool. Google tells no prices, and AWS tells only those of spot machines."""
+    """The present prices, by pool. Google gives no prices, and AWS gives only those of spot machines."""
     spot = {pool.name: pool for pool in cluster.pools if pool.market == "spot"}
     if cluster.cloud == "local":
         return _local(cluster, say)
@@ -137,9 +137,9 @@ def _present(cluster: ClusterSpec, say: Callable[[str], None]) -> dict[str, floa
         with asking(cluster) as ask:
             found = ask(lambda cloud: cloud.prices())
     except SpotrunError as error:
-        say(f"the cloud does not tell its prices, so the shipped prices of {prices.DATE} are used: {error}")
+        say(f"the cloud does not give its prices, so the shipped prices of {prices.DATE} are used: {error}")
         return {}
-    # A price that EC2 does not tell is the shipped one.
+    # If EC2 gives no price, the price is the shipped one.
     shipped = {name: prices.spot("aws", pool.zone, pool.machine) for name, pool in spot.items()}
     return {name: found[name] for name in spot if name in found and found[name] != shipped[name]}
 
@@ -150,7 +150,7 @@ def _local(cluster: ClusterSpec, say: Callable[[str], None]) -> dict[str, float]
     async def ask() -> dict[str, float]:
         found = local.find(cluster.name, home())
         if found is None:
-            say("prices are not known: the local cloud tells them only while it is up; `make up` brings it up")
+            say("prices are not known: the local cloud gives them only while it is up; `make up` brings it up")
             return {}
         try:
             return await found.prices()
@@ -202,7 +202,7 @@ def warnings(options: Iterable[Kind]) -> list[str]:
     found, each = [], list(options)
     if any(kind.priced_at not in ("", NOW) for kind in each):
         found.append(prices.warning("any"))
-        found.append(f"Prices that the cloud does not tell now are from {prices.DATE}.")
+        found.append(f"Prices that the cloud does not give now are from {prices.DATE}.")
     unknown = [kind.pool or kind.machine for kind in each if kind.price is None]
     if unknown:
         found.append(f"No price is known for {', '.join(dict.fromkeys(unknown))}.")

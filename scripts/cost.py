@@ -13,8 +13,8 @@ from scripts.columns import aligned, duration
 from scripts.job_table import money
 from scripts.make_command import LOCAL, make_command
 from spotrun.errors import SpotrunError
-from spotrun.head.account import Line, merged
-from spotrun.head.accounting import Idle
+from spotrun.head.costs.bill import Line, merged
+from spotrun.head.costs.job_totals import Idle
 from spotrun.head.job_state import JobState
 from spotrun.head.journal import STATE_KEY, state_keys
 from spotrun.head.status import cost_to_end
@@ -211,11 +211,11 @@ def _total(rows: Iterable[Sums]) -> Sums:
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
-    known = row["seconds"] > row["unlisted"]
+    known = row["seconds"] > row["unlisted"] or not row["seconds"]
     share = f" ({row['saved'] / row['on_demand']:.0%})" if row["on_demand"] and not row["unlisted"] else ""
     saved = money(row["saved"]) + share if known else "not known"
     listed = money(row["on_demand"]) if known else "not known"
-    cost = money(row["cost"]) if row["seconds"] > row["unpriced"] else "not known"
+    cost = money(row["cost"]) if row["seconds"] > row["unpriced"] or not row["seconds"] else "not known"
     return [duration(row["seconds"]), cost, listed, saved]
 
 

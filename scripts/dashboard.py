@@ -7,6 +7,7 @@ import contextlib
 import os
 import secrets
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -107,11 +108,15 @@ class Follower:
 
 
 def serve(site: Site, port: int, say: Callable[[str, str], None]) -> None:
-    """Serve until Ctrl-C or SIGTERM. port: 0: any free one. say: gets the page's address and the token's file, once.
+    """Serve until Ctrl-C or SIGTERM, and end this process then.
 
-    Raises `SpotrunError` if the port is taken.
+    port: 0: any free one. say: gets the page's address and the token's file, once. Raises `SpotrunError` if the port is
+    taken.
     """
     asyncio.run(_serve(site, port, say))
+    # Python would wait for threads that read from a bucket. If the bucket does not answer, that could take minutes.
+    sys.stdout.flush()
+    os._exit(0)
 
 
 async def _serve(site: Site, port: int, say: Callable[[str, str], None]) -> None:

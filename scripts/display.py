@@ -179,7 +179,7 @@ def idle(dollars: float | None) -> list[str]:
 
 
 def picture(status: Status, file: str = LOCAL, whole: bool = False) -> RenderableType:
-    """The document, for a console without markup. whole: also what is about other jobs alone."""
+    """The document, for a console without markup. whole: also what is only about other jobs."""
     parts: list[RenderableType] = [_headline(status)]
     if parked := status.get("parked"):  # a head of spotrun 0.1 does not send this key
         parts.append(Text(here(parked["text"], file), style="red"))
@@ -192,7 +192,8 @@ def picture(status: Status, file: str = LOCAL, whole: bool = False) -> Renderabl
         # A command on two lines could not be copied.
         parts += [Text(line, no_wrap=True, overflow="ignore") for line in kept.lines(status["job"], file)]
         for condition in status["job"].get("conditions", ()):
-            parts.append(Text(f"since {clock(condition['since'])}: {condition['text']}", style="red"))
+            if condition["text"] != status["job"]["reason"]:  # said once is enough
+                parts.append(Text(f"since {clock(condition['since'])}: {condition['text']}", style="red"))
     if whole and len(status.get("jobs", ())) > 1:
         parts.append(job_table.table(status["jobs"], time.time()))
     if nodes := [node for node in status["nodes"] if whole or _concerns(node, status["job"])]:

@@ -36,7 +36,7 @@ def export(store: Store, cluster: str, job: str, kind: str, out: str) -> dict[st
     reader = Reader(store, job)
     reader.update()
     for each in reader.problems:
-        console.warn(f"spotrun: export: left out: {each}")
+        console.warn(f"spotrun: export: not complete: {each}")
     if not reader.names and reader.problems:
         raise SpotrunError(f"the bucket has no metrics of {job} that can be read: {reader.problems[0]}")
     if not reader.names:

@@ -48,7 +48,7 @@ def due(faults: list[Fault], job: dict[str, Any], generation: int) -> Fault | No
 
 
 def recovered(job: dict[str, Any]) -> bool:
-    """Whether a step has been completed since the last interruption. Until then, one more would be counted with it."""
+    """Whether a step has been completed since the last interruption. Until then, another one would merge with it."""
     interruptions = job["interruptions"]
     return not interruptions or interruptions[-1]["seconds"] is not None
 

@@ -64,6 +64,7 @@ TAKES = {
 }
 _COMMON = ("CLUSTER", "JSON")
 _KNOWN = tuple(dict.fromkeys(name for names in (*TAKES.values(), _COMMON) for name in names))
+_CHANGES = ("stop", "pause", "resume", "priority", "relaunch")  # without ID and GROUP, the only job is changed
 _EXAMPLES = {"cluster": "clusters/local.yaml", "job": "examples/digits/job.yaml"}  # options that must not be empty
 
 
@@ -82,12 +83,22 @@ def variables(environment: Mapping[str, str]) -> None:
             raise SpotrunError(f"{word}: is not a target{_meant(word, taken)}")
     for name in environment.get("SPOTRUN_TYPED", "").split():
         if name in taken or name in _COMMON:
+            _full(name, targets, environment)
             continue
         allowed = list(dict.fromkeys([*taken, *_COMMON]))
         if name in _KNOWN or difflib.get_close_matches(name.upper(), _KNOWN, n=1):
             near = difflib.get_close_matches(name.upper(), allowed, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise SpotrunError(f"`make {' '.join(targets)}` does not take {name}; it takes {', '.join(allowed)}{hint}")
+
+
+def _full(name: str, targets: list[str], environment: Mapping[str, str]) -> None:
+    """Raise `SpotrunError` for an empty ID or GROUP: `make stop ID=$UNSET` would stop the only job."""
+    if name in ("ID", "GROUP") and not environment.get(name, "").strip() and not {*_CHANGES}.isdisjoint(targets):
+        what = "job" if name == "ID" else "group"
+        raise SpotrunError(
+            f"{name} is empty; name a {what}, or leave {name} out: then the only job that has not ended is meant"
+        )
 
 
 def _meant(word: str, taken: list[str]) -> str:

@@ -29,7 +29,7 @@ def check(cluster: ClusterSpec, path: str) -> JobSpec:
 
 
 def submit(access: Access, cluster: ClusterSpec, path: str, say: Callable[[str], None]) -> str:
-    """Bundle a job's folder and queue the job; its id. Raises `SpotrunError`."""
+    """Bundle a job's folder and queue the job. Returns its id. Raises `SpotrunError`."""
     job = check(cluster, path)
     packed = bundle.upload(access.store, Path(path).absolute().parent, job.script)
     say(str(packed))
@@ -102,7 +102,7 @@ class Absence:
         except Unreachable:
             raise
         except SpotrunError:
-            pass  # it is not known
+            pass  # whether the cluster is up is not known
         if self._since is None:
             self._say(f"the head is away ({error}); training goes on, trying again")
         self._since = self._since or time.monotonic()

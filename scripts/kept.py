@@ -16,8 +16,9 @@ def lines(job: Status, file: str = LOCAL) -> list[str]:
     if not kept:
         return []
     ssh, stop = make_command(file, "ssh", f"NODE={kept['node']}"), make_command(file, "stop", f"ID={job['id']}")
+    within = ", within the job's budget" if job.get("budget") else ""
     found = [
-        f"node {kept['node']} is kept until {utc(kept['until'])}, within the job's budget",
+        f"node {kept['node']} is kept until {utc(kept['until'])}{within}",
         f"  log in:       {ssh}",
     ]
     if "run" in kept:  # an agent of an older version does not say where its files are

@@ -182,7 +182,7 @@ def _pattern(text: str) -> re.Pattern[str] | None:
     try:
         return re.compile(text) if text else None
     except re.error as error:
-        raise SpotrunError(f"GREP: {text!r}: is no regular expression: {error}") from None
+        raise SpotrunError(f"GREP: {text!r}: is not a regular expression: {error}") from None
 
 
 def _newest(store: Store, site: Site) -> str:

@@ -17,7 +17,7 @@ _QUOTAS = {"gcp": "console.cloud.google.com/iam-admin/quotas", "aws": "console.a
 
 
 def check_tools(cluster: ClusterSpec) -> None:
-    """Raise `SpotrunError` unless this machine has the programs that the cluster's cloud takes."""
+    """Raise `SpotrunError` unless this machine has the programs that the cluster's cloud needs."""
     stacks.check_tools()
     for tool in ("gcloud",) if cluster.cloud == "gcp" else ("aws", "session-manager-plugin"):
         require(tool)

@@ -42,7 +42,7 @@ class Trace:
 
 
 def show(access: Access, job: str | None, node: str | None, rank: int | None, steps: int, json: bool) -> int:
-    """Print what came of it. Returns the exit status: 1 if a trace is missing. Raises `SpotrunError`."""
+    """Print what took the time. Returns the exit status: 1 if a trace is missing. Raises `SpotrunError`."""
     job, nodes = stack_requests.members(access, job, node)
     rank = 0 if rank is None and node is None else rank
     if not json:
@@ -86,11 +86,12 @@ def read_node(node: str, job: str, output: str) -> list[Trace]:
         try:
             each = Answer(**json.loads(line))
             key = profile_key(job, node, int(each.generation), int(each.rank), int(each.first))
-        except (ValueError, TypeError):
+            trace = Trace(int(each.rank), node, int(each.generation), problem=str(each.problem))
+            steps, first = int(each.steps), int(each.first)
+        except (ValueError, TypeError, OverflowError, RecursionError):
             continue
-        trace = Trace(int(each.rank), node, int(each.generation), problem=str(each.problem))
         if not each.problem and each.key == key:
-            trace = replace(trace, steps=int(each.steps), first=int(each.first), key=key)
+            trace = replace(trace, steps=steps, first=first, key=key)
         elif not each.problem:
             trace = replace(trace, problem="the node names a trace that is not its own")
         found.append(trace)
@@ -142,12 +143,10 @@ def text(found: dict[str, Any]) -> str:
     tables = sum(bool(each[kind]) for each in found["traces"] for kind in ("operations", "kernels"))
     most = max(LEAST, ROWS // max(1, tables))
     for each in found["traces"]:
-        fewer = (
-            f" of {found['steps']}: more would be too large or take too long" if each["steps"] < found["steps"] else ""
-        )
-        lines.append(
-            f"rank {each['rank']} on {each['node']}: {each['steps']} steps{fewer}, from step {each['first']} on"
-        )
+        fewer = each["steps"] < found["steps"]
+        steps = f"{each['steps']} of {found['steps']} steps" if fewer else f"{each['steps']} steps"
+        why = " (more would be too large or take too long)" if fewer else ""
+        lines.append(f"rank {each['rank']} on {each['node']}: {steps}, from step {each['first']} on{why}")
         for kind, title in (("operations", "operation, own time"), ("kernels", "on the GPU")):
             lines += trace_table.table(title, [Row(**row) for row in each[kind]], most)
         lines.append(f"trace: {each['path']}, in the bucket: {each['url']}")

@@ -12,7 +12,7 @@ from scripts.make_command import LOCAL
 from scripts.ssh import Outcome
 from spotrun.text import tidy
 
-NODE_TIME = {  # the kinds of `spotrun.head.node_time`, for the report
+NODE_TIME = {  # the kinds of `spotrun.head.costs.node_time`, for the report
     "counted": "steps that counted",
     "lost": "steps lost, and the time until an interruption was noticed",
     "starting": "starting: machines boot, are checked, install packages, import torch",
@@ -47,7 +47,8 @@ def report(job: Status, idle_cost: float | None = None, file: str = LOCAL) -> st
     if job["cost"] is not None:
         machines += f", cost ${job['cost']:.2f}"
     split = _node_time(job)
-    lines += [machines + (", of which:" if split else "; where it went is not known"), *split]
+    unknown = "; where it went is not known" if job["node_seconds"] > 0 else ""
+    lines += [machines + (", of which:" if split else unknown), *split]
     lines += cost.by_pool(job.get("account") or [], job.get("budget"))
     lines += [f"  {line}" for line in idle(idle_cost)]
     return "\n".join(lines)

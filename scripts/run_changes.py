@@ -13,7 +13,7 @@ from scripts.make_command import make_command
 from scripts.site import Site
 from spotrun.errors import ConflictError, SpotrunError
 from spotrun.head.job_state import JobState
-from spotrun.history.provenance import Note, Remarks
+from spotrun.history.provenance import MOST, Note, Remarks
 from spotrun.store import Store, code_key, job_key, queue_key, remarks_key
 from spotrun.wire import read_queue
 
@@ -50,7 +50,7 @@ def differences(state: JobState, version: str, cluster_file: str, now: Any) -> l
         found.append(f"requirements without an exact version: {', '.join(loose)}: pip may choose other versions")
     if state.spec.inputs:
         inputs = ", ".join(state.spec.inputs.values())
-        found.append(f"inputs: the new job names the same jobs as the run, {inputs}; they may have changed")
+        found.append(f"inputs: the new job reads files of the same jobs, {inputs}; these files may have changed")
     return found
 
 
@@ -90,7 +90,7 @@ def remove(site: Site, job: str, force: bool, ask: Callable[[str], str] = input)
     what = run_show.objects(job, sizes)
     if not force:
         _ask(job, what, ask)
-    # The state last: until then, another try finds the run and removes the rest.
+    # The state goes last. If this removal fails before that, the next one still finds the run and removes the rest.
     last = job_key(job, "state.json")
     store.delete([key for key in sizes if key != last])
     store.delete([last])
@@ -98,7 +98,7 @@ def remove(site: Site, job: str, force: bool, ask: Callable[[str], str] = input)
 
 
 def removal(what: dict[str, Any]) -> list[str]:
-    """One line for each folder that goes."""
+    """One line for each folder that is removed."""
     return [f"  {name}: {each['objects']} objects, {run_show.size(each['bytes'])}" for name, each in what.items()]
 
 
@@ -151,11 +151,14 @@ def _change(store: Store, cluster: str, job: str, change: Callable[[Remarks], Re
         try:
             old = Remarks() if data is None else Remarks.model_validate_json(data)
         except ValueError:
-            text = "cannot be read, so nothing is added; look at it, and remove it from the bucket if it is damaged"
-            raise SpotrunError(f"{store.url}: {key} {text}") from None
+            why = "cannot be read, so nothing is added; look at it, and remove it from the bucket if it is damaged"
+            raise SpotrunError(f"{store.url}: {key} {why}") from None
         new = change(old)
+        text = new.model_dump_json().encode()
+        if len(text) > max(MOST, len(data or b"")):
+            raise SpotrunError(f"{store.url}: {key} is full: tags and notes of a run have at most {MOST >> 20} MiB")
         try:
-            store.replace(key, new.model_dump_json().encode(), version)
+            store.replace(key, text, version)
             return new
         except ConflictError:
             continue

@@ -21,9 +21,11 @@ from spotrun.spec import bundle as limits
 from spotrun.store import Store, code_key
 
 Found = dict[str, Any]
-TEXT = 256 << 10  # bytes of a file whose lines are compared; of a longer one only the checksum
+TEXT = 256 << 10  # bytes of a file whose lines are compared; of a longer file, only whether it differs
 LINES = 400  # lines of a file's difference that are shown
-SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)  # names of variables whose values stay out
+# Names of variables whose values stay out. TOKENS and TOKENIZERS are about texts.
+SECRET = re.compile(r"KEY|TOKEN(?!S|IZ)|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
+SHORT = 6  # characters: a shorter value, such as 0 or no, stands for other things as well
 
 
 def document(store: Store, cluster: str, a: str, b: str) -> Found:
@@ -41,18 +43,27 @@ def document(store: Store, cluster: str, a: str, b: str) -> Found:
     }
 
 
-def _secrets(state: JobState) -> list[str]:
-    """The values of the variables in the job file that look like secrets."""
-    return [text for name, text in state.spec.env.items() if text and SECRET.search(name)]
+def _secrets(state: JobState) -> list[tuple[str, str]]:
+    """The variables in the job file that look like secrets, with each line of their values."""
+    found = [(name, line.strip()) for name, text in state.spec.env.items() for line in text.splitlines()]
+    return [(name, line) for name, line in found if line and SECRET.search(name)]
 
 
-def _hidden(found: list[Found] | str, secrets: Iterable[str]) -> list[Found] | str:
-    """The differences of files without these values: the job file is one of the files."""
+def _hidden(found: list[Found] | str, secrets: Iterable[tuple[str, str]]) -> list[Found] | str:
+    """The differences of files without these values: the job file is one of the files.
+
+    A short value is hidden only in lines with the variable's name.
+    """
     if isinstance(found, str):
         return found
-    for value in sorted(secrets, key=len, reverse=True):
+    for name, value in sorted(secrets, key=lambda each: len(each[1]), reverse=True):
         for each in found:
-            each["lines"] = [line.replace(value, "(hidden)") for line in each["lines"]]
+            each["lines"] = [
+                line.replace(value, "(hidden)")
+                if not line.startswith("@@") and (len(value) >= SHORT or name in line)
+                else line
+                for line in each["lines"]
+            ]
     return found
 
 

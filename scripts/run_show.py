@@ -146,7 +146,7 @@ def _machines(found: Found) -> list[str]:
     lines += aligned(rows) if rows else []
     for each in found["nodes"]:
         gpus = f", {len(each['gpus'])} x {each['gpus'][0]}" if each["gpus"] else ""
-        image = f", image of {each['image'].get('commit', '')[:12]}" if each["image"] else ""
+        image = f", image of {str(each['image'].get('commit', ''))[:12]}" if each["image"] else ""
         torch = each["packages"].get("torch", "")
         lines.append(f"  {each['node']}: {each['type'] or 'machine'} in {each['zone']}{gpus}{image}, torch {torch}")
     return lines

@@ -48,7 +48,7 @@ def rerun(_: Context, cluster: str = LOCAL, id: str = "", json: bool = False) ->
     """Submit a run's job again, with the same bundle; says what differs."""
     found = run_changes.rerun(sites.of_file(cluster), inputs.run("ID", id, cluster))
     follow = make_command(cluster, "follow", f"ID={found['job']}")
-    lines = [f"job {found['job']} submitted: {found['rerun_of']} again; follow it with: {follow}"]
+    lines = [f"job {found['job']} submitted, a rerun of {found['rerun_of']}; follow it with: {follow}"]
     lines += [f"  differs: {each}" for each in found["differs"]] or ["  nothing differs, as far as is known"]
     _print(found, json, "\n".join(lines))
 

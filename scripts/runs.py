@@ -1,4 +1,4 @@
-"""The runs of a cluster as a table that can be filtered and sorted: from the bucket, so also while it is down.
+"""The runs of a cluster as a table that can be filtered and sorted. It is made from the bucket alone.
 
 A run is a job with what people and programs have written down about it. The columns are those of `row`.
 """
@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 from scripts.columns import aligned, duration
 from scripts.job_table import money
 from spotrun.document import Kept
-from spotrun.errors import JobNotFound, SpotrunError, UnreadableError
-from spotrun.head import accounting
+from spotrun.errors import JobNotFound, SpotrunError, TooLargeError, UnreadableError
+from spotrun.head.costs import job_totals
 from spotrun.head.job_state import JobState
 from spotrun.head.journal import stamped, state_keys
 from spotrun.history.provenance import MOST, Provenance, Remarks
@@ -75,10 +75,10 @@ def remarks(store: Store, job: str) -> Remarks:
 
 def document(store: Store, key: str, kind: type[Found]) -> Found | None:
     """A document; None if there is none that this version can read."""
-    data = store.find(key, MOST)
     try:
+        data = store.find(key, MOST)
         return None if data is None else kind.model_validate_json(data)
-    except ValueError:
+    except (ValueError, TooLargeError):
         return None
 
 
@@ -109,7 +109,7 @@ def row(job: JobState, origin: Provenance | None, said: Remarks) -> Row:
         "generations": job.generation,
         "interruptions": len(job.interruptions),
         "steps_lost": sum(each.steps_lost or 0 for each in job.interruptions),
-        "goodput": accounting.goodput(job),
+        "goodput": job_totals.goodput(job),
         "cost": job.cost,
         "metrics": job.progress.metrics,
     }
@@ -144,7 +144,7 @@ def conditions(where: str) -> list[tuple[str, str, str]]:
         match = _CONDITION.match(where, at)
         if match is None:
             raise SpotrunError(
-                f"WHERE: {where[at:].strip()!r}: is no condition; give a column, one of = != < <= > >= ~ and a"
+                f"WHERE: {where[at:].strip()!r}: is not a condition; give a column, one of = != < <= > >= ~ and a"
                 " value, such as WHERE='phase=succeeded loss<0.5 tag=best'"
             )
         found.append((match[1].strip(), match[2], match[3].strip("\"'")))

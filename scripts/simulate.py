@@ -17,7 +17,7 @@ from spotrun.simulate.costs import Costs
 from spotrun.simulate.replay import Job, Outcome, Supply, play
 from spotrun.simulate.statistics import percentiles
 from spotrun.simulate.study import POLICIES, spread
-from spotrun.simulate.traces import Trace, load
+from spotrun.simulate.traces import Trace, Zone, load
 from spotrun.spec import ClusterSpec, JobSpec, load_cluster
 from spotrun.spec.cluster import PoolSpec
 
@@ -97,18 +97,32 @@ def _questions(
     for number in range(runs):
         random = Random(seed * 1_000_003 + number)
         window = trace.window(random.uniform(0.0, trace.length - length), length)
-        supplies = {pool.name: _supply(spec, pool, window, random) for pool in spec.pools}
+        zones = _zones(spec, window, random)
+        supplies = {pool.name: _supply(spec, pool, zones) for pool in spec.pools}
         found += [Question(spec, job, name, supplies, costs, length, number) for name in names]
     return found
 
 
-def _supply(spec: ClusterSpec, pool: PoolSpec, window: Trace, random: Random) -> Supply:
-    """What the pool gives: the trace's zone of its own zone's name, else a zone that is chosen at random."""
+def _zones(spec: ClusterSpec, window: Trace, random: Random) -> dict[str, Zone]:
+    """The trace's zone for each zone of the cluster: that of the same name, else one that is chosen at random.
+
+    No two zones of the cluster get the same one as long as the trace has others.
+    """
+    known = {zone.name: zone for zone in window.zones}
+    wanted = dict.fromkeys(pool.zone for pool in spec.pools if pool.market == "spot")
+    found = {name: known[name] for name in wanted if name in known}
+    others: list[Zone] = []
+    for name in wanted:
+        if name not in found:
+            others = others or [zone for zone in window.zones if zone not in found.values()] or list(window.zones)
+            found[name] = others.pop(random.randrange(len(others)))
+    return found
+
+
+def _supply(spec: ClusterSpec, pool: PoolSpec, zones: dict[str, Zone]) -> Supply:
+    """What the pool gives. zones: by the zone of the cluster."""
     flat = ((0.0, _price(spec, pool)),)
-    if pool.market != "spot":
-        return Supply((), flat)
-    own = next((zone for zone in window.zones if zone.name == pool.zone), None)
-    return Supply((own or random.choice(window.zones)).counts, flat)
+    return Supply(zones[pool.zone].counts if pool.market == "spot" else (), flat)
 
 
 def _price(spec: ClusterSpec, pool: PoolSpec) -> float:

@@ -72,7 +72,7 @@ class Outcome:
 
 
 class StrictConnection(Connection):
-    """A `fabric.Connection` that accepts exactly the host keys of `record`. gateway: it runs over this one, if any.
+    """A `fabric.Connection` that accepts exactly the host keys of `record`. gateway: what it runs over, if anything.
 
     Fabric itself adds unknown keys, and follows the user's own SSH configuration; both would undo the check.
     """

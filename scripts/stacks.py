@@ -1,7 +1,8 @@
 """Terraform for a cluster in a cloud: synthesize its two stacks, show what would change, apply, destroy.
 
 `make plan`, `make up` and `make down` run Terraform on what `python -m infra` writes: what `cdktf diff|deploy|destroy`
-do as well, on the same state, but with nothing to install from npm. What these commands refuse is in `cloud_site`.
+do as well, on the same state, but with nothing to install from npm. These commands also refuse: see `site` and
+`cloud_site`.
 """
 
 from __future__ import annotations
@@ -58,18 +59,18 @@ class Stacks:
     _ready: set[Stack] = field(default_factory=set, repr=False, compare=False)
 
     def plan(self) -> bool:
-        """Print what would change; whether anything would. Stack pools looks up things that stack base makes."""
+        """Print what would change. Returns whether anything would. Stack pools looks up what stack base makes."""
         changes = self._terraform("base", *_PLAN, good=(0, 2)) == 2
         if changes and not self.exists("base"):
             code = 1
         else:
             code = self._terraform("pools", *_PLAN, good=(0, 1, 2) if changes else (0, 2))
         if code == 1:
-            print("stack pools: can be planned once stack base is as planned; `make up` makes both", flush=True)
+            print("stack pools: no plan until stack base is up to date; `make up` updates both", flush=True)
         return changes or code == 2
 
     def apply(self) -> None:
-        """Make what is there what the stacks say. Raises `CloudError`."""
+        """Make the cloud have what the stacks say. Raises `CloudError`."""
         for stack in get_args(Stack):
             self._terraform(stack, "apply", "-input=false", "-auto-approve")
 
@@ -186,7 +187,7 @@ def _interrupts_held() -> Iterator[list[int]]:
     noted: list[int] = []
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
-        yield noted  # Ctrl-C is the main thread's, or nobody's
+        yield noted  # only the main thread gets a Ctrl-C
         return
     signal.signal(signal.SIGINT, lambda number, _: noted.append(number))
     try:

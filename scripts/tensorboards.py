@@ -1,4 +1,4 @@
-"""`make tensorboard`: TensorBoard on runs, while they train too. All points come from the bucket."""
+"""`make tensorboard`: TensorBoard on runs, also while they train. All points come from the bucket."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Board:
         count = self._write(curves) if new else 0
         self._fetch()
         if state.ended_already and time.time() - (state.ended or 0.0) > LAST:
-            if not self._fetched:  # agents of older versions upload no event files meanwhile
+            if not self._fetched:  # agents of older versions upload no event files while the job runs
                 fetch_kept(self._store, state, self._folder)
             self.over = True
         return count
@@ -75,7 +75,7 @@ class Board:
             have = self._fetched.get(key, 0)
             have = have if have < size else 0
             with path.open("r+b" if have else "wb") as file:
-                file.seek(have)  # an earlier fetch may have failed after that
+                file.seek(have)  # an earlier fetch may have failed after it had written more
                 for start in range(have, size, PIECE):
                     file.write(self._store.part(key, start, min(start + PIECE, size)))
             self._fetched[key] = size
@@ -100,7 +100,7 @@ class Board:
 
 
 def first_change(written: Mapping[str, Points], found: Mapping[str, Points]) -> int | None:
-    """The first step that does not hold any more, because a newer generation repeats it; None: points were only added.
+    """The first step whose points a newer generation has replaced; None: points were only added.
 
     written, found: the points that count, before and now.
     """
@@ -121,7 +121,8 @@ def first_change(written: Mapping[str, Points], found: Mapping[str, Points]) -> 
 def fetch_kept(store: Store, job: JobState, folder: Path) -> int:
     """Fetch the event files that the script has left in a folder of `keep`. Returns how many.
 
-    A job's code can write the list of its files. A file that does not fit it is left out, with a warning.
+    A job's code can write the list of these files. So a name that leads out of `folder` is left out. Raises
+    `SpotrunError`.
     """
     if job.folders is None:
         return 0
@@ -170,7 +171,7 @@ def serve(store: Store, cluster: str, jobs: Sequence[str], port: int, say: Calla
         try:
             took = _update(boards)
             say(launch(Path(folder), port))
-            over = threading.Event()  # nobody sets it
+            over = threading.Event()  # never set: Ctrl-C ends the loop
             while not over.wait(max(EVERY, took / SHARE)):
                 took = _update(boards)
         except KeyboardInterrupt:
@@ -183,13 +184,20 @@ def serve(store: Store, cluster: str, jobs: Sequence[str], port: int, say: Calla
 def launch(folder: Path, port: int) -> str:
     """Start TensorBoard in this process, in threads that end with it. Returns the address.
 
-    Its fast loader (another program) is not used: it does not know that repeated steps replace earlier ones.
+    TensorBoard's fast loader, which is another program, is not used: it does not know that repeated steps replace
+    earlier ones. TensorBoard reads all files of a run when they grow, because each node has files of its own. By
+    default, it would read only the last file.
     """
     from tensorboard import program
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)  # it logs each request
     server = program.TensorBoard()
-    flags = {"load_fast": "false", "reload_interval": EVERY, "samples_per_plugin": {"scalars": SHOWN}}
+    flags = {
+        "load_fast": "false",
+        "reload_multifile": True,
+        "reload_interval": EVERY,
+        "samples_per_plugin": {"scalars": SHOWN},
+    }
     try:
         server.configure(argv=["tensorboard"], logdir=str(folder), host="127.0.0.1", port=port, **flags)
         return str(server.launch())

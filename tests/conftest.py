@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 import tempfile
+from multiprocessing import util
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,8 @@ SLOW = (
     "cloud/test_local_cloud.py",
     "cloud/test_local_ends.py",
     "cloud/test_local_faults.py",
+    "dashboard/test_pages.py",
+    "dashboard/test_states.py",
     "e2e",
     "fakes",
     "head/test_dying_head.py",
@@ -68,9 +71,15 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("tests")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # several tests at a time share the cores
     if not hasattr(config, "workerinput"):  # workers inherit the environment
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # `tmp_path` stays, to look at failures
         folder = tempfile.mkdtemp(prefix="spotrun-tests-")
         os.environ[SHARED] = folder
-        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+        # After multiprocessing has removed a folder of its own in it, which has the priority -100.
+        util.Finalize(None, shutil.rmtree, args=(folder,), kwargs={"ignore_errors": True}, exitpriority=-200)
+    # Tests kill processes, which leave their temporary files. The path is short: some of these files are sockets.
+    temporary = Path(os.environ[SHARED]) / getattr(config, "workerinput", {}).get("workerid", "main")
+    temporary.mkdir(exist_ok=True)
+    os.environ["TMPDIR"] = tempfile.tempdir = str(temporary)
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist: how many workers `-n auto` starts

@@ -58,7 +58,7 @@ class Inbox:
 
     def __init__(self) -> None:
         self.newest = 0  # number of the newest one; 0: none came, or the head does not number them
-        self._known: dict[int, Order] = {}  # by number: those that others may be the difference to
+        self._known: dict[int, Order] = {}  # by number: those from which the head may send a difference
 
     def read(self, text: str) -> Order:
         """The order in a message. Raises `ValueError`, and `LinkError` if it is the difference to an unknown one."""
@@ -82,7 +82,7 @@ class Inbox:
 
 
 class Texts:
-    """The JSON of orders. That of a part which is in many orders is made once."""
+    """The JSON of orders. The JSON of a part that is in many orders is made once."""
 
     def __init__(self) -> None:
         self._shared: dict[int, tuple[Document, str]] = {}  # by `id`, with the part, so that the id stays its own

@@ -1,7 +1,7 @@
 """The folders that a job leaves in the bucket (`JobSpec.keep`), and that later jobs find (`JobSpec.inputs`). No I/O.
 
-The node of rank 0 in the generation that ended well uploads them. The generation's number is in their keys, so a later
-try does not replace what an earlier one has uploaded. A list of all files is written last.
+The node of rank 0 in the generation that ended well uploads the folders. The keys have the generation's number, so a
+later try does not replace what an earlier one has uploaded. A list of all files is written last.
 """
 
 from __future__ import annotations

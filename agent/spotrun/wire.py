@@ -87,6 +87,7 @@ class JobOrder(Document):
     save: SaveOrder | None = None  # checkpoint at this step of `generation`
     upload: StateRef | None = None  # with `generation` None: upload this local snapshot; `save` has the parts
     keep: int = 0  # upload the folders of `JobSpec.keep` as this generation has left them; 0: do not
+    release: bool = False  # every worker of `generation` that can regroup leaves it now: a member is silent
     dump: bool = False  # write the stacks of all workers to the log, then end them (they hang)
 
 
@@ -95,7 +96,7 @@ class Order(Document):
 
     kind: Literal["order"] = "order"
     version: int = VERSION  # of the documents that the head writes and reads
-    epoch: int  # of the head that speaks; an agent ignores a lower one than it has seen
+    epoch: int  # of the head that speaks; an agent ignores an epoch lower than the highest that it has seen
     number: int = 0  # within its connection; 0: the head does not number its orders
     jobs: tuple[JobOrder, ...] = ()  # at most one for each job; the agent ends everything of other jobs
     parked: tuple[str, ...] = ()  # jobs that the head cannot read or plan; the agent leaves them as they are

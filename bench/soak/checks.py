@@ -21,13 +21,17 @@ class Beat:
 
 
 def samples(entries: Iterable[dict[str, Any]], epochs: int) -> dict[int, list[int]]:
-    """The samples of each epoch, sorted. If a step was done again, only its latest generation counts."""
-    steps: dict[tuple[int, int], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    """The samples of each epoch, sorted. If a step was done again, only its latest generation counts.
+
+    With fewer workers, a step done again may be in an earlier epoch than before.
+    """
+    steps: dict[int, dict[int, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     for entry in entries:
-        steps[(entry["epoch"], entry["step"])][entry["generation"]] += entry["ids"]
+        steps[entry["step"]][entry["generation"]].append(entry)
     found: dict[int, list[int]] = {epoch: [] for epoch in range(epochs)}
-    for (epoch, _), generations in sorted(steps.items()):
-        found[epoch] += generations[max(generations)]
+    for generations in steps.values():
+        for entry in generations[max(generations)]:
+            found[entry["epoch"]] += entry["ids"]
     return {epoch: sorted(ids) for epoch, ids in found.items()}
 
 

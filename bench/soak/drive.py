@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.processes import STANDALONE
 from bench.soak import checks
 from bench.soak.plan import EPOCHS, LASTING, STEPS, TWOFOLD, Fault, Scenario
 from bench.soak.site import JOB, Site
@@ -64,7 +66,7 @@ def drive(scenario: Scenario, folder: Path, undisturbed: Callable[[Scenario], st
 def baseline(scenario: Scenario, folder: Path) -> str:
     """The digest of the undisturbed run, under torchrun, with as many ranks as the job has nodes."""
     folder.mkdir(parents=True)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={scenario.most}"]
+    launch = [sys.executable, *STANDALONE, f"--nproc-per-node={scenario.most}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [*launch, str(JOB / "train.py"), *scenario.arguments(str(folder), pause=0.0)]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LONGEST, check=False)
@@ -73,19 +75,35 @@ def baseline(scenario: Scenario, folder: Path) -> str:
     return _digest(folder)
 
 
+@dataclass
+class _Open:
+    """A fault that is undone later, or has a second part. what: what it hit. due: when, in epoch seconds; inf: when the
+    generation after `generation` has begun."""
+
+    fault: Fault
+    what: str
+    due: float
+    generation: int
+
+    def is_due(self, site: Site) -> bool:
+        if self.due == math.inf and site.generation > self.generation:
+            self.due = time.time() + self.fault.seconds
+        return time.time() >= self.due
+
+
 def _train(site: Site, scenario: Scenario, outcome: Outcome) -> None:
     """Submit the job, and cause each fault at its time, until the job has ended."""
     began = time.time()
     site.submit(scenario)
     coming = list(scenario.faults)
-    lasting: list[tuple[float, Fault, str]] = []
+    still_open: list[_Open] = []
     excused: list[checks.Span] = []
     while not site.ended and time.time() - began < LONGEST:
-        now = time.time()
-        for each in [each for each in lasting if each[0] <= now]:
-            lasting.remove(each)
-            site.end(each[1], each[2])
+        for each in [each for each in still_open if each.is_due(site)]:
+            still_open.remove(each)
+            site.end(each.fault, each.what)
         if coming and site.newest and _share(site.newest) >= coming[0].at:
+            now, generation = time.time(), site.generation
             try:
                 what = site.begin(coming[0])
             except SpotrunError:
@@ -94,11 +112,12 @@ def _train(site: Site, scenario: Scenario, outcome: Outcome) -> None:
             fault = coming.pop(0)
             outcome.done.append(fault)
             if fault.kind in (*LASTING, *TWOFOLD):
-                lasting.append((now + fault.seconds, fault, what))
+                due = math.inf if fault.kind == "joining" else now + fault.seconds
+                still_open.append(_Open(fault, what, due, generation))
                 excused.append((now, now + fault.seconds))
         time.sleep(POLL)
-    for _, fault, what in lasting:
-        site.end(fault, what)
+    for each in still_open:
+        site.end(each.fault, each.what)
     outcome.seconds = time.time() - began
     _note(site, outcome, excused)
 

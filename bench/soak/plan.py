@@ -14,7 +14,9 @@ FAULTS = (
     "kill",
     "double",
     "again",
+    "joining",
     "newcomer",
+    "blind",
     "freeze",
     "cut",
     "head",
@@ -24,7 +26,8 @@ FAULTS = (
     "slow",
 )
 LASTING = ("freeze", "cut", "dry", "bucket", "slow")  # faults that are undone after a while
-TWOFOLD = {"again": (0.1, 2.0), "newcomer": (0.5, 8.0)}  # faults with a second part: between how many seconds later
+# Faults with a second part: between how many seconds later. That of "joining" counts from the next generation's begin.
+TWOFOLD = {"again": (0.1, 2.0), "joining": (0.0, 0.3), "newcomer": (0.5, 8.0)}
 NOTICES = (2.0, 5.0, 15.0, 30.0, 120.0)  # seconds
 
 
@@ -48,6 +51,7 @@ SHAPES = (
     Shape("pair"),
     Shape("scaler"),
     Shape("gan"),
+    Shape("large"),
 )
 
 
@@ -56,8 +60,10 @@ class Fault:
     """One thing that goes wrong.
 
     kind: one of FAULTS. double: two members are killed. again: a member is killed, and later another one, while the
-    workers may regroup or transfer their state. newcomer: a member is killed, and later the machines that are no
-    members, while they may boot or warm up. at: the share of the job's steps that are done when the fault happens.
+    workers may regroup. joining: a member is killed, and then a member of the next generation, as soon as that begins:
+    its workers join, or transfer the state. newcomer: a member is killed, and later the machines that are no members,
+    while they may boot or warm up. blind: a member and the head are killed. at: the share of the job's steps that are
+    done when the fault happens.
     rank: which member it hits; if there are fewer members, the count begins again. seconds: of the notice, or until the
     fault is undone, or until its second part.
     """
@@ -75,13 +81,14 @@ class Fault:
 
 @dataclass(frozen=True)
 class Scenario:
-    """What a seed stands for. least, most: nodes; equal for a job of fixed size."""
+    """What a seed stands for. least, most: nodes; equal for a job of fixed size. spares: nodes that stand by."""
 
     seed: int
     shape: Shape
     least: int
     most: int
     faults: tuple[Fault, ...]
+    spares: int = 0
 
     @property
     def fixed(self) -> bool:
@@ -94,7 +101,8 @@ class Scenario:
 
     @property
     def size(self) -> str:
-        return f"{self.most}" if self.fixed else f"{self.least}-{self.most}"
+        size = f"{self.most}" if self.fixed else f"{self.least}-{self.most}"
+        return f"{size} + {self.spares}" if self.spares else size
 
     def arguments(self, out: str, pause: float = PAUSE) -> list[str]:
         """Arguments of the job's script."""
@@ -105,13 +113,14 @@ class Scenario:
 
 
 def scenario(seed: int) -> Scenario:
-    """The scenario of a seed. It has one to four faults. Three of four jobs have a fixed size."""
+    """The scenario of a seed. It has one to four faults. Three of four jobs have a fixed size, one of three a spare."""
     dice = random.Random(f"soak {seed}")
     shape = SHAPES[seed % len(SHAPES)]
     most = dice.randint(1, 4)
     least = most if most == 1 or dice.random() < 2 / 3 else dice.randint(1, most - 1)
     times = sorted(dice.uniform(0.05, 0.85) for _ in range(dice.randint(1, 4)))
-    return Scenario(seed, shape, least, most, tuple(_fault(dice, at) for at in times))
+    faults = tuple(_fault(dice, at) for at in times)
+    return Scenario(seed, shape, least, most, faults, spares=int(dice.random() < 1 / 3))
 
 
 def _fault(dice: random.Random, at: float) -> Fault:

@@ -41,7 +41,7 @@ class Site:
             {
                 "name": NAME,
                 "cloud": "local",
-                "pools": [{"name": "spot", "zone": ZONE, "max": scenario.most + 1}],
+                "pools": [{"name": "spot", "zone": ZONE, "max": scenario.most + 1 + scenario.spares}],
                 "local": {"boot_delay": 0.2, "recreate_delay": 1.0},
             }
         )
@@ -69,7 +69,7 @@ class Site:
                 "name": NAME,
                 "script": "train.py",
                 "args": scenario.arguments(str(self._out)),
-                "nodes": {"min": scenario.least, "max": scenario.most},
+                "nodes": {"min": scenario.least, "max": scenario.most, "spares": scenario.spares},
                 "procs_per_node": 1,
                 "checkpoint_interval": "3s",
                 "grow_interval": "2s",
@@ -87,6 +87,11 @@ class Site:
     @property
     def ended(self) -> bool:
         return bool(self.newest) and bool(self.newest["job"]["ended"])
+
+    @property
+    def generation(self) -> int:
+        """The number of the job's newest generation that began; 0: none did."""
+        return int(self.newest["job"]["generation"]) if self.newest else 0
 
     def begin(self, fault: Fault) -> str:
         """Cause a fault; returns what it hits (a node, a zone …). Raises `SpotrunError` if that is not possible now."""
@@ -112,6 +117,8 @@ class Site:
                 self._do(self._cloud.preempt(node, fault.seconds))
             case "freeze" | "cut":
                 self._do(getattr(self._cloud, fault.kind)(node))
+            case "blind":
+                self._kill(["head", node])
             case _:
                 self._kill([node] if fault.kind != "double" else [node, *_after(node, members)])
         return node
@@ -122,7 +129,7 @@ class Site:
         members = (self.newest.get("job") or {}).get("members") or []
         with contextlib.suppress(SpotrunError):
             match fault.kind:
-                case "again":
+                case "again" | "joining":
                     self._kill(_after(what, members))
                 case "newcomer":
                     self._kill([name for name in self.machines() if name not in members])

@@ -18,6 +18,7 @@ LEGEND = {
     "pair": "two models, LSTM and dropout",
     "scaler": "BatchNorm, gradient scaler",
     "gan": "GAN: generator and discriminator, two backward passes",
+    "large": "a state of 17 MB",
 }
 
 

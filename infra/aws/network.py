@@ -20,7 +20,7 @@ _PARTS = 3  # bits: the range has 8 parts, seven for zones a to g, the last for 
 
 
 def label(cluster: str, *what: str) -> str:
-    """The name of a security group, or the tag Name of other things. Stack `pools` finds them by it."""
+    """The name of a security group, or the tag Name of another thing, by which stack `pools` finds it."""
     return "-".join([cluster, *what])
 
 

@@ -1,4 +1,4 @@
-"""Stack `pools`, which makes a cluster be up: a group for the head, and one for each pool, whose size the head sets."""
+"""Stack `pools`, which brings a cluster up: a group for the head, and one for each pool, whose size the head sets."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PRIMARY = Interface(0, 0, "interface")
 class Pools(AwsStack):
     """The cluster's description for its head, the head, and the pools at size 0.
 
-    Stack `base` exists before this stack, which finds its parts by their names.
+    Stack `base` exists before this stack. Its parts are found by their names.
     """
 
     def __init__(self, app: cdk.App, id: str, cluster: ClusterSpec) -> None:
@@ -229,7 +229,7 @@ def distribution(pool: PoolSpec) -> dict[str, Any]:
 
 
 def _interface(interface: Interface, group: str, alone: bool) -> dict[str, Any]:
-    """alone: whether it is the only interface. AWS refuses the key about public addresses beside other interfaces.
+    """alone: whether it is the only interface. If not, AWS refuses the key about public addresses.
 
     The subnets give no public addresses anyway.
     """

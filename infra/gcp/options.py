@@ -90,7 +90,7 @@ def run_seconds(pool: PoolSpec) -> int | None:
 
 
 def reservation(pool: PoolSpec) -> dict[str, str] | None:
-    """Which reservations a pool's machines may use: those of market flex none, as Google demands."""
+    """Which reservations a pool's machines may use. Google demands that those of market flex use none."""
     return {"type": "NO_RESERVATION"} if pool.market == "flex" else None
 
 
@@ -106,7 +106,8 @@ def repair(pool: PoolSpec) -> dict[str, str]:
 
 
 def image(name: str | None, project: str) -> dict[str, str]:
-    """The arguments of Terraform's `google_compute_image`: a project, and a name or a family (the newest image of it).
+    """The arguments of Terraform's `google_compute_image`: a project, and an image's name or a family of images. Of
+    a family, Google takes the newest image.
 
     name: as in the cluster file: Google's path, or an image's name in the project; None: family `spotrun`. Raises
     `SpotrunError`.

@@ -24,7 +24,7 @@ class Pools(GcpStack):
     def __init__(self, app: cdk.App, id: str, cluster: ClusterSpec, base: Base) -> None:
         super().__init__(app, id, cluster)
         self._base = base
-        # Terraform looks up the image, not Google at each machine's start. So a machine that replaces another starts
+        # Terraform chooses the image. Google does not choose it at each machine's start. So a replacement starts
         # from the image of its peers, even after a `make image`. The next `make up` takes the newer image.
         wanted = options.image(cluster.image, self.project)
         self._image: str = cdk.google("data_google_compute_image")(self, "image", **wanted).self_link
@@ -133,7 +133,7 @@ class Pools(GcpStack):
             can_ip_forward=False,
             disk=[{"source_image": self._image, "boot": True, "auto_delete": True, "labels": labels, **disk}],
             network_interface=[{"subnetwork": self._base.subnet, "nic_type": "GVNIC"}],  # no access_config: not public
-            service_account={"email": self._base.email(role), "scopes": ["cloud-platform"]},  # IAM narrows, not scopes
+            service_account={"email": self._base.email(role), "scopes": ["cloud-platform"]},  # IAM limits rights
             metadata={
                 **about,
                 **has,

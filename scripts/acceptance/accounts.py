@@ -21,13 +21,13 @@ from spotrun.spec import ClusterSpec
 
 # Dollars for a GB and a month of the bucket: docs/gcp.md and docs/aws.md.
 _BUCKET = {"gcp": 0.020, "aws": 0.023}
-# The head's event about a notice whose end is far.
+# The head's event about a notice long before the machine is taken.
 _COMING = r"will be taken at .* UTC: maintenance"
 _REFUSED = r"\b403\b|Forbidden|AccessDenied|UnauthorizedOperation|PERMISSION_DENIED|may not do"
 
 
 def permissions(cluster: ClusterSpec) -> Facts:
-    """Ask the cloud what you may do of all that stacks and tasks call. Makes nothing."""
+    """Ask the cloud which of the calls that stacks and tasks make you may make. Creates nothing."""
     allowed, refused = _audit(cluster).permissions(cluster)
     facts: Facts = {"allowed": len(allowed), "refused": ", ".join(refused) or "none"}
     if refused:
@@ -36,7 +36,7 @@ def permissions(cluster: ClusterSpec) -> Facts:
 
 
 def grants(access: Access) -> Facts:
-    """The head's requests that the cloud refused since the head started. The head is up, because it retries them."""
+    """The head's requests that the cloud refused since the head started. The head retries them, so it is up now."""
     said = ways.say(access, HEAD, "journalctl --unit spotrun-head --no-pager --output cat")
     refused = [line for line in said.splitlines() if re.search(_REFUSED, line)]
     return {"refused at first": len(refused), "the last one": refused[-1][:200] if refused else "none"}
@@ -56,7 +56,7 @@ def guest_agent(access: Access) -> Facts:
 
 
 def instance_connect(access: Access) -> Facts:
-    """How often sshd complained of the program that gets pushed keys. The program works: this login needed it."""
+    """How often sshd complained about the program that looks up pushed keys. It works now: this login needed it."""
     command = "journalctl --unit ssh --no-pager --output cat | grep -c AuthorizedKeysCommand || true"
     said = ways.say(access, HEAD, command)
     return {"complaints of sshd": int(said.strip() or 0)}

@@ -12,7 +12,7 @@ from spotrun.errors import SpotrunError
 from spotrun.spec import ClusterSpec
 from spotrun.spec.machine_types import GPUS_BY_NAME, Gpu
 
-# A healthy GPU reaches more than these shares of its data sheet. It does not reach all: its clock falls under load.
+# A healthy GPU reaches more than these shares of its data sheet, but not 100 %: its clock falls under load.
 PRODUCT, MEMORY, BUS = 0.35, 0.6, 0.3
 
 
@@ -51,7 +51,7 @@ def copy(found: Trace) -> Facts:
     }
     known = figures(str(lines[0]["name"]))
     if known is not None and alone < BUS * known.bus:
-        raise Failed(f"{alone:.1f} GB/s to pinned memory; the bus has {known.bus:g}, {BUS:.0%} of it is usual", facts)
+        raise Failed(f"{alone:.1f} GB/s to pinned memory; at least {BUS * known.bus:.1f} is usual", facts)
     return facts
 
 
@@ -116,7 +116,7 @@ def vit(access: Access, found: Trace) -> Facts:
 
 
 def transfer(found: Trace) -> Facts:
-    """The rate at which a new machine got the state, from that part of the pause."""
+    """The rate at which a new machine got the state, from the time that restoring took."""
     size = float(found.said("train")["mib"]) * (1 << 20)
     phases = found.interruption("kill")["phases"]
     if len(phases) < 5 or not phases[3] or not phases[4] > phases[3]:

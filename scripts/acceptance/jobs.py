@@ -78,7 +78,7 @@ def plans(cloud: str) -> dict[str, Plan]:
 
 
 _OFTEN = {"max_restarts": 0, "snapshot_interval": 10}
-# The tests' own requirements are not in the machines' image; two of them start two processes on one device.
+# The image lacks what the tests require. One worker runs them, because two tests start two processes on one device.
 _ALONE = {
     "procs_per_node": 1,
     "max_restarts": 0,

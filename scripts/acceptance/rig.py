@@ -60,7 +60,8 @@ class Rig:
         deadline = time.monotonic() + _GONE
         while left := [node["name"] for node in control.ask(self.access, "status")["nodes"] if node["pool"] != HEAD]:
             if time.monotonic() > deadline:
-                raise SpotrunError(f"still there {_GONE / 60:.0f} min after the last job: {', '.join(left)}")
+                minutes = f"{_GONE / 60:.0f} min after the last job"
+                raise SpotrunError(f"these machines are still there {minutes}: {', '.join(left)}")
             time.sleep(_AGAIN)
 
     def down(self) -> Facts:
@@ -72,7 +73,7 @@ class Rig:
         try:
             sites.site(self.cluster, self.file).access()
         except SpotrunError:
-            return False  # also without credentials or a bucket: a step reports that
+            return False  # credentials or the bucket may also be missing: a step reports that
         return True
 
     @property
@@ -104,7 +105,7 @@ class Rig:
     def _next(self, name: str) -> str:
         """The job after this one on the same machines; empty if there is none."""
         able = [step for step in self._wanted if step.job and not plan.missing(step, self.cluster)]
-        # Two small machines are cheap, so ask for them early. Ask for two with GPUs only when one of them works.
+        # Two small machines are cheap, so ask for them early. Ask for two with GPUs only after a job on one of them.
         groups = {step.job: step.stage.replace("machines", "machine") for step in able}
         names = [each for each in groups if groups[each] == groups.get(name)]
         later = names[names.index(name) + 1 :] if name in names else []

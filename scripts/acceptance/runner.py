@@ -1,4 +1,4 @@
-"""Runs the steps: each once, in order, and those of stage `end` in every case."""
+"""Runs each step once, in order. The steps of stage `end` run after a failure and after Ctrl-C too."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Runner:
     """One run of an acceptance."""
 
     cluster: ClusterSpec
-    steps: Sequence[Step]  # all there are
-    checks: Mapping[str, Check]  # by step; they raise `SpotrunError` if it failed, `NotRun` if it cannot be tried
+    steps: Sequence[Step]  # all steps, not only those to run
+    checks: Mapping[str, Check]  # by step; raises `SpotrunError` if its step failed, `NotRun` if it cannot be tried
     keeper: Keeper  # where the record is kept
     say: Callable[[str], None]  # prints a line
     record: Record  # the results so far

@@ -11,7 +11,7 @@ Needs = Literal["local", "account", "gpu", "two gpus"]
 Stage = Literal["desk", "head", "machine", "machines", "gpu", "gpus", "moved", "end"]
 
 STAGES: tuple[Stage, ...] = get_args(Stage)
-MACHINES: dict[Stage, int] = {"machine": 1, "machines": 2, "gpu": 1, "gpus": 2, "moved": 2}  # beside the head
+MACHINES: dict[Stage, int] = {"machine": 1, "machines": 2, "gpu": 1, "gpus": 2, "moved": 2}  # without the head
 PATIENCE = 3.0  # a step may take this many times its usual length
 
 
@@ -80,7 +80,7 @@ STEPS: tuple[Step, ...] = (
          "the firewall between head and nodes, or the node's host key in the bucket", job="single"),
     Step("notice", "machine", "local", "a machine that is alone is taken with notice: no step is lost", 4,
          "the events in the report say what the agent saw; `make logs` has what the worker did", job="single"),
-    Step("replacement", "machine", "local", "another machine takes its place and trains on from the bucket", 0.2,
+    Step("replacement", "machine", "local", "another machine replaces the one that was taken, and trains on", 0.2,
          "`make status` names the pool's problem", job="single"),
     Step("notice order", "machine", "account",
          "which metadata value changes first at a preemption: preempted or maintenance-event", 0.2,
@@ -130,10 +130,10 @@ STEPS: tuple[Step, ...] = (
     Step("gpu kill", "gpus", "two gpus", "one of two GPU machines is taken without notice: training goes on", 6,
          _PAUSE, job="gpu faults"),
     Step("state transfer", "gpus", "two gpus", "a newcomer gets 4 GB of state; the report has the rate", 0.1,
-         "at a tenth of the all-reduce's speed, the zones differ or the interface is wrong", job="gpu faults"),
+         "if it is a tenth of the all-reduce's, the zones differ or the interface is wrong", job="gpu faults"),
     Step("nccl segments", "gpus", "two gpus", "no shared memory of NCCL is left by workers that were killed", 0.1,
          "`make run CMD='ls -l /dev/shm'` shows the files; report them with the agent's log", job="gpu faults"),
-    Step("gpu equality", "gpus", "two gpus", "with one GPU a machine, the end state is the undisturbed run's", 0.1,
+    Step("gpu equality", "gpus", "two gpus", "with one GPU a machine, the disturbed run ends with the same state", 0.1,
          "report both digests: a step was lost or done twice", job="gpu faults"),
     Step("maintenance notice", "gpus", "gpu", "a machine with an hour of notice before maintenance trains on", 8,
          "the events in the report say what the agent saw; `make logs` has what the metadata server said",
@@ -145,7 +145,7 @@ STEPS: tuple[Step, ...] = (
          "without capacity for placed machines, set network.placement: false", job="moved pair"),
 
     Step("down", "end", "local", "the machines, the head and what belongs to them are gone", 5,
-         "`make down CLUSTER=… FORCE=1` again; until then the head costs money"),
+         "run `make down CLUSTER=… FORCE=1` again; until then the head costs money"),
     Step("left", "end", "local",
          "nothing unexpected carries the cluster's label; what stays is listed with its price", 1,
          "remove what the reason names, in the cloud's console"),

@@ -33,7 +33,7 @@ class Trace:
     marks: dict[str, float] = field(default_factory=dict)  # when something was seen first, epoch seconds
     lines: list[dict[str, Any]] = field(default_factory=list)  # what its probes printed
     taken: list[tuple[str, str]] = field(default_factory=list)  # (kind, node) of the machines that were taken
-    nodes: dict[str, float] = field(default_factory=dict)  # every machine that was seen with it
+    nodes: dict[str, float] = field(default_factory=dict)  # when each of the job's machines was first seen
     events: dict[str, None] = field(default_factory=dict)  # the texts of the head's events, in order
     ways: Facts | None = None  # results of SSH to a node; None: it has not worked yet
     ways_error: str = ""  # why SSH to a node failed

@@ -22,7 +22,7 @@ _LONGEST = 60.0  # seconds for one command on a machine
 
 
 def into_head(access: Access) -> Facts:
-    """`make status`, `make run NODE=head`, `make ssh`. Raises `SpotrunError` with the first that fails."""
+    """`make status`, `make run NODE=head`, `make ssh`. Raises `SpotrunError` if one of them fails."""
     status = control.ask(access, "status")
     return {"pools": len(status["pools"]), **_by_run(access, HEAD), **_by_openssh(access, HEAD)}
 
@@ -54,7 +54,7 @@ def refuses_another_key(access: Access) -> Facts:
 
 
 class _Forged:
-    """The bucket, with a new key that no machine has in the head's record."""
+    """The bucket, but its record of the head has a new host key, which no machine has."""
 
     def __init__(self, access: Access) -> None:
         self._store, self.url = access.store, access.store.url
@@ -74,7 +74,7 @@ class _Forged:
 
 def _by_run(access: Access, node: str) -> Facts:
     if _WORD not in say(access, node, f"echo {_WORD}"):
-        raise SpotrunError(f"`make run` on {node} did not print what the command prints")
+        raise SpotrunError(f"`make run` on {node} did not print the output of the command")
     return {"make run": "works"}
 
 

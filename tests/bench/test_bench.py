@@ -233,6 +233,8 @@ def test_rows_are_reported_with_their_goals() -> None:
         Run("spotrun", "spare", sample(3.0), Workload("100M"), 2.0),
         Run("spotrun", "spare", None, Workload("100M"), 2.0),
         Run("spotrun", "join", sample(9.0), small, 0.05),
+        Run("torchft", "join", sample(8.0), small, 0.05),
+        Run("torchft-tuned", "spare", sample(1.0), small, 0.05),
     ]
     text = render_rows(runs, {"100M": 0.4}, "a machine", date(2030, 1, 2), 60)
     assert "| 0.1 M: hard kill with a spare at most 1/30 of plain | 0.50 / 18.00 = 1/36.0 | yes |" in text
@@ -242,6 +244,11 @@ def test_rows_are_reported_with_their_goals() -> None:
     assert "without the step itself | 1.00, limit 1.10 | yes |" in text
     assert "| 0.1 M: hard kill: the same with 30 s of set-up as without, within 0.5 s | 1.20 and 0.50 | no |" in text
     assert "| 2 (1 hangs) |" in text
+    assert (
+        "| 0.1 M, 0 s of set-up: SIGKILL, a spare stands by: total at most that of torchft-tuned | 0.50 and 1.00 |"
+        in text
+    )
+    assert "| 0.1 M, 0 s of set-up: a third node joins: pause at most that of torchft |" in text
 
 
 def test_runs_in_a_file_are_those_that_were_measured(tmp_path: Path) -> None:

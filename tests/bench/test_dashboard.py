@@ -17,4 +17,5 @@ def test_it_measures_a_real_server(tmp_path: Path) -> None:
     text = (tmp_path / "RESULTS.md").read_text()
     assert "2 runs with 1,000 points each, and one with 300,000, of 5 names" in text
     assert "| the list of runs |" in text
-    assert "| after the large run |" in text
+    assert "| the server, after the large run |" in text
+    assert "| a head with these runs, after it has listed the newest |" in text

@@ -32,6 +32,7 @@ def test_a_hundred_seeds_have_everything() -> None:
     assert {each.shape for each in HUNDRED} == set(SHAPES)
     assert {each.most for each in HUNDRED if each.fixed} == {1, 2, 3, 4}
     assert any(not each.fixed for each in HUNDRED)
+    assert {each.spares for each in HUNDRED} == {0, 1}
     assert {fault.seconds for each in HUNDRED for fault in each.faults if fault.kind == "preempt"} == set(NOTICES)
 
 
@@ -54,6 +55,12 @@ def entry(step: int, ids: list[int], generation: int = 1, epoch: int = 0) -> dic
         pytest.param([entry(1, [0, 1]), entry(2, [2])], [], id="each once"),
         pytest.param([entry(1, [0]), entry(1, [1]), entry(2, [2])], [], id="two ranks"),
         pytest.param([entry(1, [0, 1]), entry(2, [2]), entry(2, [2], 2)], [], id="a step done again"),
+        pytest.param(
+            [entry(1, [0, 1]), entry(2, [2]), entry(3, [0, 1], epoch=1)]
+            + [entry(step, [step - 1], 2) for step in (1, 2, 3)],
+            [],
+            id="a step done again in an earlier epoch",
+        ),
         pytest.param([entry(1, [0, 1])], ["epoch 0: 1 samples of 3 never seen, 0 seen again"], id="one missing"),
         pytest.param(
             [entry(1, [0, 1]), entry(2, [2, 1])], ["epoch 0: 0 samples of 3 never seen, 1 seen again"], id="one twice"

@@ -77,7 +77,9 @@ def test_a_refusal_is_said_once_and_the_rest_is_known(aws: Moto, caplog: pytest.
             assert found.obtainability is None
             assert found.prices
     [line] = [record.getMessage() for record in caplog.records]
-    assert line.startswith("AWS does not say how the market is; the head goes on without: AWS: GetSpotPlacementScores:")
+    assert line.startswith(
+        "AWS gives no advice about the market; the head decides without it: AWS: GetSpotPlacementScores:"
+    )
     assert "MaxConfigLimitExceeded" in line
     assert known.advice()["spot"].obtainability is not None
 

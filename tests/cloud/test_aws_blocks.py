@@ -84,5 +84,7 @@ async def test_without_the_right_to_ask_the_machines_are_known(aws: Proxy, caplo
         assert {node.name: node.ends for node in await cloud.nodes()} == {"i-1": 0.0, "i-2": 0.0}
         await cloud.nodes()
     [line] = [record.getMessage() for record in caplog.records]
-    assert line.startswith("when Capacity Blocks end is not known: AWS: your account may not do DescribeCapacity")
+    assert line.startswith(
+        "AWS does not say when the Capacity Blocks end: AWS: your account may not do DescribeCapacity"
+    )
     await cloud.close()

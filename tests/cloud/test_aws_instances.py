@@ -10,10 +10,10 @@ from botocore import exceptions as sdk
 from botocore.exceptions import ClientError
 
 from spotrun.cloud import Instance, Problem, Shortfall
-from spotrun.cloud.aws import activities, instances, interruption, quotas
-from spotrun.cloud.aws.cloud import newest_prices
+from spotrun.cloud.aws import activities, fault_injection, instances, quotas
 from spotrun.cloud.aws.errors import cause, refusal
 from spotrun.cloud.aws.instances import Departures, Lowering, ScalingGroup, group_of
+from spotrun.cloud.aws.prices import newest_prices
 from spotrun.cloud.base import Ended
 from spotrun.errors import CloudError, CredentialsError, QuotaError, StockoutError
 from spotrun.spec import ClusterSpec, PoolSpec
@@ -389,7 +389,7 @@ def test_a_lower_size_ends_no_live_machine(name: str) -> None:
     ("notice", "duration"), [(None, "PT2M"), (1.0, "PT2M"), (149.0, "PT2M"), (300.0, "PT5M"), (86400.0, "PT15M")]
 )
 def test_an_interruption_that_the_service_accepts(notice: float | None, duration: str) -> None:
-    found = interruption.template("x", group(1).arn, "i-1", notice)
+    found = fault_injection.template("x", group(1).arn, "i-1", notice)
     assert found["actions"]["interrupt"]["parameters"] == {"durationBeforeInterruption": duration}
     assert found["targets"]["machine"]["resourceArns"] == ["arn:aws-us-gov:ec2:us-gov-west-1:123456789012:instance/i-1"]
     assert found["roleArn"] == "arn:aws-us-gov:iam::123456789012:role/x--fis"

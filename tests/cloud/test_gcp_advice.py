@@ -68,7 +68,7 @@ async def test_a_refusal_is_said_once_and_the_rest_is_known(
         gce.fail(*[status] * 2, reason=reason, message="Required 'compute.advice' permission", only=only)
         found = (await adviser.advice())["spot-a"]
         assert {key for key in ("obtainability", "uptime", "preemptions", "prices") if getattr(found, key)} == left
-    [line] = [each.message for each in caplog.records if "Google does not say how the market is" in each.message]
+    [line] = [each.message for each in caplog.records if "Google gives no advice about the market" in each.message]
     assert "pool spot-a" in line
 
 

@@ -17,7 +17,7 @@ from spotrun.cloud import Instance
 from spotrun.cloud.local import cloud as client
 from spotrun.cloud.local import procs
 from spotrun.cloud.local.cloud import down, find, up
-from spotrun.cloud.local.layout import METADATA_PORT, SSH_PORT, Layout
+from spotrun.cloud.local.layout import METADATA_PORT, SSH_PORT, ZYGOTE_MARK, Layout
 from spotrun.errors import CloudError
 from spotrun.spec import ClusterSpec
 from tests.cloud.local_cluster import Cluster, left_behind
@@ -85,7 +85,7 @@ async def test_killed_daemon_then_up_is_clean(cluster: Cluster, when: str) -> No
     after = await cluster.running(ids=tuple(node.id for node in nodes.values()))
     assert after.keys() == {"head-0"}
     assert [pid for pid in before if procs.status(pid)[0] not in "ZX"] == []
-    assert {path.name for path in cluster.layout.tmpfs.iterdir()} == {"head-0"}
+    assert {path.name for path in cluster.layout.tmpfs.iterdir()} == {"head-0", ZYGOTE_MARK}
     await cloud.resize("a", 1)
     await cluster.running("a-0")
 

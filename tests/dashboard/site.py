@@ -12,6 +12,7 @@ from aiohttp import ClientSession, CookieJar
 from spotrun.dashboard.live import Live
 from spotrun.dashboard.records import Records
 from spotrun.dashboard.server import Dashboard, serving
+from spotrun.store import Store
 from tests.head.world import World, asked
 from tests.helpers import await_for
 
@@ -52,6 +53,7 @@ class Page:
         """Open the address with the token."""
         async with self.session.get(f"{self.url}/?token={TOKEN}") as response:
             assert response.status == 200
+            self.url = str(response.url).rstrip("/")
 
     async def get(self, path: str, **headers: str) -> tuple[int, Any]:
         async with self.session.get(self.url + path, headers=headers) as response:
@@ -65,9 +67,9 @@ class Page:
 
 
 @asynccontextmanager
-async def opened(world: World) -> AsyncIterator[Page]:
-    """A dashboard of the world's cluster. The page has not been opened yet."""
+async def opened(world: World, store: Store | None = None) -> AsyncIterator[Page]:
+    """A dashboard of the world's cluster. The page has not been opened yet. store: another client of its bucket."""
     live, head = Live(), WorldHead(world)
-    dashboard = Dashboard(Records(world.store, world.cluster.name), live, head, TOKEN)
+    dashboard = Dashboard(Records(store or world.store, world.cluster.name), live, head, TOKEN)
     async with serving(dashboard) as port, ClientSession(cookie_jar=CookieJar(unsafe=True)) as session:
         yield Page(port, session, live, head)

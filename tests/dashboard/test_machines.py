@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zstandard
 
-from spotrun.dashboard.machines import BLOCKS, LARGEST, Machines, spread
-from spotrun.dashboard.records import Records
+from spotrun.dashboard import machines
+from spotrun.dashboard.machines import BLOCKS, Machines, spread
+from spotrun.dashboard.readings import LARGEST, read
+from spotrun.dashboard.records import AT_ONCE, Records
 from spotrun.errors import StoreError
 from spotrun.node.telemetry.gpus import Gpus
 from spotrun.node.telemetry.recorder import Readings
@@ -96,6 +102,95 @@ def test_a_jobs_code_may_write_anything_there(run: tuple[Machines, World, str], 
     world.store.put(system_key(job, "a", 9_000_000), junk)
     (a,) = found.read(job, {})["nodes"]
     assert 5.0 in a["series"]["cpu"]
+
+
+def spoilt(*lines: str) -> bytes:
+    return zstandard.compress("\n".join(('{"format": 1}', *lines, "")).encode())
+
+
+def reading(time: float, **values: Any) -> str:
+    return json.dumps({"time": time, **values}, separators=(",", ":"))
+
+
+# In a process of its own: other threads of the tests' process allocate, too.
+MEASURE = """
+import json, sys, tracemalloc
+from spotrun.dashboard.machines import Machines
+from spotrun.dashboard.records import Records
+from spotrun.store import Store
+
+url, job = sys.argv[1:]
+found = Machines(Records(Store(url), "c"))
+found.read(job, {})  # imports what is imported late
+found = Machines(Records(Store(url), "c"))
+tracemalloc.start()
+(node,) = found.read(job, {})["nodes"]
+kept, peak = tracemalloc.get_traced_memory()
+print(json.dumps([len(node["times"]), list(node["series"]), kept, peak]))
+"""
+
+
+def test_only_known_columns_are_kept(run: tuple[Machines, World, str]) -> None:
+    """Of 100 KB of JSON in an object of some hundred bytes, Python would make 30 MB."""
+    _, world, job = run
+    for number in range(5):
+        empty = reading(number, cpu=1.0, x=[{}] * 20_000)
+        world.store.put(system_key(job, "a", number), spoilt(*[empty] * 20))
+    command = [sys.executable, "-c", MEASURE, world.store.url, job]
+    times, columns, kept, peak = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    assert (times, columns) == (5 * 20, ["cpu"])
+    assert kept < 2 << 20
+    assert peak < 16 << 20
+
+
+@pytest.mark.parametrize("many", [1000, 300_000], ids=["more than a machine has", "a line that is too long"])
+def test_a_node_has_64_gpus_at_most(run: tuple[Machines, World, str], many: int) -> None:
+    found, world, job = run
+    write(world, job, "a", ({"time": 1.0, "cpu": 5.0}, {}))
+    world.store.put(system_key(job, "a", 5_000), spoilt(reading(5, gpus=[{"use": 1}] * many)))
+    (a,) = found.read(job, {})["nodes"]
+    assert len(a["throttle"]) == (64 if many == 1000 else 0)
+    assert set(a["series"]) == {"cpu", *(f"gpu{index}.use" for index in range(len(a["throttle"])))}
+
+
+def test_the_memory_of_blocks_is_bounded(run: tuple[Machines, World, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer has the newest blocks of each node, and says how many others are left out."""
+    found, world, job = run
+    many = [reading(second, gpus=[{"use": 1, "power": 2}] * 64) for second in range(100)]
+    for node in ("a", "b"):
+        for number in range(40):
+            world.store.put(system_key(job, node, number), spoilt(*many))
+    one = read(spoilt(*many))
+    assert one
+    assert one.size > 100_000
+    monkeypatch.setattr(machines, "KEPT", 20 * one.size)
+    answer = found.read(job, {})
+    assert {len(each["times"]) for each in answer["nodes"]} == {AT_ONCE * 100}, "each node has its newest blocks"
+    assert answer["left_out"] == 80 - 2 * AT_ONCE
+    assert found._size <= machines.KEPT
+    assert len(found._blocks) < 20
+
+
+def test_an_answer_takes_bounded_time_and_the_next_one_goes_on(
+    run: tuple[Machines, World, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, world, job = run
+    for number in range(2 * AT_ONCE + 1):
+        write(world, job, "a", ({"time": float(number), "cpu": 1.0}, {}))
+    monkeypatch.setattr(machines, "PATIENCE", 0.0)
+    answers = [found.read(job, {}) for _ in range(4)]
+    assert [answer["left_out"] for answer in answers] == [AT_ONCE + 1, 1, 0, 0]
+    assert answers[0]["nodes"][0]["times"][-1] == 2 * AT_ONCE
+
+
+def test_numbers_that_are_not_finite_are_not_sent(run: tuple[Machines, World, str]) -> None:
+    """JSON has no such numbers: the page could not read the answer."""
+    found, world, job = run
+    odd = [reading(n, cpu=math.nan, memory=-math.inf, ranks={"0": [n, math.nan, 1.0]}) for n in (1, 2)]
+    world.store.put(system_key(job, "a", 1), spoilt(*odd, reading(math.nan), reading(3, cpu=5.0)))
+    answer = found.read(job, {})
+    assert answer["nodes"][0]["series"] == {"cpu": [None, None, 5.0]}
+    json.dumps(answer, allow_nan=False)
 
 
 class OnceSilent(Store):

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import ClientResponse
+from aiohttp import ClientResponse, web
 from yarl import URL
 
-from spotrun.dashboard import history, logs
+from scripts import queue
+from spotrun.dashboard import history, logs, runs
 from spotrun.dashboard.records import Records
+from spotrun.dashboard.server import READERS, Dashboard
 from spotrun.head import overview
-from spotrun.store import job_key, log_key
+from spotrun.store import Store, job_key, log_key, queue_key
+from spotrun.wire import QueueRecord
 from tests.dashboard.site import TOKEN, Page, opened
 from tests.head.world import CODE, JOB, World, stepping
 
@@ -50,7 +54,29 @@ async def test_nothing_is_answered_without_the_token(page: Page, path: str) -> N
         assert status == 403
         assert "open the address that `make dashboard` has printed" in text
     assert (await page.get(path, Authorization="Bearer wrong"))[0] == 403
-    assert (await page.get(path, Cookie=f"spotrun-{page.port}=wrong"))[0] == 403
+    assert (await page.get(path, Cookie="spotrun=wrong"))[0] == 403
+
+
+def paths(app: web.Application) -> list[str]:
+    """The paths of all routes, below the path of the pages, with a job that there is not."""
+    found = {route.resource.canonical for route in app.router.routes() if route.resource}
+    return [path.replace("{job}", "x").replace("{verb}", "stop").replace("{name}", "app.js") for path in sorted(found)]
+
+
+@pytest.mark.parametrize(
+    ("method", "status"),
+    [("GET", 403), ("HEAD", 403), ("POST", 403), ("PUT", 405), ("DELETE", 405), ("OPTIONS", 405)],
+)
+async def test_no_route_answers_without_the_token(world: World, page: Page, method: str, status: int) -> None:
+    """Also one that somebody adds later."""
+    dashboard = Dashboard(Records(world.store, "c"), page.live, page.head, TOKEN)
+    routes = paths(dashboard.app())
+    assert len(routes) > 15
+    for path in routes:
+        async with page.session.request(method, page.url + path, json={}) as response:
+            assert response.status == status, path
+            assert TOKEN not in await response.text()
+    assert page.head.asked == []
 
 
 async def test_the_url_with_the_token_is_for_the_page_alone(page: Page) -> None:
@@ -60,11 +86,25 @@ async def test_the_url_with_the_token_is_for_the_page_alone(page: Page) -> None:
 
 
 async def test_the_cookie_is_out_of_reach_of_scripts_and_other_sites(page: Page) -> None:
-    async with page.session.get(f"{page.url}/?token={TOKEN}") as response:
+    async with page.session.get(f"{page.url}/?token={TOKEN}", allow_redirects=False) as response:
         (cookie,) = response.headers.getall("Set-Cookie")
-    assert cookie.startswith(f"spotrun-{page.port}={TOKEN};")
+    assert cookie.startswith(f"spotrun={TOKEN};")
     assert "HttpOnly" in cookie
     assert "SameSite=Strict" in cookie
+    assert f"Path={response.headers['Location']};" in cookie
+    assert len(response.headers["Location"]) > 32
+
+
+async def test_the_cookie_is_for_the_pages_alone(page: Page) -> None:
+    """All servers on a computer have the same cookies of 127.0.0.1. The path, which others cannot know, keeps it."""
+    door = page.url
+    await page.enter()
+    assert (await page.get("/api/jobs"))[0] == 200
+    assert [str(c["path"]) for c in page.session.cookie_jar] == [page.url.removeprefix(door) + "/"]
+    async with page.session.get(f"{door}/metrics") as response:
+        assert response.status == 403
+    async with page.session.get(f"{door}/metrics", headers={"Authorization": f"Bearer {TOKEN}"}) as response:
+        assert response.status == 200
 
 
 @pytest.mark.parametrize("path", READS)
@@ -118,8 +158,11 @@ async def test_a_get_writes_nothing(world: World, page: Page) -> None:
     for verb in ("pause", "resume", "stop", "priority", "relaunch"):
         status, _ = await page.get(f"/api/jobs/{job}/{verb}")
         assert status in (404, 405), verb
-    for path in ("/api/jobs", f"/api/runs/{job}", f"/api/runs/{job}/events", f"/api/runs/{job}/files"):
-        assert (await page.get(path))[0] == 200, path
+    world.store.put(log_key(job, 1, "a", 0), b"text\n")
+    before = contents(world)
+    parts = ["", *(f"/{name}" for name in (*runs.ANSWERS, "curves", "machines", "logged") if name)]
+    for path in ("/api/jobs", *(f"/api/runs/{job}{part}" for part in parts)):
+        assert (await page.get(f"{path}?generation=1&node=a&rank=0"))[0] == 200, path
     assert contents(world) == before
     assert page.head.asked == []
 
@@ -289,6 +332,25 @@ async def test_the_bucket_tells_the_same_as_the_head(world: World) -> None:
     assert (there["id"], there["phase"], there["step"]) == (here["id"], here["phase"], here["step"])
 
 
+async def test_a_held_job_says_why_while_the_cluster_is_down(world: World) -> None:
+    job = await world.started()
+    await asyncio.to_thread(queue.hold, world.store, "c")
+    world.new_head()
+    await world.turn()
+    read = await asyncio.to_thread(history.read, Records(world.store, "c"), world.cluster)
+    (row,) = read["jobs"]
+    assert (row["id"], row["phase"], row["name"]) == (job.id, "held", "toy")
+    assert row["reason"].endswith(f"`make relaunch ID={job.id}` continues it")
+
+
+async def test_jobs_that_are_left_out_are_counted(world: World) -> None:
+    """While the head does not answer, only some of the jobs that have not ended are read."""
+    jobs = tuple(f"run-20260101-{number:06d}" for number in range(history.JOBS + 7))
+    world.store.put(queue_key("c"), QueueRecord(jobs=jobs).model_dump_json().encode())
+    read = await asyncio.to_thread(history.read, Records(world.store, "c"), world.cluster)
+    assert (len(read["jobs"]), read["jobs_left_out"]) == (history.JOBS, 7)
+
+
 async def test_jobs_are_listed_newest_first_in_pieces(world: World, page: Page) -> None:
     jobs = [await submitted(world) for _ in range(5)]
     key = job_key("other-20200101-000000", "state.json")
@@ -324,3 +386,51 @@ async def test_a_job_that_was_relaunched_and_ended_between_two_looks_is_read_aga
     world.store.put(job_key(job, "state.json"), state.model_dump_json().encode())
     page.live.publish({"jobs": []})
     assert (await page.get("/api/jobs"))[1]["rows"][0]["cost"] == 7.0
+
+
+class Slow(Store):
+    """A client of a bucket that answers when `go` is set."""
+
+    go = threading.Event()
+    waiting = threading.Semaphore(0)
+
+    def find(self, key: str, most: int | None = None) -> bytes | None:
+        self.waiting.release()
+        assert self.go.wait(60)
+        return super().find(key, most)
+
+
+async def test_a_bucket_that_does_not_answer_delays_no_change(world: World) -> None:
+    """More pages ask than there are threads for the bucket. The stream and the buttons work meanwhile."""
+    job = await submitted(world)
+    slow = Slow(world.store.url)
+    async with opened(world, slow) as page:
+        await page.enter()
+        asked = [asyncio.create_task(page.get(f"/api/runs/{job}")) for _ in range(2 * READERS)]
+        try:
+            for _ in range(READERS):
+                assert await asyncio.to_thread(slow.waiting.acquire, timeout=60)
+            page.live.publish(overview.of(world.head))
+            async with page.session.get(f"{page.url}/api/live") as stream:
+                assert [row["id"] for row in (await message(stream))["overview"]["jobs"]] == [job]
+            assert await page.post(f"/api/jobs/{job}/pause", {}) == (200, {"job": job})
+            assert not any(each.done() for each in asked)
+        finally:
+            slow.go.set()
+        assert {status for status, _ in await asyncio.gather(*asked)} == {200}
+
+
+async def test_a_thousand_runs_are_listed(world: World, page: Page) -> None:
+    """In pieces, each run once, newest first. Ended runs are read once."""
+    state = world.written(await submitted(world)).replace(phase="succeeded", ended=2.0)
+    jobs = [f"run-20260101-{number:06d}" for number in range(1000)]
+    for job in jobs:
+        world.store.put(job_key(job, "state.json"), state.replace(id=job).model_dump_json().encode())
+    await page.enter()
+    found, before, more = list[str](), "", True
+    while more:
+        _, answer = await page.get(f"/api/jobs?most=100&before={before}")
+        found += [row["id"] for row in answer["rows"]]
+        before, more = found[-1], answer["more"]
+    assert [each for each in found if each in set(jobs)] == jobs[::-1]
+    assert len(found) == 1001

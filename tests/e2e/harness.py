@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from bench.processes import STANDALONE
 from bench.soak.checks import samples
 from scripts import bundle, control
 from scripts import site as sites
@@ -37,6 +38,7 @@ OPTIONS = (
     "hang",
     "late",
     "slow",
+    "step",
     "lag",
     "flood",
     "fill",
@@ -217,9 +219,9 @@ def running(folder: Path, spec: Mapping[str, Any]) -> Iterator[Harness]:
 
 
 def undisturbed(out: Path, ranks: int, **options: Any) -> str:
-    """The final digest under plain torchrun."""
+    """The final digest under plain torchrun; of one rank under plain Python, which starts sooner."""
     args = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [sys.executable, *([*STANDALONE, f"--nproc-per-node={ranks}"] if ranks > 1 else [])]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run(
         [*command, str(TOY / "train.py"), "--out", str(out), "--pause", "0", *args],

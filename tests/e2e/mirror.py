@@ -24,6 +24,7 @@ from spotrun.cloud.local import metadata, pools, procs
 from spotrun.cloud.local.daemon import claim_subnet
 from spotrun.cloud.local.layout import Config, Layout, Pool, base_environment, remove_tree, write_json
 from spotrun.cloud.local.machine import Machine
+from spotrun.machine.processes import adopt_orphans
 from spotrun.spec.names import HEAD
 from tests.fakes.moto_server import ACCOUNT
 
@@ -191,7 +192,7 @@ async def follow(make: Make, folder: Path, flavour: str, region: str, environmen
 
 
 def main(argv: list[str], make: Make = Group) -> None:
-    procs.become_subreaper()
+    adopt_orphans()
     asyncio.run(follow(make, Path(argv[0]), argv[1], argv[2], json.loads(argv[3])))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -42,10 +43,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
         yield harness
 
 
-def command(cluster: Harness, *words: str) -> list[str]:
+def command(cluster: Harness, *words: str, job: Path = VIT) -> list[str]:
     program = Path(sys.executable).with_name("fab")
     file = cluster.folder / "cluster.yaml"
-    return [str(program), "advise", "--cluster", str(file), "--job", str(VIT), *words]
+    return [str(program), "advise", "--cluster", str(file), "--job", str(job), *words]
 
 
 def measuring(cluster: Harness) -> list[str]:
@@ -76,9 +77,14 @@ def test_each_pool_is_measured(cluster: Harness, tmp_path: Path) -> None:
     assert measuring(cluster) == []
 
 
-def test_a_measurement_that_is_interrupted_leaves_no_job(cluster: Harness) -> None:
+def test_a_measurement_that_is_interrupted_leaves_no_job(cluster: Harness, tmp_path: Path) -> None:
     """Otherwise it would go on and cost money."""
-    process = subprocess.Popen(command(cluster, "--measure", "10m"), cwd=ROOT, env=dict(os.environ))
+    # On a busy machine, the example can end before this test has seen it.
+    long = Path(shutil.copytree(VIT.parent, tmp_path / "vit")) / VIT.name
+    text = long.read_text()
+    assert "--steps=300" in text
+    long.write_text(text.replace("--steps=300", "--steps=300000"))
+    process = subprocess.Popen(command(cluster, "--measure", "10m", job=long), cwd=ROOT, env=dict(os.environ))
     try:
         wait_for(lambda: measuring(cluster), 120, "the job that measures")
         process.send_signal(signal.SIGINT)

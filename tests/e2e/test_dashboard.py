@@ -8,7 +8,10 @@ import re
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -21,8 +24,9 @@ from spotrun.history.provenance import Git, Provenance
 from spotrun.state.points import Call, Extra, Header, compress, line
 from spotrun.store import extras_key, job_key, log_key, metrics_key, provenance_key
 from spotrun.train import extras
-from tests.e2e.browser import browser, dashboard, fits, opened, shot
+from tests.e2e.browser import SIZES, browser, dashboard, faint, fits, opened, shot
 from tests.e2e.harness import PATIENCE, Harness, running
+from tests.helpers import wait_for
 
 expect.set_options(timeout=PATIENCE * 1000)
 
@@ -37,6 +41,27 @@ def chromium() -> Iterator[Browser]:
 def url(chromium: Browser, cluster: Harness) -> Iterator[str]:
     with dashboard(cluster) as found:
         yield found
+
+
+HANGING = "hangs-20260101-000000"  # a run
+# `make dashboard`, with a bucket that does not answer about this run. The file says that the bucket was asked.
+HANGS = f"""
+import threading
+from pathlib import Path
+from fabric.main import program
+from spotrun.store import Store
+
+find = Store.find
+
+def hang(store, key, *more):
+    if key == "jobs/{HANGING}/state.json":
+        Path("FILE").touch()
+        threading.Event().wait()
+    return find(store, key, *more)
+
+Store.find = hang
+program.run()
+"""
 
 
 def go(page: Page, where: str) -> None:
@@ -75,7 +100,8 @@ def test_jobs_are_changed_with_the_keyboard(cluster: Harness, chromium: Browser,
         page.keyboard.press("2")
         expect(page.get_by_role("heading", level=1)).to_have_text("Jobs")
         row = page.get_by_role("row", name=job.id)
-        expect(row.get_by_text(re.compile("deadline .* will be met at this pace"))).to_be_visible()
+        expect(row.get_by_text(re.compile("deadline .* met if the job keeps its pace"))).to_be_visible()
+        expect(row).to_contain_text("if machines are lost or missing, the deadline may be missed")
         assert fits(page)
         row.get_by_role("button", name=f"pause {job.id}").focus()
         page.keyboard.press("Enter")
@@ -100,11 +126,17 @@ def test_jobs_are_changed_with_the_keyboard(cluster: Harness, chromium: Browser,
     assert cluster.until_ended()["phase"] == "stopped"
 
 
+HOVER = re.compile(
+    r"^(preempt of spot-[0-9]|kill of spot-[0-9]|grow) at step [0-9,]+\n[0-9.]+ s to the next step\n[0-9]+ steps lost\n"
+    r"\$0\.[0-9]+ for lost steps and all node time until the next step, at the run's average price$"
+)
+
+
 def test_a_run_shows_what_each_interruption_cost(cluster: Harness, chromium: Browser, url: str) -> None:
     job = cluster.submit(nodes={"min": 2, "max": 3}, epochs=2, samples=6000, pause=0.02, slow=400, flood=10)
     cluster.until_step(60)
     with opened(chromium, url) as page:
-        page.goto(f"{url.partition('?')[0]}#/run/{job.id}")
+        page.goto(f"{page.url.partition('#')[0]}#/run/{job.id}")
         expect(page.get_by_role("heading", level=1)).to_contain_text(job.id)
         timeline = page.get_by_role("region", name="Timeline")
         expect(timeline.locator(".lane").first).to_have_attribute("aria-label", re.compile("stepping [0-9.]+"))
@@ -116,7 +148,7 @@ def test_a_run_shows_what_each_interruption_cost(cluster: Harness, chromium: Bro
         chart = page.get_by_role("img", name=re.compile(r"^loss\. loss: [0-9]+ points"))
         expect(chart).to_be_visible()
         hover_the_mark(page, chart)
-        expect(page.get_by_role("tooltip")).to_contain_text(re.compile("steps lost\n.*at the run's average price"))
+        expect(page.get_by_role("tooltip")).to_have_text(HOVER)
         cluster.until_step(400)
         assert fits(page)
         shot(page, "run")
@@ -126,7 +158,7 @@ def test_a_run_shows_what_each_interruption_cost(cluster: Harness, chromium: Bro
         job.go()
     final = cluster.until_ended()
     with opened(chromium, url, "narrow", "dark") as page:
-        page.goto(f"{url.partition('?')[0]}#/run/{job.id}")
+        page.goto(f"{page.url.partition('#')[0]}#/run/{job.id}")
         expect(page.get_by_text(f"Goodput {100 * final['goodput']:.1f} %")).to_be_visible()
         assert shares(page) == {
             "stepping": pytest.approx(100 * final["node_time"]["counted"] / final["node_seconds"], abs=0.06),
@@ -201,7 +233,7 @@ def test_names_and_logs_with_html_stay_text(cluster: Harness, chromium: Browser,
     key = job_key(job.id, "events.jsonl")
     store.put(key, store.get(key) + json.dumps({"at": 1.0, "kind": evil, "text": evil}).encode() + b"\n")
     with opened(chromium, url) as page:
-        where = f"{url.partition('?')[0]}#/run/{job.id}"
+        where = f"{page.url.partition('#')[0]}#/run/{job.id}"
         for tab, text in (("overview", page.get_by_role("heading", name=evil)), ("events", page.get_by_role("row"))):
             page.goto(f"{where}?tab={tab}")
             expect(text.filter(has_text=evil).first).to_be_visible()
@@ -230,7 +262,7 @@ def test_texts_images_and_provenance(cluster: Harness, chromium: Browser, url: s
     origin = Provenance(job=job.id, at=1.0, user="ann", host="desk", code="c0de", git=git, job_file=f"script: {evil}\n")
     store.put(provenance_key(job.id), origin.model_dump_json().encode())
     with opened(chromium, url) as page:
-        where = f"{url.partition('?')[0]}#/run/{job.id}"
+        where = f"{page.url.partition('#')[0]}#/run/{job.id}"
         page.goto(f"{where}?tab=logged")
         expect(page.get_by_role("region", name=evil).locator("pre")).to_have_text(evil)
         image = page.get_by_role("img", name=re.compile("^sample, step 3"))
@@ -252,6 +284,31 @@ def test_texts_images_and_provenance(cluster: Harness, chromium: Browser, url: s
             page.set_viewport_size({"width": width, "height": 860})
             assert fits(page)
         assert page.title() != "taken"
+
+
+def test_another_server_on_this_computer_gets_no_cookie(chromium: Browser, url: str) -> None:
+    """A browser does not tell ports apart. The page of another server asks for a picture, as a trap would."""
+    seen: list[tuple[str, str]] = []
+
+    class Other(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            seen.append((self.path, self.headers.get("Cookie", "")))
+            body = b"<img src='/picture'>" if self.path == "/" else b""
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Other) as other, opened(chromium, url) as page:
+        expect(page.get_by_role("navigation")).to_be_visible()
+        assert [each["name"] for each in page.context.cookies(page.url)] == ["spotrun"]
+        assert "token" not in page.url
+        Thread(target=other.serve_forever, daemon=True).start()
+        page.goto(f"http://127.0.0.1:{other.server_port}/", wait_until="networkidle")
+        other.shutdown()
+    assert {path for path, _ in seen} >= {"/", "/picture"}
+    assert {cookie for _, cookie in seen} == {""}
 
 
 def test_prometheus_gets_metrics_through_the_tunnel(cluster: Harness, url: str) -> None:
@@ -320,3 +377,97 @@ def test_pages_come_back_when_the_head_is_killed(cluster: Harness, chromium: Bro
         expect(page.get_by_text(f"number {epoch + 1}")).to_be_visible()
     job.go()
     cluster.until_ended()
+
+
+def test_all_pages_follow_preemptions_and_the_loss_of_the_head(cluster: Harness, chromium: Browser, url: str) -> None:
+    """All pages are open at the same time. No page is loaded again."""
+    other = cluster.submit(nodes={"min": 1, "max": 1}, epochs=1, samples=40, group="pair")
+    cluster.until_ended()
+    job = cluster.submit(
+        nodes={"min": 2, "max": 3}, epochs=2, samples=8000, pause=0.02, slow=500, group="pair", grow_interval=1
+    )
+    cluster.until(lambda s: len(s["job"]["members"]) == 3 and s["job"]["step"] >= 20, "three nodes train")
+    epoch = cluster.status()["head"]["epoch"]
+    with ExitStack() as stack:
+        board, queue, run, compare = (
+            stack.enter_context(opened(chromium, url, size, scheme))
+            for size, scheme in (("wide", "dark"), ("narrow", "light"), ("wide", "light"), ("narrow", "dark"))
+        )
+        pages = {"cluster": board, "jobs": queue, f"run/{job.id}": run, f"compare?runs={job.id},{other.id}": compare}
+        for where, page in pages.items():
+            page.goto(f"{page.url.partition('#')[0]}#/{where}")
+            page.evaluate("window.loaded = 'once'")
+            expect(page.locator("#state")).to_have_text("live")
+        row = queue.get_by_role("row", name=job.id)
+        expect(row).to_contain_text(re.compile("3 of 2.3"))
+        timeline = run.get_by_role("region", name="Timeline")
+        compared = compare.get_by_role("row", name=f"{job.id} ").filter(has_text="%").get_by_role("cell").last
+        expect(compared).to_have_text("0")
+        for number, fault in enumerate(("preempt", "kill"), 1):
+            victim = cluster.members()[-1]
+            cluster.fault(fault, victim)
+            expect(row).to_contain_text(re.compile("2 of 2.3"))
+            expect(board.get_by_role("region", name="Events").last).to_contain_text(f"{fault}: {victim}")
+            listed = timeline.get_by_role("row", name=re.compile(rf"^{fault}\b")).filter(has_text=victim)
+            expect(listed.get_by_role("cell", name=re.compile(r"^\$0\.0[0-9]+$"))).to_be_visible()
+            expect(compared).to_have_text(re.compile(rf"^[{number}-9], \$[0-9.]+: [0-9.]+ % of the cost"))
+            cluster.until(functools.partial(is_whole, number - 1), "three nodes again")
+            expect(row).to_contain_text(re.compile("3 of 2.3"))
+        before = {page: drawn(page) for page in (run, compare)}
+        cluster.kill_head()
+        for page in pages.values():
+            expect(page.get_by_role("alert")).to_contain_text("The head does not answer")
+        for page in pages.values():
+            expect(page.locator("#state")).to_have_text("live")
+            expect(page.get_by_role("alert")).to_be_hidden()
+        expect(board.get_by_text(f"number {epoch + 1}")).to_be_visible()
+        expect(row.get_by_role("button", name=f"pause {job.id}")).to_be_visible()
+        for page, points in before.items():
+            wait_for(lambda page=page, points=points: drawn(page) > points, what="new points")  # type: ignore[misc]
+        job.go()
+        cluster.until_ended()
+        expect(queue.get_by_role("region", name="Ended jobs").get_by_role("row", name=job.id)).to_be_visible()
+        expect(run.get_by_role("heading", level=1)).to_contain_text("succeeded")
+        assert all(page.evaluate("window.loaded") == "once" for page in pages.values())
+
+
+def drawn(page: Page) -> int:
+    """Points in the first line of the chart of the loss."""
+    text = page.get_by_role("img", name=re.compile("^loss[.]")).get_attribute("aria-label") or ""
+    return int(re.findall(r": ([0-9]+) points", text)[0])
+
+
+PARTS = ("overview", "machines", "logged", "logs", "events", "files", "origin", "job")
+# What each page shows as soon as it is drawn.
+PLACES = {
+    "cluster": "h1:text('Cluster')",
+    "jobs": "h1:text('Jobs')",
+    **{f"run/{{job}}?tab={part}": f"[data-key='tab {part}']" for part in PARTS},
+    "compare?group=read": "h1:text('Compare')",
+}
+
+
+def test_everything_can_be_read_at_each_width_and_in_each_theme(cluster: Harness, chromium: Browser, url: str) -> None:
+    """Nothing sticks out, and each text has the contrast that WCAG 2 asks for at its level AA."""
+    job = cluster.submit(nodes={"min": 2, "max": 2}, epochs=1, samples=800, group="read", deadline=3600.0, slow=20)
+    cluster.until_step(20)
+    cluster.fault("kill", cluster.members()[1])
+    job.go()
+    cluster.until_ended()
+    for size in SIZES:
+        for scheme in ("light", "dark"):
+            with opened(chromium, url, size, scheme) as page:
+                for where, drawn in PLACES.items():
+                    where = where.format(job=job.id)
+                    page.goto(f"{page.url.partition('#')[0]}#/{where}")
+                    expect(page.locator(drawn).first).to_be_visible()
+                    expect(page.locator("main .error, main p:text('Loading')")).to_have_count(0)
+                    assert fits(page), (size, where)
+                    assert faint(page) == [], (size, scheme, where)
+
+
+def test_ctrl_c_ends_it_while_the_bucket_does_not_answer(cluster: Harness, chromium: Browser, tmp_path: Path) -> None:
+    asked = tmp_path / "asked"
+    with dashboard(cluster, "-c", HANGS.replace("FILE", str(asked))) as url, opened(chromium, url) as page:
+        page.goto(f"{page.url.partition('#')[0]}#/run/{HANGING}")
+        wait_for(asked.exists, what="a question to the bucket")

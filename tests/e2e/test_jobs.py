@@ -27,13 +27,14 @@ SPEC: dict[str, Any] = {
     ],
     "local": {"boot_delay": 0.1, "recreate_delay": 0.5},
 }
-# The workers of many jobs share two cores, so an agent may be silent for a moment. A job with `slow` takes 90 s to end
-# by itself: until then the others have begun.
+# The workers of many jobs share two cores, so an agent may be silent for a moment. A job with `slow` takes minutes to
+# end by itself: until then the others have begun, also on a busy machine.
 EACH: dict[str, Any] = {
     "epochs": 1,
     "samples": 1200,
     "batch": 4,
     "pause": 0.005,
+    "step": 1.0,
     "snapshot_interval": 5,
     "heartbeat_timeout": 60,
 }
@@ -224,7 +225,7 @@ def step_of(cluster: Harness, job: Job) -> tuple[object, ...]:
 
 def test_many_jobs_end_well_though_all_machines_are_lost(cluster: Harness) -> None:
     """Jobs of one device on three machines of four: two machines are killed, and one is preempted."""
-    small = {**EACH, "samples": 400}
+    small = {**EACH, "samples": 400, "step": 3.0}
     jobs = [cluster.submit(**small, devices=1, pools=("parts",), group="search", slow=10) for _ in range(MANY)]
     devices = 4 * SPEC["pools"][1]["max"]
     status = cluster.until(lambda s: sum(training(s, job, 10) for job in jobs) == devices, "a job on each device")

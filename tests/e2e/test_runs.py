@@ -114,6 +114,34 @@ def test_a_run_from_its_submission_to_its_removal(cluster: Harness, tmp_path: Pa
     assert [each["id"] for each in commands.ask("runs", "--where", "name=small")] == [again["job"]]
 
 
+def test_each_generation_keeps_its_logs_and_the_id_for_trackers(
+    cluster: Harness, tmp_path: Path, job_file: Path
+) -> None:
+    """A node is killed: its log stays, and the workers of the next generation have the same WANDB_RUN_ID."""
+    commands = Commands(tmp_path)
+    train = commands.start("train", "--job", str(job_file), "--faults", "none", "--json")
+    # Not the job of an earlier test, which has ended.
+    wait_for(lambda: (job := cluster.status()["job"]) and job["phase"] == "running" and job["step"] >= 5, 240)
+    id, (_, victim) = (job := cluster.status()["job"])["id"], job["members"]
+    wait_for(lambda: "step 5\n" in _logged(commands, id, "1", "1"), 240, "the log of rank 1 in the bucket")
+    cluster.fault("kill", victim)
+    (tmp_path / "go").touch()
+    final = json.loads(train.communicate(timeout=240)[0].splitlines()[-1])["job"]
+    assert train.returncode == 0
+    assert len(final["interruptions"]) == 1
+    assert "step 5\n" in _logged(commands, id, "1", "1"), "the log of a node that is gone"
+    last = _logged(commands, id, str(final["generation"]), "all")
+    ends = [line for line in last.splitlines() if line.endswith("step 15")]
+    assert {line.partition(" of ")[0].split("rank ")[-1] for line in ends} == {"0", "1"}
+    assert all(f"of {id} step" in line for line in last.splitlines() if "step " in line)
+
+
+def _logged(commands: Commands, job: str, generation: str, rank: str) -> str:
+    """What `make logs` prints of a generation."""
+    with commands.start("logs", "--id", job, "--gen", generation, "--rank", rank) as process:
+        return process.communicate(timeout=240)[0]
+
+
 def _check_show(commands: Commands, job: str) -> None:
     found = commands.ask("show", "--id", job)
     origin = found["provenance"]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from spotrun.head.allocate import Allocation, Claim, Host
+from spotrun.head.allocation.allocate import Allocation, Claim, Host
 
 Holds = Mapping[str, tuple[int, ...]]
 

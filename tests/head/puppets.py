@@ -101,14 +101,16 @@ class Puppet:
 
 
 class Theatre(World):
-    """A head, and a puppet for each machine of its cloud. total: steps of each job."""
+    """A head, and a puppet for each machine of its cloud. total: steps of each job. eager: see `round`."""
 
-    def __init__(self, root: Path, machines: int = 3, devices: int = 1, total: int = 10**6) -> None:
+    def __init__(
+        self, root: Path, machines: int = 3, devices: int = 1, total: int = 10**6, eager: bool = False
+    ) -> None:
         super().__init__(root)
         pools = [{"name": "p", "zone": "local-a", "max": machines, "devices": devices}]
         self.cluster = ClusterSpec.model_validate({"name": "c", "cloud": "local", "pools": pools})
         self.cloud.size, self.cloud.price = {"p": 0}, {"p": 3.6}
-        self.now, self.total, self.devices = 1000.0, total, devices
+        self.now, self.total, self.devices, self.eager = 1000.0, total, devices, eager
         self.clock = lambda: self.now
         self.puppets: dict[str, Puppet] = {}
         self.made = 0  # machines that took the place of others
@@ -122,16 +124,30 @@ class Theatre(World):
     async def round(self, times: int = 1, without: Collection[str] = ()) -> None:
         """The head looks at its cloud and takes a turn, then each node obeys, steps and reports.
 
-        without: nodes whose reports do not get to the head.
+        without: nodes whose reports do not get to the head. Of an `eager` head, each report is followed by a turn about
+        the jobs of that node.
         """
         for _ in range(times):
             self.now += ROUND
             await self.look()
             await self.turn()
-            self.play(without)
+            for name in self._act(without):
+                self.head.news.take()
+                self.report(name)
+                if self.eager and (nodes := self.head.news.take()):
+                    await self.head._turn(self.now, nodes)
+
+    def report(self, name: str) -> None:
+        """A node reports to the head."""
+        self.head.receive(self.puppets[name].report(self.now), self.puppets[name].send)
 
     def play(self, without: Collection[str] = ()) -> None:
         """Let the puppets do what they were told, and report."""
+        for name in self._act(without):
+            self.report(name)
+
+    def _act(self, without: Collection[str]) -> list[str]:
+        """Let the puppets do what they were told. Those that report next."""
         listed = {f"p-{index}" for index in range(self.cloud.size["p"])}
         for name in self.puppets.keys() - listed:
             self.head.disconnect(name, self.puppets.pop(name).send)
@@ -141,9 +157,7 @@ class Theatre(World):
             puppet.obey()
         for job in {job for puppet in self.puppets.values() for job in puppet.work}:
             self._step(job)
-        for puppet in self.puppets.values():
-            if puppet.name not in without:
-                self.head.receive(puppet.report(self.now), puppet.send)
+        return [name for name in self.puppets if name not in without]
 
     def _step(self, job: str) -> None:
         """One step of a job, if its whole generation is there."""

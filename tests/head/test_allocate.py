@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from spotrun.head.allocate import Claim, Host, allocate
+from spotrun.head.allocation.allocate import Claim, Host, allocate
 from tests.head.claims import Holds, claim, machines
 
 Case = tuple[list[Claim], list[Host], dict[str, str]]
@@ -156,6 +156,11 @@ WHOLE_MACHINES: dict[str, Case] = {
         [*machines(1), *machines(1, pool="n")],
         {"a1": "n1", "b2": "m1"},
     ),
+    "a job gets no machine that it avoids in exchange for another": (
+        [claim("a1", holds="m1"), claim("b2", priority=9, avoids=frozenset({"m2"}))],
+        machines(2),
+        {"a1": "m2", "b2": "m1"},
+    ),
     "a job without pools in common disturbs nobody": (
         [claim("a1", holds="m1", pools="m"), claim("b2", pools="n", priority=9)],
         machines(1),
@@ -223,6 +228,17 @@ DEVICES: dict[str, Case] = {
         [claim("a1", holds={"m1": (0,)}, devices=1, pools="m n"), claim("b2", pools="m", priority=9)],
         [*machines(1, 2), *machines(1, 2, "n")],
         {"a1": "n1:0", "b2": "m1:01"},
+    ),
+    "a machine that the urgent one does not need in the end goes back to all its jobs": (
+        [
+            claim("a1", 2, holds={"m1": (0, 1, 2, 3), "m2": (0, 1, 2, 3)}, devices=4),
+            claim("b2", 2, devices=2, pools="m"),
+            claim("c3", holds={"m3": (0,)}, devices=1),
+            claim("d4", holds={"m3": (2, 3)}, devices=2),
+            claim("e5", 1, 2, priority=2, pools="m"),
+        ],
+        [*machines(3, 4), *machines(1, 2, "n")],
+        {"c3": "m3:0", "d4": "m3:23", "e5": "m1:0123 m2:0123"},
     ),
     "jobs of equal priority are not moved to make a machine whole": (
         [

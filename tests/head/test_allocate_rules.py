@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spotrun.head.allocate import Allocation, Claim, Host, allocate
+from spotrun.head.allocation.allocate import Allocation, Claim, Host, allocate
 from tests.head.claims import Holds, carried_out, claim, machines
 
 
@@ -27,6 +27,7 @@ def a_claim(draw: st.DrawFn, number: int, equal: bool = False) -> Claim:
         spares=draw(st.sampled_from([0, 0, 0, 1])),
         devices=0 if equal else draw(st.sampled_from([0, 0, 1, 1, 2, 3])),
         pools=frozenset(() if equal else draw(st.sampled_from(["", "", "a", "b", "ab"]))),
+        avoids=frozenset(() if equal else draw(st.sampled_from([(), (), (), ("h0",), ("h1", "h12")]))),
     )
 
 

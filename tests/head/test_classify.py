@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
+from spotrun.head.allocation.demand import Wish
 from spotrun.head.capacity.sizes import Need, Pool
-from spotrun.head.demand import Wish
 from spotrun.head.fleet import classify, decide, record
 from spotrun.head.fleet.record import LIMIT, Recreate, Replacement
 from spotrun.head.job_state import Ending, JobState
 from spotrun.head.planner import idle
-from spotrun.head.planner.plan import plan
 from spotrun.head.timeouts import TIMEOUTS
 from spotrun.head.view import Machine
 from spotrun.node.health import gate
@@ -524,33 +523,3 @@ def test_what_operators_read() -> None:
 
 def test_a_member_is_never_unusable() -> None:
     assert states(view(job(A), node(A, reported_at=NOW), machines=(machine(A),))) == {A: "ready"}
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        pytest.param(
-            view(waiting(), spare(B, reported_at=NOW), machines=(booting(A, created=NOW - 12), machine(B))),
-            "1 of 2 to 3 nodes ready; waiting for a to boot, 12 s",
-            id="a machine boots",
-        ),
-        pytest.param(
-            view(waiting(), unfit(A), spare(B, reported_at=NOW), machines=(machine(A), machine(B))),
-            "1 of 2 to 3 nodes ready; waiting for a to be replaced, 45 s",
-            id="a machine is replaced",
-        ),
-        pytest.param(
-            view(waiting(), spare(B, reported_at=NOW), machines=(machine(A, state="stopping"), machine(B))),
-            "1 of 2 to 3 nodes ready; waiting for machines",
-            id="a machine leaves",
-        ),
-        pytest.param(
-            view(waiting(), spare(B, phase="preparing", reported_at=NOW, since=NOW - 3), machines=(machine(B),)),
-            "0 of 2 to 3 nodes ready; waiting for b to prepare, 3 s",
-            id="a node prepares",
-        ),
-        pytest.param(view(job(B), node(B, reported_at=NOW), machines=(machine(B),)), "", id="the job trains"),
-    ],
-)
-def test_a_plan_says_what_the_job_waits_for(given: Seen, expected: str) -> None:
-    assert plan(given).reason == expected

@@ -124,21 +124,21 @@ def asked(placement: Placement) -> list[tuple[str, ...]]:
 
 def test_flex_machines_are_asked_for_first_and_on_demand_ones_stand_in() -> None:
     found = fallen(1300)
-    assert found.reason.startswith("behind")
+    assert found.reason.startswith("safe machines cost less than waiting for spot: ")
     assert asked(found) == [("flex", "steady")]
     assert found.use == {"flex", "steady"}
 
 
 def test_at_the_point_of_no_return_flex_and_on_demand_machines_are_asked_for_at_the_same_time() -> None:
     found = fallen(500)
-    assert found.reason == "the point of no return: 8.0 h of work, 8 min to spare"
+    assert found.reason == "the point of no return: 8.0 h of work on safe machines, 8 min to spare"
     assert asked(found) == [("steady",), ("flex",)]
     assert found.use == {"flex", "steady"}
 
 
 def test_a_deadline_that_will_be_missed_is_told() -> None:
-    assert fallen(-10).reason == "the point of no return: 8.0 h of work, 0 s to spare"
-    late = "the point of no return: 8.0 h of work; at this pace the deadline is missed by 90 s"
+    assert fallen(-10).reason == "the point of no return: 8.0 h of work on safe machines, 0 s to spare"
+    late = "the point of no return: 8.0 h of work on safe machines, 90 s too long for the deadline"
     assert fallen(-90 - MARGIN).reason == late
 
 

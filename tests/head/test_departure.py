@@ -24,12 +24,12 @@ from spotrun.head.job_state import (
     apply,
     saved,
 )
-from spotrun.head.pace import TICK
 from spotrun.head.planner import departure
 from spotrun.head.planner.departure import SAFETY, last_moment, stop_time
 from spotrun.head.planner.plan import plan
 from spotrun.head.status import event
 from spotrun.head.timeouts import TIMEOUTS
+from spotrun.head.turn_timing import TICK
 from spotrun.head.view import Machine, Node, View
 from spotrun.wire import Manifest, Notice, StateRef, Worker
 from tests.head.views import NOW, A, B, C, D, failed, fleet_plan, job, listed, node, notice, spare, spec, start, view

@@ -73,7 +73,7 @@ async def die_while_machines_move(
     root: Path, fuse: Fuse, number: int, devices: int, jobs: list[dict[str, Any]], urgent: dict[str, Any]
 ) -> set[str]:
     """The kinds of interruptions of the lower jobs."""
-    stage = Theatre(root, machines=3, devices=devices, total=25)
+    stage = Theatre(root, machines=3, devices=devices, total=25, eager=True)
     low = [await stage.queue_job(f"low-{index}", **job) for index, job in enumerate(jobs)]
     await stage.round(8)
     sizes = [len(stage.nodes(job)) for job in low]

@@ -306,11 +306,11 @@ async def test_a_cancelled_head_ends_though_something_changed(world: World) -> N
     for _ in range(20):
         async with world.head.published:
             await world.head.published.wait()
-        world.head._changed.set()
+        world.head.news.changed.set()
         world.head.scaler.look_now.set()
     for task in tasks:
         task.cancel()
-    world.head._changed.set()
+    world.head.news.changed.set()
     world.head.scaler.look_now.set()
     done, _ = await asyncio.wait(tasks, timeout=100)
     assert done == set(tasks)
@@ -330,16 +330,16 @@ async def test_stop_of_an_ended_job_says_how_it_ended(world: World, phase: str, 
 
 async def test_a_closed_connection_wakes_the_loop_only_together_with_a_second_sign(world: World) -> None:
     job = await world.started()
-    world.head._changed.clear()
+    world.head.news.changed.clear()
     world.head.disconnect("b", world.sends["b"])
     assert world.head.scaler.look_now.is_set()  # the cloud's answer wakes the loop
-    assert not world.head._changed.is_set()
+    assert not world.head.news.changed.is_set()
     world.receive("b", job=job.id)
     gone = {"kind": "peer", "rank": 0, "at": 1.0, "message": "a peer is gone"}
     world.receive("a", job=job.id, phase="failed", generation=1, failure=gone)
-    world.head._changed.clear()
+    world.head.news.changed.clear()
     world.head.disconnect("b", world.sends["b"])
-    assert world.head._changed.is_set()
+    assert world.head.news.changed.is_set()
 
 
 async def test_a_jobs_state_and_its_events_are_written_at_the_same_time(

@@ -65,6 +65,9 @@ async def test_held_jobs_get_no_machine_and_hold_up_nobody(world: World) -> None
         status
     )
     assert await phases(world, head) == [(job.id, "held")]
+    listed = (await asked(world, head, "jobs"))[0]
+    assert (listed["name"], listed["nodes"]) == ("toy", [])
+    assert listed["reason"] == f"held since the cluster was brought up; `make relaunch ID={job.id}` continues it"
     with pytest.raises(SpotrunError, match=f"have been held since the cluster was brought up: {job.id}; name one"):
         await asked(world, head, "relaunch", "")
     another = await head.submit(JOB, CODE)
@@ -86,6 +89,24 @@ async def test_a_held_job_runs_on_when_it_is_relaunched(world: World) -> None:
     world.new_head()
     await world.turn()
     assert world.head.jobs == [job.id]
+
+
+async def test_a_held_job_that_is_relaunched_and_stopped_at_once_says_what_it_waits_for(world: World) -> None:
+    """The head began a moment ago, so the job's nodes may still report. It does not give up their state yet."""
+    job = await world.started()
+    queue.hold(world.store, "c")
+    head = world.new_head()
+    head._began = head._awake_since = world.clock()
+    await world.turn()
+    await asked(world, head, "relaunch", job.id)
+    await world.turn()
+    answer = asyncio.create_task(asked(world, head, "stop", job.id))
+    await await_for(lambda: head.requests._new, what="the request")
+    await world.turn(3)
+    await answer
+    listed = (await asked(world, head, "jobs"))[0]
+    reason = "waiting for a, b to report to the head, which began a moment ago"
+    assert (listed["phase"], listed["reason"]) == ("waiting", reason)
 
 
 async def test_held_jobs_are_stopped_with_their_group(world: World) -> None:

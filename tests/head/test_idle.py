@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from spotrun.head.allocation.demand import wish
 from spotrun.head.capacity.observe import situation
 from spotrun.head.capacity.place import place
-from spotrun.head.demand import wish
 from spotrun.head.fleet.record import Recreate
 from spotrun.head.job_state import Idle, JobState, Progress, SetIdle, Start, apply
 from spotrun.head.planner import idle

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from spotrun.errors import SpotrunError
-from spotrun.head.demand import wish
+from spotrun.head.allocation.demand import wish
 from spotrun.head.job_state import JobState, KeepNode, KeptNode, LetGo
 from spotrun.head.planner import kept_node
 from spotrun.head.view import Machine

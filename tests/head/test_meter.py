@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from spotrun.cloud.base import Ended
-from spotrun.head.account import Rates
-from spotrun.head.meter import NOBODY, Meter, hourly
+from spotrun.head.costs.bill import Rates
+from spotrun.head.costs.meter import NOBODY, Meter, hourly
 from spotrun.head.view import FleetView, Machine, Node
 from tests.head.views import NOW, A, B, job, node
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from spotrun.head import accounting, node_time
-from spotrun.head.account import Rates, Use
+from spotrun.head.costs import job_totals, node_time
+from spotrun.head.costs.bill import Rates, Use
+from spotrun.head.costs.meter import running
 from spotrun.head.job_state import Interruption, JobState, Progress
-from spotrun.head.meter import running
 from spotrun.head.status import job_status
 from spotrun.head.view import Machine, Node
 from spotrun.wire import Notice
@@ -25,7 +25,7 @@ def counted(state: JobState, *nodes: Node, there: tuple[str, ...] = ()) -> dict[
     machines = tuple(Machine(name, "p", "running", NOW - 100) for name in there)
     state = state.model_copy(update={"counted_at": NOW - 10})
     seen = view(state, *nodes, machines=machines)
-    return accounting.count(state, seen, [Use(n, p, NOW - 10, NOW) for n, p in running(seen).items()], Rates()).spent
+    return job_totals.count(state, seen, [Use(n, p, NOW - 10, NOW) for n, p in running(seen).items()], Rates()).spent
 
 
 @pytest.mark.parametrize(

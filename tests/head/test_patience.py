@@ -231,7 +231,7 @@ def test_the_end_of_a_job_waits_for_an_upload_that_goes_on() -> None:
 def test_the_end_of_a_job_says_what_is_lost_with_nodes_that_never_reported_to_a_new_head() -> None:
     goal = Ending(phase="stopped", reason="so", deadline=NOW + TIMEOUTS.save)
     (action,) = planned(view(left(A, B, ending=goal), reporting(C), head=30))
-    why = "so; the state after step 120 is lost, a, b do not report; there is no checkpoint"
+    why = "so; the state after step 120 is lost, because these nodes do not report: a, b; there is no checkpoint"
     assert action == Finish("stopped", why)
     saved = left(A, B, ending=goal, checkpoints=(StateRef(generation=1, step=120),))
     assert planned(view(saved, reporting(C), head=30)) == (Finish("stopped", "so"),)

@@ -9,7 +9,7 @@ import pytest
 
 from spotrun.errors import SpecError, SpotrunError
 from spotrun.folders import FoldersRef, Input
-from spotrun.head.demand import wish
+from spotrun.head.allocation.demand import wish
 from spotrun.head.job_state import JobState, Stop, apply
 from spotrun.head.timeouts import TIMEOUTS
 from spotrun.store import job_key

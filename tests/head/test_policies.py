@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spotrun.cloud.base import Advice, Said
 from spotrun.head.capacity.history import HALF_LIFE, Histories, learn
 from spotrun.head.capacity.place import place
 from spotrun.head.capacity.situation import Demand, History, Offer, Placement, Situation
@@ -215,6 +216,38 @@ def test_place(demand: Demand, offers: tuple[Offer, ...], use: set[str], needs: 
     found = one(demand, *offers)
     assert (found.use, asked(found)) == (use, needs), found.reason
     assert found.reason
+
+
+# Reasons that operators see: the job, the pools, and the reason.
+PLAIN = job(min=1, max=1, pools=frozenset({"s", "t"}))
+SCARCE = Advice(obtainability=Said(0.125, NOW, "the cloud"))
+WORDS: dict[str, tuple[Demand, tuple[Offer, ...], str]] = {
+    "two other zones: the machines that the head expects there": (
+        replace(PLAIN, pools=frozenset({"s", "t", "u"})),
+        (offer("s", there=1), offer("t", zone="b", advice=SCARCE), offer("u", zone="c", supply="short")),
+        "s in a: 1 machine; machines expected in other zones: b 0.5, c 0",
+    ),
+    "another zone with many machines": (
+        job(min=16, max=16),
+        (offer("s", there=16, most=16), offer("t", zone="b", there=16, most=16)),
+        "s in a: 16 machines; machines expected in other zones: b 16",
+    ),
+    "a deadline without on-demand machines": (
+        replace(PLAIN, deadline=NOW + 7200.0, left=60.0),
+        (offer("s", there=1),),
+        "s in a: 1 machine; if machines are lost or missing, the deadline may be missed: no on-demand pool has room",
+    ),
+    "a deadline, and the work is not known yet": (
+        replace(PLAIN, deadline=NOW + 7200.0),
+        (offer("s", there=1), offer("t", market="on-demand")),
+        "s, t in a: 1 machine; the deadline counts once the work left is measured",
+    ),
+}
+
+
+@pytest.mark.parametrize(("demand", "offers", "reason"), WORDS.values(), ids=WORDS.keys())
+def test_the_reason(demand: Demand, offers: tuple[Offer, ...], reason: str) -> None:
+    assert one(demand, *offers).reason == reason
 
 
 def test_a_zone_that_gave_most_of_the_machines_keeps_a_waiting_job() -> None:

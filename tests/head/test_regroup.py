@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from spotrun.head.job_state import Action, Cause, Drain, EndGeneration, Progress, Start, apply
+from spotrun.head.job_state import Action, Cause, Drain, EndGeneration, Progress, Release, Start, apply
 from spotrun.head.orders import JobOrders
 from spotrun.head.planner.plan import plan
 from spotrun.head.view import Node, View
 from spotrun.wire import Bundle
 from tests.head.views import NOW, A, B, C, D, failed, job, node, spare, spec, start, view
 
-KILL = Cause(kind="kill", node=B)
+KILL, SILENT = (Cause(kind=kind, node=B) for kind in ("kill", "silent"))
 SLOW = Progress(base=0, step=50, stepped_at=NOW - 3, restored_at=NOW - 200, pace=3.0)
 FIXED = spec(nodes={"min": 3, "max": 3})
 
@@ -42,6 +42,20 @@ def lost(name: str, **changes: Any) -> Node:
     return node(name, **{"connected": False, "reported_at": NOW - 0.2, **changes})
 
 
+def stuck(name: str, **changes: Any) -> Node:
+    """A member whose workers wait for a silent one."""
+    return trains(name, **{"stepped_at": NOW - 4, **changes})
+
+
+def frozen(name: str, **changes: Any) -> Node:
+    return node(name, **{"reported_at": NOW - 4, "stepped_at": NOW - 4, **changes})
+
+
+def released(*members: str, at: float = NOW - 0.1) -> Any:
+    """A job whose workers were told to leave, because B is silent."""
+    return apply(able(*members), Release(B), at)
+
+
 def able(*members: str, **changes: Any) -> Any:
     return job(*members, regroups=True, **changes)
 
@@ -60,6 +74,30 @@ cases: dict[str, tuple[View, tuple[Action, ...]]] = {
     "survivors and a spare that has warmed up go on together": (
         view(able(A, B, C), waits(A), lost(B), waits(C), warm(D)),
         (again(A, C, D, cause=KILL),),
+    ),
+    "a member is silent, so its peers wait for it: they are told to leave": (
+        view(able(A, B, C), stuck(A), frozen(B), stuck(C), warm(D)),
+        (Release(B),),
+    ),
+    "they are about to leave: wait for them": (
+        view(released(A, B, C), waits(A), frozen(B), stuck(C), warm(D)),
+        (),
+    ),
+    "they have left a silent member": (
+        view(released(A, B, C), waits(A), frozen(B), waits(C), warm(D)),
+        (again(A, C, D, cause=SILENT),),
+    ),
+    "one of them does not leave a silent member: all begin with new workers": (
+        view(released(A, B, C, at=NOW - 2), waits(A), frozen(B), stuck(C), warm(D)),
+        (start(A, C, D, cause=SILENT),),
+    ),
+    "a member that was silent is back when the others have left, and goes on with them": (
+        view(released(A, B, C), waits(A), waits(B), waits(C)),
+        (again(A, B, C, cause=SILENT),),
+    ),
+    "a member is silent, and nobody can regroup: all begin with new workers": (
+        view(job(A, B, C), stuck(A, regroup="no"), frozen(B), stuck(C, regroup="no"), spare(D)),
+        (start(A, C, D, cause=SILENT),),
     ),
     "a survivor is about to notice the end of its peer: wait for it": (
         view(able(A, B, C), waits(A), lost(B), trains(C), warm(D)),

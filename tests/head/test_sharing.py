@@ -134,9 +134,10 @@ async def test_a_node_on_which_a_job_cannot_be_set_up_is_left_to_others(tmp_path
     assert stage.state(job).restarts == 0
 
 
-async def test_what_all_pay_is_what_the_machines_cost(tmp_path: Path) -> None:
+@pytest.mark.parametrize("eager", [False, True], ids=["turns about all jobs", "turns about some jobs"])
+async def test_what_all_pay_is_what_the_machines_cost(tmp_path: Path, eager: bool) -> None:
     """Two one-device jobs on a machine of four, then a job alone; the rest is the cluster's own."""
-    stage = Theatre(tmp_path, machines=2, devices=4, total=60)
+    stage = Theatre(tmp_path, machines=2, devices=4, total=60, eager=eager)
     jobs = [await stage.queue_job(f"trial-{index}", 1, devices=1) for index in range(2)]
     bill = 0.0
     for turn in range(150):
@@ -156,7 +157,7 @@ async def test_what_all_pay_is_what_the_machines_cost(tmp_path: Path) -> None:
 async def test_whatever_happens_each_job_ends_and_moves_lose_nothing(tmp_path: Path, seed: int) -> None:
     """Jobs of any size and priority come; machines and heads die; jobs are paused, resumed, and change priority."""
     dice = random.Random(seed)
-    stage = Theatre(tmp_path, machines=4, devices=2, total=40)
+    stage = Theatre(tmp_path, machines=4, devices=2, total=40, eager=seed % 2 > 0)
     jobs: list[str] = []
     for turn in range(700):
         if turn % 20 == 0 and len(jobs) < 8:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from spotrun.head import accounting, node_time
-from spotrun.head.account import Rates, Use
+from spotrun.head.costs import job_totals, node_time
+from spotrun.head.costs.bill import Rates, Use
 from spotrun.head.job_state import JobState
-from spotrun.head.timeline import MIXED, MOST, Span, Timeline, read
+from spotrun.head.timeline import EARLIER, MIXED, MOST, Span, Timeline, read
 from spotrun.store import job_key
 from tests.head.views import A, B, job, node, view
 from tests.head.world import World, stepping
@@ -44,7 +44,7 @@ def test_the_spans_of_a_kind_add_up_to_the_account() -> None:
         seen = view(state, *(node(name) for name in (A, B) if chance.random() < 0.8))
         uses = [use(name, now, now + length, chance.choice((1.0, 0.5))) for name in (A, B)]
         now += length
-        state = accounting.count(state, seen, uses, Rates())
+        state = job_totals.count(state, seen, uses, Rates())
     assert kinds(state) == {kind: pytest.approx(seconds) for kind, seconds in state.spent.items()}
     assert sum(span.seconds for span in state.timeline) == pytest.approx(state.node_seconds)
 
@@ -86,6 +86,19 @@ def test_the_number_of_spans_is_bounded_and_no_time_is_lost() -> None:
     assert len(spans) <= MOST + 1
     assert spans[0].kind == MIXED
     assert sum(span.seconds for span in spans) == pytest.approx(3 * MOST)
+
+
+def test_many_machines_one_after_the_other_are_bounded_and_no_time_is_lost() -> None:
+    found = Timeline()
+    for number in range(3 * MOST):
+        found = found.add([use(f"m{number}", 100 * number, 100 * number + 90, 0.5)], always("training"))
+    spans = list(found)
+    assert len(spans) <= MOST + 1
+    assert (spans[0].node, spans[0].kind, spans[0].start) == (EARLIER, MIXED, 0)
+    assert len({span.node for span in spans}) == len(spans), "each other machine has its own row"
+    assert spans[-1].node == f"m{3 * MOST - 1}"
+    assert sum(span.seconds for span in spans) == pytest.approx(45 * 3 * MOST)
+    assert list(read(found.text())) == spans
 
 
 def test_a_machine_that_does_not_come_back_is_not_kept_open() -> None:

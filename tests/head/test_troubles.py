@@ -141,7 +141,7 @@ async def test_machine_time_that_could_not_be_counted_is_counted_later(
     await stage.round(10)
     began, before = stage.now, stage.state(job).node_seconds
     with monkeypatch.context() as broken:
-        broken.setattr(stage.head.books, "count", fails)
+        broken.setattr(stage.head.ledger, "count", fails)
         await stage.round(10)
         (text,) = stage.head.troubles.texts
         assert text.startswith(f"unexpected error in the head: {ACCOUNTS}")
@@ -158,10 +158,10 @@ async def test_a_head_whose_turn_fails_serves_agents_and_operators(
     world = World(tmp_path)
     fail, turn = asyncio.Event(), Head._turn
 
-    async def turn_or_fail(head: Head, now: float) -> None:
+    async def turn_or_fail(head: Head, now: float, nodes: frozenset[str] | None = None) -> None:
         if fail.is_set():
             raise ZeroDivisionError
-        await turn(head, now)
+        await turn(head, now, nodes)
 
     monkeypatch.setattr(Head, "_turn", turn_or_fail)
     running = asyncio.create_task(world.head.run())

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from spotrun.head.allocation.demand import Wish
 from spotrun.head.capacity.sizes import Need, Pool
-from spotrun.head.demand import Wish
 from spotrun.head.fleet.classify import classify
 from spotrun.head.fleet.decide import FleetPlan, decide
 from spotrun.head.fleet.decide import wanted as wanted_now

@@ -45,6 +45,7 @@ class MemoryCloud:
         self.silent: set[str] = set()  # what cannot be asked: prices, problems, advice, ended
         self.price: dict[str, float] = {"p": 1.0, "q": 2.0}
         self.said: dict[str, Advice] = {}
+        self.lacks: list[Problem] = []  # what keeps pools from their sizes
         self.refusal: str | Exception = ""  # what a recreate is refused with
         self.over: list[Ended] = []  # machines of which the cloud says when they ended
         self.hold = asyncio.Event()  # a recreate waits for it
@@ -101,7 +102,7 @@ class MemoryCloud:
 
     async def problems(self) -> list[Problem]:
         self.throttle("problems")
-        return []
+        return list(self.lacks)
 
     def throttle(self, what: str) -> None:
         if what in self.silent:
@@ -181,14 +182,7 @@ class World:
 
     async def look(self) -> None:
         """One look of the scaler."""
-        looked = asyncio.Event()
-        self.head._changed = looked
-        task = asyncio.create_task(self.head.scaler.run())
-        waiting = asyncio.create_task(looked.wait())
-        await asyncio.wait([task, waiting], return_when=asyncio.FIRST_COMPLETED)
-        waiting.cancel()
-        task.cancel()
-        await asyncio.gather(task, waiting, return_exceptions=True)
+        await self.head.scaler.look()
 
     async def started(self) -> JobState:
         """A job whose first generation runs on a and b."""

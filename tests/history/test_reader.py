@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from spotrun.history.extras import read_extras
-from spotrun.history.reader import LARGEST, Reader, read_curves, read_headers
+from spotrun.history.reader import LARGEST, NAMES, Reader, read_curves, read_headers
 from spotrun.state import points
 from spotrun.state.points import Header
 from spotrun.store import Store, extras_key, metrics_key
@@ -124,10 +124,47 @@ def test_blocks_that_cannot_be_read_are_named_and_left_out(store: Store) -> None
     reader = Reader(store, "j")
     reader.update()
     assert steps(reader) == [1, 2, 3, 4]
-    assert [problem.split(" ")[0][-16:] for problem in reader.problems] == [
-        f"{number:06d}.jsonl.zst" for number in range(2, 8)
+    assert [problem.split(" ")[0].rstrip(":")[-16:] for problem in reader.problems] == [
+        f"{number:06d}.jsonl.zst" for number in range(2, 9)
     ]
     assert "update it" in reader.problems[3]
+    assert "1 of its lines cannot be read" in reader.problems[6], "the part of a line at the end is not missed"
+
+
+def test_the_last_line_of_a_process_that_was_killed_is_no_problem(store: Store) -> None:
+    text = points.line(Header("j", 1, 0, 0)) + b"".join(map(points.line, block(1, 0, [1, 2]).calls))
+    store.put(metrics_key("j", 1, 1), points.compress(text + b'{"step":3,"ti'))
+    reader = Reader(store, "j")
+    reader.update()
+    assert (steps(reader), reader.problems) == ([1, 2], [])
+
+
+def test_an_object_that_is_cut_has_the_points_that_are_left_and_a_problem(store: Store) -> None:
+    put(store, 1, block(1, 0, range(1, 50_001)))
+    data = store.get(metrics_key("j", 1, 1))
+    store.put(metrics_key("j", 1, 1), data[: len(data) // 2])
+    reader = Reader(store, "j")
+    reader.update()
+    found = steps(reader)
+    assert found == list(range(1, len(found) + 1))
+    assert 0 < len(found) < 50_000
+    (problem,) = reader.problems
+    assert "000001.jsonl.zst is cut" in problem
+
+
+def test_a_name_in_each_step_takes_bounded_memory(store: Store) -> None:
+    for number in (1, 2):
+        many = block(1, 0, range(2000 * number - 1999, 2000 * number + 1))
+        for call in many.calls:
+            call.values[f"loss_{call.step}"] = 1.0
+        put(store, number, many)
+    whole, short = Reader(store, "j"), Reader(store, "j", most=100)
+    whole.update()
+    short.update()
+    assert (len(whole.names), whole.problems) == (4001, [])
+    assert len(short.names) == NAMES
+    assert short.problems == [f"j has logged more than {NAMES} names: only the first {NAMES} are read"]
+    assert short.curve("loss").points.steps[-1] == 4000
 
 
 def test_an_object_that_is_too_large_spoils_no_curve(store: Store) -> None:

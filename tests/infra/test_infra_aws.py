@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from infra.aws import identity
-from spotrun.cloud.aws import interruption
+from spotrun.cloud.aws import fault_injection
 from spotrun.errors import SpecError
 from spotrun.spec.names import HEAD_PORT
 from spotrun.store import LOG_TAG, cluster_key
@@ -357,7 +357,7 @@ def test_interruptions_reach_this_clusters_machines_alone(cluster: Cluster) -> N
     (trust,) = json.loads(role["assume_role_policy"])["Statement"]
     assert trust["Principal"] == {"Service": "fis.amazonaws.com"}
     assert trust["Condition"] == {"StringEquals": {"aws:SourceAccount": ACCOUNT}}
-    asked = interruption.template("demo", f"arn:aws:autoscaling:us-east-1:{ACCOUNT}:x", "i-1", None)
+    asked = fault_injection.template("demo", f"arn:aws:autoscaling:us-east-1:{ACCOUNT}:x", "i-1", None)
     assert asked["roleArn"].endswith(f"role/{role['name']}")
 
 

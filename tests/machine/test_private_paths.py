@@ -57,7 +57,7 @@ def as_nobody(attack: Callable[[], object]) -> str:
 @pytest.fixture
 def public() -> Iterator[Path]:
     """A folder that everybody may enter; pytest's own are not."""
-    with tempfile.TemporaryDirectory(prefix="spotrun-public-") as name:
+    with tempfile.TemporaryDirectory(prefix="spotrun-public-", dir="/tmp") as name:
         Path(name).chmod(0o755)
         yield Path(name)
 

@@ -11,6 +11,7 @@ import re
 import shutil
 import signal
 import tarfile
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,10 @@ import zstandard
 
 from spotrun.machine.metadata import Identity
 from spotrun.machine.processes import OOM_SCORE
+from spotrun.machine.systemd import Systemd
+from spotrun.node.agent import Agent, Settings
 from spotrun.node.connection import Connection
+from spotrun.spec.names import CLUSTER, POOL
 from spotrun.state import shards
 from spotrun.store import Store, checkpoint_key, code_key, head_key, host_key
 from spotrun.wire import MAX_MESSAGE, Bundle, HostRecord, Order, Report, SaveOrder, StateRef, hash_of
@@ -82,6 +86,20 @@ async def test_a_generation_runs_to_its_end(tmp_path: Path) -> None:
         await w.head.wait(A, lambda r: r.phase == "idle" and r.job is None, "idle again")
         await await_for(lambda: len(machine.processes()) == 1, what="only the agent left")
         assert list(machine.tmpfs.iterdir()) == []
+
+
+async def test_the_folder_for_temporary_files_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A local machine has it beside the jobs' folders. What a killed agent has left there goes."""
+    tmpfs = tmp_path / "tmpfs"
+    for name in ("tmp", "old-job"):
+        (tmpfs / name).mkdir(parents=True)
+    monkeypatch.setenv("TMPDIR", str(tmpfs / "tmp"))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    store = Store(str(tmp_path))
+    settings = Settings(tmpfs=tmpfs, scratch=tmp_path / "scratch", ssh_port=22, name=A)
+    agent = Agent(settings, Identity(A, "zone-a", "127.0.9.2", A), {CLUSTER: "c", POOL: "p"}, store, Systemd())
+    await agent._clean(order_of(Bundle(id="j", code="0" * 64, job={})))
+    assert [path.name for path in tmpfs.iterdir()] == ["tmp"]
 
 
 async def test_an_agent_is_small_and_quiet(tmp_path: Path) -> None:

@@ -97,5 +97,5 @@ def test_a_log_that_is_too_long_begins_again(tmp_path: Path, monkeypatch: pytest
     shorten(path)
     os.write(handle, b"the next line\n")
     os.close(handle)
-    first = "spotrun: this log was longer than 1 MiB; everything before is removed"
+    first = "spotrun: this log was longer than 1 MiB; all before this line was removed"
     assert path.read_text().splitlines() == [first, "the next line"]

@@ -146,7 +146,7 @@ def test_one_request_at_a_time(start: Start, tmp_path: Path) -> None:
     worker = start("stuck")
     first = asked(tmp_path)
     assert [each.problem for each in answers(profile())] == [
-        "somebody else profiles this rank now; try again in some minutes"
+        "somebody else is profiling this rank; try again in a few minutes"
     ]
     first.kill()
     first.communicate()

@@ -6,6 +6,7 @@ import os
 import signal
 from pathlib import Path
 
+from spotrun.node.workers import STARTING
 from spotrun.state.control import Invitation
 from spotrun.wire import Order, StateRef
 from tests.fakes.head import Seen
@@ -14,6 +15,7 @@ from tests.fakes.node import World, changed, order_of, world
 from tests.helpers import await_for, gone
 
 A, B, C = "node-a", "node-b", "node-c"
+SET_UP = STARTING[1]
 
 # `set up` is printed once by each process that runs the script from the top.
 SCRIPT = """
@@ -86,6 +88,8 @@ async def test_the_same_processes_go_on_in_another_generation(tmp_path: Path) ->
         assert [pids(report) for report in second] == [pids(report) for report in first]
         assert [report.workers[0].base for report in second] == [stop, stop]
         assert [report.workers[0].rank for report in second] == [1, 0]
+        said = {(report.generation, report.doing) for report in map(Seen.of, w.head.history) if report.node in (A, B)}
+        assert (2, SET_UP) not in said
 
         await w.head.order(C, order_of(bundle, stand_by=True))
         warm = await waiting(w, C)

@@ -63,6 +63,7 @@ async def test_nobody_listens(tmp_path: Path) -> None:
     wakeups = Wakeups(tmp_path / "wakeup", lambda: None)
     wakeups.close()
     wakeups.close()
+    assert not (tmp_path / "wakeup").exists()
     wake(str(wakeups.path))
     os.mkfifo(tmp_path / "wakeup")
     wake(str(tmp_path / "wakeup"))

@@ -6,10 +6,11 @@ import asyncio
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from spotrun.node import cleanup, workers
+from spotrun.node import cleanup, worker_failure, workers
 from spotrun.node.workers import create, phase_of
 from spotrun.state.control import EXIT_DRAINED, EXIT_PEER, NONE, Control
 from spotrun.wire import Failure, Generation
@@ -41,6 +42,25 @@ PEER = Failure(kind="peer", rank=0, at=1.0, message="")
 )
 def test_phase(codes: list[int | None], failure: Failure | None, lost: bool, restored: bool, wanted: str) -> None:
     assert phase_of(codes, failure, lost, restored) == wanted
+
+
+def test_a_worker_may_leave_while_the_agent_reads_why_another_one_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = create(Generation(number=1, members=(), store="h:1"), 0, 2, tmp_path / "control", tmp_path / "logs")
+    first, second = found.workers
+    read = worker_failure.read
+
+    def slow(*arguments: Any) -> Failure:
+        first.control.left = EXIT_PEER
+        return read(*arguments)
+
+    monkeypatch.setattr(worker_failure, "read", slow)
+    second.control.left = EXIT_PEER
+    assert found.failure is not None
+    assert found.failure.rank == 1
+    assert found.phase == "failed"
+    found.close()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ import pytest
 from pydantic import BaseModel
 
 from scripts.acceptance.steps import STEPS
-from spotrun.spec import ClusterSpec, load_cluster
+from spotrun.spec import ClusterSpec, JobSpec, load_cluster
+from spotrun.spec.fields import parse_duration
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -103,6 +104,25 @@ def test_what_a_page_says_is_the_default(cloud: str, page: Path) -> None:
     for key, value in (("nat", bare.network.nat), ("placement", bare.network.placement)):
         assert re.search(rf"^\| `network\.{key}` \|.*\| `{str(value).lower()}` \|$", text, re.MULTILINE), key
     assert f"| private range, /16 to /20 | `{bare.network.cidr}` |" in text
+
+
+def test_every_key_of_a_job_file_is_explained() -> None:
+    """In the tables of jobs.md, or among the keys that jobs.md leaves to capacity.md. The defaults are the code's."""
+    section = (ROOT / "docs/jobs.md").read_text().partition("## Keys of a job file")[2].partition("\n## ")[0]
+    elsewhere = re.search(r"The keys (.*) are in \[capacity\.md\]", section)
+    assert elsewhere
+    found = set(re.findall(r"`(\w+)`", elsewhere[1]))
+    capacity = (ROOT / "docs/capacity.md").read_text()
+    assert {key for key in found if f"`{key}" not in capacity} == set()
+    for first, default in re.findall(r"^\| (`[^|]+) \|.*\| ([^|]+) \|$", section, re.MULTILINE):
+        names = re.findall(r"`(\w+)`", first)
+        found.update(names)
+        value = JobSpec.model_fields[names[0]].default
+        if re.fullmatch(r"\d+[smh]", default):
+            assert parse_duration(default) == value, names
+        elif default.isdecimal() and names != ["nodes"]:
+            assert int(default) == value, names
+    assert found == set(JobSpec.model_fields)
 
 
 @pytest.mark.parametrize("policy", sorted((ROOT / "docs/aws-policies").glob("*.json")), ids=lambda path: path.stem)

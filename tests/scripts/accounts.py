@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from spotrun.head.account import Line
-from spotrun.head.accounting import Idle
+from spotrun.head.costs.bill import Line
+from spotrun.head.costs.job_totals import Idle
 from spotrun.head.job_state import JobState
 from spotrun.spec import JobSpec
 from spotrun.store import Store, idle_key, job_key

@@ -9,8 +9,8 @@ import pytest
 
 from scripts import cost
 from spotrun.errors import SpotrunError
-from spotrun.head.account import Line
-from spotrun.head.accounting import Idle
+from spotrun.head.costs.bill import Line
+from spotrun.head.costs.job_totals import Idle
 from spotrun.head.job_state import JobState, Progress
 from spotrun.store import job_key
 from tests.scripts.accounts import job, store
@@ -82,6 +82,13 @@ def test_what_is_not_known_is_said(tmp_path: Path) -> None:
     assert "pool x: what 1 min 0 s would have cost on-demand is not known" in shown
     assert "An older version of the head counted $5.00 without pools and months: it is in the cost" in shown
     assert found["total"]["cost"] == 5.0
+
+
+def test_a_job_that_has_used_no_machine_has_cost_nothing(tmp_path: Path) -> None:
+    shown = cost.text(document(tmp_path, job(1), job(2, SPOT)))
+    (line,) = [line for line in shown.splitlines() if job(1).id in line]
+    assert "$0.00" in line
+    assert "not known" not in line
 
 
 def test_a_state_that_cannot_be_read_is_named(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ KEPT = {
 
 @pytest.mark.parametrize("show", ["report", "status"])
 def test_what_a_person_needs_to_know_about_a_kept_node(show: str) -> None:
-    document = status(phase="failed", reason="boom", ended=200.0, kept=KEPT)
+    document = status(phase="failed", reason="boom", ended=200.0, kept=KEPT, budget=40.0)
     file = "clusters/gcp-l4.yaml"
     shown = report.report(document["job"], file=file) if show == "report" else text(document, file=file)
     told = [line.strip() for line in shown.splitlines()]
@@ -136,6 +136,7 @@ def test_what_a_person_needs_to_know_about_a_kept_node(show: str) -> None:
 def test_a_kept_node_of_an_older_agent_has_no_folders() -> None:
     kept = {key: KEPT[key] for key in ("node", "devices", "until")}
     shown = report.report(status(phase="failed", kept=kept)["job"])
+    assert "kept until 2026-11-22 23:30:05 UTC\n" in shown  # the job has no budget
     assert "make ssh NODE=spot-1" in shown
     assert "run it again" not in shown
 

@@ -116,7 +116,7 @@ def test_blocks_that_cannot_be_read_are_named(
 ) -> None:
     bucket.put(metrics_key(JOB, 2, 1), b"damaged")
     assert export(bucket, "csv", tmp_path / "out")["points"] == 6
-    assert f"left out: {metrics_key(JOB, 2, 1)}" in capsys.readouterr().err
+    assert f"not complete: {metrics_key(JOB, 2, 1)}" in capsys.readouterr().err
     bucket.put(metrics_key(JOB, 1, 1), b"damaged")
     with pytest.raises(SpotrunError, match=f"has no metrics of {JOB} that can be read: jobs/"):
         export(bucket, "csv", tmp_path / "out")

@@ -129,6 +129,20 @@ def test_a_variable_that_no_target_takes_is_refused(targets: str, typed: str, sa
     assert str(error.value) == said
 
 
+@pytest.mark.parametrize("task", ["stop", "pause", "resume", "priority", "relaunch"])
+def test_an_empty_id_does_not_mean_the_only_job(task: str) -> None:
+    """Otherwise `make stop ID=$UNSET` in a script would stop whatever job runs."""
+    environment = {"SPOTRUN_TARGETS": task, "SPOTRUN_TYPED": "ID"}
+    inputs.variables({**environment, "ID": "digits-1"})
+    with pytest.raises(SpotrunError, match="ID is empty; name a job, or leave ID out"):
+        inputs.variables({**environment, "ID": " "})
+
+
+def test_an_empty_group_does_not_mean_the_only_job() -> None:
+    with pytest.raises(SpotrunError, match="GROUP is empty; name a group, or leave GROUP out"):
+        inputs.variables({"SPOTRUN_TARGETS": "stop", "SPOTRUN_TYPED": "GROUP", "GROUP": ""})
+
+
 @pytest.mark.parametrize(
     ("targets", "said"),
     [

@@ -68,6 +68,9 @@ def test_what_is_no_trace(trace: Any) -> None:
     ("output", "expected"),
     [
         pytest.param(json.dumps(ANSWER), Trace(3, "spot-1", 2, 5, 41, KEY), id="a trace"),
+        pytest.param(json.dumps(ANSWER | {"rank": float("inf")}), None, id="an infinite rank"),
+        pytest.param(json.dumps(ANSWER | {"steps": float("inf")}), None, id="infinitely many steps"),
+        pytest.param("[" * 100_000, None, id="too deep"),
         pytest.param(
             json.dumps({"rank": 3, "generation": 2, "problem": "ended"}),
             Trace(3, "spot-1", 2, problem="ended"),
@@ -126,7 +129,7 @@ def test_a_screenful(tmp_path: Path) -> None:
     said = text(tidy(profile_requests.document(store, "digits-1", 5, [trace, lost], {"spot-3": "no answer"})))
     lines = said.splitlines()
     assert len(lines) < 40
-    assert lines[0] == "rank 0 on spot-1: 3 steps of 5: more would be too large or take too long, from step 7 on"
+    assert lines[0] == "rank 0 on spot-1: 3 of 5 steps, from step 7 on (more would be too large or take too long)"
     assert lines[1].split() == ["ms", "share", "calls", "operation,", "own", "time"]
     assert lines[2].split() == ["1000.00", "1.0%", "0", "op0"]
     assert "rank 1 on spot-2: no trace: the generation has ended" in lines

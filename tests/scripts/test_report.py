@@ -87,6 +87,11 @@ def test_the_closing_report() -> None:
     assert [duration(each) for each in (0, 61, 7260)] == ["0.0 s", "1 min 1 s", "2 h 1 min"]
 
 
+def test_a_job_that_had_no_machine_has_no_node_time() -> None:
+    text = report.report(status(phase="stopped", reason="stopped by the operator", node_seconds=0.0, cost=None)["job"])
+    assert text.splitlines()[-1] == "  node time 0.0 s"
+
+
 def test_the_closing_report_says_where_the_node_time_went() -> None:
     times = {"counted": 6.0, "lost": 0.6, "starting": 3.6, "recovery": 0.6, "spare": 1.2, "unfit": 0.0, "napping": 0.0}
     job = status(**SUCCEEDED, node_time=times, snapshot_seconds=0.06)["job"]

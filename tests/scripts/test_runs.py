@@ -14,7 +14,7 @@ from scripts import bundle, provenance, run_changes, run_diff, run_show, runs
 from scripts.local_site import LocalSite
 from spotrun.errors import SpotrunError
 from spotrun.head.job_state import Interruption, JobState, Progress
-from spotrun.history.provenance import NodeRecord, Provenance
+from spotrun.history.provenance import NodeRecord, Provenance, Remarks
 from spotrun.spec import ClusterSpec
 from spotrun.state import points
 from spotrun.store import Store, about_key, job_key, log_key, metrics_key, provenance_key, queue_key, remarks_key
@@ -79,8 +79,8 @@ def test_sort(four: Store, sort: str, wanted: str) -> None:
 @pytest.mark.parametrize(
     ("where", "sort", "message"),
     [
-        ("phase", "", "WHERE: 'phase': is no condition"),
-        ("phase=", "", "is no condition"),
+        ("phase", "", "WHERE: 'phase': is not a condition"),
+        ("phase=", "", "is not a condition"),
         ("los<1", "", "WHERE: 'los': no run has such a column; did you mean loss?"),
         ("", "costs", "SORT: 'costs': no run has such a column; did you mean cost?"),
         ("cost<cheap", "", "WHERE: cost: 'cheap': is not a number"),
@@ -212,6 +212,38 @@ def test_diff(two: Store) -> None:
     assert "+lr = 0.2" in text
     same = run_diff.document(two, "c", A, A)
     assert [same[key] for key in ("code", "job", "packages", "machines", "results")] == [[], {}, {}, {}, {}]
+
+
+@pytest.mark.parametrize(
+    ("env", "line", "shown"),
+    [
+        pytest.param({"DEPLOY_KEY": "-----BEGIN-----\nAbCdEf12\n"}, "+  AbCdEf12", "+  (hidden)", id="a line of a key"),
+        pytest.param({"API_KEY": "none"}, "+x = none", "+x = none", id="a short value"),
+        pytest.param({"API_KEY": "none"}, "+API_KEY: none", "+API_KEY: (hidden)", id="a short value in its own line"),
+        pytest.param({"MAX_NEW_TOKENS": "100000"}, "+n = 100000", "+n = 100000", id="a number of tokens"),
+        pytest.param({"TOKENIZERS_PARALLELISM": "parallel"}, "+parallel", "+parallel", id="tokenizers"),
+        pytest.param({"HF_TOKEN": "@@ -1,5 +1,5 @@"}, "@@ -1,5 +1,5 @@", "@@ -1,5 +1,5 @@", id="where the lines are"),
+        pytest.param({"A_TOKEN": "abcdef", "B_TOKEN": "abcdefgh"}, "abcdefgh", "(hidden)", id="one in another"),
+    ],
+)
+def test_secrets_stay_out_of_differences(env: dict[str, str], line: str, shown: str) -> None:
+    state = job(1).replace(spec=job(1).spec.model_copy(update={"env": env}))
+    found = run_diff._hidden([{"lines": [line]}], run_diff._secrets(state))
+    assert found == [{"lines": [shown]}]
+
+
+def test_remarks_that_are_too_long(two: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They hide nothing else, and nothing is added to them."""
+    for module in (runs, run_changes):
+        monkeypatch.setattr(module, "MOST", 200)
+    run_changes.note(two, "c", A, "short")
+    with pytest.raises(SpotrunError, match=f"{A}/remarks.json is full: tags and notes of a run have at most"):
+        run_changes.note(two, "c", A, "x" * 200)
+    assert [each.text for each in runs.remarks(two, A).notes] == ["short"]
+    two.put(remarks_key(A), Remarks(tags=("x" * 200,)).model_dump_json().encode())
+    assert {row["id"]: row["tags"] for row in runs.rows(two, "c")} == {A: [], B: []}
+    run_changes.tag(two, "c", A, f"-{'x' * 39}")  # what there is may become shorter
+    assert run_show.document(two, "c", A)["remarks"] == []
 
 
 def test_diff_without_a_bundle(two: Store) -> None:

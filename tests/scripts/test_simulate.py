@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from random import Random
 
 import pytest
 
 from scripts import simulate
 from spotrun.errors import SpecError
+from spotrun.simulate.traces import load
+from spotrun.spec import ClusterSpec
 
 CLUSTER = """
 name: mine
@@ -58,3 +61,35 @@ def test_each_policy_has_its_cost_and_its_end(tmp_path: Path) -> None:
 def test_what_is_missing_is_named(tmp_path: Path, job: str, polarity: str, message: str) -> None:
     with pytest.raises(SpecError, match=message):
         simulate.simulate(*files(tmp_path, job), polarity, runs=1)
+
+
+def test_pools_of_one_zone_have_the_same_market_and_other_zones_have_others(tmp_path: Path) -> None:
+    for name, count in (("local-north", 1), ("south", 2), ("west", 3)):
+        (tmp_path / f"{name}.csv").write_text(f"seconds,machines\n0,{count}\n43200,{count}\n")
+    trace = load(tmp_path, "available")
+    pools = [{"name": f"p{i}", "zone": zone} for i, zone in enumerate(("local-a", "local-a", "local-b", "local-north"))]
+    cluster = ClusterSpec.model_validate({"name": "mine", "cloud": "local", "pools": pools})
+    drawn = set()
+    for seed in range(20):
+        zones = simulate._zones(cluster, trace, Random(seed))
+        assert zones["local-north"].name == "local-north"
+        assert {zones["local-a"].name, zones["local-b"].name} == {"south", "west"}
+        drawn.add(zones["local-a"].name)
+        one, other, *_ = (simulate._supply(cluster, pool, zones) for pool in cluster.pools)
+        assert one == other
+    assert drawn == {"south", "west"}
+
+
+def test_zones_share_a_market_if_the_trace_has_too_few(tmp_path: Path) -> None:
+    (tmp_path / "north.csv").write_text("seconds,machines\n0,1\n43200,1\n")
+    pools = [{"name": f"p{i}", "zone": f"local-{i}"} for i in range(3)]
+    cluster = ClusterSpec.model_validate({"name": "mine", "cloud": "local", "pools": pools})
+    zones = simulate._zones(cluster, load(tmp_path, "available"), Random(1))
+    assert {zone.name for zone in zones.values()} == {"north"}
+
+
+def test_a_job_that_shares_machines_starts(tmp_path: Path) -> None:
+    cluster, job, traces = files(tmp_path, "work: 3h\ndevices: 2\n")
+    Path(cluster).write_text(CLUSTER.replace("local-a}", "local-a, devices: 4}"))
+    found = simulate.simulate(cluster, job, traces, "available", runs=1)
+    assert {row["policy"]: row["ended"] for row in found["policies"]} == {"spotrun": 1, "failover": 1, "static": 0}

@@ -13,6 +13,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -139,15 +140,20 @@ def test_event_files_of_the_script(bucket: Store, board: Board, url: str, tmp_pa
 def test_event_files_that_grow_while_the_job_trains(bucket: Store, board: Board, url: str, tmp_path: Path) -> None:
     """The script's own event files are shown while it runs, those of all nodes as one run. It need not succeed."""
     put(bucket, 1, 0, [(1, 0.5)])
-    for node, step in (("spot-0", 1), ("spot-1", 2)):
-        with SummaryWriter(str(tmp_path / node)) as writer:
-            writer.add_scalar("accuracy", step / 4, step)
-            writer.flush()
-            early = upload(bucket, tmp_path, node)
+    steps = {"spot-0": 1, "spot-1": 2}
+    with ExitStack() as stack:
+        writers = {node: stack.enter_context(SummaryWriter(str(tmp_path / node))) for node in steps}
+        early = {}
+        for node, step in steps.items():
+            writers[node].add_scalar("accuracy", step / 4, step)
+            writers[node].flush()
+            early[node] = upload(bucket, tmp_path, node)
             board.update()
             until(url, [(each, each / 4) for each in range(1, step + 1)], name="accuracy", run=f"{JOB}/logs/a")
-            writer.add_scalar("loss", 0.1, step)
-        assert len(upload(bucket, tmp_path, node)) > len(early)
+        for node, step in steps.items():
+            writers[node].add_scalar("loss", 0.1, step)
+    for node in steps:
+        assert len(upload(bucket, tmp_path, node)) > len(early[node])
     end(bucket, job(1, phase="failed", ended=time.time()))
     board.update()
     until(url, [(1, 0.1), (2, 0.1)], run=f"{JOB}/logs/a")

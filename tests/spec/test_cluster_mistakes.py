@@ -274,8 +274,8 @@ CLUSTER_MISTAKES = {
     "a market change of no place": (
         CLUSTER + "local: {market: [{where: local-b, price: 1}]}\n",
         [
-            ":5: local.market[0].where: 'local-b': is no zone of a pool and no pool; allowed: local-a, p; did you mean"
-            " local-a?"
+            ":5: local.market[0].where: 'local-b': is neither a zone of a pool nor a pool; allowed: local-a, p;"
+            " did you mean local-a?"
         ],
     ),
     "a market change that is none": (
@@ -284,7 +284,10 @@ CLUSTER_MISTAKES = {
     ),
     "capacity of no zone": (
         CLUSTER + "local: {capacity: {local-b: 1}}\n",
-        [":5: local.capacity.local-b: 1: is no zone of a pool and no pool; allowed: local-a, p; did you mean local-a?"],
+        [
+            ":5: local.capacity.local-b: 1: is neither a zone of a pool nor a pool; allowed: local-a, p;"
+            " did you mean local-a?"
+        ],
     ),
     "negative duration": (
         CLUSTER + "local: {boot_delay: -1}\n",

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import json
-import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
@@ -28,14 +27,12 @@ from spotrun.state.slots import Record
 from spotrun.train import boundary, distributed, restore, sections, transfer
 from spotrun.train.copier import Copier
 from spotrun.train.slot_files import Reader
+from tests.train.forks import forked
 from tests.train.meeting import meeting
 
 SAMPLES, BATCH, EPOCHS = 104, 8, 3  # with 3 workers: 5 steps an epoch, the last of 8 samples (3, 3, 2)
 
 everything = {epoch: list(range(SAMPLES)) for epoch in range(EPOCHS)}
-
-forked = multiprocessing.get_context("forkserver")
-forked.set_forkserver_preload(["torch", "torch._dynamo", "numpy", "spotrun.train.run"])
 
 
 class Noisy(Dataset[Any]):
@@ -61,7 +58,12 @@ class Plan:
     patience: float = 600.0  # seconds that it waits for the others when it leaves a drain
     own_ddp: bool = False  # its script makes the DDP instance itself
     reads_size: bool = False  # its set-up asks for the number of workers
-    collective: bool = False  # its script has a collective of its own in each step, after the gradients' exchange
+    collective: str = ""  # its script has a collective of its own in each step: "first", "middle" or "last" in it
+    die_in: str = ""  # where in step `die_at` it does so: "" before the gradients are exchanged, or as `collective`
+    keeps_loaders: bool = False  # a process loads its data, and stays from epoch to epoch
+    hooks: bool = False  # its script has a hook that exchanges gradients as DDP does, and writes down each call
+    compiles: bool = False  # its model is compiled, and each compilation is written down
+    freezes: bool = False  # it does not kill itself, but stops, so that its connections stay
     two_models: bool = False  # its script makes a step's second loss before the first one's backward, as GANs do
     together: bool = False  # the workers of a node copy each snapshot together, as soon as they can
     die_sending: bool = False  # it kills itself when it has sent a part of the state to another worker
@@ -71,24 +73,24 @@ class Plan:
 def train(environment: dict[str, str], plan: Plan) -> None:
     """The training script, in a process of its own."""
     os.environ.update(environment)
-    torch.set_num_threads(1)
     out = Path(plan.out)
-    out.mkdir(exist_ok=True)
-    print_to(out / "log.txt")
-    boundary.leave_together = functools.partial(leave_together, plan)  # type: ignore[attr-defined]
-    if plan.together:
-        copy_together(plan)
-    if plan.die_sending:
-        restore.send = send_a_part  # type: ignore[attr-defined]
+    prepare(plan, out)
     run = spotrun.init(seed=5)
     if plan.reads_size:
         print("set up for", run.world_size, "workers", flush=True)
-    model: Any = nn.parallel.DistributedDataParallel(network()) if plan.own_ddp else run.ddp(network())
+    module: Any = network()
+    if plan.compiles:
+        backend = functools.partial(compiled, out / f"compiled-{os.getpid()}")
+        module = torch.compile(module, backend=backend, dynamic=True)  # once for the short batches, too
+    model: Any = nn.parallel.DistributedDataParallel(module) if plan.own_ddp else run.ddp(module)
+    if plan.hooks:
+        model.register_comm_hook(out / f"hook-{os.getpid()}", hook)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2])
     dataset = Noisy()
     sampler = spotrun.ElasticSampler(dataset, seed=1)
-    loader = DataLoader(dataset, batch_size=BATCH, sampler=sampler)
+    own = {"num_workers": 1, "persistent_workers": True} if plan.keeps_loaders else {}
+    loader = DataLoader(dataset, batch_size=BATCH, sampler=sampler, **own)  # type: ignore[arg-type]
     other = run.ddp(nn.Linear(16, 4)) if plan.two_models else None
     run.track(model=model, optimizer=optimizer, scheduler=scheduler, sampler=sampler)
     with (out / f"seen-{os.getpid()}.jsonl").open("w") as seen:
@@ -96,24 +98,63 @@ def train(environment: dict[str, str], plan: Plan) -> None:
             for x, y in run.steps(loader, accumulate=plan.accumulate):
                 if run.step == plan.fail_at:
                     raise ValueError("a bug in the script")
+                step(plan, run, "first")
                 loss = nn.functional.cross_entropy(model(x), y)
                 second = None if other is None else other(x).square().mean()
-                if run.step == plan.die_at:
-                    os.kill(os.getpid(), signal.SIGKILL)
+                step(plan, run, "")
                 run.backward(loss)
                 if second is not None:
                     run.backward(second)
-                if plan.collective:
-                    dist.all_reduce(loss.detach())
+                step(plan, run, "middle")
                 if run.completes_step:
                     optimizer.step()
                     optimizer.zero_grad()
+                step(plan, run, "last")
                 run.log(loss=loss, nothing=float("nan"))
                 entry = {"generation": int(os.environ.get("GENERATION", "0")), "rank": run.rank, "ids": run.batch_ids}
                 print(json.dumps(entry | {"epoch": epoch, "step": run.step}), file=seen, flush=True)
             scheduler.step()
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "random": torch.rand(1)}
     torch.save(state, out / f"final-{run.rank}.pt")
+
+
+def prepare(plan: Plan, out: Path) -> None:
+    """What comes before the script: one thread, a log, and what the plan changes in spotrun."""
+    torch.set_num_threads(1)
+    out.mkdir(exist_ok=True)
+    print_to(out / "log.txt")
+    boundary.leave_together = functools.partial(leave_together, plan)  # type: ignore[attr-defined]
+    if plan.together:
+        copy_together(plan)
+    if plan.die_sending:
+        restore.send = send_a_part  # type: ignore[attr-defined]
+
+
+def hook(state, bucket):  # type: ignore[no-untyped-def]  # torch refuses annotations that are texts
+    """DDP's own way, in Python: the mean over all workers of now."""
+    with state.open("a") as file:
+        print(dist.get_world_size(), file=file)
+    work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
+    return work.get_future().then(lambda done: done.value()[0])
+
+
+def compiled(note: Path, graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Any:
+    """A compiler that changes nothing, and writes down the generation in which it is called."""
+    with note.open("a") as file:
+        print(os.environ["GENERATION"], file=file)
+    return graph.forward
+
+
+def step(plan: Plan, run: Any, place: str) -> None:
+    """What the script does here besides training: it dies, or has collectives of its own."""
+    if run.step == plan.die_at and plan.die_in == place:
+        os.kill(os.getpid(), signal.SIGSTOP if plan.freezes else signal.SIGKILL)
+    if plan.collective and plan.collective == place:
+        total = torch.ones(3)
+        dist.all_reduce(total)
+        dist.broadcast(total, 0)
+        dist.all_reduce(total, async_op=True).wait()  # type: ignore[union-attr]
+        dist.barrier()
 
 
 def network() -> nn.Module:

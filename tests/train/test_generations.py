@@ -27,7 +27,8 @@ from spotrun.train.snapshot import Writer
 from spotrun.wire import Failure
 from tests.helpers import wait_for
 from tests.train.blocks import block
-from tests.train.generations import EPOCHS, SAMPLES, Cluster, everything, flatten, forked
+from tests.train.forks import forked
+from tests.train.generations import EPOCHS, SAMPLES, Cluster, everything, flatten
 from tests.train.meeting import meeting
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import re
 from pathlib import Path
@@ -23,13 +22,11 @@ from spotrun.train.snapshot import Writer
 from spotrun.train.training_state import load
 from tests.helpers import SLOW
 from tests.train.blocks import block, encoding
+from tests.train.forks import forked
 from tests.train.meeting import meeting
 
 RANKS = 8
 STATE = 16 << 20  # bytes
-
-forked = multiprocessing.get_context("forkserver")
-forked.set_forkserver_preload(["torch", "torch._dynamo", "numpy", "spotrun.train.run"])
 
 
 def own_memory() -> int:

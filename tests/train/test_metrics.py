@@ -186,7 +186,7 @@ def test_numbers_do_not_wait_for_images(tmp_path: Path, monkeypatch: pytest.Monk
         numbers.log_extra("image", 1, 0, False, {f"image{number}": np.zeros((2, 2), np.uint8)})
     assert begun_one.wait(60)
     numbers.log(2, 0, None, False, {"loss": 0.5})
-    numbers.flush(1.0)
+    numbers.flush(5.0)
     assert values(tmp_path) == [{"loss": 0.5}]
     assert numbers._extras, "the images are not written yet"
 

@@ -11,12 +11,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from spotrun.state import exit_note
-from spotrun.state.control import EXIT_DRAINED, EXIT_PEER, NONE, Context, Control, Invitation
+from spotrun.state.control import EXIT_DRAINED, EXIT_PEER, NONE, Context, Control, Invitation, release_fifo
+from spotrun.state.wakeup import wake
 from tests.helpers import wait_for
-from tests.train.generations import Cluster, Plan, everything, flatten, forked, train
+from tests.train.forks import forked
+from tests.train.generations import Cluster, Plan, everything, flatten, train
 from tests.train.meeting import meeting
 
 
@@ -62,11 +65,16 @@ class Regroups:
         wait_for(lambda: found.control.left == EXIT_DRAINED, 60)
         return found
 
-    def regroup(self, members: list[Member], stop_at: int = NONE, missing: int = 0) -> None:
-        """Have these workers join the next generation, once all of them wait. missing: members that never come."""
+    def regroup(self, members: list[Member], stop_at: int = NONE, missing: int = 0, store: bool = True) -> None:
+        """Have these workers join the next generation, once all of them wait.
+
+        missing: members that never come. store: whether the generation's store is still there when they join.
+        """
         wait_for(lambda: all(each.control.left != NONE for each in members), 60)
         self.cluster.generation += 1
         group = self.stack.enter_context(meeting(len(members) + missing))
+        if not store:
+            self.close_groups()
         for rank, each in enumerate(members):
             each.context = replace(each.context, generation=self.cluster.generation, warm_up=False)
             exit_note.path_for(each.context.control).unlink(missing_ok=True)
@@ -77,6 +85,12 @@ class Regroups:
             Invitation({**environment, Context.VARIABLE: each.context.to_env()}, log).write(each.context.control)
             each.control.joins = self.cluster.generation
         self.members = members
+
+    def survivors(self) -> list[Member]:
+        """All members but the second one, once that one has died."""
+        dead = self.members[1]
+        dead.process.join(60)
+        return [each for each in self.members if each is not dead]
 
     def end(self) -> list[int | None]:
         """Exit codes of the newest generation's workers."""
@@ -108,7 +122,9 @@ class Regroups:
             Context.VARIABLE: context.to_env(),
         }
         process = forked.Process(
-            target=train, args=(environment, Plan(str(self.cluster.path / "out"), **plan)), daemon=True
+            target=train,
+            args=(environment, Plan(str(self.cluster.path / "out"), **plan)),
+            daemon=not plan.get("keeps_loaders"),  # a daemon may not start processes
         )
         process.start()
         self.all.append(Member(process, Control(Path(context.control)), context))
@@ -174,9 +190,7 @@ def test_an_early_step_is_done_again_by_fewer_workers(job: Regroups, accumulate:
     """Each sample counts once. Snapshots are adaptive, so some steps are done again."""
     plan = {"accumulate": accumulate}
     job.begin("abc", a=plan, b={"die_at": 3, **plan}, c=plan)
-    dead = job.members[1]
-    dead.process.join(60)
-    job.regroup([each for each in job.members if each is not dead])
+    job.regroup(job.survivors())
     assert job.end() == [0, 0], job.cluster.log()
     assert job.cluster.seen() == everything
     assert "Warning" not in job.cluster.log()
@@ -185,9 +199,7 @@ def test_an_early_step_is_done_again_by_fewer_workers(job: Regroups, accumulate:
 def test_a_state_of_another_epoch_needs_a_restart(job: Regroups) -> None:
     """The script is past its place. All members say so, and wait for what the agent decides."""
     job.begin("abc", 1, b={"die_at": 5})  # the newest snapshot is that of the first epoch's last step
-    dead = job.members[1]
-    dead.process.join(60)
-    survivors = [each for each in job.members if each is not dead]
+    survivors = job.survivors()
     job.regroup(survivors)
     wait_for(lambda: all(each.control.left == EXIT_PEER for each in survivors), 60)
     for each in survivors:
@@ -197,9 +209,7 @@ def test_a_state_of_another_epoch_needs_a_restart(job: Regroups) -> None:
 def test_a_member_that_dies_while_it_joins(job: Regroups, undisturbed: Any) -> None:
     """The others wait for the next generation, and nothing that the failed one has loaded stays."""
     job.begin("abc", 1, b={"die_at": 3})
-    dead = job.members[1]
-    dead.process.join(60)
-    survivors = [each for each in job.members if each is not dead]
+    survivors = job.survivors()
     spare = job.warm_up("d", 1)
     spare.process.kill()
     spare.process.join()
@@ -207,6 +217,17 @@ def test_a_member_that_dies_while_it_joins(job: Regroups, undisturbed: Any) -> N
     wait_for(lambda: all(each.control.entered > 0 for each in survivors), 60)
     job.close_groups()  # what the agents do: the store goes
     job.regroup([*survivors, job.warm_up("e", 1)])
+    assert job.end() == [0, 0, 0], job.cluster.log()
+    assert flatten(job.cluster.final()) == flatten(undisturbed)
+
+
+def test_a_store_that_is_gone_before_the_members_reach_it(job: Regroups, undisturbed: Any) -> None:
+    """They do not try for as long as a collective may take, but wait for the next generation."""
+    job.begin("abc", 1, b={"die_at": 3})
+    survivors = job.survivors()
+    job.regroup(survivors, missing=1, store=False)
+    wait_for(lambda: all(each.control.entered > 0 for each in survivors), 60)
+    job.regroup([*survivors, job.warm_up("d", 1)])
     assert job.end() == [0, 0, 0], job.cluster.log()
     assert flatten(job.cluster.final()) == flatten(undisturbed)
 
@@ -246,22 +267,97 @@ def test_newcomers_that_get_no_state_begin_as_new(job: Regroups) -> None:
     assert all(state["step"] == 15 for state in job.cluster.final()["optimizer"]["state"].values())
 
 
-def test_a_collective_of_the_script_after_a_peers_death(job: Regroups) -> None:
-    """It cannot be answered, so the worker ends as one whose peer is gone: that is no failure of the script."""
-    plan = {"collective": True}
+def test_a_loaders_processes_stay(job: Regroups) -> None:
+    """With `persistent_workers=True`. They load what the new generation asks for."""
+    plan = {"keeps_loaders": True}
+    job.begin("abc", 1, a=plan, b={"die_at": 3}, c=plan)  # no agent would end the process that loads data for b
+    survivors = job.survivors()
+    wait_for(lambda: all(each.control.left == EXIT_PEER for each in survivors), 60)
+    before = [psutil.Process(each.process.pid).children() for each in survivors]
+    for loader in (each for own in before for each in own):
+        job.stack.callback(end, loader)  # an agent ends what a worker leaves behind
+    job.regroup(survivors, stop_at=6)
+    wait_for(lambda: all(each.control.left == EXIT_DRAINED for each in survivors), 60)
+    assert [psutil.Process(each.process.pid).children() for each in survivors] == before
+    assert [len(each) for each in before] == [1, 1]
+    job.regroup(survivors)
+    assert job.end() == [0, 0], job.cluster.log()
+    assert job.cluster.seen() == everything
+
+
+def test_a_hook_stays(job: Regroups) -> None:
+    """One that the script has registered with `model.register_comm_hook`. A peer's death shows in it, too."""
+    plan = {"hooks": True}
     job.begin("abc", 1, a=plan, b={"die_at": 3, **plan}, c=plan)
-    assert job.end() == [EXIT_PEER, -signal.SIGKILL, EXIT_PEER], job.cluster.log()
-    for each in (job.members[0], job.members[2]):
-        assert '"kind": "peer"' in exit_note.path_for(each.context.control).read_text()
+    survivors = job.survivors()
+    job.regroup([*survivors, job.warm_up("d", 1, **plan)])
+    assert job.end() == [0, 0, 0], job.cluster.log()
+    assert job.cluster.seen() == everything
+    for each in job.members:
+        calls = (job.cluster.path / "out" / f"hook-{each.process.pid}").read_text().split()
+        assert len(calls) >= 12
+        assert set(calls) == {"3"}
+
+
+def test_a_compiled_model_is_not_compiled_again(job: Regroups) -> None:
+    """Survivors compile in their first generation only, also if the number of workers changes."""
+    plan = {"compiles": True}
+    job.begin("abc", 1, a=plan, b={"die_at": 3, **plan}, c=plan)
+    survivors = job.survivors()
+    job.regroup([*survivors, job.warm_up("d", 1, **plan)], stop_at=6)
+    job.regroup(survivors)
+    assert job.end() == [0, 0], job.cluster.log()
+    assert job.cluster.seen() == everything
+    for each in survivors:
+        assert set((job.cluster.path / "out" / f"compiled-{each.process.pid}").read_text().split()) == {"1"}
+
+
+def test_a_frozen_peer(job: Regroups, undisturbed: Any) -> None:
+    """Its connections stay, so nobody notices. The others leave the generation when they are told, and it follows."""
+    job.begin("abc", 1, b={"die_at": 3, "freezes": True})
+    frozen = job.members[1]
+    wait_for(lambda: psutil.Process(frozen.process.pid).status() == psutil.STATUS_STOPPED, 60)
+    survivors = [each for each in job.members if each is not frozen]
+    spare = job.warm_up("d", 1)
+    assert all(each.control.left == NONE for each in survivors)
+    for each in survivors:
+        release(each, job.cluster.generation)
+    job.regroup([*survivors, spare])
+    release(spare, job.cluster.generation - 1)  # it comes late
+    os.kill(frozen.process.pid, signal.SIGCONT)
+    assert job.end() == [0, 0, 0], job.cluster.log()
+    assert flatten(job.cluster.final()) == flatten(undisturbed)
+    wait_for(lambda: frozen.control.left == EXIT_PEER, 60)
+
+
+def end(process: psutil.Process) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.kill()
+
+
+def release(member: Member, generation: int) -> None:
+    """What an agent does if another node is silent."""
+    member.control.released = generation
+    wake(str(release_fifo(member.context.control)))
+
+
+@pytest.mark.parametrize(("collective", "die_in"), [("first", "last"), ("middle", ""), ("last", "middle")])
+def test_collectives_of_the_script_after_a_peers_death(
+    job: Regroups, undisturbed: Any, collective: str, die_in: str
+) -> None:
+    """They return without a result, and the step is done again: bit for bit, wherever in it the peer has died."""
+    plan = {"collective": collective}
+    job.begin("abc", 1, a=plan, b={"die_at": 3, "die_in": die_in, **plan}, c=plan)
+    job.regroup([*job.survivors(), job.warm_up("d", 1, **plan)])
+    assert job.end() == [0, 0, 0], job.cluster.log()
+    assert flatten(job.cluster.final()) == flatten(undisturbed)
 
 
 def test_a_second_backward_after_a_peers_death(job: Regroups) -> None:
     """Its graph leads through a DDP instance that the first one's failure has ended. The step is done again."""
     plan = {"two_models": True}
     job.begin("abc", 1, a=plan, b={"die_at": 3, **plan}, c=plan)
-    dead = job.members[1]
-    dead.process.join(60)
-    job.regroup([each for each in job.members if each is not dead])
+    job.regroup(job.survivors())
     assert job.end() == [0, 0], job.cluster.log()
     assert job.cluster.seen() == everything
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import multiprocessing
 import os
 import random
 import signal
@@ -32,9 +31,7 @@ from spotrun.train.snapshot import Writer, next_interval
 from spotrun.train.staging import Staging
 from tests.helpers import wait_for
 from tests.train.blocks import block, encoding
-
-forked = multiprocessing.get_context("forkserver")
-forked.set_forkserver_preload(["torch", "numpy", "spotrun.train.run"])
+from tests.train.forks import forked
 
 
 def round_trip(value: Any) -> Any:

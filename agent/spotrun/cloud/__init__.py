@@ -60,7 +60,10 @@ def asking(cluster: ClusterSpec) -> Iterator[Ask]:
 
 
 def connect(cluster: ClusterSpec) -> Cloud:
-    """The cluster's cloud, seen from its head. Raises `CloudError` if this computer cannot reach it."""
+    """A connection to the cluster's cloud. Raises `CloudError` if this computer cannot reach the cloud.
+
+    Only the head of a local cluster can reach the local cloud.
+    """
     if cluster.cloud == "local":
         from spotrun.cloud.local.cloud import LocalCloud
 

@@ -108,7 +108,7 @@ class Cloud(Protocol):
     """Pools and their machines. Every method raises `CloudError` if the cloud refuses or does not answer."""
 
     async def nodes(self) -> list[Instance]:
-        """Every machine of the cluster, also the head's (pool `head`). Raises `PartialError` if some zones are out."""
+        """Every machine of the cluster, also the head's (pool `head`). Raises `PartialError` if a zone is silent."""
 
     async def ended(self) -> Sequence[Ended]:
         """Machines that ended within the last hour, if the cloud says when they ended. Any of them may be left out."""
@@ -137,7 +137,7 @@ class Cloud(Protocol):
     async def advice(self) -> Mapping[str, Advice]:
         """What the cloud says about the pools' markets. Pools about which it says nothing are left out.
 
-        Rights that are missing, and calls that the cloud does not offer, leave numbers out. The log says so once.
+        If a right is missing, or the cloud does not offer a call, its numbers are left out. The log says so once.
         """
 
     async def problems(self) -> list[Problem]:

@@ -1,4 +1,4 @@
-"""What a cluster file needs from each zone, and what a zone does not offer. Pure; each cloud's module asks."""
+"""What a cluster file needs from each zone, and what a zone does not offer. Pure. It does not ask the clouds."""
 
 from __future__ import annotations
 

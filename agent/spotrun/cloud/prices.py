@@ -1,6 +1,6 @@
-"""What machines cost, from the shipped table `prices.csv`. prices.SOURCE.md has its sources.
+"""What machines cost, from the shipped table `prices.csv`. prices.SOURCE.md has the sources of the table.
 
-On AWS, the prices of spot machines come from EC2, and from this table only if EC2 gives none (`cloud/aws/cloud.py`).
+On AWS, the prices of spot machines come from EC2, and from this table only if EC2 gives none (`cloud/aws/prices.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The curves of runs, thinned for a chart. Memory is bounded: a few runs, and some thousand points of each name."""
+"""The curves of runs, thinned for a chart. Memory is bounded: a few runs, and a few thousand points of each name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ RUNS = 24  # runs whose points are in memory
 KEPT = 4000  # points of each name and generation in memory
 DRAWN = 1500  # points of each curve that a page gets: about one for each pixel
 NAMES = 12  # curves in one answer, unless the page asks for others
-LISTED = 1000  # names that are listed
 PATIENCE = 0.5  # seconds of reading before an answer. The page shows what there is, and asks again
 
 
@@ -28,7 +27,7 @@ class Shelf:
         self._lock = threading.Lock()
 
     def read(self, job: str, query: Mapping[str, str]) -> dict[str, Any]:
-        """The names that the run has logged, and some curves.
+        """The names that the run has logged, those of losses first, and some curves.
 
         Query: `names`, one in each line; default: the first ones. Waits for the bucket. Raises `JobNotFound`,
         `StoreError`.
@@ -39,13 +38,13 @@ class Shelf:
         lock, reader = self._reader(job)
         with lock:
             reader.update(seconds=PATIENCE)
-            names = reader.names
+            names = sorted(reader.names, key=lambda name: ("loss" not in name.lower(), name))
             asked = [name for name in query.get("names", "").split("\n") if name][: 4 * NAMES]
             chosen = [name for name in asked if name in names] if asked else names[:NAMES]
             curves = [_drawn(thin_curve(reader.curve(name), DRAWN)) for name in chosen]
             bases = [[each.generation, each.base] for each in reader.headers.values()]
             return {
-                "names": names[:LISTED],
+                "names": names,
                 "curves": curves,
                 "bases": sorted(bases),
                 "problems": reader.problems,

@@ -8,9 +8,10 @@ from typing import Any
 from spotrun.dashboard.records import Records
 from spotrun.document import FORMAT
 from spotrun.errors import SpotrunError
-from spotrun.head.accounting import Idle
 from spotrun.head.capacity.history import Histories
+from spotrun.head.costs.job_totals import Idle
 from spotrun.head.overview import EVENTS, job_row, overview
+from spotrun.head.status import held
 from spotrun.spec import ClusterSpec
 from spotrun.store import history_key, idle_key, job_key, queue_key
 from spotrun.wire import read_queue
@@ -26,10 +27,11 @@ def read(records: Records, cluster: ClusterSpec) -> dict[str, Any]:
     queue = _parsed(read_queue, store.find(queue_key(name), RECORD))
     idle = _parsed(Idle.model_validate_json, store.find(idle_key(name), RECORD))
     histories = _parsed(Histories.model_validate_json, store.find(history_key(name), RECORD))
-    held = list(queue.held) if queue else []
+    waiting = list(queue.held) if queue else []
     rows, found_events = list[dict[str, Any]](), list[dict[str, Any]]()
-    for job in [*(queue.jobs if queue else ()), *held][:JOBS]:
-        rows.append(_row(records, job, job in held))
+    unended = [*(queue.jobs if queue else ()), *waiting]
+    for job in unended[:JOBS]:
+        rows.append(_row(records, job, job in waiting))
         found_events += [{**each, "job": job} for each in events(records, job, TAIL)]
     found_events.sort(key=lambda each: float(each["at"]))
     document = {
@@ -40,17 +42,17 @@ def read(records: Records, cluster: ClusterSpec) -> dict[str, Any]:
         "nodes": [],
         "pools": [],
         "parked": None,
-        "held": held,
+        "held": waiting,
         "troubles": [],
         "idle_cost": idle.cost if idle else None,
         "counted_at": idle.counted_at if idle else None,
     }
     found = overview(document, cluster, {}, found_events[-EVENTS:], histories=histories)
-    return found | {"hourly": None, "unpriced": None}
+    return found | {"hourly": None, "unpriced": None, "jobs_left_out": max(0, len(unended) - JOBS)}
 
 
 def events(records: Records, job: str, tail: int | None = None) -> list[dict[str, Any]]:
-    """The events of a job, oldest first: `at` (epoch seconds), `kind`, `text`. tail: read so many bytes at the end."""
+    """The events of a job, oldest first: `at` (epoch seconds), `kind`, `text`. tail: bytes to read at the end."""
     key, store = job_key(job, "events.jsonl"), records.store
     try:
         size = store.size(key)
@@ -68,12 +70,13 @@ def events(records: Records, job: str, tail: int | None = None) -> list[dict[str
     return found
 
 
-def _row(records: Records, job: str, held: bool) -> dict[str, Any]:
+def _row(records: Records, job: str, waits: bool) -> dict[str, Any]:
+    """waits: whether the job is held."""
     try:
         row = job_row(records.state(job))
     except SpotrunError as error:
         return {"id": job, "phase": "unreadable", "reason": str(error)}
-    return row | ({"phase": "held"} if held else {})
+    return row | held(job) if waits else row
 
 
 def _parsed(parse: Any, data: bytes | None) -> Any:

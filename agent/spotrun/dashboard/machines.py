@@ -1,35 +1,32 @@
 """What the machines of a run did: the readings of its nodes from the bucket.
 
-Of a long run, only some blocks are read: the newest ones, and others at equal distances. So answers and memory are
-bounded. `Machines.read` waits for the bucket: callers in an event loop use a thread.
+Of a long run, only some blocks are read: the newest ones, and others at equal distances. A job's code can write any
+block. So time, answers and memory are bounded. `Machines.read` waits for the bucket: callers in an event loop use a
+thread.
 """
 
 from __future__ import annotations
 
-import json
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from itertools import zip_longest
 from typing import Any
 
-import zstandard
-
+from spotrun.dashboard import readings
+from spotrun.dashboard.readings import COLUMNS, LARGEST, OF_GPU, TOTALS, Block
 from spotrun.dashboard.records import AT_ONCE, Records
-from spotrun.dashboard.stragglers import Reading, is_number, of_node, ranks
+from spotrun.dashboard.stragglers import of_node, ranks
 from spotrun.errors import NotFound, TooLargeError
 from spotrun.store import system_folder
 
-FORMAT = 1
 NODES = 64  # nodes in one answer: those that were measured last
 BLOCKS = 120  # blocks of each node that are read
 NEWEST = 4  # how many of these are the newest ones
-KEPT = 8192  # blocks in memory, about 2 KB each
-LARGEST = 4 << 20  # bytes of a block
-COLUMNS = ("cpu", "memory", "tmpfs", "disk", "disk_read", "disk_write", "net_in", "net_out")
-OF_GPU = ("use", "memory", "temperature", "power", "sm_clock", "memory_clock", "ecc")
-
-Block = tuple[Reading, ...]  # the header, then the readings
+KEPT = 192 << 20  # bytes of blocks in memory, and in one answer; a block of a node with 8 GPUs has about 20 KB
+PATIENCE = 4.0  # seconds of reading before an answer. The next answer goes on
 
 
 class Machines:
@@ -37,8 +34,10 @@ class Machines:
 
     def __init__(self, records: Records) -> None:
         self._records = records
-        self._blocks: OrderedDict[str, Block] = OrderedDict()
+        self._blocks: OrderedDict[str, Block | None] = OrderedDict()  # None: not readable
+        self._size = 0
         self._lock = threading.Lock()
+        self._reading = threading.Lock()  # held while a block is read: it needs more memory then than later
 
     def read(self, job: str, _: Mapping[str, str]) -> dict[str, Any]:
         """The nodes of a run, each with lists of times and values; the ranks; and how many blocks were left out."""
@@ -48,34 +47,58 @@ class Machines:
             keys.setdefault(key.split("/")[-2], []).append(key)
         newest = sorted(keys, key=lambda node: keys[node][-1].rpartition("/")[2])[-NODES:]
         chosen = {node: spread(keys[node]) for node in sorted(newest)}
-        blocks = self._get([key for each in chosen.values() for key in each])
-        nodes = [_node(node, [blocks[key] for key in each if blocks[key]]) for node, each in chosen.items()]
+        blocks = self._get(list(_newest_first(chosen.values())))
+        nodes = [_node(node, [found for key in each if (found := blocks.get(key))]) for node, each in chosen.items()]
         left = sum(len(each) for each in keys.values()) - len(blocks)
         return {"nodes": nodes, "ranks": ranks(nodes), "left_out": left, "nodes_left_out": len(keys) - len(chosen)}
 
-    def _get(self, keys: list[str]) -> dict[str, Block]:
+    def _get(self, keys: list[str]) -> dict[str, Block | None]:
+        """The blocks that are in memory, and others as far as time and memory allow. keys: the most important first."""
+        began = time.monotonic()
         with self._lock:
-            known = {key: self._blocks[key] for key in keys if key in self._blocks}
-        missing = [key for key in keys if key not in known]
+            found = {key: self._blocks[key] for key in keys if key in self._blocks}
+            for key in reversed(found):  # the least important block is dropped first
+                self._blocks.move_to_end(key)
+        size = sum(map(_size, found.values()))
+        missing = [key for key in keys if key not in found]
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            found = dict(zip(missing, pool.map(self._fetch, missing), strict=True))
-        with self._lock:
-            self._blocks |= found
-            while len(self._blocks) > KEPT:
-                self._blocks.popitem(last=False)
-        return known | found
+            for start in range(0, len(missing), AT_ONCE):
+                part = missing[start : start + AT_ONCE]
+                new = dict(zip(part, pool.map(self._fetch, part), strict=True))
+                self._keep(new)
+                found |= new
+                size += sum(map(_size, new.values()))
+                if size > KEPT or time.monotonic() - began >= PATIENCE:
+                    break
+        return found
 
-    def _fetch(self, key: str) -> Block:
-        """A block; empty if it cannot be read. Raises `StoreError` if the bucket does not answer: it may later."""
+    def _fetch(self, key: str) -> Block | None:
+        """A block; None if it cannot be read. Raises `StoreError` if the bucket does not answer: it may later."""
         try:
-            text = zstandard.ZstdDecompressor().stream_reader(self._records.store.get(key, LARGEST)).read(LARGEST)
-            found = [json.loads(line) for line in text.splitlines()]
-        except (TooLargeError, NotFound, zstandard.ZstdError, ValueError, RecursionError):
-            return ()
-        good = [each for each in found if isinstance(each, dict)]
-        if not good or not isinstance(good[0].get("format"), int) or good[0]["format"] > FORMAT:
-            return ()
-        return tuple(each for number, each in enumerate(good) if number == 0 or is_number(each.get("time")))
+            data = self._records.store.get(key, LARGEST)
+        except (TooLargeError, NotFound):
+            return None
+        with self._reading:
+            return readings.read(data)
+
+    def _keep(self, new: Mapping[str, Block | None]) -> None:
+        with self._lock:
+            for key, block in new.items():
+                if key not in self._blocks:
+                    self._blocks[key] = block
+                    self._size += _size(block)
+            while self._size > KEPT:
+                self._size -= _size(self._blocks.popitem(last=False)[1])
+
+
+def _size(block: Block | None) -> int:
+    return 300 + (block.size if block else 0)
+
+
+def _newest_first(keys: Iterable[list[str]]) -> Iterator[str]:
+    """The newest key of each node, then the second newest ones, and so on."""
+    for each in zip_longest(*map(reversed, keys)):
+        yield from (key for key in each if key is not None)
 
 
 def _is_block(key: str) -> bool:
@@ -93,35 +116,18 @@ def spread(keys: list[str]) -> list[str]:
 
 
 def _node(name: str, blocks: list[Block]) -> dict[str, Any]:
-    header = blocks[-1][0] if blocks else {}
-    readings = [reading for block in blocks for reading in block[1:]]
-    gpus = max((len(reading["gpus"]) for reading in readings if isinstance(reading.get("gpus"), list)), default=0)
-    series = {name: [_number(reading.get(name)) for reading in readings] for name in COLUMNS}
-    for index in range(gpus):
-        for column in OF_GPU:
-            series[f"gpu{index}.{column}"] = [_number(_gpu(reading, index).get(column)) for reading in readings]
-    last = readings[-1] if readings else {}
+    last = blocks[-1] if blocks else None
+    series = readings.joined(blocks)
+    gpus = max((len(block.throttle) for block in blocks), default=0)
+    order = [*COLUMNS, *(f"gpu{index}.{column}" for index in range(gpus) for column in OF_GPU)]
+    throttle = [list(each) for each in last.throttle] if last else []
     return {
         "node": name,
-        "pool": str(header.get("pool", "")),
-        "gpus": _texts(header.get("gpus")),
-        "times": [reading["time"] for reading in readings],
-        "series": {name: values for name, values in series.items() if any(value is not None for value in values)},
-        "totals": {name: _number(last.get(f"{name}_total")) for name in ("memory", "tmpfs", "disk")},
-        "throttle": [_texts(_gpu(last, index).get("throttle")) for index in range(gpus)],
-        "ranks": of_node(name, readings),
+        "pool": last.pool if last else "",
+        "gpus": list(last.gpus) if last else [],
+        "times": [at for block in blocks for at in block.times],
+        "series": {column: series[column] for column in order if column in series},
+        "totals": {column: last.totals.get(column) if last else None for column in TOTALS},
+        "throttle": throttle + [[]] * (gpus - len(throttle)),
+        "ranks": of_node(name, [reading for block in blocks for reading in block.readings()]),
     }
-
-
-def _gpu(reading: Reading, index: int) -> Mapping[str, Any]:
-    gpus = reading.get("gpus")
-    found = gpus[index] if isinstance(gpus, list) and index < len(gpus) else None
-    return found if isinstance(found, dict) else {}
-
-
-def _texts(value: object) -> list[str]:
-    return [str(each) for each in value] if isinstance(value, list) else []
-
-
-def _number(value: object) -> float | None:
-    return value if is_number(value) else None  # type: ignore[return-value]

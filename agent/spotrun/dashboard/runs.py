@@ -45,7 +45,7 @@ def events(records: Records, job: str, _: Query) -> list[dict[str, Any]]:
 
 
 def files(records: Records, job: str, _: Query) -> dict[str, Any]:
-    """The job's objects in the bucket: folders of many objects as one row with their number and bytes."""
+    """The job's objects in the bucket. A folder of many objects is one row, with their number and bytes."""
     records.state(job)
     root = f"{JOBS}{job}/"
     rows: dict[str, list[int]] = {}

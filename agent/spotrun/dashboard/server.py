@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import parse_qs
@@ -29,10 +31,12 @@ log = logging.getLogger(__name__)
 
 PAGES = Path(__file__).parent / "pages"
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+COOKIE = "spotrun"
 VERBS = ("pause", "resume", "stop", "priority", "relaunch")
 STREAMS = 64  # pages that are open at the same time
 ALIVE_EVERY = 5.0  # seconds without a change after which a page gets a sign of life
 BODY = 64 << 10  # bytes of a request
+READERS = 16  # answers from the bucket at the same time
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -47,35 +51,38 @@ class Head(Protocol):
 
 
 class Dashboard:
-    """The web application of one dashboard. port: a part of the cookie's name, since ports share cookies."""
+    """The web application of one dashboard.
+
+    All ports of a host share cookies, but a cookie is only for the paths below its own. So the pages are below a path
+    that no other server on this computer can know, and the cookie never leaves this dashboard.
+    """
 
     def __init__(self, records: Records, live: Live, head: Head, token: str) -> None:
-        self.port = 0
+        self.path = "/" + hashlib.sha256(f"path {token}".encode()).hexdigest()[:32]
         self._records, self._live, self._head, self._token = records, live, head, token
         self._shelf, self._machines, self._logged = Shelf(records), Machines(records), Logged(records)
+        # Own threads: while a slow bucket keeps all of them busy, changes still reach the head.
+        self._readers = ThreadPoolExecutor(READERS, "bucket")
         self._streams = 0
 
     def app(self) -> web.Application:
         """The application."""
         app = web.Application(client_max_size=BODY, middlewares=[self._guard, _explain])
-        app.router.add_get("/", self._page)
-        app.router.add_get("/pages/{name:[A-Za-z0-9./-]+}", self._file)
+        app.router.add_get("/", self._door)
         app.router.add_get("/metrics", self._metrics)
-        app.router.add_get("/api/live", self._stream)
-        app.router.add_get("/api/jobs", self._jobs)
-        app.router.add_post("/api/jobs/{job}/{verb}", self._change)
+        app.router.add_get(f"{self.path}/", self._page)
+        app.router.add_get(self.path + "/pages/{name:[A-Za-z0-9./-]+}", self._file)
+        app.router.add_get(f"{self.path}/api/live", self._stream)
+        app.router.add_get(f"{self.path}/api/jobs", self._jobs)
+        app.router.add_post(self.path + "/api/jobs/{job}/{verb}", self._change)
         cached: dict[str, runs.Answer] = {
             "curves": lambda _, job, query: self._shelf.read(job, query),
             "machines": lambda _, job, query: self._machines.read(job, query),
             "logged": lambda _, job, query: self._logged.read(job, query),
         }
         for name, answer in (runs.ANSWERS | cached).items():
-            app.router.add_get("/api/runs/{job}" + (f"/{name}" if name else ""), self._run(answer))
+            app.router.add_get(self.path + "/api/runs/{job}" + (f"/{name}" if name else ""), self._run(answer))
         return app
-
-    @property
-    def _cookie(self) -> str:
-        return f"spotrun-{self.port}"
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -106,13 +113,17 @@ class Dashboard:
             return bearer.removeprefix("Bearer ").strip()
         if request.path == "/" and (given := parse_qs(request.query_string).get("token")):
             return given[0]
-        return request.cookies.get(self._cookie, "")
+        return request.cookies.get(COOKIE, "")
+
+    async def _door(self, _: web.Request) -> web.Response:
+        """Give the browser the cookie, and send it to the pages. Their URL has no token."""
+        response = web.Response(status=303, headers={"Location": f"{self.path}/"})
+        # Strict: the browser sends the cookie only with requests of this page.
+        response.set_cookie(COOKIE, self._token, httponly=True, samesite="Strict", path=f"{self.path}/")
+        return response
 
     async def _page(self, _: web.Request) -> web.Response:
-        response = web.Response(body=(PAGES / "index.html").read_bytes(), content_type="text/html", charset="utf-8")
-        # Strict: the browser sends the cookie only with requests of this page. The page removes the token from its URL.
-        response.set_cookie(self._cookie, self._token, httponly=True, samesite="Strict", path="/")
-        return response
+        return web.Response(body=(PAGES / "index.html").read_bytes(), content_type="text/html", charset="utf-8")
 
     async def _file(self, request: web.Request) -> web.Response:
         path = PAGES / request.match_info["name"]
@@ -156,7 +167,7 @@ class Dashboard:
         for job in self._live.listed:  # these jobs change, or have changed since the last look: rows are not kept
             self._records.forget(job)
         self._live.listed = {str(row["id"]) for row in (self._live.overview or {}).get("jobs", ())}
-        rows, more = await asyncio.to_thread(self._records.rows, before, most)
+        rows, more = await self._read(self._records.rows, before, most)
         return _json({"rows": rows, "more": more})
 
     async def _change(self, request: web.Request) -> web.Response:
@@ -172,10 +183,12 @@ class Dashboard:
 
     def _run(self, answer: runs.Answer) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
-            found = await asyncio.to_thread(answer, self._records, request.match_info["job"], dict(request.query))
-            return _json(found)
+            return _json(await self._read(answer, self._records, request.match_info["job"], dict(request.query)))
 
         return handle
+
+    async def _read(self, answer: Callable[..., Any], *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._readers, answer, *arguments)
 
 
 @contextlib.asynccontextmanager
@@ -186,8 +199,7 @@ async def serving(dashboard: Dashboard, port: int = 0) -> Any:
     try:
         site = web.TCPSite(runner, "127.0.0.1", port)
         await site.start()
-        dashboard.port = runner.addresses[0][1]
-        yield dashboard.port
+        yield runner.addresses[0][1]
     finally:
         await runner.cleanup()
 

@@ -36,25 +36,27 @@ def of_node(node: str, readings: list[Reading]) -> list[dict[str, Any]]:
     sums: dict[int, list[float]] = {}
     recent = [reading for reading in readings if reading["time"] > until - RECENT - 10]
     for before, after in pairwise(recent):
-        for rank, (steps, whole, alone) in _counts(after).items():
-            old = _counts(before).get(rank)
+        for rank, (steps, whole, alone) in rows(after).items():
+            old = rows(before).get(rank)
             if old is not None and steps > old[0]:
                 total = sums.setdefault(rank, [0.0, 0.0, 0.0])
                 for index, value in enumerate((steps - old[0], whole - old[1], alone - old[2])):
                     total[index] += value
-    found = sums.items()
-    rows = [{"rank": rank, "step": whole / steps, "alone": alone / steps} for rank, (steps, whole, alone) in found]
-    return [{"node": node, "at": until, **row} for row in rows]
+    return [
+        {"node": node, "at": until, "rank": rank, "step": whole / steps, "alone": alone / steps}
+        for rank, (steps, whole, alone) in sums.items()
+    ]
 
 
 def is_number(value: object) -> bool:
-    """Whether to calculate with the value: JSON allows integers that are larger than any float."""
-    return isinstance(value, float) or (type(value) is int and abs(value) < 1 << 1000)
+    """Whether to calculate with the value: Python reads NaN, and integers that are larger than any float."""
+    return (type(value) is float or type(value) is int) and abs(value) < 1e300
 
 
-def _counts(reading: Reading) -> dict[int, tuple[float, float, float]]:
-    rows = reading.get("ranks")
-    good = rows.items() if isinstance(rows, dict) else ()
+def rows(reading: Reading) -> dict[int, tuple[float, float, float]]:
+    """Of each rank in a reading: steps, the seconds in these steps, and the seconds before the rank waits."""
+    found = reading.get("ranks")
+    good = found.items() if isinstance(found, dict) else ()
     return {int(rank): (row[0], row[1], row[2]) for rank, row in good if _is_row(rank, row)}
 
 

@@ -1,2 +1,2 @@
-"""The head: who trains with whom (planner), whose is each device (allocate), how many machines (capacity), and what
-they cost (books)."""
+"""The head: who trains with whom (planner), whose is each device (allocation), how many machines (capacity), and what
+they cost (costs)."""

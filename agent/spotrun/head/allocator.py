@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from spotrun.head import job_queue
-from spotrun.head.assignment import Assignment, as_it_is, assign
-from spotrun.head.demand import Question, question
+from spotrun.head.allocation.assignment import Assignment, as_it_is, assign
+from spotrun.head.allocation.demand import Question, question
 from spotrun.head.fleet.classify import NOT_COMING, Condition, classify
 from spotrun.head.view import FleetView
 

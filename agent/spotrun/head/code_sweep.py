@@ -1,8 +1,8 @@
 """Remove code from the bucket that no job refers to: its job was never submitted, or the job's folder was deleted.
 
 All jobs of all clusters in this bucket count. Ended jobs count too, because they may be relaunched. When an operator
-submits a job, the code is sent again if the bucket has it for longer than half of `AGE`. So no code is removed while
-its job is submitted.
+submits a job, the code is sent again if the bucket has had it for longer than half of `AGE`. So no code is removed
+while its job is being submitted.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Sweeper:
 
     def _references(self) -> set[str]:
         keys = {job_key(job, "state.json") for job in self._store.folders("jobs")}
-        # An empty folder in a file system is still there. So ask for each state.
+        # A file system still lists a job's folder when its files are gone. So ask for each state.
         there = (key for key in keys & self._known.keys() if self._store.exists(key))
         self._known = {key: self._known[key] for key in there}
         for key in sorted(keys - set(self._known)):

@@ -8,7 +8,6 @@ killed at any point: the next head rebuilds everything from the bucket and from 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -18,13 +17,14 @@ from typing import Any
 
 from spotrun.cloud.base import Cloud
 from spotrun.errors import ConflictError, SpotrunError, StoreError, UnreadableError
-from spotrun.head import accounting, job_queue, lease, pace
+from spotrun.head import job_queue, lease, turn_timing
 from spotrun.head.agents import Agents, Send
+from spotrun.head.allocation.assignment import job_view, keeps_state
 from spotrun.head.allocator import CONDITIONS, Allocator
-from spotrun.head.assignment import job_view, keeps_state
-from spotrun.head.books import Books
 from spotrun.head.clock import Clock
 from spotrun.head.completions import Completions
+from spotrun.head.costs import job_totals
+from spotrun.head.costs.ledger import Ledger
 from spotrun.head.events import Events
 from spotrun.head.fleet import retirement
 from spotrun.head.fleet.classify import Condition
@@ -34,6 +34,7 @@ from spotrun.head.job_state import Cause, EndGeneration, Finish, JobState, LetGo
 from spotrun.head.journal import Journal
 from spotrun.head.lease import Lease
 from spotrun.head.life_signs import Signs
+from spotrun.head.news import News, concerned
 from spotrun.head.planner import idle, liveness, notice_fit, silence
 from spotrun.head.planner.plan import plan
 from spotrun.head.predecessors import Predecessors
@@ -50,7 +51,7 @@ from spotrun.wire import FORMAT, Report
 
 log = logging.getLogger(__name__)
 
-GAP = 2.0  # seconds: after a pause this long, the head no longer trusts what it knows about silent nodes
+GAP = 2.0  # seconds: after such a pause, the head no longer trusts what it knows about silent nodes
 SHOWN = 50  # newest events in a status document
 ACCOUNTS = "the machine time is counted later"  # what an error in the head means
 TURN = "the head decides nothing, and tries again"
@@ -79,13 +80,13 @@ class Head:
         self.clock = clock or Clock()
         self.journal = Journal(store, cluster.name)
         self.predecessors, self.completions = Predecessors(self.journal), Completions(self.journal, self.wake)
-        self.fleet, self.books = Fleet(cluster, cloud, self.clock), Books(store, cluster.name)
+        self.fleet, self.ledger = Fleet(cluster, cloud, self.clock), Ledger(store, cluster.name)
         self.events = Events(self.clock)
         self.add_event = self.events.add
         self.progress_writes = ProgressWrites(self.journal, self.events, lambda: self.states)
         self.agents = Agents(self.add_event, partial(notice_fit.notice_of, cluster))
         self.signs = Signs(store, cluster.name, self.fleet.listed, self.clock)
-        self._changed = asyncio.Event()
+        self.news = News()
         self.scaler = Scaler(self, poll_seconds)
         asks = self.fleet.recreate, self.scaler.still_wanted
         self.replacements = Replacements(cluster.name, self.description, store, *asks, self.wake)
@@ -99,7 +100,8 @@ class Head:
         self.requests, self.stragglers = Requests(), Stragglers()
         self.ended_at = 0.0  # when a job ended last, or let its kept node go
         self._began = self._ticked_at = self._awake_since = 0.0
-        self._unchanged: dict[str, View] = {}  # the views of the jobs that this turn has left as they were
+        self._settled: dict[str, View] = {}  # by job: the view in which planning it last changed nothing
+        self._uses: dict[str, job_totals.Uses] = {}  # by job: machine time that is not in its account yet
 
     # What connections and the control socket call.
 
@@ -110,18 +112,18 @@ class Head:
             return
         if self.agents.receive(report, send, *at):
             self.scaler.look_now.set()
-        self._changed.set()
+        self.news.of_nodes(report.node)
 
     def disconnect(self, node: str, send: Send) -> None:
         """A connection has closed. A newer connection of the same node is not touched."""
         if self.agents.disconnect(node, send):
             self.scaler.look_now.set()  # a closed connection alone ends nothing, and the cloud's answer wakes the loop
             if self.agents.lost_a_peer(node):
-                self._changed.set()
+                self.news.of_nodes(node)
 
     def wake(self) -> None:
-        """Take a turn now: something has changed."""
-        self._changed.set()
+        """Take a turn about all jobs now: something has changed."""
+        self.news.of_all()
 
     async def submit(self, job: dict[str, object], code: str) -> str:
         """Queue a job and return its id. Raises `SpecError`."""
@@ -130,7 +132,7 @@ class Head:
     async def enqueue(self, job: str) -> None:
         """Put a job at the end of the queue."""
         await self.journal.enqueue(job)
-        self._changed.set()
+        self.wake()
         self.scaler.look_now.set()
 
     async def relaunch(self, job: str) -> None:
@@ -147,7 +149,7 @@ class Head:
         job: None: the only job that has not ended. Raises `SpotrunError` if there is no such job.
         """
         answer = self.requests.add(change, job, kept)
-        self._changed.set()
+        self.wake()
         return await answer
 
     async def load(self, job: str) -> JobState:
@@ -181,11 +183,12 @@ class Head:
         parked = next(iter(self.parked.values()), None)
         document |= {"parked": parked.status() if parked else None, "held": self.journal.held}
         document["troubles"] = self.troubles.texts
-        return {"format": FORMAT, **document, **self.books.status()}
+        return {"format": FORMAT, **document, **self.ledger.status()}
 
     def let_go(self, job: JobState) -> None:
         """Forget a job that has ended, or that is not in the queue any more."""
-        self.states.pop(job.id, None)
+        for mine in (self.states, self._settled, self._uses):
+            mine.pop(job.id, None)
         for each in (self.journal, self.completions, self.stragglers):
             each.forget(job.id)
         self.agents.forget_job(job.id)
@@ -213,18 +216,12 @@ class Head:
     async def _turns(self) -> None:
         await self.journal.read_queue()
         self._began = self._ticked_at = self._awake_since = self.clock()
-        took = 0.0  # seconds of processor time, by the last turn
         while True:
-            await asyncio.sleep(gap := pace.gap(took))
-            with contextlib.suppress(TimeoutError):
-                # wait_for may swallow a cancellation.
-                async with asyncio.timeout(pace.tick(bool(self.journal.queue), took) - gap):
-                    await self._changed.wait()
-            self._changed.clear()
+            nodes = await self.news.wait()
             now, began = self.clock(), time.thread_time()
             self._tick(now)
             try:
-                await self._turn(now)
+                await self._turn(now, nodes)
             except ConflictError as error:
                 lease.give_way(self.epoch, str(error))
             except StoreError as error:
@@ -236,12 +233,12 @@ class Head:
                 await asyncio.sleep(1.0)
             else:
                 self.troubles.clear(TURN)
-            took = time.thread_time() - began
+            self.news.planned(nodes, time.thread_time() - began, bool(self.journal.queue))
 
     async def _watch_clock(self) -> None:
         """Notice when this process was suspended. A long turn does not count: reports arrive during it."""
         while True:
-            await asyncio.sleep(pace.TICK)
+            await asyncio.sleep(turn_timing.TICK)
             self._tick(self.clock())
 
     def _tick(self, now: float) -> None:
@@ -249,7 +246,8 @@ class Head:
             self._awake_since = now
         self._ticked_at = now
 
-    async def _turn(self, now: float) -> None:
+    async def _turn(self, now: float, nodes: frozenset[str] | None = None) -> None:
+        """Decide, write, order. nodes: as for `concerned`."""
         if self.lease is not None:
             await self.lease.check()
         await self.replacements.read()
@@ -263,20 +261,21 @@ class Head:
         self.requests.apply(self.states, job_queue.set_aside(self), now)
         view = self.fleet_view(now)
         self.replacements.joined = liveness.now_joined(view)
-        conditions = self.allocator.conditions(view)
+        conditions, before = self.allocator.conditions(view), self.allocator.assignment
         self.allocator.look(view, conditions)
+        self.troubles.attempt(ACCOUNTS, lambda: self._count(view, conditions), None)
         wanted: set[str] = set()
-        uses = self.troubles.attempt(ACCOUNTS, lambda: self._count(view, conditions), dict[str, accounting.Uses]())
-        self._unchanged.clear()
-        for job in view.jobs:
+        for job in concerned(view, nodes, self._settled, before, self.allocator.assignment):
+            self._settled.pop(job.id, None)
             try:
-                wanted |= self._advance(job, view, conditions, uses.get(job.id, ()))
+                wanted |= self._advance(job, view, conditions)
             except Exception as error:
                 self._park(job.id, error)
-        self.signs.want(frozenset(wanted))
+        if nodes is None:  # only a turn about all jobs sees all their needs
+            self.signs.want(frozenset(wanted))
         await self._write(now)
         self.requests.answer()
-        now_view, acted = replace(view, jobs=self._active()), len(self._unchanged) < len(view.jobs)
+        now_view, acted = replace(view, jobs=self._active()), any(job.id not in self._settled for job in view.jobs)
         conditions = self.allocator.conditions(now_view) if acted else conditions
         self._order(now_view, conditions)
         async with self.published:
@@ -288,30 +287,31 @@ class Head:
         """Leave a job as it is after an error that nobody expected. The other jobs go on."""
         job_queue.park(self, job, f"unexpected error in the head: {error!r}"[:1000], error)
 
-    def _count(self, view: FleetView, conditions: Mapping[str, Condition]) -> dict[str, accounting.Uses]:
-        """The machine time since the last turn, by job."""
+    def _count(self, view: FleetView, conditions: Mapping[str, Condition]) -> None:
+        """Count the machine time since the last turn. It goes into a job's account when the job is planned."""
         fleet, expected = self.fleet, self.allocator.assignment.expected
-        return dict(self.books.count(view, expected, conditions, fleet.rates, fleet.advice, self.scaler.places))
+        found = self.ledger.count(view, expected, conditions, fleet.rates, fleet.advice, self.scaler.places)
+        for job in view.jobs:
+            self._uses[job.id] = (*self._uses.get(job.id, ()), *found[job.id])
 
-    def _advance(
-        self, job: JobState, fleet: FleetView, conditions: Mapping[str, Condition], uses: accounting.Uses
-    ) -> frozenset[str]:
+    def _advance(self, job: JobState, fleet: FleetView, conditions: Mapping[str, Condition]) -> frozenset[str]:
         """Observe, count, complete checkpoints, plan, apply. The nodes whose signs of life the job needs."""
         before, now, add_event = job, fleet.now, partial(self.add_event, job=job.id)
+        uses = self._uses.pop(job.id, ())
         if job.ended_already:
             view = self._job_view(fleet, job, conditions)
-            self._carry_out(replace(view, job=accounting.count(job, view, uses, self.fleet.rates)))
+            self._carry_out(replace(view, job=job_totals.count(job, view, uses, self.fleet.rates)))
             return frozenset()
-        reports = (fleet.by_name[name].report.of(job.id) for name in fleet.reporting.get(job.id, ()))
-        work = [each for each in reports if each is not None]
+        reporting = fleet.reporting.get(job.id, ())
+        work = [found for name in reporting if (found := fleet.by_name[name].report.of(job.id))]
         taken = max((each.generation for each in work), default=0)
         if taken > job.generation:
             # Another head has used this number while both believed that they were the only one.
             job = apply(job, EndGeneration(cause=Cause(kind="head")), now).replace(generation=taken)
         view = self._job_view(fleet, job, conditions)
         wanted = self.signs.update(view, add_event)
-        job = accounting.observe(idle.observe(silence.observe(job, view), view), view)
-        job = accounting.count(job, view, uses, self.fleet.rates)
+        job = job_totals.observe(idle.observe(silence.observe(job, view), view), view)
+        job = job_totals.count(job, view, uses, self.fleet.rates)
         job = self.stragglers.observe(replace(view, job=job), add_event)
         if said := recovery(before, job):
             add_event("recovered", said)
@@ -334,7 +334,7 @@ class Head:
                 self.ended_at = view.now
         self.states[job.id] = job
         if not actions:
-            self._unchanged[job.id] = view
+            self._settled[job.id] = view
 
     async def _write(self, now: float) -> None:
         """Put what has changed into the bucket. Nothing is ordered before that; mere progress is written meanwhile."""
@@ -358,7 +358,7 @@ class Head:
         told = (node.name for node in view.nodes if node.report.version > 1 or node.name not in parked)
         nodes: dict[str, dict[str, tuple[int, ...] | None]] = {name: {} for name in told}
         for job in view.jobs:
-            seen = self._unchanged.get(job.id) or self._job_view(view, job, conditions)
+            seen = self._settled.get(job.id) or self._job_view(view, job, conditions)
             bound = {member.node for member in job.bound}
             for node in seen.nodes:
                 needed = node.assigned and not job.ended_already

@@ -39,6 +39,13 @@ class Draining(Document):
     deadline: float  # when the head stops waiting for it
 
 
+class Released(Document):
+    """The workers of a generation were told to leave it. node: the silent members. at: when."""
+
+    node: str
+    at: float
+
+
 class Saving(Document):
     """A checkpoint being taken: holder i uploads part i."""
 

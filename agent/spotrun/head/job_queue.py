@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from spotrun.errors import JobNotFound, SpecError, SpotrunError, UnreadableError
-from spotrun.head.allocate import Claim
-from spotrun.head.demand import pinned
+from spotrun.head.allocation.allocate import Claim
+from spotrun.head.allocation.demand import pinned
 from spotrun.head.job_state import Cause, EndGeneration, Finish, JobState, Stop, apply
 from spotrun.head.predecessors import awaited, settle
+from spotrun.head.status import held, row
 from spotrun.spec import JobSpec, check_fit
 
 if TYPE_CHECKING:
@@ -86,10 +87,12 @@ async def _accept(head: Head, job: dict[str, object], code: str) -> JobState:
     return state
 
 
-async def brief(head: Head, job: str) -> dict[str, str]:
+async def brief(head: Head, job: str) -> dict[str, Any]:
     """The row of a job that has not ended, and that this head does not run."""
     if job in head.journal.held:
-        return {"id": job, "phase": "held"}
+        with contextlib.suppress(JobNotFound, UnreadableError):
+            return row(await head.load(job)) | held(job)
+        return held(job)
     try:
         return {"id": job, "phase": (await head.load(job)).phase}
     except UnreadableError as error:
@@ -165,7 +168,7 @@ async def take_up(head: Head) -> None:
 
 
 async def _settle(head: Head) -> None:
-    """Let jobs begin whose predecessors have ended as they should, and stop those whose predecessors have not."""
+    """Let a job begin once its predecessors have ended as they should. Stop it if one of them ended otherwise."""
     now, ended = head.clock(), {job for job in head.states if head.journal.ended(job)}
     unended = {*head.jobs, *head.journal.held} - ended
     ends = await head.predecessors.read(head.states.values(), unended, now)
@@ -222,7 +225,7 @@ async def relaunch(head: Head, job: str) -> None:
 
 
 async def take_out(head: Head, job: str) -> bool:
-    """Take a job that this head does not run out of the queue: a parked, held or missing one. False: there is none.
+    """Remove a job from the queue that this head does not run: parked, held or missing. False: there is no such job.
 
     The phase of the job becomes `stopped`. The state of a parked job is not changed.
     """

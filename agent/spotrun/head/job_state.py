@@ -5,13 +5,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from pydantic import AliasChoices, BeforeValidator, Field, SkipValidation
 
 from spotrun.folders import FoldersRef, Input
-from spotrun.head.account import Line
+from spotrun.head.actions import AbortSave as AbortSave
+from spotrun.head.actions import Action as Action
+from spotrun.head.actions import CountFailure as CountFailure
+from spotrun.head.actions import Drain as Drain
+from spotrun.head.actions import DumpStacks as DumpStacks
+from spotrun.head.actions import EndGeneration as EndGeneration
+from spotrun.head.actions import Finish as Finish
+from spotrun.head.actions import KeepFolders as KeepFolders
+from spotrun.head.actions import KeepNode as KeepNode
+from spotrun.head.actions import LetGo as LetGo
+from spotrun.head.actions import Release as Release
+from spotrun.head.actions import Resume as Resume
+from spotrun.head.actions import Save as Save
+from spotrun.head.actions import SetEnding as SetEnding
+from spotrun.head.actions import SetIdle as SetIdle
+from spotrun.head.actions import Start as Start
+from spotrun.head.actions import Stop as Stop
+from spotrun.head.costs.bill import Line
 from spotrun.head.job_parts import Cause as Cause
 from spotrun.head.job_parts import Draining as Draining
 from spotrun.head.job_parts import Ending as Ending
@@ -19,6 +35,7 @@ from spotrun.head.job_parts import Idle as Idle
 from spotrun.head.job_parts import Interruption as Interruption
 from spotrun.head.job_parts import KeptNode as KeptNode
 from spotrun.head.job_parts import Progress as Progress
+from spotrun.head.job_parts import Released as Released
 from spotrun.head.job_parts import Saving as Saving
 from spotrun.head.speeds import Slow, Speed
 from spotrun.head.timeline import Timeline
@@ -36,7 +53,7 @@ def _read_spec(values: object) -> JobSpec:
 
 
 class JobState(Kept):
-    """Everything the head must know of a job after it was killed."""
+    """Everything that a new head must know of a job."""
 
     id: str
     name: str
@@ -61,8 +78,9 @@ class JobState(Kept):
     state_bytes: int = 0  # size of the newest complete checkpoint
     upload: float = 0.0  # seconds that its slowest part took into the bucket; 0: not known
     dumping: bool = False
+    released: Released | None = None  # set if the workers of `current` were told to leave it
     regroups: bool = False  # whether its workers can join another generation without a restart; nodes warm up for it
-    new_workers: bool = False  # whether the next generation needs new workers: those that there are did not go on well
+    new_workers: bool = False  # whether the next generation needs new workers, because the old ones may be broken
     stopping: str = ""  # why the job should stop; empty: it should not
     ending: Ending | None = None
     idle: Idle | None = None
@@ -91,7 +109,7 @@ class JobState(Kept):
     """`spent` by machine and time. The timeline is too large for the state, and no decision needs it."""
     stalled: float = 0.0  # node-seconds that ended generations spent copying snapshots
     cost: float = 0.0  # USD, as far as prices are known
-    account: tuple[Line, ...] = ()  # time and cost by month, pool and market, since heads write this
+    account: tuple[Line, ...] = ()  # time and cost by month, pool and market; older heads did not write it
     unpriced: dict[str, float] = Field(default={})  # machine-seconds by pool that an older head counted without a price
     hourly: float = 0.0  # USD an hour, at present
     counted_at: float = 0.0  # node_seconds are counted up to here
@@ -149,140 +167,6 @@ class JobState(Kept):
         return max(((ref.generation, ref.step) for ref in self.checkpoints), default=(-1, -1))
 
 
-@dataclass(frozen=True)
-class Start:
-    """Begin a new generation."""
-
-    members: tuple[Member, ...]
-    store: str
-    cause: Cause | None = None
-    regroup: bool = False  # as in `Generation`
-
-
-@dataclass(frozen=True)
-class EndGeneration:
-    """End the generation. The next one cannot begin yet."""
-
-    cause: Cause | None = None
-    ending: Ending | None = None
-
-
-@dataclass(frozen=True)
-class Drain:
-    """Stop all workers after `step`."""
-
-    step: int
-    cause: Cause
-    deadline: float
-    reason: str = field(default="", compare=False)  # for operators: why now
-
-
-@dataclass(frozen=True)
-class Save:
-    """Take a checkpoint."""
-
-    ref: StateRef
-    holders: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class AbortSave:
-    """Give up the checkpoint that is being taken."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class CountFailure:
-    """The user's code has failed. This counts as a restart."""
-
-    failure: Failure
-    node: str
-    stacks: str = ""
-
-
-@dataclass(frozen=True)
-class DumpStacks:
-    """The workers hang: keep their stacks, then end them."""
-
-
-@dataclass(frozen=True)
-class Stop:
-    """End the job early; its state goes into the bucket."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class SetEnding:
-    """Say what the job will become once its state is in the bucket."""
-
-    ending: Ending
-
-
-@dataclass(frozen=True)
-class Resume:
-    """Continue from the checkpoint although the script had finished, because no node has the last state any more."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class Finish:
-    """End the job."""
-
-    phase: Literal["succeeded", "failed", "stopped"]
-    reason: str
-
-
-@dataclass(frozen=True)
-class KeepFolders:
-    """The job's folders are in the bucket."""
-
-    ref: FoldersRef
-
-
-@dataclass(frozen=True)
-class KeepNode:
-    """Keep a node of the failed job for a person."""
-
-    node: KeptNode
-
-
-@dataclass(frozen=True)
-class LetGo:
-    """Give the kept node back."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class SetIdle:
-    """Give the machines back, or ask for them again."""
-
-    idle: Idle
-    why: str
-
-
-Action = (
-    Start
-    | EndGeneration
-    | Drain
-    | Save
-    | AbortSave
-    | CountFailure
-    | DumpStacks
-    | Stop
-    | SetEnding
-    | Resume
-    | Finish
-    | KeepFolders
-    | KeepNode
-    | LetGo
-    | SetIdle
-)
-
-
 def apply(job: JobState, action: Action, now: float) -> JobState:
     """The job after the action."""
     match action:
@@ -304,6 +188,8 @@ def apply(job: JobState, action: Action, now: float) -> JobState:
             return job.replace(failure=action.failure, failed_node=action.node)
         case DumpStacks():
             return job.replace(dumping=True)
+        case Release():
+            return job.replace(released=Released(node=action.node, at=now))
         case Stop():
             return job.replace(stopping=action.reason)
         case SetEnding():
@@ -325,13 +211,13 @@ def apply(job: JobState, action: Action, now: float) -> JobState:
 
 
 def saved(job: JobState, complete: tuple[StateRef, ...], manifest: Manifest, now: float, took: float = 0.0) -> JobState:
-    """The job after `manifest` was written. complete: the complete ones, newest first. took: of the slowest `Part`."""
+    """The job after `manifest` was written. complete: the complete ones, newest first. took: s of its slowest part."""
     ref = StateRef(generation=manifest.generation, step=manifest.step)
     saving = None if job.saving and job.saving.ref == ref else job.saving
     # An older generation may have completed the same step: then the bucket has that state under that name.
     known = complete if ref in complete else (ref, *complete)
     if not took and job.saving and not saving:
-        took = now - job.saving.since  # an upper limit: an agent of an older version does not say it
+        took = now - job.saving.since  # an upper limit: an agent of an older version does not report `took`
     job = job.replace(state_bytes=sum(file.size for file in manifest.files), upload=took or job.upload)
     return job.replace(checkpoints=known, saved_at=now, saving=saving)
 
@@ -371,6 +257,7 @@ def _end_generation(job: JobState, cause: Cause | None, now: float) -> JobState:
         current=None,
         draining=None,
         dumping=False,
+        released=None,
         new_workers=in_doubt(job, cause),
         interruptions=interruptions,
         good_seconds=job.good_seconds + good,

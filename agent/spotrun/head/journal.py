@@ -287,7 +287,7 @@ class Journal:
         self._written.pop(job, None)
 
     async def complete(self, manifest: Manifest, keep: int) -> list[StateRef]:
-        """Write a checkpoint's manifest and prune older checkpoints; those that count now, newest first.
+        """Write a checkpoint's manifest and prune older checkpoints. Returns those that count now, newest first.
 
         The manifest is only created, never replaced: the first generation that completes a step keeps that step. The
         files that another generation has for that step are pruned.

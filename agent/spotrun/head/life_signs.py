@@ -40,7 +40,7 @@ class Signs:
         self._wake = asyncio.Event()
         self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="signs")
         self._warned = ""
-        self._last_event: dict[str, str] = {}  # by job: its kind, as in `silence.news`; "": nodes report
+        self._last_event: dict[str, str] = {}  # by job: the event's kind, as in `silence.news`; "": nodes report
 
     @property
     def found(self) -> Mapping[str, Sign]:

@@ -10,14 +10,14 @@ from spotrun.wire import Bundle, JobOrder, Member, SaveOrder
 
 
 class JobOrders:
-    """What agents should be doing for a job that needs them. An agent gets the same object while it is valid."""
+    """What each agent should be doing for one job. While an order is valid, its agent gets the same object."""
 
     def __init__(self, job: JobState, bundle: Bundle) -> None:
         self._job, self._bundle, self._keeper = job, bundle, job.keeper
         self._found: dict[tuple[str, str, tuple[int, ...] | None], JobOrder] = {}
 
     def same(self, other: JobOrders) -> bool:
-        """Whether the others say the same to each agent."""
+        """Whether the other orders say the same to each agent."""
         return self._essence == other._essence
 
     def of(self, node: str, boot: str, devices: tuple[int, ...] | None) -> JobOrder:
@@ -36,7 +36,8 @@ class JobOrders:
         job = self._job
         kept = self._keeper, job.kept_node
         stand_by = job.regroups and job.wants_nodes
-        return self._bundle, job.current, job.generation, job.draining, job.saving, job.dumping, stand_by, *kept
+        told = job.draining, job.saving, job.released, job.dumping
+        return self._bundle, job.current, job.generation, *told, stand_by, *kept
 
     def _order(self, node: str, boot: str, devices: tuple[int, ...] | None) -> JobOrder:
         job, save = self._job, self._save(node)
@@ -52,8 +53,8 @@ class JobOrders:
         if member is None:
             return order
         stop_at = job.draining.step if job.draining else None
-        more = {"stand_by": False, "generation": job.current, "stop_at": stop_at, "save": save, "dump": job.dumping}
-        return order.replace(devices=member.devices, **more)
+        more = {"stop_at": stop_at, "save": save, "release": job.released is not None, "dump": job.dumping}
+        return order.replace(stand_by=False, generation=job.current, devices=member.devices, **more)
 
     def _save(self, node: str) -> SaveOrder | None:
         saving, index = self._job.saving, self._places.get(node)

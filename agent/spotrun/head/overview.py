@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from spotrun.cloud.base import Advice, Instance, Problem, Said
-from spotrun.head.account import HOUR, Rates
 from spotrun.head.capacity.history import Histories
+from spotrun.head.costs.bill import HOUR, Rates
 from spotrun.head.job_state import JobState
 from spotrun.head.status import job_status, row
 from spotrun.spec import ClusterSpec

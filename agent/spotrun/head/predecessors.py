@@ -63,7 +63,7 @@ class Predecessors:
             return End(None)
         except UnreadableError as error:
             return End(None, str(error), now)
-        # Its state and the queue are two objects: between their writes, a job that goes on is not in the queue.
+        # A job's state and the queue are two objects. Between their writes, a relaunched job is not in the queue.
         return End(job, "" if job.ended_already else f"{id} is not in the queue", now)
 
     async def _find(self, key: str, name: str, cluster: str) -> JobState:
@@ -113,7 +113,7 @@ def _wanted(job: JobState, id: str) -> str:
 
 
 def _gives(job: JobState, id: str) -> list[str]:
-    """The folders of that job that this job needs."""
+    """The folders of job `id` that this job needs."""
     return [folder for source, folder in job.spec.sources.values() if source == id]
 
 

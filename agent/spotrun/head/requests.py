@@ -29,7 +29,7 @@ class Requests:
         self._made: list[tuple[asyncio.Future[JobState], JobState]] = []
 
     def add(self, change: Change, job: str | None, kept: bool = False) -> asyncio.Future[JobState]:
-        """Ask for a change of a job; None: of the only job that has not ended. The job after the change.
+        """Ask for a change of a job; None: of the only job that has not ended. Returns the job after the change.
 
         kept: a job that has ended and keeps a node can be changed too.
         """

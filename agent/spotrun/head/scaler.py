@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from spotrun.errors import SpotrunError
+from spotrun.head.allocation.demand import wish
 from spotrun.head.capacity.place import Placements
-from spotrun.head.demand import wish
 from spotrun.head.fleet.classify import Condition, classify
 from spotrun.head.fleet.decide import decide, wanted
 from spotrun.head.fleet.record import Recreate, exhausted
@@ -47,27 +47,36 @@ class Scaler:
 
         Raises `SystemExit` when another head has taken over.
         """
-        head = self._head
         while True:
-            try:
-                await head.check_epoch()
-                for problem in await head.fleet.look():
-                    head.add_event("cloud", f"pool {problem.pool}: {problem.message}")
-                await self.placer.learn(head.fleet_view(head.clock()))
-                await self._scale(head.clock())
-                self.forget()
-                await head.books.write()
-            except SpotrunError as error:
-                log.warning("%s", error)
-            except Exception as error:
-                head.troubles.note(SIZES, error)
-            else:
-                head.troubles.clear(SIZES)
-            head.wake()
+            await self.look()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._poll_seconds):
                     await self.look_now.wait()
             self.look_now.clear()
+
+    async def look(self) -> None:
+        """Ask the cloud, wake the head's loop, and scale the pools. Raises `SystemExit` as `run` does."""
+        head, before = self._head, self._head.fleet.seen()
+        try:
+            await head.check_epoch()
+            try:
+                found = await head.fleet.look()
+            finally:
+                seen = head.fleet.seen()
+                head.news.of_nodes(*(name for name in before | seen if before.get(name) != seen.get(name)))
+            await asyncio.sleep(0)  # the loop's turn first: workers may wait for its orders
+            for problem in found:
+                head.add_event("cloud", f"pool {problem.pool}: {problem.message}")
+            await self.placer.learn(head.fleet_view(head.clock()))
+            await self._scale(head.clock())
+            self.forget()
+            await head.ledger.write()
+        except SpotrunError as error:
+            log.warning("%s", error)
+        except Exception as error:
+            head.troubles.note(SIZES, error)
+        else:
+            head.troubles.clear(SIZES)
 
     async def replace(self, view: FleetView, conditions: Mapping[str, Condition]) -> None:
         """Ask the cloud to replace machines. conditions: of the machines of the view."""

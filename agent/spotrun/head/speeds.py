@@ -1,4 +1,4 @@
-"""How fast a job was on the machines of each pool, measured by generation. `make advise` compares machines so. Pure."""
+"""How fast a job was on the machines of each pool, measured by generation, for `make advise`. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LEAST = 5  # steps of a generation that is measured: the first ones are slow, an
 
 
 class Speed(Document):
-    """A measurement. Of each pool, number of nodes and number of devices, a job keeps the one with most steps."""
+    """A measurement. For each pool, number of nodes and number of devices, a job keeps the one with most steps."""
 
     pool: str  # the pool of all nodes
     nodes: int  # how many trained together

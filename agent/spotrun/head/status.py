@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spotrun.cloud.base import Instance
-from spotrun.head import accounting, node_time, stragglers
-from spotrun.head.account import HOUR
+from spotrun.head import stragglers
 from spotrun.head.capacity.place import Placements
 from spotrun.head.capacity.situation import Placement
+from spotrun.head.costs import job_totals, node_time
+from spotrun.head.costs.bill import HOUR
 from spotrun.head.fleet.classify import Condition
 from spotrun.head.fleet.decide import decide
 from spotrun.head.fleet.pools import Fleet
@@ -25,6 +26,7 @@ from spotrun.head.job_state import (
     JobState,
     KeepNode,
     LetGo,
+    Release,
     Resume,
     SetIdle,
     Start,
@@ -49,8 +51,8 @@ def status(
 ) -> dict[str, Any]:
     """Everything an operator may want to know, as JSON values, but for events.
 
-    job: the one that the document is about. views: what each job sees that has not ended, or keeps a node. placements:
-    where each job may train.
+    job: the one that the document is about. views: what each job sees, for jobs that have not ended or keep a node.
+    placements: where each job may train.
     """
     instances = fleet.instances or []
     problems = {problem.pool: problem.message for problem in fleet.problems}
@@ -100,8 +102,14 @@ def row(job: JobState, view: View | None = None) -> dict[str, Any]:
     }
 
 
+def held(job: str) -> dict[str, Any]:
+    """What the row of a held job says in place of its state's values."""
+    why = f"held since the cluster was brought up; `make relaunch ID={job}` continues it"
+    return {"id": job, "phase": "held", "reason": why, "nodes": [], "eta": None}
+
+
 def job_status(job: JobState, view: View | None = None) -> dict[str, Any]:
-    """A job alone; also of one that ended long ago, from its state.json."""
+    """The status of one job. It may have ended long ago: its state.json is enough."""
     progress = job.progress
     silent = view is not None and silence.since(view) is not None
     waits = job.phase == "waiting" and job.generation == 0
@@ -137,7 +145,7 @@ def job_status(job: JobState, view: View | None = None) -> dict[str, Any]:
         "kept": _kept(job) if view else None,
         "conditions": conditions(view) if view else [],
         "interruptions": [each.model_dump(exclude={"step_cost"}) for each in job.interruptions],
-        "goodput": accounting.goodput(job),
+        "goodput": job_totals.goodput(job),
         "node_seconds": job.node_seconds,
         "node_time": node_time.split(job),
         "snapshot_seconds": node_time.stalled(job),
@@ -242,7 +250,7 @@ def _phase(view: FleetView, job: str, node: Node) -> str:
 
 
 def _place(view: FleetView, job: str, node: Node) -> dict[str, Any]:
-    """A job on a node. A job without devices there has left its state."""
+    """A job on a node. If the job has no devices there, the node still holds a state of it."""
     doing, since = node.doing
     return {
         "job": job,
@@ -268,6 +276,8 @@ def event(job: JobState, action: Action) -> tuple[str, str] | None:
         case Drain():
             more = f"; {action.reason}" if action.reason else ""
             return "drain", f"all stop after step {action.step}{_why(action)}{more}"
+        case Release():
+            return "generation", f"its workers leave it, because {action.node} is silent"
         case CountFailure():
             return "failure", f"{action.node} rank {action.failure.rank}: {action.failure.message}"
         case AbortSave():

@@ -20,9 +20,9 @@ from spotrun.head.view import Node, View
 PARTS = 5
 STEPS = 10  # of a part, at least: 50 steps in all
 SECONDS = 6.0  # of a part, at least: with steps of 5 ms, 50 steps would be a quarter of a second
-# From which factor on a rank is slow, and below which factor it is not slow any more. At 1.5, a job whose own time is
-# half of a step takes a quarter longer. Between the two factors, everything stays as it is. So nobody is told again and
-# again of a rank whose factor is near a limit.
+# A rank becomes slow at the first factor, and is no longer slow below the second. At 1.5, a job whose own time is half
+# of a step takes a quarter longer. Between the two factors, everything stays as it is. So operators are not told again
+# and again about a rank whose factor is near a limit.
 SLOW, OVER = 1.5, 1.2
 # How much longer than the others' the own time must be, as a part of a step. Less is not worth an event: to read a
 # batch in 2 ms instead of 1 ms is a factor of 2, and nothing in a step of 100 ms.

@@ -1,8 +1,8 @@
 """What each machine of a job did, and when: `node_time` with times and machines. Pure.
 
 The head counts a machine's time with `node_time.kind`. The same kind, for the same seconds, goes into the timeline. So
-all spans add up to what the job's account has. So do those of a kind, unless time was counted by mistake: the account
-takes it back from the kind of that moment, and the timeline from where it was.
+all spans add up to what the job's account has. The spans of one kind also do, unless time was counted by mistake. The
+account takes such time back from the machine's present kind, and the timeline from the spans that had it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from spotrun.document import FORMAT
-from spotrun.head.account import Use
+from spotrun.head.costs.bill import Use
 
 MOST = 4000  # spans that are kept. If there are more, the oldest ones of each machine become one of kind `MIXED`
+MACHINES = 1000  # machines that have such a span. If there are more, those of the oldest machines become one
+EARLIER = "earlier machines"  # the name of that span's machine; no machine has a space in its name
 MIXED = "mixed"  # the time of several kinds
 NEAR = 0.01  # seconds: two spans of the same kind with a shorter gap are joined
 GONE = 60.0  # seconds after which a machine that is not counted any more is not expected back
@@ -24,11 +26,11 @@ GONE = 60.0  # seconds after which a machine that is not counted any more is not
 class Span(NamedTuple):
     """Time of one machine that went into one thing."""
 
-    node: str  # the machine's name
+    node: str  # the machine's name, or `EARLIER`
     kind: str  # as in `node_time`; `booting` is the part of `starting` before the agent is connected
     start: float  # epoch seconds
     end: float  # epoch seconds
-    share: float = 1.0  # the part of the machine that the job pays for
+    share: float = 1.0  # the part of the machine that the job pays for; of `EARLIER`: how many machines, on average
 
     @property
     def seconds(self) -> float:
@@ -71,11 +73,11 @@ class Timeline:
             if last is not None:
                 closed.append(last)
             growing[use.machine] = Span(use.machine, what, use.start, use.end, use.share)
-        if not closed:
-            return replace(self, closed=older, growing=growing)
         newest = max((span.end for span in growing.values()), default=0.0)
         for name in [name for name, span in growing.items() if newest - span.end > GONE]:
             closed.append(growing.pop(name))
+        if not closed:
+            return replace(self, closed=older, growing=growing)
         return Timeline(_bounded((*older, *closed)), growing)
 
     def text(self) -> bytes:
@@ -111,18 +113,26 @@ def _without(use: Use, spans: Iterable[Span]) -> Iterator[Span]:
 
 
 def _bounded(spans: tuple[Span, ...]) -> tuple[Span, ...]:
-    """At most `MOST` spans. Of the older half, those of a machine become one."""
+    """About `MOST` spans at most. Of the older ones, those of a machine become one, and the oldest machines too."""
     if len(spans) <= MOST:
         return spans
     ordered = sorted(spans, key=lambda span: span.start)
-    older, newer = ordered[: MOST // 2], ordered[MOST // 2 :]
+    older, newer = ordered[: -MOST // 2], ordered[-MOST // 2 :]
     joined: dict[str, Span] = {}
     for span in older:
-        last = joined.get(span.node)
-        if last is None:
-            joined[span.node] = span._replace(kind=MIXED)
-            continue
-        end = max(last.end, span.end)
-        whole = end - last.start
-        joined[span.node] = last._replace(end=end, share=(last.seconds + span.seconds) / whole if whole else last.share)
+        joined[span.node] = _mixed(joined.get(span.node, span._replace(end=span.start)), span)
+    if len(joined) > MACHINES:
+        earlier = joined.pop(EARLIER, None)
+        machines = sorted(joined.values(), key=lambda span: span.end)
+        gone, kept = machines[: -MACHINES // 2], machines[-MACHINES // 2 :]
+        for span in gone:
+            earlier = _mixed(earlier or span._replace(node=EARLIER, end=span.start), span)
+        joined = {span.node: span for span in (*([earlier] if earlier else ()), *kept)}
     return (*joined.values(), *newer)
+
+
+def _mixed(last: Span, span: Span) -> Span:
+    """Both spans as one of kind `MIXED`, with the node-seconds of both."""
+    start, end = min(last.start, span.start), max(last.end, span.end)
+    share = (last.seconds + span.seconds) / (end - start) if end > start else last.share
+    return Span(last.node, MIXED, start, end, share)

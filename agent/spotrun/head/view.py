@@ -163,7 +163,7 @@ class FleetView:
 
     @cached_property
     def memberships(self) -> Mapping[str, tuple[tuple[JobState, Member], ...]]:
-        """By node name: the jobs whose current generation the node is in, and what it is there."""
+        """By node name: the jobs whose current generation the node is in, and its `Member` there."""
         return _by_node((member.node, (job, member)) for job in self.jobs for member in job.members)
 
     @cached_property

@@ -115,7 +115,7 @@ def continued(mine: Points, others: Sequence[Points]) -> Points:
 
 
 def limits(headers: Iterable[Header]) -> dict[int, Place | None]:
-    """For each generation the place from which on its points are void; None: all of them count."""
+    """For each generation, the place at which its void points begin; None: all of its points count."""
     found: dict[int, Place | None] = {}
     least: Place | None = None
     for header in sorted(headers, key=lambda header: -header.generation):
@@ -176,7 +176,7 @@ def thin_curve(curve: Curve, most: int) -> Curve:
 
 
 def _runs(curve: Curve) -> list[tuple[int, int]]:
-    """The stretches of points with one generation that are all void, or all not."""
+    """The stretches of points of one generation that all count, or that are all void."""
     found, start, end = [], 0, len(curve.points)
     while start < end:
         stop = bisect_left(curve.generations, curve.generations[start] + 1, start, end)

@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 
 from spotrun.errors import NotFound, TooLargeError, UnreadableError
 from spotrun.history.curves import Curve, Place, Points, continued, merge, pieces, thin
@@ -17,6 +18,7 @@ from spotrun.store import Store, metrics_folder
 AT_ONCE = 16  # blocks that are downloaded at once
 LARGEST = 32 << 20  # bytes of a block's object that are read
 PROBLEMS = 100  # messages about unreadable blocks that are kept
+NAMES = 1000  # names that are read at most, with `most`
 _KEY = re.compile(r".*/metrics/([0-9]{4,9})/(?:rank-([0-9]{4,9})/)?([0-9]{6,12})\.jsonl\.zst")
 Source = tuple[int, int]  # generation, rank
 
@@ -24,16 +26,17 @@ Source = tuple[int, int]  # generation, rank
 class Reader:
     """The curves of a job. One thread at a time uses it.
 
-    headers: of each generation that has logged, by number. problems: blocks that could not be read, and why. unread:
-    blocks that the last update has left for the next one.
+    headers: of each generation that has logged, by number. problems: what could not be read, and why. unread: blocks
+    that the last update has left for the next one.
     """
 
     def __init__(self, store: Store, job: str, names: Iterable[str] | None = None, most: int = 0) -> None:
         """names: read only these; None: all. most: points of each name and generation in memory; 0: all of them.
 
         With `most`, points are thinned while they are read (`curves.thin`), so that memory is bounded: about 100 bytes
-        for each of these points. After an interruption, the least or the greatest value of the range of steps around
-        the base may then belong to the void part, and be missing in the part that counts.
+        for each of these points, and only the first `NAMES` names are read. After an interruption, the least or the
+        greatest value of the range of steps around the base may then belong to the void part, and be missing in the
+        part that counts.
         """
         self.headers: dict[int, Header] = {}
         self.problems: list[str] = []
@@ -41,7 +44,8 @@ class Reader:
         self._store, self._job, self._most = store, job, most
         self._only = None if names is None else frozenset(names)
         self._read: dict[Source, list[int]] = {}  # numbers of the blocks that were read
-        self._points: dict[str, dict[Source, Points]] = {}  # by name. Of a rank but 0: those after rank 0's last one
+        self._points: dict[str, dict[Source, Points]] = {}  # by name. Of other ranks: those after rank 0's last one
+        self._too_many = False  # whether there are more names than are read
         self._last: dict[int, Place] = {}  # of rank 0's last number of any name, by generation
 
     @property
@@ -80,8 +84,9 @@ class Reader:
                     self._read.setdefault(source, []).append(number)
                     if isinstance(block, Block):
                         self._add(block)
-                    elif block and len(self.problems) < PROBLEMS:
-                        self.problems.append(block)
+                    problem = block.missing if isinstance(block, Block) else block
+                    if problem and len(self.problems) < PROBLEMS:
+                        self.problems.append(problem)
         self.unread = len(new) - start
         if new:
             self._drop_repeated()
@@ -128,7 +133,7 @@ class Reader:
             self.headers[header.generation] = header
         if header.rank == 0 and calls:
             self._last[header.generation] = points.place(calls[-1])
-        for name, piece in pieces(block, self._only).items():
+        for name, piece in pieces(block, self._wanted(block)).items():
             mine = self._points.setdefault(name, {})
             if source in mine:
                 mine[source].extend(piece)
@@ -137,8 +142,22 @@ class Reader:
             if self._most and len(mine[source]) > 2 * self._most:
                 mine[source] = thin(mine[source], self._most)
 
+    def _wanted(self, block: Block[Call]) -> Iterable[str] | None:
+        """The names of a block that are read; None: all. A script may log a new name in each step."""
+        if not self._most or self._only is not None:
+            return self._only
+        names = dict.fromkeys(chain.from_iterable(call.values for call in block.calls))
+        new = [name for name in names if name not in self._points]
+        room = NAMES - len(self._points)
+        if len(new) <= room:
+            return None
+        if not self._too_many:
+            self._too_many = True
+            self.problems.append(f"{self._job} has logged more than {NAMES} names: only the first {NAMES} are read")
+        return self._points.keys() | new[:room]
+
     def _drop_repeated(self) -> None:
-        """Forget what other ranks have logged beside rank 0's numbers."""
+        """Of other ranks' numbers, keep only those after rank 0's last step."""
         for mine in self._points.values():
             for generation, rank in mine:
                 if rank and generation in self._last:

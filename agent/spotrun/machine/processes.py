@@ -1,15 +1,20 @@
-"""End processes with their parent, and find and kill descendants. Standard library only."""
+"""End processes with their parent, find and kill descendants, mark a fork. Standard library only."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import signal
 from collections.abc import Iterable
 from pathlib import Path
 
-_PR_SET_PDEATHSIG = 1
+MARK = "SPOTRUN_NODE_MARK"  # this variable marks all processes of a local machine
+ZYGOTE = "SPOTRUN_ZYGOTE"  # the variable: path of the socket of `spotrun.node.launch.zygote`, if there is one
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_ENV_START, _ENV_END = 47, 48  # in /proc/PID/stat, counted from the field after the name (proc(5))
 OOM_SCORE = "500"  # from -1000 (killed never) to 1000 (first); the agent and a user's programs have lower scores
 
 
@@ -22,6 +27,29 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def adopt_orphans() -> None:
+    """Make this process the parent of all orphans of its process tree (prctl(2))."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def show_environment() -> None:
+    """Make /proc/PID/environ show this fork's own variables, MARK first: it shows the parent's otherwise.
+
+    Clear `os.environ` and set it again before: this overwrites the memory of the variables that the program was started
+    with. That memory is all the room that there is, and what does not fit is not shown. Forks of this process show the
+    same. Raises OSError if there is no room for MARK.
+    """
+    stat = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(stat[_ENV_START]), int(stat[_ENV_END])
+    first = os.fsencode(MARK)
+    variables = sorted(os.environb.items(), key=lambda item: item[0] != first)
+    text = b"".join(b"%s=%s\0" % item for item in variables)
+    shown = text[: text.rfind(b"\0", 0, end - start) + 1]
+    if first in os.environb and not shown:
+        raise OSError(errno.ENOSPC, f"{end - start} bytes are too few for {MARK} in /proc/{os.getpid()}/environ")
+    ctypes.memmove(start, shown.ljust(end - start, b"\0"), end - start)
+
+
 def offer_to_oom_killer() -> None:
     """Make the kernel kill this process and its children before others when memory runs out (proc(5), oom_score_adj).
 
@@ -31,15 +59,19 @@ def offer_to_oom_killer() -> None:
         Path("/proc/self/oom_score_adj").write_text(OOM_SCORE)
 
 
-def descendants(pid: int) -> list[int]:
-    """All processes below `pid`, as far as /proc shows them."""
+def children(pid: int) -> list[int]:
+    """The children of `pid`, as far as /proc shows them."""
     found: list[int] = []
     with contextlib.suppress(OSError):  # the process has ended
         for task in list(Path(f"/proc/{pid}/task").iterdir()):
             with contextlib.suppress(OSError):  # the thread has ended
-                for child in (task / "children").read_text().split():
-                    found += [int(child), *descendants(int(child))]
+                found += map(int, (task / "children").read_text().split())
     return found
+
+
+def descendants(pid: int) -> list[int]:
+    """All processes below `pid`, as far as /proc shows them."""
+    return [each for child in children(pid) for each in (child, *descendants(child))]
 
 
 def kill(pids: Iterable[int]) -> None:

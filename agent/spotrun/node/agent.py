@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import re
+import tempfile
 import time
 import uuid
 from collections.abc import Mapping
@@ -213,8 +214,10 @@ class Agent:
             return
         if not self._cleaned:
             self._cleaned = True
-            jobs = {*order.parked, *(each.bundle.id for each in order.jobs)}
-            await asyncio.to_thread(cleanup.empty, self._settings.tmpfs, jobs)
+            kept = {*order.parked, *(each.bundle.id for each in order.jobs)}
+            temporary = Path(tempfile.gettempdir())  # on a local machine it is in this folder
+            kept |= {temporary.name} if temporary.parent == self._settings.tmpfs else set()
+            await asyncio.to_thread(cleanup.empty, self._settings.tmpfs, kept)
             for folder, keep in self._kept_folders().items():
                 await asyncio.to_thread(cleanup.empty, folder, keep)
         # No order should wait for the removal, which may take long. So the files are only moved here.

@@ -11,6 +11,8 @@ from spotrun.node import memory
 from spotrun.node.job import Job, Node
 from spotrun.node.log_uploader import LogUploader
 from spotrun.node.workers import WorkerGroup
+from spotrun.state.control import release_fifo
+from spotrun.state.wakeup import wake
 from spotrun.store import log_key
 from spotrun.wire import Failure, Generation, JobOrder
 
@@ -66,7 +68,7 @@ class Generations:
             self._start(job, wanted, rank, waiting)
 
     def _rank(self, wanted: Generation | None) -> int:
-        """This node's rank in the generation; -1: it is no member."""
+        """This node's rank in the generation; -1: it is not a member."""
         me = (self._node.identity.name, self._node.boot)
         members = wanted.members if wanted is not None else ()
         return next((i for i, member in enumerate(members) if (member.node, member.boot) == me), -1)
@@ -152,6 +154,14 @@ class Generations:
         if group.alive:
             log.error("workers of generation %s did not end; the launcher is ended with them", group.number)
             await job.restart_launcher()
+
+
+def release(group: WorkerGroup) -> None:
+    """Have workers that can regroup leave their generation, once. A peer is silent, which they would not notice."""
+    for each in group.workers:
+        if each.code is None and each.control.able == 1 and each.control.released != group.number:
+            each.control.released = group.number
+            wake(str(release_fifo(each.path)))
 
 
 def drop_group(job: Job) -> None:

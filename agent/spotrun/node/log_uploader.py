@@ -3,7 +3,7 @@
 Other files that grow are uploaded in the same way, without times and bounds.
 
 A worker's output has no times. So the agent looks at the length of each log now and then, and writes the length into a
-text beside the log. A line of this text has epoch seconds and bytes. It gives the lines of the log their times.
+text beside the log. A line of this text has epoch seconds and bytes. Readers take the times of the log's lines from it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ log = logging.getLogger(__name__)
 
 INTERVAL = 5.0  # seconds between uploads of a log that grows
 LONGEST = 256 << 20  # bytes of a log; one that grows beyond that begins again, because all jobs share the disk
-STRETCH = 4 << 20  # bytes; a log of n times this size is uploaded n times as seldom, as each upload sends all of it
+STRETCH = 4 << 20  # bytes; a log of n times this size is uploaded n times less often: each upload sends all of it
 SEARCHING = 0.01  # share of the time that the search for other files may take
 
 
 class _Times:
-    """When a log had which size. An old log is measured more seldom: whenever its age has grown by 0.1 %."""
+    """When a log had which size. An old log is measured less often: whenever its age has grown by 0.1 %."""
 
     def __init__(self) -> None:
         self.notes: list[tuple[float, int]] = []
@@ -54,13 +54,13 @@ class _Times:
 class GrowingFiles:
     """Files that grow, and the objects in the bucket that they are copied to.
 
-    find: the files, with their keys. It is called in another thread. A search that takes long is repeated more seldom.
+    find: the files, with their keys. It is called in another thread. A search that takes long is repeated less often.
     """
 
     def __init__(self, store: Store, find: Callable[[], Mapping[Path, str]]) -> None:
         self._store, self._search = store, find
         self._found: Mapping[Path, str] = {}
-        self._search_at = 0.0  # monotonic seconds: not before that, search again
+        self._search_at = 0.0  # monotonic seconds: the next search is not before that
         self._uploaded: dict[Path, tuple[int, float]] = {}  # size, and monotonic seconds of the upload
         self._lock = asyncio.Lock()
 
@@ -87,7 +87,7 @@ class GrowingFiles:
             try:
                 self._found = await asyncio.to_thread(self._search)
             except Exception as error:  # the script may do anything to its folders
-                log.warning("its files that grow were not found: %r", error)
+                log.warning("cannot look for the job's files that grow, trying again later: %r", error)
             self._search_at = began + (time.monotonic() - began) / SEARCHING
         return self._found
 
@@ -137,7 +137,7 @@ class LogUploader(GrowingFiles):
         return done
 
     async def _shorten(self) -> None:
-        """Look at the length of each log now and then: an upload may take long."""
+        """Look at the length of each log now and then, beside the uploads, which may take long."""
         while True:
             await asyncio.sleep(INTERVAL / 5)
             for path in list(self._keys):
@@ -151,4 +151,4 @@ def shorten(path: Path) -> None:
     if path.stat().st_size > LONGEST:
         os.truncate(path, 0)
         with path.open("a") as file:
-            file.write(f"spotrun: this log was longer than {LONGEST >> 20} MiB; everything before is removed\n")
+            file.write(f"spotrun: this log was longer than {LONGEST >> 20} MiB; all before this line was removed\n")

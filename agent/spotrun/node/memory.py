@@ -11,7 +11,7 @@ from pathlib import Path
 from spotrun.state import slots
 
 SNAPSHOTS = 2  # of each job: while one is written, the older one must stay
-RESERVE = 0.1  # share of the file system that files which are no snapshots must leave free
+RESERVE = 0.1  # share of the file system that must stay free of files that are not snapshots
 _SLOT = re.compile(r"[0-9]+\.[a-z]+")  # a file of `spotrun.state.slots`
 
 
@@ -38,7 +38,7 @@ def free(tmpfs: Path) -> int:
 
 
 def excess(folder: Path) -> int:
-    """Bytes of a job's files that are no snapshots, if these files leave the other jobs too little room; else 0."""
+    """Bytes of a job's files that are not snapshots, if they leave the other jobs too little room; else 0."""
     found = os.statvfs(folder)
     reserve = RESERVE * found.f_blocks * found.f_frsize
     if found.f_bavail * found.f_frsize >= reserve:

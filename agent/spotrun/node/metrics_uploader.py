@@ -26,11 +26,11 @@ from spotrun.store import Store, extras_key, metrics_key, substitute_key
 log = logging.getLogger(__name__)
 
 LOOK = 1.0  # seconds between looks at the folder; also between two blocks of a node with a notice
-LAST = 4.0  # seconds that the last upload waits for another one
+LAST = 4.0  # seconds that the last upload waits for one that still runs
 INTERVAL = (2.0, 10.0)  # seconds between two blocks of a generation: at its beginning, and in the long run
-SLOWER = 60.0  # a generation of this many seconds has blocks of one second. A long one has fewer, longer blocks
-ROTATION = 10.0  # seconds of a substitute's block. A node loses at most the numbers since its last block: `INTERVAL`
-KEPT = 3  # blocks of a substitute that stay while the generation goes on
+SLOWER = 60.0  # a block lasts the generation's age ÷ this, within `INTERVAL`
+ROTATION = 10.0  # seconds of a substitute's block
+KEPT = 3  # blocks of a substitute that stay while the generation goes on: rank 0's node loses at most its last block
 WAITING = 256 << 20  # bytes on the disk that wait for the bucket; beyond that the oldest block is dropped
 
 
@@ -39,7 +39,7 @@ class MetricsUploader:
 
     def __init__(self, store: Store, job: str, folder: Path) -> None:
         self._store, self._job, self._folder = store, job, folder
-        self._seen: dict[Path, float] = {}  # folders of generations and growing blocks: monotonic seconds of the find
+        self._seen: dict[Path, float] = {}  # monotonic seconds when each folder and each growing block was first seen
         self._ended: set[Path] = set()  # folders of substitutes whose generation has ended
         self._lock = threading.Lock()  # held by the thread that uploads: `upload` may have been cancelled meanwhile
         self._wake = asyncio.Event()
@@ -52,7 +52,7 @@ class MetricsUploader:
         self._wake.set()
 
     def soon(self) -> None:
-        """Upload what there is now: a state that belongs to it has reached the bucket."""
+        """Upload the points that there are now, because a checkpoint has reached the bucket."""
         for path in [path for path in list(self._seen) if path.suffix == points.PART]:
             self._seen[path] = -math.inf
         self._wake.set()
@@ -150,7 +150,7 @@ class MetricsUploader:
             excess -= size
 
     def _tidy(self) -> None:
-        """Remove what generations that are over have left empty. Each look goes through all folders."""
+        """Remove the empty folders of generations that are over, because each look goes through all folders."""
         for _, folder in self._generations()[:-1]:
             for each in (*points.substitutes(folder), folder / points.EXTRAS, folder):
                 with contextlib.suppress(OSError):  # it has blocks that wait, or there is none

@@ -39,8 +39,8 @@ def environment(facts: Facts) -> dict[str, str]:
     (bootstrap.cc, net_socket.cc). `=` means this exact name and not a prefix
     (https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-socket-ifname).
     NCCL_NET: without it, NCCL silently sends over TCP if its plugin for EFA does not load. With it, NCCL fails (the
-    same page, #nccl-net). A job that wants TCP sets `NCCL_NET: Socket`. Versions of the plugin up to 1.11 know only
-    this name (aws-ofi-nccl, nccl_ofi_interface_nvidia.cpp).
+    same page, #nccl-net). A job that wants TCP sets `NCCL_NET: Socket`. Versions of the plugin up to 1.11 have only
+    the name `AWS Libfabric` (aws-ofi-nccl, nccl_ofi_interface_nvidia.cpp).
     TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC: when a collective has failed, torch waits for four times this before it ends
     the worker, so that a dump can be written. By default, it waits for a minute (ProcessGroupNCCL.cpp, `Watchdog`).
     FI_EFA_USE_HUGE_PAGE: a process with huge pages may be unable to fork, and a DataLoader with workers forks

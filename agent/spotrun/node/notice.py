@@ -44,7 +44,7 @@ Put = Callable[[str, Notice | None], None]
 class Terms:
     """How long a notice of this machine's cloud is, and when a notice begins to count. In seconds."""
 
-    preempt: float = GCE_NOTICE  # from GCE's notice of preemption until the power button is pressed or it ends
+    preempt: float = GCE_NOTICE  # from the notice of preemption until GCE presses the power button, or ends the machine
     maintenance: float = GCE_MAINTENANCE_SECONDS  # from GCE's notice of maintenance until the machine stops
     lead: float = RETIRE_LEAD  # a notice counts from this long before the end; until then, it is only announced
 
@@ -156,7 +156,7 @@ def parse_ec2(kind: str, text: str, now: float) -> Notice:
         raise ValueError("a time more than a day away")
     if kind == "preempt":
         return Notice(kind="preempt", deadline=at)
-    return Notice(kind="rebalance", deadline=at + EC2_NOTICE)  # as if the notice came now
+    return Notice(kind="rebalance", deadline=at + EC2_NOTICE)  # as if EC2's notice came at this time
 
 
 async def _watch_gce(metadata: GceMetadata, path: str, terms: Terms, put: Put) -> None:

@@ -130,7 +130,7 @@ class PartUploader:
         return None
 
     def _make_folder(self, stack: contextlib.ExitStack) -> Path:
-        """A new folder for a copy, until the stack is closed. Raises OSError: a full disk has no room for a folder."""
+        """Make a folder for a copy. The stack removes it. Raises OSError: a full disk has no room even for a folder."""
         self._scratch.mkdir(parents=True, exist_ok=True)
         folder = tempfile.TemporaryDirectory(prefix="part-", dir=self._scratch, ignore_cleanup_errors=True)
         return Path(stack.enter_context(folder))

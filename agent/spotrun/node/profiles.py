@@ -130,7 +130,7 @@ def _folder(path: Path) -> Iterator[Path]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise SpotrunError("somebody else profiles this rank now; try again in some minutes") from None
+            raise SpotrunError("somebody else is profiling this rank; try again in a few minutes") from None
         for each in path.iterdir():  # of a request that was killed
             each.unlink()
         try:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from spotrun.backoff import Backoff
 from spotrun.errors import SpotrunError
 from spotrun.node import about, cleanup, event_files, memory
-from spotrun.node.generations import Generations, drop_group
+from spotrun.node.generations import Generations, drop_group, release
 from spotrun.node.job import Job, Node
 from spotrun.node.kept_folders import Keeper
 from spotrun.node.log_uploader import GrowingFiles, LogUploader
@@ -61,6 +61,7 @@ class Runner:
         self._flush: asyncio.Task[None] | None = None
         self._again = Backoff(*AGAIN)
         self._about: asyncio.Task[None] | None = None
+        self._seed = NONE  # of the script, as far as a turn has seen it
         self._event = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._report = self._make_report()
@@ -144,7 +145,7 @@ class Runner:
             self._changed()
 
     async def _take_turn(self) -> None:
-        """An error that nobody expected ends this job's processes, and no other job's."""
+        """Take a turn. An unexpected error ends the processes of this job, but those of no other job."""
         try:
             if self._order is not None and not self._leaving.is_set():
                 await self._turn(self._order)
@@ -174,6 +175,7 @@ class Runner:
                 self._about = asyncio.create_task(self._write_about(job))
             group = job.group
             if group is not None:
+                self._seed = group.workers[0].control.seed
                 await self._apply_steps(job, group, order)
             self._find_snapshot(group)
         self._apply_save(group, order)
@@ -193,6 +195,8 @@ class Runner:
     async def _apply_steps(self, job: Job, group: WorkerGroup, order: JobOrder) -> None:
         part = self._part_uploader.part
         group.set_steps(order.stop_at, order.save.step if order.save and not part else None)
+        if order.release:
+            release(group)
         if order.dump and group.alive and not group.stacks:
             await self._end_hung(job, group)
         elif group.broken:
@@ -284,16 +288,17 @@ class Runner:
         return {path: event_file_key(self.id, node, name) for path, name in found.items()}
 
     async def _write_about(self, job: Job) -> None:
-        """Write down what this node has, once its workers have begun: not while they start."""
+        """Write down what this node has, once its workers have started."""
         while job.group is not None and job.group.phase == "starting":
             await asyncio.sleep(4 * POLL)
-        node, seed = self._node, job.group.workers[0].control.seed if job.group is not None else NONE
+        # The workers of a short job may be gone already.
+        node, seed = self._node, job.group.workers[0].control.seed if job.group is not None else self._seed
         await asyncio.to_thread(
             about.write, node.store, self.id, node.identity, node.boot, node.devices, job.python_path, seed
         )
 
     async def _upload_logs(self) -> None:
-        """Upload what the workers have printed and logged: they have ended, or wait."""
+        """Upload what the workers have printed and logged, when they have ended or wait."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_UPLOAD):
                 uploaders = (self._metrics, self._logs, self._events)

@@ -62,7 +62,7 @@ def show(job: str) -> int:
 
 
 def check(job: str) -> None:
-    """Raise `SpotrunError` if it could not be a job's id: then it may lead out of its folder."""
+    """Raise `SpotrunError` if this is not a job's id: as a part of a path, it could lead to another folder."""
     if not _JOB.fullmatch(job):
         raise SpotrunError(f"{job!r}: is not a job's id")
 

@@ -18,7 +18,7 @@ from typing import Literal
 from spotrun.machine.processes import descendants, kill
 from spotrun.node import cleanup, worker_failure
 from spotrun.state import exit_note
-from spotrun.state.control import EXIT_DRAINED, EXIT_PEER, NONE, Control, Invitation, warm_up_store
+from spotrun.state.control import EXIT_DRAINED, EXIT_PEER, NONE, Control, Invitation, release_fifo, warm_up_store
 from spotrun.wire import Failure, Generation, Worker
 
 log = logging.getLogger(__name__)
@@ -32,6 +32,7 @@ REAP = 10.0  # seconds for killed workers to be gone
 STACKS = 2.0  # seconds for the stacks to be in the log
 
 STARTING = ("starting workers", "running the script's set-up", "forming the process group", "restoring the state")
+JOINING = "joining the other workers"  # in place of the set-up, which a worker that regroups does not run again
 
 _FENCE = threading.Lock()  # taking it orders memory: without it, a processor may read ahead of its own writes
 
@@ -143,7 +144,8 @@ class WorkerGroup:
         """What the slowest worker does before it trains, and since when, in epoch seconds."""
         done = [[c.forked, c.entered, c.grouped, c.restored] for c in (each.control for each in self.workers)]
         index = min((sum(at > 0 for at in times) for times in done), default=0)
-        return (*STARTING, "")[index], max((times[index - 1] for times in done), default=0.0) if index else self._began
+        said = JOINING if index == 1 and self.number and self.origin else (*STARTING, "")[index]
+        return said, max((times[index - 1] for times in done), default=0.0) if index else self._began
 
     def started(self, pids: Sequence[int]) -> None:
         """Record that the launcher has forked the workers."""
@@ -242,9 +244,9 @@ class WorkerGroup:
             if each.pidfd >= 0:
                 os.close(each.pidfd)
                 each.pidfd = -1
-            for path in (each.path, exit_note.path_for(each.path), Invitation.path_for(each.path)):
+            beside = exit_note.path_for, Invitation.path_for, warm_up_store, release_fifo
+            for path in (each.path, *(place(each.path) for place in beside)):
                 path.unlink(missing_ok=True)
-            warm_up_store(each.path).unlink(missing_ok=True)
 
     def _settled(self, draining: bool) -> bool:
         """Whether no snapshot is under way that a kill would spoil."""
@@ -253,10 +255,11 @@ class WorkerGroup:
 
     def _peers_gone(self) -> list[Failure]:
         """Why workers have left this generation, and wait for the next one."""
-        for each in self.workers:
-            if each.left == EXIT_PEER and each.rank not in self._left:
+        gone = [each for each in self.workers if each.left == EXIT_PEER]  # one look: others may leave meanwhile
+        for each in gone:
+            if each.rank not in self._left:
                 self._left[each.rank] = worker_failure.read(each.path, each.log, each.rank, EXIT_PEER)
-        return [self._left[each.rank] for each in self.workers if each.left == EXIT_PEER]
+        return [self._left[each.rank] for each in gone]
 
     def _check_exited(self) -> None:
         if all(each.code is not None for each in self.workers):

@@ -11,20 +11,20 @@ import operator
 from collections.abc import Mapping
 from dataclasses import replace
 
-from spotrun.head import accounting
-from spotrun.head.account import Rates, Use
-from spotrun.head.assignment import Assignment, assign, job_view
+from spotrun.head.allocation.assignment import Assignment, assign, job_view
+from spotrun.head.allocation.demand import Question, question, wish
 from spotrun.head.capacity.history import LONGEST, Histories, learn
 from spotrun.head.capacity.observe import situation
 from spotrun.head.capacity.place import hourly as cost
 from spotrun.head.capacity.place import place
 from spotrun.head.capacity.situation import History, Placement, Policy
 from spotrun.head.capacity.sizes import Pool
-from spotrun.head.demand import Question, question, wish
+from spotrun.head.costs import job_totals
+from spotrun.head.costs.bill import Rates, Use
+from spotrun.head.costs.meter import hourly, running
 from spotrun.head.fleet.classify import NOT_COMING, Condition, classify
 from spotrun.head.fleet.decide import decide
 from spotrun.head.job_state import JobState, apply
-from spotrun.head.meter import hourly, running
 from spotrun.head.planner import departure, idle, spending
 from spotrun.head.planner.plan import plan
 from spotrun.head.status import event
@@ -63,11 +63,11 @@ class SimulatedHead:
         self._nodes: dict[str, tuple[Node, bool, bool]] = {}
         self._seen: object = None  # a summary of what the last placements were made from
         self._last_view: tuple[FleetView, Mapping[str, Condition]] = FleetView(market.now, (), ()), {}
-        self._paid: dict[str, list[Use]] = {}  # by job: what it has paid for since the last turn, without the end
-        self._prices: dict[str, float] = {}  # of that time
+        self._paid: dict[str, list[Use]] = {}  # by job: what it pays for since the last turn; the end is not set yet
+        self._prices: dict[str, float] = {}  # by pool: since the last turn
         self._spent: dict[str, float] = {}  # by job: when its budget may be spent
         self._stops: dict[str, float] = {}  # by job: when it stops because of a notice, at the latest
-        # Machines whose agents have joined, until they are gone and no members.
+        # Machines whose agents have joined. A machine leaves once it is gone and is not a member any more.
         self._known: dict[str, MarketMachine] = {}
 
     def settle(self, now: float) -> None:
@@ -116,7 +116,7 @@ class SimulatedHead:
         self._last_view = view, conditions
         if any(acted) or looks != self.market.looks:
             return True
-        # All is as before, but for the assignment. The next one follows from this one, and all else from it.
+        # Only the assignment may have changed. The next question depends on it, and all decisions on that question.
         return asked != self._ask(view, conditions)
 
     def _ask(self, view: FleetView, conditions: Mapping[str, Condition]) -> Question:
@@ -124,7 +124,7 @@ class SimulatedHead:
         return question(view, self.cluster, self.market.sizes, self.assignment.held, self.placements, out)
 
     def _place(self, view: FleetView, conditions: Mapping[str, Condition]) -> None:
-        """Ask where each job may train, as the real head: if the cloud, jobs or nodes have changed, or time has."""
+        """Ask where each job may train if the time, the cloud, jobs or nodes have changed, as the real head does."""
         jobs = [(job.id, job.wants_nodes, job.generation, job.current is None) for job in view.jobs]
         states = {name: each.state for name, each in conditions.items()}
         summary = (self.market.looks, jobs, states)
@@ -168,7 +168,7 @@ class SimulatedHead:
         # The machines since the last turn, at the prices of that time. The real head counts all the time.
         paid = [replace(use, end=now) for use in self._paid.get(job.id, ())]
         view = self._view_of(job, fleet, conditions)
-        job = accounting.count(accounting.observe(job, view), view, paid, Rates(self._prices))
+        job = job_totals.count(job_totals.observe(job, view), view, paid, Rates(self._prices))
         there = [replace(use, end=now + 1.0) for use in self._uses(fleet, conditions)[job.id]]
         job = job.replace(hourly=hourly(there, rates))
         return self.job_nodes[job.id].save(job, now)
@@ -176,7 +176,7 @@ class SimulatedHead:
     def _uses(self, fleet: FleetView, conditions: Mapping[str, Condition]) -> dict[str, list[Use]]:
         """The machines that each job pays from now on."""
         now, pools = fleet.now, running(fleet)
-        found = accounting.shares(fleet, self.assignment.expected, conditions, self.placements)
+        found = job_totals.shares(fleet, self.assignment.expected, conditions, self.placements)
         return {job: [Use(name, pools[name], now, now, part) for name, part in of.items()] for job, of in found.items()}
 
     def _view_of(self, job: JobState, fleet: FleetView, conditions: Mapping[str, Condition]) -> View:

@@ -41,6 +41,7 @@ class JobNodes:
     moved: int = 0  # how many of them began in other pools than the generation before
     lost: float = 0.0  # work that had to be done again
     good: dict[str, float] = field(default_factory=dict)  # seconds in steps, by pool and machine
+    _members: dict[str, Machine] = field(default_factory=dict)  # the same by name
     _where: frozenset[str] = frozenset()  # pools of the last generation
     _reached: int = 0  # the newest step of ended generations
     _reports: dict[tuple[object, ...], JobReport] = field(default_factory=dict)  # those made a moment ago
@@ -122,7 +123,7 @@ class JobNodes:
     def report(self, machine: Machine, now: float) -> JobReport:
         """What a node reports about the job. Only the first member reports each step: the head needs no more."""
         snapshot = self.snapshots.get(machine.name)
-        if not self.generation or not any(machine is each for each in self.machines):
+        if not self.generation or self._members.get(machine.name) is not machine:
             return self._cached(("ready", snapshot), lambda: self._report("ready", 0, snapshot))
         phase = self._phase(now)
         if phase in ("drained", "succeeded") and (snapshot is None or snapshot.generation != self.generation):
@@ -185,6 +186,7 @@ class JobNodes:
         assert job.current is not None
         self.generation = job.current.number
         self.machines = tuple(known[member.node] for member in job.current.members)
+        self._members = {machine.name: machine for machine in self.machines}
         refs = [self.snapshots[m.name] for m in self.machines if m.name in self.snapshots]
         newest = max(refs, key=lambda ref: (ref.generation, ref.step), default=None)
         bucket = job.checkpoints[0] if job.checkpoints else None

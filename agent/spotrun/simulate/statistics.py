@@ -65,6 +65,6 @@ def estimate(rows: Values, statistic: Callable[[Values], Values], seed: int = 1)
 
 
 def percentiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """The 10th, 50th and 90th percentile. Infinite values stay where they are in the order."""
+    """The 10th, 50th and 90th percentile. Each is one of the values, so values may be infinite."""
     found = np.quantile(np.asarray(values, dtype=float), [0.1, 0.5, 0.9], method="inverted_cdf")
     return float(found[0]), float(found[1]), float(found[2])

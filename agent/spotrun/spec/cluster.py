@@ -48,7 +48,7 @@ _PRIVATE = tuple(ipaddress.IPv4Network(each) for each in ("10.0.0.0/8", "172.16.
 _Label = Annotated[str, Strict(), AfterValidator(label(40))]
 # GB of spotrun's own image (disk_gb in images/variables.pkr.hcl). No cloud starts a machine with a smaller disk.
 IMAGE_GB = 30
-_LOCAL = "keys metadata, boot_delay, recreate_delay, capacity, queue_delay and market"
+_LOCAL = "keys metadata, boot_delay, recreate_delay, capacity, queue_delay, market and share_torch"
 _WEEK = 7 * 86400.0  # the longest that Google lets a flex machine run
 _POLICY = "arn:aws:iam::<account>:policy/<name>"
 _STATE = "a folder in a bucket, gs://<bucket>/<folder> or s3://<bucket>/<folder>"
@@ -133,8 +133,10 @@ class LocalSpec(Spec):
     )
     """The most machines that a zone or pool gives. One that is absent has no limit."""
     queue_delay: Duration = Field(default=1.0, description=DURATION)
-    """Seconds until a request for flex machines has its turn. Then it gets all of them at once, or waits on."""
+    """Seconds until a request for flex machines has its turn. Then it gets all of them at once, or goes on waiting."""
     market: tuple[MarketSpec, ...] = Field(default=(), description="a list of changes of the market")
+    share_torch: Bool = Field(default=True, description="true or false")
+    """Whether the machines share one import of torch. A machine of a cloud imports torch for itself."""
 
 
 class ClusterSpec(Spec):
@@ -267,7 +269,7 @@ def _market_conflicts(spec: ClusterSpec) -> Iterator[Conflict]:
     named |= {("local", "market", i, "where"): change.where for i, change in enumerate(spec.local.market)}
     for place, where in named.items():
         if where not in places:
-            yield place, f"is no zone of a pool and no pool; allowed: {', '.join(places)}{nearest(where, places)}"
+            yield place, f"is neither a zone of a pool nor a pool; allowed: {', '.join(places)}{nearest(where, places)}"
 
 
 def _misplaced(spec: ClusterSpec) -> Iterator[Conflict]:

@@ -164,11 +164,12 @@ class File:
 
 
 def _meant(path: Path) -> str:
-    """A hint: a file that was probably meant with a path at which there is none."""
+    """A hint for a path at which there is no file: the file that was probably meant."""
     if str(path).startswith("~"):
         return "; ~ is not expanded here: write the whole path"
     tried = (f"{path}/job.yaml", f"{path}.yaml", f"clusters/{path}.yaml")
-    return next((f"; did you mean {each}?" for each in tried if os.path.isfile(each)), "")  # Path's raises: too long
+    # Not Path.is_file, which raises an error for a name that is too long.
+    return next((f"; did you mean {each}?" for each in tried if os.path.isfile(each)), "")
 
 
 def _weight(node: Any, known: dict[int, int]) -> int:

@@ -12,7 +12,6 @@ import mmap
 import os
 import time
 from dataclasses import asdict, dataclass, field
-from operator import attrgetter
 from pathlib import Path
 
 SIZE = 4096
@@ -56,6 +55,7 @@ class Control:
     able: int  # 1: it can
     left: int  # it has left its generation, and waits for the next one: the exit code that it would have used
     joins: int  # the generation that it should join; only the agent writes it
+    released: int  # the generation that it should leave now, because a member is silent; only the agent writes it
     seed: int  # that the script gave to `spotrun.init`
     profile: int  # steps that should be recorded (see train/profiling.py); only `spotrun profile` writes it
     stepped_at: float  # end of the newest step
@@ -104,15 +104,9 @@ class Control:
 
     def write_metrics(self, metrics: dict[str, float]) -> None:
         """Publish the first numbers of run.log(), as many as fit. A reader sees all of them or none."""
-        parts: list[str] = []
-        room = SIZE - TEXT - 8
-        for name, value in metrics.items():
-            part = f"{json.dumps(name)}: {json.dumps(value)}"
-            room -= len(part) + 2  # ASCII, with a comma or a brace
-            if room < 0:
-                break
-            parts.append(part)
-        text = f"{{{', '.join(parts)}}}".encode()
+        text = json.dumps(metrics).encode()
+        if len(text) > SIZE - TEXT - 8:
+            text = _first(metrics, SIZE - TEXT - 8)
         self._map[TEXT : TEXT + 8] = bytes(8)
         self._map[TEXT + 8 : TEXT + 8 + len(text)] = text
         self._map[TEXT : TEXT + 8] = len(text).to_bytes(8, "little")
@@ -140,25 +134,35 @@ _INT_AT, _FLOAT_AT = (
 )
 
 
-def _number(view: str, at: int) -> property:
-    """The attribute for one number. view: the name of the memory that has it. at: its place there."""
-    find = attrgetter(view)
+def _int(at: int) -> property:
+    """The attribute for one of the `int` numbers. A step uses a dozen of these, so they must be fast."""
 
-    def read(control: Control) -> float:
-        found: float = find(control)[at]
-        return found
+    def read(control: Control) -> int:
+        return control._ints[at]
 
-    def write(control: Control, value: float) -> None:
-        find(control)[at] = value
+    def write(control: Control, value: int) -> None:
+        control._ints[at] = value
 
     return property(read, write)
 
 
-for _view, _places in (("_ints", _INT_AT), ("_floats", _FLOAT_AT)):
-    for _name, _at in _places.items():
-        setattr(Control, _name, _number(_view, _at))
+def _float(at: int) -> property:
+    """The same for one of the `float` numbers."""
 
-# What has a number from the start.
+    def read(control: Control) -> float:
+        return control._floats[at]
+
+    def write(control: Control, value: float) -> None:
+        control._floats[at] = value
+
+    return property(read, write)
+
+
+for _kind, _places in ((_int, _INT_AT), (_float, _FLOAT_AT)):
+    for _name, _at in _places.items():
+        setattr(Control, _name, _kind(_at))
+
+# The numbers that begin at 0, not at `NONE`.
 _FROM_ZERO = {"generation", "pid", "rank", "total_steps"}
 # What lasts as long as the worker's process.
 _KEPT = {"pid", "able", "layout_0", "layout_1", "joins", "seed"}
@@ -167,6 +171,11 @@ _KEPT = {"pid", "able", "layout_0", "layout_1", "joins", "seed"}
 def _is_number(value: object) -> bool:
     """Whether a report can hold the number: JSON allows integers of any size, a report does not."""
     return isinstance(value, float) or (isinstance(value, int) and abs(value) < 1 << 1000)
+
+
+def release_fifo(control: str | Path) -> Path:
+    """The FIFO at which a worker waits for `Control.released`. control: the path of its block."""
+    return Path(f"{control}.release")
 
 
 def warm_up_store(control: str | Path) -> Path:
@@ -233,3 +242,15 @@ class Context:
         values = json.loads(text)
         values["checkpoints"] = [(int(g), int(s)) for g, s in values["checkpoints"]]
         return cls(**values)
+
+
+def _first(metrics: dict[str, float], room: int) -> bytes:
+    """The first numbers as JSON, as many as fit into `room` bytes."""
+    parts: list[str] = []
+    for name, value in metrics.items():
+        part = f"{json.dumps(name)}: {json.dumps(value)}"
+        room -= len(part) + 2  # ASCII, with a comma or a brace
+        if room < 0:
+            break
+        parts.append(part)
+    return f"{{{', '.join(parts)}}}".encode()

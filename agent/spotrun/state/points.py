@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Generic, TypeVar
+from typing import Annotated, Generic, TypeVar, cast
 
 import msgspec
 import zstandard
@@ -31,7 +31,7 @@ FORMAT = 1  # of a block. It goes up only when readers of the older format would
 LONGEST = 8 << 20  # bytes of a block on a node's disk; then the next one begins
 MOST = 64 << 20  # bytes of a block, not compressed; a job's code can write to its node's blocks
 EXTRAS = "extras"  # the folder beside a generation's blocks of numbers
-SUBSTITUTES = 2  # nodes that write blocks beside that of rank 0
+SUBSTITUTES = 2  # nodes that write blocks, in addition to that of rank 0
 PART, TAKEN = ".part", ".jsonl"  # ends of file names: a block that grows, a block that the agent has taken
 LEVEL = 3  # zstd: metrics become 5 to 10 times smaller, at 100 MB a second or more
 _COUNT = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
@@ -80,11 +80,11 @@ Line = TypeVar("Line", Call, Extra)
 
 @dataclass(frozen=True)
 class Block(Generic[Line]):
-    """A block that was read. junk: lines that are no calls, such as the last one of a process that was killed."""
+    """A block that was read."""
 
     header: Header
     calls: list[Line]
-    junk: int = 0
+    missing: str = ""  # what of it could not be read, as a message; empty: nothing
 
 
 _header = msgspec.json.Decoder(Header)
@@ -110,8 +110,15 @@ def to_json(value: float) -> float | str:
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
+def all_to_json(values: dict[str, float]) -> dict[str, float | str]:
+    """Numbers as `Call.values`. The sum is not finite if a number is not."""
+    if math.isfinite(sum(values.values())):
+        return cast(dict[str, float | str], values)
+    return {name: to_json(each) for name, each in values.items()}
+
+
 def from_json(value: float | str) -> float:
-    """A value of `Call.values` as a number; a text that is no number becomes NaN."""
+    """A value of `Call.values` as a number; a text that is not a number becomes NaN."""
     return _NUMBERS.get(value, math.nan) if isinstance(value, str) else value
 
 
@@ -133,6 +140,7 @@ def read_extras(data: bytes, what: str) -> Block[Extra]:
 def _read(data: bytes, what: str, decoder: msgspec.json.Decoder[Line]) -> Block[Line]:
     try:
         lines = zstandard.ZstdDecompressor().stream_reader(data).read(MOST + 1)
+        whole = zstandard.frame_content_size(data)  # below 0: the object does not give its size; `compress` does
     except zstandard.ZstdError as error:
         raise UnreadableError(f"{what} is not readable: {error}") from None
     if len(lines) > MOST:
@@ -144,11 +152,22 @@ def _read(data: bytes, what: str, decoder: msgspec.json.Decoder[Line]) -> Block[
         raise UnreadableError(f"{what} is not readable: {error}") from None
     if header.format > FORMAT:
         raise UnreadableError(f"{what} has format {header.format}; this version of spotrun reads {FORMAT}: update it")
+    cut = f"{what} is cut: {len(lines)} of its {whole} bytes can be read" if len(lines) < whole else ""
     try:
-        return Block(header, decoder.decode_lines(rest))
+        return Block(header, decoder.decode_lines(rest), cut)
     except ValueError:
-        calls = list(_readable(rest.splitlines(), decoder))
-        return Block(header, calls, sum(map(bool, rest.splitlines())) - len(calls))
+        return _in_part(header, rest, what, decoder, cut)
+
+
+def _in_part(header: Header, rest: bytes, what: str, decoder: msgspec.json.Decoder[Line], cut: str) -> Block[Line]:
+    """The lines that can be read. An incomplete last line is not reported: its process was killed."""
+    complete, _, last = rest.rpartition(b"\n")
+    texts = [text for text in complete.splitlines() if text]
+    calls = list(_readable(texts, decoder))
+    if not cut and (junk := len(texts) - len(calls)):
+        cut = f"{what}: {junk} of its lines cannot be read; they are left out"
+    calls += _readable([last], decoder)
+    return Block(header, calls, cut)
 
 
 def _readable(lines: Iterable[bytes], decoder: msgspec.json.Decoder[Line]) -> Iterator[Line]:
@@ -160,7 +179,7 @@ def _readable(lines: Iterable[bytes], decoder: msgspec.json.Decoder[Line]) -> It
 
 
 def is_substitute(rank: int, local_rank: int, workers: int) -> bool:
-    """Whether a worker keeps numbers for the case that those of rank 0 are lost. workers: of its node."""
+    """Whether a worker keeps numbers in case those of rank 0 are lost. workers: of its node."""
     return local_rank == 0 < rank <= SUBSTITUTES * max(1, workers)
 
 

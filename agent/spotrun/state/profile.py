@@ -1,7 +1,7 @@
 """A request to profile a worker, and its answer: two files between `spotrun profile` on a node and the worker.
 
-The request lies beside the worker's control block, whose number `profile` says that there is one. Standard library
-only.
+The request lies beside the worker's control block. The block's number `profile` says that there is a request. Standard
+library only.
 """
 
 from __future__ import annotations

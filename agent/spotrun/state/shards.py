@@ -121,7 +121,7 @@ def shard_name(generation: int, index: int, parts: int) -> str:
 
 
 def state_name(generation: int, parts: int) -> str:
-    """Every name has the number of parts, so a late upload of other parts overwrites no file of these."""
+    """Every name contains the number of parts, so files of a checkpoint in more or fewer parts are not overwritten."""
     return f"g{generation}-state-of-{parts:05d}.json"
 
 

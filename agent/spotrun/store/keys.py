@@ -59,7 +59,7 @@ def alive_key(cluster: str, node: str) -> str:
 
 
 def idle_key(cluster: str) -> str:
-    """What machines cost while no job had their devices (`head.accounting.Idle`)."""
+    """What machines cost while no job had their devices (`head.costs.job_totals.Idle`)."""
     return f"clusters/{cluster}/idle.json"
 
 

@@ -17,7 +17,7 @@ from spotrun.state.control import EXIT_DRAINED, EXIT_PEER, NONE, Context, Contro
 from spotrun.state.points import Header, is_substitute
 from spotrun.train import failures, optimizer_state
 from spotrun.train.copy_guard import CopyGuard
-from spotrun.train.distributed import cpu_group, leave_together, rank_and_world
+from spotrun.train.distributed import cpu_group, join_alone, leave_together, rank_and_world
 from spotrun.train.encoding import Encoder, refuse_sharded
 from spotrun.train.group_health import GroupHealth
 from spotrun.train.idle_optimizer import IdleOptimizer
@@ -68,15 +68,16 @@ class Boundary:
         self._device, self._local_rank, self._group, self._models = device, local_rank, group, models
         self._rank = rank_and_world()[0]
         self._snapped = 0  # step of the newest snapshot
+        self._base = 0  # step at which this process, or its newest generation, began
         self._fence = threading.Lock()
         self._membership = membership
         self._health = GroupHealth()
+        self.must_regroup = False  # whether this worker must join another generation before it goes on
         self._void: BaseException | None = None  # why the step under way does not count
         self._allocated: list[torch.optim.Optimizer] = []  # those with a state that is not loaded yet
         self._idle: list[IdleOptimizer] = []  # the optimizers in a step that does not count
         self._doubt = False  # whether a state that this worker has saved may have been the reason for a failure
         self._spoiled = False  # whether an incomplete state has overwritten the script's own state
-        self._drained = False  # whether this worker has stopped at its stop step, and waits for the next generation
         # Under spotrun, if another worker is gone, this process ends with an exit code of its own: the script is not at
         # fault. Elsewhere, the error goes to the script.
         self.exit_if_a_peer_fails = failures.Handled(self._end)
@@ -116,10 +117,12 @@ class Boundary:
         self.clock.tick(control)
         with self._fence:  # a full fence: the agent writes stop_at, then reads step
             control.step = step
-        stop_at, snapshot_at = control.stop_at, control.snapshot_at
-        draining = stop_at != NONE and step == stop_at
-        with self.exit_if_a_peer_fails:
-            self._snapshot(draining or step == snapshot_at, alone=draining)
+        draining = step == control.stop_at
+        try:
+            self._snapshot(draining or step == control.snapshot_at, alone=draining)
+        except Exception as error:
+            if not self._end(error):
+                raise
         if draining:
             self._leave(control)
         else:
@@ -136,11 +139,6 @@ class Boundary:
         """The number of this worker's generation; 0: it has none."""
         return self._context.generation if self._context is not None else 0
 
-    @property
-    def must_regroup(self) -> bool:
-        """Whether this worker must join another generation before it goes on."""
-        return self._void is not None or self._drained
-
     def regroup(self) -> None:
         """Leave this generation and join the next one. Afterwards the state is that of the newest snapshot.
 
@@ -148,7 +146,7 @@ class Boundary:
         """
         assert self._membership is not None
         assert self._control is not None
-        error, self._void, self._drained = self._void, None, False
+        error, self._void, self.must_regroup = self._void, None, False
         failures.void = False
         self._doubt = False
         self.profiling.drop("the generation has ended; ask again when the job trains")
@@ -203,8 +201,9 @@ class Boundary:
             if self._void is None:
                 if self._membership is None or not self._membership.able() or not failures.is_peer_failure(error):
                     return self._end(error)
-                self._void, failures.void = error, True
+                self._void, failures.void, self.must_regroup = error, True, True
                 self._membership.disconnect()  # now: the others wait for this worker
+                join_alone()  # the script's own collectives in the rest of the step have no one to wait for
                 self._idle = [IdleOptimizer(each) for each in self._state.optimizers]
             # Later in such a step, a graph may lead through a DDP instance that is gone: then the error says
             # nothing, and an error of the script comes again when the step is done again.
@@ -286,8 +285,9 @@ class Boundary:
         if found is not None and found.kept:
             control.copied = control.committed = self._state.step
         self._snapped = self._state.step
+        self.clock.begin()
         control.restored = time.time()
-        control.base = control.step = self._state.step
+        control.base = control.step = self._base = self._state.step
         assert self._context is not None
         at = (self._state.step, self._state.epoch)
         substitute = is_substitute(self._rank, self._local_rank, len(self._context.controls))
@@ -321,7 +321,7 @@ class Boundary:
 
     def _trouble(self) -> str:
         """Why the snapshot that was just copied must not be committed; empty: it may be."""
-        self.metrics.flush(LOGGED)  # from a state on, nobody repeats the steps before it
+        self.metrics.flush(LOGGED)  # the steps before a saved state are not done again
         return self._health.trouble()
 
     def _equal(self) -> set[Place]:
@@ -339,13 +339,14 @@ class Boundary:
         if writer is None or self._context is None or self._control is None:
             return
         fixed, stall = self._context.snapshot_interval, writer.stall()
-        if forced or writer.announced == step or (fixed and self._due(writer, step, stall)):
+        due, announced = self._due(writer, step, stall), writer.announced
+        if forced or announced == step or (fixed and due):
             self._take(writer, beside(), forced or fixed > 0, alone)
-        elif writer.announced != NONE or self._announce(writer, step + 1, fixed, stall):
+        elif announced != NONE or (writer.shares and self._announce(writer, step + 1, fixed, stall)):
             return
-        elif self._due(writer, step, stall):
+        elif due:
             self._take(writer, beside(), False, alone)
-        elif self._control.base == step - 1:
+        elif self._base == step - 1:
             writer.make_room(self._state.encode)  # the first step has made the optimizer's state
 
     def _due(self, writer: Writer, step: int, stall: float | None) -> bool:
@@ -375,7 +376,7 @@ class Boundary:
         # A drain without its snapshot loses steps. The exit code must show that.
         lost = self.writer is not None and self.writer.newest_step != self._state.step
         if not lost and self._membership is not None and self._membership.able():
-            self._drained = True
+            self.must_regroup = True
             return
         control.exit = code = EXIT_PEER if lost else EXIT_DRAINED
         failures.leave(code)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib
 import logging
 import os
 import socket
 import sys
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,9 +19,11 @@ import torch.distributed as dist
 
 from spotrun.errors import SpotrunError
 from spotrun.machine.gpus import gpu_count
+from spotrun.train.parallel import Parallel
 
 # Of collectives. Long: rank 0 may be downloading a checkpoint, and dead peers are noticed in other ways.
 TIMEOUT = timedelta(minutes=30)
+CONNECT = timedelta(seconds=30)  # to an agent's store. It is there before a worker is told of it, or it is gone
 LEAVE_WAIT = 5.0  # seconds that a leaving worker waits for the others, which may never come
 log = logging.getLogger(__name__)
 
@@ -75,10 +79,16 @@ def join_process_group(device: torch.device, backend: str | None, alone: Path | 
     global _connections
     if "WORLD_SIZE" not in os.environ or "RANK" not in os.environ or dist.is_initialized():
         return False
+    # The functions of this module keep the group that exists at its import, as a default (torch 2.13). DDP imports the
+    # module, so import it while there is no group.
+    importlib.import_module("torch.distributed.nn.functional")
     backend = backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     before = _sockets()
     try:
-        if alone is None:
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and alone is None:
+            rank, world, store = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), _agent_store()
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
+        elif alone is None:
             dist.init_process_group(backend, timeout=TIMEOUT)
         else:
             rank, world = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
@@ -90,38 +100,63 @@ def join_process_group(device: torch.device, backend: str | None, alone: Path | 
     return True
 
 
-def leave_at_exit() -> None:
+def _agent_store() -> dist.Store:
+    """The store at which torchrun's variables have workers meet, with the keys that torch's own `env://` uses there.
+
+    `env://` tries to connect for as long as a collective may take. A worker that comes too late would hang.
+    """
+    host, port, world = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore(host, port, world, is_master=False, timeout=CONNECT)
+    store.set_timeout(TIMEOUT)
+    return store
+
+
+def join_alone() -> None:
+    """Form a process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def leave_at_exit(models: Sequence[Parallel]) -> None:
     """Have this process leave its process group when the script ends well.
 
     The threads of a group that still exists may abort the process while the interpreter ends
     (https://github.com/pytorch/pytorch/issues/190489). If the script fails, others may wait in a collective, and then
-    leaving could block (https://github.com/pytorch/torchtitan/pull/1342).
+    leaving could block (https://github.com/pytorch/torchtitan/pull/1342). models: what `run.ddp` made.
     """
-    atexit.register(_leave_unless_failed)
+    atexit.register(_leave_unless_failed, models)
 
 
-def _leave_unless_failed() -> None:
-    if dist.is_initialized() and getattr(sys, "last_value", None) is None:
-        dist.destroy_process_group()
+def _leave_unless_failed(models: Sequence[Parallel]) -> None:
+    if not dist.is_initialized() or getattr(sys, "last_value", None) is not None:
+        return
+    # First, because a DDP instance keeps the group's threads alive after `destroy_process_group`.
+    for model in models:
+        model.unwrap()
+    dist.destroy_process_group()
 
 
 def leave_process_group() -> None:
-    """Leave the process group at once. The collectives in which others wait for this process fail.
-
-    Neither the end of a gloo group nor its abort closes connections on which a collective waits.
-    """
+    """Leave the process group at once. The collectives in which others wait for this process fail."""
     global _connections
-    for name, descriptor in _sockets().items():
-        if name in _connections:
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-                connection.getpeername()  # raises for a socket that listens: gloo ends the process if that one closes
-                connection.shutdown(socket.SHUT_RDWR)
+    break_connections()
     _connections = frozenset()
     if dist.is_initialized():
         dist.destroy_process_group()
     elif dist.is_available():
         # A group that was never complete has been counted, and the count is part of the keys at which workers meet.
         dist.distributed_c10d._world.group_count = 0
+
+
+def break_connections() -> None:
+    """Have all collectives of the process group fail, here and in others. Any thread may call this.
+
+    Neither the end of a gloo group nor its abort closes connections on which a collective waits.
+    """
+    for name, descriptor in _sockets().items():
+        if name in _connections:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+                connection.getpeername()  # raises for a socket that listens: gloo ends the process if that one closes
+                connection.shutdown(socket.SHUT_RDWR)
 
 
 def _sockets() -> dict[str, int]:
@@ -154,7 +189,7 @@ def leave_together(device: torch.device, group: dist.ProcessGroup | None, patien
     if whole is None or whole.size() == 1:
         return
     try:
-        # It has messages of its own kind, so it does not disturb a rank that waits in another collective.
+        # This barrier has messages of its own kind, so it does not disturb a rank that waits in another collective.
         whole.monitored_barrier(timedelta(seconds=patience), False)
     except Exception as error:
         log.warning("leaving before every other worker is done: %s", str(error).partition("\n")[0])

@@ -22,7 +22,7 @@ Array = npt.NDArray[Any]
 
 
 def prepare(extra: Extra, value: Any) -> Array | None:
-    """Take a value as it is now. Returns the array that `complete` needs. Raises an exception of any kind."""
+    """Take a value as it is now. Returns the array that `complete` needs. The value's own code may raise anything."""
     if extra.kind == "text":
         extra.text = str(value)[:TEXT].encode(errors="replace").decode()
         return None
@@ -35,7 +35,7 @@ def prepare(extra: Extra, value: Any) -> Array | None:
 
 
 def complete(extra: Extra, array: Array | None) -> None:
-    """Fill in what takes longer. Raises an exception of any kind."""
+    """Fill in what takes longer. May raise any exception."""
     if array is not None and extra.kind == "image":
         extra.text = base64.b64encode(png(array)).decode()
     elif array is not None:
@@ -43,7 +43,7 @@ def complete(extra: Extra, array: Array | None) -> None:
 
 
 def to_array(value: Any) -> Array:
-    """A copy of an array or tensor, in the host's memory. Raises an exception of any kind if it is none."""
+    """A copy of an array or tensor, in the host's memory. May raise any exception if the value is something else."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu().float().numpy().copy() if value.is_floating_point() else value.cpu().numpy().copy()
     return np.array(value)
@@ -61,7 +61,7 @@ def png(image: Array) -> bytes:
     """The image as a PNG file (https://www.w3.org/TR/png-3/)."""
     height, width = image.shape[:2]
     colours = 2 if image.ndim == 3 else 0  # the format's numbers for RGB and for grey
-    rows = np.zeros((height, 1 + image[0].size), np.uint8)  # each row begins with the number of its filter: none
+    rows = np.zeros((height, 1 + image[0].size), np.uint8)  # each row begins with its filter's number; 0: no filter
     rows[:, 1:] = image.reshape(height, -1)
     head = struct.pack(">IIBBBBB", width, height, 8, colours, 0, 0, 0)
     body = zlib.compress(rows.tobytes(), 6)
@@ -69,7 +69,7 @@ def png(image: Array) -> bytes:
 
 
 def histogram(values: Array) -> tuple[list[float], list[int]]:
-    """Edges of the bins, and how many values each has. NaN and infinities are in none."""
+    """Edges of the bins, and how many values each bin has. NaN and infinities are not counted."""
     finite = values.astype(np.float64).ravel()
     finite = finite[np.isfinite(finite)]
     if not finite.size:

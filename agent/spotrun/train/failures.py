@@ -63,19 +63,19 @@ def flush() -> None:
 
 
 class Handled:
-    """A context whose errors go to `handle`, which returns True if the error ends there.
+    """A context whose errors go to `handle`, which returns False to raise the error.
 
-    A step enters three of these. A function with `contextlib.contextmanager` would take five times as long.
+    In a step, write `try` and call `handle` instead, which takes no time: this context would take 2 µs.
     """
 
     def __init__(self, handle: Callable[[Exception], bool]) -> None:
-        self._handle = handle
+        self.handle = handle
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        return isinstance(error, Exception) and self._handle(error)
+        return isinstance(error, Exception) and self.handle(error)
 
 
 def end(context: Context, control: Control, rank: int, what: str, error: BaseException) -> NoReturn:

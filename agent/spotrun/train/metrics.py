@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from spotrun.state import points
 from spotrun.state.control import Control
@@ -43,6 +43,7 @@ class _Waiting(NamedTuple):
     between: bool
     time: float
     values: dict[str, float | Later]
+    later: bool  # whether a value is a `Later`
 
 
 class Metrics:
@@ -59,6 +60,7 @@ class Metrics:
         self._extra_writer: BlockWriter | None = None
         self._given = self._done = 0  # numbers put into the queue, and taken from it; each has one writing thread
         self._names: dict[str, str] = {}  # as they are written, by name as it was logged; "": left out
+        self._plain: set[str] = set()  # names that are written as they were logged
         self._writer: BlockWriter | None = None
         self._base: tuple[int, int] | None = None  # epoch and step at which the generation began; None: not yet
         self._newest: dict[str, float] = {}
@@ -75,22 +77,24 @@ class Metrics:
             return
         if self._given - self._done > MOST:
             return self._warn("slow", "run.log gets more numbers than this node can write: log less; some are left out")
-        found: dict[str, float | Later] = {}
+        if not self._plain.issuperset(values):
+            values = {self._names.get(name) or self._add_name(name): value for name, value in values.items()}
+            values.pop("", None)
+        found: dict[str, float | Later] = dict(values)
         gpu: list[tuple[str, Any]] = []
-        for name, value in values.items():
-            known = self._names.get(name) or self._add_name(name)
-            if type(value) is float:
-                found[known] = value
-            elif is_on_gpu(value):
-                gpu.append((known, value))
+        for name in [name for name, value in values.items() if type(value) is not float]:
+            value = values[name]
+            if is_on_gpu(value):
+                gpu.append((name, value))
             elif (number := self._number(name, value)) is not None:
-                found[known] = number
+                found[name] = number
+                continue
+            del found[name]
         if gpu:
             self._take_from_gpu(found, gpu)
-        found.pop("", None)
         self._given += len(found)
         if found:
-            self._waiting.append(_Waiting(step, epoch, samples, between, time.time(), found))
+            self._waiting.append(_Waiting(step, epoch, samples, between, time.time(), found, bool(gpu)))
 
     def log_extra(self, kind: str, step: int, epoch: int, between: bool, values: dict[str, Any]) -> None:
         """Take the texts, images or histograms of a call. Never raises, as `log`."""
@@ -156,7 +160,7 @@ class Metrics:
             with self._lock:
                 self._write()
             while self._extras:
-                with self._lock:  # between two of them, numbers can be written
+                with self._lock:  # for one extra at a time: numbers can be written between two
                     self._write()
                     if not self._write_extra():
                         break
@@ -168,9 +172,9 @@ class Metrics:
         while self._waiting:
             each = self._waiting[0]
             try:
-                if not all(value.ready() for value in each.values.values() if isinstance(value, Later)):
+                if each.later and not all(value.ready() for value in each.values.values() if isinstance(value, Later)):
                     break
-                numbers = {name: v.number() if isinstance(v, Later) else v for name, v in each.values.items()}
+                numbers = _numbers(each)
             except RuntimeError as error:  # of CUDA: the script's next call raises it too
                 self._warn("gpu", f"numbers of run.log are left out: {error}")
                 numbers = {}
@@ -179,7 +183,7 @@ class Metrics:
             self._newest.update(numbers)
             self._shown = self._shown and not numbers
             if self._writer is not None and numbers:
-                values = {name: points.to_json(value) for name, value in numbers.items()}
+                values = points.all_to_json(numbers)
                 lines.append(points.line(Call(each.step, each.time, values, each.epoch, each.samples, each.between)))
                 if len(lines) >= 10_000:
                     self._append(lines)
@@ -231,10 +235,12 @@ class Metrics:
             self._warn(name, f"run.log({known[:20]}…=…): a name has 1 to {LONGEST} characters: left out")
             return ""
         self._names[name] = known
+        if known == name:
+            self._plain.add(name)
         return known
 
     def _number(self, name: str, value: Any) -> float | None:
-        """The value as a number; None, with a warning, if it is none."""
+        """The value as a number; None, with a warning, if it is not one."""
         try:
             return to_number(value)
         except Exception as error:  # of the value's own class
@@ -261,6 +267,13 @@ class Metrics:
             log.warning("%s", message)
 
 
+def _numbers(call: _Waiting) -> dict[str, float]:
+    """The numbers of a call whose values are ready. Raises RuntimeError if a device has failed."""
+    if not call.later:
+        return cast(dict[str, float], call.values)
+    return {name: value.number() if isinstance(value, Later) else value for name, value in call.values.items()}
+
+
 class Clock:
     """Measures steps. step_seconds: of a usual step, without snapshots; 0 until two steps are done."""
 
@@ -270,20 +283,30 @@ class Clock:
         self._resumed: float | None = None
         self._alone: float | None = None  # seconds of this step before its first gradients were due; None: not yet
         self._ticks = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """A generation begins: what the control block has counts from here."""
+        self._stepped = False
+        self._stepping = self._alone_sum = 0.0  # sums of seconds, as `stepping` and `alone` of the control block
+        self._seen = 0
 
     def tick(self, control: Control) -> None:
         """A step is done: report its time, its duration and its samples."""
         now = time.time()
         control.stepped_at = now
-        control.samples += self.samples
+        self._seen += self.samples
+        control.samples = self._seen
         self.samples = 0
         self._ticks += 1
-        if not control.stepped_first:
+        if not self._stepped:
+            self._stepped = True
             control.stepped_first = now
         if self._resumed is not None:
             took = time.monotonic() - self._resumed
-            control.stepping += took
-            control.alone += took if self._alone is None else self._alone
+            control.stepping = self._stepping = self._stepping + took
+            self._alone_sum += took if self._alone is None else self._alone
+            control.alone = self._alone_sum
             # Moving average over about five steps, without the first: it pays for lazy set-up.
             if self._ticks > 1:
                 self.step_seconds += (took - self.step_seconds) * (0.2 if self.step_seconds else 1.0)

@@ -10,7 +10,7 @@ import torch
 
 
 def to_number(value: Any) -> float:
-    """The value as a number, as it is now. Raises an exception of any kind if it is none."""
+    """The value as a number, as it is now. May raise any exception if the value is not a number."""
     if isinstance(value, torch.Tensor):
         return float(value.item())  # raises if there is more than one element
     if isinstance(value, numpy.ndarray):

@@ -39,21 +39,25 @@ class Parallel(nn.Module):
         self.__dict__["_device"] = device
         # DDP has two names for this option.
         shares = (self._options.pop(name, True) for name in ("broadcast_buffers", "forward_sync_buffers"))
-        # As DDP does: without buffers now, no step looks for some in every submodule.
+        # As in DDP: if the module has no buffers now, no step searches the submodules for them.
         self.__dict__["_share_buffers"] = all(list(shares)) and any(True for _ in module.buffers())
         self.__dict__["_used"] = None
+        self.__dict__["_left"] = lambda: None  # returns the DDP instance that was given up, as long as it exists
+        self.__dict__["_hooks"] = []  # arguments of `register_comm_hook`
         self.__dict__["_by_hand"] = False  # whether the script has ever kept gradients from the other ranks
         self.training = module.training
         self.rebuild()
 
     def unwrap(self) -> None:
         """Give up the DDP instance: its process group ends. `rebuild` makes another one."""
-        known = weakref.ref(self._ddp) if self._ddp is not None else lambda: None
+        if self._ddp is not None:
+            self.__dict__["_left"] = weakref.ref(self._ddp)
         self.__dict__["_ddp"] = None
         if self._used is not None:
             self._used.forget()
-        if known() is not None:
-            # The old reducer's hooks are on the parameters until it is destroyed.
+        if self._left() is not None:
+            # The old reducer's hooks are on the parameters until it is destroyed. If this call comes from within the
+            # forward pass, the instance is still in use: the next call ends it.
             gc.collect()
 
     def rebuild(self, equal: bool = False) -> None:
@@ -77,6 +81,8 @@ class Parallel(nn.Module):
                     self.__dict__["_used"] = _Used(module)
                 module = _Spare(module)
             ddp = DistributedDataParallel(module, **options)
+            for state, hook in self._hooks:
+                ddp.register_comm_hook(state, hook)
         self.__dict__["_ddp"] = ddp
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -93,6 +99,12 @@ class Parallel(nn.Module):
         self.__dict__["_by_hand"] = True
         with nullcontext() if self._ddp is None else self._ddp.no_sync():
             yield
+
+    def register_comm_hook(self, state: object, hook: Any) -> None:
+        """As in DDP. The hook is registered again when the members change, with the same state."""
+        self._hooks.append((state, hook))
+        if self._ddp is not None:
+            self._ddp.register_comm_hook(state, hook)
 
     def exchange(self, on: bool) -> None:
         """Set whether the next backward pass averages gradients over the ranks, which ends an accumulation."""
@@ -118,7 +130,7 @@ class Parallel(nn.Module):
             ddp is None
             or self._by_hand
             or not self._options.get("init_sync", True)
-            or ddp._comm_hooks
+            or self._hooks
             or ddp.mixed_precision
         ):
             return []

@@ -21,7 +21,7 @@ from spotrun.state.profile import TRACE, Answer, Request
 log = logging.getLogger(__name__)
 
 # Events of a trace. The profiler keeps them in memory, and then this process pauses to write them: for 100,000 events,
-# it paused for 1 s on 2 slow cores, and wrote 26 MB. A step of a small network has some hundreds.
+# it paused for 1 s on 2 slow cores, and wrote 26 MB. A step of a small network has a few hundred.
 MOST = 100_000
 
 
@@ -48,7 +48,7 @@ class Profiling:
                 self._advance(self._request, step)
 
     def end_loop(self) -> None:
-        """The script has left its loop over steps. What it does there is no step, and may have very many events."""
+        """The script has left its loop over steps. What it does there is not a step, and may have very many events."""
         if self._profiler is None or self._control is None:
             return
         with self._answering():
@@ -59,7 +59,7 @@ class Profiling:
                 self._control.profile = request.steps  # it begins again after the next step
 
     def drop(self, why: str) -> None:
-        """The steps under way do not count. The profiler stops later: that takes time, and others wait for this one."""
+        """The steps under way do not count. The profiler stops later, because other workers wait for this one now."""
         if self._request is not None:
             log.warning("the profile of rank %d is dropped: %s", self._control.rank if self._control else 0, why)
             self._answer(self._request, problem=why)

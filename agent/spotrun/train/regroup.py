@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import threading
 import time
 import traceback
 from collections.abc import Iterable, Sequence
@@ -21,9 +22,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from spotrun.state import exit_note
-from spotrun.state.control import EXIT_DRAINED, EXIT_PEER, Context, Control, Invitation
+from spotrun.state.control import EXIT_DRAINED, EXIT_PEER, Context, Control, Invitation, release_fifo
 from spotrun.state.wakeup import wake
-from spotrun.train.distributed import join_process_group, leave_process_group, rank_and_world
+from spotrun.train.distributed import break_connections, join_process_group, leave_process_group, rank_and_world
 from spotrun.train.parallel import Parallel
 
 log = logging.getLogger(__name__)
@@ -40,6 +41,12 @@ class Membership:
         self.context = context
         self.obstacle = ""  # why the script cannot go on in another generation; empty: nothing is known
         self._control, self._device, self._backend, self._models = control, device, backend, models
+        self._leaving = threading.Lock()  # held while connections of the generation are broken
+        if context.regroups and device.type == "cpu":
+            with contextlib.suppress(OSError):  # then this worker restarts if a peer is silent
+                os.mkfifo(release_fifo(context.control), 0o600)
+                fifo = os.open(release_fifo(context.control), os.O_RDWR)  # so it always has a writer
+                threading.Thread(target=self._obey, args=(fifo,), name="spotrun-release", daemon=True).start()
 
     def able(self) -> bool:
         """Whether this worker can join another generation without a restart.
@@ -62,7 +69,8 @@ class Membership:
         """Leave the process group at once, so that peers which still wait for this worker fail, too."""
         for model in self._models:
             model.unwrap()
-        leave_process_group()
+        with self._leaving:
+            leave_process_group()
 
     def wait(self, step: int, error: BaseException | None) -> None:
         """Say that this worker has left, and wait until the agent lets it join the next generation.
@@ -86,12 +94,20 @@ class Membership:
         """Join the generation of the invitation. Every member must call this. Raises if another member does not."""
         invitation = Invitation.read(self.context.control)
         os.environ.update(invitation.env)
-        self.context = Context.from_text(invitation.env[Context.VARIABLE])
+        with self._leaving:
+            self.context = Context.from_text(invitation.env[Context.VARIABLE])
         _print_to(invitation.log)
         self._control.entered = time.time()
         join_process_group(self._device, self._backend)
         self._control.rank = rank_and_world()[0]
         self._control.grouped = time.time()
+
+    def _obey(self, fifo: int) -> None:
+        """Wait for the agent's word that a member is silent, and have the collectives that wait for that one fail."""
+        while os.read(fifo, 1):
+            with self._leaving:
+                if self._control.released == self.context.generation:
+                    break_connections()
 
 
 def _print_to(path: str) -> None:

@@ -2,7 +2,7 @@
 
 Each node offers its newest whole snapshot. Rank 0 looks for a newer checkpoint. The best offer by (generation, step)
 wins. The ranks of the nodes that lack this state receive it in their own memory (see `train/transfer.py`). It goes from
-rank to rank in a chain, so nobody sends it twice. Ranks that need nothing take no part. A snapshot that this process
+rank to rank in a chain, so no rank sends it twice. Ranks that need nothing take no part. A snapshot that this process
 has not written itself is verified meanwhile.
 """
 
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 Order = tuple[int, int]  # (generation, step)
 NOTHING: Order = (-1, -1)
-ROUNDS = 4  # a damaged snapshot leads to another round: a node has two snapshots, and may have trusted one
+ROUNDS = 4  # both snapshots of a node may be damaged, and a trusted one is only verified in a further round
 READER_PATIENCE = 300.0  # seconds: limit for the agent to copy its part of a large snapshot to disk
 
 
@@ -94,7 +94,7 @@ def restore(
         own = _offer(folder, context.job) if local_rank == 0 else NOTHING
         best, _ = best_of([(each[0], each[1]) for each in _gather(own, group)])
         if rank_and_world()[0] == 0 and (fetched := _newer_checkpoint(context, folder, best)):
-            own = trusted = fetched  # its checksums are compared with the manifest's
+            own = trusted = fetched  # the download has compared its checksums with the manifest's
         offers = _gather((*own, local_rank, int(own == trusted)), group)
         best, _ = best_of([(each[0], each[1]) for each in offers])
         if best == NOTHING:

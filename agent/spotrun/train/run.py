@@ -20,7 +20,7 @@ from torch import nn
 
 from spotrun.errors import SpotrunError
 from spotrun.state.control import NONE, Context, Control, warm_up_store
-from spotrun.train import batches
+from spotrun.train import batches, collectives
 from spotrun.train.boundary import Boundary
 from spotrun.train.distributed import choose_device, cpu_group, join_process_group, leave_at_exit, rank_and_world
 from spotrun.train.encoding import Stateful
@@ -28,6 +28,7 @@ from spotrun.train.failures import end, is_peer_failure
 from spotrun.train.parallel import Parallel
 from spotrun.train.regroup import Membership
 from spotrun.train.rng import reseed
+from spotrun.train.sampler import ElasticSampler
 from spotrun.train.training_state import TrainingState
 
 log = logging.getLogger(__name__)
@@ -55,13 +56,14 @@ def init(seed: int = 0, backend: str | None = None) -> Run:
     device = choose_device(local_rank, insist=context is not None)
     alone = warm_up_store(context.controls[0]) if context is not None and context.warm_up else None
     try:
-        if join_process_group(device, backend, alone) and context is None:  # spotrun's own workers end in another way
-            leave_at_exit()
+        joined = join_process_group(device, backend, alone)
     except Exception as error:
         if context is not None and control is not None and is_peer_failure(error):
             end(context, control, int(os.environ.get("RANK", "0")), "cannot join the other workers", error)
         raise
     run = Run(seed, device, local_rank, context, control, backend)
+    if joined and context is None:  # spotrun's own workers end in another way
+        leave_at_exit(run._models)
     if control is not None and context is not None:
         control.pid, control.rank, control.generation = os.getpid(), run.rank, context.generation
         control.grouped = time.time()
@@ -95,12 +97,14 @@ class Run:
         )
         self._epochs = 1
         self._stepped: int | None = None  # the epoch in which steps() was called
-        self._loader: Any = None
+        self._sampler: ElasticSampler | None = None  # of the loader that was given to steps()
         self._iterator: Iterator[Any] = iter(())
         self._ahead: list[Any] = []  # batches fetched early
         self._batch = batches.Batch(1.0, True, 0, 0)
         self._inside = False  # whether a step is under way
         self._sizes: tuple[float | None, int] = (None, 0)  # samples in an epoch, and in one of its positions
+        if context is not None:
+            collectives.handle_errors(self._void_if_in_step)
         reseed(seed, "init")
 
     @property
@@ -146,7 +150,7 @@ class Run:
     @property
     def batch_ids(self) -> list[int] | None:
         """Indices into the dataset of this rank's current batch, without padding; None without an ElasticSampler."""
-        sampler = batches.sampler_of(self._loader)
+        sampler = self._sampler
         return None if sampler is None or self._batch.own is None else sampler.indices(self._batch.own)
 
     def print(self, *values: object) -> None:
@@ -201,8 +205,8 @@ class Run:
             feed = self._feed(loader, accumulate)
             while (current := next(feed, None)) is not None:
                 self._batch = current
-                reseed(self._state.seed, self.step, current.number, self.rank)
-                batch = self._next()
+                reseed(self._state.seed, self._state.step, current.number, self.rank)
+                batch = self._ahead.pop() if self._ahead else next(self._iterator, _END)
                 if batch is _END:
                     break
                 for model in self._models:
@@ -231,14 +235,18 @@ class Run:
         """`loss.backward()` for a batch's mean loss, weighted: the gradient is the mean over all samples of the step.
 
         If another worker is gone, the step does not count: the state goes back at the step's end, or this process ends
-        here. Without spotrun, the process group's error is raised instead.
+        here. The same holds for the script's own collectives in a step. Without spotrun, the process group's error is
+        raised instead.
         """
-        weight = self._batch.weight
-        self._boundary.clock.part()
-        with self._boundary.void_if_a_peer_fails:
+        weight, boundary = self._batch.weight, self._boundary
+        boundary.clock.part()
+        try:
             (loss if weight == 1 else loss * weight).backward()  # type: ignore[no-untyped-call]
-        if self._boundary.guard is not None and self._batch.last:
-            self._boundary.guard()
+        except Exception as error:
+            if not boundary.void_if_a_peer_fails.handle(error):
+                raise
+        if boundary.guard is not None and self._batch.last:
+            boundary.guard()
 
     def log(self, **values: Any) -> None:
         """Keep numbers (0-dim tensors too) in the job's metrics, and show the newest ones in its display.
@@ -277,9 +285,12 @@ class Run:
         elif self.epoch >= self._epochs:
             position = 0
         else:
-            sampler = batches.sampler_of(self._loader)
-            position = self._state.consumed if sampler is None else sampler.position
+            position = self._state.consumed if self._sampler is None else self._sampler.position
         return float(self.epoch * (whole or 0) + position * each)
+
+    def _void_if_in_step(self, error: Exception) -> bool:
+        """Whether the script goes on after this error of a collective of its own, in a step that does not count."""
+        return self._inside and self._boundary.void_if_a_peer_fails.handle(error)
 
     def _regroup(self, loader: Any, accumulate: int) -> Iterator[batches.Batch]:
         """Join the next generation, and describe the batches that the loader gives from there on."""
@@ -289,17 +300,18 @@ class Run:
         return self._feed(loader, accumulate)
 
     def _end_step(self) -> None:
-        with self._boundary.void_if_a_peer_fails:
+        try:
             for model in self._models:
                 model.share_buffers()
-        if self._boundary.must_regroup:
+        except Exception as error:
+            if not self._boundary.void_if_a_peer_fails.handle(error):
+                raise
             return
         self._state.step += 1
-        sampler = batches.sampler_of(self._loader)
-        if sampler is None:
+        if self._sampler is None:
             self._state.consumed = self._batch.end
         else:
-            sampler.position = self._batch.end
+            self._sampler.position = self._batch.end
         self._boundary.end_step()
 
     def _check_steps(self, loader: Any) -> None:
@@ -318,8 +330,7 @@ class Run:
     def _feed(self, loader: Any, accumulate: int) -> Iterator[batches.Batch]:
         """Start the loader at the restored position, and describe the batches that it will give."""
         self._boundary.settle()  # a loader's worker, forked now, would inherit the slot's lock
-        self._loader = loader
-        sampler = batches.sampler_of(loader)
+        self._sampler = sampler = batches.sampler_of(loader)
         size = getattr(loader, "batch_size", None) or 1
         if sampler is None:
             total, consumed = batches.length_of(loader, accumulate), self._state.consumed

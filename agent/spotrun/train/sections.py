@@ -5,7 +5,7 @@ of them, over its own link to the host. Local rank 0 copies everything else, and
 writer. The workers agree by numbers in their control blocks, which are new in each generation:
 
 1. The writer takes a snapshot alone and says which layout the slot has (`layout_0`, `layout_1`). The other workers map
-   the slot beside training, and say the same in their blocks.
+   the slot beside training, and write the same numbers into their blocks.
 2. Before a later step, the writer locks the slot, removes its record, and announces (`shared_slot`, `shared_step`).
 3. After that step, each worker copies its section, and says so (`section`) or refuses (`refused`).
 4. The writer hashes the slot and writes the record when all sections are there. Otherwise the slot has no record.
@@ -257,9 +257,9 @@ class Section(Copier):
         self._answer(step, changed)
 
     def _answer(self, step: int, changed: list[str]) -> None:
-        """Tell the writer whether the section counts. Ask for trouble after the device has copied the section."""
+        """Tell the writer whether the section counts. Called when the device has copied it or has failed."""
         trouble = self._trouble()
-        with self._fence:  # the copies come before the answer that they are complete
+        with self._fence:  # a memory barrier: the writer sees the copies before the answer
             if changed or trouble:
                 self._control.refused = step
             else:

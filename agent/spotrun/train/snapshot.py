@@ -69,9 +69,9 @@ class Writer(Copier):
     """Writes this node's snapshots. One writer per node: the state is the same on all ranks.
 
     control: receives `copied`, `committed` and `stall`. The slot of its `snapshot_at` step stays untouched until the
-    agent had time to lock it. stage: copies tensors of a GPU. trouble: called when a snapshot is copied; the snapshot
-    is committed only if it returns "". sections: those of the node's other workers. equal: the places of tensors that
-    these may copy.
+    agent has had time to lock it. stage: copies tensors of a GPU. trouble: called when a snapshot is copied; the
+    snapshot is committed only if it returns "". sections: those of the node's other workers. equal: the places of
+    tensors that these may copy.
     """
 
     def __init__(
@@ -101,11 +101,13 @@ class Writer(Copier):
         self.newest_step = NONE
         self.written = (NONE, NONE)  # (generation, step) of the newest snapshot that this writer has committed
         self.progress = Progress(control)
+        self.shares = sections is not None  # whether the node has other workers, which may copy a part
 
     def stall(self) -> float | None:
         """See `Copier`. Includes the delay of the node's other workers."""
-        if super().stall() is not None and self._together and self._sections is not None:
+        if self._together and self._sections is not None and super().stall() is not None:
             self._stalls[-1].seconds = max(self._stalls[-1].seconds, self._sections.stall())
+            self._known = None
         return super().stall()
 
     def prepare(self, tensors: dict[str, torch.Tensor]) -> None:

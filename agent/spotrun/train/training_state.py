@@ -101,7 +101,7 @@ def load(item: Stateful, saved: Any, tensors: Tensors, own: Mapping[str, torch.T
 
 
 def _keep_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
-    """Give the optimizer its own dicts again, with the loaded values: in the loop, the script may hold one of them."""
+    """Give the optimizer its own dicts again, with the loaded values: the script may hold a reference to them."""
     for own, loaded in zip(groups, optimizer.param_groups, strict=True):
         if own is not loaded:
             own.clear()
@@ -136,5 +136,5 @@ def _copies(item: Stateful) -> bool:
     return isinstance(item, nn.Module)
 
 
-# These methods accept a state of the object's own tensors.
+# These methods accept a state whose tensors are the object's own.
 _PLAIN = (nn.Module.load_state_dict, Parallel.load_state_dict, torch.optim.Optimizer.load_state_dict)

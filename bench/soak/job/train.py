@@ -40,6 +40,11 @@ def dropout() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Dropout(0.3), nn.Linear(64, 4), nn.Dropout(0.1))
 
 
+def large() -> nn.Module:
+    """A model whose state takes some time to send: 1.4 million parameters."""
+    return nn.Sequential(nn.Linear(16, 1200), nn.ReLU(), nn.Linear(1200, 1200), nn.ReLU(), nn.Linear(1200, 4))
+
+
 def recurrent() -> nn.Module:
     """A model with many small tensors."""
     return nn.Sequential(nn.Unflatten(1, (4, 4)), nn.LSTM(4, 16, batch_first=True), Last(), nn.Linear(16, 4))
@@ -68,6 +73,7 @@ MODELS = {
     "pair": recurrent,
     "scaler": norm,
     "gan": discriminator,
+    "large": large,
 }
 SECOND = {"pair": dropout, "gan": generator}
 torch.set_num_threads(1)

@@ -20,7 +20,7 @@ import spotrun
 from spotrun.node.launch import preload
 
 ROWS = 8192  # of the square matrices
-MEASURED = 3.0  # seconds that a measurement takes at least
+MEASURED = 3.0  # the least seconds that a measurement takes
 BUFFER = 1 << 30  # bytes that are copied within the memory
 STATE = 4 << 30  # bytes of the snapshot at most; less where the GPU or the host has less room
 STEPS = 60  # of the training in which snapshots are taken
@@ -41,7 +41,10 @@ def main() -> None:
 
 
 def _matrix(device: torch.device) -> None:
-    """bf16 products (2 n³ operations each; fp16 where the GPU has no bf16), and copies, which read and write."""
+    """Measure bf16 products (2 n³ operations each; fp16 where the GPU has no bf16) and copies within the memory.
+
+    A copy reads each byte and writes it, so each byte counts twice.
+    """
     kind = torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
     a, b = (torch.randn(ROWS, ROWS, device=device, dtype=kind) for _ in range(2))
     product = _seconds(lambda: torch.mm(a, b))
@@ -54,7 +57,7 @@ def _matrix(device: torch.device) -> None:
 
 
 def _copy(run: Any) -> None:
-    """To the host: into pinned and into other memory, and as a snapshot goes, at every tenth step."""
+    """Measure copies to the host: into pinned memory, into other memory, and those of snapshots (every tenth step)."""
     device = run.device
     host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     size = min(STATE, torch.cuda.mem_get_info(device)[0] // 4, host // 12 // max(1, torch.cuda.device_count()))
@@ -92,7 +95,7 @@ def _stall(run: Any, mib: int) -> float:
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    """Seconds of one call, when the device does nothing but these."""
+    """Seconds that one call takes while the device does nothing else."""
     work()
     torch.cuda.synchronize()
     count, began = 0, time.perf_counter()

@@ -1,6 +1,6 @@
 """A small training run whose end can be compared bit by bit; it prints what it saw as lines of JSON.
 
-It is slow at the steps where a machine will be taken, so that this happens before the run ends.
+It is slow at the steps where a machine will be taken, so that the run does not end before that.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--steps", type=int, default=300)
 parser.add_argument("--pause", type=float, default=0.0, help="seconds added to each step")
 parser.add_argument("--mib", type=int, default=0, help="size of the state besides the model, on each worker")
-parser.add_argument("--hold", default="", help="steps, such as 60,150: from there on slow, until the next generation")
+parser.add_argument("--hold", default="", help="steps, such as 60,150: where each generation becomes slow")
 parser.add_argument("--fitness", action="store_true", help="print what the health gate would see")
 parser.add_argument("--watch", action="store_true", help="print what changes in the metadata server's notices")
 

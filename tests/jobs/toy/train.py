@@ -28,6 +28,7 @@ parser.add_argument("--samples", type=int, default=600)
 parser.add_argument("--batch", type=int, default=4)
 parser.add_argument("--pause", type=float, default=0.02, help="seconds added to each step")
 parser.add_argument("--slow", type=int, default=0, help="step from which on each is slow, until OUT/go is there")
+parser.add_argument("--step", type=float, default=0.3, help="seconds of a slow step; OUT/step may say others")
 parser.add_argument("--fail", default="", help="rank@step: raise there, each time")
 parser.add_argument("--hang", default="", help="rank@step: stop there, the first time")
 parser.add_argument("--lag", type=int, default=-1, help="a rank that is slow until OUT/go is there")
@@ -68,9 +69,8 @@ def hold_device():
 
 
 def slow_step():
-    """Seconds. OUT/step may say how many."""
     file = args.out / "step"
-    return float(file.read_text()) if file.exists() else 0.3
+    return float(file.read_text()) if file.exists() else args.step
 
 
 def print_lines():

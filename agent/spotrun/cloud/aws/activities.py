@@ -31,7 +31,7 @@ def problem(
 ) -> Problem | None:
     """Why a pool is smaller than its size, if AWS gives a reason.
 
-    said: activities, newest first; only as many are read as are needed.
+    said: activities, newest first. Later ones are not read once the answer is known.
     since: when the pool last had its size. Older failures say nothing about the present.
     last: the problem found last time. If the kind is the same, its time is kept.
     """
@@ -61,7 +61,7 @@ def problem(
 
 
 def last_failure(said: Iterable[ActivityTypeDef], since: float) -> ActivityTypeDef | None:
-    """The newest failed launch, unless a launch that began after its end succeeded."""
+    """The newest failed launch. None: there is none, or a launch that began after the end of that one has succeeded."""
     recovered = 0.0
     for activity in said:
         began = activity["StartTime"].timestamp()
@@ -72,7 +72,7 @@ def last_failure(said: Iterable[ActivityTypeDef], since: float) -> ActivityTypeD
         if activity["StatusCode"] == "Successful":
             recovered = max(recovered, began)
         elif activity["StatusCode"] in _FAILED:
-            # Of several machines that were requested together, one may succeed and another fail: both begin together.
+            # Launches that were requested together begin together, and one may succeed while another fails.
             ended = activity.get("EndTime", activity["StartTime"]).timestamp()
             return activity if recovered <= ended else None
     return None

@@ -1,8 +1,8 @@
 """What AWS says about the market of spot machines: placement scores and the history of prices.
 
 A placement score, from 1 to 10, says how likely a zone has a number of machines of one of several types. It is low by
-definition for fewer than three types, and an account may ask about few new combinations a day. So the score is asked
-for a machine type with its siblings, and always for all of the pool's machines: the same combination each time.
+definition for fewer than three types, and an account may ask about only a few new combinations a day. So the head asks
+about a machine type with its siblings, and always about all of the pool's machines: the same combination each time.
 https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-placement-score.html
 
 AWS has no call that says how often spot machines are taken.
@@ -70,7 +70,7 @@ class Adviser:
             self._next[what] = now + self._later
             if what not in self._refused:
                 self._refused.add(what)
-                log.warning("AWS does not say how the market is; the head goes on without: %s", error)
+                log.warning("AWS gives no advice about the market; the head decides without it: %s", error)
 
     def _ask_scores(self) -> None:
         asked: dict[tuple[tuple[str, ...], int], Mapping[str, int]] = {}

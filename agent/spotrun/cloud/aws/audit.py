@@ -27,7 +27,7 @@ Attempt = tuple[str, Callable[[], Any]]
 
 
 def permissions(cluster: ClusterSpec) -> tuple[list[str], list[str]]:
-    """Of the calls of stacks and tasks: (the allowed ones, the refused ones). Makes nothing. Raises `CloudError`."""
+    """Calls that stacks and tasks make: (the allowed ones, the refused ones). Creates nothing. Raises `CloudError`."""
     allowed: list[str] = []
     refused: list[str] = []
     with closing(Clients(cluster.region)) as clients:

@@ -10,29 +10,27 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from botocore.exceptions import ClientError
 
-from spotrun.cloud import prices as table
-from spotrun.cloud.aws import activities, instances, interruption, quotas
+from spotrun.cloud.aws import activities, fault_injection, instances, quotas
 from spotrun.cloud.aws.advice import Adviser
 from spotrun.cloud.aws.api import Clients, ask, call
 from spotrun.cloud.aws.errors import refusal
 from spotrun.cloud.aws.instances import BLOCK, ScalingGroup
+from spotrun.cloud.aws.prices import Prices
 from spotrun.cloud.base import Advice, Ended, Instance, Problem, Shortfall
 from spotrun.errors import CloudError
-from spotrun.spec import ClusterSpec, PoolSpec, names
+from spotrun.spec import ClusterSpec, names
 
 if TYPE_CHECKING:
     from mypy_boto3_autoscaling.type_defs import ActivityTypeDef
-    from mypy_boto3_ec2.type_defs import InstanceTypeDef, SpotPriceTypeDef
+    from mypy_boto3_ec2.type_defs import InstanceTypeDef
 
 _GROUPS, _MACHINES, _ACTIVITIES = 50, 1000, 100  # the most that AWS gives at once
 _BLOCKS_FOR = 600.0  # seconds to keep the ends of Capacity Blocks
-_PRICES_FOR = 300.0  # seconds to keep prices; AWS changes them a few times a day
-_LOOK_BACK = 900.0  # seconds; a new head counts failed launches of the time before its start, up to this long
+_LOOK_BACK = 900.0  # seconds; a new head counts launches that failed up to this long before its start
 _GONE = "No managed instance found"  # Auto Scaling's message if a machine has already left its group
 log = logging.getLogger(__name__)
 
@@ -52,12 +50,10 @@ class AwsCloud:
         self._ended: list[Ended] = []
         self._last_full: dict[str, float] = {}  # by pool: when it last had all its machines
         self._problems: dict[str, Problem] = {}
-        self._spot: dict[tuple[str, str], float] = {}  # (machine type, zone): dollars an hour
-        self._spot_until = 0.0
-        self._unpriced: set[str] = set()
         self._blocks: dict[str, float] = {}  # epoch seconds when Capacity Blocks end, by reservation; 0: not known
         self._blocks_until = 0.0
         self._blocks_refused = False
+        self._prices = Prices(cluster, self._clients, page or _MACHINES)
         self._adviser = Adviser(cluster, self._clients)
 
     async def nodes(self) -> list[Instance]:
@@ -72,7 +68,7 @@ class AwsCloud:
         return {pool: group.size for pool, group in (await ask(self._groups)).items() if pool != names.HEAD}
 
     async def resize(self, pool: str, size: int) -> None:
-        """As in `Cloud`. Only size 0 ends live machines. Another size is at least the number of live machines."""
+        """As in `Cloud`. Only size 0 ends live machines. Other sizes are raised to the number of live machines."""
         spec = self._cluster.pool(pool)
         if spec is None:
             known = ", ".join(sorted(each.name for each in self._cluster.pools))
@@ -90,7 +86,7 @@ class AwsCloud:
         await ask(self._end, instances.replacement, list(names))
 
     async def preempt(self, name: str, notice: float | None = None) -> None:
-        """As in `Cloud`. EC2's notice is 120 s long; see `interruption.interrupt` for others.
+        """As in `Cloud`. EC2's notice is 120 s long; see `fault_injection.interrupt` for others.
 
         `notice` 0 terminates any machine of the cluster at once, even an on-demand machine. Its group makes another.
         """
@@ -105,21 +101,11 @@ class AwsCloud:
         group = (await ask(self._groups)).get(machine.pool)
         if group is None:
             raise CloudError(f"machine {name} is in pool {machine.pool}, which is no longer in the cluster file")
-        await interruption.interrupt(self._clients, self._cluster.name, group.arn, name, notice)
+        await fault_injection.interrupt(self._clients, self._cluster.name, group.arn, name, notice)
 
     async def prices(self) -> dict[str, float]:
-        """As in `Cloud`: spot prices from EC2, on-demand prices from the shipped table.
-
-        If EC2 gives no price for a spot pool, the table's price is used. If the table has none either, the pool is left
-        out. The log says so once. A price that is missing is no error.
-        """
-        try:
-            await ask(self._refresh_spot_prices)
-        except CloudError as error:
-            log.warning("spot prices: %s", error)
-            self._spot_until = time.monotonic() + _PRICES_FOR / 5
-        found = {pool.name: self._price(pool) for pool in self._cluster.pools}
-        return {pool: price for pool, price in found.items() if price is not None}
+        """As in `Cloud`: spot prices from EC2, on-demand prices from the shipped table."""
+        return await ask(self._prices.by_pool)
 
     async def advice(self) -> dict[str, Advice]:
         """As in `Cloud`, for spot pools. AWS is asked every ten minutes."""
@@ -183,7 +169,7 @@ class AwsCloud:
                         self._blocks[each["CapacityReservationId"]] = each["EndDate"].timestamp()
             except ClientError as error:
                 if not self._blocks_refused:
-                    log.warning("when Capacity Blocks end is not known: %s", refusal(error))
+                    log.warning("AWS does not say when the Capacity Blocks end: %s", refusal(error))
                 self._blocks_refused = True
         return self._blocks
 
@@ -236,7 +222,7 @@ class AwsCloud:
                 raise
             log.info("%s has already left its group", name)
 
-    # Problems and prices.
+    # Problems.
 
     def _find_problems(self) -> list[Problem]:
         groups, now = self._groups(), time.time()
@@ -265,40 +251,3 @@ class AwsCloud:
         )
         for page in pages:
             yield from page["Activities"]
-
-    def _refresh_spot_prices(self) -> None:
-        spot = [pool for pool in self._cluster.pools if pool.market == "spot"]
-        if not spot or time.monotonic() < self._spot_until:
-            return
-        pages = self._clients.ec2.get_paginator("describe_spot_price_history").paginate(
-            InstanceTypes=sorted({pool.machine for pool in spot}),  # type: ignore[misc]
-            ProductDescriptions=["Linux/UNIX"],
-            Filters=[{"Name": "availability-zone", "Values": sorted({pool.zone for pool in spot})}],
-            StartTime=datetime.now(UTC),  # the price that is valid now: the last one set before
-            PaginationConfig={"PageSize": self._page or _MACHINES},
-        )
-        self._spot = newest_prices(each for page in pages for each in page["SpotPriceHistory"])
-        self._spot_until = time.monotonic() + _PRICES_FOR
-
-    def _price(self, pool: PoolSpec) -> float | None:
-        if pool.market == "on-demand":
-            price, current = table.on_demand("aws", pool.zone, pool.machine), True
-        else:
-            found = self._spot.get((pool.machine, pool.zone))
-            price, current = found or table.spot("aws", pool.zone, pool.machine), found is not None
-        if (not current or price is None) and pool.name not in self._unpriced:
-            self._unpriced.add(pool.name)
-            later = "its cost is counted once the price is known"
-            instead = later if price is None else f"the shipped table's ${price:g} an hour is used"
-            log.warning("pool %s: the price of %s %s is unknown; %s", pool.name, pool.market, pool.machine, instead)
-        return price
-
-
-def newest_prices(said: Iterable[SpotPriceTypeDef]) -> dict[tuple[str, str], float]:
-    """Dollars an hour by machine type and zone, from price changes in any order."""
-    newest: dict[tuple[str, str], SpotPriceTypeDef] = {}
-    for change in said:
-        key = (change["InstanceType"], change["AvailabilityZone"])
-        if key not in newest or change["Timestamp"] > newest[key]["Timestamp"]:
-            newest[key] = change
-    return {key: float(change["SpotPrice"]) for key, change in newest.items()}

@@ -35,12 +35,12 @@ _STATES: dict[str, State] = {
 # A group no longer counts a member whose lifecycle state begins with one of these words.
 # https://docs.aws.amazon.com/autoscaling/ec2/userguide/ec2-auto-scaling-lifecycle.html
 _LEAVING = ("Terminat", "Detach")
-# AWS ends the machines of a Capacity Block so many seconds before the block's end.
+# Seconds before the end of a Capacity Block, when AWS ends its machines.
 # https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/ec2-capacity-blocks.html
 _BLOCK_ENDS = 1800.0
 # The time in a machine's `StateTransitionReason`: `User initiated (2026-11-22 10:15:00 GMT)`.
 _ENDED = re.compile(r"\((\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (?:GMT|UTC)\)$")
-BLOCK = "capacity-block"  # the lifecycle of these machines
+BLOCK = "capacity-block"  # EC2's lifecycle of a Capacity Block's machines
 
 
 @dataclass(frozen=True)
@@ -133,8 +133,8 @@ def instances(
         )
     for name, group in member_of.items():
         if name not in found and name in group.counted:
-            # EC2 does not list the machine yet, so its time of creation is unknown. The head would take a later time
-            # than 0 for a sign that the machine is the successor of another one.
+            # EC2 does not list the machine yet, so its time of creation is unknown. With a later time
+            # than 0, the head would conclude that the machine is the successor of another one.
             spec = cluster.pool(group.pool)
             market = spec.market if spec else "on-demand"
             found[name] = Instance(name, group.pool, group.zones, "", "provisioning", market, 0.0, name)

@@ -55,8 +55,8 @@ def quota_of(machine: str, market: Market) -> Quota | None:
 def shortfalls(cluster: ClusterSpec, vcpus: Mapping[str, int], allowed: Mapping[str, float]) -> list[Shortfall]:
     """The pools, and the head, for whose machines the account's quotas are too small. Pure.
 
-    vcpus: by machine type. allowed: the quotas' values by code; nothing is said about absent quotas. Each pool is
-    compared with its quota alone, because pools stand in for each other.
+    vcpus: by machine type. allowed: the quotas' values by code; nothing is said about absent quotas. The needs of pools
+    with the same quota are not added up, because pools stand in for each other.
     """
     found = []
     for pool, machine, market, count in _wanted(cluster):

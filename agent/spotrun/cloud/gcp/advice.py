@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 CAPACITY, HISTORY = "advice.capacity", "advice.capacityHistory"
 _KEEP = 600.0  # seconds between two rounds of questions
-_DAYS = 7  # the preemption rate is the mean of so many days
+_DAYS = 7  # the preemption rate is the mean of this many days
 log = logging.getLogger(__name__)
 
 
@@ -80,7 +80,7 @@ class Adviser:
             except CloudError as error:
                 if what not in self._refused:
                     self._refused.add(what)
-                    log.warning("Google does not say how the market is; the head goes on without: %s", error)
+                    log.warning("Google gives no advice about the market; the head decides without it: %s", error)
                 break
         else:
             self._refused.discard(what)
@@ -116,7 +116,7 @@ class Adviser:
         return Said(sum(latest) / len(latest), time.time(), HISTORY) if latest else None
 
     async def _prices(self, pool: PoolSpec) -> tuple[Said, ...]:
-        """Google has them by region, not by zone."""
+        """Google has prices by region, not by zone."""
         answer = await self._history(pool, "PRICE", "")
         known = [each for each in answer.price_history if each.list_price.currency_code in ("", "USD")]
         found = (Said(_dollars(each.list_price), epoch(each.interval.start_time), HISTORY) for each in known)
@@ -138,7 +138,7 @@ class Adviser:
 
 
 def seconds(duration: str) -> float | None:
-    """600.0 from Google's "600s"; None if it is no duration."""
+    """600.0 from Google's "600s"; None if it is not a duration."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)s", duration)
     return float(found[1]) if found else None
 

@@ -23,7 +23,7 @@ ENDPOINT = "GOOGLE_RESOURCE_MANAGER_CUSTOM_ENDPOINT"  # the variable of Terrafor
 _SERVER = "https://cloudresourcemanager.googleapis.com/v1/"
 _LONGEST = 20.0  # seconds for an answer
 _MONTH = 730  # hours
-_GB, _ADDRESS = 0.10 / _MONTH, 0.005  # dollars, as docs/gcp.md has them
+_GB, _ADDRESS = 0.10 / _MONTH, 0.005  # USD an hour for a GB of disk and for an address, as in docs/gcp.md
 # One permission for each kind of thing that the stacks make, and those that SSH needs.
 WANTED = (
     "compute.firewalls.create",
@@ -45,7 +45,7 @@ WANTED = (
 
 
 def permissions(cluster: ClusterSpec) -> tuple[list[str], list[str]]:
-    """Of `WANTED`: (the allowed ones, the refused ones) in the project. Blocking. Raises `CloudError`."""
+    """Those of `WANTED` that the project gives you, and those that it refuses. Blocking. Raises `CloudError`."""
     project = cluster.project or ""
     session = AuthorizedSession(credentials())  # type: ignore[no-untyped-call]
     try:

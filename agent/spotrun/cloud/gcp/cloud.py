@@ -305,7 +305,7 @@ class GcpCloud:
 async def _ask_each(questions: Mapping[str, Awaitable[T]]) -> tuple[dict[str, T], dict[str, CloudError]]:
     """The answers, and the `CloudError` of each question that failed with one.
 
-    If every question failed, raises the first error. Raises every error that is no `CloudError`.
+    If every question failed, raises the first error. Raises every error that is not a `CloudError`.
     """
     said = dict(zip(questions, await asyncio.gather(*questions.values(), return_exceptions=True), strict=True))
     failed = {name: each for name, each in said.items() if isinstance(each, CloudError)}

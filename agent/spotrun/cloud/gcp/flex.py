@@ -62,8 +62,8 @@ class Queue:
     async def change(self, pool: str, group: dict[str, str], target: int, size: int) -> int:
         """Bring a group's target size to `size` by requests; the target size after that.
 
-        It stays higher than `size` if too many machines exist. Raises `CloudError` while Google should not be asked
-        again, since the last request failed.
+        The target size stays higher than `size` if too many machines exist. After a request has failed, raises
+        `CloudError` for some time instead of asking Google again.
         """
         known = await self.requests(pool, group)
         plan = plan_change(target, size, known)
@@ -121,7 +121,7 @@ def diagnose(pool: PoolSpec, known: Sequence[Request], before: Sequence[Problem]
 
 
 def request(found: compute_v1.InstanceGroupManagerResizeRequest) -> Request:
-    """A resize request as Google writes it."""
+    """Google's description of a resize request as a `Request`."""
     status = found.status
     errors = [*status.error.errors, *status.last_attempt.error.errors]
     state: Literal["waiting", "failed", "over"] = "over"

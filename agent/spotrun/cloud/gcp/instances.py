@@ -137,9 +137,10 @@ def _describe(pool: PoolSpec, kind: Kind, code: str, message: str, missing: int,
 
 
 def _end(found: compute_v1.Instance) -> float:
-    """When Google ends the machine because of `max_run_duration`; 0: never. Google knows it once the machine runs.
+    """When Google ends the machine because of `max_run_duration`; 0: never.
 
-    A preemptible machine of the old kind, before spot, ends after a day at the latest.
+    Google knows this time once the machine runs. A preemptible machine of the old kind, before spot, ends after a day
+    at the latest.
     """
     known = epoch(found.resource_status.scheduling.termination_timestamp)
     old = found.scheduling.preemptible and found.scheduling.provisioning_model != "SPOT"

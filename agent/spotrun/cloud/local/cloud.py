@@ -167,7 +167,7 @@ def up(
     `head`. starting: called before the local cloud starts, but not if it already runs.
     """
     if not sys.platform.startswith("linux"):
-        raise CloudError(f"the local cloud needs Linux, this is {sys.platform}; use a cluster file of another cloud")
+        raise CloudError(f"the local cloud needs Linux, and this is {sys.platform}: take another cloud's cluster file")
     layout = Layout.of(home, cluster.name)
     config = _config(cluster, layout, role_command)
     with _lock(layout):
@@ -180,7 +180,7 @@ def up(
         if pid := _daemon(layout):  # busy, or stopped: its machines must not be removed
             raise CloudError(f"the local cloud (pid {pid}) runs but does not answer; `make down` ends it")
         _sweep(layout)
-        if os.path.lexists(layout.tmpfs):  # our own folder has just been removed
+        if os.path.lexists(layout.tmpfs):  # not our own, which has just been removed
             private_paths.check_folder(layout.tmpfs)
         ensure_key(layout.key)
         write_json(layout.config, config.to_json())
@@ -245,6 +245,7 @@ def _config(cluster: ClusterSpec, layout: Layout, role_command: Sequence[str] | 
         queue_delay=cluster.local.queue_delay,
         capacity=dict(cluster.local.capacity),
         market=tuple(Change(**each.model_dump()) for each in cluster.local.market),
+        share_torch=cluster.local.share_torch,
         **({"role": tuple(role_command)} if role_command is not None else {}),
     )
 

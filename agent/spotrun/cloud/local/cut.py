@@ -30,7 +30,7 @@ _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
 _TCP_INFO, _ESTABLISHED_TO_CLOSING, _LISTEN = 11, (1, 4, 5, 6, 8, 9, 11), 10
 _LOOK_FOR_NEW = 5  # sweeps between two searches for new processes
 _LOOK_FOR_PEERS = 10  # sweeps between two searches for other ends, once the first searches found none
-_EAGER = 20  # first searches for another end, which are made in each sweep
+_EAGER = 20  # the first searches for another end; each sweep makes one of them
 
 Address = tuple[str, int]
 Ends = tuple[Address, Address]  # (local, remote)

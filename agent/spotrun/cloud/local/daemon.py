@@ -15,19 +15,24 @@ import os
 import secrets
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from aiohttp import web
 
-from spotrun.cloud.local import procs, server
-from spotrun.cloud.local.layout import METADATA_PORT, SSH_PORT, Config, Layout, write_json
+from spotrun.cloud.local import server
+from spotrun.cloud.local.init import collect_orphans
+from spotrun.cloud.local.layout import METADATA_PORT, SSH_PORT, ZYGOTE_MARK, Config, Layout, write_json
+from spotrun.cloud.local.machine import ALL
 from spotrun.cloud.local.pools import LocalPools
 from spotrun.errors import CloudError
 from spotrun.machine import private_paths
+from spotrun.machine.processes import MARK, ZYGOTE, adopt_orphans
 
 _SUBNETS = 250 * 250
+_ZYGOTE = (sys.executable, "-P", "-c", "from spotrun.node.launch.zygote import main; main()")
 log = logging.getLogger("cloud")
 
 
@@ -51,6 +56,29 @@ def claim_subnet(unique: str) -> tuple[str, socket.socket]:
     raise CloudError("no loopback network (127.x.y.0/24) is free; is this Linux?")
 
 
+def start_zygote(layout: Layout) -> None:
+    """Start the process from which the machines of this cluster have torch. It ends with this process.
+
+    Without it, each machine imports torch, which costs the time and the memory of one more copy.
+    """
+    folder = layout.tmpfs / ZYGOTE_MARK
+    # torch makes folders for temporary files while it is imported.
+    environment = os.environ | ALL | {MARK: layout.mark(ZYGOTE_MARK), "TMPDIR": str(folder)}
+    try:
+        private_paths.make_folder(folder)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(str(folder / "socket"))
+            listener.listen(256)
+            arguments = [str(os.getpid()), str(listener.fileno())]
+            subprocess.Popen(
+                [*_ZYGOTE, *arguments], env=environment, stdin=subprocess.DEVNULL, pass_fds=[listener.fileno()]
+            )
+    except OSError as error:
+        log.warning("each machine imports torch for itself: %s", error)
+    else:
+        os.environ[ZYGOTE] = str(folder / "socket")
+
+
 async def serve(layout: Layout, ready: Callable[[], None]) -> None:
     """Run the cloud until SIGTERM."""
     config = Config.from_json(json.loads(layout.config.read_text()))
@@ -63,6 +91,8 @@ async def serve(layout: Layout, ready: Callable[[], None]) -> None:
     port = runner.addresses[0][1]
     cloud.endpoint = f"http://{subnet}.1:{port}"
     private_paths.make_folder(layout.tmpfs)
+    if config.share_torch:
+        start_zygote(layout)
     write_json(
         layout.record,
         {"cluster": config.cluster, "endpoint": cloud.endpoint, "token": token, "pid": os.getpid(), "subnet": subnet},
@@ -70,6 +100,7 @@ async def serve(layout: Layout, ready: Callable[[], None]) -> None:
     ended = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
     loop, end = asyncio.create_task(cloud.run()), asyncio.create_task(ended.wait())
+    collect_orphans(asyncio.get_running_loop())
     ready()
     await asyncio.wait({loop, end}, return_when=asyncio.FIRST_COMPLETED)
     if loop.done():
@@ -111,7 +142,7 @@ def main(argv: list[str]) -> None:
     os.environ[private_paths.UMASK] = f"{os.umask(0o077):o}"
     ready = _detach(layout.log)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
-    procs.become_subreaper()
+    adopt_orphans()
     asyncio.run(serve(layout, ready))
 
 

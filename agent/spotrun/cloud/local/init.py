@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from spotrun.cloud.local import procs
+from spotrun.machine.processes import adopt_orphans
 
 _FIRST_PAUSE, _LONGEST_PAUSE, _STEADY = 0.2, 5.0, 10.0  # seconds; like systemd's RestartSteps=
 log = logging.getLogger("node")
@@ -25,7 +26,7 @@ log = logging.getLogger("node")
 
 async def run(address: str, keys: Path, operator: Path, command: list[str]) -> None:
     """Serve until killed."""
-    procs.become_subreaper()
+    adopt_orphans()
     collect_orphans(asyncio.get_running_loop())
     role = asyncio.create_task(keep_running(command))
     await asyncio.sleep(0)  # the role starts first, because importing the SSH server is slow
@@ -37,7 +38,7 @@ async def run(address: str, keys: Path, operator: Path, command: list[str]) -> N
 
 
 async def keep_running(command: list[str]) -> None:
-    """Run a command again and again. The pause before a restart grows while the command ends soon."""
+    """Run a command again and again. The pause before a restart grows while the command ends soon after its start."""
     pause = _FIRST_PAUSE
     while True:
         began = time.monotonic()
@@ -55,7 +56,7 @@ async def keep_running(command: list[str]) -> None:
 
 
 def collect_orphans(loop: asyncio.AbstractEventLoop) -> None:
-    """Reap dead children that asyncio does not know: asyncio reaps its own before this sees them twice."""
+    """Reap dead children that asyncio does not know. They are those seen twice: asyncio reaps its own sooner."""
     seen: set[int] = set()
     planned: list[asyncio.TimerHandle] = []
 

@@ -19,13 +19,13 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from spotrun.cloud.base import Market
 from spotrun.machine import private_paths
+from spotrun.machine.processes import MARK
 from spotrun.spec.names import HEAD
 
 SSH_PORT = 2222
 METADATA_PORT = 8169
-MARK = "SPOTRUN_NODE_MARK"  # this variable marks all processes of a machine
 HEAD_MACHINE = f"{HEAD}-0"
-DAEMON = "@daemon"  # the daemon's mark; no machine can have this name
+DAEMON, ZYGOTE_MARK = "@daemon", "@zygote"  # marks; no machine can have these names
 # The variables that a machine inherits from the shell of `make up`. All others are dropped.
 _INHERITED = ("HOME", "USER", "LOGNAME", "LANG", "TZ", "TMPDIR", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 _INHERITED_PREFIXES = ("LC_", "CUDA_", "NVIDIA_", "PIP_", "UV_", "SSL_CERT_")
@@ -75,13 +75,14 @@ class Config:
     queue_delay: float = 1.0  # seconds until a flex pool's request for machines has its turn
     capacity: Mapping[str, int] = field(default_factory=dict)  # the most machines by zone or pool; absent: no limit
     market: tuple[Change, ...] = ()  # how the market changes
+    share_torch: bool = True  # whether the machines share one import of torch
     role: tuple[str, ...] = (sys.executable, "-m", "spotrun.cli", "{role}")
     """The command of a machine's role; `{role}` in it becomes `agent` or `head`."""
 
     @property
-    def fixed(self) -> tuple[str, ...]:
-        """What a machine learns when it is made. So these values cannot change later."""
-        return self.cluster, self.region, self.bucket, self.metadata
+    def fixed(self) -> tuple[str | bool, ...]:
+        """What the machines and the daemon learn when they start. So these values cannot change later."""
+        return self.cluster, self.region, self.bucket, self.metadata, self.share_torch
 
     def to_json(self) -> dict[str, Any]:
         """Leaves out unused keys, which a daemon of an older version would not know."""
@@ -90,7 +91,7 @@ class Config:
             for key in ("max_run_duration", "devices"):
                 if not pool[key]:
                     del pool[key]
-        for key in ("market", "queue_delay"):
+        for key in ("market", "queue_delay", "share_torch"):
             if values[key] == getattr(Config, key):
                 del values[key]
         return values

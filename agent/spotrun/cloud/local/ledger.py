@@ -3,7 +3,7 @@
     {"at": 1763800000.1, "what": "price", "pool": "spot-a", "price": 0.3}
     {"at": 1763800060.2, "what": "running", "pool": "spot-a", "machine": "spot-a-0", "id": "…", "market": "spot"}
 
-what: `up` (the cloud starts, and no machine of before exists), `price` (dollars an hour for each machine of the pool
+what: `up` (the cloud starts, and no earlier machine exists), `price` (dollars an hour for each machine of the pool
 from now on), and of a machine: `created`, `running` (it costs money from now on), `notice`, `taken` (its processes are
 dead, and it costs nothing from now on), `ended` (nothing of it is left). The head's machine is not in it.
 spotrun itself does not read this file. It is for adding up the costs in a second way, without the head.

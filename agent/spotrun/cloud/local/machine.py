@@ -9,9 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from spotrun.cloud.base import Instance, State
-from spotrun.cloud.local.layout import MARK, METADATA_PORT, SSH_PORT, Pool
+from spotrun.cloud.local.layout import METADATA_PORT, SSH_PORT, Pool
 from spotrun.cloud.local.metadata import Subject
 from spotrun.machine.gpus import DEVICES
+from spotrun.machine.processes import MARK
+
+# The variables that all machines have, besides the daemon's.
+ALL = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
 @dataclass
@@ -45,6 +49,7 @@ class Machine:
         server = f"{self.address}:{METADATA_PORT}"
         values = {
             **os.environ,
+            **ALL,
             MARK: mark,
             "SPOTRUN_NODE": self.name,
             "SPOTRUN_TMPFS": str(memory),
@@ -54,8 +59,6 @@ class Machine:
             "SPOTRUN_SSH_PORT": str(SSH_PORT),
             "GCE_METADATA_HOST": server,
             "AWS_EC2_METADATA_SERVICE_ENDPOINT": f"http://{server}/",
-            "OMP_NUM_THREADS": "1",
-            "PYTHONUNBUFFERED": "1",
         }
         if self.pool.devices:
             values[DEVICES] = str(self.pool.devices)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from spotrun.cloud.base import Advice, Market, Said
 from spotrun.cloud.local.layout import Change, Config, Pool
 
-# Dollars an hour of a pool whose price the cluster file does not say: invented, but in the usual ratio.
+# Dollars an hour, for a pool without a price in the cluster file. They are invented, but their ratio is the usual one.
 PRICES: dict[Market, float] = {"spot": 0.3, "flex": 0.5, "on-demand": 1.0}
 SOURCE = "local.market"
 
@@ -29,7 +29,8 @@ class Conditions:
 def at(elapsed: float, config: Config, changes: Sequence[Change], began: float) -> Conditions:
     """The market `elapsed` seconds after the cloud's start.
 
-    changes: those made by hand, after those of the configuration. began: epoch seconds of the start.
+    changes: those made by hand. Among changes at the same time, these count last.
+    began: epoch seconds of the start.
     """
     ordered = sorted((*config.market, *changes), key=lambda change: change.after)
     past = [change for change in ordered if change.after <= elapsed]

@@ -163,8 +163,8 @@ class LocalPools:
     def configure(self, config: Config) -> None:
         """Apply a changed cluster file, as `terraform apply` would. Existing machines do not change."""
         if config.fixed != self.config.fixed:
-            what = "name, region, bucket and metadata flavour"
-            raise CloudError(f"{what} of a running cluster cannot change: `make down` first")
+            what = "name, region, bucket, metadata flavour and share_torch"
+            raise CloudError(f"{what} cannot change while the cluster is up; run `make down` first")
         sizes = {pool.name: self._wanted.get(pool.name, frozenset()) for pool in config.pools}
         self._wanted = {
             pool.name: reconcile.resized(sizes[pool.name], min(len(sizes[pool.name]), pool.max))
@@ -176,7 +176,7 @@ class LocalPools:
     # The loop.
 
     async def run(self) -> None:
-        """Create and end machines whenever what exists or what is wanted changes. Never returns."""
+        """Whenever the machines or the wanted sizes change, create and end machines. Never returns."""
         await self._metadata.setup()
         self.ledger.begin()
         while True:
@@ -253,7 +253,7 @@ class LocalPools:
         self.machines[machine.name] = machine
         self.ledger.note("created", machine)
         machine.life = asyncio.create_task(self._live(machine))
-        machine.life.add_done_callback(lambda _: self._ended(machine))  # even if it never ran
+        machine.life.add_done_callback(lambda _: self._ended(machine))  # even if the task never ran
         self._wake.set()  # the loop must also wait for this machine's end
 
     def _preempt(self, machine: Machine, notice: float | None) -> None:
@@ -266,7 +266,7 @@ class LocalPools:
             self._wake.set()
 
     def _take(self, machine: Machine, notices: Mapping[str, float]) -> None:
-        """Preempt a machine, because there are too many; one that does not run yet ends at once."""
+        """Preempt a machine, because its zone or pool has too many. A machine that does not run yet ends at once."""
         notice = notices.get(machine.pool.name, notices.get(machine.pool.zone))
         if machine.state != "running" or notice == 0.0:
             self._end(machine)
@@ -298,7 +298,7 @@ class LocalPools:
             where = self.layout.folder(machine.name) / "init.log"
             self._blame(machine, f"its first process ended with {code}; see {where}")
         except asyncio.CancelledError:
-            log.info("%s is taken", machine.name)
+            log.info("%s is being ended", machine.name)
         except Exception as error:  # a machine that cannot start must not end the others
             log.exception("%s", machine.name)
             self._blame(machine, f"it could not be started: {error}")
@@ -358,7 +358,7 @@ class LocalPools:
         async with self._spawning:
             known = {other.pid for other in self.machines.values()}
             killed |= await asyncio.to_thread(procs.kill, lambda: procs.strays(known))
-        procs.reap(killed - {machine.pid})  # asyncio reaps that one
+        procs.reap(killed - {machine.pid})  # asyncio reaps the machine's first process
         if site is not None:
             with suppress(RuntimeError):  # it never started
                 await site.stop()
@@ -387,7 +387,7 @@ class LocalPools:
         return next((n.subject for n in self.machines.values() if n.address == address and not n.gone.is_set()), None)
 
     def _address(self, name: str) -> str:
-        """The address of a machine of this name: always the same one. If none is free, another name's unused one."""
+        """The address for a machine of this name. The name keeps it as long as other names find free ones."""
         if name not in self._addresses:
             free = [f"{self.subnet}.{host}" for host in range(_FIRST_HOST, _LAST_HOST + 1)]
             held = {address for owner, address in self._addresses.items()}

@@ -6,17 +6,15 @@ Blocking: each call looks through /proc (a few milliseconds); in an event loop u
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import select
 import signal
 import time
 from collections.abc import Callable, Iterable
 
-from spotrun.cloud.local.layout import MARK
+from spotrun.machine.processes import MARK
 
 _VARIABLE = f"{MARK}=".encode()
-_PR_SET_CHILD_SUBREAPER = 36
 _ROUNDS = 100  # of stopping or killing, enough for any ordinary fork bomb
 
 
@@ -128,14 +126,9 @@ def kill(search: Callable[[], set[int]], patience: float = 20.0) -> set[int]:
                 signal.pidfd_send_signal(handle, signal.SIGKILL)
         _await_end(handles, deadline)
         killed |= batch
-        if time.monotonic() > deadline:  # in an uninterruptible sleep; the kernel ends it when it wakes
+        if time.monotonic() > deadline:  # a process is in an uninterruptible sleep; the kernel ends it later
             break
     return killed
-
-
-def become_subreaper() -> None:
-    """Make this process the parent of all orphans of its process tree."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def reap(children: Iterable[int]) -> None:

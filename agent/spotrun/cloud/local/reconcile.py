@@ -20,7 +20,8 @@ class Member:
     index: int  # its number in the pool
     state: State  # as the cloud lists it
     due: float = math.inf
-    """Epoch seconds when a stopping machine is taken (infinity: it goes now), or a terminated one may return."""
+    """Epoch seconds. Of a stopping machine: when it is taken; infinity: it is being taken now. Of a terminated machine:
+    when it may return."""
     ends: float = math.inf  # epoch seconds when its pool's `max_run_duration` ends it
 
 
@@ -47,7 +48,7 @@ class Plan:
     take: tuple[str, ...] = ()  # machines to preempt: there are more than the zone or pool may have
     forget: tuple[str, ...] = ()  # ended machines that are no longer wanted
     short: Mapping[str, int] = field(default_factory=dict)  # by pool: how many machines its zone does not give
-    queued: Mapping[str, float] = field(default_factory=dict)  # by flex pool: when its request has, or had, its turn
+    queued: Mapping[str, float] = field(default_factory=dict)  # by flex pool: when it is the turn of its request
     wake: float = math.inf  # epoch seconds of the next look
 
 
@@ -76,7 +77,7 @@ def plan(view: View) -> Plan:
     for name, pool in view.pools.items():
         missing, later = _missing(view, name)
         dues += later
-        if pool.market == "flex" and missing:  # all of them or none
+        if pool.market == "flex" and missing:  # it gets all of them or none
             queued[name] = view.queued.get(name, view.now + view.queue_delay)
             turn = queued[name] <= view.now
             given = len(missing) if turn and _room(view, pool, used) >= len(missing) else 0
@@ -103,7 +104,7 @@ def resized(wanted: frozenset[int], size: int) -> frozenset[int]:
 
 
 def _missing(view: View, pool: str) -> tuple[list[int], list[float]]:
-    """The numbers of a pool's machines that could be created now, and when others may be: epoch seconds."""
+    """The numbers of a pool's machines that could be created now, and when others may be created (epoch seconds)."""
     missing, later = [], []
     for index in sorted(view.wanted.get(pool, frozenset())):
         there = view.machines.get(machine_name(pool, index))
@@ -122,7 +123,7 @@ def _places(view: View, machine: Member) -> tuple[str, ...]:
 
 
 def _room(view: View, pool: Pool, used: Mapping[str, int]) -> int:
-    """How many machines more a pool can get."""
+    """How many more machines a pool can get."""
     if pool.name == HEAD:
         return 1
     if view.dry & {pool.zone, pool.name}:

@@ -1,9 +1,9 @@
 // The frame of all pages: navigation, the live stream, the banner, keys.
-import { el, show } from "/pages/dom.js";
-import * as cluster from "/pages/cluster.js";
-import * as jobs from "/pages/jobs.js";
-import * as run from "/pages/run.js";
-import * as compare from "/pages/compare.js";
+import { el, show } from "./dom.js";
+import * as cluster from "./cluster.js";
+import * as jobs from "./jobs.js";
+import * as run from "./run.js";
+import * as compare from "./compare.js";
 
 const PAGES = { cluster, jobs, run, compare };
 const ORDER = Object.keys(PAGES);
@@ -17,9 +17,9 @@ let page = null, opened = "", drawn = 0, timer = 0, connected = false;
 function route() {
   const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
   const [name, ...rest] = path.split("/");
-  const next = PAGES[name] ? name : "cluster";
+  const next = ORDER.includes(name) ? name : "cluster";
   state.query = new URLSearchParams(query ?? "");
-  state.argument = decodeURIComponent(rest.join("/"));
+  state.argument = plain(rest.join("/"));
   const key = `${next}/${state.argument}`;
   if (opened !== key) {
     opened = key;
@@ -35,6 +35,11 @@ function route() {
     here ? link.setAttribute("aria-current", "page") : link.removeAttribute("aria-current");
   }
   draw();
+}
+
+// The text that a part of an address stands for. A part that a person typed, such as "%", may not be valid: it stays.
+function plain(part) {
+  try { return decodeURIComponent(part); } catch { return part; }
 }
 
 // Draw now, or soon if the page was drawn a moment ago.
@@ -68,7 +73,7 @@ function frame() {
 }
 
 function listen() {
-  const source = new EventSource("/api/live");
+  const source = new EventSource("api/live");
   source.onmessage = (message) => {
     connected = true;
     Object.assign(state, JSON.parse(message.data));
@@ -107,8 +112,6 @@ addEventListener("keydown", (event) => {
 
 document.getElementById("theme").onclick = () => theme(true);
 document.querySelector(".skip").onclick = (event) => { event.preventDefault(); main.focus(); };
-// The token was in the address. The cookie has it now.
-if (location.search) history.replaceState(null, "", location.pathname + location.hash);
 addEventListener("hashchange", route);
 theme(false);
 route();

@@ -1,5 +1,5 @@
 // The page of the whole cluster: money, pools, nodes and their devices, decisions, events.
-import { badge, clock, colourOf, el, job, money, number, span, table } from "/pages/dom.js";
+import { badge, clock, colourOf, el, job, money, number, span, table } from "./dom.js";
 
 export function draw(state) {
   const seen = state.overview;
@@ -22,7 +22,7 @@ function tiles({ overview, live }) {
   return el("div", { class: "tiles" },
     tile("Money per hour now", live ? money(overview.hourly) : "not known", live ? `for machines that run${unknown}` : "the head does not answer"),
     tile("Machines", live ? running : "not known", live ? `of ${overview.nodes.length} that the cloud lists` : "the head does not answer"),
-    tile("Jobs", `${active} of ${overview.jobs.length}`, "jobs that have not ended have nodes"),
+    tile("Jobs with nodes", live ? `${active} of ${overview.jobs.length}` : "not known", `${overview.jobs.length + (overview.jobs_left_out ?? 0)} have not ended`),
     tile("Cost of idle devices", money(overview.idle_cost), "machine time that no job paid for"),
     tile("Head", overview.head ? `number ${overview.head.epoch}` : "away", overview.cloud),
   );
@@ -102,7 +102,6 @@ function decisions(seen) {
   }
   for (const pool of seen.pools) if (pool.problem) rows.push([`pool ${pool.name}`, `pool ${pool.name}`, pool.problem]);
   if (seen.parked) rows.push(["parked", el("b", { class: "bad" }, "parked"), seen.parked.text]);
-  for (const id of seen.held ?? []) rows.push([`held ${id}`, el("a", { href: job(id) }, id), `held: the job had not ended when the cluster went down. \`make relaunch ID=${id}\` continues it`]);
   return rows.length ? table(["what", "why"], rows) : el("p", { class: "quiet" }, "Nothing waits and nothing is wrong.");
 }
 

@@ -1,23 +1,43 @@
 // Several runs in one chart: over steps, time since their start, samples or dollars.
-import { Charts } from "/pages/chart.js";
-import * as curves from "/pages/curves.js";
-import { ask, badge, colour, el, job, money, number, span, table } from "/pages/dom.js";
-import * as parallel from "/pages/parallel.js";
+import { Charts } from "./chart.js";
+import * as curves from "./curves.js";
+import { ask, badge, colour, el, job, money, number, span, table } from "./dom.js";
+import { costs } from "./timeline.js";
+import * as parallel from "./parallel.js";
 
+const EVERY = 5000; // milliseconds between two looks at runs that go on
+const LATE = 30_000; // milliseconds after a run's end in which its last data reach the bucket
 const MOST = 8; // runs in a chart: there are eight colours
 const GROUP = 64; // runs of a group
-let rows = [], more = false, problem = "", filter = "", metric = "", charts = new Charts(), redraw = () => {}, known = new Map(), facts = new Map(), shown = [];
+let rows = [], more = false, problem = "", filter = "", metric = "", charts = new Charts(), redraw = () => {}, known = new Map(), facts = new Map(), shown = [], timer = 0;
 
-export function open(_, draw) {
+export function open(state, draw) {
   [redraw, filter, problem, charts, known, facts] = [draw, "", "", new Charts(), new Map(), new Map()];
   load();
+  timer = setInterval(() => { if (!document.hidden) follow(state); }, EVERY);
 }
 
-export function close() { charts.close(); }
+export function close() {
+  clearInterval(timer);
+  charts.close();
+}
+
+// Look again at the runs that go on, or have ended a moment ago.
+function follow({ overview }) {
+  const going = new Set((overview?.jobs ?? []).map((row) => row.id)), now = Date.now();
+  for (const id of shown) {
+    const entry = known.get(id);
+    if (!entry || entry.busy) continue;
+    if (going.has(id)) entry.until = now + LATE;
+    if (now > entry.until) continue;
+    readRun(id, entry);
+    if (facts.has(id)) readFacts(id);
+  }
+}
 
 async function load(before = "") {
   try {
-    const found = await ask(`/api/jobs?most=200&before=${encodeURIComponent(before)}`);
+    const found = await ask(`api/jobs?most=200&before=${encodeURIComponent(before)}`);
     rows = before ? [...rows, ...found.rows] : found.rows;
     more = found.more;
   } catch (error) {
@@ -29,7 +49,7 @@ async function load(before = "") {
 // What a run has; asked for once.
 function run(id) {
   if (!known.has(id)) {
-    const entry = { curves: null, timeline: null, problem: "" };
+    const entry = { curves: null, timeline: null, problem: "", busy: false, until: Date.now() + LATE };
     known.set(id, entry);
     readRun(id, entry);
   }
@@ -40,9 +60,14 @@ function run(id) {
 function about(id) {
   if (!facts.has(id)) {
     facts.set(id, null);
-    ask(`/api/runs/${encodeURIComponent(id)}`).then((found) => { facts.set(id, found); redraw(); }, () => {});
+    readFacts(id);
   }
   return facts.get(id);
+}
+
+function readFacts(id) {
+  const mine = facts;
+  ask(`api/runs/${encodeURIComponent(id)}`).then((found) => { mine.set(id, found); redraw(); }, () => {});
 }
 
 // The jobs of the cluster, newest first.
@@ -53,12 +78,12 @@ function jobs(state) {
 
 // A long run's curves come in several answers, each with more of the run.
 async function readRun(id, entry) {
-  const path = `/api/runs/${encodeURIComponent(id)}`;
+  const path = `api/runs/${encodeURIComponent(id)}`;
   const names = metric ? `?names=${encodeURIComponent(metric)}` : "";
+  entry.busy = true;
   try {
-    const timeline = ask(`${path}/timeline`);
-    let found = await ask(`${path}/curves${names}`);
-    Object.assign(entry, { curves: found, timeline: await timeline });
+    let [found, timeline] = await Promise.all([ask(`${path}/curves${names}`), ask(`${path}/timeline`)]);
+    Object.assign(entry, { curves: found, timeline, problem: "" });
     while (found.unread && known.get(id) === entry) {
       redraw();
       entry.curves = found = await ask(`${path}/curves${names}`);
@@ -66,6 +91,7 @@ async function readRun(id, entry) {
   } catch (error) {
     entry.problem = error.message;
   }
+  entry.busy = false;
   redraw();
 }
 
@@ -129,8 +155,8 @@ function summary(found) {
     return [id, [el("i", { class: "device", style: { display: "inline-block", "background-color": colour(index) } }), " ", el("a", { href: job(id) }, id)],
       curve ? number(curve.count.values.at(-1)) : "–",
       time && time.goodput !== null ? `${(100 * time.goodput).toFixed(1)} %` : "–", time ? span(time.node_seconds) : "–",
-      time ? money(time.cost, 4) : "–", time ? number(time.marks.length) : "–"];
-  }));
+      time ? money(time.cost, 4) : "–", time ? [number(time.marks.length), costs(time)] : "–"];
+  }), { class: "short" });
 }
 
 function picker(all, group) {

@@ -1,33 +1,58 @@
 // The curves of a run: what run.log was given, a chart for each name, with a mark for each interruption.
-import { ask, colour, el, number } from "/pages/dom.js";
-import { spending, text } from "/pages/timeline.js";
+import { ask, colour, el, number } from "./dom.js";
+import { spending, text } from "./timeline.js";
 
 export const AXES = { steps: "step", times: "time", samples: "samples", dollars: "dollars" };
 
-let found = null, problem = "", axis = "steps", logarithmic = false, filter = "", page = 1;
+let found = null, problem = "", axis = "steps", logarithmic = false, filter = "", page = 1, turn = 0;
 const SHOWN = 12;
+const ASKED = 48; // names that the server takes in one request
+const LONGEST = 6000; // bytes of names in one request: the server takes about 8,000 bytes of address
 
-export function open() { [found, problem, filter, page] = [null, "", "", 1]; }
+// turn: counts the runs that were opened. An answer that is for an earlier one is dropped.
+export function open() { [found, problem, filter, page, turn] = [null, "", "", 1, turn + 1]; }
 
 const wanted = () => (found?.names ?? []).filter((name) => name.toLowerCase().includes(filter)).slice(0, SHOWN * page);
 
 // Whether a part of the curves has not been read yet.
 export const unfinished = () => Boolean(found?.unread) && !problem;
 
+export const wrong = () => problem;
+
 export async function look(path) {
+  const mine = turn;
   try {
-    const names = wanted().slice(0, 4 * SHOWN);
-    found = await ask(path(`curves${names.length ? `?names=${encodeURIComponent(names.join("\n"))}` : ""}`));
-    problem = "";
+    let answer = null;
+    for (const names of requests(wanted())) {
+      const next = await ask(path(`curves${names ? `?names=${names}` : ""}`));
+      if (mine !== turn) return;
+      answer = { ...next, curves: [...(answer?.curves ?? []), ...next.curves], unread: Math.max(answer?.unread ?? 0, next.unread) };
+    }
+    [found, problem] = [answer, ""];
   } catch (error) {
-    problem = error.message;
+    if (mine === turn) problem = error.message;
   }
 }
 
-// x and y of some points on an axis, without points whose x is not known; x rises.
+// The names as parts of addresses, in as many requests as they need. One request without names asks for the first ones.
+function requests(names) {
+  const found = [[]];
+  let size = 0;
+  for (const name of names.map((each) => encodeURIComponent(`${each}\n`))) {
+    size += name.length;
+    if (found.at(-1).length && (size > LONGEST || found.at(-1).length === ASKED)) {
+      found.push([]);
+      size = name.length;
+    }
+    found.at(-1).push(name);
+  }
+  return found.map((each) => each.join(""));
+}
+
+// x and y of some points on an axis, without points whose x is not known; x rises. JSON has null for NaN and infinities.
 export function line(points, axis, spent) {
   const x = axis === "dollars" ? points.times.map(spent) : points[axis], rows = [];
-  for (let row = 0; row < x.length; row += 1) if (Number.isFinite(x[row])) rows.push([x[row], points.values[row]]);
+  for (let row = 0; row < x.length; row += 1) if (Number.isFinite(x[row])) rows.push([x[row], points.values[row] ?? NaN]);
   rows.sort((a, b) => a[0] - b[0]);
   const kept = rows.filter((row, index) => index === rows.length - 1 || row[0] !== rows[index + 1][0]);
   return { x: kept.map((row) => row[0]), y: kept.map((row) => row[1]) };
@@ -95,13 +120,13 @@ export function draw(charts, timeline, redraw, look) {
   ];
 }
 
-// A logarithmic axis shows positive values only.
+// A logarithmic axis shows positive values only. NaN stays, because the chart says where it is.
 export function positive(lines) {
   if (!logarithmic) return lines;
-  return lines.map((each) => ({ ...each, y: each.y.map((value) => (value > 0 ? value : null)) }));
+  return lines.map((each) => ({ ...each, y: each.y.map((value) => (value <= 0 ? null : value)) }));
 }
 
 function problems() {
   if (!found.problems.length) return "";
-  return el("details", { "data-key": "problems" }, el("summary", { class: "bad" }, `${found.problems.length} blocks cannot be read`), el("ul", {}, found.problems.map((each) => el("li", {}, each))));
+  return el("details", { "data-key": "problems" }, el("summary", { class: "bad" }, `Numbers are missing here: ${found.problems.length} ${found.problems.length === 1 ? "reason" : "reasons"}`), el("ul", {}, found.problems.map((each) => el("li", {}, each))));
 }

@@ -128,6 +128,13 @@ export function clock(at, seconds = false) {
   return today ? time : `${when.toLocaleDateString("en-CA")} ${time}`;
 }
 
+// What is known about a job's deadline.
+export function deadline({ deadline: at, in_time: kept, ended }) {
+  const [look, text] = kept === null || kept === undefined ? ["", "not known whether the job will meet it"]
+    : kept ? ["good", ended ? "met" : "met if the job keeps its pace"] : ["bad", ended ? "missed" : "missed if the job keeps its pace"];
+  return el("span", { class: look }, `deadline ${clock(at)}: ${text}`);
+}
+
 export const badge = (phase) => el("span", { class: `badge ${phase}` }, phase ?? "–");
 
 export function bar(value, most, label, warn = false) {

@@ -1,5 +1,5 @@
 // The page of all jobs: those that have not ended, by group and priority, then those that have.
-import { ask, badge, bar, clock, el, job, money, number, span, table } from "/pages/dom.js";
+import { ask, badge, bar, clock, deadline, el, job, money, number, span, table } from "./dom.js";
 
 let ended = [], more = false, loading = false, problem = "", filter = "", redraw = () => {}, asked = "", told = "";
 
@@ -14,7 +14,7 @@ async function load(before = "") {
   if (loading) return;
   loading = true;
   try {
-    const found = await ask(`/api/jobs?most=100&before=${encodeURIComponent(before)}`);
+    const found = await ask(`api/jobs?most=100&before=${encodeURIComponent(before)}`);
     ended = before ? [...ended, ...found.rows] : found.rows;
     [more, problem] = [found.more, ""];
   } catch (error) {
@@ -44,6 +44,7 @@ export function draw(state) {
     problem ? el("p", { class: "error" }, `The ended jobs cannot be listed: ${problem}`) : "",
     groups(unended.filter(good)).map(([name, rows]) => el("section", { "data-key": `group ${name}`, "aria-label": name || "Jobs without a group" },
       el("h2", {}, name ? `Group ${name}` : "Not ended", el("small", {}, ` ${rows.length}`)), list(rows, state.live))),
+    seen.jobs_left_out ? el("p", { class: "quiet" }, `${number(seen.jobs_left_out)} more jobs that have not ended are not shown while the head does not answer.`) : "",
     unended.length ? "" : el("p", { class: "quiet" }, "No job is waiting or running. `make train JOB=…` runs one."),
     el("section", { "data-key": "ended", "aria-label": "Ended jobs" }, el("h2", {}, "Ended"),
       others.length ? list(others.filter(good), false) : el("p", { class: "quiet" }, loading ? "Loading …" : "None."),
@@ -63,10 +64,21 @@ function list(rows, live) {
   const titles = ["job", "phase", "priority", "nodes", "progress", "end", "cost", "why", "change"];
   return table(titles, rows.map((row) => [
     row.id, el("a", { href: job(row.id) }, row.id), badge(row.phase),
-    live ? priority(row) : number(row.priority),
-    !row.nodes ? "" : row.ended ? `${row.min}–${row.max}` : `${row.nodes.length} of ${row.min === row.max ? row.max : `${row.min}–${row.max}`}`,
-    progress(row), end(row), cost(row), row.reason ? el("span", { class: "why" }, row.reason) : "", live ? actions(row) : "",
+    live && row.phase !== "held" ? priority(row) : number(row.priority),
+    el("span", { class: "whole" }, nodes(row)),
+    progress(row), end(row), cost(row), why(row), live ? actions(row) : "",
   ]), { class: "wide" });
+}
+
+function why(row) {
+  const text = [row.reason, row.placement].filter(Boolean).join("; ");
+  return text ? el("span", { class: "why" }, text) : "";
+}
+
+function nodes(row) {
+  if (!row.nodes) return "";
+  const wanted = row.min === row.max ? String(row.max) : `${row.min}–${row.max}`;
+  return row.ended ? wanted : `${row.nodes.length} of ${wanted}`;
 }
 
 function progress(row) {
@@ -78,10 +90,7 @@ function progress(row) {
 function end(row) {
   if (row.id && row.submitted === undefined) return "";
   const at = row.ended ? `ended ${clock(row.ended)}` : row.eta ? `${clock(row.eta)}, in ${span(Math.max(0, row.eta - Date.now() / 1000))}` : "end not known";
-  if (!row.deadline) return at;
-  const kept = row.in_time === null ? ["", "not known whether the job will meet it"] : row.in_time
-    ? ["good", row.ended ? "met" : "will be met at this pace"] : ["bad", row.ended ? "missed" : "will be missed at this pace"];
-  return [at, el("small", { class: kept[0] }, ` deadline ${clock(row.deadline)}: ${kept[1]}`)];
+  return row.deadline ? [at, el("small", { class: "line" }, deadline(row))] : at;
 }
 
 function cost(row) {
@@ -103,7 +112,7 @@ function priority(row) {
 }
 
 function actions(row) {
-  const verbs = row.phase === "held" ? ["relaunch"] : [row.paused || row.phase === "paused" ? "resume" : "pause", "stop"];
+  const verbs = [row.phase === "held" ? "relaunch" : row.paused || row.phase === "paused" ? "resume" : "pause", "stop"];
   return el("span", { class: "actions" }, verbs.map((verb) => el("button", {
     type: "button", "aria-label": `${verb} ${row.id}`,
     onclick: () => { if (verb !== "stop" || confirm(`Stop ${row.id}? Its state goes into the bucket.`)) change(row.id, verb, {}); },
@@ -114,7 +123,7 @@ async function change(id, verb, body) {
   told = `${verb}: asking the head …`;
   redraw();
   try {
-    await ask(`/api/jobs/${encodeURIComponent(id)}/${verb}`, body);
+    await ask(`api/jobs/${encodeURIComponent(id)}/${verb}`, body);
     told = `${verb} ${id}: done`;
   } catch (error) {
     told = `${verb} ${id}: ${error.message}`;

@@ -1,19 +1,24 @@
 // The newest texts, images and histograms of a run, by name.
-import { ask, clock, el, number } from "/pages/dom.js";
+import { ask, clock, el, number } from "./dom.js";
 
-let found = null, problem = "";
+let found = null, problem = "", turn = 0;
 
+// turn: counts the runs that were opened. An answer that is for an earlier one is dropped.
 export function open() {
-  [found, problem] = [null, ""];
+  [found, problem, turn] = [null, "", turn + 1];
 }
 
+export const wrong = () => problem;
+
 export async function look(path) {
+  const mine = turn;
   try {
     const answer = await ask(path(`logged?have=${encodeURIComponent(found?.stamp ?? "")}`));
+    if (mine !== turn) return;
     found = answer.items ? answer : { ...found, stamp: answer.stamp };
     problem = "";
   } catch (error) {
-    problem = error.message;
+    if (mine === turn) problem = error.message;
   }
 }
 

@@ -1,11 +1,18 @@
 // The logs of a run's workers: one log at a time, its end first; a search reads the log from its beginning.
-import { ask, bytes, el } from "/pages/dom.js";
+import { ask, bytes, el } from "./dom.js";
 
-let redraw = () => {}, chosen = "", piece = null, hits = null, text = "", problem = "", searching = false, shownSize = -1;
+let redraw = () => {}, chosen = "", piece = null, hits = null, text = "", problem = "", searching = false, failed = false, shownSize = -1, turn = 0;
 
+// turn: counts the runs that were opened. An answer that is for an earlier one is dropped.
 export function open(draw) {
-  [redraw, chosen, piece, hits, text, problem, shownSize] = [draw, "", null, null, "", "", -1];
+  [redraw, chosen, piece, hits, text, problem, searching, failed, shownSize, turn] = [draw, "", null, null, "", "", false, false, -1, turn + 1];
 }
+
+// Whether the end of the log that is shown could not be read.
+export const wrong = () => failed && !hits;
+
+// Read it again at the next drawing.
+export function retry() { if (wrong()) shownSize = -1; }
 
 const name = (log) => `${log.generation}/${log.node}/${log.rank}`;
 const query = (log, more) => `log?generation=${log.generation}&node=${encodeURIComponent(log.node)}&rank=${log.rank}${more}`;
@@ -48,25 +55,27 @@ function found(path, log) {
 }
 
 async function load(path, log, end) {
-  const asked = name(log);
+  const asked = name(log), mine = turn;
   try {
     const answer = await ask(path(query(log, end === undefined ? "" : `&end=${end}`)));
-    if (asked === chosen) [piece, problem] = [answer, ""];
+    if (mine === turn && asked === chosen) [piece, problem, failed] = [answer, "", false];
   } catch (error) {
-    problem = error.message;
+    if (mine === turn && asked === chosen) [problem, failed] = [error.message, end === undefined];
   }
-  redraw();
+  if (mine === turn) redraw();
 }
 
 async function search(path, log, from) {
   if (!text || searching) return;
+  const asked = name(log), mine = turn;
   searching = true;
   redraw();
   try {
     const answer = await ask(path(query(log, `&grep=${encodeURIComponent(text)}&from=${from}`)));
-    hits = from && hits ? { ...answer, hits: [...hits.hits, ...answer.hits] } : answer;
-    problem = "";
+    if (mine !== turn) return;
+    if (asked === chosen) [hits, problem] = [from && hits ? { ...answer, hits: [...hits.hits, ...answer.hits] } : answer, ""];
   } catch (error) {
+    if (mine !== turn) return;
     problem = error.message;
   }
   searching = false;

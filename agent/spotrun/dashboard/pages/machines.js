@@ -1,5 +1,5 @@
 // What the machines of a run did: charts with a line for each node or GPU, and a list of the ranks.
-import { colour, el, number, span, table } from "/pages/dom.js";
+import { colour, el, number, span, table } from "./dom.js";
 
 const CHARTS = [
   ["Processor, % of all cores", "cpu"], ["Memory, GB", "memory", 1e-9], ["Snapshots in memory (tmpfs), GB", "tmpfs", 1e-9],
@@ -20,7 +20,7 @@ export function draw(charts, found, marks) {
     return chart.slot();
   });
   return [
-    found.left_out ? el("p", { class: "quiet" }, `This run is long, so ${number(found.left_out)} blocks of values are left out, at equal distances.`) : "",
+    found.left_out ? el("p", { class: "quiet" }, `This run is long or has many GPUs, so ${number(found.left_out)} blocks of values are left out.`) : "",
     found.nodes_left_out ? el("p", { class: "quiet" }, `${number(found.nodes_left_out)} more nodes are not shown.`) : "",
     shown.some(([, each]) => each.length > MOST) ? el("p", { class: "quiet" }, `Charts show ${MOST} lines at most.`) : "",
     ranks(found.ranks), throttled(found.nodes),

@@ -1,5 +1,5 @@
 // Where a run came from: person, code, git, machines and packages.
-import { bytes, clock, el, job, number, table } from "/pages/dom.js";
+import { bytes, clock, el, job, number, table } from "./dom.js";
 
 export function draw(found) {
   const origin = found.provenance, git = origin?.git;

@@ -1,5 +1,5 @@
 // Parallel coordinates: what differs between runs. Each run is a line, each argument and result an axis.
-import { colour, el, money, number } from "/pages/dom.js";
+import { colour, el, money, number } from "./dom.js";
 
 const WIDTH = 120, HEIGHT = 220, TOP = 30, SIDE = 60; // of an axis and its surroundings, in pixels
 const AXES = 12; // axes that are drawn

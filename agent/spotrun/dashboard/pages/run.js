@@ -1,21 +1,22 @@
 // The page of one run: what it did, what it logged, what interrupted it, what its machines did.
-import { Charts } from "/pages/chart.js";
-import { events } from "/pages/cluster.js";
-import * as curves from "/pages/curves.js";
-import * as logged from "/pages/logged.js";
-import * as logs from "/pages/logs.js";
-import * as origin from "/pages/origin.js";
-import { ask, badge, bar, bytes, clock, el, job, money, number, span, table } from "/pages/dom.js";
-import * as machines from "/pages/machines.js";
-import * as timeline from "/pages/timeline.js";
+import { Charts } from "./chart.js";
+import { events } from "./cluster.js";
+import * as curves from "./curves.js";
+import * as logged from "./logged.js";
+import * as logs from "./logs.js";
+import * as origin from "./origin.js";
+import { ask, badge, bar, bytes, clock, deadline, el, job, money, number, span, table } from "./dom.js";
+import * as machines from "./machines.js";
+import * as timeline from "./timeline.js";
 
 const EVERY = 2000; // milliseconds between two looks at a run that goes on
+const LATE = 30; // seconds after a run's end in which its last readings and files reach the bucket
 const TABS = { overview: "Curves and time", machines: "Machines", logged: "Texts and images", logs: "Logs", events: "Events", files: "Files", origin: "Provenance", job: "Job file" };
 
-let id = "", tab = "overview", run = null, parts = {}, problems = {}, redraw = () => {}, timer = 0, charts = new Charts(), busy = false, again = false;
+let id = "", tab = "overview", run = null, parts = {}, problems = {}, redraw = () => {}, timer = 0, charts = new Charts(), busy = false, again = false, turn = 0, seen = 0;
 
 export function open(state, draw) {
-  [id, run, parts, problems, redraw] = [state.argument, null, {}, {}, draw];
+  [id, run, parts, problems, redraw, busy, again, seen] = [state.argument, null, {}, {}, draw, false, false, 0];
   charts = new Charts();
   curves.open();
   logged.open();
@@ -24,51 +25,66 @@ export function open(state, draw) {
   if (!id) return;
   look();
   timer = setInterval(() => {
-    if (!busy && !document.hidden && !run?.ended) look();
+    if (!busy && !document.hidden && !complete()) look();
   }, EVERY);
 }
 
 export function close() {
+  turn += 1;
   clearInterval(timer);
   charts.close();
 }
 
-const path = (part) => `/api/runs/${encodeURIComponent(id)}${part ? `/${part}` : ""}`;
+const path = (part) => `api/runs/${encodeURIComponent(id)}${part ? `/${part}` : ""}`;
 
 async function fetched(name, part = name) {
+  const [found, wrong] = [parts, problems]; // of the run that is asked for, also if another one is opened meanwhile
   try {
-    parts[name] = await ask(path(part));
-    delete problems[name];
+    found[name] = await ask(path(part));
+    delete wrong[name];
   } catch (error) {
-    problems[name] = error.message;
+    wrong[name] = error.message;
   }
 }
 
-// Ask for what the tab shows. Answers that come after the page has moved on are dropped.
+const wantedBy = (tab) => (tab === "overview" ? ["timeline"] : tab === "job" || tab === "logged" ? [] : [tab]);
+const MORE = { overview: curves, logged, logs }; // the tabs that ask for more by themselves
+
+// Whether the run has ended, and the tab has what came late.
+function complete() {
+  return Boolean(run?.ended) && seen > run.ended + LATE && !["run", ...wantedBy(tab)].some((name) => problems[name]) && !MORE[tab]?.wrong();
+}
+
+// Ask for what the tab shows. turn: counts the runs that were opened and closed. What comes for an earlier one is dropped.
 async function look() {
   again = busy;
   if (busy) return;
   busy = true;
-  const asked = id;
+  const mine = turn, begun = Date.now() / 1000;
   try {
     await fetched("run", "");
-    if (asked !== id) return;
+    if (mine !== turn) return;
     run = parts.run ?? run;
     redraw();
-    const wanted = tab === "overview" ? ["timeline"] : tab === "job" || tab === "logged" ? [] : [tab];
-    await Promise.all(wanted.map((name) => fetched(name)));
+    await Promise.all(wantedBy(tab).map((name) => fetched(name)));
+    if (mine !== turn) return;
     if (tab === "overview") {
       await curves.look(path);
-      while (asked === id && tab === "overview" && curves.unfinished()) {
+      while (mine === turn && tab === "overview" && curves.unfinished()) {
         redraw();
         await curves.look(path);
       }
     }
+    if (tab === "logs") logs.retry();
     if (tab === "logged") await logged.look(path);
-    if (asked === id) redraw();
+    if (mine !== turn) return;
+    seen = begun;
+    redraw();
   } finally {
-    busy = false;
-    if (asked !== id || again) look();
+    if (mine === turn) {
+      busy = false;
+      if (again) look();
+    }
   }
 }
 
@@ -85,9 +101,9 @@ export function draw(state) {
   const live = state.overview?.jobs.find((each) => each.id === id);
   return el("div", {},
     el("h1", {}, run.id, " ", badge(live?.phase ?? run.phase)),
-    (live?.reason || run.reason) ? el("p", {}, live?.reason || run.reason) : "",
+    why(live) ? el("p", {}, why(live)) : "",
     run.failure ? el("pre", { class: "error", tabindex: "0" }, `rank ${run.failure.rank} on ${run.failure.node}: ${run.failure.message}\n${run.failure.traceback ?? ""}`) : "",
-    tiles({ ...run, ...(live && { step: live.step, eta: live.eta, cost: live.cost }) }),
+    tiles({ ...run, ...(live && { step: live.step, eta: live.eta, cost: live.cost, cost_to_end: live.cost_to_end, in_time: live.in_time }) }),
     el("nav", { class: "tabs", "aria-label": "Parts of this run" }, Object.entries(TABS).map(([name, title]) =>
       el("a", { href: `${job(id)}?tab=${name}`, "aria-current": name === tab ? "true" : null }, title))),
     el("div", { "data-key": `tab ${tab}` }, BODIES[tab]()));
@@ -104,12 +120,31 @@ function tiles(run) {
   const tile = (title, value, more) => el("div", { class: "tile" }, el("span", {}, title), el("b", {}, value), el("small", {}, more));
   const whole = run.total_steps ? ` of ${number(run.total_steps)}` : "";
   return el("div", { class: "tiles" },
-    tile("Step", `${number(run.step)}${whole}`, run.total_steps ? bar(run.step, run.total_steps, "progress") : "the number of steps is not known"),
+    tile("Step", `${number(run.step)}${whole}`, [run.total_steps ? bar(run.step, run.total_steps, "progress") : "the number of steps is not known, ", pace(run)]),
     tile("Goodput", run.goodput === null ? "–" : `${(100 * run.goodput).toFixed(1)} %`, `of ${span(run.node_seconds)} of node time`),
-    tile("Cost", money(run.cost), run.budget ? `of a budget of ${money(run.budget)}` : run.cost_to_end && !run.ended ? `${money(run.cost_to_end)} at its end` : "as far as prices are known"),
-    tile("Interruptions", number(run.interruptions.length), `${number(run.interruptions.reduce((sum, each) => sum + (each.steps_lost ?? 0), 0))} steps lost, generation ${run.generation}`),
-    tile(run.ended ? "Ended" : "End", clock(run.ended ?? run.eta), run.deadline ? `deadline ${clock(run.deadline)}${run.in_time === false ? (run.ended ? ", missed" : ", will be missed at this pace") : run.in_time ? (run.ended ? ", met" : ", will be met at this pace") : ""}` : `submitted ${clock(run.submitted)}`),
+    tile("Cost", money(run.cost), cost(run)),
+    tile("Interruptions", number(run.interruptions.length), [`${number(run.interruptions.reduce((sum, each) => sum + (each.steps_lost ?? 0), 0))} steps lost`, timeline.costs(parts.timeline)]),
+    tile(run.ended ? "Ended" : "End", clock(run.ended ?? run.eta), end(run)),
   );
+}
+
+const why = (live) => (live ? [live.reason, live.placement].filter(Boolean).join("; ") : run.reason);
+
+function pace(run) {
+  const speed = run.samples_per_second && !run.ended ? `${number(Number(run.samples_per_second.toPrecision(3)))} samples/s, ` : "";
+  return `${speed}generation ${run.generation}`;
+}
+
+function cost(run) {
+  const whole = !run.ended && run.cost_to_end ? `${money(run.cost_to_end)} at its end` : "";
+  const over = run.budget && Math.max(run.cost ?? 0, run.cost_to_end ?? 0) > run.budget;
+  const budget = run.budget ? el("span", { class: over ? "bad" : "" }, `${whole ? "; " : ""}budget ${money(run.budget)}`) : "";
+  return whole || budget ? [whole, budget] : "as far as prices are known";
+}
+
+function end(run) {
+  const left = !run.ended && run.eta ? `in ${span(Math.max(0, run.eta - Date.now() / 1000))}; ` : "";
+  return run.deadline ? [left, deadline(run)] : [left, `submitted ${clock(run.submitted)}`];
 }
 
 const wrong = (name) => (problems[name] ? el("p", { class: "error" }, problems[name]) : el("p", { class: "quiet" }, "Loading …"));
@@ -141,7 +176,7 @@ function account() {
     table(["month", "pool", "market", "machine time", "cost", "on-demand"], [
       ...run.account.map((line) => [`${line.month} ${line.pool} ${line.market}`, line.month, line.pool, line.market, span(line.seconds), money(line.cost, 4), line.unlisted ? "not known" : money(line.on_demand, 4)]),
       ["sum", "sum", "", "", span(run.account.reduce((total, line) => total + line.seconds, 0)), money(sum, 4), ""],
-    ]));
+    ], { class: "short" }));
 }
 
 function files(found) {

@@ -1,5 +1,5 @@
 // What each node's time went into: a bar for each node, the sums of the account, and a list of interruptions.
-import { badge, clock, el, money, number, span, table } from "/pages/dom.js";
+import { badge, clock, el, money, number, span, table } from "./dom.js";
 
 export const KINDS = {
   counted: "steps that counted", lost: "void: lost steps, and the time until an interruption was noticed",
@@ -40,7 +40,7 @@ function lanes(found, start, end) {
     el("div", { class: "lane", "data-key": `lane ${bar.node}`, role: "img", "aria-label": summary(bar) },
       bar.spans.map(([kind, from, to, share]) => el("span", {
         class: `k-${kind}`, style: { left: at(from), width: `${((100 * (to - from)) / whole).toFixed(3)}%` },
-        title: `${KINDS[kind] ?? kind}\n${clock(from, true)} to ${clock(to, true)}, ${span(to - from)}${share < 1 ? `, ${(100 * share).toFixed(0)} % of the machine` : ""}`,
+        title: `${KINDS[kind] ?? kind}\n${clock(from, true)} to ${clock(to, true)}, ${span(to - from)}${part(share)}`,
       })),
       found.marks.filter((mark) => mark.node.split(", ").includes(bar.node)).map((mark) =>
         el("span", { class: "mark", style: { left: at(mark.at) }, title: text(mark) }))),
@@ -49,14 +49,20 @@ function lanes(found, start, end) {
     el("div", { class: "axis" }, el("span", {}, clock(start, true)), el("span", {}, span(whole)), el("span", {}, clock(end, true))));
 }
 
+// The share of a machine; of the row of earlier machines, how many these were.
+function part(share) {
+  if (share > 1) return `, ${share.toFixed(1)} machines on average`;
+  return share < 1 ? `, ${(100 * share).toFixed(0)} % of the machine` : "";
+}
+
 function summary(bar) {
   const sums = {};
-  for (const [kind, from, to] of bar.spans) sums[kind] = (sums[kind] ?? 0) + to - from;
+  for (const [kind, from, to, share] of bar.spans) sums[kind] = (sums[kind] ?? 0) + (to - from) * Math.max(1, share);
   return `${bar.node}: ${Object.entries(sums).map(([kind, value]) => `${SHORT[kind] ?? kind} ${span(value)}`).join(", ")}`;
 }
 
 function missing(found) {
-  const notes = ["The bars of a running job are up to 10 s old. The head does not know exactly when time was void, so void time is drawn around its interruption. The sums are exact."];
+  const notes = ["The bars of a running job are some seconds old. The head does not know exactly when time was void, so void time is drawn around its interruption. The sums are exact."];
   if (found.missing > Math.max(1, 0.01 * found.node_seconds)) {
     notes.push(`${span(found.missing)} of node time are in the sums but not in the bars, because no head has recorded when that time was.`);
   }
@@ -65,19 +71,28 @@ function missing(found) {
 
 // What a mark on a chart says.
 export function text(mark) {
+  const until = mark.seconds === null ? "so far" : "until the next step";
   return [`${mark.kind}${mark.node ? ` of ${mark.node}` : ""} at step ${number(mark.step)}`,
     mark.seconds === null ? "no step since" : `${span(mark.seconds)} to the next step`,
     mark.steps_lost === null ? "lost steps are not known yet" : `${number(mark.steps_lost)} steps lost`,
-    mark.dollars === null ? "cost not known" : `${money(mark.dollars, 4)} at the run's average price`].join("\n");
+    mark.dollars === null ? (mark.counted ? "cost not known" : "its cost is known some seconds later") : `${money(mark.dollars, 4)} for lost steps and all node time ${until}, at the run's average price`].join("\n");
 }
 
 function interruptions(marks) {
   if (!marks.length) return el("p", { class: "quiet" }, "No interruptions.");
   return table(["interruption", "node", "at", "after step", "to the next step", "steps lost", "cost"], marks.map((mark) => [
     `${mark.at} ${mark.node}`, badge(mark.kind), mark.node || "–", clock(mark.at, true), number(mark.step),
-    mark.seconds === null ? "lasts" : span(mark.seconds), mark.steps_lost === null ? "–" : number(mark.steps_lost),
-    mark.dollars === null ? "not known" : money(mark.dollars, 4),
-  ]));
+    mark.seconds === null ? "none yet" : span(mark.seconds), mark.steps_lost === null ? "–" : number(mark.steps_lost),
+    mark.dollars === null ? (mark.counted ? "not known" : "known soon") : money(mark.dollars, 4),
+  ]), { class: "short" });
+}
+
+// What all interruptions together have cost so far, to be read after the number of lost steps.
+export function costs(found) {
+  const known = (found?.marks ?? []).map((mark) => mark.dollars).filter((dollars) => dollars !== null);
+  if (!known.length || !found.cost) return "";
+  const sum = known.reduce((total, dollars) => total + dollars, 0);
+  return `, ${money(sum, 4)}: ${((100 * sum) / found.cost).toFixed(1)} % of the cost`;
 }
 
 // Dollars that the run had cost at a time: node time so far, at its average price.

@@ -1,1 +1,1 @@
-"""The parts of `allocate`: its input and output (`claims`), the board on which devices change hands, the reasons."""
+"""Which job has which devices: what to ask (`demand`), the answer (`allocate` and its parts), what follows. Pure."""

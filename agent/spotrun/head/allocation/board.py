@@ -325,7 +325,7 @@ class Board:
         return self._usable[key]
 
     def reserve(self, job: Job) -> list[Undo]:
-        """Give a job that cannot start the devices that it could use on the hosts that come free soonest."""
+        """Reserve for a job that cannot start the hosts that become free soonest, as far as the job could use them."""
         key = (job.claim.devices, job.claim.pools, job.claim.avoids)
         if key not in self._soonest:
             soonest = sorted((self._blockers(slot, job), slot.host.name) for slot in self.usable(job))
@@ -337,7 +337,7 @@ class Board:
             indexes = [index for index, owner in enumerate(slot.owners) if owner is None][: slot.needed(job)]
             for other in sorted(slot.jobs(), key=lambda other: -other.rank):
                 if len(indexes) < slot.needed(job) and _cost(other, job, "start", name) is not None:
-                    indexes += other.nodes[name]  # all of them: nobody else may come between
+                    indexes += other.nodes[name]  # all of them: no other job may get one first
                     done.append(self._leave(slot, other))
             if indexes:
                 self.put(slot, tuple(indexes), job)

@@ -18,9 +18,9 @@ class Claim:
     priority: int = 0
     """Higher ones are served first."""
     min: int = 1
-    """Nodes without which the job does not train."""
+    """The fewest nodes on which the job trains."""
     max: int = 1
-    """Nodes that the job trains on at most."""
+    """The most nodes on which the job trains."""
     spares: int = 0
     """Nodes beyond `max` that stand by. They are served last of all, and any job may take them."""
     devices: int = 0
@@ -28,8 +28,8 @@ class Claim:
     pools: frozenset[str] = frozenset()
     """Pools whose machines the job may use. Empty: any."""
     holds: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Device indexes by node that the job has now: those of the last allocation on which its workers or its state still
-    are. A node that is not among the hosts is gone."""
+    """The devices that the job has now, as indexes by node: those of the last allocation that still have its workers
+    or its state. A node that is not among the hosts is gone."""
     standby: frozenset[str] = frozenset()
     """Nodes of `holds` on which the job does not train. They are taken first."""
     keeps: frozenset[str] = frozenset()
@@ -41,7 +41,7 @@ class Claim:
 
     @property
     def most(self) -> int:
-        """Nodes to train on at most. A `max` under `min` is `min`."""
+        """The most nodes to train on: `max`, or `min` if that is more."""
         return max(self.min, self.max)
 
     def may_use(self, host: Host) -> bool:

@@ -41,7 +41,7 @@ class Reasons:
         return f"{need}; {_are(self._free[key])} free{behind}"
 
     def _shrunk(self, job: Job) -> str:
-        """The job has shrunk: for which jobs; empty if no job has its nodes."""
+        """For which jobs the job has shrunk; empty if no job has its nodes."""
         gone = [self.board.slots[name] for name in job.held.keys() - job.nodes.keys()]
         takers = {owner for slot in gone for index in job.held[slot.host.name] if (owner := slot.owners[index])}
         own = "min" if job.count == job.min else "share"

@@ -17,7 +17,7 @@ from spotrun.wire import Document, Kept
 HALF_LIFE = 3 * 86400.0
 """Seconds. Spot markets change with the hour of the day and the day of the week. So the last days count, and last week
 hardly counts."""
-LONGEST = 600.0  # seconds that count of the time between two looks, at most: what happened in the rest is not known
+LONGEST = 600.0  # the most seconds between two looks that count: what happened in the rest of the time is not known
 
 
 class PoolRecord(Document):
@@ -85,7 +85,7 @@ def _learned(
     hours: float,
 ) -> PoolRecord:
     gone = [name for name, made in last.machines.items() if machines.get(name) != made and name not in replaced]
-    # If the size is lower now, the head itself has ended as many.
+    # If the size is lower now, the head itself has ended that many machines.
     taken = max(0, len(gone) - max(0, last.size - pool.size))
     state = _state(pool, len(machines), last)
     short = state == "down"

@@ -19,7 +19,7 @@ SCALING = 0.956
 """n nodes are as fast as n ** SCALING: 97 % for each doubling. An assumption in the range that PyTorch's DDP paper
 reports for ResNet-50 and BERT on NCCL (Li et al., VLDB 2020, figure 9)."""
 MOVE = 30.0  # seconds without training in a move, until the job has measured some
-RECENT = 5  # interruptions that count for that
+RECENT = 5  # interruptions whose times count: of these, the median is the time of a move
 
 
 def situation(

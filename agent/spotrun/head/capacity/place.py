@@ -2,7 +2,7 @@
 
 Jobs are served by priority, then by deadline, then in the order of the queue. Each job counts on the machines that the
 jobs before it leave. A job that trains keeps `min` nodes: `allocate` gives them to no other job of the same priority.
-So none of those jobs counts on these machines.
+So no other job of that priority counts on these nodes.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ def place(seen: Situation, before: Placements | None = None) -> Placements:
     before, found = before or {}, dict[str, Placement]()
     taken = dict.fromkeys((offer.name for offer in seen.offers), 0.0)
     ranked = sorted(seen.demands, key=rank)
+    held = {demand.job: _firm(seen, demand) for demand in ranked}
     for index, demand in enumerate(ranked):
         later = sum(each.min for each in ranked[index + 1 :] if each.deadline is not None and each.wants)
         demand = replace(demand, leave=later)
-        rivals = [other for other in ranked[index + 1 :] if other.priority == demand.priority]
-        firm = {name: taken[name] + sum(_firm(seen, other).get(name, 0.0) for other in rivals) for name in taken}
+        rivals = [held[other.job] for other in ranked[index + 1 :] if other.priority == demand.priority]
+        firm = {name: taken[name] + sum(each.get(name, 0.0) for each in rivals) for name in taken}
         offers = tuple(replace(offer, others=firm[offer.name]) for offer in seen.offers)
         placement = policy_of(demand)(replace(seen, offers=offers), demand, before.get(demand.job))
         found[demand.job] = placement = replace(placement, hourly=hourly(seen, placement))

@@ -79,8 +79,8 @@ class Demand:
     priority: int = 0  # higher ones are served first
     submitted: float = 0.0  # epoch seconds
     wants: bool = True  # whether it should train; if not, it only keeps what its generation has
-    min: int = 1  # nodes without which it does not train
-    max: int = 1  # nodes that it trains on at most
+    min: int = 1  # the fewest nodes on which it trains
+    max: int = 1  # the most nodes on which it trains
     spares: int = 0  # nodes beyond `max` that stand by
     devices: int | None = None  # of each node; None: whole machines
     cheapest: bool = False  # whether the cost counts more than the time
@@ -115,8 +115,8 @@ class Placement:
 
     use: frozenset[str]  # pools whose machines it may be given now
     needs: tuple[Need, ...]  # machines to ask the pools for, in nodes of this job
-    min: int = 1  # nodes without which it does not train now
-    max: int = 1  # nodes that it trains on at most now
+    min: int = 1  # the fewest nodes on which it trains now
+    max: int = 1  # the most nodes on which it trains now
     spares: int = 0  # nodes beyond `max` that stand by
     reason: str = ""  # one line for operators
     hourly: float = 0.0  # USD an hour with all machines that are asked for, as far as prices are known

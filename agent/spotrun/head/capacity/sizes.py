@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
-EXTRA = 3  # the most machines that a pool gets beside its abandoned ones: those cost money too
+EXTRA = 3  # the most machines that a pool gets in addition to its abandoned ones: those cost money too
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Pool:
     size: int  # what the cloud was asked for last
     states: Mapping[str, str] = field(default_factory=dict)  # of its machines by name, as in `fleet.classify`
     supply: Literal["open", "short", "away", "closed"] = "open"
-    """short: something keeps the pool from its size. closed: it should have no machines, because none would become fit.
+    """short: the pool cannot get its size. closed: it should have no machines, because none would become fit.
     away: its zone does not answer; nothing is asked of it, and `states` has only the machines known to be there."""
     leaving: frozenset[str] = frozenset()
     """Machines under notice. Their successors are asked for now, as far as the pool has room. No other pool stands in,
@@ -109,7 +109,7 @@ def decide(seen: Observation) -> Decision:
         if surplus <= 0:
             continue
         pending = max(0, pool.size - len(pool.states))
-        # Idle machines of a pool that no job wants go, even if other pools lack machines.
+        # If no job wants a pool, its idle machines are removed, even if other pools lack machines.
         spare, sound = (excess, healthy) if pool in wanted else (len(pool.states), len(pool.states))
         idle = [name for name in sorted(pool.states, reverse=True) if name not in seen.keep]
         abandoned = [name for name in idle if pool.states[name] == "abandoned"][: max(0, surplus - pending)]
@@ -163,7 +163,7 @@ def _sizes(seen: Observation) -> dict[str, int]:
 
 
 def _take(pool: Pool, missing: int, wants: dict[str, int], serves: dict[str, int], kept: int) -> int:
-    """Want up to `missing` machines more of a pool. Returns how many of them can be counted on."""
+    """Plan up to `missing` more machines in a pool. Returns how many of them can be counted on."""
     before = serves[pool.name]
     if pool.supply == "away":
         serves[pool.name] = max(before, min(pool.serving, before + max(missing, 0)))

@@ -53,7 +53,7 @@ def classify(view: FleetView) -> dict[str, Condition]:
     for machine in view.machines:
         node = known.get(machine.name)
         condition = _ready(view, machine, node)
-        if condition is None and machine.name not in view.kept:  # a person is on a kept one: nothing replaces it
+        if condition is None and machine.name not in view.kept:  # a person uses a kept machine
             condition = (
                 _unknown(view, machine, node)
                 or _never_served(view, machine, node)
@@ -65,7 +65,7 @@ def classify(view: FleetView) -> dict[str, Condition]:
 
 
 def boot_timeout(kind: str) -> float:
-    """Seconds that a machine of this type gets. Bare metal: `g4dn.metal`, `c7i.metal-24xl`, `c3-…-metal`."""
+    """Seconds that a machine of this type may boot. Bare metal: `g4dn.metal`, `c7i.metal-24xl`, `c3-…-metal`."""
     return TIMEOUTS.boot_metal if "metal" in kind else TIMEOUTS.boot
 
 
@@ -78,7 +78,7 @@ def _ready(view: FleetView, machine: Machine, node: Node | None) -> Condition | 
 
 
 def _unknown(view: FleetView, machine: Machine, node: Node | None) -> Condition | None:
-    """Neither its zone nor its agent answers. A member of a generation counts as there."""
+    """Neither its zone nor its agent answers. A member of a generation never counts as unknown."""
     if machine.state != "unknown" or machine.name in view.members:
         return None
     # A new head first waits until agents have found it.

@@ -1,6 +1,6 @@
 """What should the cloud be asked for? `decide` turns the machines' conditions and the need into a `FleetPlan`. Pure.
 
-A plan says what should be, whatever was asked before: it is made again whenever anything changes.
+A plan does not depend on what was asked before. It is made again whenever anything changes.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from spotrun.head.allocation.demand import Wish
 from spotrun.head.capacity import sizes
 from spotrun.head.capacity.sizes import Observation, Pool
-from spotrun.head.demand import Wish
 from spotrun.head.fleet.classify import Condition
 from spotrun.head.fleet.record import Recreate, ask, counted, exhausted, may_ask, refusal
 from spotrun.head.timeouts import TIMEOUTS
@@ -36,7 +36,7 @@ def decide(view: FleetView, conditions: Conditions, pools: Sequence[Pool] = (), 
     if wish is None:
         return FleetPlan(recreate=recreate, reasons=reasons)
     found = sizes.decide(observe(view, conditions, pools, wish))
-    if view.blind():  # a node that has not connected again may be under notice, and its successor boots
+    if view.blind():  # a node that has not connected again may be under notice, and its successor may be booting
         more = {pool.name: found.sizes[pool.name] for pool in pools if found.sizes.get(pool.name, 0) > pool.size}
         return FleetPlan(more, (), recreate, reasons)
     return FleetPlan(found.sizes, found.remove, recreate, reasons)
@@ -86,7 +86,7 @@ def _counts_as(condition: Condition) -> str:
 
 
 def _closed(view: FleetView, conditions: Conditions) -> frozenset[str]:
-    """Pools that have had all their replacements, and in which no machine serves: their machines would only cost.
+    """Pools that have had all their replacements, and in which no machine serves: their machines would only cost money.
 
     They open again when the window of the count has passed.
     """
@@ -94,7 +94,7 @@ def _closed(view: FleetView, conditions: Conditions) -> frozenset[str]:
     for pool in exhausted(view.replaced, view.now):
         machines = [each for each in conditions.values() if each.machine.pool == pool]
         there = [each for each in machines if each.machine.state in ("provisioning", "running")]
-        # The last replacement gets its chance; while the cloud makes it, it may not be listed.
+        # Wait for the last replacement: the cloud may not list a machine that it still makes.
         waited = view.now - counted(view.replaced, pool, view.now)[-1].at
         if waited > TIMEOUTS.retry and all(each.unusable for each in there):
             found.add(pool)

@@ -11,8 +11,8 @@ from typing import TypeVar
 from spotrun.cloud.base import Advice, Cloud, Ended, Instance, Problem
 from spotrun.cloud.prices import on_demand
 from spotrun.errors import PartialError, SpotrunError
-from spotrun.head.account import Rates
 from spotrun.head.capacity.sizes import Pool
+from spotrun.head.costs.bill import Rates
 from spotrun.spec import ClusterSpec
 
 log = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Fleet:
-    """The pools of one cluster, as the cloud told them last."""
+    """The pools of one cluster, as in the cloud's last answer."""
 
     def __init__(self, cluster: ClusterSpec, cloud: Cloud, clock: Callable[[], float] = time.time) -> None:
         self.cluster = cluster
@@ -38,7 +38,7 @@ class Fleet:
         self.looked = asyncio.Condition()  # notified each time the cloud was asked, with or without an answer
         self._indexed: tuple[list[Instance] | None, Mapping[str, Instance]] = (None, {})  # see `_by_name`
         self._cloud, self._clock = cloud, clock
-        self._problems: list[Problem] = []  # as the cloud told them last
+        self._problems: list[Problem] = []  # as in the cloud's last answer
         self._unpriced = "the cloud has not been asked yet"  # why `prices` are not known; "" if they are
         self._refused: set[str] = set()  # pools that did not take their last size
 
@@ -69,7 +69,7 @@ class Fleet:
     async def follow_market(self) -> None:
         """After each look, ask what the cloud says about the market. Never returns.
 
-        This is beside the looks, because the answers may take long and nothing waits for them.
+        A task of its own does this, because the answers may take long and nothing waits for them.
         """
         said = ""
         while True:
@@ -84,11 +84,11 @@ class Fleet:
 
     @property
     def problems(self) -> list[Problem]:
-        """What keeps pools from their sizes, as far as is known."""
+        """Why pools do not have their sizes, as far as is known."""
         return [each for each in self._problems if each.pool not in self.away] + list(self.away.values())
 
     def pools(self) -> tuple[Pool, ...]:
-        """Each pool as the cloud told it last, for `decide`."""
+        """Each pool as in the cloud's last answer, for `decide`."""
         short = {problem.pool for problem in self.problems} | self._refused
         return tuple(
             Pool(
@@ -138,6 +138,10 @@ class Fleet:
         """The machines that the cloud lists; None while it does not answer."""
         return self.names() if self.instances is not None else None
 
+    def seen(self) -> dict[str, tuple[Instance, bool]]:
+        """By name: each machine as in the cloud's last answer, and whether its zone does not answer now."""
+        return {name: (each, each.pool in self.away) for name, each in self._by_name().items()}
+
     def made(self, node: str) -> float:
         """When the machine of this name was made; 0 if that is not known."""
         instance = self._by_name().get(node)
@@ -175,7 +179,7 @@ class Fleet:
     async def _list(self) -> None:
         asked_at = self._clock()
         try:
-            # At the same time: with a zone that is out, each of these calls takes long.
+            # At the same time: while a zone does not answer, each of these calls takes long.
             (sizes, unsized), (found, unlisted) = await asyncio.gather(
                 _known(self._cloud.sizes), _known(self._cloud.nodes)
             )

@@ -139,6 +139,6 @@ def ahead(view: View, here: list[Node], seconds: float) -> int:
 
 
 def torn(view: View, ref: StateRef) -> bool:
-    """Whether parts of this checkpoint come from different states: together they would be no valid state."""
+    """Whether parts of this checkpoint come from different states: together they would not be a valid state."""
     parts = [part for node in view.nodes if node.work.job == view.job.id for part in node.work.parts]
     return len({part.whole for part in parts if (part.generation, part.step) == (ref.generation, ref.step)}) > 1

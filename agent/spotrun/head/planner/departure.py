@@ -49,7 +49,8 @@ def decide(view: View) -> Departure | None:
     others = [node for node in eligible(view) if node.name not in members]
     ready = [node for node in others if not view.job.regroups or node.work.regroup == "waiting"]
     left = sum(not node.leaving and reports(view, node) for node in reporting) + len(ready)
-    last = min(_last_moment(view, node) for node in leaving)
+    took = _stop(view)
+    last = min(_last_moment(view, node, took) for node in leaving)
     noticed = any(node.under_notice for node in leaving)
     stepped = view.job.progress.step > max(view.job.progress.base, -1)
     names = ", ".join(node.name for node in leaving)
@@ -77,7 +78,8 @@ def decide(view: View) -> Departure | None:
 def stays(view: View) -> list[Node]:
     """Members that leave, but not soon: they can be in one more generation, if too few others are there."""
     leaving = [node for node in _reporting(view) if node.under_notice and node.assigned and node.work.store]
-    return [node for node in leaving if reports(view, node) and _last_moment(view, node) - view.now > STAY]
+    took = _stop(view) if leaving else (0.0, 0.0)
+    return [node for node in leaving if reports(view, node) and _last_moment(view, node, took) - view.now > STAY]
 
 
 def last_moment(end: float, step: float, snapshot: float, upload: float) -> float:
@@ -97,9 +99,9 @@ def _reporting(view: View) -> list[Node]:
     return [node for node in view.members() if node is not None and node.work.generation == view.job.generation]
 
 
-def _last_moment(view: View, node: Node) -> float:
-    """The last moment to order a stop for one member that leaves."""
-    job, (step, snapshot) = view.job, _stop(view)
+def _last_moment(view: View, node: Node, took: tuple[float, float]) -> float:
+    """The last moment to order a stop for one member that leaves. took: seconds, as from `_stop`."""
+    job, (step, snapshot) = view.job, took
     # An upload under way takes at least as long as it has taken so far. Jobs of one machine upload at the same time.
     upload = max(job.upload, view.now - job.saving.since if job.saving else 0.0) * max(1, len(node.report.jobs))
     return last_moment(_end(node), step, snapshot, upload)

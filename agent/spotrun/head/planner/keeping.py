@@ -1,7 +1,7 @@
 """The folders that a job leaves in the bucket, before it counts as succeeded. Pure.
 
-The node of rank 0 uploads them, beside the last state. If it is gone before they are in the bucket, so are the folders:
-the job continues from its newest state, and its script ends once more.
+The node of rank 0 uploads the folders, while the last state is uploaded. If the node is gone before they are in the
+bucket, the folders are lost: the job continues from its newest state, and its script ends once more.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def _interruption(view: View, name: str, node: Node | None) -> str | None:
     elif any(each.name == name for each in view.nodes):
         return "kill"  # another agent of the same name reports
     elif view.now - view.awake_since <= 2 * view.job.spec.heartbeat_timeout:
-        return None  # the agent may be on its way from the last head
+        return None  # the agent may still be looking for this head
     else:
         kind, gone, stalled = "kill", name in view.vanished, _stalled(view, others, view.awake_since)
     return kind if gone or stalled or _peers_failed(view, others) else None
@@ -100,7 +100,7 @@ def _peers_failed(view: View, others: list[Node]) -> bool:
 
 
 def _stalled(view: View, others: list[Node], last: float) -> bool:
-    """Whether the others report but complete no step: a step takes the whole generation.
+    """Whether the others report but complete no step: a step needs every member of the generation.
 
     last: when the member in question last reported.
     """

@@ -13,7 +13,7 @@ from spotrun.wire import JobReport, StateRef
 
 
 def at_stake(job: JobState) -> float:
-    """Seconds of work that the newest checkpoint does not hold. Both factors are in the job's state, for a new head."""
+    """Seconds of work that the newest checkpoint does not hold. The job's state is enough to compute this."""
     reached = max(job.reached, job.progress.step)
     return max(0, reached - max(0, job.newest[1])) * (job.progress.pace or job.pace)
 
@@ -47,7 +47,7 @@ def unreported(view: View) -> str:
     if not names or at_stake(job) <= 0:
         return ""
     kept = f"the newest checkpoint is of step {job.newest[1]}" if job.checkpoints else "there is no checkpoint"
-    return f"the state after step {job.reached} is lost, {names} do not report; {kept}"
+    return f"the state after step {job.reached} is lost, because these nodes do not report: {names}; {kept}"
 
 
 def state(node: Node) -> tuple[int, int]:
@@ -56,7 +56,7 @@ def state(node: Node) -> tuple[int, int]:
 
 
 def held(work: JobReport) -> tuple[int, int]:
-    """The same of what a node reports about a job."""
+    """As `state`, from a node's report about a job."""
     ref = work.snapshot
     return (ref.generation, ref.step) if ref else (-1, -1)
 

@@ -8,6 +8,7 @@ Every rule looks at the whole view, so a new head comes to the same decisions as
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from spotrun.head.job_state import (
     Action,
@@ -18,6 +19,7 @@ from spotrun.head.job_state import (
     EndGeneration,
     Ending,
     Finish,
+    Release,
     SetEnding,
     Start,
     Stop,
@@ -44,15 +46,27 @@ from spotrun.wire import Failure, Member
 
 @dataclass(frozen=True)
 class Plan:
-    """What one job does now. The caller applies the actions in order, and plans again when anything changes."""
+    """What one job does now. The caller applies the actions in order, and plans again when anything changes.
 
-    actions: tuple[Action, ...]
-    reason: str = ""  # what the job waits for; empty if it waits for nothing
+    Each part is computed when it is read: a turn of the head reads only the actions, and the status only the reason.
+    """
+
+    view: View
+
+    @cached_property
+    def actions(self) -> tuple[Action, ...]:
+        """What to do, in order."""
+        return _actions(self.view)
+
+    @cached_property
+    def reason(self) -> str:
+        """What the job waits for; empty if it waits for nothing."""
+        return waiting.reason(self.view)
 
 
 def plan(view: View) -> Plan:
     """The actions of the job, and what it waits for."""
-    return Plan(_actions(view), waiting.reason(view))
+    return Plan(view)
 
 
 def _actions(view: View) -> tuple[Action, ...]:
@@ -78,7 +92,7 @@ def _assemble(view: View) -> tuple[Action, ...]:
         if broken and len(broken) == len(mine) and job.generation == 0:
             failure = broken[0].work.failure
             return (Finish("failed", f"set-up failed on {broken[0].name}: {failure.message if failure else ''}"),)
-        may = _enough(view, ready) and not view.blind() and not _must_save_first(view, ready)
+        may = waiting.enough(view, ready) and not view.blind() and not _must_save_first(view, ready)
         if may and (started := _start(view, ready, None)):
             return started
     found = checkpointing.secure(view)
@@ -120,10 +134,14 @@ def _supervise(view: View) -> tuple[Action, ...]:
     if len(reporting) == len(members) and all(n.phase == "succeeded" for n in reporting):
         return (EndGeneration(ending=Ending(phase="succeeded", state=patience.newest(reporting))),)
     gone = interrupted(view) or silence.interrupted(view)
+    if job.released and not gone:
+        gone = {job.released.node: "silent"}  # it is back, but the others have left it
     failed = _user_failure(reporting, gone)
     if failed:
         return _after_failure(view, *failed)
     if gone:
+        if regroup.must_release(view, gone):
+            return (Release(", ".join(gone)),)
         if regroup.awaited(view, gone):
             return ()
         kinds = "+".join(dict.fromkeys(gone.values()))
@@ -158,7 +176,7 @@ def _after_failure(view: View, failure: Failure, node: Node) -> tuple[Action, ..
 def _restart(view: View, cause: Cause) -> tuple[Action, ...]:
     """End this generation, and begin the next one at once.
 
-    Begin no other one if the job stops, if too few nodes are ready, or if a snapshot must be saved first.
+    No other generation begins if the job stops, if too few nodes are ready, or if a snapshot must be saved first.
     """
     ready, least = eligible(view), view.job.spec.nodes.min
     if len(ready) < least:
@@ -283,17 +301,6 @@ def _unexplained_failure(view: View, reporting: list[Node]) -> tuple[Failure, No
     if view.now < reported_by or any(n.reported_at < reported_by for n in reporting):
         return None
     return failure, node
-
-
-def _enough(view: View, ready: list[Node]) -> bool:
-    """Whether to begin with the nodes that are ready.
-
-    `max` nodes are enough. `min` nodes are enough for a later generation, or if no more nodes are expected soon.
-    """
-    nodes = view.job.spec.nodes
-    if not nodes.min <= len(ready) < nodes.max:
-        return len(ready) >= nodes.max
-    return view.job.generation > 0 or view.expected <= len(ready) or view.now - view.waiting_since > TIMEOUTS.gather
 
 
 def _start(view: View, ready: list[Node], cause: Cause | None) -> tuple[Action, ...]:

@@ -1,10 +1,13 @@
-"""Generations that begin without a restart: their workers wait for them, or have warmed up. Pure.
+"""Generations that begin without a restart. Each of their workers is a survivor or has warmed up, and waits. Pure.
 
-If any node's workers wait, the next generation has only nodes whose workers wait. The others warm up meanwhile: that
-takes no longer than a restart of all. If the workers do not go on well, the generation after that has new ones.
+If any node's workers wait, the next generation has only nodes whose workers wait. Meanwhile, the workers of the other
+nodes warm up. A restart of all workers would not be faster. If a generation that began without a restart makes no step,
+the next one has new workers.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from spotrun.head.job_state import Cause, in_doubt
 from spotrun.head.planner.liveness import HEARTBEAT, eligible, reports
@@ -15,7 +18,7 @@ from spotrun.head.view import Node, View
 def members(view: View, ready: list[Node], cause: Cause | None) -> list[Node] | None:
     """The nodes whose workers could go on together; None: the next generation begins with new workers.
 
-    There may be too few of them for a generation: then others are about to have warmed up. ready: all eligible nodes.
+    If these nodes are too few for a generation, other nodes will have warmed up soon. ready: all eligible nodes.
     """
     job = view.job
     if not job.regroups or in_doubt(job, cause):
@@ -27,32 +30,46 @@ def members(view: View, ready: list[Node], cause: Cause | None) -> list[Node] | 
         return None  # a survivor cannot go on: without it, the generation would be smaller than it can be
     if len(found) >= job.spec.nodes.min:
         return found
-    # New workers on all nodes would need as long as these for their set-up.
+    # A restart of all workers would not be faster: new workers need the same set-up as those that warm up.
     warming = _warming(ready)
     late = view.now - max(_waiting_since(view, warming), view.awake_since) > job.spec.start_timeout
     return None if late or len(found) + len(warming) < job.spec.nodes.min else found
 
 
 def reason(view: View) -> str:
-    """What a job waits for that could begin with new workers, but not yet with those that wait."""
+    """Which nodes a job waits for, although it could begin at once with new workers; empty: it waits for none."""
     names = [node.name for node in _warming(eligible(view))]
     return f"waiting for {', '.join(names)} to warm up" if names and view.job.regroups else ""
 
 
+def must_release(view: View, gone: dict[str, str]) -> bool:
+    """Whether survivors must be told to leave the generation: workers do not notice that a peer is silent."""
+    return "silent" in gone.values() and view.job.released is None and any(_late(view, _survivors(view, gone)))
+
+
 def awaited(view: View, gone: dict[str, str]) -> bool:
-    """Whether survivors are about to wait: they notice the end of a peer a moment after the head, or before it."""
-    if not view.job.regroups or in_doubt(view.job, None):
+    """Whether survivors will soon wait. They notice the end of a peer a moment before or after the head does."""
+    survivors = _survivors(view, gone)
+    if not any(_late(view, survivors)):
         return False
-    survivors = [n for n in view.members() if n is not None and n.name not in gone and reports(view, n)]
-    late = [node for node in survivors if node.work.regroup == "able"]
-    if not late or "silent" in gone.values():
-        return False  # a worker whose peer is silent does not notice it
     failed = [node.work.failure.at for node in survivors if node.work.failure]
     quiet = [node.reported_at + HEARTBEAT for node in view.members() if node is not None and node.name in gone]
     since = min([*failed, *quiet], default=view.now)
+    if view.job.released:
+        since = view.job.released.at
     # A worker notices the death of a peer in the exchange of gradients, and ends that step.
     pace = view.job.progress.pace or view.job.pace
     return view.now - since < min(TIMEOUTS.survivors + 2 * pace, TIMEOUTS.survivors_most)
+
+
+def _survivors(view: View, gone: dict[str, str]) -> list[Node]:
+    return [n for n in view.members() if n is not None and n.name not in gone and reports(view, n)]
+
+
+def _late(view: View, survivors: list[Node]) -> Iterator[Node]:
+    """Survivors whose workers could go on in another generation, but do not wait for it yet."""
+    if view.job.regroups and not in_doubt(view.job, None):
+        yield from (node for node in survivors if node.work.regroup == "able")
 
 
 def failed(view: View, node: Node) -> bool:
@@ -69,10 +86,10 @@ def failed(view: View, node: Node) -> bool:
 
 
 def _warming(ready: list[Node]) -> list[Node]:
-    """The nodes whose workers warm up, or are about to begin that."""
+    """The nodes whose workers warm up, or will soon begin to."""
     return [node for node in ready if node.work.regroup in ("no", "able") and node.phase == "ready"]
 
 
 def _waiting_since(view: View, warming: list[Node]) -> float:
-    """When the last of these nodes became ready for its warm-up, or the last generation ended, if that is later."""
+    """The later of two moments: the last of these nodes became ready for its warm-up; the last generation ended."""
     return max([view.job.ordered_at, *(node.since for node in warming)])

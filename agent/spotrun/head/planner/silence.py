@@ -1,8 +1,8 @@
 """Every member of a generation is silent at once: either the head is cut off, or the nodes are dead. Pure.
 
-The connections do not tell which. So the head reads the nodes' signs of life in the bucket (`Sign`), which need none.
-Ending a generation takes a second signal: the signs have stopped, or the signs continue while no step is completed. If
-steps continue, only the connection is cut, and nothing ends.
+The connections do not tell which. So the head reads the nodes' signs of life in the bucket (`Sign`), which need no
+connection. Ending a generation takes a second signal: the signs have stopped, or they continue while no step is
+completed. If steps continue, only the connection is cut, and nothing ends.
 """
 
 from __future__ import annotations

@@ -1,10 +1,13 @@
-"""What a job waits for while it does not train, in one line for operators. Pure."""
+"""What a job waits for while it does not train: whether it has enough nodes, and one line for operators. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from spotrun.head.fleet.classify import Condition
-from spotrun.head.planner import departure, idle, regroup
+from spotrun.head.planner import departure, idle, patience, regroup
 from spotrun.head.planner.liveness import eligible
+from spotrun.head.timeouts import TIMEOUTS
 from spotrun.head.view import Node, View
 
 NAMED = 4  # machines that a line names
@@ -18,10 +21,24 @@ VERBS = {
 }
 
 
+def enough(view: View, ready: list[Node]) -> bool:
+    """Whether to begin with the nodes that are ready.
+
+    `max` nodes are enough. `min` nodes are enough for a later generation, or if no more nodes are expected soon.
+    """
+    nodes = view.job.spec.nodes
+    if not nodes.min <= len(ready) < nodes.max:
+        return len(ready) >= nodes.max
+    return view.job.generation > 0 or view.expected <= len(ready) or view.now - view.waiting_since > TIMEOUTS.gather
+
+
 def reason(view: View) -> str:
-    """What the job waits for, such as `1 of 2 nodes ready; waiting for spot-1 to boot, 12 s`; empty: for nothing."""
+    """What the job waits for, such as `1 of 2 nodes ready; waiting for spot-1 to boot, 12 s`.
+
+    Empty only if the job trains or has ended.
+    """
     job = view.job
-    if job.ended_already or job.resting:
+    if job.ended_already:
         return ""
     if job.draining and job.current:
         settled = {node.name for node in view.nodes if node.phase in ("drained", "failed", "succeeded")}
@@ -30,17 +47,39 @@ def reason(view: View) -> str:
     if job.current is not None:
         leaving = departure.decide(view)
         return leaving.reason if leaving and not leaving.stop else ""
-    if job.paused:
-        return job.paused
-    if job.blocked:
-        return job.blocked
     saving = f"waiting for the state of step {job.saving.ref.step} to get into the bucket" if job.saving else ""
-    return saving if job.ending or job.stopping else _machines(view) or saving or regroup.reason(view)
+    if job.ending or job.stopping:
+        keeping = f"waiting for {job.keeper.node} to put the folders of keep into the bucket" if job.keeper else ""
+        return saving or _reports(view) or keeping or "about to end"
+    if job.paused or job.blocked:
+        return job.paused or job.blocked
+    if job.resting and (found := idle.condition(view)):
+        return str(found["text"])
+    return _machines(view) or saving or regroup.reason(view) or _reports(view) or "about to start"
+
+
+def _reports(view: View) -> str:
+    """The nodes whose reports the head needs before it can say where the newest state is; empty: it needs none."""
+    holders = patience.unsaved(view)
+    if holders and not any(node.connected for node in holders):
+        return f"waiting for {_names(node.name for node in holders)} to report: the newest state is there"
+    if not view.blind():
+        return ""
+    known = {(node.name, node.report.boot) for node in view.nodes}
+    away = (member.node for member in view.job.last if (member.node, member.boot) not in known)
+    return f"waiting for {_names(away)} to report to the head, which began a moment ago"
+
+
+def _names(nodes: Iterable[str]) -> str:
+    found = sorted(nodes)
+    more = [f"{len(found) - NAMED} more"] if len(found) > NAMED else []
+    return ", ".join(found[:NAMED] + more)
 
 
 def _machines(view: View) -> str:
-    """The nodes that are ready, and the machines that are expected. Machines that leave are not."""
-    ready, nodes = {node.name for node in eligible(view)}, view.job.spec.nodes
+    """The nodes that are ready, and the machines that are expected, without those that leave."""
+    there, nodes = eligible(view), view.job.spec.nodes
+    ready = {node.name for node in there}
     known = {node.name: node for node in view.nodes if node.connected}
     missing = []
     for name, each in view.conditions.items():
@@ -52,7 +91,7 @@ def _machines(view: View) -> str:
             missing.append(f"{name} ({doing[:LONGEST]}, {idle.duration(view.now - since)})")
         else:
             missing.append(f"{name} {verb}, {idle.duration(view.now - each.since)}")
-    if not missing and len(ready) >= nodes.min:
+    if not missing and enough(view, there):
         return ""
     if view.queued and len(view.conditions) < nodes.min:
         return view.queued

@@ -17,7 +17,7 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from spotrun.errors import SpotrunError, StoreError
-from spotrun.head import job_queue, overview, pace
+from spotrun.head import job_queue, overview, turn_timing
 from spotrun.head.head import Head
 from spotrun.head.job_state import JobState, Stop, apply
 from spotrun.head.requests import Change
@@ -86,7 +86,7 @@ class ControlServer:
         return web.json_response({"job": (await self._head.change(_stopped, job)).id})
 
     async def _stop_group(self, group: str) -> list[str]:
-        """Stop the jobs of a group that have not ended, and let go of the nodes that others keep; their ids."""
+        """Stop the jobs of a group that have not ended. Let go of nodes that ended ones keep. Returns all their ids."""
         jobs = [job.id for job in self._head.states.values() if job.spec.group == group and not job.over]
         held = await job_queue.held_in(self._head, group)
         if not jobs and not held:
@@ -173,9 +173,16 @@ class ControlServer:
 
     async def _live(self, request: web.Request) -> web.StreamResponse:
         """Send the overview in one line whenever it has changed, until the connection closes."""
+        rows: dict[str, dict[str, Any]] = {}  # of held jobs, which do not change while they are held
 
         async def look() -> tuple[dict[str, Any], bool]:
-            return overview.of(self._head), False
+            held = list(self._head.journal.held)
+            for job in [each for each in held if each not in rows]:
+                rows[job] = await job_queue.brief(self._head, job)
+            found = overview.of(self._head)
+            known = {each["id"] for each in found["jobs"]}
+            found["jobs"] += [rows[job] for job in held if job not in known]
+            return found, False
 
         return await self._send_changes(request, look)
 
@@ -196,7 +203,7 @@ class ControlServer:
                     last, written = text, time.monotonic()
                 if over:
                     break
-                await asyncio.sleep(pace.follow(took))  # the next line has all changes
+                await asyncio.sleep(turn_timing.follow(took))  # the next line has all changes
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(ALIVE_EVERY / 2), self._head.published:
                         await self._head.published.wait()

@@ -26,7 +26,10 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("ctl", help="ask the head or change its jobs (on the head's machine)")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     verbs.add_parser("submit", help="queue a job: JSON {job, code} on stdin")
-    for verb, text in (("status", "one status document"), ("follow", "a status document a line until the job ends")):
+    for verb, text in (
+        ("status", "one status document"),
+        ("follow", "a status document per line, until the job ends"),
+    ):
         verbs.add_parser(verb, help=text).add_argument("--job")
     verbs.add_parser("metrics", help="the metrics for Prometheus, as JSON {text}")
     verbs.add_parser("live", help="the overview of the cluster: a line of JSON after each change")

@@ -28,7 +28,7 @@ from spotrun.wire import UnfitRecord
 log = logging.getLogger(__name__)
 
 LONGEST = 240.0  # seconds for all tries of one check
-PAUSES = (5.0, 10.0)  # seconds between tries before a problem counts: drivers may still start
+PAUSES = (5.0, 10.0)  # seconds between tries before a problem counts: drivers may still be starting
 AGAIN = 30.0  # seconds between later checks, and between tries to remove the bucket's record
 
 Probe = Callable[[float], Awaitable[Facts]]  # its argument: the time of the event loop by which it must return
@@ -129,5 +129,5 @@ def _count(attributes: Mapping[str, str], key: str) -> int:
     if re.fullmatch("[0-9]{1,3}", text):
         return int(text)
     if text:
-        log.warning("the machine's metadata have %r as %s, which is no whole number: ignored", text[:100], key)
+        log.warning("the machine's metadata have %r as %s, which is not a whole number: ignored", text[:100], key)
     return 0

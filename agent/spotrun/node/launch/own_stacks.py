@@ -22,8 +22,8 @@ from spotrun.machine import private_paths
 
 log = logging.getLogger(__name__)
 
-DEEPEST = 200  # calls of a stack that are told: the innermost ones
-MOST = 200  # threads that are told
+DEEPEST = 200  # calls of a stack that are in the answer: the innermost ones
+MOST = 200  # threads that are in the answer
 _SEND = 2.0  # seconds that a client has to read
 _PAUSE = 1.0  # seconds after an error of `accept`, such as no free file descriptors
 

@@ -1,9 +1,9 @@
 """What the launcher's forkserver does before it forks: end with its parent, import what every worker needs.
 
 The forkserver is a fork of the launcher, made while the launcher runs nothing else. The launcher is a fork of a process
-that has imported torch (see `template`). So the jobs of a node import torch once. If that forkserver has to go,
-multiprocessing starts a new one with this as its only preloaded module. An exception here would end it, so none leaves
-this module.
+that has imported torch (see `template`). So the jobs of a node import torch once. If the forkserver is stopped,
+multiprocessing starts a new one, which preloads only this module. An exception here would end the forkserver, so this
+module lets none through.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def fork_server() -> None:
     forkserver.set_forkserver_preload([__name__])
     # Not TMPDIR, which workers inherit. A launcher that is killed leaves its socket.
     tempfile.tempdir = os.environ.pop(SOCKETS, None)
-    resource_tracker.ensure_running()  # the forkserver would start it otherwise, and that is a program of its own
+    resource_tracker.ensure_running()  # a program of its own, which the forkserver would start otherwise
     util.spawnv_passfds = _fork  # type: ignore[assignment]
     forkserver.ensure_running()
     util.spawnv_passfds = _spawn
@@ -51,7 +51,7 @@ def fork_server() -> None:
 
 
 def import_base() -> None:
-    """Import torch and what else every worker needs."""
+    """Import torch and everything else that every worker needs."""
     # With this, torch.cuda.is_available() asks NVML, not the driver: no fork can use CUDA once a driver is initialised
     # (https://docs.pytorch.org/docs/stable/cuda_environment_variables.html).
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")

@@ -3,14 +3,15 @@
 torch elastic runs the worker group. The agent's commands take the place of its rendezvous. Agent and launcher exchange
 JSON lines over a socket:
 
-    agent → launcher   {"type": "start", "generation", "rank", "nodes", "store", "tasks": [...]}; end of file: end all
+    agent → launcher   {"type": "start", "generation", "rank", "nodes", "store", "tasks": [...]}
                        {"type": "take_store", "generation", "store"}
+                       end of file: end all workers
     launcher → agent   importing() · ready(store) · store(store) · started(generation, pids) ·
                        exited(generation, local_rank, code) · refused(generation, why)
 
-A start command ends the workers of the generation before. If workers join a generation without a restart, only its
-store is taken. Events name the generation of the start command. The launcher is a fork of a process that has torch and
-this module (see `template`).
+A start command ends the workers of the generation before. If workers join a generation without a restart, the agent
+sends `take_store` instead. Events name the generation of the start command. The launcher is a fork of a process that
+has torch and this module (see `template`).
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from spotrun.node.launch.worker import Task, run
 
 log = logging.getLogger(__name__)
 
-FOREVER = 2**31  # restarts, as many as the head wants
+FOREVER = 2**31  # restarts that torch elastic allows: the head decides how many there are
 POISONED = 3  # exit code of the trial process if the imports have initialised CUDA: then no fork can use CUDA
 
 
@@ -77,7 +78,7 @@ class EventWriter:
 class Stores:
     """TCPStores on this node's address: one for the generation that runs, an unused one for the next.
 
-    Two threads use it: a start command is the main thread's, and `take_store` the reading one's.
+    Two threads use it: the main thread for start commands, and the reading thread for `take_store`.
     """
 
     def __init__(self, address: str) -> None:
@@ -169,9 +170,9 @@ class CommandRendezvous(RendezvousHandler):
 
 
 class ForkingElasticAgent(SimpleElasticAgent):
-    """torch elastic's agent, over forks of the warm forkserver. It waits for the processes themselves and never polls.
+    """torch elastic's agent. Its workers are forks of the warm forkserver. It waits for their ends, and never polls.
 
-    When one worker fails, it leaves the others alone: the spotrun agent ends them once their snapshot is safe.
+    When one worker fails, the others go on: the spotrun agent ends them once their snapshot is safe.
     """
 
     def __init__(self, spec: WorkerSpec, rendezvous: CommandRendezvous, events: EventWriter) -> None:
@@ -205,8 +206,9 @@ class ForkingElasticAgent(SimpleElasticAgent):
     def _environment(self, group: WorkerGroup, local_rank: int, generation: int) -> dict[str, str]:
         """What torchrun sets (https://docs.pytorch.org/docs/stable/elastic/run.html, "Environment Variables").
 
-        One variable is left out: TORCH_NCCL_ASYNC_ERROR_HANDLING=1. With it a worker aborts its communicators before it
-        ends, which may hang when a peer is gone. torch's default, 3, ends the worker at once (ProcessGroupNCCL.hpp).
+        One variable is left out: TORCH_NCCL_ASYNC_ERROR_HANDLING=1. With that value, a worker aborts its communicators
+        before it ends, and the abort may hang when a peer is gone. torch's default, 3, ends the worker at once
+        (ProcessGroupNCCL.hpp).
         """
         spec, worker = group.spec, group.workers[local_rank]
         return {
@@ -273,9 +275,9 @@ def main(address: str, lines_in: int, lines_out: int) -> None:
     address: of this node. lines_in, lines_out: descriptors for the commands and the events.
     """
     logging.basicConfig(level=logging.WARNING, format="launcher: %(message)s")
-    os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # ranks follow from the node's: no store needed
+    os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # workers' ranks follow from the node's rank: no store needed
     events = EventWriter(lines_out)
-    events.write(type="importing")  # the forkserver goes on with the script's modules
+    events.write(type="importing")  # torch is imported already; the forkserver imports the script's modules
     stores = Stores(address)
     _warm_up()
     rendezvous = CommandRendezvous(stores, events)
@@ -308,7 +310,8 @@ def _warm_up() -> None:
         process.join()
         if process.exitcode != POISONED:
             break
-        log.warning("importing %s before the fork initialises CUDA: not imported", os.environ.pop(preload.MODULES, ""))
+        modules = os.environ.pop(preload.MODULES, "")
+        log.warning("importing %s initialises CUDA, so each worker imports these modules after its fork", modules)
         forkserver._forkserver._stop()  # type: ignore[attr-defined]
     if process.exitcode != 0:
         raise SystemExit(f"launcher: a trial worker ended with {process.exitcode}")

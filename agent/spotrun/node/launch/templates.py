@@ -21,6 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from spotrun.machine.processes import ZYGOTE
+from spotrun.node.launch import zygote
 from spotrun.node.launch.template import Request, receive, send
 
 log = logging.getLogger(__name__)
@@ -28,6 +30,9 @@ log = logging.getLogger(__name__)
 # -P: no module of the working directory comes before the installed ones. Not -m: the template would be the main module,
 # and each worker would import that module once more.
 COMMAND = (sys.executable, "-P", "-c", "from spotrun.node.launch.template import main; main()")
+
+
+NETWORK = ("GLOO_", "NCCL_", "TORCH_NCCL_", "FI_")  # variables that are read when a process group is made, not before
 
 
 @dataclass(frozen=True)
@@ -38,12 +43,21 @@ class Environment:
     installed: tuple[int, ...]  # when packages were last installed or removed, in nanoseconds
     private: bool  # whether it is a job's own
 
+    @property
+    def is_machines(self) -> bool:
+        """Whether it equals the agent's, except for variables that are read later. If so, a zygote can fork it."""
+        variables = dict(self.variables)
+        added = [name for name, value in variables.items() if value and name not in os.environ]
+        same = all(variables.get(name) == value for name, value in os.environ.items())
+        return not self.private and same and all(name.startswith(NETWORK) for name in added)
+
 
 class Templates:
     """The templates of an agent. At most one of them is idle: the shared one that was used last."""
 
     def __init__(self) -> None:
         self._all: list[Template] = []  # in the order of their last use
+        self._zygote = os.environ.get(ZYGOTE, "")  # path of its socket; empty: there is none
         self._number = 0  # of the last launcher
 
     def launch(
@@ -56,7 +70,7 @@ class Templates:
         environment = Environment(frozenset(variables.items()), _installed(), private)
         found = next((each for each in self._all if each.environment == environment and each.alive), None)
         if found is None:
-            found = Template(environment, self._sweep)
+            found = Template(environment, self._sweep, self._zygote if environment.is_machines else "")
         else:
             self._all.remove(found)
         self._all.append(found)
@@ -74,6 +88,8 @@ class Templates:
 
     def _sweep(self) -> None:
         """Forget the templates that have ended, and end those that are idle and not the newest shared one."""
+        if any(each.refused for each in self._all):
+            self._zygote = ""
         self._all = [each for each in self._all if not each.gone.is_set()]
         newest = next((each for each in reversed(self._all) if not each.environment.private), None)
         for each in self._all:
@@ -137,33 +153,36 @@ class LauncherProcess:
 class Template:
     """A template process. changed: called when a launcher or the template has ended.
 
-    The constructor starts the process. Raises OSError.
+    The constructor starts the process, or asks the zygote at the path `zygote` for it. Raises OSError.
     """
 
-    def __init__(self, environment: Environment, changed: Callable[[], None]) -> None:
+    def __init__(self, environment: Environment, changed: Callable[[], None], zygote: str = "") -> None:
         self.environment = environment
         self.launchers: dict[int, LauncherProcess] = {}
         self.gone = asyncio.Event()  # set when the process has ended
+        self.refused = False  # whether the zygote has not forked it
         self._changed, self._killed = changed, False
+        self._process: subprocess.Popen[bytes] | None = None  # None: the zygote's child
+        self._handle = -1  # the pidfd; -1: the zygote has not forked it yet
         with contextlib.ExitStack() as unless_started:
             self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             unless_started.enter_context(self._channel)
             with theirs:
-                self._process = subprocess.Popen(
-                    [*COMMAND, str(os.getpid()), str(theirs.fileno())],
-                    stdin=subprocess.DEVNULL, stdout=2, env=dict(environment.variables), pass_fds=[theirs.fileno()],
-                )  # fmt: skip
-            unless_started.callback(self._process.kill)
-            self._handle = os.pidfd_open(self._process.pid)
+                if not (zygote and _ask(zygote, environment, theirs)):
+                    self._process = _start(environment, theirs)
+                    unless_started.callback(self._process.kill)
+                    self._handle = os.pidfd_open(self._process.pid)
             unless_started.pop_all()
         self._channel.setblocking(False)
         loop = asyncio.get_running_loop()
         loop.add_reader(self._channel, self._receive)
-        loop.add_reader(self._handle, self._end)
+        if self._process is not None:
+            loop.add_reader(self._handle, self._end)
 
     @property
     def alive(self) -> bool:
-        return not self._killed and self._process.poll() is None
+        running = self._process is None or self._process.poll() is None
+        return running and not self._killed and not self.gone.is_set()
 
     def fork(self, number: int, request: Request, lines: Sequence[int]) -> LauncherProcess:
         """Ask for a launcher. It is forked once torch is imported. Raises OSError."""
@@ -174,7 +193,11 @@ class Template:
 
     def kill(self) -> None:
         self._killed = True
-        self._process.kill()
+        if self._handle >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+        elif not self.gone.is_set():
+            self._end()  # if it is forked later, it finds the channel closed, and ends
 
     def _forget(self, launcher: int) -> None:
         del self.launchers[launcher]
@@ -191,9 +214,16 @@ class Template:
                 data = b""
             if not data:
                 asyncio.get_running_loop().remove_reader(self._channel)
+                if self._handle < 0:
+                    self.refused = True
+                    self._end()
                 return
             said = json.loads(data)
-            self._note(said, self.launchers.get(said["launcher"]), descriptors)
+            if said["type"] == "template":
+                (self._handle,) = descriptors
+                asyncio.get_running_loop().add_reader(self._handle, self._end)
+            else:
+                self._note(said, self.launchers.get(said["launcher"]), descriptors)
 
     def _note(self, said: dict[str, Any], launcher: LauncherProcess | None, descriptors: Sequence[int]) -> None:
         if said["type"] == "forked":
@@ -207,20 +237,41 @@ class Template:
             launcher.ended(said["code"])
 
     def _end(self) -> None:
-        """The process has ended."""
-        self._receive()
+        """The process has ended, or was never forked."""
         loop = asyncio.get_running_loop()
+        if self._handle >= 0:
+            self._receive()
+            loop.remove_reader(self._handle)
+            os.close(self._handle)
+            self._handle = -1
         loop.remove_reader(self._channel)
-        loop.remove_reader(self._handle)
-        os.close(self._handle)
         self._channel.close()
-        code = self._process.wait()
+        code = self._process.wait() if self._process is not None else 0
         if self.launchers:
-            log.warning("the template of %s launchers ended (status %s)", len(self.launchers), code)
+            log.warning("the template of %s launchers ended (status %s)", len(self.launchers), code or "unknown")
         self.gone.set()
         for each in list(self.launchers.values()):
             each.orphaned(code or -signal.SIGKILL)
         self._changed()
+
+
+def _start(environment: Environment, channel: socket.socket) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [*COMMAND, str(os.getpid()), str(channel.fileno())],
+        stdin=subprocess.DEVNULL, stdout=2, env=dict(environment.variables), pass_fds=[channel.fileno()],
+    )  # fmt: skip
+
+
+def _ask(path: str, environment: Environment, channel: socket.socket) -> bool:
+    """Ask the zygote for a template. False: there is none that can fork it."""
+    try:
+        if zygote.is_older(path, environment.installed):
+            return False
+        zygote.ask(path, zygote.Request(dict(environment.variables), os.getcwd()), channel)
+    except OSError as error:
+        log.warning("no zygote at %s (%s): this agent starts a template of its own", path, error)
+        return False
+    return True
 
 
 def _installed() -> tuple[int, ...]:

@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 
 from spotrun.cloud.base import Market
 from spotrun.head.capacity.policies.elastic import elastic
-from spotrun.head.capacity.policies.waiting_game import SPARE, Game, Tables, solve
+from spotrun.head.capacity.policies.waiting_game import SPARE, Game, Tables, rounded, solve
 from spotrun.head.capacity.policies.zones import Zone, held, need, price, rate, room, usable, zones
 from spotrun.head.capacity.situation import Demand, Offer, Placement, Situation
 from spotrun.head.capacity.sizes import Need
 
 MARGIN = 30.0  # seconds for decisions, orders and three looks at the cloud
-AGAIN = 8  # a choice is made again when one part in so many of the work, or of the spare time, is used up
+AGAIN = 8  # a choice is made again when 1 / AGAIN of the work, or of the spare time, is used up
 SAFE: tuple[Market, ...] = ("flex", "on-demand")
 
 
@@ -47,7 +47,7 @@ def deadline(seen: Situation, job: Demand, before: Placement | None) -> Placemen
             return plain
         why = "the deadline counts once the work left is measured"
         if found is None:
-            why = "the deadline is not guaranteed: no on-demand pool has room"
+            why = "if machines are lost or missing, the deadline may be missed: no on-demand pool has room"
         return replace(plain, reason=f"{plain.reason}; {why}")
     view = _outlook(seen, job, before, job.deadline, job.left, *found)
     kept = {offer.name: view.nodes for offer in view.safe.offers if offer.market == "on-demand"}
@@ -64,40 +64,43 @@ def _place(seen: Situation, job: Demand, before: Placement | None, view: Outlook
         needs: tuple[Need, ...] = (need(view.nodes, view.queue),) if view.queue else ()
         found = _safe(job, replace(view, queue=()), needs, f"the point of no return: {left}")
         return replace(found, use=found.use | _names(view.queue)) if not view.on else found
-    tables = _tables(job, view, spot)
-    choice = _choose(tables, job, view, ready, before)
+    game = _game(job, view, spot)
+    choice = _choose(game, job, view, ready, before)
     # A second of waiting costs a second of the spare time. So does a second on spot, if it is done again later.
-    last = seen.now + max(1.0, view.spare - limit)  # a second later at the least: the margin has room for that
+    last = seen.now + max(1.0, view.spare - limit)  # at least a second from now: the margin has room for that
     if choice == "safe":
-        wants_spot = view.on == "safe" and _would_move(tables, job, view)
-        needs = view.wish.needs if wants_spot and not ready else ()
-        what = "a move to spot would not pay" if ready else "behind: on-demand costs less than to wait for spot"
+        wants_spot = view.on == "safe" and not ready and _would_move(game, job, view)
+        needs = view.wish.needs if wants_spot else ()
+        what = "a move to spot would not pay" if ready else "safe machines cost less than waiting for spot"
         return replace(_safe(job, view, needs, f"{what}: {left}"), wake=seen.now + max(job.restart, view.work / AGAIN))
     found = view.wish
     state = "trains on spot" if ready else "waits for spot"
-    wake = last if view.on == "spot" else min(last, seen.now + _patience(tables, job, view))
+    wake = last if view.on == "spot" else min(last, seen.now + _patience(solve(game), job, view))
     return replace(found, reason=f"{state}: {left}; {found.reason}", wake=min(wake, found.wake or wake))
 
 
-def _choose(tables: Tables, job: Demand, view: Outlook, up: bool, before: Placement | None) -> str:
-    """`spot`, which includes waiting for spot machines, or `safe`. up: enough spot machines are ready."""
-    game, work, spare = tables.game, view.work, view.spare
-    at = tables.at
+def _choose(game: Game, job: Demand, view: Outlook, up: bool, before: Placement | None) -> str:
+    """`spot`, which includes waiting for spot machines, or `safe`. up: enough spot machines are ready.
+
+    Solving the game takes a few milliseconds, so the choices that need no tables come first.
+    """
+    work, spare = view.work, view.spare
     if view.on == "spot":
         return "spot"
     if view.on == "safe":
-        return "spot" if up and _would_move(tables, job, view) else "safe"
+        return "spot" if up and _would_move(game, job, view) else "safe"
     if up and before is not None and before.use and before.use.isdisjoint(view.safe.pools):
-        return "spot"  # it is on its way there: between two generations it has no members
+        return "spot"  # the job is on its way there: between two generations it has no members
     if any(offer.pool.size - offer.others >= 1 for offer in (*view.queue, *view.safe.offers)):
         return "safe"  # they were asked for: another choice while they boot would waste the time spent
-    cost = game.dear * job.restart
     if up or (view.spot is not None and view.spot.hope >= job.min):  # spot machines are there, or probably come
         if not _affords(job, view, job.restart):
             return "safe"
-        on_spot = job.restart + at(tables.spot, work, spare - job.restart)
-        return "spot" if on_spot <= cost + at(tables.stay, work, spare - job.restart) else "safe"
-    return "spot" if _waits(tables, job, work, spare) else "safe"
+        tables = solve(game)
+        on_spot = job.restart + tables.at(tables.spot, work, spare - job.restart)
+        on_safe = tables.game.dear * job.restart + tables.at(tables.stay, work, spare - job.restart)
+        return "spot" if on_spot <= on_safe else "safe"
+    return "spot" if _waits(solve(game), job, work, spare) else "safe"
 
 
 def _patience(tables: Tables, job: Demand, view: Outlook) -> float:
@@ -116,23 +119,22 @@ def _waits(tables: Tables, job: Demand, work: float, spare: float) -> bool:
     return tables.at(tables.wait, work, spare) < sure
 
 
-def _would_move(tables: Tables, job: Demand, view: Outlook) -> bool:
+def _would_move(game: Game, job: Demand, view: Outlook) -> bool:
     """Whether a job on safe machines moves when spot machines are ready."""
-    if not _affords(job, view, tables.game.move):
+    if not _affords(job, view, rounded(game).move):
         return False
+    tables = solve(game)
     moved = tables.game.move + tables.at(tables.spot, view.work, view.spare - tables.game.move)
     return moved <= tables.at(tables.stay, view.work, view.spare)
 
 
-def _tables(job: Demand, view: Outlook, spot: Zone) -> Tables:
+def _game(job: Demand, view: Outlook, spot: Zone) -> Game:
     offer = spot.offers[0]
     now = max(spot.hope, float(job.min))
     fast = rate(job, now, offer.speed) / rate(job, view.nodes, view.safe.offers[0].speed)
     dear = view.nodes * price(view.safe.offers[0]) / (now * price(offer))
     lifetime = offer.history.mean_up if job.min < now else min(offer.history.mean_up, offer.history.lifetime)
-    return solve(
-        Game(lifetime, offer.history.mean_down, job.restart, job.move, dear, fast, view.work, max(view.spare, 1.0))
-    )
+    return Game(lifetime, offer.history.mean_down, job.restart, job.move, dear, fast, view.work, max(view.spare, 1.0))
 
 
 def _outlook(
@@ -166,7 +168,7 @@ def safe_machines(seen: Situation, job: Demand) -> tuple[Zone, int] | None:
 
 
 def _safe(job: Demand, view: Outlook, also: tuple[Need, ...], reason: str) -> Placement:
-    """Train on safe machines. Until they are ready, the job trains on where it is."""
+    """Train on safe machines. Until they are ready, the job keeps training where it is."""
     offers = (*view.queue, *view.safe.offers)
     pools = _names(offers)
     there = sum(usable(job, offer) for offer in view.safe.offers) >= min(view.nodes, job.max)
@@ -190,7 +192,7 @@ def _affords(job: Demand, view: Outlook, first: float) -> bool:
 
 
 def _at_safe(job: Demand, view: Outlook, seconds: float) -> float:
-    """How long the safe machines take for what the spot machines do in so many seconds."""
+    """How long the safe machines take for the work that the spot machines do in `seconds`."""
     nodes = sum(job.members.values()) if view.on == "spot" else job.max
     return seconds * rate(job, nodes) / rate(job, view.nodes)
 
@@ -198,8 +200,8 @@ def _at_safe(job: Demand, view: Outlook, seconds: float) -> float:
 def _time_left(view: Outlook) -> str:
     late = -MARGIN - view.spare
     if late > 0:
-        return f"{duration(view.work)} of work; at this pace the deadline is missed by {duration(late)}"
-    return f"{duration(view.work)} of work, {duration(max(0.0, view.spare))} to spare"
+        return f"{duration(view.work)} of work on safe machines, {duration(late)} too long for the deadline"
+    return f"{duration(view.work)} of work on safe machines, {duration(max(0.0, view.spare))} to spare"
 
 
 def duration(seconds: float) -> str:

@@ -18,7 +18,7 @@ from spotrun.head.capacity.situation import Demand, Placement, Situation, nothin
 from spotrun.head.capacity.sizes import Need
 
 GAIN = 1.1
-"""How many times the rate another zone must promise, or how many times lower a cost. So small changes move no job."""
+"""Another zone must promise this many times the rate, or cost this many times less. So small changes move no job."""
 
 
 def elastic(
@@ -102,8 +102,8 @@ def _similar(zone: Zone, best: Zone) -> bool:
 def pays(job: Demand, to: Zone, nodes: float, here: Zone) -> bool:
     """Whether a move to `nodes` machines of another zone pays: gain in rate x expected stay > cost of the move.
 
-    If the rate is no less there, the same may hold for money: saving x expected stay > price of the move. The stay ends
-    with the job, or when the new zone is likely to fall short.
+    If the rate there is not lower, a saving of money counts too: saving x expected stay > price of the move. The stay
+    ends with the job, or when the new zone is likely to fall short.
     """
     if nodes < job.min:
         return False
@@ -119,7 +119,7 @@ def pays(job: Demand, to: Zone, nodes: float, here: Zone) -> bool:
 
 
 def _worth(job: Demand, zone: Zone, nodes: float) -> float:
-    """The rate that can be expected of so many machines of a zone."""
+    """The rate that can be expected of this many machines of a zone."""
     return zone.rate * rate(job, nodes) / rate(job, zone.hope) if zone.hope else rate(job, nodes)
 
 
@@ -142,5 +142,5 @@ def _count(job: Demand, zone: Zone) -> str:
 
 
 def _others(found: list[Zone], best: Zone) -> str:
-    others = [f"{zone.name} {zone.hope:.1g}" for zone in found if zone is not best and zone.name]
-    return f"; others promise: {', '.join(others)}" if others else ""
+    others = [f"{zone.name} {round(zone.hope, 1):g}" for zone in found if zone is not best and zone.name]
+    return f"; machines expected in other zones: {', '.join(others)}" if others else ""

@@ -16,7 +16,7 @@ from spotrun.head.capacity.sizes import Need
 
 
 def uniform_progress(seen: Situation, job: Demand, before: Placement | None) -> Placement:
-    """Progress in proportion to time: an on-demand machine if the job is behind that and there is no spot machine.
+    """Keep progress in proportion to time. If the job is behind, and there is no spot machine, use an on-demand one.
 
     The job leaves the on-demand machine only for a spot machine, and only when it is ahead by 2 d: the paper's
     hysteresis (`rc_cr_threshold` in its simulator). It gives up the on-demand machine while the spot machine boots.

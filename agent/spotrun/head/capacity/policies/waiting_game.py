@@ -58,10 +58,15 @@ class Tables:
 
 def solve(game: Game) -> Tables:
     """The tables for about these parameters."""
-    rounded = {name: _power(getattr(game, name), STEP) for name in ("up", "down", "dear", "speed")}
+    return _solve(rounded(game))
+
+
+def rounded(game: Game) -> Game:
+    """The parameters that the tables are for."""
+    rough = {name: _power(getattr(game, name), STEP) for name in ("up", "down", "dear", "speed")}
     most = {name: _power(getattr(game, name), 2.0, math.ceil) for name in ("work", "spare")}
     fixed = {name: _power(getattr(game, name), 1.05) for name in ("restart", "move")}
-    return _solve(Game(**rounded, **most, **fixed))
+    return Game(**rough, **most, **fixed)
 
 
 @functools.lru_cache(maxsize=512)  # of 170 kB each
@@ -92,7 +97,10 @@ def _solve(game: Game) -> Tables:
 def _waits(game: Game, spot: Row, safe: Row, stay: Row, begin: float) -> tuple[list[float], list[float]]:
     """The costs of waiting with one amount of work left, and of the better of waiting and of safe machines."""
     found, first = _chance(game.spare / SPARE / game.down), game.dear * game.restart
-    up_later = _least([game.restart + x for x in _later(spot, 1 + begin)], _later(stay, 1 + begin), first)
+    # The mean time until spot machines come, if they come within one step of the grid: that is less than the step.
+    short = game.down * SPARE / game.spare
+    after = begin + max(0.0, short - (1 - found) / found)
+    up_later = _least([game.restart + x for x in _later(spot, after)], _later(stay, after), first)
     waits, rests, missed = list[float](), list[float](), 1 - found
     rest = math.inf
     for up, sure in zip(up_later, [first + x for x in _later(safe, begin)], strict=True):
@@ -104,7 +112,7 @@ def _waits(game: Game, spot: Row, safe: Row, stay: Row, begin: float) -> tuple[l
 
 
 def _least(one: Iterable[float], other: Iterable[float], more: float) -> list[float]:
-    """The smaller one of each pair, if the other costs `more`."""
+    """The smaller one of each pair, after `more` is added to the second."""
     return [x if x < y + more else y + more for x, y in zip(one, other, strict=True)]
 
 

@@ -43,7 +43,7 @@ def zones(seen: Situation, job: Demand, markets: Iterable[Market] = ORDER) -> li
 
 
 def rate(job: Demand, nodes: float, speed: float = 1.0) -> float:
-    """Work per second of so many nodes."""
+    """Work per second of this many nodes."""
     return float(speed * nodes**job.scaling) if nodes > 0 else 0.0
 
 
@@ -97,7 +97,7 @@ def fit(job: Demand, offer: Offer) -> int:
 
 
 def room(job: Demand, offer: Offer) -> int:
-    """Machines that this job could have of a pool at most."""
+    """The most machines of a pool that this job could have."""
     return max(job.members.get(offer.name, 0), math.floor(offer.pool.max - offer.others))
 
 
@@ -154,7 +154,7 @@ def _lasting(pool: Pool) -> int:
 
 
 def again(offer: Offer) -> float:
-    """From when on a pool that fell short is assumed to have machines, epoch seconds; 0 if it never fell short."""
+    """When a pool that fell short is assumed to have machines again, epoch seconds; 0 if it never fell short."""
     past = offer.history
     pause = min(RETRY_MOST, RETRY * 2 ** max(0, min(past.refusals, 9) - 1))
     return past.short_at + pause if past.short_at else 0.0

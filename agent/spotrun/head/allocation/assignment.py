@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from spotrun.head.allocate import allocate
-from spotrun.head.demand import Devices, Holdings, Question, free
+from spotrun.head.allocation.allocate import allocate
+from spotrun.head.allocation.demand import Devices, Holdings, Question, free
 from spotrun.head.fleet.classify import Condition
 from spotrun.head.job_state import JobState
 from spotrun.head.planner import patience
@@ -21,6 +21,10 @@ class Assignment:
     assigned: Holdings = field(default_factory=dict)  # in addition, free nodes on which a job that waits gets ready
     expected: Holdings = field(default_factory=dict)  # in addition, machines that boot or that the cloud was asked for
     reasons: Mapping[str, str] = field(default_factory=dict)  # why a job has less than it could use
+
+    def of(self, job: str) -> tuple[object, ...]:
+        """The parts that are about one job."""
+        return self.assigned.get(job), self.expected.get(job), self.reasons.get(job)
 
 
 def assign(question: Question) -> Assignment:

@@ -1,4 +1,4 @@
-"""EC2's own interruption of a spot instance, on demand, through the Fault Injection Service.
+"""Makes EC2 interrupt a spot instance, through the Fault Injection Service, for `make preempt`.
 
 https://docs.aws.amazon.com/fis/latest/userguide/fis-actions-reference.html#send-spot-instance-interruptions
 """

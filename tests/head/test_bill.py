@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 
 import pytest
 
-from spotrun.head import account
-from spotrun.head.account import Line, Rates, Use
+from spotrun.head.costs import bill
+from spotrun.head.costs.bill import Line, Rates, Use
 
 MIDNIGHT = datetime(2026, 12, 1, tzinfo=UTC).timestamp()
 YEAR = datetime(2027, 1, 1, tzinfo=UTC).timestamp()
@@ -76,7 +76,7 @@ CASES: dict[str, tuple[Sequence[Use], Rates, Sequence[Line]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_a_use_is_in_the_account(name: str) -> None:
     uses, rates, expected = CASES[name]
-    found = account.add((), uses, rates)
+    found = bill.add((), uses, rates)
     assert [(each.month, each.pool, each.market) for each in found] == [(e.month, e.pool, e.market) for e in expected]
     for mine, theirs in zip(found, expected, strict=True):
         for key in ("seconds", "cost", "on_demand", "unpriced", "unlisted"):
@@ -85,23 +85,23 @@ def test_a_use_is_in_the_account(name: str) -> None:
 
 def test_a_price_that_changes_counts_from_its_change_on() -> None:
     dearer = Rates({"p": 7.2}, RATES.on_demand, RATES.markets)
-    before = account.add((), [use(MIDNIGHT - 200, MIDNIGHT - 100)], RATES)
-    (after,) = account.add(before, [use(MIDNIGHT - 100, MIDNIGHT)], dearer)
+    before = bill.add((), [use(MIDNIGHT - 200, MIDNIGHT - 100)], RATES)
+    (after,) = bill.add(before, [use(MIDNIGHT - 100, MIDNIGHT)], dearer)
     assert (after.seconds, after.cost) == (200, pytest.approx(0.3))
 
 
 def test_a_use_may_have_a_price_of_its_own() -> None:
-    before = account.add((), [use(MIDNIGHT - 100, MIDNIGHT)], RATES)
+    before = bill.add((), [use(MIDNIGHT - 100, MIDNIGHT)], RATES)
     back, again = use(MIDNIGHT, MIDNIGHT - 40), use(MIDNIGHT - 40, MIDNIGHT)
     late = [replace(back, price=3.6), replace(again, price=7.2)]
-    (after,) = account.add(before, late, RATES)
+    (after,) = bill.add(before, late, RATES)
     assert (after.seconds, after.cost, after.on_demand) == (100, pytest.approx(0.14), pytest.approx(1))
 
 
 def test_time_without_a_price_gets_the_first_price_that_is_known() -> None:
     unknown = Rates({}, {}, RATES.markets)
-    before = account.add((), [use(MIDNIGHT - 100, MIDNIGHT)], unknown)
-    (after,) = account.add(before, [], RATES)
+    before = bill.add((), [use(MIDNIGHT - 100, MIDNIGHT)], unknown)
+    (after,) = bill.add(before, [], RATES)
     assert (after.cost, after.unpriced) == (pytest.approx(0.1), 0.0)
     assert (after.on_demand, after.unlisted) == (pytest.approx(1), 0.0)
 
@@ -109,7 +109,7 @@ def test_time_without_a_price_gets_the_first_price_that_is_known() -> None:
 def test_accounts_of_two_heads_become_one() -> None:
     one, other = line(seconds=100, cost=0.1), line(seconds=50, cost=0.2, unpriced=7)
     elsewhere = line("2026-12", seconds=5)
-    assert account.merged([one, elsewhere, other]) == (
+    assert bill.merged([one, elsewhere, other]) == (
         line(seconds=150, cost=0.1 + 0.2, unpriced=7),
         elsewhere,
     )

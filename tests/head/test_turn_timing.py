@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from spotrun.head import pace
+from spotrun.head import turn_timing
 from spotrun.wire import StateRef
 from tests.head.world import World, stepping
 
@@ -22,7 +22,7 @@ from tests.head.world import World, stepping
     ],
 )
 def test_the_time_between_two_looks(active: bool, took: float, seconds: float) -> None:
-    assert pace.tick(active, took) == seconds
+    assert turn_timing.tick(active, took) == seconds
 
 
 @pytest.mark.parametrize(
@@ -34,8 +34,8 @@ def test_the_time_between_two_looks(active: bool, took: float, seconds: float) -
     ],
 )
 def test_the_time_without_a_turn_whatever_changes(took: float, seconds: float) -> None:
-    assert pace.gap(took) == seconds
-    assert pace.gap(took) < min(pace.tick(True, took), pace.tick(False, took))
+    assert turn_timing.gap(took) == seconds
+    assert turn_timing.gap(took) < min(turn_timing.tick(True, took), turn_timing.tick(False, took))
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_the_time_without_a_turn_whatever_changes(took: float, seconds: float) -
     ],
 )
 def test_the_time_between_two_status_documents_of_a_follower(took: float, seconds: float) -> None:
-    assert pace.follow(took) == pytest.approx(seconds)
+    assert turn_timing.follow(took) == pytest.approx(seconds)
 
 
 PROGRESS: dict[str, dict[str, Any]] = {
@@ -70,9 +70,9 @@ async def test_a_report_wakes_the_head_if_it_says_more_than_progress(tmp_path: P
     job = (await world.started()).id
     trains: dict[str, Any] = {"job": job, "phase": "running", "generation": 1, "workers": stepping(1)}
     world.receive("a", **trains)
-    world.head._changed.clear()
+    world.head.news.changed.clear()
     world.receive("a", **trains | PROGRESS.get(change, {}) | MORE.get(change, {}))
-    assert world.head._changed.is_set() == (change in MORE)
+    assert world.head.news.changed.is_set() == (change in MORE)
 
 
 async def test_the_next_turn_sees_progress_that_caused_none(tmp_path: Path) -> None:

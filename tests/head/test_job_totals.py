@@ -1,4 +1,4 @@
-"""The books of a job: progress, what an interruption cost, goodput."""
+"""What a job did and what it cost: progress, what an interruption cost, goodput."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from spotrun.head import accounting
-from spotrun.head.account import Rates, Use
 from spotrun.head.capacity.situation import Placement
 from spotrun.head.capacity.sizes import Need
+from spotrun.head.costs import job_totals
+from spotrun.head.costs.bill import Rates, Use
+from spotrun.head.costs.meter import running
 from spotrun.head.fleet.classify import classify
 from spotrun.head.job_state import Cause, JobState, Start, Stop, apply
-from spotrun.head.meter import running
 from spotrun.head.planner.plan import plan
 from spotrun.head.view import Machine
 from spotrun.wire import StateRef, Worker
@@ -32,7 +32,7 @@ def interrupted() -> JobState:
 def test_first_step_after_an_interruption_closes_it() -> None:
     workers = (at(47, 46, NOW + 2.0, NOW + 2.2),)
     nodes = [node(name, generation=2, workers=workers, snapshot=StateRef(generation=1, step=46)) for name in (A, C)]
-    state = accounting.observe(interrupted(), view(interrupted(), *nodes, now=NOW + 3))
+    state = job_totals.observe(interrupted(), view(interrupted(), *nodes, now=NOW + 3))
     (interruption,) = state.interruptions
     assert interruption.steps_lost == 4
     assert interruption.seconds == pytest.approx(2.25)
@@ -44,7 +44,7 @@ def test_first_step_after_an_interruption_closes_it() -> None:
 def test_restored_alone_is_not_a_step() -> None:
     workers = (at(46, 46, NOW + 2.0, 0.0, phases=(0, 0, 0, NOW + 2.0, 0)),)
     nodes = [node(name, generation=2, workers=workers) for name in (A, C)]
-    state = accounting.observe(interrupted(), view(interrupted(), *nodes, now=NOW + 3))
+    state = job_totals.observe(interrupted(), view(interrupted(), *nodes, now=NOW + 3))
     assert state.interruptions[0].seconds is None
     assert state.phase == "starting"
 
@@ -52,13 +52,13 @@ def test_restored_alone_is_not_a_step() -> None:
 def test_reports_of_an_older_generation_do_not_count() -> None:
     state = interrupted()
     nodes = [node(name, generation=1, step=90) for name in (A, C)]
-    assert accounting.observe(state, view(state, *nodes)) == state
+    assert job_totals.observe(state, view(state, *nodes)) == state
 
 
 def counted(state: JobState, seen: Seen, prices: dict[str, float], before: float) -> JobState:
     """The job after it has paid for all machines since `before`."""
     uses = [Use(name, pool, before, seen.now) for name, pool in running(seen).items()]
-    return accounting.count(state, seen, uses, Rates(prices, {}, dict.fromkeys("pq", "spot")))
+    return job_totals.count(state, seen, uses, Rates(prices, {}, dict.fromkeys("pq", "spot")))
 
 
 def test_goodput_is_a_share_of_machine_time() -> None:
@@ -69,7 +69,7 @@ def test_goodput_is_a_share_of_machine_time() -> None:
     after = counted(state, seen, {"p": 3.6}, NOW - 10)
     assert after.node_seconds == pytest.approx(30)
     assert after.cost == pytest.approx(0.03)
-    assert accounting.goodput(after) == pytest.approx(2 * 4.95 / 30)
+    assert job_totals.goodput(after) == pytest.approx(2 * 4.95 / 30)
 
 
 def test_every_machine_that_runs_is_paid_for() -> None:
@@ -99,10 +99,10 @@ def test_a_job_pays_for_machines_that_are_ready_for_its_move_or_keep_its_state()
     seen = fleet(view(state, *nodes, machines=machines))
     expected = {"j": {A: (), B: ()}}
     asks = Placement(frozenset("p"), (Need(2, frozenset("p")), Need(2, frozenset("q"))))
-    found = accounting.shares(seen, expected, classify(seen), {"j": asks})
+    found = job_totals.shares(seen, expected, classify(seen), {"j": asks})
     assert {payer: set(of) for payer, of in found.items()} == {"j": {A, B, C, "d"}, "": {"e"}}
     saved = replace(seen, jobs=(state.replace(checkpoints=(StateRef(generation=1, step=48),)),))
-    found = accounting.shares(saved, expected, classify(saved))
+    found = job_totals.shares(saved, expected, classify(saved))
     assert {payer: set(of) for payer, of in found.items()} == {"j": {A, B}, "": {C, "d", "e"}}
 
 

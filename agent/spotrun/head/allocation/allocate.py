@@ -13,8 +13,8 @@ The rules:
   that run may grow there, and jobs of lower priority may start there, because moving them away loses no step.
 - A job that has fewer nodes than its `min` keeps what it holds (`Allocation.kept`). Later and lower jobs do not get it.
 - Spares are served last of all, from what is free. Any job may take them.
-- Nobody is moved without need. A device that a job loses goes to another job in the same allocation, unless the job has
-  no nodes afterwards or asks for less.
+- No job is moved without need. A device that a job loses goes to another job in the same allocation, unless the first
+  job has no nodes afterwards or asks for less.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import heapq
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
-from spotrun.head.allocation.board import Board, Job, Undo
+from spotrun.head.allocation.board import Board, Job, Slot, Undo
 from spotrun.head.allocation.claims import Allocation, Claim, Host
 from spotrun.head.allocation.reasons import Reasons
 
-ROUNDS = 10  # at most five were seen in random clusters; a limit, so that the head can never hang here
+ROUNDS = 10  # a limit, so that the head can never hang here; random clusters took at most five
 
 __all__ = ["Allocation", "Claim", "Host", "allocate"]
 
@@ -42,7 +42,7 @@ def allocate(claims: Iterable[Claim], hosts: Iterable[Host]) -> Allocation:
             _serve(board, list(level))
         _swap_back(board)
         _add_spares(board)
-        # A node that one job gains can let another one start. With the result as its input, `allocate` changes nothing.
+        # A node that one job gains can let another one start. So go on until another round would change nothing.
         if board.state() == before or all(job.count >= job.most for job in board.jobs):
             break
     reasons = {claim.job: "is paused" for claim in claims if claim.paused}
@@ -139,7 +139,7 @@ def _turn(job: Job) -> tuple[int, bool, int]:
 
 
 def _return(board: Board, level: Sequence[Job]) -> None:
-    """Give lower jobs back nodes that they had over their `min`, and take nodes of a job that has stopped instead."""
+    """Return nodes that lower jobs had over their `min`. Take nodes of a lower job that has stopped instead."""
     lower = [job for job in board.jobs if job.priority < level[0].priority]
     if not any(job.nodes and not job.runs for job in lower):
         return
@@ -147,15 +147,25 @@ def _return(board: Board, level: Sequence[Job]) -> None:
     for job in level:
         for name in sorted(job.nodes.keys() - job.held.keys()):
             slot = board.slots[name]
-            losers = [other for other in shrunk if name in other.held.keys() - other.nodes.keys()]
-            if losers:
+            losers = [other for other in lower if name in other.held.keys() - other.nodes.keys()]
+            if any(other in shrunk for other in losers):
                 board.take(slot, job)
                 for other in losers:
-                    if other.count < other.most and not any(slot.owners[index] for index in other.held[name]):
-                        board.put(slot, other.held[name], other)
+                    _go_back(board, slot, other)
                 move = board.best(job, "grow")
                 assert move  # at least the same one again
                 board.make(move, job)
+
+
+def _go_back(board: Board, slot: Slot, job: Job) -> None:
+    """Give a job the devices that it had on a host, if they are free. A job at its `max` gives up a new node first."""
+    before, gained = job.held[slot.host.name], sorted(job.nodes.keys() - job.held.keys())
+    if any(slot.owners[index] for index in before):
+        return
+    if job.count >= job.most and gained:
+        board.take(board.slots[gained[-1]], job)
+    if job.count < job.most:
+        board.put(slot, before, job)
 
 
 def _swap_back(board: Board) -> None:
@@ -169,8 +179,9 @@ def _swap_back(board: Board) -> None:
                 continue
             for name in gained:
                 new = board.slots[name]
-                alone = new.host.pool == slot.host.pool and all(owner is job for owner in new.owners)
-                if alone and len(new.owners) == len(slot.owners) == len(job.held[lost]) and name not in other.nodes:
+                alike = (new.host.pool, len(new.owners)) == (slot.host.pool, len(slot.owners))
+                alone = all(owner is job for owner in new.owners) and len(job.held[lost]) == len(slot.owners)
+                if alike and alone and name not in other.nodes and other.claim.may_use(new.host):
                     board.take(slot, other)
                     board.take(new, job)
                     board.give(slot, job)

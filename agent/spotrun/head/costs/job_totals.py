@@ -1,17 +1,17 @@
-"""What a generation did, what an interruption cost, and which share of the machines' time counted. Pure."""
+"""Adds up what a job did and what the job cost: its steps, interruptions, machine time and bill. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from spotrun.head import node_time
-from spotrun.head.account import Line, Rates, Use, add, merged, total
+from spotrun.head.allocation.demand import Holdings, holds_unsaved
 from spotrun.head.capacity.place import Placements
 from spotrun.head.capacity.situation import Placement
-from spotrun.head.demand import Holdings, holds_unsaved
+from spotrun.head.costs import node_time
+from spotrun.head.costs.bill import Line, Rates, Use, add, merged, total
+from spotrun.head.costs.meter import NOBODY, hourly, running
 from spotrun.head.fleet.classify import Condition
 from spotrun.head.job_state import JobState, Progress
-from spotrun.head.meter import NOBODY, hourly, running
 from spotrun.head.speeds import noted
 from spotrun.head.view import FleetView, Node, View
 from spotrun.wire import Kept, Worker
@@ -139,7 +139,7 @@ def _kept_for(view: FleetView, name: str) -> str:
 
 
 def _moves_to(placement: Placement | None) -> frozenset[str]:
-    """Pools that a job asks for machines, but on which it does not train yet."""
+    """Pools in which a job wants machines, but does not train yet."""
     return (
         frozenset[str]().union(*(need.pools for need in placement.needs)) - placement.use if placement else frozenset()
     )

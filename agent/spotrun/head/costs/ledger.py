@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from spotrun.cloud.base import Advice
-from spotrun.head import accounting
-from spotrun.head.account import Rates, Use
-from spotrun.head.accounting import Idle, Uses
+from spotrun.head.allocation.demand import Holdings
 from spotrun.head.capacity.place import Placements
-from spotrun.head.demand import Holdings
+from spotrun.head.costs import job_totals
+from spotrun.head.costs.bill import Rates, Use
+from spotrun.head.costs.job_totals import Idle, Uses
+from spotrun.head.costs.meter import NOBODY, Meter
 from spotrun.head.fenced import FencedStore
 from spotrun.head.fleet.classify import Condition
-from spotrun.head.meter import NOBODY, Meter
 from spotrun.head.view import FleetView
 from spotrun.store import Store, idle_key
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 IDLE_EVERY = 10.0  # seconds between two writes of what idle devices cost
 
 
-class Books:
+class Ledger:
     """The machine time of one cluster. Each job's own account is in its state."""
 
     def __init__(self, store: Store, cluster: str) -> None:
@@ -44,12 +44,12 @@ class Books:
         told: Mapping[str, Advice],
         placements: Placements | None = None,
     ) -> Mapping[str, Uses]:
-        """The machine time since the last count, by job. Time that no job pays is added to the cluster's own account.
+        """The machine time since the last count, by job. Time that no job pays for goes to the cluster's account.
 
         expected: the devices that jobs have or that boot for them. told: the cloud's advice by pool, with old prices.
         placements: where each job trains, and which machines it asks for.
         """
-        shares = accounting.shares(view, expected, conditions, placements)
+        shares = job_totals.shares(view, expected, conditions, placements)
         paid = {NOBODY: self.idle.counted_at, **{job.id: job.counted_at for job in view.jobs}}
         for pool, price in rates.prices.items():
             if (before := self._rates.prices.get(pool, price)) != price:
@@ -59,7 +59,7 @@ class Books:
         self._meter, uses = self._meter.read(view, shares, paid)
         for payer, mine in late.items():
             uses[payer if payer in uses else NOBODY] += mine
-        self.idle = accounting.count_idle(self.idle, view.now, uses[NOBODY], rates)
+        self.idle = job_totals.count_idle(self.idle, view.now, uses[NOBODY], rates)
         return uses
 
     def _late_prices(self, told: Mapping[str, Advice]) -> dict[str, list[Use]]:
@@ -83,7 +83,7 @@ class Books:
         """Keep the cost of idle devices for the next head. A head that dies may lose the last IDLE_EVERY seconds."""
         if self._written is None:
             before = _idle(self._key, await self._fenced.find(self._key))
-            self.idle = self._written = accounting.joined(before, self.idle)
+            self.idle = self._written = job_totals.joined(before, self.idle)
         changed = self.idle.node_seconds != self._written.node_seconds
         if changed and self.idle.counted_at - self._written.counted_at >= IDLE_EVERY:
             await self._fenced.put(self._key, self.idle.model_dump_json().encode())

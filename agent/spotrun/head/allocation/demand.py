@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
-from spotrun.head.allocate import Claim, Host
+from spotrun.head.allocation.allocate import Claim, Host
 from spotrun.head.capacity.observe import claims, suited
 from spotrun.head.capacity.place import Placements
 from spotrun.head.capacity.situation import Placement
@@ -87,7 +87,7 @@ def wish(
 ) -> Wish:
     """What the jobs want of the pools.
 
-    held: the devices that jobs have, or that boot for them. busy: nodes whose agents still have a job that has ended a
+    held: the devices that jobs have, or that boot for them. busy: nodes whose agents still have a job that ended a
     moment ago. parked: nodes with a parked job. pins: the devices of parked jobs, see `pinned`.
     """
     keep = {*busy, *parked}

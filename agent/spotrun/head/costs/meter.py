@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from spotrun.cloud.base import Ended
-from spotrun.head.account import Rates, Use
+from spotrun.head.costs.bill import Rates, Use
 from spotrun.head.view import FleetView, View
 
 NOBODY = ""  # who pays for devices that no job has: the cluster itself
@@ -42,14 +42,14 @@ class Meter:
     began: float = 0.0  # when the head began to count; 0: it has not begun
     machines: Mapping[str, Counted] = field(default_factory=dict)  # those that run, by name
     gone: Mapping[_Key, Counted] = field(default_factory=dict)  # those of which the cloud has not said when they ended
-    settled: frozenset[_Key] = frozenset()  # ended ones whose time is counted; the cloud still tells their ends
+    settled: frozenset[_Key] = frozenset()  # ended machines whose time is counted; the cloud still reports their ends
 
     def read(
         self, view: FleetView, shares: Mapping[str, Mapping[str, float]], paid: Mapping[str, float]
     ) -> tuple[Meter, dict[str, list[Use]]]:
         """The meter as of now, and the machine time since the last reading, by payer.
 
-        shares: by payer, the part of each machine that it pays for. The parts of a machine that costs money make 1.
+        shares: by payer, the part of each machine that it pays for. Parts of a machine that costs money add up to 1.
         paid: by payer, up to when earlier heads have counted.
         """
         uses: dict[str, list[Use]] = {payer: [] for payer in (*shares, NOBODY)}
@@ -147,8 +147,9 @@ def running(view: View | FleetView) -> dict[str, str]:
 
 def hourly(uses: Iterable[Use], rates: Rates) -> float:
     """USD an hour for the machines that still run. Machines without a known price are left out."""
-    present = (use for use in uses if use.end > use.start and use.price is None and not use.late)
-    return sum(use.share * rates.prices.get(use.pool, 0.0) for use in present)
+    present = [use for use in uses if use.end > use.start and use.price is None and not use.late]
+    newest = max((use.end for use in present), default=0.0)
+    return sum(use.share * rates.prices.get(use.pool, 0.0) for use in present if use.end == newest)
 
 
 def _correct(uses: dict[str, list[Use]], name: str, last: Counted, counted: float, end: float) -> None:

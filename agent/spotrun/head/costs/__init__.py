@@ -1,0 +1,1 @@
+"""What jobs and idle machines cost, and where the node time went. Pure, except the ledger, which is in the bucket."""

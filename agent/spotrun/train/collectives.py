@@ -1,0 +1,65 @@
+"""The script's own collectives, such as those that add up metrics, and barriers.
+
+If a peer is gone, a collective fails. A script could only end then. So in a step, the script does not get the error:
+the collective returns without a result, and the step does not count, as if `run.backward` had failed. DDP calls its
+collectives in C++, which this module does not touch.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from torch._C import _distributed_c10d as c10d
+
+# Methods of a process group that `torch.distributed` calls for collectives and messages (read in torch 2.13 and 2.15).
+_NAMES = (
+    "allgather",
+    "_allgather_base",
+    "allgather_coalesced",
+    "allgather_into_tensor_coalesced",
+    "allreduce",
+    "allreduce_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "barrier",
+    "broadcast",
+    "gather",
+    "monitored_barrier",
+    "recv",
+    "recv_anysource",
+    "reduce",
+    "reduce_scatter",
+    "_reduce_scatter_base",
+    "reduce_scatter_tensor_coalesced",
+    "scatter",
+    "send",
+)
+_handle: Callable[[Exception], bool] | None = None  # True: the error is handled, and is not raised
+_thread = 0  # the id of the thread whose errors are handled
+
+
+def handle_errors(handle: Callable[[Exception], bool]) -> None:
+    """From now on, `handle` gets the errors of collectives that this thread calls. It returns False to raise them."""
+    global _handle, _thread
+    if _handle is None:
+        for name in _NAMES:
+            if name in vars(c10d.ProcessGroup):
+                setattr(c10d.ProcessGroup, name, _guarded(getattr(c10d.ProcessGroup, name)))
+        c10d.Work.wait = _guarded(c10d.Work.wait)  # type: ignore[method-assign]
+    _handle, _thread = handle, threading.get_ident()
+
+
+def _guarded(call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(*args, **kwargs)
+        except Exception as error:
+            if threading.get_ident() != _thread or _handle is None or not _handle(error):
+                raise
+            return None  # instead of work: nothing is left to wait for
+
+    return guarded

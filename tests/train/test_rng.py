@@ -1,0 +1,42 @@
+"""Every generator is seeded from the keys alone."""
+
+from __future__ import annotations
+
+import random
+
+import numpy
+import torch
+
+from spotrun.train.rng import reseed
+
+
+def draws() -> tuple[float, ...]:
+    """The first numbers of each generator, those that keep a second normal number for the next call too."""
+    return (
+        random.random(),
+        random.gauss(),
+        numpy.random.rand(),
+        numpy.random.randn(),
+        float(torch.rand(1)),
+        float(torch.randn(1)),
+    )
+
+
+def test_the_keys_alone_decide() -> None:
+    found = []
+    for keys in ((5, 1, 0, 0), (5, 2, 0, 0), (5, 1, 0, 1), (5, 11, 0, 0), (5, 1, "loader", 0), (5, 1, 0, 0)):
+        reseed(*keys)
+        found.append(draws())
+        draws()
+    assert found[0] == found[-1]
+    for numbers in zip(*found[:-1], strict=True):
+        assert len(set(numbers)) == len(numbers)
+
+
+def test_each_generator_is_seeded_as_by_its_own_function() -> None:
+    reseed(5, 1)
+    own = random.getstate(), numpy.random.get_state()[1].tolist()  # type: ignore[index, union-attr]
+    value = torch.initial_seed()
+    random.seed(value)
+    numpy.random.seed(value & 0xFFFFFFFF)
+    assert own == (random.getstate(), numpy.random.get_state()[1].tolist())  # type: ignore[index, union-attr]
