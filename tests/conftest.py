@@ -61,6 +61,7 @@ SLOW = (
     "repo/test_gpu_marker.py",
     "scripts/test_cloud_site.py",
     "scripts/test_makefile.py",
+    "scripts/test_mlflow.py",
     "scripts/test_operator.py",
     "scripts/test_tensorboard.py",
     "simulate/test_promises.py",
