@@ -60,7 +60,7 @@ def test_each_pool_is_measured(cluster: Harness, tmp_path: Path) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=1200,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     options = json.loads(done.stdout)["options"]
@@ -88,7 +88,7 @@ def test_a_measurement_that_is_interrupted_leaves_no_job(cluster: Harness, tmp_p
     try:
         wait_for(lambda: measuring(cluster), 120, "the job that measures")
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) != 0
+        assert process.wait(240) != 0
         wait_for(lambda: measuring(cluster) == [], 60, "its end")
     finally:
         process.kill()

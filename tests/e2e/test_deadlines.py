@@ -22,6 +22,7 @@ EACH: dict[str, Any] = {
     **SIZE,
     "pause": 0.002,
     "slow": 1,
+    "stretch": 0.0,
     "heartbeat_timeout": 60,
     "checkpoint_interval": 10,
     "restart_time": 60,

@@ -19,7 +19,7 @@ def test_user_code_that_raises(cluster: Harness) -> None:
 
 def test_a_script_that_hangs(cluster: Harness) -> None:
     """Noticed by its step counter; the stacks of all ranks are kept; restarted, and then it ends well."""
-    job = cluster.submit(nodes={"min": 2, "max": 2}, epochs=1, samples=600, batch=4, hang="1@30", hang_timeout=4)
+    job = cluster.submit(nodes={"min": 2, "max": 2}, epochs=1, samples=600, batch=4, hang="1@30", hang_timeout=20)
     status = cluster.until(lambda s: s["job"]["interruptions"], what="the hang is noticed")
     assert status["job"]["interruptions"][0]["kind"] == "hang"
     final = cluster.until_ended()

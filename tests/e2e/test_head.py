@@ -36,11 +36,13 @@ def test_during_training_and_checkpoints(cluster: Harness) -> None:
 
 def test_during_a_drain(cluster: Harness) -> None:
     """With a long step, the head dies between choosing the stop step and reaching it."""
-    job = cluster.submit(nodes={"min": 2, "max": 3}, epochs=2, samples=2400, batch=8, pause=0.1)
+    job = cluster.submit(nodes={"min": 2, "max": 3}, epochs=2, samples=2400, batch=8, slow=10, step=1.0)
     cluster.until(lambda s: s["job"]["step"] >= 20 and len(s["job"]["members"]) == 3, what="steps on three nodes")
     cluster.fault("preempt", cluster.members()[2])
     cluster.until(lambda s: s["job"]["phase"] == "draining", what="a drain")
     cluster.kill_head()
+    cluster.until(lambda s: any(each["seconds"] for each in s["job"]["interruptions"]), what="the next generation")
+    job.go()
     final = cluster.until_ended()
     preempted = [each for each in final["interruptions"] if "preempt" in each["kind"]]
     assert [each["steps_lost"] for each in preempted] == [0]

@@ -91,7 +91,7 @@ def test_a_run_from_its_submission_to_its_removal(cluster: Harness, tmp_path: Pa
     (tmp_path / "go").touch()
     assert train.communicate(timeout=240)
     assert train.returncode == 0
-    live.wait(timeout=120)
+    live.wait(timeout=240)
     assert live.returncode == 0
     assert {(line.split(" | ")[0].split()[-1], line.split()[-1]) for line in seen()} == {
         (rank, step) for rank in "01" for step in ("5", "15")
@@ -166,7 +166,7 @@ def _lines(process: subprocess.Popen[str]) -> Any:
     reader.start()
 
     def lines() -> list[str]:
-        reader.join(60)
+        reader.join(240)
         return [line.strip() for line in found]
 
     return lines

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from tests.e2e.harness import Harness, digest_of, sample_ids, undisturbed
 
-EPOCHS, SAMPLES = 2, 160
-QUICK = {"heartbeat_timeout": 1.5, "hang_timeout": 6.0}  # silent for 15 s: lost
+EPOCHS, SAMPLES = 2, 320
+QUICK = {"heartbeat_timeout": 1.5, "hang_timeout": 12.0}  # silent for 15 s: lost
 
 
 def test_a_frozen_job_of_one_node_gets_another_machine(cluster: Harness, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from tests.e2e.harness import Harness
 
 
 def test_a_slow_rank_is_told(cluster: Harness) -> None:
-    job = cluster.submit(nodes={"min": 2, "max": 2}, epochs=40, samples=3200, lag=1, pause=0.01)
+    job = cluster.submit(nodes={"min": 2, "max": 2}, epochs=40, samples=3200, lag=1, pause=0.1)
     node = cluster.members()[1]
 
     def texts() -> list[str]:

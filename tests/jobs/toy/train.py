@@ -21,6 +21,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import spotrun
 
+LAG = 0.3  # seconds by which a slow rank's step is longer
+LONGEST = 10.0  # seconds of a slow step: a machine that is taken gets about 30 s to end its step
+
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", type=Path, required=True)
 parser.add_argument("--epochs", type=int, default=2)
@@ -29,6 +32,7 @@ parser.add_argument("--batch", type=int, default=4)
 parser.add_argument("--pause", type=float, default=0.02, help="seconds added to each step")
 parser.add_argument("--slow", type=int, default=0, help="step from which on each is slow, until OUT/go is there")
 parser.add_argument("--step", type=float, default=0.3, help="seconds of a slow step; OUT/step may say others")
+parser.add_argument("--stretch", type=float, default=0.5, help="part of the job in which slow steps get ever longer")
 parser.add_argument("--fail", default="", help="rank@step: raise there, each time")
 parser.add_argument("--hang", default="", help="rank@step: stop there, the first time")
 parser.add_argument("--lag", type=int, default=-1, help="a rank that is slow until OUT/go is there")
@@ -69,14 +73,25 @@ def hold_device():
 
 
 def slow_step():
-    file = args.out / "step"
-    return float(file.read_text()) if file.exists() else args.step
+    """Sleep until the step is over. In the last part of the job, each takes longer, so that it waits for OUT/go."""
+    began = time.monotonic()
+    file, go = args.out / "step", args.out / "go"
+    seconds = float(file.read_text()) if file.exists() else args.step
+    left = 1 - (run.epoch + sampler.position / args.samples) / args.epochs
+    seconds *= max(1.0, args.stretch / max(left, 1e-9))
+    while not go.exists() and (rest := began + min(seconds, LONGEST) - time.monotonic()) > 0:
+        time.sleep(min(rest, 0.2))
+
+
+flooded = threading.Event()  # it is set once as many lines are out as `flood` asks for in a second
 
 
 def print_lines():
     lines = (b"a line of a script that says too much\n") * (args.flood // 10)
-    while True:
+    for number in itertools.count(1):
         os.write(1, lines)
+        if number == 10:
+            flooded.set()
         time.sleep(0.1)
 
 
@@ -97,6 +112,7 @@ if args.flood:
 time.sleep(args.late)
 with (args.out / "setups").open("a") as setups:
     print(os.getpid(), file=setups)
+(args.out / f"set-up-{os.getpid()}").write_text(str(time.time()))
 if args.largest:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (args.largest, args.largest))
@@ -135,19 +151,24 @@ for epoch in run.epochs(args.epochs):
         # Before its gradient can reach anybody: a node may be taken at any later point and the step count all the same.
         seen = [] if run.padding else ids.tolist()
         line = {"generation": run.generation, "epoch": epoch, "step": run.step + 1, "ids": seen}
-        line |= {"rank": run.rank, "pid": os.getpid()}
+        line |= {"rank": run.rank, "pid": os.getpid(), "at": time.time()}
         record.write(json.dumps(line) + "\n")
         if run.rank == args.lag and not (args.out / "go").exists():
-            time.sleep(0.03)
+            time.sleep(LAG)
         loss = nn.functional.cross_entropy(model(x), y)
         run.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
         run.log(loss=loss, weight=next(model.parameters()).detach().sum())
         slow = args.slow and run.step >= args.slow and not (args.out / "go").exists()
-        time.sleep(slow_step() if slow else args.pause)
+        if slow:
+            slow_step()
+        else:
+            time.sleep(args.pause)
     run.log(norm=sum(parameter.detach().square().sum() for parameter in model.parameters()))
 
+if args.flood:
+    flooded.wait(300)
 digest = hashlib.sha256()
 for tensor in model.state_dict().values():
     digest.update(tensor.numpy().tobytes())
