@@ -54,7 +54,7 @@ async def knock(
 
 def test_junk_at_the_head_while_a_job_trains(cluster: Harness) -> None:
     """Wrong tokens, junk, huge frames and wrong documents close at most their own link."""
-    job = cluster.submit(nodes={"min": 2, "max": 2}, epochs=1, samples=2000, batch=4)
+    job = cluster.submit(nodes={"min": 2, "max": 2}, epochs=1, samples=2000, batch=4, slow=20)
     before = cluster.until_step(20)
     record, store = head_record(cluster), cluster.access.store
     key = host_key(cluster.spec.name, before["job"]["members"][0])
@@ -76,6 +76,7 @@ def test_junk_at_the_head_while_a_job_trains(cluster: Harness) -> None:
     assert "wrong secret" in log
     assert "refused" in {event["kind"] for event in cluster.status()["events"]}
     assert "refused a message" in log
+    job.go()
     final = cluster.until_ended()
     assert (final["phase"], final["generation"], final["interruptions"]) == (
         "succeeded",

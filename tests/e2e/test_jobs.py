@@ -117,7 +117,10 @@ def test_an_urgent_job_takes_machines_and_gives_them_back(cluster: Harness) -> N
         job.go()
     for job in low:
         final = ended(cluster, job)
-        assert (final["phase"], interruptions_of(final)) == ("succeeded", [("move", 0), ("grow", 0)])
+        # A job begins with one node, and grows, if a machine boots much later than the others.
+        *earlier, move, grow = interruptions_of(final)
+        assert (final["phase"], move, grow) == ("succeeded", ("move", 0), ("grow", 0))
+        assert set(earlier) <= {("grow", 0)}
         assert sample_ids(job.out, 1) == {0: list(range(2400))}
 
 
@@ -253,7 +256,7 @@ def test_jobs_that_misbehave_disturb_no_other(cluster: Harness) -> None:
     flood = cluster.submit(**part, flood=100_000)
     crash = cluster.submit(**part, fail="0@12", max_restarts=3)
     other = cluster.submit(**part, slow=10)
-    hang = cluster.submit(**part, hang="0@12", hang_timeout=3)
+    hang = cluster.submit(**part, hang="0@12", hang_timeout=30)  # longer than any step of a busy machine
     full = cluster.submit(**part, largest=4096, max_restarts=1)
     cluster.watch(quiet.id)
     cluster.until(lambda s: all(training(s, job, 10) for job in (quiet, unread, other)), "three jobs that train")

@@ -12,7 +12,7 @@ import pytest
 from scripts import profile_requests, stack_requests
 from scripts.home import home
 from spotrun.errors import SpotrunError
-from tests.e2e.harness import Harness
+from tests.e2e.harness import PATIENCE, Harness
 from tests.helpers import wait_for
 
 
@@ -22,7 +22,6 @@ def test_training_goes_on(
     """One rank, then all ranks of a node. No step is lost, and nothing restarts."""
     monkeypatch.setattr(profile_requests, "FOLDER", str(tmp_path))
     job = cluster.submit(nodes={"min": 2, "max": 2}, epochs=1, samples=2400, slow=20)
-    job.step(0.2)  # slow enough that the job outlasts all of this on a busy machine
     cluster.until_step(10)
     name, nodes = stack_requests.members(cluster.access, job.id, None)
     [trace], missing = profile_requests.ask(cluster.access, name, nodes, 1, 3)
@@ -48,8 +47,10 @@ def test_training_goes_on(
 def test_a_node_is_lost_meanwhile(cluster: Harness) -> None:
     """The profile is dropped, with a message. The survivor goes on in the same process, and can be asked again."""
     job = cluster.submit(nodes={"min": 1, "max": 2}, epochs=1, samples=2400, slow=20)
-    job.step(0.2)
     cluster.until_step(10)
+    # It begins with one, and grows, if a machine boots much later than the other.
+    status = cluster.until(lambda s: len(s["job"]["members"]) == 2 and s["job"]["phase"] == "running", "two nodes")
+    generation = status["job"]["generation"]
     name, nodes = stack_requests.members(cluster.access, job.id, None)
     answers: list[tuple[list[profile_requests.Trace], dict[str, str]]] = []
     asking = threading.Thread(
@@ -62,15 +63,17 @@ def test_a_node_is_lost_meanwhile(cluster: Harness) -> None:
     cluster.until_step(step + 3)
     cluster.fault("stockout", "local-a")  # nobody takes the lost node's place
     cluster.fault("kill", nodes[1])
-    asking.join(60)
+    asking.join(PATIENCE)
     [([trace], _)] = answers
     assert trace.problem == "the generation has ended; ask again when the job trains"
-    cluster.until(lambda s: s["job"]["generation"] == 2 and s["job"]["step"] > step + 10, "the survivor goes on")
+    cluster.until(
+        lambda s: s["job"]["generation"] == generation + 1 and s["job"]["step"] > step + 10, "the survivor goes on"
+    )
     [again], _ = profile_requests.ask(cluster.access, name, nodes[:1], 0, 2)
-    assert (again.generation, again.steps, again.problem) == (2, 2, "")
+    assert (again.generation, again.steps, again.problem) == (generation + 1, 2, "")
     job.go()
     final = cluster.until_ended()
     assert final["phase"] == "succeeded"
-    print("recovery:", final["interruptions"][0]["seconds"], "s")
+    print("recovery:", final["interruptions"][-1]["seconds"], "s")
     steps = [json.loads(line) for line in (job.out / "steps-1-0.jsonl").read_text().splitlines()]
-    assert {each["generation"] for each in steps} == {1, 2}  # the process of generation 1 has opened this file
+    assert {each["generation"] for each in steps} >= {1, generation + 1}  # generation 1's process has opened this file
