@@ -1,8 +1,8 @@
 """How fast training goes on after a machine is lost: plain torchrun, tuned torchrun, torchft, spotrun.
 
-python -m bench.recovery [--runs 5] [--rows main sizes setups] [--systems plain tuned …] [--out bench/RESULTS.md]
+python -m bench.recovery [--runs 5] [--rows main sizes …] [--systems plain tuned …] [--out bench/RESULTS.md]
 python -m bench.recovery --scenarios spare --sizes 25M 100M --setups 0 30      # these rows alone
-python -m bench.recovery --rows join sizes setups --runs 3 --timeout 60 --minutes 13   # the section recovery-rows
+python -m bench.recovery --rows join sizes setups notice --runs 3   # the section recovery-rows
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
     "main": tuple((scenario, Workload()) for scenario in SCENARIOS.values() if scenario.fault != "join"),
     "join": tuple((SCENARIOS["join"], Workload(size)) for size in ("0.1M", "25M")),
     "sizes": tuple((SCENARIOS["spare"], Workload(size)) for size in ("0.1M", "25M", "100M")),
+    "notice": tuple((SCENARIOS["fixed"], Workload(size)) for size in ("0.1M", "25M")),
     "setups": tuple(
         (SCENARIOS["spare"], Workload(size, setup)) for size, setup in (("0.1M", 8), ("0.1M", 30), ("100M", 30))
     ),
@@ -136,15 +137,17 @@ def available(names: list[str]) -> list[str]:
 def takes_part(name: str, row: Row) -> bool:
     """Whether the system is measured in this row. torchft has no spares and does not use the notice.
 
-    torchrun restarts all workers, which then run the set-up again: a set-up adds its own time, and is not measured. Nor
-    is torchrun with 100 M parameters, because a run would take minutes.
+    torchrun restarts all workers, which then run the set-up again: a set-up adds its own time, and is not measured.
+    torchft as published only shows how often its scripts end.
     """
     scenario, workload = row
+    if name == torchft_system.STOCK.name:
+        return row in ((SCENARIOS["spare"], Workload("0.1M")), (SCENARIOS["spare"], Workload("25M")))
     if scenario.fault == "join":
         return name in ("spotrun", "torchft", "torchft-tuned")
     if name.startswith("torchft"):
         return scenario.name == "spare" and workload != Workload()
-    return name == "spotrun" or not (workload.setup or workload.size == "100M")
+    return name == "spotrun" or not workload.setup
 
 
 def write(args: argparse.Namespace, runs: list[Run]) -> None:
@@ -254,6 +257,10 @@ def _torchft_tuned() -> System:
     return torchft_system.Torchft(torchft_system.TUNED)
 
 
+def _torchft_stock() -> System:
+    return torchft_system.Torchft(torchft_system.STOCK)
+
+
 def _spotrun() -> System:
     return spot.Spotrun()
 
@@ -263,6 +270,7 @@ SYSTEMS: dict[str, Callable[[], System]] = {
     "tuned": _tuned,
     "torchft": _torchft,
     "torchft-tuned": _torchft_tuned,
+    "torchft-stock": _torchft_stock,
     "spotrun": _spotrun,
 }
 

@@ -16,6 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from bench.phases import Event
 from bench.processes import free_port, launch, signal_tree, tail
 from bench.systems import NODES, START_TIMEOUT, BenchError, Scenario, Workload, stepping
 from bench.watch import Watch
@@ -31,17 +32,38 @@ _VICTIM = REPLICAS - 1
 
 @dataclass(frozen=True)
 class Settings:
-    """heartbeat_ms: silence after which the lighthouse takes a replica for dead. timeout: of its collectives, in s."""
+    """How torchft is configured.
+
+    heartbeat_ms: silence after which the lighthouse takes a replica for dead. group: timeout of the process group, in
+    seconds. manager: timeout of the manager, in seconds. corrected: whether the script has a correction, without which
+    it may end: see `CorrectedDDP` in train_torchft.py.
+    """
 
     name: str
     what: str
-    heartbeat_ms: int
-    timeout: float
+    heartbeat_ms: int = 5000
+    group: float = 5.0
+    manager: float = 10.0
+    corrected: bool = True
 
 
-DEFAULTS = Settings("torchft", "torchft 0.2.0 with its defaults (heartbeats time out after 5 s)", 5000, 60.0)
+SLOW = 4  # times as long are the timeouts with 100 M parameters, because on this machine a step takes seconds
+DEFAULTS = Settings(
+    "torchft",
+    "torchft 0.2.0 with its defaults (heartbeats time out after 5 s), the timeouts of its own example (5 s for the "
+    "process group, 10 s for the manager; with 100 M parameters four times as long), and a DDP hook of the script",
+)
 TUNED = Settings(
-    "torchft-tuned", "as torchft, with `--heartbeat_timeout_ms=1000` and a timeout of 10 s in the script", 1000, 10.0
+    "torchft-tuned",
+    "as torchft, with `--heartbeat_timeout_ms=1000` and a timeout of 3 s for the process group",
+    heartbeat_ms=1000,
+    group=3.0,
+)
+STOCK = Settings(
+    "torchft-stock",
+    "as torchft, with the DDP hook that torchft 0.2.0 has (`torchft/ddp.py`): it asserts that the all-reduce has left "
+    "a future. With gloo, an all-reduce in which a peer is lost leaves none, so the scripts of the survivors end",
+    corrected=False,
 )
 
 
@@ -98,7 +120,8 @@ class Torchft:
         members = NODES if scenario.fault == "join" else REPLICAS
         for number in range(members):
             self._launch(number)
-        if not watch.until(lambda events: stepping(events, members), START_TIMEOUT):
+        watch.until(lambda events: stepping(events, members) or _ended(events), START_TIMEOUT)
+        if not stepping(watch.events, members):
             raise BenchError(f"{self.name}: no step on {members} replicas in {START_TIMEOUT:g} s\n{tail(folder)}")
 
     def fault(self, scenario: Scenario) -> tuple[float, str]:
@@ -129,13 +152,16 @@ class Torchft:
 
         # A replica group has a store of its own, as torchrun would give it.
         store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=START_TIMEOUT), wait_for_workers=False)
+        slow = SLOW if self._workload.size == "100M" else 1
         env = self._env() | {
             "BENCH_NODE": _name(number),
             "BENCH_EVENTS": str(self._events),
             "BENCH_PID": str(os.getpid()),
             "BENCH_REPLICA": str(number),
-            "BENCH_TIMEOUT": str(self._settings.timeout),
+            "BENCH_GROUP_TIMEOUT": str(self._settings.group * slow),
+            "BENCH_MANAGER_TIMEOUT": str(self._settings.manager * slow),
             "BENCH_MIN": str(NODES),
+            "BENCH_CORRECTED": str(int(self._settings.corrected)),
             "TORCHFT_LIGHTHOUSE": f"http://localhost:{self._port}",
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(store.port),
@@ -149,6 +175,10 @@ class Torchft:
     def _env(self) -> dict[str, str]:
         env = {key: value for key, value in os.environ.items() if not key.startswith(("TORCH", "SPOTRUN", "BENCH"))}
         return env | {"OMP_NUM_THREADS": "1", "TMPDIR": str(self._folder)}
+
+
+def _ended(events: list[Event]) -> bool:
+    return any(event.name == "ended" for event in events)
 
 
 def _name(number: int) -> str:

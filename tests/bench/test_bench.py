@@ -15,10 +15,10 @@ import pytest
 from bench import record
 from bench.phases import PARTS, Event, Phases, joining, medians, parse, phases, usual_step
 from bench.rate_plots import curve
-from bench.recovery import PREFIX, clear_stale
+from bench.recovery import PREFIX, clear_stale, takes_part
 from bench.report import dominant, render, summarize, write_section
 from bench.rows import render as render_rows
-from bench.systems import Run, Workload, stepping
+from bench.systems import SCENARIOS, Run, Workload, stepping
 from bench.watch import Watch
 
 ROOT = Path(__file__).parents[2]
@@ -235,8 +235,10 @@ def test_rows_are_reported_with_their_goals() -> None:
         Run("spotrun", "join", sample(9.0), small, 0.05),
         Run("torchft", "join", sample(8.0), small, 0.05),
         Run("torchft-tuned", "spare", sample(1.0), small, 0.05),
+        Run("torchft-stock", "spare", None, small, 0.05),
     ]
     text = render_rows(runs, {"100M": 0.4}, "a machine", date(2030, 1, 2), 60)
+    assert "| torchft-stock | - | - | - | - | - | - | - | - | - | 0.05 | - | 1 (1 hangs) |" in text
     assert "| 0.1 M: hard kill with a spare at most 1/30 of plain | 0.50 / 18.00 = 1/36.0 | yes |" in text
     assert (
         "| 100 M: hard kill with a spare at most 1.5 times a bare broadcast + 0.5 s | 3.00, limit 1.10 | no |" in text
@@ -249,6 +251,31 @@ def test_rows_are_reported_with_their_goals() -> None:
         in text
     )
     assert "| 0.1 M, 0 s of set-up: a third node joins: pause at most that of torchft |" in text
+
+
+def test_a_notice_with_a_fixed_size_has_its_goal() -> None:
+    runs = [Run("spotrun", "fixed", replace(sample(9.0), pause=1.0), Workload("25M"), 0.5)]
+    text = render_rows(runs, {"25M": 0.2}, "a machine", date(2030, 1, 2), 60)
+    goal = "25 M: with notice and fixed size a pause of at most a bare broadcast + 0.5 s"
+    assert f"| {goal} | 1.00, limit 0.70 | no |" in text
+    assert f"| {goal}, without the step itself | 0.50, limit 0.70 | yes |" in text
+
+
+@pytest.mark.parametrize(
+    ("system", "scenario", "workload", "measured"),
+    [
+        pytest.param("plain", "spare", Workload("100M"), True, id="torchrun with a large model"),
+        pytest.param("plain", "spare", Workload("0.1M", 8.0), False, id="torchrun with a set-up"),
+        pytest.param("tuned", "join", Workload("0.1M"), False, id="torchrun when a node joins"),
+        pytest.param("torchft", "join", Workload("25M"), True, id="torchft when a node joins"),
+        pytest.param("torchft", "fixed", Workload("0.1M"), False, id="torchft with a notice"),
+        pytest.param("torchft-stock", "spare", Workload("25M"), True, id="torchft as published"),
+        pytest.param("torchft-stock", "join", Workload("25M"), False, id="torchft as published when a node joins"),
+        pytest.param("spotrun", "fixed", Workload("25M"), True, id="spotrun with a notice"),
+    ],
+)
+def test_systems_take_part_in_their_rows(system: str, scenario: str, workload: Workload, measured: bool) -> None:
+    assert takes_part(system, (SCENARIOS[scenario], workload)) == measured
 
 
 def test_runs_in_a_file_are_those_that_were_measured(tmp_path: Path) -> None:
