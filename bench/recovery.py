@@ -162,7 +162,8 @@ def write(args: argparse.Namespace, runs: list[Run]) -> None:
     if any(run not in main_runs for run in runs):
         sizes = {run.workload.size for run in runs}
         reference = {size: broadcast.measure(Workload(size)) for size in SIZES if size in sizes}
-        plots = rate_plots.plots(runs)
+        stock = (STOCK.name, torchft_system.STOCK.name)
+        plots = rate_plots.plots([run for run in runs if run.system not in stock])
         for name, text in plots.items():
             (args.out.parent / "plots").mkdir(exist_ok=True)
             (args.out.parent / "plots" / name).write_text(text)
