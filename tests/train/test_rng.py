@@ -7,7 +7,7 @@ import random
 import numpy
 import torch
 
-from spotrun.train.rng import reseed
+from spotrun.train.rng import reseed, reseed_batch
 
 
 def draws() -> tuple[float, ...]:
@@ -40,3 +40,10 @@ def test_each_generator_is_seeded_as_by_its_own_function() -> None:
     random.seed(value)
     numpy.random.seed(value & 0xFFFFFFFF)
     assert own == (random.getstate(), numpy.random.get_state()[1].tolist())  # type: ignore[index, union-attr]
+
+
+def test_a_batch_is_seeded_as_by_its_keys() -> None:
+    reseed(-5, 12, 1, 3)
+    wanted = draws()
+    reseed_batch(-5, 12, 1, 3)
+    assert draws() == wanted

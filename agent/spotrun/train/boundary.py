@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,7 +68,6 @@ class Boundary:
         self._rank = rank_and_world()[0]
         self._snapped = 0  # step of the newest snapshot
         self._base = 0  # step at which this process, or its newest generation, began
-        self._fence = threading.Lock()
         self._membership = membership
         self._health = GroupHealth()
         self.must_regroup = False  # whether this worker must join another generation before it goes on
@@ -114,18 +112,16 @@ class Boundary:
         control, step = self._control, self._state.step
         if control is None:
             return
-        self.clock.tick(control)
-        with self._fence:  # a full fence: the agent writes stop_at, then reads step
-            control.step = step
-        draining = step == control.stop_at
+        stop_at, snapshot_at, profile = self.clock.tick(control, step)
+        draining = step == stop_at
         try:
-            self._snapshot(draining or step == control.snapshot_at, alone=draining)
+            self._snapshot(draining or step == snapshot_at, alone=draining)
         except Exception as error:
             if not self._end(error):
                 raise
         if draining:
             self._leave(control)
-        else:
+        elif profile != NONE or self.profiling.profiler is not None:
             self.profiling.end_step(step)
         self.clock.resume()
 
@@ -338,8 +334,10 @@ class Boundary:
             self.section.end_step(step, beside, alone)
         if writer is None or self._context is None or self._control is None:
             return
-        fixed, stall = self._context.snapshot_interval, writer.stall()
-        due, announced = self._due(writer, step, stall), writer.announced
+        fixed, stall = self._context.snapshot_interval, writer.known
+        if stall is None:
+            stall = writer.stall()
+        due, announced = self._due(writer, step, stall), writer.announced if writer.shares else NONE
         if forced or announced == step or (fixed and due):
             self._take(writer, beside(), forced or fixed > 0, alone)
         elif announced != NONE or (writer.shares and self._announce(writer, step + 1, fixed, stall)):

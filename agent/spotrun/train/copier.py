@@ -40,15 +40,15 @@ class Copier:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._running: Future[None] | None = None
         self._stalls = deque([_Stall(0.0, None)], maxlen=3)  # the first few snapshots are taken at any cost
-        self._known: float | None = None  # what `stall` returns; None: look again
+        self.known: float | None = None  # what `stall` returns; None: call it
 
     def stall(self) -> float | None:
         """Seconds that a snapshot delays training, without layouts. None: not known yet for the last snapshot.
 
         The minimum of the last few: the process may have been stopped during one.
         """
-        if self._known is not None:
-            return self._known
+        if self.known is not None:
+            return self.known
         for each in self._stalls:
             if each.copying is not None and (seconds := each.copying.seconds()) is not None:
                 each.seconds += seconds
@@ -57,8 +57,8 @@ class Copier:
         if self._stalls[-1].copying is not None:
             return None
         if all(each.copying is None for each in self._stalls):
-            self._known = min(each.seconds for each in self._stalls)
-            return self._known
+            self.known = min(each.seconds for each in self._stalls)
+            return self.known
         return min(each.seconds for each in self._stalls if each.copying is None)
 
     def guard(self) -> None:
@@ -115,7 +115,7 @@ class Copier:
     def _count(self, seconds: float, more: float, copying: Copying | None) -> None:
         """Count what a snapshot cost: `seconds`, the time of its copies on the device, and `more`, only this once."""
         self._stalls.append(_Stall(seconds, copying))
-        self._known = None
+        self.known = None
         self._control.stall += seconds + more
 
     def _tear(self, step: int, changed: list[str]) -> None:

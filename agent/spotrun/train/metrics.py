@@ -280,7 +280,7 @@ class Clock:
     def __init__(self) -> None:
         self.step_seconds = 0.0
         self.samples = 0
-        self._resumed: float | None = None
+        self._resumed = time.monotonic()
         self._alone: float | None = None  # seconds of this step before its first gradients were due; None: not yet
         self._ticks = 0
         self.begin()
@@ -291,25 +291,21 @@ class Clock:
         self._stepping = self._alone_sum = 0.0  # sums of seconds, as `stepping` and `alone` of the control block
         self._seen = 0
 
-    def tick(self, control: Control) -> None:
-        """A step is done: report its time, its duration and its samples."""
-        now = time.time()
-        control.stepped_at = now
+    def tick(self, control: Control, step: int) -> tuple[int, int, int]:
+        """A step is done: report its number, its time, its duration and its samples. See `Control.end_step`."""
+        now, took = time.time(), time.monotonic() - self._resumed
         self._seen += self.samples
-        control.samples = self._seen
         self.samples = 0
+        self._stepping += took
+        self._alone_sum += took if self._alone is None else self._alone
+        # Moving average over about five steps, without the first: it pays for lazy set-up.
+        if self._ticks:
+            self.step_seconds += (took - self.step_seconds) * (0.2 if self.step_seconds else 1.0)
         self._ticks += 1
         if not self._stepped:
             self._stepped = True
             control.stepped_first = now
-        if self._resumed is not None:
-            took = time.monotonic() - self._resumed
-            control.stepping = self._stepping = self._stepping + took
-            self._alone_sum += took if self._alone is None else self._alone
-            control.alone = self._alone_sum
-            # Moving average over about five steps, without the first: it pays for lazy set-up.
-            if self._ticks > 1:
-                self.step_seconds += (took - self.step_seconds) * (0.2 if self.step_seconds else 1.0)
+        return control.end_step(step, now, self._seen, self._stepping, self._alone_sum)
 
     def resume(self) -> None:
         """The next step begins."""
@@ -317,5 +313,5 @@ class Clock:
 
     def part(self) -> None:
         """The gradients of this step are due: from here on, this worker may wait for others."""
-        if self._alone is None and self._resumed is not None:
+        if self._alone is None:
             self._alone = time.monotonic() - self._resumed

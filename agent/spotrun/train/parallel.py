@@ -40,7 +40,7 @@ class Parallel(nn.Module):
         # DDP has two names for this option.
         shares = (self._options.pop(name, True) for name in ("broadcast_buffers", "forward_sync_buffers"))
         # As in DDP: if the module has no buffers now, no step searches the submodules for them.
-        self.__dict__["_share_buffers"] = all(list(shares)) and any(True for _ in module.buffers())
+        self.__dict__["shares_buffers"] = all(list(shares)) and any(True for _ in module.buffers())
         self.__dict__["_used"] = None
         self.__dict__["_left"] = lambda: None  # returns the DDP instance that was given up, as long as it exists
         self.__dict__["_hooks"] = []  # arguments of `register_comm_hook`
@@ -139,7 +139,7 @@ class Parallel(nn.Module):
 
     def share_buffers(self) -> None:
         """Give every rank the buffers of rank 0."""
-        if self._ddp is None or not self._share_buffers or not self.training:
+        if self._ddp is None or not self.shares_buffers or not self.training:
             return
         if buffers := [buffer.detach() for buffer in self.module.buffers()]:
             dist._broadcast_coalesced(_get_default_group(), buffers, _BUCKET, 0)

@@ -26,18 +26,21 @@ MOST = 100_000
 
 
 class Profiling:
-    """This worker's part of `make profile`. control, context: None without spotrun; then it does nothing."""
+    """This worker's part of `make profile`. control, context: None without spotrun; then it does nothing.
+
+    profiler: it records now, and needs `end_step`; None: only a request in the control block does.
+    """
 
     def __init__(self, control: Control | None, context: Context | None, device: torch.device) -> None:
         self._control, self._context, self._device = control, context, device
         self._request: Request | None = None  # the one under way
-        self._profiler: torch.profiler.profile | None = None  # it records now
+        self.profiler: torch.profiler.profile | None = None
         self._wanted = 0  # steps to record; 0: the first step is recorded, to see how many events a step has
         self._first = self._steps = 0  # the first step of the trace, and how many steps it has
 
     def end_step(self, step: int) -> None:
         """A step has ended: begin, go on or stop. An error of the profiler ends the profile, and not the training."""
-        if self._control is None or (self._control.profile == NONE and self._profiler is None):
+        if self._control is None or (self._control.profile == NONE and self.profiler is None):
             return
         with self._answering():
             if self._control.profile != NONE:
@@ -49,7 +52,7 @@ class Profiling:
 
     def end_loop(self) -> None:
         """The script has left its loop over steps. What it does there is not a step, and may have very many events."""
-        if self._profiler is None or self._control is None:
+        if self.profiler is None or self._control is None:
             return
         with self._answering():
             request, profiler = self._request, self._stop()
@@ -85,7 +88,7 @@ class Profiling:
             activities.append(ProfilerActivity.CUDA)
         profiler = torch.profiler.profile(activities=activities)
         profiler.start()
-        self._profiler, self._first, self._steps = profiler, step + 1, 0
+        self.profiler, self._first, self._steps = profiler, step + 1, 0
 
     def _advance(self, request: Request, step: int) -> None:
         """Another step is recorded."""
@@ -107,7 +110,7 @@ class Profiling:
 
     def _stop(self) -> torch.profiler.profile | None:
         """Stop the profiler. Returns it with what it has recorded; None: it did not run."""
-        found, self._profiler = self._profiler, None
+        found, self.profiler = self.profiler, None
         if found is not None:
             found.stop()
         return found
@@ -136,7 +139,7 @@ class Profiling:
             yield
         except Exception as error:
             log.warning("the profile failed; training goes on: %s", error)
-            request, self._profiler = self._request, None
+            request, self.profiler = self._request, None
             if request is not None:
                 self._answer(request, problem=f"the profiler failed: {str(error)[:500] or repr(error)}")
 

@@ -14,19 +14,30 @@ import numpy
 import torch
 import xxhash
 
-# The generators of `random.seed` and `numpy.random.seed`: these functions take longer, and each step pays for them.
+# `random.seed`, `numpy.random.seed` and `torch.manual_seed` take longer, and each step pays for them. The last one
+# would also prepare every kind of device that is not in use: 0.16 ms, each time.
 _PYTHON: Any = random._inst
-_NUMPY = numpy.random.mtrand._rand
+_seed_python = super(random.Random, _PYTHON).seed
+_seed_numpy = numpy.random.mtrand._rand.seed
+_seed_torch = torch.default_generator.manual_seed
 
 
 def reseed(*keys: int | str) -> None:
     """Seed python, numpy, torch and CUDA from the keys."""
-    value = xxhash.xxh3_64_intdigest("/".join(map(str, keys)).encode()) >> 1  # torch takes 63 bits everywhere
-    super(random.Random, _PYTHON).seed(value)
+    _seed("/".join(map(str, keys)))
+
+
+def reseed_batch(seed: int, step: int, number: int, rank: int) -> None:
+    """`reseed` with these four keys, in less time."""
+    _seed(f"{seed}/{step}/{number}/{rank}")
+
+
+def _seed(keys: str) -> None:
+    value = xxhash.xxh3_64_intdigest(keys.encode()) >> 1  # torch takes 63 bits everywhere
+    _seed_python(value)
     _PYTHON.gauss_next = None
-    _NUMPY.seed(value & 0xFFFFFFFF)
-    # torch.manual_seed would also prepare every kind of device that is not in use: 0.16 ms, each time.
-    torch.default_generator.manual_seed(value)
+    _seed_numpy(value & 0xFFFFFFFF)
+    _seed_torch(value)
     if _has_cuda():
         torch.cuda.manual_seed_all(value)
 

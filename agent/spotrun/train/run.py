@@ -27,7 +27,7 @@ from spotrun.train.encoding import Stateful
 from spotrun.train.failures import end, is_peer_failure
 from spotrun.train.parallel import Parallel
 from spotrun.train.regroup import Membership
-from spotrun.train.rng import reseed
+from spotrun.train.rng import reseed, reseed_batch
 from spotrun.train.sampler import ElasticSampler
 from spotrun.train.training_state import TrainingState
 
@@ -200,12 +200,13 @@ class Run:
         the optimizer when `run.completes_step`. A step left by `break` does not count.
         """
         self._check_steps(loader)
-        self._boundary.clock.resume()
-        with self._boundary.guard or nullcontext():  # the code after the loop may change the state in any way
+        boundary, state, on_cpu = self._boundary, self._state, self.device.type == "cpu"
+        boundary.clock.resume()
+        with boundary.guard or nullcontext():  # the code after the loop may change the state in any way
             feed = self._feed(loader, accumulate)
             while (current := next(feed, None)) is not None:
                 self._batch = current
-                reseed(self._state.seed, self._state.step, current.number, self.rank)
+                reseed_batch(state.seed, state.step, current.number, self.rank)
                 batch = self._ahead.pop() if self._ahead else next(self._iterator, _END)
                 if batch is _END:
                     break
@@ -213,19 +214,19 @@ class Run:
                     model.exchange(current.last)
                 self._inside = True
                 try:
-                    yield batch if self.device.type == "cpu" else batches.to_device(batch, self.device)
+                    yield batch if on_cpu else batches.to_device(batch, self.device)
                 except GeneratorExit:
-                    self._boundary.give_up()
-                    self._boundary.profiling.end_loop()
+                    boundary.give_up()
+                    boundary.profiling.end_loop()
                     raise
                 finally:
                     self._inside = False
-                self._boundary.clock.samples += current.samples
-                if current.last and not self._boundary.must_regroup:
+                boundary.clock.samples += current.samples
+                if current.last and not boundary.must_regroup:
                     self._end_step()
-                if self._boundary.must_regroup:
+                if boundary.must_regroup:
                     feed = self._regroup(loader, accumulate)
-        self._boundary.profiling.end_loop()
+        boundary.profiling.end_loop()
         self._next()  # lets the loader end its workers
         self._iterator = iter(())
         reseed(self._state.seed, self.step, 0, self.rank)  # after a restart, the code after the loop draws the same
@@ -302,7 +303,8 @@ class Run:
     def _end_step(self) -> None:
         try:
             for model in self._models:
-                model.share_buffers()
+                if model.shares_buffers:
+                    model.share_buffers()
         except Exception as error:
             if not self._boundary.void_if_a_peer_fails.handle(error):
                 raise

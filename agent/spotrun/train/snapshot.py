@@ -105,10 +105,13 @@ class Writer(Copier):
 
     def stall(self) -> float | None:
         """See `Copier`. Includes the delay of the node's other workers."""
-        if self._together and self._sections is not None and super().stall() is not None:
+        found = super().stall()
+        if self._together and self._sections is not None and found is not None:
             self._stalls[-1].seconds = max(self._stalls[-1].seconds, self._sections.stall())
-            self._known = None
-        return super().stall()
+            self.known = None
+            found = super().stall()
+            self.known = None  # the others' delay may still grow
+        return found
 
     def prepare(self, tensors: dict[str, torch.Tensor]) -> None:
         """Lay out the next slot, so that the first snapshot costs no more than the others."""
