@@ -17,14 +17,14 @@ EPOCHS, SAMPLES, BATCH, NODES = 3, 600, 2, 2
 STEPS = EPOCHS * SAMPLES // (BATCH * NODES)
 
 
-def submit(cluster: Harness, pause: float) -> Job:
+def submit(cluster: Harness, **pace: float) -> Job:
     return cluster.submit(
         nodes={"min": NODES, "max": NODES, "spares": 1},
         epochs=EPOCHS,
         samples=SAMPLES,
         batch=BATCH,
         snapshot_interval=5,
-        pause=pause,
+        **pace,
     )
 
 
@@ -59,7 +59,7 @@ def undisturbed(_cluster: Harness) -> Reader:
 
 def test_the_curve_of_an_interrupted_job_is_that_of_an_undisturbed_one(cluster: Harness, undisturbed: Reader) -> None:
     """Bit for bit, after rank 0's node was preempted, then its process was killed, then its machine was lost."""
-    job = submit(cluster, pause=0.04)
+    job = submit(cluster, slow=50, step=0.1)
     live = Reader(cluster.access.store, job.id)
     for number, step in enumerate((60, 180, 300)):
         cluster.until_step(step)
@@ -72,6 +72,7 @@ def test_the_curve_of_an_interrupted_job_is_that_of_an_undisturbed_one(cluster: 
             case 2:
                 cluster.fault("kill", cluster.members()[0])
         cluster.until(lambda status, number=number: closed(status) > number, what=f"recovery {number}")  # type: ignore[misc]
+    job.go()
     final = cluster.until_ended()
     assert final["phase"] == "succeeded", final
     whole = history(cluster, job)
