@@ -54,3 +54,22 @@ def test_the_set_up_of_a_survivor_runs_once(cluster: Harness, tmp_path: Path, fa
     (tmp_path / "undisturbed").mkdir()
     wanted = undisturbed(tmp_path / "undisturbed", ranks=2, epochs=EPOCHS, samples=SAMPLES, batch=BATCH)
     assert digest_of(job.out) == wanted
+
+
+def test_peers_of_a_machine_that_is_cut_off_and_replaced_at_once(cluster: Harness) -> None:
+    """No connection of theirs ends, and another machine has its name before it counts as silent: they are told."""
+    job = cluster.submit(nodes={"min": 2, "max": 2}, epochs=1, samples=SAMPLES, batch=BATCH, slow=20, step=0.1)
+    cluster.until_step(30)
+    lost = cluster.members()[1]
+    cluster.fault("cut", lost)
+    cluster.fault("kill", lost)
+    status = cluster.until(
+        lambda status: any(each["seconds"] is not None for each in status["job"]["interruptions"]), what="recovery"
+    )
+    assert [(each["kind"], each["node"]) for each in status["job"]["interruptions"]] == [("kill", lost)]
+    assert any("its workers leave it" in each["text"] for each in status["events"])
+    job.go()
+    final = cluster.until_ended()
+    assert (final["phase"], final["restarts"]) == ("succeeded", 0)
+    assert set(setups(job.out).values()) == {1}
+    assert sample_ids(job.out, 1) == {0: list(range(SAMPLES))}

@@ -64,6 +64,13 @@ def again(*names: str, cause: Cause | None = None) -> Start:
     return replace(start(*names, cause=cause), regroup=True)
 
 
+def with_another(begin: Start) -> Start:
+    """The same generation, with B's new machine as its last node."""
+    (found,) = (each for each in begin.members if each.node == B)
+    members = *(each for each in begin.members if each.node != B), found.replace(boot="b2")
+    return replace(begin, members=members)
+
+
 def begun(*members: str, step: int = 0) -> Any:
     """A job whose generation has begun without a restart, at step 0."""
     found = apply(able(*members, current=None), again(*members), NOW - 1)
@@ -94,6 +101,30 @@ cases: dict[str, tuple[View, tuple[Action, ...]]] = {
     "a member that was silent is back when the others have left, and goes on with them": (
         view(released(A, B, C), waits(A), waits(B), waits(C)),
         (again(A, B, C, cause=SILENT),),
+    ),
+    "another machine has a silent member's name, and its peers wait for the old one: they are told to leave": (
+        view(able(A, B, C), stuck(A), spare(B, boot="b2"), stuck(C)),
+        (Release(B),),
+    ),
+    "they are about to leave the old machine: wait for them": (
+        view(released(A, B, C), waits(A), warm(B, boot="b2"), stuck(C)),
+        (),
+    ),
+    "they have left the old machine": (
+        view(released(A, B, C), waits(A), warm(B, boot="b2"), waits(C)),
+        (with_another(again(A, B, C, cause=KILL)),),
+    ),
+    "one of them does not leave the old machine: all begin with new workers": (
+        view(released(A, B, C, at=NOW - 2), waits(A), spare(B, boot="b2"), stuck(C)),
+        (with_another(start(A, B, C, cause=KILL)),),
+    ),
+    "peers have noticed that another machine has a member's name": (
+        view(able(A, B, C), waits(A), warm(B, boot="b2"), waits(C)),
+        (with_another(again(A, B, C, cause=KILL)),),
+    ),
+    "a new head finds no machine of a member, and its peers wait for the old one: they are told to leave": (
+        view(able(A, B, C), stuck(A), stuck(C), vanished=frozenset({B})),
+        (Release(B),),
     ),
     "a member is silent, and nobody can regroup: all begin with new workers": (
         view(job(A, B, C), stuck(A, regroup="no"), frozen(B), stuck(C, regroup="no"), spare(D)),

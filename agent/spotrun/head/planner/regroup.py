@@ -43,8 +43,14 @@ def reason(view: View) -> str:
 
 
 def must_release(view: View, gone: dict[str, str]) -> bool:
-    """Whether survivors must be told to leave the generation: workers do not notice that a peer is silent."""
-    return "silent" in gone.values() and view.job.released is None and any(_late(view, _survivors(view, gone)))
+    """Whether survivors must be told to leave the generation, because they may not notice that a peer is gone.
+
+    Workers do not notice that a peer is silent. If such a machine is replaced, another agent of its name reports before
+    the head finds it silent, or none reports to a head that is new. Then nobody knows what the survivors notice.
+    """
+    unseen = {member.node for member, node in zip(view.job.members, view.members(), strict=True) if node is None}
+    quiet = "silent" in gone.values() or not unseen.isdisjoint(gone)
+    return quiet and view.job.released is None and any(_late(view, _survivors(view, gone)))
 
 
 def awaited(view: View, gone: dict[str, str]) -> bool:
@@ -52,11 +58,12 @@ def awaited(view: View, gone: dict[str, str]) -> bool:
     survivors = _survivors(view, gone)
     if not any(_late(view, survivors)):
         return False
-    failed = [node.work.failure.at for node in survivors if node.work.failure]
-    quiet = [node.reported_at + HEARTBEAT for node in view.members() if node is not None and node.name in gone]
-    since = min([*failed, *quiet], default=view.now)
     if view.job.released:
         since = view.job.released.at
+    else:  # so each of `gone` has reported, see `must_release`
+        failed = [node.work.failure.at for node in survivors if node.work.failure]
+        quiet = [node.reported_at + HEARTBEAT for node in view.members() if node is not None and node.name in gone]
+        since = min([*failed, *quiet])
     # A worker notices the death of a peer in the exchange of gradients, and ends that step.
     pace = view.job.progress.pace or view.job.pace
     return view.now - since < min(TIMEOUTS.survivors + 2 * pace, TIMEOUTS.survivors_most)
