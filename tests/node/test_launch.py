@@ -173,27 +173,6 @@ async def test_asking_whether_there_is_a_gpu_leaves_the_driver_alone(tmp_path: P
         assert b.log(1) == "ahead\n"
 
 
-HUGE = """
-import re, torch
-large = torch.ones(16 << 20)
-start = large.data_ptr()
-for line in open("/proc/self/smaps"):
-    if found := re.match("([0-9a-f]+)-([0-9a-f]+) ", line):
-        inside = int(found[1], 16) <= start < int(found[2], 16)
-    elif line.startswith("VmFlags") and inside:
-        print("huge" if "hg" in line.split() else "small")
-"""
-
-
-@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the kernel has no huge pages")
-async def test_large_tensors_have_huge_pages(tmp_path: Path) -> None:
-    async with bench(tmp_path) as b:
-        await b.begin()
-        b.start(1, HUGE)
-        assert await b.code(1) == 0
-        assert b.log(1) == "huge\n"
-
-
 def test_only_the_device_of_unified_memory_shows_that_the_driver_is_in_use(tmp_path: Path) -> None:
     for name, target in {"0": "/dev/null", "5": "/dev/nvidiactl", "6": "/dev/nvidia0"}.items():
         (tmp_path / name).symlink_to(target)

@@ -55,15 +55,10 @@ def import_base() -> None:
     # With this, torch.cuda.is_available() asks NVML, not the driver: no fork can use CUDA once a driver is initialised
     # (https://docs.pytorch.org/docs/stable/cuda_environment_variables.html).
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    # With this, torch asks for pages of 2 MB for large tensors on the CPU. New gradients need a fraction of the time.
-    # So does the end of a killed worker, which its peers notice only after the kernel has freed all of its memory.
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     # These objects stay. Searching them for garbage would take a seventh of the time here, and in each worker.
     # There it would also copy their memory.
     gc.disable()
     _import(BASE)
-    if torch := sys.modules.get("torch"):
-        torch.empty(1)  # torch reads that variable once; a fork may have other variables
     gc.freeze()
     gc.enable()
 
