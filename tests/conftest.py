@@ -33,6 +33,7 @@ SLOW = (
     "e2e",
     "fakes",
     "head/test_allocate_rules.py",
+    "head/test_bounds.py",
     "head/test_dying_head.py",
     "head/test_lease.py",
     "head/test_outbox.py",

@@ -246,8 +246,8 @@ def _hang(view: View, reporting: list[Node]) -> tuple[Action, ...]:
     The agents then report a failure of kind `hang`.
     """
     job = view.job
-    # A node that has succeeded has no work left. The other nodes may still hang.
-    training = ("starting", "running", "succeeded")
+    # A node that has succeeded has no work left, and one that has drained waits. The other nodes may still hang.
+    training = ("starting", "running", "succeeded", "drained")
     if not reporting or job.dumping or any(n.phase not in training for n in reporting):
         return ()
     if any(silent(view, node) for node in reporting):
