@@ -161,7 +161,7 @@ acceptance: $(READY) ## the first day: try everything on real machines, cheapest
 test: $(VENV)/.installed-dev ## run the tests, several at a time [ARGS='-k planner -x', ARGS='-n0 tests/head': one at a time]
 	@$(VENV)/bin/python -m pytest $(PARALLEL) $(ARGS)
 
-test-fast: $(VENV)/.installed-dev ## run the tests without the slow files, which are listed in SLOW of tests/conftest.py; under a minute [ARGS=]
+test-fast: $(VENV)/.installed-dev ## run the tests without the slow files, which are listed in SLOW of tests/conftest.py; one to three minutes on two cores [ARGS=]
 	@$(VENV)/bin/python -m pytest $(PARALLEL) --fast $(ARGS)
 
 test-clouds: $(VENV)/.installed-dev ## run the tests about clouds: stacks, real Terraform, clusters on simulated AWS and Google
