@@ -14,11 +14,12 @@ from pathlib import Path
 
 import psutil
 
-from bench.processes import adopt_orphans, sweep
+from bench.processes import sweep
 from bench.report import describe_machine, write_section
 from bench.spot import Spotrun, home
 from bench.systems import BenchError, Scenario, Workload
 from bench.watch import Watch
+from spotrun.machine.processes import adopt_orphans
 
 MEGABYTE = 1 << 20
 SCENARIO = Scenario("footprint", "two nodes train, a third stands by", "kill", spares=1)

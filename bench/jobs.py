@@ -25,11 +25,12 @@ from typing import Any
 import psutil
 
 from bench.phases import Event
-from bench.processes import adopt_orphans, sweep, tail
+from bench.processes import sweep, tail
 from bench.report import describe_machine, write_section
 from bench.spot import CLUSTER, HERE, home, remove
 from bench.systems import BenchError, stepping
 from bench.watch import Watch
+from spotrun.machine.processes import adopt_orphans
 
 MACHINES = 3
 PATIENCE = 600.0

@@ -41,10 +41,10 @@ GOAL, GOAL_SYSTEM = 0.01, 0.005  # of a step, and of a core
 
 @dataclass(frozen=True)
 class Row:
-    """Seconds a step, of each stretch, for calls with `values` numbers."""
+    """Seconds per step in each stretch, for calls with `values` numbers."""
 
     values: int
-    computes: bool  # whether a step computes; if not, it sleeps, as if it waited for a GPU, and finds a cold core after
+    computes: bool  # whether a step computes. If not, it sleeps, as if it waited for a GPU; then caches are cold
     call: list[float]  # of the training thread in run.log
     without: list[float]  # processor time of the process
     logged: list[float]  # the same with run.log

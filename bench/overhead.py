@@ -27,10 +27,8 @@ HIDDEN, BATCH = 620, 64  # a step takes about 5 ms on one core of a server
 STEP = 0.005  # seconds of the step for which the goal is set
 GOAL = 0.01  # of that step
 PATIENCE = 600.0  # seconds
-TURN, FIRST = (
-    10,
-    2,
-)  # steps that a loop makes in its turn, and how many of them find its code and data out of the caches
+TURN = 10  # steps that a loop makes in its turn
+FIRST = 2  # the first ones, which do not count: the loop's code and data are not in the caches yet
 WARM = 5  # turns of each loop that do not count
 KINDS = ("bare", "bare, the same again", "bare, with find_unused_parameters", "**under spotrun**")
 

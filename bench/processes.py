@@ -18,13 +18,8 @@ import psutil
 
 # torchrun on this machine alone. Without a log folder, it would leave a folder with temporary files behind.
 STANDALONE = ("-m", "torch.distributed.run", "--standalone", f"--log-dir={os.devnull}")
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
-
-
-def adopt_orphans() -> None:
-    """Make this process the parent of every descendant whose parent ends, so that `sweep` finds them all."""
-    _libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def launch(arguments: list[str], env: dict[str, str], log: Path, program: str = sys.executable) -> int:
@@ -71,7 +66,7 @@ def signal_tree(pid: int, number: signal.Signals) -> None:
 
 
 def sweep() -> None:
-    """Kill and reap every descendant of this process."""
+    """Kill and reap every descendant of this process. Call `adopt_orphans` before: otherwise it loses its orphans."""
     me = psutil.Process()
     while children := me.children(recursive=True):
         for process in children:

@@ -23,11 +23,12 @@ import psutil
 
 from bench import broadcast, rate_plots, record, rows, spot, torchft_system
 from bench.phases import Phases, joining, phases, steps_of_others, usual_step
-from bench.processes import adopt_orphans, sweep, tail
+from bench.processes import sweep, tail
 from bench.report import describe_machine, render, write_section
 from bench.systems import SCENARIOS, SIZES, BenchError, Run, Scenario, System, Workload, stepping
 from bench.torchrun import PLAIN, STOCK, TUNED, Torchrun
 from bench.watch import Watch
+from spotrun.machine.processes import adopt_orphans
 
 STOCK_SCENARIO = SCENARIOS["spare"]
 JOINED = 3.0  # seconds of training with a newcomer in which a pause is looked for

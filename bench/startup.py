@@ -25,10 +25,11 @@ from typing import Any
 
 import psutil
 
-from bench.processes import adopt_orphans, sweep
+from bench.processes import sweep
 from bench.report import describe_machine, write_section
 from bench.spot import CLUSTER, find_cloud, home, remove
 from bench.systems import BenchError
+from spotrun.machine.processes import adopt_orphans
 
 GOAL = 1.0  # seconds
 PATIENCE = 120.0

@@ -47,7 +47,7 @@ class Settings:
     corrected: bool = True
 
 
-SLOW = 4  # times as long are the timeouts with 100 M parameters, because on this machine a step takes seconds
+SLOW = 4  # factor of the timeouts with 100 M parameters: a step takes seconds on this machine
 DEFAULTS = Settings(
     "torchft",
     "torchft 0.2.0 with its defaults (heartbeats time out after 5 s), the timeouts of its own example (5 s for the "
@@ -122,7 +122,8 @@ class Torchft:
             self._launch(number)
         watch.until(lambda events: stepping(events, members) or _ended(events), START_TIMEOUT)
         if not stepping(watch.events, members):
-            raise BenchError(f"{self.name}: no step on {members} replicas in {START_TIMEOUT:g} s\n{tail(folder)}")
+            why = "before a replica ended" if _ended(watch.events) else f"in {START_TIMEOUT:g} s"
+            raise BenchError(f"{self.name}: no step on {members} replicas {why}\n{tail(folder)}")
 
     def fault(self, scenario: Scenario) -> tuple[float, str]:
         now = time.time()

@@ -87,7 +87,7 @@ class JobOrder(Document):
     save: SaveOrder | None = None  # checkpoint at this step of `generation`
     upload: StateRef | None = None  # with `generation` None: upload this local snapshot; `save` has the parts
     keep: int = 0  # upload the folders of `JobSpec.keep` as this generation has left them; 0: do not
-    release: bool = False  # every worker of `generation` that can regroup leaves it now: a member is silent
+    release: bool = False  # each worker of `generation` that can regroup leaves it now: a member is gone or silent
     dump: bool = False  # write the stacks of all workers to the log, then end them (they hang)
 
 

@@ -21,11 +21,12 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from bench.processes import adopt_orphans, sweep
+from bench.processes import sweep
 from bench.report import describe_machine, write_section
 from bench.soak.drive import Outcome, baseline, drive
 from bench.soak.plan import Scenario, scenario
 from bench.soak.table import render
+from spotrun.machine.processes import adopt_orphans
 
 ROOT = Path(__file__).parents[2]
 _OUTCOME = TypeAdapter(Outcome)

@@ -133,7 +133,8 @@ class Pools(GcpStack):
             can_ip_forward=False,
             disk=[{"source_image": self._image, "boot": True, "auto_delete": True, "labels": labels, **disk}],
             network_interface=[{"subnetwork": self._base.subnet, "nic_type": "GVNIC"}],  # no access_config: not public
-            service_account={"email": self._base.email(role), "scopes": ["cloud-platform"]},  # IAM limits rights
+            # IAM roles limit the rights, not scopes.
+            service_account={"email": self._base.email(role), "scopes": ["cloud-platform"]},
             metadata={
                 **about,
                 **has,

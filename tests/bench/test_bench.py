@@ -176,7 +176,8 @@ def test_a_sweep_finds_orphans_of_other_sessions(tmp_path: Path) -> None:
     code = """
 import os, sys
 from pathlib import Path
-from bench.processes import adopt_orphans, launch, sweep
+from bench.processes import launch, sweep
+from spotrun.machine.processes import adopt_orphans
 adopt_orphans()
 folder = Path(sys.argv[1])
 grandchild = "import subprocess, sys; print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid, flush=True)"

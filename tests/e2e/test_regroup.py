@@ -67,7 +67,7 @@ def test_peers_of_a_machine_that_is_cut_off_and_replaced_at_once(cluster: Harnes
         lambda status: any(each["seconds"] is not None for each in status["job"]["interruptions"]), what="recovery"
     )
     assert [(each["kind"], each["node"]) for each in status["job"]["interruptions"]] == [("kill", lost)]
-    assert any("its workers leave it" in each["text"] for each in status["events"])
+    assert any("the workers leave the generation" in each["text"] for each in status["events"])
     job.go()
     final = cluster.until_ended()
     assert (final["phase"], final["restarts"]) == ("succeeded", 0)

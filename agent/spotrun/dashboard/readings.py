@@ -87,9 +87,7 @@ def read(data: bytes) -> Block | None:
         header = next(lines, None)
         if header is None or not isinstance(header.get("format"), int) or header["format"] > FORMAT:
             return None
-        good = (
-            each for each in lines if isinstance(each.get("time"), int | float) and _number(each["time"]) is not None
-        )
+        good = (each for each in lines if is_number(each.get("time")))
         return _block(header, [_known(each) for each in islice(good, READINGS)])
     except (zstandard.ZstdError, ValueError, RecursionError):
         return None

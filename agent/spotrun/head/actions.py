@@ -69,9 +69,9 @@ class DumpStacks:
 
 @dataclass(frozen=True)
 class Release:
-    """Have the workers of this generation leave it. They wait for members that are silent, and would wait for long.
+    """Tell the workers of this generation to leave it: they wait for members that are gone or silent.
 
-    node: the silent members.
+    Without this, they would wait for a long time. node: names of these members.
     """
 
     node: str

@@ -64,7 +64,7 @@ class Scaler:
             finally:
                 seen = head.fleet.seen()
                 head.news.of_nodes(*(name for name in before | seen if before.get(name) != seen.get(name)))
-            await asyncio.sleep(0)  # the loop's turn first: workers may wait for its orders
+            await asyncio.sleep(0)  # let the head's loop decide first: workers may wait for its orders
             for problem in found:
                 head.add_event("cloud", f"pool {problem.pool}: {problem.message}")
             await self.placer.learn(head.fleet_view(head.clock()))

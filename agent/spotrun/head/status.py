@@ -277,7 +277,7 @@ def event(job: JobState, action: Action) -> tuple[str, str] | None:
             more = f"; {action.reason}" if action.reason else ""
             return "drain", f"all stop after step {action.step}{_why(action)}{more}"
         case Release():
-            return "generation", f"its workers leave it, because {action.node} is gone or silent"
+            return "generation", f"the workers leave the generation, because {action.node} is gone or silent"
         case CountFailure():
             return "failure", f"{action.node} rank {action.failure.rank}: {action.failure.message}"
         case AbortSave():

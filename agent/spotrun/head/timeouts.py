@@ -50,7 +50,7 @@ class Timeouts:
     """For the newest state, after the time that its steps took: agents find a new head in 10 s."""
     save: float = 1800.0  # for a checkpoint to get into the bucket: it may be large
     save_again: float = 5.0  # before a new checkpoint replaces one whose snapshot is gone
-    save_elsewhere: float = 30.0  # for which a node's uploads fail, before other nodes take over its part
+    save_elsewhere: float = 30.0  # how long a node's uploads fail before other nodes take over its part
     save_newer: float = 300.0  # before a failing checkpoint is given up for a newer one, which costs another copy
 
     # Silence of all members.

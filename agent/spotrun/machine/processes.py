@@ -33,11 +33,11 @@ def adopt_orphans() -> None:
 
 
 def show_environment() -> None:
-    """Make /proc/PID/environ show this fork's own variables, MARK first: it shows the parent's otherwise.
+    """Make /proc/PID/environ show this fork's own variables, MARK first. Otherwise it shows the parent's.
 
-    Clear `os.environ` and set it again before: this overwrites the memory of the variables that the program was started
-    with. That memory is all the room that there is, and what does not fit is not shown. Forks of this process show the
-    same. Raises OSError if there is no room for MARK.
+    This overwrites the memory in which the program got its variables at its start. Before the call, clear `os.environ`
+    and fill it again, so that the process no longer uses this memory. Variables that do not fit into it are not shown.
+    Forks of this process show the same variables. Raises OSError if MARK does not fit.
     """
     stat = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(stat[_ENV_START]), int(stat[_ENV_END])

@@ -157,7 +157,7 @@ class Generations:
 
 
 def release(group: WorkerGroup) -> None:
-    """Have workers that can regroup leave their generation, once. A peer is silent, which they would not notice."""
+    """Tell workers that can regroup to leave their generation, once, because a peer is gone or silent."""
     for each in group.workers:
         if each.code is None and each.control.able == 1 and each.control.released != group.number:
             each.control.released = group.number

@@ -41,7 +41,7 @@ class JobNodes:
     moved: int = 0  # how many of them began in other pools than the generation before
     lost: float = 0.0  # work that had to be done again
     good: dict[str, float] = field(default_factory=dict)  # seconds in steps, by pool and machine
-    _members: dict[str, Machine] = field(default_factory=dict)  # the same by name
+    _members: dict[str, Machine] = field(default_factory=dict)  # `machines` by name
     _where: frozenset[str] = frozenset()  # pools of the last generation
     _reached: int = 0  # the newest step of ended generations
     _reports: dict[tuple[object, ...], JobReport] = field(default_factory=dict)  # those made a moment ago

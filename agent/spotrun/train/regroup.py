@@ -103,7 +103,7 @@ class Membership:
         self._control.grouped = time.time()
 
     def _obey(self, fifo: int) -> None:
-        """Wait for the agent's word that a member is silent, and have the collectives that wait for that one fail."""
+        """Each time that the agent says that a member is gone or silent, make the collectives that wait for it fail."""
         while os.read(fifo, 1):
             with self._leaving:
                 if self._control.released == self.context.generation:

@@ -45,8 +45,9 @@ def reason(view: View) -> str:
 def must_release(view: View, gone: dict[str, str]) -> bool:
     """Whether survivors must be told to leave the generation, because they may not notice that a peer is gone.
 
-    Workers do not notice that a peer is silent. If such a machine is replaced, another agent of its name reports before
-    the head finds it silent, or none reports to a head that is new. Then nobody knows what the survivors notice.
+    Workers do not notice that a peer is silent. The head does not always know this either: the machine may have been
+    replaced under the same name before the head found it silent, or it has never reported to this head, which is new.
+    In both cases, `View.members` has None for the machine. If such a machine is gone, it counts as silent.
     """
     unseen = {member.node for member, node in zip(view.job.members, view.members(), strict=True) if node is None}
     quiet = "silent" in gone.values() or not unseen.isdisjoint(gone)
@@ -60,7 +61,7 @@ def awaited(view: View, gone: dict[str, str]) -> bool:
         return False
     if view.job.released:
         since = view.job.released.at
-    else:  # so each of `gone` has reported, see `must_release`
+    else:  # the head has a report of each node in `gone`, or `must_release` would be true
         failed = [node.work.failure.at for node in survivors if node.work.failure]
         quiet = [node.reported_at + HEARTBEAT for node in view.members() if node is not None and node.name in gone]
         since = min([*failed, *quiet])

@@ -59,7 +59,7 @@ class ControlServer:
 
     @web.middleware
     async def _read_queue(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Read the queue before each request is handled. A new head may not have read it, and every answer needs it."""
+        """Before each request, read the queue, unless this head has read it. Every answer needs the queue."""
         await self._head.journal.read_queue()
         return await handler(request)
 

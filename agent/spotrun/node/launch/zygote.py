@@ -5,7 +5,7 @@ there one import, in one copy in memory, is enough for all. The local cloud star
 the machines' environment (`processes.ZYGOTE`). torch is imported when the first agent asks.
 
     agent → zygote     template(variables, folder), with the template's end of a channel, and a stderr
-    template → agent   template, with a pidfd of it, on the channel; from there on as in `template`
+    template → agent   template, with the template's pidfd, on the channel. For what follows there, see `template`
 
 If the zygote cannot do this, it closes the channel. Then, or if it is gone, the agent starts templates of its own, as
 on a cloud.
@@ -136,7 +136,7 @@ def _become_template(request: Request, channel: int, stderr: int) -> NoReturn:
         os.chdir(request.folder)
         os.environ.clear()
         os.environ.update(request.variables)
-        # What an import may have kept.
+        # Imports may have stored the zygote's values.
         tempfile.tempdir, multiprocessing.process.ORIGINAL_DIR = None, request.folder  # type: ignore[attr-defined]
         show_environment()
         if os.fork() == 0:
