@@ -35,7 +35,7 @@ VALUES, USUAL = (1, 5, 50), 5  # numbers in a call
 MATRIX = torch.ones(128, 128)
 READINGS = 720  # of the machine
 BLOCK = round(LONGEST / EVERY)  # readings in a block
-RANKS = dict.fromkeys(range(8), (1000, 0.005123, 0.004321))  # in a reading: steps, seconds of a step, before its end
+RANKS = dict.fromkeys(range(8), (1000, 0.005123, 0.004321))  # in a reading, of each rank: as in `WorkerGroup.ranks`
 GOAL, GOAL_SYSTEM = 0.01, 0.005  # of a step, and of a core
 
 
