@@ -122,8 +122,7 @@ class Torchft:
             self._launch(number)
         watch.until(lambda events: stepping(events, members) or _ended(events), START_TIMEOUT)
         if not stepping(watch.events, members):
-            why = "before a replica ended" if _ended(watch.events) else f"in {START_TIMEOUT:g} s"
-            raise BenchError(f"{self.name}: no step on {members} replicas {why}\n{tail(folder)}")
+            raise BenchError(f"{self.name}: {no_start(watch.events, members)}\n{tail(folder)}")
 
     def fault(self, scenario: Scenario) -> tuple[float, str]:
         now = time.time()
@@ -176,6 +175,12 @@ class Torchft:
     def _env(self) -> dict[str, str]:
         env = {key: value for key, value in os.environ.items() if not key.startswith(("TORCH", "SPOTRUN", "BENCH"))}
         return env | {"OMP_NUM_THREADS": "1", "TMPDIR": str(self._folder)}
+
+
+def no_start(events: list[Event], members: int) -> str:
+    """Why a job has not started that does not step on all its replicas."""
+    until = "before a replica ended" if _ended(events) else f"within {START_TIMEOUT:g} s"
+    return f"no step on all {members} replicas {until}"
 
 
 def _ended(events: list[Event]) -> bool:

@@ -19,6 +19,7 @@ from bench.recovery import PREFIX, clear_stale, takes_part
 from bench.report import dominant, render, summarize, write_section
 from bench.rows import render as render_rows
 from bench.systems import SCENARIOS, Run, Workload, stepping
+from bench.torchft_system import no_start
 from bench.watch import Watch
 
 ROOT = Path(__file__).parents[2]
@@ -132,6 +133,12 @@ def test_stepping_wants_every_node() -> None:
 
 def sample(total: float, lost: float = 0) -> Phases:
     return Phases(0, total, 0, 0, 0, 0, total=total, pause=total, steps_lost=lost)
+
+
+def test_a_replica_that_ended_is_not_reported_as_a_timeout() -> None:
+    stepped, ended = Event(1.0, "step", 1, "node-0", 1), Event(2.0, "ended", 2, "node-1")
+    assert no_start([stepped], 2) == "no step on all 2 replicas within 120 s"
+    assert no_start([stepped, ended], 2) == "no step on all 2 replicas before a replica ended"
 
 
 def test_medians_leave_hangs_out_and_the_report_counts_them() -> None:
