@@ -102,6 +102,10 @@ cases: dict[str, tuple[View, tuple[Action, ...]]] = {
         view(released(A, B, C), waits(A), waits(B), waits(C)),
         (again(A, B, C, cause=SILENT),),
     ),
+    "a member that was silent is back, and has not left yet: wait for it, as for the others": (
+        view(released(A, B, C), waits(A), trains(B), waits(C)),
+        (),
+    ),
     "another machine has a silent member's name, and its peers wait for the old one: they are told to leave": (
         view(able(A, B, C), stuck(A), spare(B, boot="b2"), stuck(C)),
         (Release(B),),

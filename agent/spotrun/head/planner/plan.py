@@ -134,18 +134,18 @@ def _supervise(view: View) -> tuple[Action, ...]:
     if len(reporting) == len(members) and all(n.phase == "succeeded" for n in reporting):
         return (EndGeneration(ending=Ending(phase="succeeded", state=patience.newest(reporting))),)
     gone = interrupted(view) or silence.interrupted(view)
-    if job.released and not gone:
-        gone = {job.released.node: "silent"}  # it is back, but the others have left it
     failed = _user_failure(reporting, gone)
     if failed:
         return _after_failure(view, *failed)
-    if gone:
+    # If all are back that were silent, the others have left the generation, or will soon.
+    lost = gone or ({job.released.node: "silent"} if job.released else {})
+    if lost:
         if regroup.must_release(view, gone):
             return (Release(", ".join(gone)),)
         if regroup.awaited(view, gone):
             return ()
-        kinds = "+".join(dict.fromkeys(gone.values()))
-        return _restart(view, Cause(kind=kinds, node=", ".join(gone)))
+        kinds = "+".join(dict.fromkeys(lost.values()))
+        return _restart(view, Cause(kind=kinds, node=", ".join(lost)))
     unable = [node for node in members if node is not None and (_unable(view, node) or regroup.failed(view, node))]
     if unable:
         return _restart(view, Cause(kind="start", node=", ".join(node.name for node in unable)))
