@@ -13,7 +13,8 @@ import pytest
 from scripts import display, queue
 from scripts import site as sites
 from spotrun.cloud.local.layout import Layout, base_environment
-from spotrun.errors import SpotrunError
+from spotrun.errors import SpotrunError, StoreError
+from spotrun.head import job_queue
 from spotrun.spec import ClusterSpec
 from spotrun.store import Store, job_key, queue_key, up_key
 from spotrun.wire import read_queue
@@ -74,6 +75,21 @@ async def test_held_jobs_get_no_machine_and_hold_up_nobody(world: World) -> None
     await world.turn()
     assert head.job is not None
     assert head.job.id == another
+
+
+async def test_held_jobs_are_listed_while_the_bucket_does_not_answer(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = await world.started()
+    queue.hold(world.store, "c")
+    head = world.new_head()
+    await world.turn()
+
+    def down(*_: object) -> bytes:
+        raise StoreError("the bucket does not answer")
+
+    monkeypatch.setattr(Store, "get", down)
+    assert (await job_queue.brief(head, job.id))["phase"] == "held"
 
 
 async def test_a_held_job_runs_on_when_it_is_relaunched(world: World) -> None:

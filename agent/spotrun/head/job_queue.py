@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from spotrun.errors import JobNotFound, SpecError, SpotrunError, UnreadableError
+from spotrun.errors import JobNotFound, SpecError, SpotrunError, StoreError, UnreadableError
 from spotrun.head.allocation.allocate import Claim
 from spotrun.head.allocation.demand import pinned
 from spotrun.head.job_state import Cause, EndGeneration, Finish, JobState, Stop, apply
@@ -90,7 +90,7 @@ async def _accept(head: Head, job: dict[str, object], code: str) -> JobState:
 async def brief(head: Head, job: str) -> dict[str, Any]:
     """The row of a job that has not ended, and that this head does not run."""
     if job in head.journal.held:
-        with contextlib.suppress(JobNotFound, UnreadableError):
+        with contextlib.suppress(JobNotFound, StoreError, UnreadableError):  # the head knows enough of it itself
             return row(await head.load(job)) | held(job)
         return held(job)
     try:
