@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import socket
 from pathlib import Path
 
 import pytest
 
+from spotrun.machine.processes import ZYGOTE
 from spotrun.store import alive_key
 from spotrun.wire import AliveRecord, Bundle, Generation, JobOrder, Member, Order, StateRef
 from tests.fakes.head import Seen
@@ -176,6 +178,35 @@ async def test_a_parked_job_trains_on_and_keeps_its_files(tmp_path: Path) -> Non
         await jobs.see(other, lambda r: r.store, "ready")
         assert w.head.newest[A].of(parked.id).snapshot == left.snapshot
         assert (machine.tmpfs / parked.id).exists()
+
+
+async def test_a_job_begins_though_its_zygote_dies(tmp_path: Path) -> None:
+    """The zygote takes the request, and forks nothing: nothing is wrong with the job."""
+    asked = 0
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as zygote:
+        zygote.bind(str(tmp_path / "zygote"))
+        zygote.listen()
+        zygote.setblocking(False)
+
+        async def die() -> None:
+            nonlocal asked
+            while True:
+                asking, _ = await asyncio.get_running_loop().sock_accept(zygote)
+                asked += 1
+                asking.close()
+
+        dying = asyncio.create_task(die())
+        try:
+            async with world(tmp_path, A, environment={ZYGOTE: str(tmp_path / "zygote")}) as w:
+                jobs, bundle = Jobs(w), w.bundle()
+                await jobs.change(bundle)
+                await jobs.begin(bundle, 1)
+                await jobs.step(bundle)
+                seen = [work for report in w.head.history for work in report.jobs]
+        finally:
+            dying.cancel()
+    assert asked == 1
+    assert {work.failure for work in seen} == {None}
 
 
 async def test_a_device_never_has_workers_of_two_jobs(tmp_path: Path) -> None:

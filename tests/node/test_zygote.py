@@ -18,7 +18,7 @@ from spotrun.cloud.local.layout import Layout, remove_tree
 from spotrun.machine import private_paths
 from spotrun.machine.processes import MARK, ZYGOTE, children, descendants, kill
 from spotrun.node.launch import templates as module
-from spotrun.node.launch.templates import Templates
+from spotrun.node.launch.templates import NOT_FORKED, Templates
 from tests.fakes.launchers import Bench, alive
 from tests.helpers import await_for
 
@@ -169,14 +169,14 @@ async def test_machines_go_on_without_the_zygote(tmp_path: Path, monkeypatch: py
 
 
 async def test_a_zygote_that_dies_while_it_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The launcher ends, as if a template of the machine's own had died. The next one is the machine's own."""
+    """The launcher ends, and says why. The next one is the machine's own."""
     async with computer(tmp_path, monkeypatch) as c:
         os.kill(c.pid, signal.SIGSTOP)
         bench = Bench(tmp_path / "x", Templates())
         await bench.launcher.start("127.0.9.9", os.environ, [])
         kill([c.pid])
         await await_for(lambda: bench.events, 40, "an end")
-        assert bench.events[-1] == {"type": "ended", "code": -signal.SIGKILL}
+        assert bench.events[-1] == {"type": "ended", "code": NOT_FORKED}
         assert not bench.launcher.alive
         bench.events.clear()
         await bench.launcher.start("127.0.9.9", os.environ, [])

@@ -23,7 +23,7 @@ from spotrun.node.bundle import copy, fetch
 from spotrun.node.claims import Claims
 from spotrun.node.launch.client import Launcher
 from spotrun.node.launch.preload import LONGEST, SOCKETS
-from spotrun.node.launch.templates import Templates
+from spotrun.node.launch.templates import NOT_FORKED, Templates
 from spotrun.node.launch.worker import Task, torchrun_place
 from spotrun.node.packages import imported_modules, install
 from spotrun.node.workers import WorkerGroup, create, move
@@ -292,10 +292,14 @@ class Job:
             self.group.fail(_failure("signal", self.group, f"the launcher of the workers ended (status {status})"))
         if self._ended:
             return
-        if not self._ready:
+        pause = RETRY[0]
+        if status == NOT_FORKED:
+            pause = 0.0  # the agent starts a template of its own: nothing is wrong with the job
+        elif not self._ready:
             self._fail(f"the launcher of the workers does not start (status {status}); the agent's log says why")
+            pause = RETRY[1]
         log.warning("the launcher ended (status %s); starting another", status)
-        self._preparation = asyncio.create_task(self._prepare_until_done(RETRY[0] if self._ready else RETRY[1]))
+        self._preparation = asyncio.create_task(self._prepare_until_done(pause))
         self._ready = False
 
 

@@ -27,6 +27,8 @@ from spotrun.node.launch.template import Request, receive, send
 
 log = logging.getLogger(__name__)
 
+NOT_FORKED = -1000  # a launcher's exit code if the zygote has not forked its template; no signal has this number
+
 # -P: no module of the working directory comes before the installed ones. Not -m: the template would be the main module,
 # and each worker would import that module once more.
 COMMAND = (sys.executable, "-P", "-c", "from spotrun.node.launch.template import main; main()")
@@ -114,7 +116,7 @@ class LauncherProcess:
         return self._handle >= 0
 
     async def wait(self) -> int:
-        """The exit code, once the launcher has ended; -N: signal N has ended it."""
+        """The exit code, once the launcher has ended; -N: signal N has ended it; or `NOT_FORKED`."""
         return await asyncio.shield(self._code)
 
     def kill(self) -> None:
@@ -246,9 +248,10 @@ class Template:
             self._handle = -1
         loop.remove_reader(self._channel)
         self._channel.close()
-        code = self._process.wait() if self._process is not None else 0
+        code = NOT_FORKED if self.refused else self._process.wait() if self._process is not None else 0
         if self.launchers:
-            log.warning("the template of %s launchers ended (status %s)", len(self.launchers), code or "unknown")
+            why = "was not forked" if self.refused else f"ended (status {code or 'unknown'})"
+            log.warning("the template of %s launchers %s", len(self.launchers), why)
         self.gone.set()
         for each in list(self.launchers.values()):
             each.orphaned(code or -signal.SIGKILL)

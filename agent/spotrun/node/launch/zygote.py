@@ -93,21 +93,21 @@ class Zygote:
                             pass
 
     def _accept(self) -> None:
-        asking, _ = self._listener.accept()
-        with asking:
-            asking.settimeout(PATIENCE)
-            descriptors: list[int] = []
-            try:
+        descriptors: list[int] = []
+        try:
+            asking, _ = self._listener.accept()
+            with asking:
+                asking.settimeout(PATIENCE)
                 if not private_paths.is_own_peer(asking):
                     return
                 data, descriptors = receive(asking)
                 if data:
                     self._fork(Request(**json.loads(data)), descriptors)
-            except (OSError, ValueError, TypeError) as error:
-                print(f"zygote: no template is forked: {error!r}", file=sys.stderr, flush=True)
-            finally:
-                for each in descriptors:
-                    os.close(each)
+        except Exception as error:  # an import of torch may cause any error
+            print(f"zygote: no template is forked: {error!r}", file=sys.stderr, flush=True)
+        finally:
+            for each in descriptors:
+                os.close(each)
 
     def _fork(self, request: Request, descriptors: Sequence[int]) -> None:
         channel, stderr = descriptors
