@@ -9,7 +9,7 @@ import functools
 import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -150,11 +150,18 @@ def step(plan: Plan, run: Any, place: str) -> None:
     if run.step == plan.die_at and plan.die_in == place:
         os.kill(os.getpid(), signal.SIGSTOP if plan.freezes else signal.SIGKILL)
     if plan.collective and plan.collective == place:
-        total = torch.ones(3)
-        dist.all_reduce(total)
-        dist.broadcast(total, 0)
-        dist.all_reduce(total, async_op=True).wait()  # type: ignore[union-attr]
-        dist.barrier()
+        total, parts = torch.ones(3), [torch.empty(3) for _ in range(dist.get_world_size())]
+        calls: list[Callable[[], Any]] = [
+            lambda: dist.all_gather_into_tensor(torch.empty(3 * len(parts)), total),
+            lambda: dist.all_gather(parts, total, async_op=True).wait(),  # type: ignore[union-attr]
+            lambda: dist.all_reduce(total),
+            lambda: dist.broadcast(total, 0),
+            lambda: dist.all_reduce(total, async_op=True).wait(),  # type: ignore[union-attr]
+            dist.barrier,
+        ]
+        first = ("first", "middle", "last").index(place)  # the one that finds the group broken
+        for call in calls[first:] + calls[:first]:
+            call()
 
 
 def network() -> nn.Module:

@@ -14,8 +14,12 @@ from typing import Any
 
 from torch._C import _distributed_c10d as c10d
 
-# Methods of a process group that `torch.distributed` calls for collectives and messages (read in torch 2.13 and 2.15).
+# Methods of a process group that `torch.distributed` calls for collectives and messages: those of torch 2.13, which
+# calls `all_gather_single`, and those of torch 2.15.
 _NAMES = (
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "all_to_all_single",
     "allgather",
     "_allgather_base",
     "allgather_coalesced",
@@ -33,6 +37,8 @@ _NAMES = (
     "reduce",
     "reduce_scatter",
     "_reduce_scatter_base",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
     "reduce_scatter_tensor_coalesced",
     "scatter",
     "send",
@@ -47,12 +53,14 @@ def handle_errors(handle: Callable[[Exception], bool]) -> None:
     if _handle is None:
         for name in _NAMES:
             if name in vars(c10d.ProcessGroup):
-                setattr(c10d.ProcessGroup, name, _guarded(getattr(c10d.ProcessGroup, name)))
-        c10d.Work.wait = _guarded(c10d.Work.wait)  # type: ignore[method-assign]
+                setattr(c10d.ProcessGroup, name, _guarded(getattr(c10d.ProcessGroup, name), c10d.FakeWork))
+        c10d.Work.wait = _guarded(c10d.Work.wait, lambda: True)  # type: ignore[method-assign]
     _handle, _thread = handle, threading.get_ident()
 
 
-def _guarded(call: Callable[..., Any]) -> Callable[..., Any]:
+def _guarded(call: Callable[..., Any], result: Callable[[], Any]) -> Callable[..., Any]:
+    """The call, or `result()` if its error is handled. For a collective, that is work that is done."""
+
     @functools.wraps(call)
     def guarded(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -60,6 +68,6 @@ def _guarded(call: Callable[..., Any]) -> Callable[..., Any]:
         except Exception as error:
             if threading.get_ident() != _thread or _handle is None or not _handle(error):
                 raise
-            return None  # instead of work: nothing is left to wait for
+            return result()
 
     return guarded
