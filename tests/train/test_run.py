@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import os
 import re
 import shutil
@@ -248,6 +250,15 @@ def test_the_wrapper_is_like_the_module() -> None:
         assert model(torch.ones(2, 2).double()).shape == (2, 3)
     with pytest.raises(AttributeError, match="nonsense"):
         _ = model.nonsense
+
+
+def test_the_wrapper_can_be_saved_and_copied_as_a_whole() -> None:
+    model, file, x = spotrun.init().ddp(nn.Linear(2, 2)), io.BytesIO(), torch.ones(1, 2)
+    torch.save(model, file)
+    file.seek(0)
+    for other in (torch.load(file, weights_only=False), copy.deepcopy(model)):
+        assert other is not model
+        assert torch.equal(other(x), model(x))
 
 
 def test_mistakes_are_said_clearly(alone: Path) -> None:

@@ -42,11 +42,14 @@ class Parallel(nn.Module):
         # As in DDP: if the module has no buffers now, no step searches the submodules for them.
         self.__dict__["shares_buffers"] = all(list(shares)) and any(True for _ in module.buffers())
         self.__dict__["_used"] = None
-        self.__dict__["_left"] = lambda: None  # returns the DDP instance that was given up, as long as it exists
+        self.__dict__["_left"] = None  # a weak reference to the DDP instance that was given up
         self.__dict__["_hooks"] = []  # arguments of `register_comm_hook`
         self.__dict__["_by_hand"] = False  # whether the script has ever kept gradients from the other ranks
         self.training = module.training
         self.rebuild()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_left": None}  # a weak reference cannot be pickled
 
     def unwrap(self) -> None:
         """Give up the DDP instance: its process group ends. `rebuild` makes another one."""
@@ -55,7 +58,7 @@ class Parallel(nn.Module):
         self.__dict__["_ddp"] = None
         if self._used is not None:
             self._used.forget()
-        if self._left() is not None:
+        if self._left is not None and self._left() is not None:
             # The old reducer's hooks are on the parameters until it is destroyed. If this call comes from within the
             # forward pass, the instance is still in use: the next call ends it.
             gc.collect()
@@ -138,8 +141,8 @@ class Parallel(nn.Module):
         return [each for name, each in self.module.named_parameters() if each.requires_grad and name not in ignored]
 
     def share_buffers(self) -> None:
-        """Give every rank the buffers of rank 0."""
-        if self._ddp is None or not self.shares_buffers or not self.training:
+        """Give every rank the buffers of rank 0. Called only if `shares_buffers`."""
+        if self._ddp is None or not self.training:
             return
         if buffers := [buffer.detach() for buffer in self.module.buffers()]:
             dist._broadcast_coalesced(_get_default_group(), buffers, _BUCKET, 0)
