@@ -47,8 +47,7 @@ def elastic(
     whole = batch * world
     while accumulate == 1 and n - position >= whole:  # as below, in less time
         end = position + whole
-        # Batch(…) would call a function written in Python.
-        yield tuple.__new__(Batch, (1.0, True, end, batch, 0, range(position + rank, end, world)))
+        yield Batch(1.0, True, end, batch, 0, range(position + rank, end, world))
         position = end
     while taken(position, n, batch, world, drop_last):
         rounds: list[tuple[int, int]] = []

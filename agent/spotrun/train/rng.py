@@ -24,19 +24,13 @@ _seed_torch = torch.default_generator.manual_seed
 
 def reseed(*keys: int | str) -> None:
     """Seed python, numpy, torch and CUDA from the keys."""
-    _seed("/".join(map(str, keys)))
-
-
-def reseed_batch(seed: int, step: int, number: int, rank: int) -> None:
-    """`reseed` with these four keys, in less time."""
-    _seed(f"{seed}/{step}/{number}/{rank}")
-
-
-def _seed(keys: str) -> None:
-    value = xxhash.xxh3_64_intdigest(keys.encode()) >> 1  # torch takes 63 bits everywhere
+    value = xxhash.xxh3_64_intdigest("/".join(map(str, keys)).encode()) >> 1  # torch takes 63 bits everywhere
     _seed_python(value)
     _PYTHON.gauss_next = None
-    _seed_numpy(value & 0xFFFFFFFF)
+    try:
+        _seed_numpy(value & 0xFFFFFFFF)
+    except TypeError:  # the script has called numpy.random.set_bit_generator
+        numpy.random.seed(value & 0xFFFFFFFF)
     _seed_torch(value)
     if _has_cuda():
         torch.cuda.manual_seed_all(value)

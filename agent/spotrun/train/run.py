@@ -27,7 +27,7 @@ from spotrun.train.encoding import Stateful
 from spotrun.train.failures import end, is_peer_failure
 from spotrun.train.parallel import Parallel
 from spotrun.train.regroup import Membership
-from spotrun.train.rng import reseed, reseed_batch
+from spotrun.train.rng import reseed
 from spotrun.train.sampler import ElasticSampler
 from spotrun.train.training_state import TrainingState
 
@@ -206,7 +206,7 @@ class Run:
             feed = self._feed(loader, accumulate)
             while (current := next(feed, None)) is not None:
                 self._batch = current
-                reseed_batch(state.seed, state.step, current.number, self.rank)
+                reseed(state.seed, state.step, current.number, self.rank)
                 batch = self._ahead.pop() if self._ahead else next(self._iterator, _END)
                 if batch is _END:
                     break
