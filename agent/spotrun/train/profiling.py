@@ -39,9 +39,11 @@ class Profiling:
         self._first = self._steps = 0  # the first step of the trace, and how many steps it has
 
     def end_step(self, step: int) -> None:
-        """A step has ended: begin, go on or stop. An error of the profiler ends the profile, and not the training."""
-        if self._control is None or (self._control.profile == NONE and self.profiler is None):
-            return
+        """A step has ended: begin, go on or stop. An error of the profiler ends the profile, and not the training.
+
+        Called only if a profiler records, or the control block has a request.
+        """
+        assert self._control is not None
         with self._answering():
             if self._control.profile != NONE:
                 self._begin(step)
