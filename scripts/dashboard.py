@@ -114,9 +114,6 @@ def serve(site: Site, port: int, say: Callable[[str, str], None]) -> None:
     taken.
     """
     asyncio.run(_serve(site, port, say))
-    # Python would wait for threads that read from a bucket. If the bucket does not answer, that could take minutes.
-    sys.stdout.flush()
-    os._exit(0)
 
 
 async def _serve(site: Site, port: int, say: Callable[[str, str], None]) -> None:
@@ -138,6 +135,9 @@ async def _serve(site: Site, port: int, say: Callable[[str, str], None]) -> None
                 await stop.wait()
         finally:
             await asyncio.to_thread(follower.close)
+    # Python would wait for threads that read from a bucket, or ask the head. That could take minutes.
+    sys.stdout.flush()
+    os._exit(0)
 
 
 @contextlib.contextmanager
