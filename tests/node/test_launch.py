@@ -247,4 +247,4 @@ async def test_a_launcher_that_cannot_start_says_so(tmp_path: Path) -> None:
     await await_for(lambda: events, what="an event")
     assert events[-1]["type"] == "ended"
     assert events[-1]["code"] != 0
-    await asyncio.wait_for(launcher.end(), 10)
+    await asyncio.wait_for(launcher.end(), 60)

@@ -196,7 +196,7 @@ async def test_what_a_script_puts_into_the_folder(site: Site, tmp_path: Path) ->
     os.mkfifo(site.folder / "0002" / "000001.part")
     (site.folder / "0003" / "000001.part").mkdir(parents=True)
     site.log(4, 7)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         await site.uploader.upload(all=True)
     assert site.steps() == [7]
     assert site.store.list("jobs") == [metrics_key("j", 4, 1)]
