@@ -154,12 +154,11 @@ async def test_a_token_that_is_no_text_is_refused(page: Page) -> None:
 async def test_a_get_writes_nothing(world: World, page: Page) -> None:
     job = await submitted(world)
     await page.enter()
+    world.store.put(log_key(job, 1, "a", 0), b"text\n")
     before = contents(world)
     for verb in ("pause", "resume", "stop", "priority", "relaunch"):
         status, _ = await page.get(f"/api/jobs/{job}/{verb}")
         assert status in (404, 405), verb
-    world.store.put(log_key(job, 1, "a", 0), b"text\n")
-    before = contents(world)
     parts = ["", *(f"/{name}" for name in (*runs.ANSWERS, "curves", "machines", "logged") if name)]
     for path in ("/api/jobs", *(f"/api/runs/{job}{part}" for part in parts)):
         assert (await page.get(f"{path}?generation=1&node=a&rank=0"))[0] == 200, path
@@ -391,8 +390,10 @@ async def test_a_job_that_was_relaunched_and_ended_between_two_looks_is_read_aga
 class Slow(Store):
     """A client of a bucket that answers when `go` is set."""
 
-    go = threading.Event()
-    waiting = threading.Semaphore(0)
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.go = threading.Event()
+        self.waiting = threading.Semaphore(0)
 
     def find(self, key: str, most: int | None = None) -> bytes | None:
         self.waiting.release()
