@@ -342,6 +342,28 @@ async def test_a_closed_connection_wakes_the_loop_only_together_with_a_second_si
     assert world.head.news.changed.is_set()
 
 
+@pytest.mark.parametrize(
+    ("change", "nodes"),
+    [
+        ({}, set()),
+        ({"made": {"p-1": 2.0}}, {"p-1"}),
+        ({"room": {"p": 1}}, {"p-1"}),
+        ({"size": {"p": 3, "q": 0}}, {"p-2"}),
+        ({"out": {"p": "no answer"}}, {"p-0", "p-1"}),
+    ],
+    ids=["nothing", "a machine is made again", "a machine is gone", "a machine is new", "a zone does not answer"],
+)
+async def test_a_look_at_the_cloud_is_news_of_the_machines_that_have_changed(
+    world: World, change: dict[str, Any], nodes: set[str]
+) -> None:
+    await world.with_machines()
+    world.head.news.take()
+    for name, value in change.items():
+        setattr(world.cloud, name, value)
+    await world.look()
+    assert world.head.news.take() == nodes
+
+
 async def test_a_jobs_state_and_its_events_are_written_at_the_same_time(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
