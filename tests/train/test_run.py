@@ -366,19 +366,19 @@ loss.backward()
 """
 
 
-@pytest.mark.parametrize(
-    ("end", "left"),
-    [("", r"left True threads 0\n"), ("raise ValueError", r"left False threads [1-9]")],
-    ids=["ends well", "fails"],
-)
-def test_a_script_that_ends_well_leaves_its_process_group(end: str, left: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", ["", "raise ValueError"], ids=["ends well", "fails"])
+def test_a_script_that_ends_well_leaves_its_process_group(end: str, tmp_path: Path) -> None:
     """Otherwise gloo's threads abort a process now and then while its interpreter ends, on a busy machine."""
     script = tmp_path / "train.py"
     script.write_text(LEAVING + end)
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "agent"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *STANDALONE, "--nproc-per-node=2", str(script)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert re.search(left, done.stdout), done.stdout + done.stderr
+    found = re.findall(r"left (True|False) threads ([0-9]+)\n", done.stdout)
+    if end:  # torchrun may end the other rank before it looks
+        assert ("False", True) in {(left, threads != "0") for left, threads in found}, done.stdout + done.stderr
+    else:
+        assert found == [("True", "0")] * 2, done.stdout + done.stderr
     assert (done.returncode == 0) is (not end)
 
 
