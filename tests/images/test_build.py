@@ -88,7 +88,7 @@ def test_an_interrupted_build_waits_until_packer_has_cleaned_up(
 ) -> None:
     (tmp_path / "slow").touch()
     process = bake("clusters/gcp-l4.yaml")
-    wait_for((tmp_path / "started").exists, 120, "Packer's start")
+    wait_for((tmp_path / "started").exists, 60, "Packer's start")
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does at Ctrl-C
     wait_for((tmp_path / "interrupted").exists, 30, "Packer's interruption")
     assert process.stderr is not None

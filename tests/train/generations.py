@@ -55,7 +55,7 @@ class Plan:
     fail_at: int = -1  # step in which its script raises
     accumulate: int = 1
     gate: str = ""  # a FIFO from which it reads before it says that it is done
-    patience: float = 600.0  # seconds that it waits for the others when it leaves a drain
+    patience: float = 240.0  # seconds that it waits for the others when it leaves a drain
     own_ddp: bool = False  # its script makes the DDP instance itself
     reads_size: bool = False  # its set-up asks for the number of workers
     collective: str = ""  # its script has a collective of its own in each step: "first", "middle" or "last" in it
