@@ -40,6 +40,7 @@ def dashboard(cluster: Harness, *program: str) -> Iterator[str]:
             assert process.wait(PATIENCE) == 0
         finally:
             process.kill()
+            process.wait(PATIENCE)
             if process.stdout is not None:
                 process.stdout.close()
 

@@ -83,7 +83,8 @@ def test_a_preemption_shows_while_the_page_is_open(cluster: Harness, chromium: B
         cluster.fault("preempt", victim)
         events = page.get_by_role("region", name="Events").last
         expect(events.get_by_text(f"{victim} will be taken: preempt")).to_be_visible()
-        expect(events.get_by_text(re.compile("after [0-9.]+ s, 0 steps lost")).first).to_be_visible()
+        recovery = re.compile(r"after [0-9.]+ s, 0 steps lost \([a-z+]*preempt[a-z+]*\)")
+        expect(events.get_by_text(recovery).first).to_be_visible()
         expect(nodes.get_by_text("running", exact=True)).to_have_count(3)
         assert fits(page)
         shot(page, "cluster")
@@ -306,8 +307,10 @@ def test_another_server_on_this_computer_gets_no_cookie(chromium: Browser, url: 
         assert [each["name"] for each in page.context.cookies(page.url)] == ["spotrun"]
         assert "token" not in page.url
         Thread(target=other.serve_forever, daemon=True).start()
-        page.goto(f"http://127.0.0.1:{other.server_port}/", wait_until="networkidle")
-        other.shutdown()
+        try:
+            page.goto(f"http://127.0.0.1:{other.server_port}/", wait_until="networkidle")
+        finally:
+            other.shutdown()
     assert {path for path, _ in seen} >= {"/", "/picture"}
     assert {cookie for _, cookie in seen} == {""}
 
