@@ -13,7 +13,7 @@ from tests.e2e.harness import Harness, digest_of, sample_ids, undisturbed
 from tests.helpers import once
 
 EPOCHS, SAMPLES, BATCH = 3, 600, 2
-SILENCE = 3.0  # seconds after which a frozen machine is lost, rather than only late
+LOST_AFTER = 3.0  # seconds after which a frozen machine is lost, rather than only late
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def test_final_weights_are_those_of_an_undisturbed_run(
         snapshot_interval=5,
         slow=30,
         step=0.15,
-        heartbeat_timeout=SILENCE,
+        heartbeat_timeout=LOST_AFTER,
     )
     for number, fault in enumerate(sequence):
         cluster.until_step(40 + 70 * number)
@@ -104,7 +104,7 @@ def test_a_node_that_comes_back_does_not_disturb(cluster: Harness) -> None:
         batch=4,
         grow_interval=5,
         slow=100,
-        heartbeat_timeout=SILENCE,
+        heartbeat_timeout=LOST_AFTER,
     )
     cluster.until_step(30)
     before = 0

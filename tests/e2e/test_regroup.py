@@ -33,7 +33,7 @@ def test_the_set_up_of_a_survivor_runs_once(cluster: Harness, tmp_path: Path, fa
         snapshot_interval=5,
         late=3,
         slow=60,
-        heartbeat_timeout=3,
+        **({"heartbeat_timeout": 3} if fault == "freeze" else {}),
     )
     cluster.until_step(30)
     cluster.until(lambda _: len(setups(job.out)) >= 3, what="the spare's warm-up")
