@@ -10,11 +10,16 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
 from multiprocessing import util
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 SHARED = "TESTS_SHARED"  # the variable: a folder for all workers of this run
 # What `make test-fast` leaves out: whole clusters, torch, machines, and many or large programs.
@@ -70,6 +75,14 @@ SLOW = (
 )
 
 CLOUDS = "\npytestmark = pytest.mark.clouds"  # of a module: none of its tests runs but with `-m clouds`
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    from tests.e2e.browser import browser  # not at the top: few tests need it
+
+    with browser() as found:
+        yield found
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -14,7 +14,7 @@ from playwright.sync_api import Browser, Page, Route, expect
 
 from spotrun.dashboard.curves import NAMES
 from spotrun.dashboard.server import PAGES, TYPES
-from tests.e2e.browser import browser, opened
+from tests.e2e.browser import opened
 from tests.e2e.harness import PATIENCE
 
 expect.set_options(timeout=PATIENCE * 1000)
@@ -126,12 +126,6 @@ class Site:
         chosen = [name for name in asked if name][: 4 * NAMES]
         shown = [curves[name] for name in chosen if name in curves] if chosen else list(curves.values())[:NAMES]
         return {"names": list(curves), "curves": shown, "bases": [], "problems": [], "unread": 0}
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Browser]:
-    with browser() as found:
-        yield found
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from spotrun.store import job_key
 from tests.dashboard.site import TOKEN
 from tests.dashboard.site import Page as Served
 from tests.dashboard.site import opened as served
-from tests.e2e.browser import browser, fits, opened
+from tests.e2e.browser import fits, opened
 from tests.e2e.harness import PATIENCE
 from tests.fakes.nvml import H100, Nvml
 from tests.head.world import CODE, JOB, World, rewrite
@@ -86,12 +86,6 @@ class Station:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(PATIENCE)
         self._loop.close()
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Browser]:
-    with browser() as found:
-        yield found
 
 
 @pytest.fixture

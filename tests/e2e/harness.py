@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -255,6 +255,21 @@ def undisturbed(out: Path, ranks: int, **options: Any) -> str:
         stdout=subprocess.DEVNULL,
     )
     return digest_of(out)
+
+
+def closed(status: dict[str, Any]) -> list[dict[str, Any]]:
+    """The interruptions after which the job trains again."""
+    return [each for each in status["job"]["interruptions"] if each["seconds"] is not None]
+
+
+def setups(out: Path) -> Counter[int]:
+    """How often each process ran the script's set-up."""
+    return Counter(map(int, (out / "setups").read_text().split()))
+
+
+def final_pids(out: Path) -> set[int]:
+    """The processes that ended with the job."""
+    return {json.loads(path.read_text())["pid"] for path in out.glob("final-*.json")}
 
 
 def digest_of(out: Path) -> str:

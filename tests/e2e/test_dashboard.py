@@ -24,17 +24,11 @@ from spotrun.history.provenance import Git, Provenance
 from spotrun.state.points import Call, Extra, Header, compress, line
 from spotrun.store import extras_key, job_key, log_key, metrics_key, provenance_key
 from spotrun.train import extras
-from tests.e2e.browser import SIZES, browser, dashboard, faint, fits, opened, shot
+from tests.e2e.browser import SIZES, dashboard, faint, fits, opened, shot
 from tests.e2e.harness import PATIENCE, Harness, running
 from tests.helpers import wait_for
 
 expect.set_options(timeout=PATIENCE * 1000)
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Browser]:
-    with browser() as found:
-        yield found
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.footprint import assert_small
-from tests.e2e.harness import Harness, digest_of, sample_ids, undisturbed
+from tests.e2e.harness import Harness, closed, digest_of, sample_ids, undisturbed
 from tests.helpers import once
 
 EPOCHS, SAMPLES, BATCH = 3, 600, 2
@@ -56,10 +56,6 @@ def test_final_weights_are_those_of_an_undisturbed_run(
 
 
 Status = dict[str, Any]
-
-
-def closed(status: Status) -> list[dict[str, Any]]:
-    return [each for each in status["job"]["interruptions"] if each["seconds"] is not None]
 
 
 def has_more(found: Callable[[Status], list[Any]], number: int, status: Status) -> bool:
@@ -135,7 +131,7 @@ def test_all_nodes_killed_at_once(cluster: Harness) -> None:
     for fault in ("freeze", "kill"):  # frozen first: one that outlives another for a moment saves its state
         for member in cluster.members():
             cluster.fault(fault, member)
-    status = cluster.until(lambda s: closed(s), what="recovery")
+    status = cluster.until(closed, what="recovery")
     job.go()
     (interruption,) = closed(status)
     assert interruption["steps_lost"] > 0

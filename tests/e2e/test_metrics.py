@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-from typing import Any
 
 import pytest
 
 from spotrun.history.curves import Points
 from spotrun.history.reader import Reader
-from tests.e2e.harness import Harness, Job
+from tests.e2e.harness import Harness, Job, closed
 
 EPOCHS, SAMPLES, BATCH, NODES = 3, 600, 2, 2
 STEPS = EPOCHS * SAMPLES // (BATCH * NODES)
@@ -26,10 +25,6 @@ def submit(cluster: Harness, **pace: float) -> Job:
         snapshot_interval=5,
         **pace,
     )
-
-
-def closed(status: dict[str, Any]) -> int:
-    return sum(each["seconds"] is not None for each in status["job"]["interruptions"])
 
 
 def pid_of_rank_0(job: Job) -> int:
@@ -71,7 +66,7 @@ def test_the_curve_of_an_interrupted_job_is_that_of_an_undisturbed_one(cluster: 
                 os.kill(pid_of_rank_0(job), signal.SIGKILL)
             case 2:
                 cluster.fault("kill", cluster.members()[0])
-        cluster.until(lambda status, number=number: closed(status) > number, what=f"recovery {number}")  # type: ignore[misc]
+        cluster.until(lambda status, number=number: len(closed(status)) > number, what=f"recovery {number}")  # type: ignore[misc]
     job.go()
     final = cluster.until_ended()
     assert final["phase"] == "succeeded", final

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.harness import Harness, Job, digest_of, sample_ids, undisturbed
+from tests.e2e.harness import Harness, Job, closed, digest_of, final_pids, sample_ids, setups, undisturbed
 from tests.helpers import once
 
 EPOCHS, SAMPLES, BATCH = 2, 600, 2
@@ -27,23 +26,10 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
     return once("notices", lambda: undisturbed(out, ranks=3, epochs=EPOCHS, samples=SAMPLES, batch=BATCH))
 
 
-def setups(out: Path) -> Counter[int]:
-    """How often each process ran the script's set-up."""
-    return Counter(map(int, (out / "setups").read_text().split()))
-
-
-def final_pids(out: Path) -> set[int]:
-    return {json.loads(path.read_text())["pid"] for path in out.glob("final-*.json")}
-
-
 def last_step(out: Path) -> float:
     """When the last step of the first generation began."""
     lines = [json.loads(line) for path in out.glob("steps-*.jsonl") for line in path.read_text().splitlines()]
     return max(float(each["at"]) for each in lines if each["generation"] == 1)
-
-
-def closed(status: Status) -> bool:
-    return any(each["seconds"] is not None for each in status["job"]["interruptions"])
 
 
 def take(cluster: Harness) -> tuple[str, int]:

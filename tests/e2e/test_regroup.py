@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import Harness, digest_of, sample_ids, undisturbed
+from tests.e2e.harness import Harness, closed, digest_of, final_pids, sample_ids, setups, undisturbed
 
 EPOCHS, SAMPLES, BATCH = 2, 600, 2
-
-
-def setups(out: Path) -> Counter[int]:
-    """How often each process ran the script's set-up."""
-    return Counter(map(int, (out / "setups").read_text().split()))
-
-
-def final_pids(out: Path) -> set[int]:
-    return {json.loads(path.read_text())["pid"] for path in out.glob("final-*.json")}
 
 
 @pytest.mark.parametrize("fault", ["kill", "preempt", "freeze"])
@@ -39,9 +28,7 @@ def test_the_set_up_of_a_survivor_runs_once(cluster: Harness, tmp_path: Path, fa
     cluster.until(lambda _: len(setups(job.out)) >= 3, what="the spare's warm-up")
     before = setups(job.out)
     cluster.fault(fault, cluster.members()[1])
-    status = cluster.until(
-        lambda status: any(each["seconds"] is not None for each in status["job"]["interruptions"]), what="recovery"
-    )
+    status = cluster.until(closed, what="recovery")
     (interruption,) = status["job"]["interruptions"]
     assert interruption["kind"] == {"freeze": "silent"}.get(fault, fault)
     assert interruption["steps_lost"] <= (0 if fault == "preempt" else 5)
@@ -63,9 +50,7 @@ def test_peers_of_a_machine_that_is_cut_off_and_replaced_at_once(cluster: Harnes
     lost = cluster.members()[1]
     cluster.fault("cut", lost)
     cluster.fault("kill", lost)
-    status = cluster.until(
-        lambda status: any(each["seconds"] is not None for each in status["job"]["interruptions"]), what="recovery"
-    )
+    status = cluster.until(closed, what="recovery")
     assert [(each["kind"], each["node"]) for each in status["job"]["interruptions"]] == [("kill", lost)]
     assert any("the workers leave the generation" in each["text"] for each in status["events"])
     job.go()
