@@ -42,10 +42,14 @@ class Station:
     def __init__(self, root: Path) -> None:
         self.world = World(root)
         self._loop = asyncio.new_event_loop()
-        self._thread = Thread(target=self._loop.run_forever)
+        self._thread = Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         self._site = served(self.world)
-        self.page: Served = self.do(self._site.__aenter__)
+        try:
+            self.page: Served = self.do(self._site.__aenter__)
+        except BaseException:
+            self._end()
+            raise
 
     def do(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """What the coroutine returns."""
@@ -82,7 +86,13 @@ class Station:
         async def leave() -> None:
             await self._site.__aexit__(None, None, None)
 
-        self.do(leave)
+        try:
+            self.do(leave)
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        """End the loop and its thread."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(PATIENCE)
         self._loop.close()
@@ -139,11 +149,13 @@ def test_stock_outs_and_the_clouds_advice_are_drawn(station: Station, chromium: 
         said = Said(0.25, 1.0, "test"), Said(7200.0, 1.0, "test"), Said(0.5, 1.0, "test")
         world.cloud.said = {"p": Advice(*said, prices)}
         following = asyncio.create_task(world.head.fleet.follow_market())
-        await asyncio.sleep(0)  # it waits for the next look
-        await world.turn()
-        await world.look()
-        await await_for(lambda: bool(world.head.fleet.advice), what="the advice")
-        following.cancel()
+        try:
+            await asyncio.sleep(0)  # it waits for the next look
+            await world.turn()
+            await world.look()
+            await await_for(lambda: bool(world.head.fleet.advice), what="the advice")
+        finally:
+            following.cancel()
 
     station.do(prepare)
     station.publish()
