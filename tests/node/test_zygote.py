@@ -62,13 +62,18 @@ class Computer:
     def mark(self, name: str) -> str:
         return self.layout.mark(name)
 
-    async def bench(self, name: str, monkeypatch: pytest.MonkeyPatch, **more: str) -> Bench:
-        """A machine with a launcher."""
-        monkeypatch.setenv(MARK, self.mark(name))
+    def idle(self, name: str) -> Bench:
+        """A machine whose launcher has not been started."""
         templates = Templates()
         self._templates.append(templates)
         found = Bench(self._root / f"{name}-{len(self._benches)}", templates)
         self._benches.append(found)
+        return found
+
+    async def bench(self, name: str, monkeypatch: pytest.MonkeyPatch, **more: str) -> Bench:
+        """A machine with a launcher."""
+        monkeypatch.setenv(MARK, self.mark(name))
+        found = self.idle(name)
         await found.launcher.start("127.0.9.9", os.environ | more, [])
         await found.ready()
         return found
@@ -90,6 +95,8 @@ class Computer:
             await bench.launcher.end()
         for templates in self._templates:
             await templates.end()
+        if not self.pid:
+            return
         await await_for(lambda: not self.inits(), what="no template left")
         kill([self.pid])
         with contextlib.suppress(ChildProcessError):
@@ -99,8 +106,8 @@ class Computer:
 @contextlib.asynccontextmanager
 async def computer(root: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Computer]:
     found = Computer(root)
-    found.begin(monkeypatch)
     try:
+        found.begin(monkeypatch)
         yield found
     finally:
         try:
@@ -234,9 +241,7 @@ async def test_many_orphans_leave_no_zombie(tmp_path: Path, monkeypatch: pytest.
         (init,), (template,) = c.inits(), c.forked()
         resource.prlimit(template, resource.RLIMIT_NOFILE, (40, 40))
         resource.prlimit(init, resource.RLIMIT_NOFILE, (40, 40))
-        bench.start(
-            1, "import os, time\nfor _ in range(60): os.system('true &')\nprint('all', flush=True)\ntime.sleep(1000)"
-        )
+        bench.start(1, MANY)
         log = bench.root / "1.0.log"
         await await_for(lambda: log.exists() and log.read_text() == "all\n", what="all orphans made")
         await await_for(lambda: children(init) == [template], what="all orphans reaped")
@@ -248,11 +253,9 @@ async def test_a_zygote_whose_templates_fail(tmp_path: Path, monkeypatch: pytest
     """The agent asks it once."""
     async with computer(tmp_path, monkeypatch) as c:
         monkeypatch.setattr(os, "getcwd", lambda: f"{tmp_path}/is-not-there")
-        bench = Bench(tmp_path / "x", Templates())
+        bench = c.idle("x")
         for _ in range(2):
             bench.events.clear()
             await bench.launcher.start("127.0.9.9", os.environ, [])
             await await_for(lambda: bench.events and bench.events[-1]["type"] in ("ended", "ready"), 40, "an answer")
         assert (bench.events[-1]["type"], c.inits()) == ("ready", [])
-        await bench.launcher.end()
-        await bench.launcher._templates.end()
