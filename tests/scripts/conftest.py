@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import pytest
 
@@ -17,6 +19,15 @@ from tests.scripts.cloud_files import TERRAFORM, Say, spec
 
 if TYPE_CHECKING:
     from tests.fakes.gce import FakeGce
+
+
+@pytest.fixture(autouse=True)
+def without_mlflow() -> Iterator[None]:
+    """No MLFLOW_* variables: an export sets some, and MLflow's client sets others."""
+    with mock.patch.dict(os.environ):
+        for name in [name for name in os.environ if name.startswith("MLFLOW_")]:
+            del os.environ[name]
+        yield
 
 
 @pytest.fixture

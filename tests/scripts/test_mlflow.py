@@ -157,7 +157,6 @@ def test_what_the_server_refuses_is_told(server: Server, bucket: Store) -> None:
 def test_a_server_that_is_not_there(bucket: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """By default, MLflow's client tries again for four minutes."""
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR", "0")
-    monkeypatch.delenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", raising=False)
     with socket.socket() as unheard:  # bound, but it does not listen: who connects is refused
         unheard.bind(("127.0.0.1", 0))
         uri = f"http://127.0.0.1:{unheard.getsockname()[1]}"
@@ -166,7 +165,6 @@ def test_a_server_that_is_not_there(bucket: Store, monkeypatch: pytest.MonkeyPat
     assert os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] == "3"
 
 
-def test_without_an_address(bucket: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+def test_without_an_address(bucket: Store) -> None:
     with pytest.raises(SpotrunError, match="OUT is missing: give MLflow's tracking URI"):
         export_runs.export(bucket, "c", JOB, "mlflow", "")
