@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import yaml
 
 from spotrun.store import provenance_key
 from tests.e2e.conftest import SPEC
-from tests.e2e.harness import Harness
+from tests.e2e.harness import PATIENCE, Harness
 from tests.helpers import wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -53,15 +55,22 @@ class Commands:
         self.file = folder / "cluster.yaml"
         self.file.write_text(yaml.safe_dump(SPEC))
 
-    def start(self, *words: str) -> subprocess.Popen[str]:
+    @contextmanager
+    def start(self, *words: str) -> Iterator[subprocess.Popen[str]]:
+        """A command that runs. At the end, it is killed if it has not ended."""
         command = [sys.executable, "-m", "fabric", words[0], "--cluster", str(self.file), *words[1:]]
         pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        return subprocess.Popen(command, cwd=ROOT, env={**os.environ, "COLUMNS": "120"}, text=True, **pipes)
+        environment = {**os.environ, "COLUMNS": "120"}
+        with subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **pipes) as process:
+            try:
+                yield process
+            finally:
+                process.kill()
 
     def ask(self, *words: str) -> Any:
         """The JSON that a command prints."""
         with self.start(*words, "--json") as process:
-            out, error = process.communicate(timeout=240)
+            out, error = process.communicate(timeout=PATIENCE)
         assert process.returncode == 0, error
         return json.loads(out)
 
@@ -83,20 +92,21 @@ def job_file(tmp_path: Path) -> Path:
 
 def test_a_run_from_its_submission_to_its_removal(cluster: Harness, tmp_path: Path, job_file: Path) -> None:
     commands = Commands(tmp_path)
-    train = commands.start("train", "--job", str(job_file), "--faults", "none", "--json")
-    wait_for(lambda: (job := cluster.status()["job"]) and job["name"] == "small" and job["step"] >= 5, 240)
-    (row,) = [each for each in commands.ask("runs") if each["phase"] == "running"]
-    live = commands.start("logs", "--id", row["id"], "--rank", "all", "--follow", "--grep", "step [0-9]*5$")
-    seen = _lines(live)
-    (tmp_path / "go").touch()
-    assert train.communicate(timeout=240)
-    assert train.returncode == 0
-    live.wait(timeout=240)
-    assert live.returncode == 0
-    assert {(line.split(" | ")[0].split()[-1], line.split()[-1]) for line in seen()} == {
+    with commands.start("train", "--job", str(job_file), "--faults", "none", "--json") as train:
+        wait_for(lambda: (job := cluster.status()["job"]) and job["name"] == "small" and job["step"] >= 5, 60)
+        (row,) = [each for each in commands.ask("runs") if each["phase"] == "running"]
+        follow = ("--rank", "all", "--follow", "--grep", "step [0-9]*5$")
+        with commands.start("logs", "--id", row["id"], *follow) as live:
+            lines = _lines(live)
+            (tmp_path / "go").touch()
+            final = _final(train)
+            assert live.wait(PATIENCE) == 0
+            seen = lines()
+    assert (final["id"], final["phase"]) == (row["id"], "succeeded")
+    assert {(line.split(" | ")[0].split()[-1], line.split()[-1]) for line in seen} == {
         (rank, step) for rank in "01" for step in ("5", "15")
     }
-    assert all(f"of {row['id']} step" in line for line in seen()), "one run in other programs, too"
+    assert all(f"of {row['id']} step" in line for line in seen), "one run in other programs, too"
     _check_show(commands, row["id"])
     again = commands.ask("rerun", "--id", row["id"])
     assert again["differs"] == []
@@ -119,15 +129,14 @@ def test_each_generation_keeps_its_logs_and_the_id_for_trackers(
 ) -> None:
     """A node is killed: its log stays, and the workers of the next generation have the same WANDB_RUN_ID."""
     commands = Commands(tmp_path)
-    train = commands.start("train", "--job", str(job_file), "--faults", "none", "--json")
-    # Not the job of an earlier test, which has ended.
-    wait_for(lambda: (job := cluster.status()["job"]) and job["phase"] == "running" and job["step"] >= 5, 240)
-    id, (_, victim) = (job := cluster.status()["job"])["id"], job["members"]
-    wait_for(lambda: "step 5\n" in _logged(commands, id, "1", "1"), 240, "the log of rank 1 in the bucket")
-    cluster.fault("kill", victim)
-    (tmp_path / "go").touch()
-    final = json.loads(train.communicate(timeout=240)[0].splitlines()[-1])["job"]
-    assert train.returncode == 0
+    with commands.start("train", "--job", str(job_file), "--faults", "none", "--json") as train:
+        # Not the job of an earlier test, which has ended.
+        wait_for(lambda: (job := cluster.status()["job"]) and job["phase"] == "running" and job["step"] >= 5, 60)
+        id, (_, victim) = (job := cluster.status()["job"])["id"], job["members"]
+        wait_for(lambda: "step 5\n" in _logged(commands, id, "1", "1"), 60, "the log of rank 1 in the bucket")
+        cluster.fault("kill", victim)
+        (tmp_path / "go").touch()
+        final = _final(train)
     assert len(final["interruptions"]) == 1
     assert "step 5\n" in _logged(commands, id, "1", "1"), "the log of a node that is gone"
     last = _logged(commands, id, str(final["generation"]), "all")
@@ -136,10 +145,18 @@ def test_each_generation_keeps_its_logs_and_the_id_for_trackers(
     assert all(f"of {id} step" in line for line in last.splitlines() if "step " in line)
 
 
+def _final(train: subprocess.Popen[str]) -> dict[str, Any]:
+    """The job's part of the last document that `make train` prints."""
+    out, error = train.communicate(timeout=PATIENCE)
+    assert train.returncode == 0, error
+    found: dict[str, Any] = json.loads(out.splitlines()[-1])["job"]
+    return found
+
+
 def _logged(commands: Commands, job: str, generation: str, rank: str) -> str:
     """What `make logs` prints of a generation."""
     with commands.start("logs", "--id", job, "--gen", generation, "--rank", rank) as process:
-        return process.communicate(timeout=240)[0]
+        return process.communicate(timeout=PATIENCE)[0]
 
 
 def _check_show(commands: Commands, job: str) -> None:
@@ -166,7 +183,7 @@ def _lines(process: subprocess.Popen[str]) -> Any:
     reader.start()
 
     def lines() -> list[str]:
-        reader.join(240)
+        reader.join(PATIENCE)
         return [line.strip() for line in found]
 
     return lines
