@@ -146,8 +146,11 @@ class Harness:
         return self.until(lambda s: (s["job"]["checkpoint"] or 0) > step, what)
 
     def until_ended(self, timeout: float = 2 * PATIENCE) -> dict[str, Any]:
-        """The job's part of the last status document."""
-        job: dict[str, Any] = self.until(lambda s: s["job"]["ended"], "the end", timeout)["job"]
+        """The job's part of the last status document. pytest shows what is printed of it if the test fails."""
+        status = self.until(lambda s: s["job"]["ended"], "the end", timeout)
+        job: dict[str, Any] = status["job"]
+        if job["interruptions"] or job["failure"]:
+            print(disturbances(status))
         return job
 
     def members(self) -> list[str]:
@@ -224,10 +227,22 @@ class Harness:
                 return
 
     def _story(self) -> str:
-        events = self._newest.get("events", [])
-        lines = [f"{event['at'] % 1000:8.2f} {event['kind']}: {event['text']}" for event in events]
         rest = {key: value for key, value in self._newest.items() if key != "events"}
-        return "\n".join([*lines, json.dumps(rest, indent=1)])
+        return "\n".join([*told_events(self._newest), json.dumps(rest, indent=1)])
+
+
+def told_events(status: dict[str, Any]) -> list[str]:
+    """The events of a status document, for people."""
+    return [f"{event['at'] % 1000:8.2f} {event['kind']}: {event['text']}" for event in status.get("events", [])]
+
+
+def disturbances(status: dict[str, Any]) -> str:
+    """What has disturbed the job of a status document: its interruptions, its failure, and the events."""
+    job = status["job"]
+    failure = dict(job["failure"] or {})
+    trace = failure.pop("traceback", "")
+    head = f"job {job['id']}: {job['phase']}, {job['restarts']} restarts, failure: {json.dumps(failure)}"
+    return "\n".join([head, *trace.splitlines(), *map(json.dumps, job["interruptions"]), *told_events(status)])
 
 
 @contextmanager
