@@ -179,7 +179,7 @@ async def test_a_zygote_that_dies_while_it_imports(tmp_path: Path, monkeypatch: 
     """The launcher ends, and says why. The next one is the machine's own."""
     async with computer(tmp_path, monkeypatch) as c:
         os.kill(c.pid, signal.SIGSTOP)
-        bench = Bench(tmp_path / "x", Templates())
+        bench = c.idle("x")
         await bench.launcher.start("127.0.9.9", os.environ, [])
         kill([c.pid])
         await await_for(lambda: bench.events, 40, "an end")
@@ -188,8 +188,6 @@ async def test_a_zygote_that_dies_while_it_imports(tmp_path: Path, monkeypatch: 
         bench.events.clear()
         await bench.launcher.start("127.0.9.9", os.environ, [])
         await bench.ready()
-        await bench.launcher.end()
-        await bench.launcher._templates.end()
 
 
 @pytest.mark.parametrize("case", ["path", "threads", "packages"])
