@@ -39,6 +39,26 @@ async def test_no_machine_goes_before_the_queue_is_read(world: World) -> None:
     assert world.cloud.size["p"] == 2
 
 
+async def test_nodes_go_on_to_prepare_a_job_while_a_new_head_waits_for_others(world: World) -> None:
+    """Otherwise they would begin again: fetch its code, install its packages, import torch."""
+    await world.started()
+    second = await world.head.submit({**JOB, "nodes": 1}, CODE)
+    world.receive("c")
+    await world.turn()
+    assert world.orders["c"][-1].job(second) is not None
+    head = world.new_head()
+    head._began = head._awake_since = world.clock()
+    world.receive("c", link="2", job=second)
+    await world.turn()
+    (order,) = world.orders["c2"]
+    assert (order.jobs, second in order.parked) == ((), True)
+    for name in ("a", "b"):
+        world.receive(name, link="2", job=head.jobs[0], generation=1)
+    await world.turn()
+    order = world.orders["c2"][-1]
+    assert (order.job(second) is not None, order.parked) == (True, ())
+
+
 async def test_a_budget_needs_prices(world: World) -> None:
     del world.cloud.price["q"]
     await world.head.fleet.look()

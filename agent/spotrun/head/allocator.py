@@ -28,6 +28,11 @@ class Allocator:
         self._conditions: Mapping[str, Condition] = {}  # as they were last known
         self._question: Question | None = None  # the one that `assignment` answers; None: the head could not see
 
+    @property
+    def decided(self) -> bool:
+        """Whether the assignment is more than what jobs hold already: the head sees all nodes."""
+        return self._question is not None
+
     def conditions(self, view: FleetView) -> Mapping[str, Condition]:
         """The condition of each machine."""
         self._conditions = self._head.troubles.attempt(CONDITIONS, lambda: classify(view), self._conditions)

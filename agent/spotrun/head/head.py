@@ -365,7 +365,7 @@ class Head:
                 knows = needed or node.name in bound or keeps_state(seen, node)
                 if knows and node.name in nodes:
                     nodes[node.name][job.id] = node.devices if node.assigned else None
-        self.agents.order(view.jobs, nodes, self.epoch, tuple(self.parked))
+        self.agents.order(view.jobs, nodes, self.epoch, job_queue.left_alone(self))
 
     def fleet_view(self, now: float) -> FleetView:
         """What the head knows now about all jobs, nodes and machines."""

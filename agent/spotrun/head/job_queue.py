@@ -136,6 +136,15 @@ def parked_nodes(head: Head) -> frozenset[str]:
     return frozenset(name for job in head.parked for name, _ in head.agents.work(job))
 
 
+def left_alone(head: Head) -> tuple[str, ...]:
+    """The jobs that agents leave as they are if they have no order about them: parked ones.
+
+    Until this head has decided whose each device is, also all others: the last head may have given them devices, and a
+    node that prepares a job would have to begin again.
+    """
+    return tuple(head.parked) if head.allocator.decided else (*head.parked, *head.states)
+
+
 def pins(head: Head) -> list[Claim]:
     """The claims of parked jobs. An agent of version 1, which serves one job, takes no other one."""
     found = []
