@@ -450,6 +450,13 @@ CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
         ),
         (start(A, C, cause=Cause(kind="start", node=B)),),
     ),
+    "the launcher of a member ended before it was told to start: begin again, and count no failure": (
+        view(
+            job(A, B, generation=2, progress=Progress()),
+            *(spare(A, generation=2, phase="failed", failure=failure("peer"), store="a:2"), node(B, generation=2)),
+        ),
+        (start(A, B, cause=Cause(kind="start", node=A), store="a:2"),),
+    ),
     "slow steps: the drain fits into the notice": (
         view(
             job(A, B, C, progress=Progress(base=0, step=50, stepped_at=NOW - 5, pace=20.0)),

@@ -175,7 +175,7 @@ async def refuses_what_has_ended(w: World, bundle: Bundle) -> None:
     await w.head.order(A, order_of(bundle, generation=stale))
     (refused,) = await w.phase([A], 4, "failed")
     assert refused.failure is not None
-    assert "no store is held at 127.0.9.2:9" in refused.failure.message
+    assert "generation 4 cannot start: its store is gone" in refused.failure.message
 
 
 async def test_user_errors_and_hangs(tmp_path: Path) -> None:

@@ -209,6 +209,22 @@ async def test_a_job_begins_though_its_zygote_dies(tmp_path: Path) -> None:
     assert {work.failure for work in seen} == {None}
 
 
+async def test_a_generation_whose_store_is_gone_does_not_start(tmp_path: Path) -> None:
+    """The launcher has ended since the head knew its store. The next generation has the new launcher's."""
+    async with world(tmp_path, A) as w:
+        jobs, bundle = Jobs(w), w.bundle()
+        await jobs.change(bundle)
+        seen = await jobs.see(bundle, lambda r: r.store, "ready")
+        member = Member(node=A, boot=seen.boot, address=seen.address)
+        await jobs.change(bundle, generation=Generation(number=1, members=(member,), store="127.0.0.9:1"))
+        refused = await jobs.see(bundle, lambda r: r.failure, "a refusal")
+        assert (refused.work.generation, refused.phase, refused.workers) == (1, "failed", ())
+        assert refused.failure.kind == "peer"
+        assert refused.failure.message == "generation 1 cannot start: its store is gone"
+        await jobs.begin(bundle, 2)
+        assert (await jobs.step(bundle)).failure is None
+
+
 async def test_a_device_never_has_workers_of_two_jobs(tmp_path: Path) -> None:
     """Whatever the head orders: the second one waits until the device is free."""
     async with world(tmp_path, A, environment=DEVICES) as w:

@@ -33,6 +33,7 @@ class Generations:
     def __init__(self, id: str, node: Node, folder: Path, logs: LogUploader) -> None:
         self.newest = 0
         self.not_started: Failure | None = None
+        self._refused = 0  # the generation that `not_started` is about, if it has been refused
         self.waiting = ("", 0.0)
         self.warm_up_failed = ""
         self._launchers_lost, self._lost_with = 0, 0  # since the newest generation; the origin of the last group
@@ -60,10 +61,10 @@ class Generations:
             if job.group is None and order.stand_by and job.store and not self.warm_up_failed:
                 self._warm_up(job)
         elif wanted.number <= self.newest:
-            self._refuse(rank, f"generation {wanted.number} has ended on this node already")
+            self._refuse(wanted.number, rank, f"generation {wanted.number} has ended on this node already")
         elif wanted.regroup:
             self.newest = wanted.number
-            self._refuse(rank, f"no workers of this node wait for generation {wanted.number}")
+            self._refuse(wanted.number, rank, f"no workers of this node wait for generation {wanted.number}")
         elif job.store:
             self._start(job, wanted, rank, waiting)
 
@@ -73,8 +74,11 @@ class Generations:
         members = wanted.members if wanted is not None else ()
         return next((i for i, member in enumerate(members) if (member.node, member.boot) == me), -1)
 
-    def _refuse(self, rank: int, message: str) -> None:
-        self.not_started = self.not_started or Failure(kind="peer", rank=rank, at=time.time(), message=message)
+    def _refuse(self, generation: int, rank: int, message: str) -> None:
+        """Say why the generation does not start. Each turn comes here; the first reason stays."""
+        if self.not_started is None or self._refused != generation:
+            self.not_started = Failure(kind="peer", rank=rank, at=time.time(), message=message)
+        self._refused = generation
 
     def _stays(self, job: Job, group: WorkerGroup, wanted: Generation | None, stand_by: bool) -> bool:
         """Whether the workers need not end: they wait for a generation to join without a restart, or warm up for it."""
@@ -119,6 +123,12 @@ class Generations:
         return True
 
     def _start(self, job: Job, wanted: Generation, rank: int, waiting: tuple[str, float]) -> None:
+        if rank == 0 and wanted.store == job.taken_store:
+            return  # until the launcher has another one: then a turn comes here again, and refuses
+        if rank == 0 and wanted.store != job.store:
+            self.newest = wanted.number
+            self._refuse(wanted.number, rank, f"generation {wanted.number} cannot start: its store is gone")
+            return
         claims = self._node.claims
         if held := claims.holder(self._devices(job)):
             why = f"waiting for device {held[0]}, which workers of {held[1]} use"

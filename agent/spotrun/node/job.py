@@ -87,6 +87,11 @@ class Job:
         return self._launcher.store
 
     @property
+    def taken_store(self) -> str:
+        """The endpoint of the store that a generation got last. No other generation may have it."""
+        return self._launcher.taken
+
+    @property
     def python_path(self) -> str:
         """The workers' PYTHONPATH."""
         return self._env.get("PYTHONPATH", "")

@@ -262,12 +262,15 @@ def _hang(view: View, reporting: list[Node]) -> tuple[Action, ...]:
 
 
 def _unable(view: View, node: Node) -> bool:
-    """Whether a member reports, but has not joined the generation in time.
+    """Whether a member reports, but cannot join the generation, or has not joined it in time.
 
     A node whose set-up has failed gets less time than others.
     """
-    if node.work.generation >= view.job.generation or not node.connected or silent(view, node):
+    work, failure = node.work, node.work.failure
+    if not node.connected or silent(view, node):
         return False
+    if work.generation >= view.job.generation:  # it has started workers, or says why it does not
+        return work.phase == "failed" and failure is not None and failure.kind == "peer" and not work.workers
     waited = view.now - max(view.job.ordered_at, view.awake_since)
     return (node.setup_failure and waited > TIMEOUTS.failure) or waited > view.job.spec.start_timeout
 

@@ -26,6 +26,7 @@ class Launcher:
 
     def __init__(self, templates: Templates, on_event: Callable[[dict[str, Any]], None]) -> None:
         self.store = ""  # endpoint of the unused TCPStore; empty before the launcher is ready and after it has ended
+        self.taken = ""  # endpoint of the store that a generation got last; `store` changes when the launcher answers
         self._templates, self._on_event = templates, on_event
         self._process: LauncherProcess | None = None
         self._commands: asyncio.WriteTransport | None = None
@@ -58,11 +59,14 @@ class Launcher:
 
     def start_workers(self, generation: int, rank: int, nodes: int, store: str, tasks: Sequence[Task]) -> None:
         """Make the launcher start the workers of a generation of `nodes` nodes. rank: of this node."""
+        if rank == 0:
+            self.taken = store
         command = {"type": "start", "generation": generation, "rank": rank, "nodes": nodes, "store": store}
         self._write(command | {"tasks": [asdict(task) for task in tasks]})
 
     def take_store(self, generation: int, store: str) -> None:
         """Make the launcher hold another unused TCPStore: a generation without a start command uses `store`."""
+        self.taken = store
         self._write({"type": "take_store", "generation": generation, "store": store})
 
     def _write(self, command: dict[str, Any]) -> None:
