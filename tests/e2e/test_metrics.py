@@ -22,7 +22,7 @@ def submit(cluster: Harness, **pace: float) -> Job:
         epochs=EPOCHS,
         samples=SAMPLES,
         batch=BATCH,
-        snapshot_interval=5,
+        snapshot_interval=50,  # so that the faults lose steps: none of them comes shortly after a snapshot
         **pace,
     )
 
@@ -78,7 +78,7 @@ def test_the_curve_of_an_interrupted_job_is_that_of_an_undisturbed_one(cluster: 
     # The loss is another one on each rank. A substitute's last values may stand for those that rank 0 has lost.
     pairs = zip(bits(whole.curve("loss").counting()), bits(undisturbed.curve("loss").counting()), strict=True)
     differing = [mine[0] for mine, wanted in pairs if mine != wanted]
-    assert all(170 < step <= max(header.base for header in whole.headers.values()) for step in differing), differing
+    assert all(150 < step <= max(header.base for header in whole.headers.values()) for step in differing), differing
     assert len(whole.headers) >= 4
     curve = whole.curve("loss")
     lost = sum(each["steps_lost"] for each in final["interruptions"])
