@@ -22,7 +22,7 @@ def test_the_set_up_of_a_survivor_runs_once(cluster: Harness, tmp_path: Path, fa
         snapshot_interval=5,
         late=3,
         slow=60,
-        **({"heartbeat_timeout": 3} if fault == "freeze" else {}),
+        **({"heartbeat_timeout": 5} if fault == "freeze" else {}),
     )
     cluster.until_step(30)
     cluster.until(lambda _: len(setups(job.out)) >= 3, what="the spare's warm-up")
@@ -30,7 +30,8 @@ def test_the_set_up_of_a_survivor_runs_once(cluster: Harness, tmp_path: Path, fa
     cluster.fault(fault, cluster.members()[1])
     status = cluster.until(closed, what="recovery")
     (interruption,) = status["job"]["interruptions"]
-    assert interruption["kind"] == {"freeze": "silent"}.get(fault, fault)
+    # On a busy machine, the connection of the frozen one may end before it counts as silent.
+    assert interruption["kind"] in {"freeze": ("silent", "kill")}.get(fault, (fault,))
     assert interruption["steps_lost"] <= (0 if fault == "preempt" else 5)
     job.go()
     final = cluster.until_ended()
