@@ -130,6 +130,7 @@ def _note(site: Site, outcome: Outcome, excused: list[checks.Span]) -> None:
     outcome.longest = max((each["seconds"] or 0.0 for each in interruptions), default=0.0)
     if job.get("phase") != "succeeded":
         outcome.problems.append(f"the job is {job.get('phase')}: {job.get('reason')}")
+    outcome.problems += checks.check_failures(job.get("restarts") or 0)
     outcome.problems += checks.check_waits(site.beats, excused)
 
 

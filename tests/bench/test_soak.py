@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import bench.soak.__main__ as soak
-from bench.soak.checks import Beat, check_samples, check_waits, check_weights
+from bench.soak.checks import Beat, check_failures, check_samples, check_waits, check_weights
 from bench.soak.drive import Outcome
 from bench.soak.plan import FAULTS, LASTING, NOTICES, SHAPES, Scenario, scenario
 from bench.soak.site import Bucket
@@ -79,6 +79,11 @@ def test_check_samples(entries: list[dict[str, Any]], wrong: list[str]) -> None:
 def test_check_weights() -> None:
     assert check_weights("a" * 64, "a" * 64) == []
     assert check_weights("a" * 64, "b" * 64) == ["final state aaaaaaaaaaaa, undisturbed bbbbbbbbbbbb"]
+
+
+def test_check_failures() -> None:
+    assert check_failures(0) == []
+    assert check_failures(2) == ["2 failures were counted, and the script never fails"]
 
 
 STEADY = [Beat(float(at), at, 0) for at in range(11)]  # a step a second, nothing saved
