@@ -3,9 +3,9 @@
 python -m bench.soak [--runs 10] [--seed 1] [--resume] [--out bench/RESULTS.md] [--keep build/soak]
 
 Each run has a seed, which stands for a job and a sequence of faults (`bench.soak.plan`). After the run, weights,
-samples, waits, counted failures, and leftovers of the cluster are checked (`bench.soak.checks`). A run that fails keeps its files, and
-the output says how to repeat that run alone. Ctrl-C or SIGTERM ends the soak with the table of the runs so far; with
-`--resume`, a soak goes on after the runs that ended.
+samples, waits, counted failures, and leftovers of the cluster are checked (`bench.soak.checks`). A run that fails keeps
+its files, and the output says how to repeat that run alone. Ctrl-C or SIGTERM ends the soak with the table of the runs
+so far; with `--resume`, a soak goes on after the runs that ended.
 """
 
 from __future__ import annotations
