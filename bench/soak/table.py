@@ -35,7 +35,7 @@ def render(outcomes: Sequence[Outcome], machine: str, day: str) -> str:
         "",
         "A run held if: final weights and optimizer state are bit-equal to the undisturbed run (jobs of fixed size);"
         " every sample is seen once in each epoch; no wait is longer than the work that it could save plus"
-        f" {WAIT:g} s; no process, port, folder in memory, mount or machine is left.",
+        f" {WAIT:g} s; no failure is counted; no process, port, folder in memory, mount or machine is left.",
         "Every job has an AdamW optimizer and a learning rate schedule for each model.",
         "",
         "| job | runs | failed | interruptions | steps done again | longest recovery (median, most) |",
