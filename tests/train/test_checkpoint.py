@@ -17,11 +17,12 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from spotrun.errors import CorruptError, SpotrunError
+from spotrun.errors import CorruptError, SpotrunError, StoreError
 from spotrun.state import checkpoints, shards, slots
 from spotrun.state.control import Context
 from spotrun.store import Store, checkpoint_key
 from spotrun.train import download, transfer
+from spotrun.train import restore as restoring
 from spotrun.train.encoding import decode
 from spotrun.train.restore import Found, restore
 from spotrun.train.slot_files import Reader
@@ -240,6 +241,36 @@ def test_the_newer_of_memory_and_bucket_counts(store: Store, tmp_path: Path, loc
 
 def test_nothing_anywhere_is_a_fresh_start(tmp_path: Path) -> None:
     assert restore(context(tmp_path), 0, None) is None
+
+
+def test_a_bucket_that_does_not_answer_is_asked_again(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that gave up would count as a failure of the job."""
+    save(store, tmp_path, step=10)
+    bucket, pauses = tmp_path / "bucket", []
+    bucket.rename(tmp_path / "away")
+    bucket.touch()
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            bucket.unlink()
+            (tmp_path / "away").rename(bucket)
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    found = restore(context(tmp_path, (1, 10)), 0, None)
+    assert found is not None
+    check_found(found, 10)
+    assert pauses == [1.0, 2.0, 4.0]
+
+
+def test_a_bucket_is_not_asked_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bucket").touch()
+    monkeypatch.setattr(restoring, "BUCKET_PATIENCE", 0.0)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    with pytest.raises(StoreError, match="cannot use this bucket"):
+        restore(context(tmp_path, (1, 10)), 0, None)
 
 
 def test_none_of_the_checkpoints_can_be_read(store: Store, tmp_path: Path) -> None:

@@ -33,6 +33,9 @@ log = logging.getLogger(__name__)
 Order = tuple[int, int]  # (generation, step)
 NOTHING: Order = (-1, -1)
 ROUNDS = 4  # both snapshots of a node may be damaged, and a trusted one is only verified in a further round
+BUCKET_PATIENCE = 300.0  # seconds to go on asking a bucket that does not answer; less than a usual `start_timeout`
+BUCKET_PATIENCE_WITH_STATE = 30.0  # the same, if there is an older state in memory to continue from
+PAUSE = 30.0  # seconds between two such requests, at most
 READER_PATIENCE = 300.0  # seconds: limit for the agent to copy its part of a large snapshot to disk
 
 
@@ -181,12 +184,15 @@ def _newer_checkpoint(context: Context, folder: Path, best: Order) -> Order | No
     from spotrun.store import Store
     from spotrun.train import download
 
-    store = Store(context.bucket)
+    def fetch(step: int, slot: int) -> slots.Record:
+        return download.fetch(Store(context.bucket), context.job, step, folder, slot)
+
+    patience = BUCKET_PATIENCE if best == NOTHING else BUCKET_PATIENCE_WITH_STATE
     for _, step in newer:
         slot = _free_slot(folder, context.job)
         try:
             with _held(folder, slot):
-                return _patiently(partial(download.fetch, store, context.job, step, folder, slot))
+                return _patiently(partial(fetch, step, slot), patience)
         except (CorruptError, NotFound) as error:
             log.warning("checkpoint skipped: %s", error)
         except StoreError as error:
@@ -203,17 +209,20 @@ def _newer_checkpoint(context: Context, folder: Path, best: Order) -> Order | No
     return None
 
 
-def _patiently(fetch: Callable[[], slots.Record]) -> Order:
-    """Retry while the bucket does not answer: the job cannot do anything else."""
-    for pause in (1.0, 2.0, 4.0, 8.0, 16.0):
+def _patiently(fetch: Callable[[], slots.Record], patience: float) -> Order:
+    """Retry while the bucket does not answer, for so many seconds: the job cannot do anything else."""
+    deadline, pause = time.monotonic() + patience, 1.0
+    while True:
         try:
             return fetch().order
         except NotFound:
             raise
         except StoreError as error:
+            if time.monotonic() > deadline:
+                raise
             log.warning("%s; trying again in %g s", error, pause)
             time.sleep(pause)
-    return fetch().order
+            pause = min(2 * pause, PAUSE)
 
 
 def _free_slot(folder: Path, job: str) -> int:
