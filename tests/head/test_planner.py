@@ -203,6 +203,18 @@ CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
         view(job(A, B, C), node(A), failed(B, "signal", notice=notice()), node(C)),
         (Drain(56, PREEMPT, NOW + 27),),
     ),
+    "a peer is gone, and a new head has not heard of all members: wait for them": (
+        view(job(A, B), failed(A, "peer", at=NOW - 5), awake_since=NOW - 1),
+        (),
+    ),
+    "a member refuses its start, and a new head has not heard of all members: wait for them": (
+        view(
+            job(A, B, generation=2, progress=Progress()),
+            spare(A, generation=2, phase="failed", failure=failure("peer"), store="a:2"),
+            awake_since=NOW - 1,
+        ),
+        (),
+    ),
     "a worker was killed by a signal: first see whether a peer is gone": (
         view(job(A, B, C), failed(A, "signal"), node(B), node(C)),
         (),

@@ -134,11 +134,11 @@ def _supervise(view: View) -> tuple[Action, ...]:
     if len(reporting) == len(members) and all(n.phase == "succeeded" for n in reporting):
         return (EndGeneration(ending=Ending(phase="succeeded", state=patience.newest(reporting))),)
     gone = interrupted(view) or silence.interrupted(view)
-    failed = _user_failure(reporting, gone)
+    # If all members that were silent are back, the others have left the generation, or will soon.
+    lost = gone or dict.fromkeys(job.released.node.split(", ") if job.released else (), "silent")
+    failed = _user_failure(reporting, lost)
     if failed:
         return _after_failure(view, *failed)
-    # If all are back that were silent, the others have left the generation, or will soon.
-    lost = gone or ({job.released.node: "silent"} if job.released else {})
     if lost:
         if regroup.must_release(view, gone):
             return (Release(", ".join(gone)),)
@@ -270,7 +270,8 @@ def _unable(view: View, node: Node) -> bool:
     if not node.connected or silent(view, node):
         return False
     if work.generation >= view.job.generation:  # it has started workers, or says why it does not
-        return work.phase == "failed" and failure is not None and failure.kind == "peer" and not work.workers
+        refused = work.phase == "failed" and failure is not None and failure.kind == "peer" and not work.workers
+        return refused and not view.blind()
     waited = view.now - max(view.job.ordered_at, view.awake_since)
     return (node.setup_failure and waited > TIMEOUTS.failure) or waited > view.job.spec.start_timeout
 
@@ -296,7 +297,7 @@ def _unexplained_failure(view: View, reporting: list[Node]) -> tuple[Failure, No
     None if there is no such failure, or if a member may still turn out to be lost.
     """
     found = [(n.work.failure, n) for n in reporting if n.phase == "failed" and n.work.failure]
-    if not found:
+    if not found or view.blind():
         return None
     failure, node = min(found, key=lambda item: (item[0].kind == "peer", item[0].at))
     # Give every member time to report again. A member that does not report may be dead, and explain the failure.
