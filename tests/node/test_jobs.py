@@ -222,7 +222,14 @@ async def test_a_generation_whose_store_is_gone_does_not_start(tmp_path: Path) -
         assert refused.failure.kind == "peer"
         assert refused.failure.message == "generation 1 cannot start: its store is gone"
         await jobs.begin(bundle, 2)
+        taken = jobs.orders[bundle.id].generation.store  # type: ignore[union-attr]
         assert (await jobs.step(bundle)).failure is None
+        # A store that a generation has got is for no other one.
+        await jobs.change(bundle, generation=Generation(number=3, members=(member,), store=taken))
+        refused = await jobs.see(bundle, lambda r: r.failure, "another refusal")
+        assert (refused.work.generation, refused.failure.message) == (3, "generation 3 cannot start: its store is gone")
+        await jobs.begin(bundle, 4)
+        assert (await jobs.see(bundle, lambda r: r.workers, "workers")).work.generation == 4
 
 
 async def test_a_device_never_has_workers_of_two_jobs(tmp_path: Path) -> None:

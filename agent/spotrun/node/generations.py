@@ -76,7 +76,8 @@ class Generations:
 
     def _refuse(self, generation: int, rank: int, message: str) -> None:
         """Say why the generation does not start. Each turn comes here; the first reason stays."""
-        if self.not_started is None or self._refused != generation:
+        before = self.not_started
+        if before is None or (before.kind == "peer" and self._refused != generation):
             self.not_started = Failure(kind="peer", rank=rank, at=time.time(), message=message)
         self._refused = generation
 
@@ -123,7 +124,7 @@ class Generations:
         return True
 
     def _start(self, job: Job, wanted: Generation, rank: int, waiting: tuple[str, float]) -> None:
-        if rank == 0 and wanted.store == job.taken_store:
+        if rank == 0 and wanted.store == job.store == job.taken_store:
             return  # until the launcher has another one: then a turn comes here again, and refuses
         if rank == 0 and wanted.store != job.store:
             self.newest = wanted.number

@@ -171,7 +171,7 @@ class Runner:
             await self._generations.apply(job, order)
             if self.newest > newest:
                 self._again.reset()
-            if self.newest and self._about is None:
+            if job.group is not None and job.group.number > 0 and self._about is None:
                 self._about = asyncio.create_task(self._write_about(job))
             group = job.group
             if group is not None:

@@ -98,7 +98,7 @@ class Launcher:
                 log.warning("a line from the launcher is not JSON: %.200r: ignored", line)
                 continue
             if event["type"] in ("ready", "store"):
-                self.store = event["store"]
+                self.store, self.taken = event["store"], ""
             self._on_event(event)
         code = await process.wait()
         self.store = ""
