@@ -31,6 +31,8 @@ def reseed(*keys: int | str) -> None:
         _seed_numpy(value & 0xFFFFFFFF)
     except TypeError:  # the script has called numpy.random.set_bit_generator
         numpy.random.seed(value & 0xFFFFFFFF)
+        own = numpy.random.mtrand._rand
+        own.set_state({**own.get_state(legacy=False), "has_gauss": 0, "gauss": 0.0})
     _seed_torch(value)
     if _has_cuda():
         torch.cuda.manual_seed_all(value)
