@@ -47,13 +47,20 @@ _handle: Callable[[Exception], bool] | None = None  # True: the error is handled
 _thread = 0  # the id of the thread whose errors are handled
 
 
+class _Done(c10d.FakeWork):
+    """Work that has ended."""
+
+    def is_completed(self) -> bool:
+        return True
+
+
 def handle_errors(handle: Callable[[Exception], bool]) -> None:
     """From now on, `handle` gets the errors of collectives that this thread calls. It returns False to raise them."""
     global _handle, _thread
     if _handle is None:
         for name in _NAMES:
             if name in vars(c10d.ProcessGroup):
-                setattr(c10d.ProcessGroup, name, _guarded(getattr(c10d.ProcessGroup, name), c10d.FakeWork))
+                setattr(c10d.ProcessGroup, name, _guarded(getattr(c10d.ProcessGroup, name), _Done))
         c10d.Work.wait = _guarded(c10d.Work.wait, lambda: True)  # type: ignore[method-assign]
     _handle, _thread = handle, threading.get_ident()
 
