@@ -178,7 +178,7 @@ class Torchft:
 
 
 def no_start(events: list[Event], members: int) -> str:
-    """Why a job has not started that does not step on all its replicas."""
+    """Why a job counts as not started."""
     until = "before a replica ended" if _ended(events) else f"within {START_TIMEOUT:g} s"
     return f"no step on all {members} replicas {until}"
 

@@ -99,7 +99,9 @@ class Order(Document):
     epoch: int  # of the head that speaks; an agent ignores an epoch lower than the highest that it has seen
     number: int = 0  # within its connection; 0: the head does not number its orders
     jobs: tuple[JobOrder, ...] = ()  # at most one for each job; the agent ends everything of other jobs
-    parked: tuple[str, ...] = ()  # jobs that the head cannot read or plan; the agent leaves them as they are
+    parked: tuple[str, ...] = ()
+    """Jobs that the agent leaves as they are, unless `jobs` has an order about them: those that the head cannot read or
+    plan, and all jobs while a new head does not see all nodes."""
 
     @model_validator(mode="before")
     @classmethod

@@ -26,6 +26,7 @@ import select
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -105,6 +106,7 @@ class Zygote:
                     self._fork(Request(**json.loads(data)), descriptors)
         except Exception as error:  # an import of torch may cause any error
             print(f"zygote: no template is forked: {error!r}", file=sys.stderr, flush=True)
+            time.sleep(0.1)  # if the error lasts, the request is still there
         finally:
             for each in descriptors:
                 os.close(each)
