@@ -203,11 +203,11 @@ CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
         view(job(A, B, C), node(A), failed(B, "signal", notice=notice()), node(C)),
         (Drain(56, PREEMPT, NOW + 27),),
     ),
-    "a peer is gone, and a new head has not heard of all members: wait for them": (
+    "a peer is gone, and a new head does not see all members yet: wait for them": (
         view(job(A, B), failed(A, "peer", at=NOW - 5), awake_since=NOW - 1),
         (),
     ),
-    "a member refuses its start, and a new head has not heard of all members: wait for them": (
+    "a member refuses its start, and a new head does not see all members yet: wait for them": (
         view(
             job(A, B, generation=2, progress=Progress()),
             spare(A, generation=2, phase="failed", failure=failure("peer"), store="a:2"),

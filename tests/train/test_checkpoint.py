@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -258,7 +259,7 @@ def test_a_bucket_that_does_not_answer_is_asked_again(
             bucket.unlink()
             (tmp_path / "away").rename(bucket)
 
-    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(restoring, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
     found = restore(context(tmp_path, (1, 10)), 0, None)
     assert found is not None
     check_found(found, 10)
@@ -268,7 +269,7 @@ def test_a_bucket_that_does_not_answer_is_asked_again(
 def test_a_bucket_is_not_asked_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "bucket").touch()
     monkeypatch.setattr(restoring, "BUCKET_PATIENCE", 0.0)
-    monkeypatch.setattr(time, "sleep", lambda _: None)
+    monkeypatch.setattr(restoring, "time", SimpleNamespace(sleep=lambda _: None, monotonic=time.monotonic))
     with pytest.raises(StoreError, match="cannot use this bucket"):
         restore(context(tmp_path, (1, 10)), 0, None)
 
