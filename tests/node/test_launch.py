@@ -107,6 +107,20 @@ if __name__ == "__main__":
 """
 
 
+async def test_a_store_is_for_one_generation(tmp_path: Path) -> None:
+    """Also until the launcher has named another one. A warm-up takes none."""
+    async with bench(tmp_path) as b:
+        await b.begin()
+        first = b.launcher.store
+        assert b.launcher.store_is_free
+        b.launcher.start_workers(-1, 0, 1, "", [])
+        assert b.launcher.store_is_free
+        b.launcher.take_store(1, first)
+        assert (b.launcher.store, b.launcher.store_is_free) == (first, False)
+        await b.said(lambda e: e["type"] == "store", "another store")
+        assert (b.launcher.store == first, b.launcher.store_is_free) == (False, True)
+
+
 async def test_a_worker_starts_processes_in_every_way(tmp_path: Path) -> None:
     async with bench(tmp_path) as b:
         await b.begin()

@@ -9,6 +9,7 @@ import functools
 import json
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -153,7 +154,7 @@ def step(plan: Plan, run: Any, place: str) -> None:
         total, parts = torch.ones(3), [torch.empty(3) for _ in range(dist.get_world_size())]
         calls: list[Callable[[], Any]] = [
             lambda: dist.all_gather_into_tensor(torch.empty(3 * len(parts)), total),
-            lambda: dist.all_gather(parts, total, async_op=True).wait(),  # type: ignore[union-attr]
+            lambda: poll(dist.all_gather(parts, total, async_op=True)),
             lambda: dist.all_reduce(total),
             lambda: dist.broadcast(total, 0),
             lambda: dist.all_reduce(total, async_op=True).wait(),  # type: ignore[union-attr]
@@ -162,6 +163,13 @@ def step(plan: Plan, run: Any, place: str) -> None:
         first = ("first", "middle", "last").index(place)  # the one that finds the group broken
         for call in calls[first:] + calls[:first]:
             call()
+
+
+def poll(work: Any) -> None:
+    """Wait for the work as a script does that has other things to do meanwhile."""
+    while not work.is_completed():
+        time.sleep(0.001)
+    work.wait()
 
 
 def network() -> nn.Module:

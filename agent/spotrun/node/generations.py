@@ -124,8 +124,8 @@ class Generations:
         return True
 
     def _start(self, job: Job, wanted: Generation, rank: int, waiting: tuple[str, float]) -> None:
-        if rank == 0 and wanted.store == job.store == job.taken_store:
-            return  # until the launcher has another one: then a turn comes here again, and refuses
+        if rank == 0 and not job.store_is_free:
+            return  # until the launcher names another store: then a turn comes here again
         if rank == 0 and wanted.store != job.store:
             self.newest = wanted.number
             self._refuse(wanted.number, rank, f"generation {wanted.number} cannot start: its store is gone")

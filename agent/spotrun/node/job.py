@@ -87,9 +87,9 @@ class Job:
         return self._launcher.store
 
     @property
-    def taken_store(self) -> str:
-        """The endpoint of the store that a generation got last. No other generation may have it."""
-        return self._launcher.taken
+    def store_is_free(self) -> bool:
+        """Whether a generation may still get `store`. If not, the launcher will soon name another one."""
+        return self._launcher.store_is_free
 
     @property
     def python_path(self) -> str:

@@ -26,7 +26,7 @@ class Launcher:
 
     def __init__(self, templates: Templates, on_event: Callable[[dict[str, Any]], None]) -> None:
         self.store = ""  # endpoint of the unused TCPStore; empty before the launcher is ready and after it has ended
-        self.taken = ""  # endpoint of the store that a generation got last; `store` changes when the launcher answers
+        self._taken = ""  # endpoint of the store that a generation got last; `store` changes when the launcher answers
         self._templates, self._on_event = templates, on_event
         self._process: LauncherProcess | None = None
         self._commands: asyncio.WriteTransport | None = None
@@ -36,6 +36,11 @@ class Launcher:
     @property
     def alive(self) -> bool:
         return self._process is not None and self._process.alive
+
+    @property
+    def store_is_free(self) -> bool:
+        """Whether a generation may still get `store`."""
+        return self.store != self._taken
 
     async def start(self, address: str, env: Mapping[str, str], modules: Sequence[str], private: bool = False) -> None:
         """Start the process. It imports `modules` before it forks the first worker. Raises OSError.
@@ -59,14 +64,14 @@ class Launcher:
 
     def start_workers(self, generation: int, rank: int, nodes: int, store: str, tasks: Sequence[Task]) -> None:
         """Make the launcher start the workers of a generation of `nodes` nodes. rank: of this node."""
-        if rank == 0:
-            self.taken = store
+        if rank == 0 and store:  # workers that warm up need none
+            self._taken = store
         command = {"type": "start", "generation": generation, "rank": rank, "nodes": nodes, "store": store}
         self._write(command | {"tasks": [asdict(task) for task in tasks]})
 
     def take_store(self, generation: int, store: str) -> None:
         """Make the launcher hold another unused TCPStore: a generation without a start command uses `store`."""
-        self.taken = store
+        self._taken = store
         self._write({"type": "take_store", "generation": generation, "store": store})
 
     def _write(self, command: dict[str, Any]) -> None:
@@ -98,7 +103,7 @@ class Launcher:
                 log.warning("a line from the launcher is not JSON: %.200r: ignored", line)
                 continue
             if event["type"] in ("ready", "store"):
-                self.store, self.taken = event["store"], ""
+                self.store, self._taken = event["store"], ""
             self._on_event(event)
         code = await process.wait()
         self.store = ""
