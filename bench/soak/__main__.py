@@ -41,10 +41,8 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, default=Path("build/soak"), help="folder for files of runs that failed")
     args = parser.parse_args()
     keep = args.keep.absolute()
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # a shell starts what it puts into the background with SIGINT ignored
+    # A shell starts what it puts into the background with SIGINT ignored.
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     adopt_orphans()
     known = Baselines(keep / "undisturbed")

@@ -156,7 +156,7 @@ class Site:
             with contextlib.suppress(SpotrunError):
                 self._do(self._cloud.close())
         self._runner.close()
-        subnet = self._subnet()
+        subnet = self._subnet() if self._cloud is not None else ""  # Ctrl-C may have come while it was brought up
         cloud.down(NAME, self.layout.state.parent.parent)
         if self._follower is not None:
             self._follower.join(60)
@@ -239,12 +239,15 @@ def _after(node: str, members: list[str]) -> list[str]:
 
 
 def left(layout: Layout, subnet: str) -> list[str]:
-    """Processes, ports, mounts and memory that are left of a cluster that was taken down."""
+    """Processes, ports, mounts and memory that are left of a cluster that was taken down.
+
+    subnet: how the addresses of its machines begin; empty: not known, so ports are not looked at.
+    """
     found = [f"process {pid} is left" for pid in sorted(procs.of_cluster(layout.unique))]
     if layout.tmpfs.exists():
         found.append(f"{layout.tmpfs} is left")
     listening = (each.laddr for each in psutil.net_connections("tcp") if each.status == psutil.CONN_LISTEN)
-    found += [f"port {each.port} of {each.ip} is left" for each in listening if each.ip.startswith(subnet)]
+    found += [f"port {each.port} of {each.ip} is left" for each in listening if subnet and each.ip.startswith(subnet)]
     return found + [f"{place} is still mounted" for place in _mounts() if str(layout.state) in place]
 
 

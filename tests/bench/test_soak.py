@@ -12,7 +12,7 @@ import bench.soak.__main__ as soak
 from bench.soak.checks import Beat, check_failures, check_samples, check_waits, check_weights
 from bench.soak.drive import Outcome
 from bench.soak.plan import FAULTS, LASTING, NOTICES, SHAPES, Scenario, scenario
-from bench.soak.site import Bucket
+from bench.soak.site import Bucket, Site
 from bench.soak.table import LEGEND, render
 from spotrun.errors import NotFound, StoreError
 from spotrun.store import Store
@@ -179,3 +179,19 @@ def test_a_soak_that_was_broken_off(
     assert soak.main() == 0
     assert played == [1, 2, 3, 3, 4]
     assert "4 runs, seeds 1 to 4: 4 held, 0 failed." in capsys.readouterr().out
+
+
+def test_a_soak_that_is_ended_while_a_cluster_comes_up_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("SPOTRUN_HOME", "")  # restored at the end: a site sets it
+    site = Site(tmp_path, HUNDRED[0])
+    monkeypatch.setattr("bench.soak.site.cloud.find", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        site.up()
+    assert site.layout.tmpfs.exists()
+    assert site.close() == []
+    assert not site.layout.tmpfs.exists()
