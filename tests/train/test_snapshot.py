@@ -57,6 +57,22 @@ def read(folder: Path) -> Any:
     return decode(record.state, Reader(folder, slot).tensor)
 
 
+def test_a_reader_takes_the_map_that_its_process_has(tmp_path: Path) -> None:
+    state = {"a": torch.arange(5000.0)}
+    writer = write(tmp_path, 1, state)
+    slot, record = slots.newest(tmp_path, "job")[0]
+    mapped = writer.mapped(slot)
+    assert mapped is not None
+    reader = Reader(tmp_path, slot, mapped)
+    assert reader.view("state.a").data_ptr() == mapped.views["state.a"].data_ptr()
+    assert torch.equal(decode(record.state, reader.tensor)["a"], state["a"])
+    path = slots.data_path(tmp_path, slot)
+    other = path.with_suffix(".other")
+    other.write_bytes(path.read_bytes())
+    os.replace(other, path)
+    assert writer.mapped(slot) is None, "the file is not the one that it has mapped"
+
+
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
     lambda inner: (

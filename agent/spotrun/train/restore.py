@@ -25,7 +25,7 @@ from spotrun.errors import CorruptError, NotFound, SpotrunError, StoreError
 from spotrun.state import slots
 from spotrun.state.control import Context
 from spotrun.train.distributed import rank_and_world
-from spotrun.train.slot_files import Reader
+from spotrun.train.slot_files import Reader, SlotFile
 from spotrun.train.transfer import Received, chain_place, receive, send
 
 log = logging.getLogger(__name__)
@@ -83,11 +83,13 @@ def restore(
     group: dist.ProcessGroup | None,
     trusted: Order = NOTHING,
     into: Callable[[], Mapping[str, torch.Tensor]] = dict,
+    mapped: Callable[[int], SlotFile | None] = lambda _: None,
 ) -> Found | None:
     """Find the best state, on every rank. None: there is none. Every rank must call this.
 
     group: takes CPU tensors; None: the default group. trusted: the newest snapshot here, if this process wrote it.
-    into: returns the tensors, by name, into which a received state goes. Raises `DistError` if a state that another
+    into: returns the tensors, by name, into which a received state goes. mapped: a slot's file, if this process has
+    mapped it. Raises `DistError` if a state that another
     worker trusted arrives damaged.
     """
     folder = Path(context.slots)
@@ -105,7 +107,7 @@ def restore(
         doubtful = any((each[0], each[1]) == best and not each[3] for each in offers)
         with ThreadPoolExecutor(1, thread_name_prefix="verify") as beside:
             verified = beside.submit(_verify, folder, context.job, best) if best == own != trusted else None
-            found, whole = _bring(folder, context.job, best, route(offers), group, into)
+            found, whole = _bring(folder, context.job, best, route(offers), group, into, mapped)
         damage = None if verified is None else verified.result()
         whole = whole and damage is None
         if not doubtful and not whole:
@@ -162,6 +164,7 @@ def _bring(
     chain: tuple[int, ...],
     group: dist.ProcessGroup | None,
     into: Callable[[], Mapping[str, torch.Tensor]],
+    mapped: Callable[[int], SlotFile | None],
 ) -> tuple[Found, bool]:
     """Do this rank's part of the transfer, if it has one: (the best state, whether what was received is whole)."""
     hop = chain_place(chain, rank_and_world()[0], group)
@@ -171,7 +174,7 @@ def _bring(
             log.warning("the state of step %d that rank %d has sent is damaged", record.step, hop.before)
         return Found(record, received, kept=False, sending=[]), whole
     slot, record = _slot_of(folder, job, best)
-    reader = Reader(folder, slot)
+    reader = Reader(folder, slot, mapped(slot))
     return Found(record, reader, kept=True, sending=[] if hop is None else send(record, reader, hop)), True
 
 

@@ -77,15 +77,15 @@ class SlotFile:
 
 
 class Reader:
-    """Reads a committed slot. The slot may be overwritten soon: copy what is kept."""
+    """Reads a committed slot. The slot may be overwritten soon: copy what is kept.
 
-    def __init__(self, folder: Path, slot: int) -> None:
+    mapped: the slot's file, if this process has mapped it: a new map of a large file takes longer than its copy.
+    """
+
+    def __init__(self, folder: Path, slot: int, mapped: SlotFile | None = None) -> None:
         self._path = slots.data_path(folder, slot)
         self.entries, self._begin = shards.read_header(self._path)
-        with self._path.open("rb") as file:
-            # Private and writable only because torch warns of read-only memory.
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        self._flat = torch.frombuffer(mapped, dtype=torch.uint8)
+        self._flat = _map_to_read(self._path) if mapped is None else mapped.flat
         self._views = _views(self._flat, self.entries, self._begin)
 
     @property
@@ -115,6 +115,13 @@ class Reader:
         if name not in self._views:
             raise CorruptError(f"snapshot {self._path} has no tensor {name}, but its record names one")
         return self._views[name]
+
+
+def _map_to_read(path: Path) -> torch.Tensor:
+    with path.open("rb") as file:
+        # Private and writable only because torch warns of read-only memory.
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
 def map_file(path: Path, size: int) -> mmap.mmap:

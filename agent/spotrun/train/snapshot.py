@@ -127,10 +127,14 @@ class Writer(Copier):
         self._newest = found[0][0] if found else 1
         self._steps = {slot: record.step for slot, record in found}
         self._committed = dict.fromkeys(slots.SLOTS, (-math.inf, 0))
-        for slot, file in list(self._slots.items()):
-            path = slots.data_path(self._folder, slot)
-            if not path.exists() or path.stat().st_ino != file.inode:  # a state came from another node
+        for slot in list(self._slots):
+            if self.mapped(slot) is None:  # a state came from another node
                 self._forget(slot)
+
+    def mapped(self, slot: int) -> SlotFile | None:
+        """The slot's file as this process has mapped it; None: it has not, or the file has been replaced."""
+        file, path = self._slots.get(slot), slots.data_path(self._folder, slot)
+        return file if file is not None and path.exists() and path.stat().st_ino == file.inode else None
 
     def make_room(self, state: Callable[[Encoder], Any]) -> None:
         """`prepare` beside training. Call it when the first step has made the optimizer's state."""

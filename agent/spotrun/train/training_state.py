@@ -62,6 +62,10 @@ class TrainingState:
             found |= _own_tensors(item, name)
         return found
 
+    def only_reads(self) -> bool:
+        """Whether `load` writes to no tensor of the saved state, as far as torch's own methods tell."""
+        return all(_only_reads(item) for item in self.objects.values() if _copies(item))
+
     def load(self, record: slots.Record, tensors: Tensors) -> None:
         """Load a snapshot with these tensors. Raises `SpotrunError` if it lacks a tracked object."""
         run, saved = record.state["run"], record.state["objects"]
@@ -134,6 +138,18 @@ def _copies(item: Stateful) -> bool:
     if isinstance(item, torch.optim.Optimizer):
         return all(tensor.device.type != "cpu" for group in item.param_groups for tensor in group["params"])
     return isinstance(item, nn.Module)
+
+
+def _only_reads(item: Stateful) -> bool:
+    """Whether the object loads a state by torch's own methods alone."""
+    if type(item).load_state_dict not in _PLAIN:
+        return False
+    if not isinstance(item, nn.Module):
+        return not getattr(item, "_optimizer_load_state_dict_pre_hooks", None)
+    return all(
+        type(each)._load_from_state_dict.__module__.startswith("torch.nn.") and not each._load_state_dict_pre_hooks
+        for each in item.modules()
+    )
 
 
 # These methods accept a state whose tensors are the object's own.
