@@ -60,7 +60,7 @@ class Spotrun:
             raise BenchError(f"spotrun: no step on {NODES} nodes within {START_TIMEOUT:g} s\n{tail(folder)}")
         if not watch.until(lambda _: self._standing_by() >= scenario.spares, START_TIMEOUT):
             raise BenchError(f"spotrun: the spare was not ready within {START_TIMEOUT:g} s\n{tail(folder)}")
-        if scenario.fault != "join" and not scenario.spares and not scenario.replaced:
+        if scenario.fault != "join" and not scenario.replaced:
             self._wait(self._cloud.stockout(ZONE, True))
         self._wait(self._cloud.sizes())  # the connection stands before the fault is timed
 
