@@ -84,6 +84,7 @@ class JobOrder(Document):
     # (they warm up), and wait.
     stand_by: bool = False
     stop_at: int | None = None  # every worker of `generation` snapshots after this step and exits (drain)
+    next: Generation | None = None  # after a drain; workers join it as soon as they wait for a generation
     save: SaveOrder | None = None  # checkpoint at this step of `generation`
     upload: StateRef | None = None  # with `generation` None: upload this local snapshot; `save` has the parts
     keep: int = 0  # upload the folders of `JobSpec.keep` as this generation has left them; 0: do not
@@ -215,6 +216,7 @@ class JobReport(Document):
     generation: int = 0  # the newest generation of this job that this agent took part in
     store: str = ""  # "host:port" for the next generation, if this node is its first member
     workers: tuple[Worker, ...] = ()
+    before: tuple[Worker, ...] = ()  # at the end of the last generation, if no order names `generation` yet
     # Whether its workers could join another generation without a restart, or wait for it. no: there are none, or they
     # could not. failed: they ended while they warmed up. unknown: from an agent that cannot say it.
     regroup: Literal["unknown", "no", "able", "waiting", "failed"] = "unknown"
@@ -295,7 +297,7 @@ class Report(Document):
 
 
 _work_essence: Callable[[JobReport], tuple[object, ...]] = attrgetter(
-    *(name for name in JobReport.model_fields if name not in ("workers", "snapshot"))
+    *(name for name in JobReport.model_fields if name not in ("workers", "before", "snapshot"))
 )
 _node_essence: Callable[[Report], tuple[object, ...]] = attrgetter(
     *(name for name in Report.model_fields if name not in ("jobs", "order", "readings"))
@@ -328,10 +330,7 @@ class UpRecord(Kept):
 
 
 class HostRecord(Kept):
-    """clusters/<name>/hosts/<node>.json: how operators reach and trust a node over SSH.
-
-    The head uses it too: to check the secret of the node's agent.
-    """
+    """clusters/<name>/hosts/<node>.json: how operators reach and trust a node over SSH, and the head its agent."""
 
     node: str
     address: str

@@ -7,7 +7,7 @@ found out at once.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 from spotrun.folders import FoldersRef, Keeping
 from spotrun.head.job_state import JobState
 from spotrun.spec import ClusterSpec
-from spotrun.wire import Failure, JobOrder, JobReport, Order, Part, Place, Report, StateRef, Worker
+from spotrun.wire import Failure, Generation, JobOrder, JobReport, Member, Order, Part, Place, Report, StateRef, Worker
 from tests.head.world import CODE, World
 
 ROUND = 0.3  # seconds between two rounds
@@ -28,6 +28,7 @@ class Work:
 
     order: JobOrder
     generation: int = 0
+    begun: Generation | None = None  # the one with that number
     running: bool = False
     drained: bool = False
     done: bool = False
@@ -38,15 +39,31 @@ class Work:
     snapshot: StateRef | None = None
     trouble: str = ""  # why its folders do not get into the bucket yet
     problem: str = ""  # what is wrong with its folders
-    failure: Failure | None = None  # of the script, in this generation
+    failure: Failure | None = None  # of the script, or because a peer is gone, in this generation
+    before: tuple[Worker, ...] = ()  # as in `JobReport`
     parts: dict[int, Part] = field(default_factory=dict)
+
+    @property
+    def waits(self) -> bool:
+        """Whether its workers, if they can regroup, have left their generation or have warmed up."""
+        peer = self.failure is not None and self.failure.kind == "peer"
+        return self.drained or peer if self.running else self.order.stand_by
+
+    @property
+    def wanted(self) -> Generation | None:
+        """The generation in which the node should be now."""
+        ordered, following = self.order.generation, self.order.next
+        if following is None or self.generation == following.number:
+            return following or ordered
+        stopped = ordered is None or (self.drained and self.generation == ordered.number)
+        return following if stopped and self.waits else ordered
 
 
 class Puppet:
-    """A node."""
+    """A node. regroups: whether its workers go on in another generation without a restart."""
 
-    def __init__(self, name: str, devices: int) -> None:
-        self.name, self.devices = name, devices
+    def __init__(self, name: str, devices: int, regroups: bool = False) -> None:
+        self.name, self.devices, self.regroups = name, devices, regroups
         self.boot = f"boot of {name}"
         self.work: dict[str, Work] = {}
         self.misfits: set[str] = set()  # jobs that cannot be set up here
@@ -63,20 +80,22 @@ class Puppet:
         for each in order.jobs:
             work = self.work.setdefault(each.bundle.id, Work(each))
             work.order = each
-            if each.generation is None or self._rank(each) is None or each.generation.number > work.generation:
+            wanted = work.wanted
+            if (wanted is None or not self._is_in(wanted)) and self.regroups and work.waits and each.stand_by:
+                continue
+            if wanted is None or not self._is_in(wanted) or wanted.number > work.generation:
+                work.before = (_worker(work, 0.0),) if self.regroups and work.running and work.generation else ()
                 work.running = False
                 work.devices = ()
         for work in self.work.values():
             self._begin(work)
 
-    def _rank(self, order: JobOrder) -> int | None:
-        assert order.generation is not None
-        members = order.generation.members
-        return next((i for i, each in enumerate(members) if (each.node, each.boot) == (self.name, self.boot)), None)
+    def _is_in(self, generation: Generation) -> bool:
+        return any((each.node, each.boot) == (self.name, self.boot) for each in generation.members)
 
     def _begin(self, work: Work) -> None:
-        generation = work.order.generation
-        if generation is None or self._rank(work.order) is None or generation.number <= work.generation:
+        generation = work.wanted
+        if generation is None or not self._is_in(generation) or generation.number <= work.generation:
             return
         wanted = work.order.devices or tuple(range(self.devices))
         for job, other in self.work.items():
@@ -84,13 +103,14 @@ class Puppet:
             if other is not work and lives and set(other.devices) & set(wanted):
                 raise AssertionError(f"{self.name}: {work.order.bundle.id} starts on devices {wanted} of {job}")
         work.generation, work.running, work.drained, work.done = generation.number, True, False, False
+        work.begun = generation
         work.failure = None
         work.base, work.step, work.devices = -1, -1, wanted
 
     def report(self, now: float) -> Report:
         """What the node does."""
         jobs = [
-            _misfit(job, now) if job in self.misfits else _job_report(self.name, job, work, now)
+            _misfit(job, now) if job in self.misfits else _job_report(self, job, work, now)
             for job, work in self.work.items()
         ]
         jobs = [_lie(each) if each.job in self.lies else each for each in jobs]
@@ -101,16 +121,26 @@ class Puppet:
 
 
 class Theatre(World):
-    """A head, and a puppet for each machine of its cloud. total: steps of each job. eager: see `round`."""
+    """A head, and a puppet for each machine of its cloud.
+
+    total: steps of each job. eager: see `round`. regroups: as in `Puppet`.
+    """
 
     def __init__(
-        self, root: Path, machines: int = 3, devices: int = 1, total: int = 10**6, eager: bool = False
+        self,
+        root: Path,
+        machines: int = 3,
+        devices: int = 1,
+        total: int = 10**6,
+        eager: bool = False,
+        regroups: bool = False,
     ) -> None:
         super().__init__(root)
         pools = [{"name": "p", "zone": "local-a", "max": machines, "devices": devices}]
         self.cluster = ClusterSpec.model_validate({"name": "c", "cloud": "local", "pools": pools})
         self.cloud.size, self.cloud.price = {"p": 0}, {"p": 3.6}
-        self.now, self.total, self.devices, self.eager = 1000.0, total, devices, eager
+        self.now, self.total, self.devices, self.eager, self.regroups = 1000.0, total, devices, eager, regroups
+        self.begun: dict[tuple[str, int], tuple[Member, ...]] = {}  # the members of each generation that has begun
         self.clock = lambda: self.now
         self.puppets: dict[str, Puppet] = {}
         self.made = 0  # machines that took the place of others
@@ -152,7 +182,7 @@ class Theatre(World):
         for name in self.puppets.keys() - listed:
             self.head.disconnect(name, self.puppets.pop(name).send)
         for name in sorted(listed - self.puppets.keys()):
-            self.puppets[name] = Puppet(name, self.devices)
+            self.puppets[name] = Puppet(name, self.devices, self.regroups)
         for puppet in self.puppets.values():
             puppet.obey()
         for job in {job for puppet in self.puppets.values() for job in puppet.work}:
@@ -160,33 +190,45 @@ class Theatre(World):
         return [name for name in self.puppets if name not in without]
 
     def _step(self, job: str) -> None:
-        """One step of a job, if its whole generation is there."""
+        """One step of each generation of a job whose members are all there. Older ones go first."""
         mine = {name: puppet.work[job] for name, puppet in self.puppets.items() if job in puppet.work}
         idle = [name for name, work in mine.items() if work.drained or work.done or work.failure]
         running = {name: work for name, work in mine.items() if work.running and name not in idle}
         for work in mine.values():
             _upload(work)
-        if not running:
-            return
-        generation = max(work.generation for work in running.values())
-        members = next(w.order.generation for w in running.values() if w.generation == generation).members  # type: ignore[union-attr]
-        here = [running[each.node] for each in members if each.node in running]
-        if len(here) < len(members) or any(work.generation != generation for work in here):
-            return
+        if self.regroups:
+            self._lose_peers(running)
+        for begun in {work.generation: work.begun for work in running.values() if work.begun}.values():
+            same = self.begun.setdefault((job, begun.number), begun.members)
+            assert same == begun.members, f"generation {begun.number} of {job} has other members than {same}"
+            here = [running[each.node] for each in begun.members if each.node in running]
+            if len(here) == len(begun.members) and all(work.generation == begun.number for work in here):
+                self._step_together(begun, here)
+
+    def _step_together(self, begun: Generation, here: Sequence[Work]) -> None:
+        """One step of a generation, or the restore before its first step."""
         if here[0].base < 0:  # all restore the newest state that any of them or the bucket has
-            refs = [work.snapshot for work in here if work.snapshot] + list(here[0].order.generation.checkpoints)  # type: ignore[union-attr]
+            refs = [work.snapshot for work in here if work.snapshot] + list(begun.checkpoints)
             newest = max(refs, key=lambda ref: (ref.generation, ref.step), default=StateRef(generation=0, step=0))
             for work in here:
                 work.base = work.step = newest.step
                 work.began = self.now
             return
         for work in here:
+            ordered = work.order.generation
             work.step += 1
-            stop = work.order.stop_at
+            stop = work.order.stop_at if ordered is not None and ordered.number == begun.number else None
             work.drained = stop is not None and work.step >= stop
             work.done = work.step >= self.total
             if work.drained or work.done or work.step % SNAPSHOT_EVERY == 0:
-                work.snapshot = StateRef(generation=generation, step=work.step)
+                work.snapshot = StateRef(generation=begun.number, step=work.step)
+
+    def _lose_peers(self, running: Mapping[str, Work]) -> None:
+        """The workers whose peer's machine is gone notice it."""
+        boots = {puppet.boot for puppet in self.puppets.values()}
+        for work in running.values():
+            if work.begun and any(member.boot not in boots for member in work.begun.members):
+                work.failure = Failure(kind="peer", rank=0, at=self.now, message="a peer is gone")
 
     def fail(self, job: str, node: str) -> None:
         """The script of a job raises on a node."""
@@ -198,7 +240,7 @@ class Theatre(World):
         self.head.disconnect(name, puppet.send)
         self.cloud.made[name] = self.now
         self.made += 1
-        self.puppets[name] = Puppet(name, self.devices)
+        self.puppets[name] = Puppet(name, self.devices, self.regroups)
         self.puppets[name].boot = f"boot {self.made} of {name}"
 
     def restart_head(self) -> None:
@@ -263,16 +305,19 @@ def _lie(report: JobReport) -> JobReport:
     return report.replace(workers=tuple(worker.replace(step=10**400) for worker in report.workers))
 
 
-def _job_report(node: str, job: str, work: Work, now: float) -> JobReport:
+def _worker(work: Work, now: float) -> Worker:
+    at = work.began or now
+    return Worker(
+        rank=0, pid=1, step=work.step, base=work.base, stepped_at=now if work.step > work.base else 0.0,
+        phases=(at, at, at, at, at + ROUND if work.step > work.base else 0.0),
+    )  # fmt: skip
+
+
+def _job_report(puppet: Puppet, job: str, work: Work, now: float) -> JobReport:
     phase, stepping = "ready", work.running and work.generation > 0
     if stepping:
         phase = "drained" if work.drained else "succeeded" if work.done else "running" if work.base >= 0 else "starting"
         phase = "failed" if work.failure else phase
-    at = work.began or now
-    worker = Worker(
-        rank=0, pid=1, step=work.step, base=work.base, stepped_at=now if work.step > work.base else 0.0,
-        phases=(at, at, at, at, at + ROUND if work.step > work.base else 0.0),
-    )  # fmt: skip
     live = phase in ("starting", "running")
     return JobReport.model_validate(
         {
@@ -280,8 +325,10 @@ def _job_report(node: str, job: str, work: Work, now: float) -> JobReport:
             "phase": phase,
             "devices": work.devices if live else (),
             "generation": work.generation,
-            "store": f"{node}:{work.generation + 1}",
-            "workers": (worker,) if stepping else (),
+            "store": f"{puppet.name}:{work.generation + 1}",
+            "workers": (_worker(work, now),) if stepping else (),
+            "before": work.before if work.order.generation and work.order.generation.number < work.generation else (),
+            "regroup": ("waiting" if work.waits else "able" if stepping else "no") if puppet.regroups else "unknown",
             "snapshot": work.snapshot,
             "parts": tuple(work.parts.values()),
             "keeping": _keeping(job, work),

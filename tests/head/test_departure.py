@@ -37,7 +37,7 @@ from tests.head.views import NOW, A, B, C, D, failed, fleet_plan, job, listed, n
 FIXED = spec(nodes={"min": 3, "max": 3})
 ELASTIC = spec(nodes={"min": 1, "max": 3})
 E = "e"
-PREEMPT = Cause(kind="preempt", node=B)
+PREEMPT, BOTH = Cause(kind="preempt", node=B), Cause(kind="preempt", node=f"{B}, {C}")
 
 
 def trains(name: str, left: float = 0.0, took: float = 0.2, **changes: Any) -> Node:
@@ -70,8 +70,10 @@ def drained(name: str, left: float = 0.0) -> Node:
     return trains(name, left, phase="drained", regroup="waiting")
 
 
-def drain(left: float, step: int = 56) -> tuple[Action, ...]:
-    return (Drain(step, PREEMPT, NOW + left - TIMEOUTS.drain_margin),)
+def drain(left: float, *then: str, cause: Cause = PREEMPT) -> tuple[Action, ...]:
+    """All stop. then: the nodes of the next generation, if the order names it."""
+    following = replace(start(*then, cause=cause), regroup=True) if then else None
+    return (Drain(56, cause, NOW + left - TIMEOUTS.drain_margin, following),)
 
 
 def shared(found: Node) -> Node:
@@ -86,10 +88,13 @@ LAST = TIMEOUTS.drain_margin + SAFETY * (STOP + 2.0)
 CASES: dict[str, tuple[View, tuple[Action, ...]]] = {
     "nobody is ready in its place: training goes on": (leaving(30), ()),
     "its successor warms up: training goes on": (leaving(30, warms(D)), ()),
-    "its successor has warmed up: all stop at once": (leaving(30, warm(D)), drain(30)),
-    "a spare has been there before the notice: all stop at once": (leaving(120, warm(D)), drain(120)),
+    "its successor has warmed up: all stop at once": (leaving(30, warm(D)), drain(30, A, C, D)),
+    "a spare has been there before the notice: all stop at once": (leaving(120, warm(D)), drain(120, A, C, D)),
     "a job that restarts its workers: a ready node is enough": (leaving(30, spare(D), regroups=False), drain(30)),
-    "enough nodes remain: all stop at once, and the job goes on with these": (leaving(30, spec=ELASTIC), drain(30)),
+    "enough nodes remain: all stop at once, and the job goes on with these": (
+        leaving(30, spec=ELASTIC),
+        drain(30, A, C),
+    ),
     "the stop and the upload just fit into the notice: training goes on": (leaving(LAST + 0.01), ()),
     "they would soon not fit: all stop": (leaving(LAST - 0.01), drain(LAST - 0.01)),
     "nobody knows how long an upload takes: a checkpoint begins": (
@@ -126,7 +131,7 @@ CASES: dict[str, tuple[View, tuple[Action, ...]]] = {
     ),
     "two of three leave, and both successors are ready: all stop": (
         view(able(), trains(A), trains(B, 30), trains(C, 40), warm(D), warm(E)),
-        (Drain(56, Cause(kind="preempt", node="b, c"), NOW + 27),),
+        drain(30, A, D, E, cause=BOTH),
     ),
     "two of three leave: the earlier end counts": (
         view(able(), trains(A), trains(B, 60), trains(C, 6), warms(D)),
@@ -195,7 +200,7 @@ CASES: dict[str, tuple[View, tuple[Action, ...]]] = {
             able(ordered_at=NOW - 1000, spec=spec(nodes={"min": 1, "max": 5})),
             *(trains(A), trains(B, 30), trains(C, 40), warm(D)),
         ),
-        (Drain(56, Cause(kind="preempt", node="b, c"), NOW + 27),),
+        drain(30, A, D, cause=BOTH),
     ),
     "a planned end: the machine is drained now, because its successor is asked for afterwards": (
         view(able(), trains(A), replace(trains(B), due=NOW + 140), trains(C)),

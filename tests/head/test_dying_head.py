@@ -52,9 +52,10 @@ CHANGES: dict[str, tuple[int, list[dict[str, Any]], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.parametrize("regroups", [False, True], ids=["with restarts", "without restarts"])
 @pytest.mark.parametrize("change", CHANGES)
 async def test_a_head_that_dies_at_any_point_while_machines_move_loses_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str, regroups: bool
 ) -> None:
     """It dies before each write and order, from the submission of an urgent job until the others have all back.
 
@@ -64,16 +65,22 @@ async def test_a_head_that_dies_at_any_point_while_machines_move_loses_nothing(
     monkeypatch.setattr(FencedStore, "put", fuse.put(FencedStore.put))
     while fuse.left <= 0:  # until a head comes through
         number += 1
-        kinds = await die_while_machines_move(tmp_path / f"{number}", fuse, number, *CHANGES[change])
+        kinds = await die_while_machines_move(tmp_path / f"{number}", fuse, number, regroups, *CHANGES[change])
         assert "move" in kinds
     assert number > 30
 
 
 async def die_while_machines_move(
-    root: Path, fuse: Fuse, number: int, devices: int, jobs: list[dict[str, Any]], urgent: dict[str, Any]
+    root: Path,
+    fuse: Fuse,
+    number: int,
+    regroups: bool,
+    devices: int,
+    jobs: list[dict[str, Any]],
+    urgent: dict[str, Any],
 ) -> set[str]:
     """The kinds of interruptions of the lower jobs."""
-    stage = Theatre(root, machines=3, devices=devices, total=25, eager=True)
+    stage = Theatre(root, machines=3, devices=devices, total=25, eager=True, regroups=regroups)
     low = [await stage.queue_job(f"low-{index}", **job) for index, job in enumerate(jobs)]
     await stage.round(8)
     sizes = [len(stage.nodes(job)) for job in low]

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
+from spotrun.head.costs import job_totals
 from spotrun.head.job_state import Action, Cause, Drain, EndGeneration, Progress, Release, Start, apply
 from spotrun.head.orders import JobOrders
 from spotrun.head.planner.plan import plan
 from spotrun.head.view import Node, View
-from spotrun.wire import Bundle
+from spotrun.wire import Bundle, Worker
 from tests.head.views import NOW, A, B, C, D, failed, job, node, spare, spec, start, view
 
 KILL, SILENT = (Cause(kind=kind, node=B) for kind in ("kill", "silent"))
@@ -22,6 +23,11 @@ FIXED = spec(nodes={"min": 3, "max": 3})
 def trains(name: str, **changes: Any) -> Node:
     """A member whose workers could join another generation."""
     return node(name, **{"regroup": "able", **changes})
+
+
+def taken(name: str) -> Node:
+    """A member whose devices another job gets."""
+    return replace(trains(name), assigned=False)
 
 
 def waits(name: str, **changes: Any) -> Node:
@@ -75,6 +81,19 @@ def begun(*members: str, step: int = 0) -> Any:
     """A job whose generation has begun without a restart, at step 0."""
     found = apply(able(*members, current=None), again(*members), NOW - 1)
     return found.replace(progress=Progress(base=0, step=step))
+
+
+GROW, MOVE = Cause(kind="grow"), Cause(kind="move", node=B)
+
+
+def growing(*members: str, **changes: Any) -> Any:
+    """A job that stops after step 56, to go on with C in generation 2."""
+    return apply(able(*members, **changes), Drain(56, GROW, NOW + 60, next=again(*members, C, cause=GROW)), NOW - 0.2)
+
+
+def ahead(name: str, **changes: Any) -> Node:
+    """A node whose workers have gone on to generation 2 by themselves."""
+    return node(name, **{"generation": 2, "phase": "starting", "regroup": "able", "workers": (), **changes})
 
 
 cases: dict[str, tuple[View, tuple[Action, ...]]] = {
@@ -230,7 +249,92 @@ cases: dict[str, tuple[View, tuple[Action, ...]]] = {
     ),
     "a node that has warmed up joins": (
         view(able(A, B), trains(A), trains(B), warm(C)),
-        (Drain(56, Cause(kind="grow"), NOW + 60),),
+        (Drain(56, GROW, NOW + 60, next=again(A, B, C, cause=GROW)),),
+    ),
+    "it joins a generation of which a member needs new workers: the next generation is not known yet": (
+        view(able(A, B), trains(A), trains(B, regroup="no"), warm(C)),
+        (Drain(56, GROW, NOW + 60),),
+    ),
+    "a member goes to another job, and a node that has warmed up takes its place": (
+        view(able(A, B), trains(A), taken(B), warm(C)),
+        (Drain(56, MOVE, NOW + 60, next=again(A, C, cause=MOVE)),),
+    ),
+    "a member goes, and too few nodes stay: the next generation is not known yet": (
+        view(able(A, B, spec=spec(nodes={"min": 2, "max": 2})), trains(A), taken(B)),
+        (Drain(56, MOVE, NOW + 60),),
+    ),
+    "all members go: no generation follows": (
+        view(able(A, B), taken(A), taken(B), warm(C)),
+        (Drain(56, Cause(kind="move", node=f"{A}, {B}"), NOW + 60),),
+    ),
+    "the job stops: no generation follows": (
+        view(able(A, B, stopping="by the operator"), trains(A), trains(B), warm(C)),
+        (Drain(56, Cause(kind="stop"), NOW + 60),),
+    ),
+    "the members have gone on after the drain": (
+        view(growing(A, B), ahead(A), ahead(B), ahead(C)),
+        (replace(again(A, B, C, cause=GROW), planned=True),),
+    ),
+    "a member has gone on, and another one has stopped": (
+        view(growing(A, B), ahead(A), trains(B, phase="drained", regroup="waiting"), ahead(C)),
+        (replace(again(A, B, C, cause=GROW), planned=True),),
+    ),
+    "a member has gone on, and another one is about to stop: wait for it": (
+        view(growing(A, B), ahead(A), trains(B), ahead(C)),
+        (),
+    ),
+    "a member has gone on, and another one's worker has failed at the stop: the first one is called back": (
+        view(growing(A, B), ahead(A), waits(B, late=56), ahead(C)),
+        (EndGeneration(GROW),),
+    ),
+    "the members have gone on, and the newcomer is lost: they are called back": (
+        view(growing(A, B), ahead(A), ahead(B), lost(C, generation=2, phase="starting")),
+        (EndGeneration(GROW),),
+    ),
+    "the members have gone on, and the newcomer's worker has ended: they are called back": (
+        view(growing(A, B), ahead(A), ahead(B), ahead(C, phase="failed", regroup="no")),
+        (EndGeneration(GROW),),
+    ),
+    "the members have gone on, and one of them goes to another job: they are called back": (
+        view(growing(A, B), ahead(A), replace(ahead(B), assigned=False), ahead(C)),
+        (EndGeneration(GROW),),
+    ),
+    "the members have gone on, and the job stops: they are called back": (
+        view(growing(A, B, stopping="by the operator"), ahead(A), ahead(B), ahead(C)),
+        (EndGeneration(GROW),),
+    ),
+    "a new head waits until it sees a member that may have gone on": (
+        view(growing(A, B), ahead(A), ahead(C), began=NOW - 1, awake_since=NOW - 1),
+        (),
+    ),
+    "the members train, and one of them cannot be seen: the generation has begun": (
+        view(growing(A, B), ahead(A, phase="running"), lost(B), ahead(C)),
+        (replace(again(A, B, C, cause=GROW), planned=True),),
+    ),
+    "only the newcomer has gone on": (view(growing(A, B), trains(A), trains(B), ahead(C)), ()),
+    "a member dies before its stop: the newcomer that has gone on too early will soon wait again": (
+        view(growing(A, B, spec=spec(nodes={"min": 2, "max": 3})), waits(A), lost(B), ahead(C)),
+        (EndGeneration(KILL),),
+    ),
+    "a member dies after its last step, and the others have gone on: they are called back": (
+        view(growing(A, B), ahead(A), lost(B, cloud="gone"), ahead(C)),
+        (EndGeneration(KILL),),
+    ),
+    "one of them is back, and the other one will soon be": (
+        view(apply(growing(A, B), EndGeneration(KILL), NOW), waits(A, generation=2), lost(B), ahead(C)),
+        (),
+    ),
+    "both are back": (
+        view(apply(growing(A, B), EndGeneration(KILL), NOW), waits(A, generation=2), lost(B), waits(C, generation=2)),
+        (again(A, C),),
+    ),
+    "one of them did not come back: all begin with new workers": (
+        view(apply(growing(A, B), EndGeneration(KILL), NOW), ahead(A, regroup="no"), lost(B), waits(C, generation=2)),
+        (start(A, C),),
+    ),
+    "the stop was too early for a member: the next generation stays the same": (
+        view(growing(A, B), trains(A, late=56), trains(B), ahead(C)),
+        (Drain(65, GROW, NOW + 60),),
     ),
     "a node that warms up does not disturb the others": (view(able(A, B), trains(A), trains(B), warming(C)), ()),
 }
@@ -240,6 +344,39 @@ cases: dict[str, tuple[View, tuple[Action, ...]]] = {
 def test_plan(name: str) -> None:
     seen, wanted = cases[name]
     assert plan(seen).actions == wanted
+
+
+def test_a_number_that_a_drain_has_given_is_not_used_twice() -> None:
+    drains = growing(A, B)
+    assert (drains.generation, drains.reserved, drains.draining.next.number) == (1, 2, 2)
+    later = apply(drains, Drain(75, GROW, NOW + 60), NOW)
+    assert later.draining.next == drains.draining.next, "the agents know it already"
+    went_on = apply(drains, replace(again(A, B, C, cause=GROW), planned=True), NOW)
+    assert went_on.current == drains.draining.next
+    assert apply(drains, start(A, C, cause=KILL), NOW).generation == 3, "workers may wait for generation 2"
+    assert apply(apply(drains, EndGeneration(KILL), NOW), start(A, C), NOW).generation == 3
+
+
+def test_the_nodes_of_the_next_generation_know_it_before_the_stop() -> None:
+    drains, bundle = growing(A, B), Bundle(id="j", code="x", job={})
+    orders = {name: JobOrders(drains, bundle).of(name, "b1", (0,)) for name in (A, B, C, D)}
+    assert [(name, order.next and order.next.number) for name, order in orders.items()] == [
+        (A, 2),
+        (B, 2),
+        (C, 2),
+        (D, None),
+    ]
+    assert orders[A].stop_at == 56
+    assert JobOrders(drains, bundle).of(C, "b2", (0,)).next is None, "it is another machine"
+    went_on = apply(drains, replace(again(A, B, C, cause=GROW), planned=True), NOW)
+    assert JobOrders(went_on, bundle).of(A, "b1", (0,)).next is None
+
+
+def test_the_last_steps_count_of_members_that_have_gone_on() -> None:
+    drains = growing(A, B)
+    last = Worker(rank=0, pid=1, step=56, base=10, stepped_at=NOW - 0.05)
+    seen = view(drains, ahead(A, before=(last,)), ahead(B, before=(last.replace(rank=1),)))
+    assert job_totals.observe(drains, seen).progress.step == 56
 
 
 def test_a_job_says_that_it_waits_for_a_warm_up() -> None:

@@ -108,6 +108,50 @@ async def test_the_same_processes_go_on_in_another_generation(tmp_path: Path) ->
         assert first_text.count("set up") == 1
 
 
+async def test_workers_go_on_after_their_stop_without_another_order(tmp_path: Path) -> None:
+    """With a node that has warmed up, which is there first."""
+    async with world(tmp_path, A, B, C) as w:
+        bundle = w.bundle(files={"train.py": SCRIPT})
+        await w.ready(bundle, [A, B, C])
+        order = await w.begin(bundle, 1, [A, B])
+        first = await w.steps([A, B], 1, 5)
+        await w.head.order(C, order_of(bundle, stand_by=True))
+        await waiting(w, C)
+        following = w.generation(2, [A, B, C]).replace(regroup=True)
+        await w.head.order(C, order_of(bundle, stand_by=True, next=following))
+        await w.head.wait(C, lambda r: r.generation == 2 and r.phase == "starting", "C is there first")
+        stop = max(w.head.reports[name].workers[0].step for name in (A, B)) + 60
+        for name in (A, B):
+            await w.head.order(name, changed(order, stop_at=stop, next=following))
+        second = await w.steps([A, B, C], 2, stop + 3)
+        assert [pids(report) for report in second[:2]] == [pids(report) for report in first]
+        assert [report.workers[0].base for report in second] == [stop] * 3
+        for report in second[:2]:
+            assert [(each.step, each.rank) for each in report.before] == [(stop, report.workers[0].rank)]
+        await w.begin(bundle, 2, [A, B, C], regroup=True)  # the head's own order says the same
+        again = await w.head.wait(A, lambda r: r.workers and r.workers[0].step > stop + 10 and not r.before, "steps")
+        assert pids(again) == pids(first[0])
+
+
+async def test_a_node_that_was_there_first_is_called_back(tmp_path: Path) -> None:
+    """Its workers do not begin again, although the generation for which they wait does not begin."""
+    async with world(tmp_path, A, C) as w:
+        bundle = w.bundle(files={"train.py": SCRIPT})
+        await w.ready(bundle, [A, C])
+        await w.begin(bundle, 1, [A])
+        await w.steps([A], 1, 5)
+        await w.head.order(C, order_of(bundle, stand_by=True))
+        await waiting(w, C)
+        await w.head.order(C, order_of(bundle, stand_by=True, next=w.generation(2, [A, C]).replace(regroup=True)))
+        early = await w.head.wait(C, lambda r: r.generation == 2 and r.phase == "starting", "C is there first")
+        await w.head.order(C, order_of(bundle, stand_by=True))
+        await waiting(w, C)
+        await w.begin(bundle, 3, [C], regroup=True)
+        (alone,) = await w.steps([C], 3, 3)
+        assert pids(alone) == pids(early)
+        assert (await w.bucket_log(bundle, 0, C, 0, "set up")).count("set up") == 1
+
+
 async def test_several_workers_of_a_node_go_on_together(tmp_path: Path) -> None:
     async with world(tmp_path, A, B) as w:
         bundle = w.bundle(files={"train.py": SCRIPT}, procs_per_node=2)

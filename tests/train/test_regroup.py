@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ import psutil
 import pytest
 
 from spotrun.state import exit_note
-from spotrun.state.control import EXIT_DRAINED, EXIT_PEER, NONE, Context, Control, Invitation, release_fifo
+from spotrun.state.control import EXIT_DRAINED, EXIT_PEER, NONE, Context, Control, Invitation, worker_fifo
 from spotrun.state.wakeup import wake
 from tests.helpers import wait_for
 from tests.train.forks import forked
@@ -65,14 +66,20 @@ class Regroups:
         wait_for(lambda: found.control.left == EXIT_DRAINED, 60)
         return found
 
-    def regroup(self, members: list[Member], stop_at: int = NONE, missing: int = 0, store: bool = True) -> None:
+    def regroup(
+        self, members: list[Member], stop_at: int = NONE, missing: int = 0, store: bool = True, answers: bool = True
+    ) -> None:
         """Have these workers join the next generation, once all of them wait.
 
         missing: members that never come. store: whether the generation's store is still there when they join.
+        answers: whether the store answers.
         """
         wait_for(lambda: all(each.control.left != NONE for each in members), 60)
         self.cluster.generation += 1
         group = self.stack.enter_context(meeting(len(members) + missing))
+        if not answers:
+            silent = self.stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            group = group | {"MASTER_PORT": str(silent.getsockname()[1])}
         if not store:
             self.close_groups()
         for rank, each in enumerate(members):
@@ -232,6 +239,24 @@ def test_a_store_that_is_gone_before_the_members_reach_it(job: Regroups, undistu
     assert flatten(job.cluster.final()) == flatten(undisturbed)
 
 
+@pytest.mark.parametrize("answers", [True, False], ids=["a member is missing", "the store does not answer"])
+def test_members_are_called_back_from_a_generation_that_does_not_begin(
+    job: Regroups, undisturbed: Any, answers: bool
+) -> None:
+    """What they have in memory is still valid: nothing is loaded."""
+    job.begin("abc", stop_at=5)
+    pids = job.pids()
+    job.regroup(job.members, missing=1, answers=answers)
+    wait_for(lambda: all(each.control.entered > 0 for each in job.members), 60)
+    for each in job.members:
+        release(each, job.cluster.generation)
+    wait_for(lambda: all(each.control.left == EXIT_DRAINED for each in job.members), 10)
+    job.regroup(job.members)
+    assert job.end() == [0, 0, 0], job.cluster.log()
+    assert job.pids() == pids
+    assert flatten(job.cluster.final()) == flatten(undisturbed)
+
+
 def test_a_donor_that_dies_while_it_sends(job: Regroups, undisturbed: Any) -> None:
     """The newcomer has a part of the state. It gets the whole state in the next generation, from another one."""
     job.begin("abc", 1, a={"die_sending": True}, b={"die_at": 3})
@@ -338,7 +363,7 @@ def end(process: psutil.Process) -> None:
 def release(member: Member, generation: int) -> None:
     """What an agent does if another node is silent."""
     member.control.released = generation
-    wake(str(release_fifo(member.context.control)))
+    wake(str(worker_fifo(member.context.control)))
 
 
 @pytest.mark.parametrize(("collective", "die_in"), [("first", "last"), ("middle", ""), ("last", "middle")])

@@ -18,6 +18,7 @@ class Start:
     store: str
     cause: Cause | None = None
     regroup: bool = False  # as in `Generation`
+    planned: bool = False  # whether it is the generation that the drain named as the next one
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Drain:
     step: int
     cause: Cause
     deadline: float
+    next: Start | None = None  # the generation after it, if it is known already
     reason: str = field(default="", compare=False)  # for operators: why now
 
 

@@ -66,7 +66,8 @@ class JobState(Kept):
     submitted: float
     started: float | None = None
     ended: float | None = None
-    generation: int = 0  # newest number given out
+    generation: int = 0  # number of the newest generation that has begun
+    reserved: int = 0  # the newest number that a drain has given to the generation after it; 0: none
     current: Generation | None = None
     ordered_at: float = 0.0  # when `current` was given out, or when the last one ended
     last: tuple[Member, ...] = ()  # members of the newest generation, in rank order
@@ -113,6 +114,11 @@ class JobState(Kept):
     unpriced: dict[str, float] = Field(default={})  # machine-seconds by pool that an older head counted without a price
     hourly: float = 0.0  # USD an hour, at present
     counted_at: float = 0.0  # node_seconds are counted up to here
+
+    @property
+    def next_number(self) -> int:
+        """A number that no generation has got."""
+        return max(self.generation, self.reserved) + 1
 
     @property
     def ended_already(self) -> bool:
@@ -171,14 +177,14 @@ def apply(job: JobState, action: Action, now: float) -> JobState:
     """The job after the action."""
     match action:
         case Start():
-            return _begin(_end_generation(job, action.cause, now), action, now)
+            planned = job.draining.next if job.draining and action.planned else None
+            return _begin(_end_generation(job, action.cause, now), planned or _generation(job, action), now)
         case EndGeneration():
             job = _end_generation(job, action.cause, now)
             phase = "finishing" if action.ending or job.ending else "waiting"
             return job.replace(phase=phase, ordered_at=now, ending=action.ending or job.ending)
         case Drain():
-            draining = Draining(step=action.step, cause=action.cause, deadline=action.deadline)
-            return job.replace(draining=draining, phase="draining", saving=None)
+            return _drain(job, action)
         case Save():
             return job.replace(saving=Saving(ref=action.ref, holders=action.holders, since=now))
         case AbortSave():
@@ -238,12 +244,30 @@ def in_doubt(job: JobState, cause: Cause | None) -> bool:
     return stuck or (cause is not None and cause.kind in ("crash", "hang", "start"))
 
 
-def _begin(job: JobState, action: Start, now: float) -> JobState:
+def _begin(job: JobState, current: Generation, now: float) -> JobState:
     """The job, which has no generation, at the beginning of the next one."""
-    number, members, known = job.generation + 1, action.members, job.checkpoints[:8]
-    current = Generation(number=number, members=members, store=action.store, checkpoints=known, regroup=action.regroup)
-    job = job.replace(generation=number, current=current, last=members, ordered_at=now, saving=None)
+    job = job.replace(generation=current.number, current=current, last=current.members, ordered_at=now, saving=None)
     return job.replace(phase="starting", started=job.started or now)
+
+
+def _generation(job: JobState, action: Start) -> Generation:
+    return Generation(
+        number=job.next_number,
+        members=action.members,
+        store=action.store,
+        checkpoints=job.checkpoints[:8],
+        regroup=action.regroup,
+    )
+
+
+def _drain(job: JobState, action: Drain) -> JobState:
+    """The job in a drain. A later step for the same drain changes nothing about the generation after it."""
+    following = job.draining.next if job.draining else None
+    if job.draining is None and action.next is not None:
+        following = _generation(job, action.next)
+    draining = Draining(step=action.step, cause=action.cause, deadline=action.deadline, next=following)
+    reserved = following.number if following else job.reserved
+    return job.replace(draining=draining, phase="draining", saving=None, reserved=reserved)
 
 
 def _end_generation(job: JobState, cause: Cause | None, now: float) -> JobState:

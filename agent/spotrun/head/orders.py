@@ -49,11 +49,23 @@ class JobOrders:
             if self._keeper and (self._keeper.node, self._keeper.boot) == (node, boot):
                 order = order.replace(keep=job.generation)
             return order.replace(upload=job.saving.ref, save=save) if job.saving and save else order
-        member = self._members.get((node, boot))
+        member, draining = self._members.get((node, boot)), job.draining
+        knows = member is not None or devices is not None
+        if (
+            knows
+            and draining
+            and draining.next
+            and any((node, boot) == (m.node, m.boot) for m in draining.next.members)
+        ):
+            order = order.replace(next=draining.next)
         if member is None:
             return order
-        stop_at = job.draining.step if job.draining else None
-        more = {"stop_at": stop_at, "save": save, "release": job.released is not None, "dump": job.dumping}
+        more = {
+            "stop_at": draining.step if draining else None,
+            "save": save,
+            "release": job.released is not None,
+            "dump": job.dumping,
+        }
         return order.replace(stand_by=False, generation=job.current, devices=member.devices, **more)
 
     def _save(self, node: str) -> SaveOrder | None:

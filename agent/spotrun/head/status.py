@@ -268,7 +268,8 @@ def event(job: JobState, action: Action) -> tuple[str, str] | None:
         case Start():
             names = ", ".join(member.node for member in action.members)
             nodes = "1 node" if len(action.members) == 1 else f"{len(action.members)} nodes"
-            return "generation", f"{job.generation + 1}: {nodes} ({names}){_why(action)}"
+            number = job.reserved if action.planned else job.next_number
+            return "generation", f"{number}: {nodes} ({names}){_why(action)}"
         case EndGeneration() if action.ending:
             return "generation", "the job is done"
         case EndGeneration() if action.cause:  # without one the job has failed, which its own event says

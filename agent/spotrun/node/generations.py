@@ -11,7 +11,7 @@ from spotrun.node import memory
 from spotrun.node.job import Job, Node
 from spotrun.node.log_uploader import LogUploader
 from spotrun.node.workers import WorkerGroup
-from spotrun.state.control import release_fifo
+from spotrun.state.control import worker_fifo
 from spotrun.state.wakeup import wake
 from spotrun.store import log_key
 from spotrun.wire import Failure, Generation, JobOrder
@@ -19,6 +19,7 @@ from spotrun.wire import Failure, Generation, JobOrder
 log = logging.getLogger(__name__)
 
 
+CALL_BACK = 3.0  # seconds for workers to leave a generation that does not begin
 LAUNCHERS = 3  # that may end while workers warm up; after that, the script may be at fault
 
 
@@ -44,13 +45,17 @@ class Generations:
 
         The others end before new workers start.
         """
-        wanted, rank = order.generation, self._rank(order.generation)
+        wanted = order.next if _goes_on(job.group, order) else order.generation
+        rank = self._rank(wanted)
         self.waiting, waiting = ("", 0.0), self.waiting
         if rank < 0:
             wanted = None
         group = job.group
         if group is not None and (wanted is None or wanted.number != group.number):
             if self._stays(job, group, wanted, order.stand_by) and (wanted is None or self._regroup(job, wanted, rank)):
+                return
+            goes_on = order.stand_by if wanted is None else wanted.regroup
+            if goes_on and self._calls_back(group):
                 return
             await self.end_group(job, group)
             if group.living:
@@ -93,6 +98,15 @@ class Generations:
         if wanted is None:
             return stand_by and (group.regroup == "waiting" or (group.number == 0 and group.alive))
         return wanted.regroup and wanted.number > self.newest and group.regroup == "waiting"
+
+    def _calls_back(self, group: WorkerGroup) -> bool:
+        """Tell workers that wait for the others of a generation which does not begin to leave it.
+
+        True: they have some time left to do so. Then they can join another generation.
+        """
+        if group.joining:
+            release(group)
+        return group.joining and time.time() - group.released_at < CALL_BACK
 
     def _devices(self, job: Job) -> tuple[int, ...]:
         return job.devices or tuple(range(self._node.devices))
@@ -167,12 +181,24 @@ class Generations:
             await job.restart_launcher()
 
 
+def _goes_on(group: WorkerGroup | None, order: JobOrder) -> bool:
+    """Whether these workers take part in the generation after a drain, or can join it now."""
+    if group is None or order.next is None:
+        return False
+    if group.number == order.next.number:
+        return True
+    # The others are told what to do when all of them have stopped.
+    stopped = order.generation is None or group.stopped_in(order.generation.number)
+    return stopped and group.regroup == "waiting"
+
+
 def release(group: WorkerGroup) -> None:
     """Tell workers that can regroup to leave their generation, once, because a peer is gone or silent."""
+    group.released_at = group.released_at or time.time()
     for each in group.workers:
         if each.code is None and each.control.able == 1 and each.control.released != group.number:
             each.control.released = group.number
-            wake(str(release_fifo(each.path)))
+            wake(str(worker_fifo(each.path)))
 
 
 def drop_group(job: Job) -> None:

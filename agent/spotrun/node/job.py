@@ -28,8 +28,8 @@ from spotrun.node.launch.worker import Task, torchrun_place
 from spotrun.node.packages import imported_modules, install
 from spotrun.node.workers import WorkerGroup, create, move
 from spotrun.spec import JobSpec
-from spotrun.state.control import Context, Invitation
-from spotrun.state.wakeup import Wakeups
+from spotrun.state.control import Context, Invitation, worker_fifo
+from spotrun.state.wakeup import Wakeups, wake
 from spotrun.store import Store
 from spotrun.wire import Bundle, Failure, Generation, Place
 
@@ -150,6 +150,7 @@ class Job:
             self._launcher.take_store(number, generation.store)
         for each in group.workers:
             each.control.joins = number
+            wake(str(worker_fifo(each.path)))
         self.group = group
         return group
 

@@ -194,6 +194,8 @@ class Runner:
 
     async def _apply_steps(self, job: Job, group: WorkerGroup, order: JobOrder) -> None:
         part = self._part_uploader.part
+        if self._is_ahead(group):
+            order = order.replace(stop_at=None, save=None, release=False, dump=False)
         group.set_steps(order.stop_at, order.save.step if order.save and not part else None)
         if order.release:
             release(group)
@@ -204,9 +206,15 @@ class Runner:
             await self._generations.end_group(job, group)
         elif group.alive and (size := memory.excess(self._slots.parent)):
             await self._end_greedy(job, group, size)
-        if (not group.alive or group.regroup == "waiting") and self._flushed != group.number:
-            self._flushed = group.number
+        ended = group.number if not group.alive or group.regroup == "waiting" else group.previous
+        if ended > self._flushed and not group.joining:
+            self._flushed = ended
             self._flush = asyncio.create_task(self._upload_logs())
+
+    def _is_ahead(self, group: WorkerGroup) -> bool:
+        """Whether the order is not about the workers' generation: they warm up, or have gone on after a drain."""
+        ordered = self._order.generation if self._order is not None else None
+        return ordered is None or ordered.number != group.number
 
     async def _end_job(self) -> None:
         """End all processes of the job and forget it. Files stay."""
@@ -345,6 +353,7 @@ class Runner:
             generation=self.newest,
             store=job.store,
             workers=group.report() if group and trains else (),
+            before=group.before if group and self._is_ahead(group) else (),
             regroup="failed" if self._generations.warm_up_failed else group.regroup if group else "no",
             failure=job.failure or (group.failure if group and trains else self._generations.not_started),
             snapshot=self._snapshot,

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Literal
 
 from spotrun.machine.processes import descendants, kill
-from spotrun.node import cleanup, worker_failure
+from spotrun.node import cleanup, log_tail, worker_failure
 from spotrun.state import exit_note
-from spotrun.state.control import EXIT_DRAINED, EXIT_PEER, NONE, Control, Invitation, release_fifo, warm_up_store
+from spotrun.state.control import EXIT_DRAINED, EXIT_PEER, NONE, Control, Invitation, warm_up_store, worker_fifo
 from spotrun.wire import Failure, Generation, Worker
 
 log = logging.getLogger(__name__)
@@ -67,6 +67,9 @@ class WorkerGroup:
     group_failure: Failure | None = None  # why the whole group ended, if no worker caused it
     stacks: str = ""  # bucket key of the stacks of workers that hang
     late: int | None = None  # a stop or save step that a worker had already passed when it was ordered
+    previous: int = 0  # the generation in which the same workers were before; 0: they were in none
+    before: tuple[Worker, ...] = ()  # these workers at its end
+    released_at: float = 0.0  # when the workers were told to leave the generation, epoch seconds; 0: they were not
     origin: int = 0  # the generation for which the launcher has forked the workers; 0: this one
     _failures: list[Failure] = field(default_factory=list)
     _left: dict[int, Failure] = field(default_factory=dict)  # as `_peers_gone`, by rank
@@ -122,6 +125,16 @@ class WorkerGroup:
         if any(each.code is not None or not each.pid or each.control.able != 1 for each in self.workers):
             return "no"
         return "waiting" if all(each.left is not None for each in self.workers) else "able"
+
+    @property
+    def joining(self) -> bool:
+        """Whether the workers, which have been in another generation or have warmed up, form the process group."""
+        forms = any(not each.control.grouped for each in self.workers)
+        return self.number > 0 and self.origin != 0 and self.regroup == "able" and forms
+
+    def stopped_in(self, generation: int) -> bool:
+        """Whether all workers have left that generation at its stop step."""
+        return self.number == generation and all(each.left == EXIT_DRAINED for each in self.workers)
 
     @property
     def broken(self) -> bool:
@@ -224,16 +237,16 @@ class WorkerGroup:
 
     async def dump_stacks(self) -> bytes:
         """The stacks of all workers, which the workers write to their logs. Call `end` after this."""
-        before = [_size(each.log) for each in self.workers]
+        before = [log_tail.size(each.log) for each in self.workers]
         for each in self.workers:
             _signal(each, signal.SIGUSR1)
         waiting = [(each, size) for each, size in zip(self.workers, before, strict=True) if each.code is None]
-        await _until(lambda: all(_size(each.log) > size for each, size in waiting), STACKS)
-        await _until(_Quiet([each.log for each in self.workers]), STACKS)
+        await _until(lambda: all(log_tail.size(each.log) > size for each, size in waiting), STACKS)
+        await _until(log_tail.Quiet([each.log for each in self.workers]), STACKS)
         self._ending = True
         texts = []
         for each, size in zip(self.workers, before, strict=True):
-            text = await asyncio.to_thread(_read_from, each.log, size)
+            text = await asyncio.to_thread(log_tail.read_from, each.log, size)
             texts.append(f"rank {each.rank}:\n".encode() + (text or b"(no answer: the process is stopped or gone)\n"))
         return b"\n".join(texts)
 
@@ -244,7 +257,7 @@ class WorkerGroup:
             if each.pidfd >= 0:
                 os.close(each.pidfd)
                 each.pidfd = -1
-            beside = exit_note.path_for, Invitation.path_for, warm_up_store, release_fifo
+            beside = exit_note.path_for, Invitation.path_for, warm_up_store, worker_fifo
             for path in (each.path, *(place(each.path) for place in beside)):
                 path.unlink(missing_ok=True)
 
@@ -286,7 +299,9 @@ def create(generation: Generation, node_rank: int, procs: int, control: Path, lo
 def move(group: WorkerGroup, generation: Generation, node_rank: int, logs: Path) -> WorkerGroup:
     """The group's workers, which wait, in another generation. Invite them when the launcher has its store."""
     logs.mkdir(parents=True, exist_ok=True)
-    found = WorkerGroup(generation, group.workers, origin=group.origin or group.number)
+    before = group.report() if group.number else ()
+    origin = group.origin or group.number
+    found = WorkerGroup(generation, group.workers, previous=group.number, before=before, origin=origin)
     for local_rank, each in enumerate(group.workers):
         exit_note.path_for(each.path).unlink(missing_ok=True)
         each.rank = node_rank * len(group.workers) + local_rank
@@ -366,35 +381,7 @@ def _signal(each: LocalWorker, number: signal.Signals) -> None:
             signal.pidfd_send_signal(each.pidfd, number)
 
 
-class _Quiet:
-    """Whether the files have not grown over the last five calls."""
-
-    def __init__(self, paths: list[Path]) -> None:
-        self._paths = paths
-        self._seen: list[list[int]] = []
-
-    def __call__(self) -> bool:
-        self._seen = [*self._seen[-4:], [_size(path) for path in self._paths]]
-        return len(self._seen) == 5 and all(sizes == self._seen[0] for sizes in self._seen)
-
-
 async def _until(condition: Callable[[], bool], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         await asyncio.sleep(0.02)
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
-
-
-def _read_from(path: Path, start: int) -> bytes:
-    try:
-        with path.open("rb") as file:
-            file.seek(start)
-            return file.read(1 << 20)
-    except OSError:
-        return b""

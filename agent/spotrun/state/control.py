@@ -190,9 +190,9 @@ def _is_number(value: object) -> bool:
     return isinstance(value, float) or (isinstance(value, int) and abs(value) < 1 << 1000)
 
 
-def release_fifo(control: str | Path) -> Path:
-    """The FIFO at which a worker waits for `Control.released`. control: the path of its block."""
-    return Path(f"{control}.release")
+def worker_fifo(control: str | Path) -> Path:
+    """The FIFO that wakes a worker when the agent has written `released` or `joins`. control: the path of its block."""
+    return Path(f"{control}.wake")
 
 
 def warm_up_store(control: str | Path) -> Path:

@@ -16,7 +16,7 @@ from spotrun.state.control import EXIT_DRAINED, EXIT_PEER, NONE, Context, Contro
 from spotrun.state.points import Header, is_substitute
 from spotrun.train import failures, optimizer_state
 from spotrun.train.copy_guard import CopyGuard
-from spotrun.train.distributed import cpu_group, join_alone, leave_together, rank_and_world
+from spotrun.train.distributed import NotBegun, cpu_group, join_alone, leave_together, rank_and_world
 from spotrun.train.encoding import Encoder, refuse_sharded
 from spotrun.train.group_health import GroupHealth
 from spotrun.train.idle_optimizer import IdleOptimizer
@@ -163,7 +163,8 @@ class Boundary:
             except Exception as failed:
                 if not failures.is_peer_failure(failed):
                     raise
-                error, self._doubt = failed, True
+                if not isinstance(failed, NotBegun):
+                    error, self._doubt = failed, True
 
     def finish(self) -> None:
         """Snapshot the finished state, and wait until the snapshot is committed."""
@@ -258,7 +259,10 @@ class Boundary:
     def _find(self, context: Context) -> Found | None:
         """The state to continue from. Every rank must call this."""
         trusted = self.writer.written if self.writer is not None and not self._doubt else NOTHING
-        found = restore(context, self._local_rank, self._group, trusted, self._destinations)
+        # An object that changes what it loads would damage the snapshot.
+        shares = self.writer is not None and self._state.only_reads()
+        more = {"mapped": self.writer.mapped} if self.writer is not None and shares else {}
+        found = restore(context, self._local_rank, self._group, trusted, self._destinations, **more)
         if found is None:
             for each in self._allocated:
                 optimizer_state.clear(each)

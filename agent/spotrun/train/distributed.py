@@ -9,7 +9,10 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,10 +27,29 @@ from spotrun.train.parallel import Parallel
 # Of collectives. Long: rank 0 may be downloading a checkpoint, and dead peers are noticed in other ways.
 TIMEOUT = timedelta(minutes=30)
 CONNECT = timedelta(seconds=30)  # to an agent's store. It is there before a worker is told of it, or it is gone
+TRY = timedelta(seconds=1)  # of one try to connect, while the generation may be given up
+LOOK = timedelta(milliseconds=100)  # between two looks whether other workers still come
+MEET = "spotrun/meet"  # of keys in an agent's store
 LEAVE_WAIT = 5.0  # seconds that a leaving worker waits for the others, which may never come
 log = logging.getLogger(__name__)
 
 _connections: frozenset[str] = frozenset()  # of the process group: names of sockets, see `_sockets`
+_meeting_place: tuple[str, int] | None = None  # the store at which this process waits for the others of a new group
+
+
+class NotBegun(dist.DistError):
+    """A process group was not formed, and nothing has been exchanged."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """How workers meet before they form a group. name: differs for each group. given_up: whether it will not be formed.
+
+    Another thread that has given the group up calls `break_connections`, because the store may not answer.
+    """
+
+    name: str
+    given_up: Callable[[], bool]
 
 
 def rank_and_world() -> tuple[int, int]:
@@ -71,10 +93,13 @@ def _why_no_cuda() -> str:
     return "it finds no device"
 
 
-def join_process_group(device: torch.device, backend: str | None, alone: Path | None = None) -> bool:
+def join_process_group(
+    device: torch.device, backend: str | None, alone: Path | None = None, meeting: Meeting | None = None
+) -> bool:
     """Form the process group that torchrun's variables describe. False: they are missing, or a group exists.
 
-    alone: the group has only this node's workers, which meet at this file.
+    alone: the group has only this node's workers, which meet at this file. meeting: first wait until all workers are
+    there, which raises `NotBegun` if they do not come. All workers of a group give a meeting, or none.
     """
     global _connections
     if "WORLD_SIZE" not in os.environ or "RANK" not in os.environ or dist.is_initialized():
@@ -86,7 +111,8 @@ def join_process_group(device: torch.device, backend: str | None, alone: Path | 
     before = _sockets()
     try:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and alone is None:
-            rank, world, store = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), _agent_store()
+            rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            store = _agent_store() if meeting is None else _meet(world, meeting)
             dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
         elif alone is None:
             dist.init_process_group(backend, timeout=TIMEOUT)
@@ -100,15 +126,47 @@ def join_process_group(device: torch.device, backend: str | None, alone: Path | 
     return True
 
 
-def _agent_store() -> dist.Store:
+def _agent_store(patience: timedelta = CONNECT) -> dist.Store:
     """The store at which torchrun's variables have workers meet, with the keys that torch's own `env://` uses there.
 
     `env://` tries to connect for as long as a collective may take. A worker that comes too late would hang.
     """
     host, port, world = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), int(os.environ["WORLD_SIZE"])
-    store = dist.TCPStore(host, port, world, is_master=False, timeout=CONNECT)
+    store = dist.TCPStore(host, port, world, is_master=False, timeout=patience)
     store.set_timeout(TIMEOUT)
     return store
+
+
+def _meet(world: int, meeting: Meeting) -> dist.Store:
+    """Wait until all workers are here. Forming a group, which comes next, cannot be interrupted."""
+    global _meeting_place
+    until = time.monotonic() + TIMEOUT.total_seconds()
+    _meeting_place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        store = _reach(meeting)
+        if store.add(f"{MEET}/{meeting.name}/here", 1) == world:
+            store.set(f"{MEET}/{meeting.name}/all", "")
+        while not meeting.given_up() and time.monotonic() < until:
+            with contextlib.suppress(dist.DistStoreError):  # not all are here
+                store.wait([f"{MEET}/{meeting.name}/all"], LOOK)
+                return store
+    except dist.DistError:
+        if not meeting.given_up():
+            raise
+    finally:
+        _meeting_place = None
+    raise NotBegun("the generation does not begin: not all of its workers have come")
+
+
+def _reach(meeting: Meeting) -> dist.Store:
+    """The agent's store. If it is broken off, torch tries to connect for as long as it may, so each try is short."""
+    until = time.monotonic() + CONNECT.total_seconds()
+    while True:
+        try:
+            return _agent_store(TRY)
+        except dist.DistError:
+            if meeting.given_up() or time.monotonic() > until:
+                raise
 
 
 def join_alone() -> None:
@@ -141,22 +199,39 @@ def leave_process_group() -> None:
     break_connections()
     _connections = frozenset()
     if dist.is_initialized():
+        # The end of a gloo group's thread takes up to 10 ms (torch 2.13), for which nobody needs to wait.
+        old = [dist.group.WORLD]
         dist.destroy_process_group()
+        threading.Thread(target=old.clear, name="spotrun-left").start()
     elif dist.is_available():
         # A group that was never complete has been counted, and the count is part of the keys at which workers meet.
         dist.distributed_c10d._world.group_count = 0
 
 
 def break_connections() -> None:
-    """Have all collectives of the process group fail, here and in others. Any thread may call this.
+    """Have all collectives of the process group fail, here and in others, and end a meeting. Any thread may call this.
 
     Neither the end of a gloo group nor its abort closes connections on which a collective waits.
     """
+    _shut_down()
+    while _meeting_place is not None:  # torch connects again, and waits for an answer without a limit (torch 2.13)
+        time.sleep(0.05)
+        _shut_down()
+
+
+def _shut_down() -> None:
     for name, descriptor in _sockets().items():
-        if name in _connections:
+        if name in _connections or _meeting_place is not None:
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-                connection.getpeername()  # raises for a socket that listens: gloo ends the process if that one closes
-                connection.shutdown(socket.SHUT_RDWR)
+                # Raises for a socket that listens: gloo ends the process if that one closes.
+                peer = connection.getpeername()
+                if name in _connections or _is_meeting_place(peer):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+
+def _is_meeting_place(peer: Any) -> bool:
+    """Whether this address is that of the store."""
+    return len(peer) > 1 and (str(peer[0]).removeprefix("::ffff:"), peer[1]) == _meeting_place
 
 
 def _sockets() -> dict[str, int]:

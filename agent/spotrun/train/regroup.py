@@ -22,14 +22,20 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from spotrun.state import exit_note
-from spotrun.state.control import EXIT_DRAINED, EXIT_PEER, Context, Control, Invitation, release_fifo
+from spotrun.state.control import EXIT_DRAINED, EXIT_PEER, Context, Control, Invitation, worker_fifo
 from spotrun.state.wakeup import wake
-from spotrun.train.distributed import break_connections, join_process_group, leave_process_group, rank_and_world
+from spotrun.train.distributed import (
+    Meeting,
+    break_connections,
+    join_process_group,
+    leave_process_group,
+    rank_and_world,
+)
 from spotrun.train.parallel import Parallel
 
 log = logging.getLogger(__name__)
 
-POLL = 0.005  # seconds between looks at the control block while this worker waits
+POLL = 0.05  # seconds between looks at the control block while this worker waits: the agent wakes it, too
 
 
 class Membership:
@@ -41,12 +47,13 @@ class Membership:
         self.context = context
         self.obstacle = ""  # why the script cannot go on in another generation; empty: nothing is known
         self._control, self._device, self._backend, self._models = control, device, backend, models
+        self._called = threading.Event()  # set when the agent has written into the control block
         self._leaving = threading.Lock()  # held while connections of the generation are broken
         if context.regroups and device.type == "cpu":
-            with contextlib.suppress(OSError):  # then this worker restarts if a peer is silent
-                os.mkfifo(release_fifo(context.control), 0o600)
-                fifo = os.open(release_fifo(context.control), os.O_RDWR)  # so it always has a writer
-                threading.Thread(target=self._obey, args=(fifo,), name="spotrun-release", daemon=True).start()
+            with contextlib.suppress(OSError):  # then this worker joins later, and restarts if a peer is silent
+                os.mkfifo(worker_fifo(context.control), 0o600)
+                fifo = os.open(worker_fifo(context.control), os.O_RDWR)  # so it always has a writer
+                threading.Thread(target=self._obey, args=(fifo,), name="spotrun-called", daemon=True).start()
 
     def able(self) -> bool:
         """Whether this worker can join another generation without a restart.
@@ -88,26 +95,35 @@ class Membership:
         control.left = EXIT_DRAINED if error is None else EXIT_PEER
         wake(self.context.wakeup)
         while control.joins <= self.context.generation:
-            time.sleep(POLL)
+            self._called.wait(POLL)
+            self._called.clear()
 
     def join(self) -> None:
-        """Join the generation of the invitation. Every member must call this. Raises if another member does not."""
+        """Join the generation of the invitation. Every member must call this.
+
+        Raises `NotBegun` if the agent says that the generation does not begin, `DistError` if another member is gone.
+        """
         invitation = Invitation.read(self.context.control)
         os.environ.update(invitation.env)
         with self._leaving:
             self.context = Context.from_text(invitation.env[Context.VARIABLE])
         _print_to(invitation.log)
         self._control.entered = time.time()
-        join_process_group(self._device, self._backend)
+        meeting = Meeting(str(self.context.generation), self._is_released)
+        join_process_group(self._device, self._backend, meeting=meeting)
         self._control.rank = rank_and_world()[0]
         self._control.grouped = time.time()
 
     def _obey(self, fifo: int) -> None:
-        """Each time that the agent says that a member is gone or silent, make the collectives that wait for it fail."""
+        """Wake this worker if it waits. If a member is gone or silent, make the collectives that wait for it fail."""
         while os.read(fifo, 1):
+            self._called.set()
             with self._leaving:
-                if self._control.released == self.context.generation:
+                if self._is_released():
                     break_connections()
+
+    def _is_released(self) -> bool:
+        return self._control.released == self.context.generation
 
 
 def _print_to(path: str) -> None:

@@ -23,6 +23,9 @@ def observe(job: JobState, view: View) -> JobState:
         return job
     here = [n for n in view.members() if n is not None and n.work.generation == job.generation]
     workers = [worker for node in here for worker in node.work.workers if worker.base >= 0]
+    if job.draining and job.draining.next:  # members that have gone on report how they ended this generation
+        ahead = [n for n in view.members() if n is not None and n.work.generation == job.draining.next.number]
+        workers += [worker for node in ahead for worker in node.work.before if worker.base >= 0]
     if not workers:
         return job
     if len(here) == len(job.members) and all(node.phase == "running" for node in here):
@@ -165,7 +168,7 @@ def _progress(before: Progress, here: Sequence[Node], workers: Sequence[Worker])
     steps = front.step - base
     stepping = front.stepped_at - restored_at
     pace = stepping / steps if steps > 0 and stepping > 0 else before.pace
-    samples = sum([w.samples for n in here for w in n.work.workers])
+    samples = sum([w.samples for w in workers])
     return Progress(
         base=base,
         step=max(front.step, before.step),
@@ -187,5 +190,6 @@ def _close(job: JobState, workers: Sequence[Worker]) -> JobState:
         return job
     lost = max(0, last.step - job.progress.base)
     good = max(0.0, job.good_seconds - lost * last.step_cost)
-    closed = last.replace(seconds=max(0.0, phases[4] - last.at), steps_lost=lost, phases=(job.ordered_at, *phases))
+    ordered = min(job.ordered_at, phases[0] or job.ordered_at)  # after a drain, workers go on before the head knows it
+    closed = last.replace(seconds=max(0.0, phases[4] - last.at), steps_lost=lost, phases=(ordered, *phases))
     return job.replace(interruptions=(*job.interruptions[:-1], closed), good_seconds=good)

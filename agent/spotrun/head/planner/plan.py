@@ -21,7 +21,6 @@ from spotrun.head.job_state import (
     Finish,
     Release,
     SetEnding,
-    Start,
     Stop,
 )
 from spotrun.head.planner import (
@@ -41,7 +40,7 @@ from spotrun.head.planner.departure import Departure
 from spotrun.head.planner.liveness import eligible, interrupted, reports, silent
 from spotrun.head.timeouts import TIMEOUTS
 from spotrun.head.view import Node, View
-from spotrun.wire import Failure, Member
+from spotrun.wire import Failure
 
 
 @dataclass(frozen=True)
@@ -95,6 +94,8 @@ def _assemble(view: View) -> tuple[Action, ...]:
         may = waiting.enough(view, ready) and not view.blind() and not _must_save_first(view, ready)
         if may and (started := _start(view, ready, None)):
             return started
+    if job.ending is None and job.regroups and regroup.called_back(view, ready):
+        return ()  # they will soon wait
     found = checkpointing.secure(view)
     if job.ending is None:
         return (*(found or ()), *idle.decide(view))
@@ -129,6 +130,8 @@ def _must_save_first(view: View, ready: list[Node]) -> bool:
 def _supervise(view: View) -> tuple[Action, ...]:
     """A generation is under way: has it ended, must it end, is a checkpoint due?"""
     job = view.job
+    if found := regroup.go_on(view):
+        return found
     members = view.members()
     reporting = [node for node in members if node is not None and node.work.generation == job.generation]
     if len(reporting) == len(members) and all(n.phase == "succeeded" for n in reporting):
@@ -194,7 +197,8 @@ def _drain_on(view: View, reporting: list[Node], size: int) -> tuple[Action, ...
     job = view.job
     assert job.draining is not None
     settled = [node for node in reporting if node.phase in ("drained", "failed", "succeeded")]
-    if len(settled) == size or (view.now > job.draining.deadline and not view.blind()):
+    moved = [node for node in regroup.gone_on(view) if node in view.members()]
+    if len(settled) + len(moved) == size or (view.now > job.draining.deadline and not view.blind()):
         return _restart(view, job.draining.cause)
     if any(node.work.late == job.draining.step for node in reporting):
         step = checkpointing.ahead(view, reporting, 4 * DRAIN_AHEAD)
@@ -218,7 +222,8 @@ def _reason_to_drain(view: View, reporting: list[Node], leaving: Departure | Non
     else:
         return ()
     if job.progress.step > max(job.progress.base, -1):
-        return (Drain(checkpointing.ahead(view, reporting, DRAIN_AHEAD), cause, deadline, reason),)
+        step = checkpointing.ahead(view, reporting, DRAIN_AHEAD)
+        return (Drain(step, cause, deadline, regroup.following(view, cause), reason),)
     # This generation has completed no step, so a restart loses no work. Growth waits for the first step.
     return () if cause.kind == "grow" else _restart(view, cause)
 
@@ -308,10 +313,7 @@ def _unexplained_failure(view: View, reporting: list[Node]) -> tuple[Failure, No
 
 
 def _start(view: View, ready: list[Node], cause: Cause | None) -> tuple[Action, ...]:
-    """Begin a generation, or wait for nodes that warm up: (). All members use the store of rank 0.
-
-    Survivors get the first ranks, in their old order.
-    """
+    """Begin a generation, or wait for nodes that warm up: (). Survivors get the first ranks, in their old order."""
     job = view.job
     if (members := regroup.members(view, ready, cause)) is not None:
         ready = members
@@ -319,9 +321,4 @@ def _start(view: View, ready: list[Node], cause: Cause | None) -> tuple[Action, 
             return ()
     ranks = {(member.node, member.boot): rank for rank, member in enumerate(job.last)}
     ready = sorted(ready, key=lambda n: (ranks.get((n.name, n.report.boot), len(ranks)), n.name))
-    chosen = ready[: job.spec.nodes.max]
-    found = tuple(
-        Member(node=n.name, boot=n.report.boot, address=n.report.address, devices=n.devices, share=n.share)
-        for n in chosen
-    )
-    return (Start(found, chosen[0].work.store, cause, regroup=members is not None),)
+    return (regroup.start(ready[: job.spec.nodes.max], cause, regroup=members is not None),)

@@ -9,31 +9,103 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from spotrun.head.job_state import Cause, in_doubt
+from spotrun.head.job_state import Action, Cause, EndGeneration, Start, in_doubt
 from spotrun.head.planner.liveness import HEARTBEAT, eligible, reports
 from spotrun.head.timeouts import TIMEOUTS
-from spotrun.head.view import Node, View
+from spotrun.head.view import ENDING_STATES, Node, View
+from spotrun.wire import Member
 
 
 def members(view: View, ready: list[Node], cause: Cause | None) -> list[Node] | None:
     """The nodes whose workers could go on together; None: the next generation begins with new workers.
 
-    If these nodes are too few for a generation, other nodes will have warmed up soon. ready: all eligible nodes.
+    If these nodes are too few for a generation, the workers of other nodes will soon wait. ready: all eligible nodes.
     """
     job = view.job
     if not job.regroups or in_doubt(job, cause):
         return None
+    early = called_back(view, ready)
     found = [node for node in ready if node.work.regroup == "waiting"]
     last = {(member.node, member.boot) for member in job.last}
-    others = [node for node in ready if node not in found and node.phase != "ready"]
-    if not found or any((node.name, node.report.boot) in last for node in others):
+    others = [node for node in ready if node not in found and node not in early and node.phase != "ready"]
+    if any((node.name, node.report.boot) in last for node in others):
         return None  # a survivor cannot go on: without it, the generation would be smaller than it can be
+    if early:
+        return []  # they will soon wait
+    if not found:
+        return None
     if len(found) >= job.spec.nodes.min:
         return found
     # A restart of all workers would not be faster: new workers need the same set-up as those that warm up.
     warming = _warming(ready)
     late = view.now - max(_waiting_since(view, warming), view.awake_since) > job.spec.start_timeout
     return None if late or len(found) + len(warming) < job.spec.nodes.min else found
+
+
+def following(view: View, cause: Cause) -> Start | None:
+    """The generation after a drain that is ordered now; None: it is not known yet which nodes it will have.
+
+    All members that stay must be able to go on. Together with the nodes that have warmed up, they must be enough.
+    """
+    job = view.job
+    if not job.regroups or in_doubt(job, cause) or cause.kind in ("stop", "pause"):
+        return None
+    found = [node for node in view.members() if node is not None]
+    here = [n for n in found if n.assigned and not n.leaving and n.cloud not in ENDING_STATES]
+    able = (n.work.generation == job.generation and n.work.regroup == "able" and _is_usable(view, n) for n in here)
+    same = {(member.node, member.devices) for member in job.members}
+    if not here or len(found) < len(job.members) or not all(able) or any((n.name, n.devices) not in same for n in here):
+        return None
+    names = {member.node for member in job.members}
+    warm = [n for n in eligible(view) if n.name not in names and n.work.regroup == "waiting"]
+    chosen = [*here, *sorted(warm, key=lambda node: node.name)][: job.spec.nodes.max]
+    enough = len(chosen) >= job.spec.nodes.min and chosen[0].work.store
+    return start(chosen, cause, regroup=True) if enough else None
+
+
+def go_on(view: View) -> tuple[Action, ...]:
+    """What the head does when members have gone on after a drain by themselves.
+
+    The next generation begins in the head's books, too. If that generation cannot begin any more, its workers are
+    called back, and wait for another one.
+    """
+    draining = view.job.draining
+    if draining is None or draining.next is None:
+        return ()
+    wanted = draining.next
+    begun = Start(wanted.members, wanted.store, draining.cause, regroup=True, planned=True)
+    known = {(node.name, node.report.boot): node for node in view.nodes}
+    nodes = [known.get((member.node, member.boot)) for member in wanted.members]
+    moved = gone_on(view)
+    if any(node in moved and node.phase == "running" for node in nodes if node is not None):
+        return (begun,)  # all members are there, or the process group would not have been formed
+    names = {member.node for member in wanted.members}
+    stay = [node for member, node in zip(view.job.members, view.members(), strict=True) if member.node in names]
+    stopped = all(node is not None and (node in moved or node.phase == "drained") for node in stay)
+    if view.blind() or not stopped or not any(node in moved for node in stay):
+        return ()
+    usable = all(node is not None and _is_usable(view, node) for node in nodes)
+    return (begun,) if usable and not view.job.stopping else (EndGeneration(draining.cause),)
+
+
+def gone_on(view: View) -> list[Node]:
+    """The nodes that are in the generation after the drain already."""
+    following = view.job.draining.next if view.job.draining else None
+    return [node for node in view.nodes if following is not None and node.work.generation == following.number]
+
+
+def _is_usable(view: View, node: Node) -> bool:
+    here = node.assigned and not node.leaving and node.cloud not in ENDING_STATES
+    return here and reports(view, node) and node.work.regroup in ("able", "waiting")
+
+
+def start(nodes: list[Node], cause: Cause | None, regroup: bool) -> Start:
+    """A generation of these nodes, in the order of their ranks. All members use the store of rank 0."""
+    found = tuple(
+        Member(node=n.name, boot=n.report.boot, address=n.report.address, devices=n.devices, share=n.share)
+        for n in nodes
+    )
+    return Start(found, nodes[0].work.store, cause, regroup=regroup)
 
 
 def reason(view: View) -> str:
@@ -77,7 +149,7 @@ def _survivors(view: View, gone: dict[str, str]) -> list[Node]:
 def _late(view: View, survivors: list[Node]) -> Iterator[Node]:
     """Survivors whose workers could go on in another generation, but do not wait for it yet."""
     if view.job.regroups and not in_doubt(view.job, None):
-        yield from (node for node in survivors if node.work.regroup == "able")
+        yield from (n for n in survivors if n.work.regroup == "able" and not _too_early(view, n))
 
 
 def failed(view: View, node: Node) -> bool:
@@ -96,6 +168,15 @@ def failed(view: View, node: Node) -> bool:
 def _warming(ready: list[Node]) -> list[Node]:
     """The nodes whose workers warm up, or will soon begin to."""
     return [node for node in ready if node.work.regroup in ("no", "able") and node.phase == "ready"]
+
+
+def called_back(view: View, ready: list[Node]) -> list[Node]:
+    """The nodes whose workers wait for the others of a generation that does not begin. They will soon give it up."""
+    return [node for node in ready if _too_early(view, node)]
+
+
+def _too_early(view: View, node: Node) -> bool:
+    return node.work.generation > view.job.generation and node.work.regroup == "able"
 
 
 def _waiting_since(view: View, warming: list[Node]) -> float:

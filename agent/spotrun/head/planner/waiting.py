@@ -42,6 +42,7 @@ def reason(view: View) -> str:
         return ""
     if job.draining and job.current:
         settled = {node.name for node in view.nodes if node.phase in ("drained", "failed", "succeeded")}
+        settled |= {node.name for node in regroup.gone_on(view)}
         names = [member.node for member in job.current.members if member.node not in settled]
         return f"waiting for {', '.join(names)} to stop after step {job.draining.step}" if names else ""
     if job.current is not None:
