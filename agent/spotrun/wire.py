@@ -79,12 +79,14 @@ class JobOrder(Document):
 
     bundle: Bundle
     devices: tuple[int, ...] = ()  # the node's devices that the job may use, by index; (): all of them
-    generation: Generation | None = None  # None: no workers, but be ready. Workers of other generations are ended
+    generation: Generation | None = None  # None: no workers, but be ready. Workers of others are ended, see `next`
     # With `generation` None: workers that wait for a generation stay. If there are none, others run the script's set-up
     # (they warm up), and wait.
     stand_by: bool = False
     stop_at: int | None = None  # every worker of `generation` snapshots after this step and exits (drain)
-    next: Generation | None = None  # after a drain; workers join it as soon as they wait for a generation
+    # The generation after a drain. Workers of this node that have warmed up, or have all stopped at `stop_at`, join it
+    # without another order.
+    next: Generation | None = None
     save: SaveOrder | None = None  # checkpoint at this step of `generation`
     upload: StateRef | None = None  # with `generation` None: upload this local snapshot; `save` has the parts
     keep: int = 0  # upload the folders of `JobSpec.keep` as this generation has left them; 0: do not
@@ -216,7 +218,7 @@ class JobReport(Document):
     generation: int = 0  # the newest generation of this job that this agent took part in
     store: str = ""  # "host:port" for the next generation, if this node is its first member
     workers: tuple[Worker, ...] = ()
-    before: tuple[Worker, ...] = ()  # at the end of the last generation, if no order names `generation` yet
+    before: tuple[Worker, ...] = ()  # `workers` at the end of the last generation, until `generation` is ordered
     # Whether its workers could join another generation without a restart, or wait for it. no: there are none, or they
     # could not. failed: they ended while they warmed up. unknown: from an agent that cannot say it.
     regroup: Literal["unknown", "no", "able", "waiting", "failed"] = "unknown"

@@ -28,7 +28,7 @@ class Work:
 
     order: JobOrder
     generation: int = 0
-    begun: Generation | None = None  # the one with that number
+    begun: Generation | None = None  # the generation with this number
     running: bool = False
     drained: bool = False
     done: bool = False
@@ -190,7 +190,7 @@ class Theatre(World):
         return [name for name in self.puppets if name not in without]
 
     def _step(self, job: str) -> None:
-        """One step of each generation of a job whose members are all there. Older ones go first."""
+        """For each generation of the job: one step, if all its members are there."""
         mine = {name: puppet.work[job] for name, puppet in self.puppets.items() if job in puppet.work}
         idle = [name for name, work in mine.items() if work.drained or work.done or work.failure]
         running = {name: work for name, work in mine.items() if work.running and name not in idle}
@@ -224,7 +224,7 @@ class Theatre(World):
                 work.snapshot = StateRef(generation=begun.number, step=work.step)
 
     def _lose_peers(self, running: Mapping[str, Work]) -> None:
-        """The workers whose peer's machine is gone notice it."""
+        """Workers notice that the machine of a peer is gone."""
         boots = {puppet.boot for puppet in self.puppets.values()}
         for work in running.values():
             if work.begun and any(member.boot not in boots for member in work.begun.members):

@@ -251,7 +251,7 @@ cases: dict[str, tuple[View, tuple[Action, ...]]] = {
         view(able(A, B), trains(A), trains(B), warm(C)),
         (Drain(56, GROW, NOW + 60, next=again(A, B, C, cause=GROW)),),
     ),
-    "it joins a generation of which a member needs new workers: the next generation is not known yet": (
+    "a node that has warmed up joins, and a member needs new workers: the next generation is not known yet": (
         view(able(A, B), trains(A), trains(B, regroup="no"), warm(C)),
         (Drain(56, GROW, NOW + 60),),
     ),
@@ -259,23 +259,23 @@ cases: dict[str, tuple[View, tuple[Action, ...]]] = {
         view(able(A, B), trains(A), taken(B), warm(C)),
         (Drain(56, MOVE, NOW + 60, next=again(A, C, cause=MOVE)),),
     ),
-    "a member goes, and too few nodes stay: the next generation is not known yet": (
+    "a member goes to another job, and too few nodes stay: the next generation is not known yet": (
         view(able(A, B, spec=spec(nodes={"min": 2, "max": 2})), trains(A), taken(B)),
         (Drain(56, MOVE, NOW + 60),),
     ),
-    "all members go: no generation follows": (
+    "all members go to other jobs: the order names no next generation": (
         view(able(A, B), taken(A), taken(B), warm(C)),
         (Drain(56, Cause(kind="move", node=f"{A}, {B}"), NOW + 60),),
     ),
-    "the job stops: no generation follows": (
+    "the job stops: the order names no next generation": (
         view(able(A, B, stopping="by the operator"), trains(A), trains(B), warm(C)),
         (Drain(56, Cause(kind="stop"), NOW + 60),),
     ),
-    "the members have gone on after the drain": (
+    "the members have gone on after the drain: the next generation begins": (
         view(growing(A, B), ahead(A), ahead(B), ahead(C)),
         (replace(again(A, B, C, cause=GROW), planned=True),),
     ),
-    "a member has gone on, and another one has stopped": (
+    "a member has gone on, and another one has stopped: the next generation begins": (
         view(growing(A, B), ahead(A), trains(B, phase="drained", regroup="waiting"), ahead(C)),
         (replace(again(A, B, C, cause=GROW), planned=True),),
     ),
@@ -311,7 +311,7 @@ cases: dict[str, tuple[View, tuple[Action, ...]]] = {
         view(growing(A, B), ahead(A, phase="running"), lost(B), ahead(C)),
         (replace(again(A, B, C, cause=GROW), planned=True),),
     ),
-    "only the newcomer has gone on": (view(growing(A, B), trains(A), trains(B), ahead(C)), ()),
+    "only the newcomer has gone on: training goes on": (view(growing(A, B), trains(A), trains(B), ahead(C)), ()),
     "a member dies before its stop: the newcomer that has gone on too early will soon wait again": (
         view(growing(A, B, spec=spec(nodes={"min": 2, "max": 3})), waits(A), lost(B), ahead(C)),
         (EndGeneration(KILL),),
@@ -320,19 +320,19 @@ cases: dict[str, tuple[View, tuple[Action, ...]]] = {
         view(growing(A, B), ahead(A), lost(B, cloud="gone"), ahead(C)),
         (EndGeneration(KILL),),
     ),
-    "one of them is back, and the other one will soon be": (
+    "after a kill, one node that was called back waits, and another one will soon: the head waits": (
         view(apply(growing(A, B), EndGeneration(KILL), NOW), waits(A, generation=2), lost(B), ahead(C)),
         (),
     ),
-    "both are back": (
+    "after a kill, both nodes that were called back wait: they go on together": (
         view(apply(growing(A, B), EndGeneration(KILL), NOW), waits(A, generation=2), lost(B), waits(C, generation=2)),
         (again(A, C),),
     ),
-    "one of them did not come back: all begin with new workers": (
+    "after a kill, a node that was called back cannot regroup: all begin with new workers": (
         view(apply(growing(A, B), EndGeneration(KILL), NOW), ahead(A, regroup="no"), lost(B), waits(C, generation=2)),
         (start(A, C),),
     ),
-    "the stop was too early for a member: the next generation stays the same": (
+    "the stop step came too late for a member: the next generation stays the same": (
         view(growing(A, B), trains(A, late=56), trains(B), ahead(C)),
         (Drain(65, GROW, NOW + 60),),
     ),
@@ -372,7 +372,7 @@ def test_the_nodes_of_the_next_generation_know_it_before_the_stop() -> None:
     assert JobOrders(went_on, bundle).of(A, "b1", (0,)).next is None
 
 
-def test_the_last_steps_count_of_members_that_have_gone_on() -> None:
+def test_the_last_steps_of_members_that_have_gone_on_count() -> None:
     drains = growing(A, B)
     last = Worker(rank=0, pid=1, step=56, base=10, stepped_at=NOW - 0.05)
     seen = view(drains, ahead(A, before=(last,)), ahead(B, before=(last.replace(rank=1),)))

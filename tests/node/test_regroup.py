@@ -109,7 +109,7 @@ async def test_the_same_processes_go_on_in_another_generation(tmp_path: Path) ->
 
 
 async def test_workers_go_on_after_their_stop_without_another_order(tmp_path: Path) -> None:
-    """With a node that has warmed up, which is there first."""
+    """A node that has warmed up joins first."""
     async with world(tmp_path, A, B, C) as w:
         bundle = w.bundle(files={"train.py": SCRIPT})
         await w.ready(bundle, [A, B, C])
@@ -119,7 +119,7 @@ async def test_workers_go_on_after_their_stop_without_another_order(tmp_path: Pa
         await waiting(w, C)
         following = w.generation(2, [A, B, C]).replace(regroup=True)
         await w.head.order(C, order_of(bundle, stand_by=True, next=following))
-        await w.head.wait(C, lambda r: r.generation == 2 and r.phase == "starting", "C is there first")
+        await w.head.wait(C, lambda r: r.generation == 2 and r.phase == "starting", "C joins first")
         stop = max(w.head.reports[name].workers[0].step for name in (A, B)) + 60
         for name in (A, B):
             await w.head.order(name, changed(order, stop_at=stop, next=following))
@@ -133,8 +133,8 @@ async def test_workers_go_on_after_their_stop_without_another_order(tmp_path: Pa
         assert pids(again) == pids(first[0])
 
 
-async def test_a_node_that_was_there_first_is_called_back(tmp_path: Path) -> None:
-    """Its workers do not begin again, although the generation for which they wait does not begin."""
+async def test_a_node_that_joined_first_is_called_back(tmp_path: Path) -> None:
+    """The generation does not begin. The node's workers join another one, and are not forked again."""
     async with world(tmp_path, A, C) as w:
         bundle = w.bundle(files={"train.py": SCRIPT})
         await w.ready(bundle, [A, C])
@@ -143,7 +143,7 @@ async def test_a_node_that_was_there_first_is_called_back(tmp_path: Path) -> Non
         await w.head.order(C, order_of(bundle, stand_by=True))
         await waiting(w, C)
         await w.head.order(C, order_of(bundle, stand_by=True, next=w.generation(2, [A, C]).replace(regroup=True)))
-        early = await w.head.wait(C, lambda r: r.generation == 2 and r.phase == "starting", "C is there first")
+        early = await w.head.wait(C, lambda r: r.generation == 2 and r.phase == "starting", "C joins first")
         await w.head.order(C, order_of(bundle, stand_by=True))
         await waiting(w, C)
         await w.begin(bundle, 3, [C], regroup=True)

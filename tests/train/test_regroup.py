@@ -243,7 +243,7 @@ def test_a_store_that_is_gone_before_the_members_reach_it(job: Regroups, undistu
 def test_members_are_called_back_from_a_generation_that_does_not_begin(
     job: Regroups, undisturbed: Any, answers: bool
 ) -> None:
-    """What they have in memory is still valid: nothing is loaded."""
+    """The members keep their state, and end with the same result."""
     job.begin("abc", stop_at=5)
     pids = job.pids()
     job.regroup(job.members, missing=1, answers=answers)
@@ -361,7 +361,7 @@ def end(process: psutil.Process) -> None:
 
 
 def release(member: Member, generation: int) -> None:
-    """What an agent does if another node is silent."""
+    """What an agent does to have a worker leave its generation."""
     member.control.released = generation
     wake(str(worker_fifo(member.context.control)))
 

@@ -18,7 +18,7 @@ class Start:
     store: str
     cause: Cause | None = None
     regroup: bool = False  # as in `Generation`
-    planned: bool = False  # whether it is the generation that the drain named as the next one
+    planned: bool = False  # whether the drain has named this generation as the next one
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Drain:
     step: int
     cause: Cause
     deadline: float
-    next: Start | None = None  # the generation after it, if it is known already
+    next: Start | None = None  # the generation after the drain; None: not known yet
     reason: str = field(default="", compare=False)  # for operators: why now
 
 

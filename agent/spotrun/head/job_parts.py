@@ -37,7 +37,7 @@ class Draining(Document):
     step: int
     cause: Cause
     deadline: float  # when the head stops waiting for it
-    next: Generation | None = None  # the generation after it, which the workers join by themselves; None: not known
+    next: Generation | None = None  # the generation after the drain: its workers join without another order
 
 
 class Released(Document):

@@ -67,7 +67,7 @@ class JobState(Kept):
     started: float | None = None
     ended: float | None = None
     generation: int = 0  # number of the newest generation that has begun
-    reserved: int = 0  # the newest number that a drain has given to the generation after it; 0: none
+    reserved: int = 0  # the newest number that a drain has reserved for the next generation; 0: none
     current: Generation | None = None
     ordered_at: float = 0.0  # when `current` was given out, or when the last one ended
     last: tuple[Member, ...] = ()  # members of the newest generation, in rank order
@@ -117,7 +117,7 @@ class JobState(Kept):
 
     @property
     def next_number(self) -> int:
-        """A number that no generation has got."""
+        """A number that no generation has, and that no drain has reserved."""
         return max(self.generation, self.reserved) + 1
 
     @property
@@ -261,7 +261,7 @@ def _generation(job: JobState, action: Start) -> Generation:
 
 
 def _drain(job: JobState, action: Drain) -> JobState:
-    """The job in a drain. A later step for the same drain changes nothing about the generation after it."""
+    """The job in a drain. A later stop step does not change the generation after the drain."""
     following = job.draining.next if job.draining else None
     if job.draining is None and action.next is not None:
         following = _generation(job, action.next)

@@ -41,9 +41,10 @@ class Generations:
         self._id, self._node, self._folder, self._logs = id, node, folder, logs
 
     async def apply(self, job: Job, order: JobOrder) -> None:
-        """Run the workers of the ordered generation. Of all others, only those stay that wait for a generation.
+        """Run the workers of the ordered generation, or of the generation after its drain.
 
-        The others end before new workers start.
+        Of all others, only those stay that wait for a generation, or still have time to leave one. The rest end before
+        new workers start.
         """
         wanted = order.next if _goes_on(job.group, order) else order.generation
         rank = self._rank(wanted)
@@ -54,8 +55,8 @@ class Generations:
         if group is not None and (wanted is None or wanted.number != group.number):
             if self._stays(job, group, wanted, order.stand_by) and (wanted is None or self._regroup(job, wanted, rank)):
                 return
-            goes_on = order.stand_by if wanted is None else wanted.regroup
-            if goes_on and self._calls_back(group):
+            may_regroup = order.stand_by if wanted is None else wanted.regroup
+            if may_regroup and self._call_back(group):
                 return
             await self.end_group(job, group)
             if group.living:
@@ -99,10 +100,10 @@ class Generations:
             return stand_by and (group.regroup == "waiting" or (group.number == 0 and group.alive))
         return wanted.regroup and wanted.number > self.newest and group.regroup == "waiting"
 
-    def _calls_back(self, group: WorkerGroup) -> bool:
-        """Tell workers that wait for the others of a generation which does not begin to leave it.
+    def _call_back(self, group: WorkerGroup) -> bool:
+        """If workers wait for the others of a generation that does not begin, have these workers leave the generation.
 
-        True: they have some time left to do so. Then they can join another generation.
+        True: the workers still have time to leave. After that, they can join another generation.
         """
         if group.joining:
             release(group)
@@ -187,13 +188,16 @@ def _goes_on(group: WorkerGroup | None, order: JobOrder) -> bool:
         return False
     if group.number == order.next.number:
         return True
-    # The others are told what to do when all of them have stopped.
+    # Workers that have lost a peer wait for an order: the generation after the drain may not begin.
     stopped = order.generation is None or group.stopped_in(order.generation.number)
     return stopped and group.regroup == "waiting"
 
 
 def release(group: WorkerGroup) -> None:
-    """Tell workers that can regroup to leave their generation, once, because a peer is gone or silent."""
+    """Tell workers that can regroup to leave their generation. Later calls change nothing.
+
+    Call it if a peer is gone or silent, or if the generation does not begin.
+    """
     group.released_at = group.released_at or time.time()
     for each in group.workers:
         if each.code is None and each.control.able == 1 and each.control.released != group.number:

@@ -18,6 +18,7 @@ class Quiet:
 
 
 def size(path: Path) -> int:
+    """The size of the file in bytes; 0: the file cannot be read."""
     try:
         return path.stat().st_size
     except OSError:
@@ -25,6 +26,7 @@ def size(path: Path) -> int:
 
 
 def read_from(path: Path, start: int) -> bytes:
+    """At most 1 MiB of the file, from byte `start`; empty: the file cannot be read."""
     try:
         with path.open("rb") as file:
             file.seek(start)

@@ -194,7 +194,7 @@ class Runner:
 
     async def _apply_steps(self, job: Job, group: WorkerGroup, order: JobOrder) -> None:
         part = self._part_uploader.part
-        if self._is_ahead(group):
+        if not self._is_ordered(group):
             order = order.replace(stop_at=None, save=None, release=False, dump=False)
         group.set_steps(order.stop_at, order.save.step if order.save and not part else None)
         if order.release:
@@ -211,10 +211,14 @@ class Runner:
             self._flushed = ended
             self._flush = asyncio.create_task(self._upload_logs())
 
-    def _is_ahead(self, group: WorkerGroup) -> bool:
-        """Whether the order is not about the workers' generation: they warm up, or have gone on after a drain."""
+    def _is_ordered(self, group: WorkerGroup) -> bool:
+        """Whether the order is about the generation of these workers.
+
+        It is not while the workers warm up, wait, leave a generation that does not begin, or are in the one after a
+        drain.
+        """
         ordered = self._order.generation if self._order is not None else None
-        return ordered is None or ordered.number != group.number
+        return ordered is not None and ordered.number == group.number
 
     async def _end_job(self) -> None:
         """End all processes of the job and forget it. Files stay."""
@@ -353,7 +357,7 @@ class Runner:
             generation=self.newest,
             store=job.store,
             workers=group.report() if group and trains else (),
-            before=group.before if group and self._is_ahead(group) else (),
+            before=group.before if group and not self._is_ordered(group) else (),
             regroup="failed" if self._generations.warm_up_failed else group.regroup if group else "no",
             failure=job.failure or (group.failure if group and trains else self._generations.not_started),
             snapshot=self._snapshot,

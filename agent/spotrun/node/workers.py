@@ -68,7 +68,7 @@ class WorkerGroup:
     stacks: str = ""  # bucket key of the stacks of workers that hang
     late: int | None = None  # a stop or save step that a worker had already passed when it was ordered
     previous: int = 0  # the generation in which the same workers were before; 0: they were in none
-    before: tuple[Worker, ...] = ()  # these workers at its end
+    before: tuple[Worker, ...] = ()  # what these workers reported at the end of `previous`
     released_at: float = 0.0  # when the workers were told to leave the generation, epoch seconds; 0: they were not
     origin: int = 0  # the generation for which the launcher has forked the workers; 0: this one
     _failures: list[Failure] = field(default_factory=list)
@@ -128,12 +128,12 @@ class WorkerGroup:
 
     @property
     def joining(self) -> bool:
-        """Whether the workers, which have been in another generation or have warmed up, form the process group."""
+        """Whether the workers regroup, and have not formed the process group yet."""
         forms = any(not each.control.grouped for each in self.workers)
         return self.number > 0 and self.origin != 0 and self.regroup == "able" and forms
 
     def stopped_in(self, generation: int) -> bool:
-        """Whether all workers have left that generation at its stop step."""
+        """Whether all workers of this node have left that generation at its stop step."""
         return self.number == generation and all(each.left == EXIT_DRAINED for each in self.workers)
 
     @property

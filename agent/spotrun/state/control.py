@@ -56,7 +56,7 @@ class Control:
     able: int  # 1: it can
     left: int  # it has left its generation, and waits for the next one: the exit code that it would have used
     joins: int  # the generation that it should join; only the agent writes it
-    released: int  # the generation to leave now, because a member is gone or silent; only the agent writes it
+    released: int  # the generation to leave now: a member is gone, silent, or does not come; only the agent writes it
     seed: int  # that the script gave to `spotrun.init`
     profile: int  # steps that should be recorded (see train/profiling.py); only `spotrun profile` writes it
     stepped_at: float  # end of the newest step

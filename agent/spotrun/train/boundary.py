@@ -260,8 +260,8 @@ class Boundary:
         """The state to continue from. Every rank must call this."""
         trusted = self.writer.written if self.writer is not None and not self._doubt else NOTHING
         # An object that changes what it loads would damage the snapshot.
-        shares = self.writer is not None and self._state.only_reads()
-        more = {"mapped": self.writer.mapped} if self.writer is not None and shares else {}
+        may_map = self.writer is not None and self._state.only_reads()
+        more = {"mapped": self.writer.mapped} if self.writer is not None and may_map else {}
         found = restore(context, self._local_rank, self._group, trusted, self._destinations, **more)
         if found is None:
             for each in self._allocated:

@@ -27,14 +27,14 @@ from spotrun.train.parallel import Parallel
 # Of collectives. Long: rank 0 may be downloading a checkpoint, and dead peers are noticed in other ways.
 TIMEOUT = timedelta(minutes=30)
 CONNECT = timedelta(seconds=30)  # to an agent's store. It is there before a worker is told of it, or it is gone
-TRY = timedelta(seconds=1)  # of one try to connect, while the generation may be given up
-LOOK = timedelta(milliseconds=100)  # between two looks whether other workers still come
-MEET = "spotrun/meet"  # of keys in an agent's store
+TRY = timedelta(seconds=1)  # limit of one try to connect: between two tries, a worker looks whether to give up
+LOOK = timedelta(milliseconds=100)  # between two looks whether the group is given up
+MEETING = "spotrun/meet"  # first part of the keys of a meeting in an agent's store
 LEAVE_WAIT = 5.0  # seconds that a leaving worker waits for the others, which may never come
 log = logging.getLogger(__name__)
 
 _connections: frozenset[str] = frozenset()  # of the process group: names of sockets, see `_sockets`
-_meeting_place: tuple[str, int] | None = None  # the store at which this process waits for the others of a new group
+_meeting_place: tuple[str, int] | None = None  # (host, port) of the store at which this process waits for others
 
 
 class NotBegun(dist.DistError):
@@ -43,9 +43,10 @@ class NotBegun(dist.DistError):
 
 @dataclass(frozen=True)
 class Meeting:
-    """How workers meet before they form a group. name: differs for each group. given_up: whether it will not be formed.
+    """How workers meet before they form a group.
 
-    Another thread that has given the group up calls `break_connections`, because the store may not answer.
+    name: differs for each group. given_up: returns whether the group will not be formed. A thread that learns that the
+    group is given up must call `break_connections`: the store may not answer.
     """
 
     name: str
@@ -98,8 +99,9 @@ def join_process_group(
 ) -> bool:
     """Form the process group that torchrun's variables describe. False: they are missing, or a group exists.
 
-    alone: the group has only this node's workers, which meet at this file. meeting: first wait until all workers are
-    there, which raises `NotBegun` if they do not come. All workers of a group give a meeting, or none.
+    alone: the group has only this node's workers, which meet at this file. meeting: at an agent's store, first wait
+    until all workers are there. Raises `NotBegun` if they do not all come. Either all workers of a group give a
+    meeting, or none does.
     """
     global _connections
     if "WORLD_SIZE" not in os.environ or "RANK" not in os.environ or dist.is_initialized():
@@ -138,17 +140,20 @@ def _agent_store(patience: timedelta = CONNECT) -> dist.Store:
 
 
 def _meet(world: int, meeting: Meeting) -> dist.Store:
-    """Wait until all workers are here. Forming a group, which comes next, cannot be interrupted."""
+    """The agent's store, once all workers are here. Raises `NotBegun` if they do not all come.
+
+    The wait is here because the forming of a group, which comes next, cannot be interrupted.
+    """
     global _meeting_place
     until = time.monotonic() + TIMEOUT.total_seconds()
     _meeting_place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
         store = _reach(meeting)
-        if store.add(f"{MEET}/{meeting.name}/here", 1) == world:
-            store.set(f"{MEET}/{meeting.name}/all", "")
+        if store.add(f"{MEETING}/{meeting.name}/here", 1) == world:
+            store.set(f"{MEETING}/{meeting.name}/all", "")
         while not meeting.given_up() and time.monotonic() < until:
             with contextlib.suppress(dist.DistStoreError):  # not all are here
-                store.wait([f"{MEET}/{meeting.name}/all"], LOOK)
+                store.wait([f"{MEETING}/{meeting.name}/all"], LOOK)
                 return store
     except dist.DistError:
         if not meeting.given_up():
@@ -159,7 +164,7 @@ def _meet(world: int, meeting: Meeting) -> dist.Store:
 
 
 def _reach(meeting: Meeting) -> dist.Store:
-    """The agent's store. If it is broken off, torch tries to connect for as long as it may, so each try is short."""
+    """The agent's store. Each try to connect is short: torch goes on until the try's limit, whatever happens."""
     until = time.monotonic() + CONNECT.total_seconds()
     while True:
         try:
@@ -199,7 +204,7 @@ def leave_process_group() -> None:
     break_connections()
     _connections = frozenset()
     if dist.is_initialized():
-        # The end of a gloo group's thread takes up to 10 ms (torch 2.13), for which nobody needs to wait.
+        # The end of a gloo group's thread takes up to 10 ms (torch 2.13). So another thread drops the last reference.
         old = [dist.group.WORLD]
         dist.destroy_process_group()
         threading.Thread(target=old.clear, name="spotrun-left").start()
@@ -211,15 +216,16 @@ def leave_process_group() -> None:
 def break_connections() -> None:
     """Have all collectives of the process group fail, here and in others, and end a meeting. Any thread may call this.
 
-    Neither the end of a gloo group nor its abort closes connections on which a collective waits.
+    Neither the end of a gloo group nor its abort closes connections on which a collective waits. If this process meets
+    others, this returns when the meeting has ended.
     """
-    _shut_down()
+    _shut_down_sockets()
     while _meeting_place is not None:  # torch connects again, and waits for an answer without a limit (torch 2.13)
         time.sleep(0.05)
-        _shut_down()
+        _shut_down_sockets()
 
 
-def _shut_down() -> None:
+def _shut_down_sockets() -> None:
     for name, descriptor in _sockets().items():
         if name in _connections or _meeting_place is not None:
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:

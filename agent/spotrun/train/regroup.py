@@ -35,7 +35,7 @@ from spotrun.train.parallel import Parallel
 
 log = logging.getLogger(__name__)
 
-POLL = 0.05  # seconds between looks at the control block while this worker waits: the agent wakes it, too
+POLL = 0.05  # seconds between two looks at the control block while this worker waits; the agent wakes it sooner
 
 
 class Membership:
@@ -47,13 +47,15 @@ class Membership:
         self.context = context
         self.obstacle = ""  # why the script cannot go on in another generation; empty: nothing is known
         self._control, self._device, self._backend, self._models = control, device, backend, models
-        self._called = threading.Event()  # set when the agent has written into the control block
+        self._woken = threading.Event()  # set each time that the agent wakes this worker
         self._leaving = threading.Lock()  # held while connections of the generation are broken
         if context.regroups and device.type == "cpu":
-            with contextlib.suppress(OSError):  # then this worker joins later, and restarts if a peer is silent
+            with contextlib.suppress(
+                OSError
+            ):  # without the FIFO, it joins up to `POLL` later, and restarts for a silent peer
                 os.mkfifo(worker_fifo(context.control), 0o600)
                 fifo = os.open(worker_fifo(context.control), os.O_RDWR)  # so it always has a writer
-                threading.Thread(target=self._obey, args=(fifo,), name="spotrun-called", daemon=True).start()
+                threading.Thread(target=self._obey, args=(fifo,), name="spotrun-wake", daemon=True).start()
 
     def able(self) -> bool:
         """Whether this worker can join another generation without a restart.
@@ -95,13 +97,14 @@ class Membership:
         control.left = EXIT_DRAINED if error is None else EXIT_PEER
         wake(self.context.wakeup)
         while control.joins <= self.context.generation:
-            self._called.wait(POLL)
-            self._called.clear()
+            self._woken.wait(POLL)
+            self._woken.clear()
 
     def join(self) -> None:
         """Join the generation of the invitation. Every member must call this.
 
-        Raises `NotBegun` if the agent says that the generation does not begin, `DistError` if another member is gone.
+        Raises `NotBegun` if not all members come: the agent has released this worker, or `TIMEOUT` is over. Raises
+        another `DistError` if the store or a member is gone.
         """
         invitation = Invitation.read(self.context.control)
         os.environ.update(invitation.env)
@@ -115,9 +118,9 @@ class Membership:
         self._control.grouped = time.time()
 
     def _obey(self, fifo: int) -> None:
-        """Wake this worker if it waits. If a member is gone or silent, make the collectives that wait for it fail."""
+        """Wake this worker if it waits. If the agent releases this worker, break the connections of its generation."""
         while os.read(fifo, 1):
-            self._called.set()
+            self._woken.set()
             with self._leaving:
                 if self._is_released():
                     break_connections()

@@ -88,8 +88,8 @@ def restore(
     """Find the best state, on every rank. None: there is none. Every rank must call this.
 
     group: takes CPU tensors; None: the default group. trusted: the newest snapshot here, if this process wrote it.
-    into: returns the tensors, by name, into which a received state goes. mapped: a slot's file, if this process has
-    mapped it. Raises `DistError` if a state that another
+    into: returns the tensors, by name, into which a received state goes. mapped: returns a slot's file, if this process
+    has mapped it; else None. Raises `DistError` if a state that another
     worker trusted arrives damaged.
     """
     folder = Path(context.slots)

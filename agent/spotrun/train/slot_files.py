@@ -79,7 +79,8 @@ class SlotFile:
 class Reader:
     """Reads a committed slot. The slot may be overwritten soon: copy what is kept.
 
-    mapped: the slot's file, if this process has mapped it: a new map of a large file takes longer than its copy.
+    mapped: the slot's file, if this process has mapped it. To map a large file again takes long. With this map, a write
+    into a view changes the snapshot.
     """
 
     def __init__(self, folder: Path, slot: int, mapped: SlotFile | None = None) -> None:

@@ -63,7 +63,7 @@ class TrainingState:
         return found
 
     def only_reads(self) -> bool:
-        """Whether `load` writes to no tensor of the saved state, as far as torch's own methods tell."""
+        """Whether `load` only reads the saved tensors. False if an object loads with methods that are not torch's."""
         return all(_only_reads(item) for item in self.objects.values() if _copies(item))
 
     def load(self, record: slots.Record, tensors: Tensors) -> None:

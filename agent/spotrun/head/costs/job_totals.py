@@ -23,7 +23,7 @@ def observe(job: JobState, view: View) -> JobState:
         return job
     here = [n for n in view.members() if n is not None and n.work.generation == job.generation]
     workers = [worker for node in here for worker in node.work.workers if worker.base >= 0]
-    if job.draining and job.draining.next:  # members that have gone on report how they ended this generation
+    if job.draining and job.draining.next:  # members that are in the next one already report their last steps here
         ahead = [n for n in view.members() if n is not None and n.work.generation == job.draining.next.number]
         workers += [worker for node in ahead for worker in node.work.before if worker.base >= 0]
     if not workers:
@@ -190,6 +190,6 @@ def _close(job: JobState, workers: Sequence[Worker]) -> JobState:
         return job
     lost = max(0, last.step - job.progress.base)
     good = max(0.0, job.good_seconds - lost * last.step_cost)
-    ordered = min(job.ordered_at, phases[0] or job.ordered_at)  # after a drain, workers go on before the head knows it
+    ordered = min(job.ordered_at, phases[0] or job.ordered_at)  # after a drain, workers join before the head's turn
     closed = last.replace(seconds=max(0.0, phases[4] - last.at), steps_lost=lost, phases=(ordered, *phases))
     return job.replace(interruptions=(*job.interruptions[:-1], closed), good_seconds=good)

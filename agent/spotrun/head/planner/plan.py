@@ -95,7 +95,7 @@ def _assemble(view: View) -> tuple[Action, ...]:
         if may and (started := _start(view, ready, None)):
             return started
     if job.ending is None and job.regroups and regroup.called_back(view, ready):
-        return ()  # they will soon wait
+        return ()  # workers that are called back will soon wait
     found = checkpointing.secure(view)
     if job.ending is None:
         return (*(found or ()), *idle.decide(view))
@@ -130,7 +130,7 @@ def _must_save_first(view: View, ready: list[Node]) -> bool:
 def _supervise(view: View) -> tuple[Action, ...]:
     """A generation is under way: has it ended, must it end, is a checkpoint due?"""
     job = view.job
-    if found := regroup.go_on(view):
+    if found := regroup.catch_up(view):
         return found
     members = view.members()
     reporting = [node for node in members if node is not None and node.work.generation == job.generation]
@@ -197,8 +197,8 @@ def _drain_on(view: View, reporting: list[Node], size: int) -> tuple[Action, ...
     job = view.job
     assert job.draining is not None
     settled = [node for node in reporting if node.phase in ("drained", "failed", "succeeded")]
-    moved = [node for node in regroup.gone_on(view) if node in view.members()]
-    if len(settled) + len(moved) == size or (view.now > job.draining.deadline and not view.blind()):
+    joined = [node for node in regroup.gone_on(view) if node in view.members()]
+    if len(settled) + len(joined) == size or (view.now > job.draining.deadline and not view.blind()):
         return _restart(view, job.draining.cause)
     if any(node.work.late == job.draining.step for node in reporting):
         step = checkpointing.ahead(view, reporting, 4 * DRAIN_AHEAD)
@@ -313,7 +313,10 @@ def _unexplained_failure(view: View, reporting: list[Node]) -> tuple[Failure, No
 
 
 def _start(view: View, ready: list[Node], cause: Cause | None) -> tuple[Action, ...]:
-    """Begin a generation, or wait for nodes that warm up: (). Survivors get the first ranks, in their old order."""
+    """Begin a generation. (): workers that it needs warm up, or leave a generation that does not begin.
+
+    Survivors get the first ranks, in their old order.
+    """
     job = view.job
     if (members := regroup.members(view, ready, cause)) is not None:
         ready = members

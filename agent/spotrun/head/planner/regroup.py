@@ -31,7 +31,7 @@ def members(view: View, ready: list[Node], cause: Cause | None) -> list[Node] | 
     if any((node.name, node.report.boot) in last for node in others):
         return None  # a survivor cannot go on: without it, the generation would be smaller than it can be
     if early:
-        return []  # they will soon wait
+        return []  # the workers of these nodes will soon wait
     if not found:
         return None
     if len(found) >= job.spec.nodes.min:
@@ -43,9 +43,9 @@ def members(view: View, ready: list[Node], cause: Cause | None) -> list[Node] | 
 
 
 def following(view: View, cause: Cause) -> Start | None:
-    """The generation after a drain that is ordered now; None: it is not known yet which nodes it will have.
+    """The generation after a drain that is ordered now. None: none follows at once, or its nodes are not known yet.
 
-    All members that stay must be able to go on. Together with the nodes that have warmed up, they must be enough.
+    All members that stay must be able to go on. These members and the nodes that have warmed up must be at least `min`.
     """
     job = view.job
     if not job.regroups or in_doubt(job, cause) or cause.kind in ("stop", "pause"):
@@ -63,11 +63,11 @@ def following(view: View, cause: Cause) -> Start | None:
     return start(chosen, cause, regroup=True) if enough else None
 
 
-def go_on(view: View) -> tuple[Action, ...]:
-    """What the head does when members have gone on after a drain by themselves.
+def catch_up(view: View) -> tuple[Action, ...]:
+    """Begin the next generation in the job's state, if members have joined it after a drain.
 
-    The next generation begins in the head's books, too. If that generation cannot begin any more, its workers are
-    called back, and wait for another one.
+    If it cannot begin any more, end the current one: then the workers that have joined are called back. (): no member
+    has joined it, or the head must wait.
     """
     draining = view.job.draining
     if draining is None or draining.next is None:
@@ -76,20 +76,20 @@ def go_on(view: View) -> tuple[Action, ...]:
     begun = Start(wanted.members, wanted.store, draining.cause, regroup=True, planned=True)
     known = {(node.name, node.report.boot): node for node in view.nodes}
     nodes = [known.get((member.node, member.boot)) for member in wanted.members]
-    moved = gone_on(view)
-    if any(node in moved and node.phase == "running" for node in nodes if node is not None):
+    joined = gone_on(view)
+    if any(node in joined and node.phase == "running" for node in nodes if node is not None):
         return (begun,)  # all members are there, or the process group would not have been formed
     names = {member.node for member in wanted.members}
     stay = [node for member, node in zip(view.job.members, view.members(), strict=True) if member.node in names]
-    stopped = all(node is not None and (node in moved or node.phase == "drained") for node in stay)
-    if view.blind() or not stopped or not any(node in moved for node in stay):
+    stopped = all(node is not None and (node in joined or node.phase == "drained") for node in stay)
+    if view.blind() or not stopped or not any(node in joined for node in stay):
         return ()
     usable = all(node is not None and _is_usable(view, node) for node in nodes)
     return (begun,) if usable and not view.job.stopping else (EndGeneration(draining.cause),)
 
 
 def gone_on(view: View) -> list[Node]:
-    """The nodes that are in the generation after the drain already."""
+    """The nodes that have already joined the generation after the drain."""
     following = view.job.draining.next if view.job.draining else None
     return [node for node in view.nodes if following is not None and node.work.generation == following.number]
 
@@ -149,7 +149,7 @@ def _survivors(view: View, gone: dict[str, str]) -> list[Node]:
 def _late(view: View, survivors: list[Node]) -> Iterator[Node]:
     """Survivors whose workers could go on in another generation, but do not wait for it yet."""
     if view.job.regroups and not in_doubt(view.job, None):
-        yield from (n for n in survivors if n.work.regroup == "able" and not _too_early(view, n))
+        yield from (n for n in survivors if n.work.regroup == "able" and not _in_later_generation(view, n))
 
 
 def failed(view: View, node: Node) -> bool:
@@ -171,11 +171,12 @@ def _warming(ready: list[Node]) -> list[Node]:
 
 
 def called_back(view: View, ready: list[Node]) -> list[Node]:
-    """The nodes whose workers wait for the others of a generation that does not begin. They will soon give it up."""
-    return [node for node in ready if _too_early(view, node)]
+    """The nodes whose workers are called back: they are in a generation that does not begin, and will soon leave it."""
+    return [node for node in ready if _in_later_generation(view, node)]
 
 
-def _too_early(view: View, node: Node) -> bool:
+def _in_later_generation(view: View, node: Node) -> bool:
+    """Whether the node's workers are in a generation that the head has not begun, and do not wait."""
     return node.work.generation > view.job.generation and node.work.regroup == "able"
 
 
