@@ -306,7 +306,7 @@ def _lie(report: JobReport) -> JobReport:
 
 
 def _worker(work: Work, now: float) -> Worker:
-    at = work.began or now
+    at = (work.began or now) if work.base >= 0 else 0.0
     return Worker(
         rank=0, pid=1, step=work.step, base=work.base, stepped_at=now if work.step > work.base else 0.0,
         phases=(at, at, at, at, at + ROUND if work.step > work.base else 0.0),

@@ -13,7 +13,7 @@ from spotrun.head.orders import JobOrders
 from spotrun.head.planner.plan import plan
 from spotrun.head.view import Node, View
 from spotrun.wire import Bundle, Worker
-from tests.head.views import NOW, A, B, C, D, failed, job, node, spare, spec, start, view
+from tests.head.views import NOW, A, B, C, D, failed, job, node, notice, spare, spec, start, view
 
 KILL, SILENT = (Cause(kind=kind, node=B) for kind in ("kill", "silent"))
 SLOW = Progress(base=0, step=50, stepped_at=NOW - 3, restored_at=NOW - 200, pace=3.0)
@@ -86,9 +86,17 @@ def begun(*members: str, step: int = 0) -> Any:
 GROW, MOVE = Cause(kind="grow"), Cause(kind="move", node=B)
 
 
-def growing(*members: str, **changes: Any) -> Any:
+GROUPED = (Worker(rank=0, pid=1, step=-1, stepped_at=0.0, phases=(NOW - 0.3, NOW - 0.2, NOW - 0.1, 0.0, 0.0)),)
+
+
+def growing(*members: str, at: float = NOW - 0.2, **changes: Any) -> Any:
     """A job that stops after step 56, to go on with C in generation 2."""
-    return apply(able(*members, **changes), Drain(56, GROW, NOW + 60, next=again(*members, C, cause=GROW)), NOW - 0.2)
+    return apply(able(*members, **changes), Drain(56, GROW, at + 60, next=again(*members, C, cause=GROW)), at)
+
+
+def leaves(name: str, **changes: Any) -> Node:
+    """A member whose machine will be taken in 100 s."""
+    return trains(name, notice=notice(100), **changes)
 
 
 def ahead(name: str, **changes: Any) -> Node:
@@ -308,7 +316,42 @@ cases: dict[str, tuple[View, tuple[Action, ...]]] = {
         (),
     ),
     "the members train, and one of them cannot be seen: the generation has begun": (
-        view(growing(A, B), ahead(A, phase="running"), lost(B), ahead(C)),
+        view(growing(A, B), ahead(A, workers=GROUPED), lost(B), ahead(C)),
+        (replace(again(A, B, C, cause=GROW), planned=True),),
+    ),
+    "the members are in the process group, and the newcomer cannot be seen: the generation has begun": (
+        view(growing(A, B), ahead(A, workers=GROUPED), ahead(B), lost(C, generation=2, phase="starting", workers=())),
+        (replace(again(A, B, C, cause=GROW), planned=True),),
+    ),
+    "the members have ended their work, and the head learns it late: the generation has begun": (
+        view(growing(A, B), *(ahead(each, phase="succeeded", regroup="no", workers=GROUPED) for each in (A, B, C))),
+        (replace(again(A, B, C, cause=GROW), planned=True),),
+    ),
+    "the head sees no member when the drain should end: it waits": (
+        view(growing(A, B, at=NOW - 61), *(lost(each, reported_at=NOW - 50) for each in (A, B)), lost(C)),
+        (),
+    ),
+    "the head has ended the generation before it learned that the next one trains: that one has begun": (
+        view(
+            apply(growing(A, B), EndGeneration(GROW), NOW - 1),
+            *(ahead(each, phase="running", workers=GROUPED) for each in (A, B, C)),
+        ),
+        (replace(again(A, B, C), planned=True),),
+    ),
+    "the head sees only a member that leaves, and that has stopped: the others may train": (
+        view(
+            apply(able(A, B), Drain(56, MOVE, NOW + 60, next=again(A, cause=MOVE)), NOW - 5),
+            lost(A, reported_at=NOW - 4),
+            trains(B, phase="drained", regroup="waiting", stepped_at=NOW - 4),
+        ),
+        (),
+    ),
+    "a member gets a notice after the others have gone on with it: they wait for their first step": (
+        view(begun(A, B), leaves(A, generation=2), trains(B, generation=2), warm(C)),
+        (),
+    ),
+    "the members are not in the process group yet, and one of them gets a notice: the next generation begins": (
+        view(growing(A, B), leaves(A, generation=2, phase="starting", workers=()), ahead(B), ahead(C)),
         (replace(again(A, B, C, cause=GROW), planned=True),),
     ),
     "only the newcomer has gone on: training goes on": (view(growing(A, B), trains(A), trains(B), ahead(C)), ()),
@@ -334,7 +377,7 @@ cases: dict[str, tuple[View, tuple[Action, ...]]] = {
     ),
     "the stop step came too late for a member: the next generation stays the same": (
         view(growing(A, B), trains(A, late=56), trains(B), ahead(C)),
-        (Drain(65, GROW, NOW + 60),),
+        (Drain(65, GROW, NOW - 0.2 + 60),),
     ),
     "a node that warms up does not disturb the others": (view(able(A, B), trains(A), trains(B), warming(C)), ()),
 }
@@ -348,11 +391,11 @@ def test_plan(name: str) -> None:
 
 def test_a_number_that_a_drain_has_given_is_not_used_twice() -> None:
     drains = growing(A, B)
-    assert (drains.generation, drains.reserved, drains.draining.next.number) == (1, 2, 2)
+    assert (drains.generation, drains.following.number, drains.next_number) == (1, 2, 3)
     later = apply(drains, Drain(75, GROW, NOW + 60), NOW)
-    assert later.draining.next == drains.draining.next, "the agents know it already"
+    assert later.following == drains.following, "the agents know it already"
     went_on = apply(drains, replace(again(A, B, C, cause=GROW), planned=True), NOW)
-    assert went_on.current == drains.draining.next
+    assert (went_on.current, went_on.following) == (drains.following, None)
     assert apply(drains, start(A, C, cause=KILL), NOW).generation == 3, "workers may wait for generation 2"
     assert apply(apply(drains, EndGeneration(KILL), NOW), start(A, C), NOW).generation == 3
 

@@ -305,7 +305,7 @@ class Head:
         reporting = fleet.reporting.get(job.id, ())
         work = [found for name in reporting if (found := fleet.by_name[name].report.of(job.id))]
         taken = max((each.generation for each in work), default=0)
-        if taken > max(job.generation, job.reserved):
+        if taken >= job.next_number:
             # Another head has used this number while both believed that they were the only one.
             job = apply(job, EndGeneration(cause=Cause(kind="head")), now).replace(generation=taken)
         view = self._job_view(fleet, job, conditions)

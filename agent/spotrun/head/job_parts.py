@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from spotrun.wire import Document, Generation, Member, Place, StateRef
+from spotrun.wire import Document, Member, Place, StateRef
 
 
 class Cause(Document):
@@ -37,7 +37,6 @@ class Draining(Document):
     step: int
     cause: Cause
     deadline: float  # when the head stops waiting for it
-    next: Generation | None = None  # the generation after the drain: its workers join without another order
 
 
 class Released(Document):

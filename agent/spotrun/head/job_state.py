@@ -67,7 +67,7 @@ class JobState(Kept):
     started: float | None = None
     ended: float | None = None
     generation: int = 0  # number of the newest generation that has begun
-    reserved: int = 0  # the newest number that a drain has reserved for the next generation; 0: none
+    following: Generation | None = None  # as the last drain has named it; None: another one has begun since then
     current: Generation | None = None
     ordered_at: float = 0.0  # when `current` was given out, or when the last one ended
     last: tuple[Member, ...] = ()  # members of the newest generation, in rank order
@@ -117,8 +117,8 @@ class JobState(Kept):
 
     @property
     def next_number(self) -> int:
-        """A number that no generation has, and that no drain has reserved."""
-        return max(self.generation, self.reserved) + 1
+        """A number that no generation has, and that no drain has named."""
+        return max(self.generation, self.following.number if self.following else 0) + 1
 
     @property
     def ended_already(self) -> bool:
@@ -177,7 +177,7 @@ def apply(job: JobState, action: Action, now: float) -> JobState:
     """The job after the action."""
     match action:
         case Start():
-            planned = job.draining.next if job.draining and action.planned else None
+            planned = job.following if action.planned else None
             return _begin(_end_generation(job, action.cause, now), planned or _generation(job, action), now)
         case EndGeneration():
             job = _end_generation(job, action.cause, now)
@@ -247,7 +247,7 @@ def in_doubt(job: JobState, cause: Cause | None) -> bool:
 def _begin(job: JobState, current: Generation, now: float) -> JobState:
     """The job, which has no generation, at the beginning of the next one."""
     job = job.replace(generation=current.number, current=current, last=current.members, ordered_at=now, saving=None)
-    return job.replace(phase="starting", started=job.started or now)
+    return job.replace(phase="starting", started=job.started or now, following=None)
 
 
 def _generation(job: JobState, action: Start) -> Generation:
@@ -262,12 +262,11 @@ def _generation(job: JobState, action: Start) -> Generation:
 
 def _drain(job: JobState, action: Drain) -> JobState:
     """The job in a drain. A later stop step does not change the generation after the drain."""
-    following = job.draining.next if job.draining else None
-    if job.draining is None and action.next is not None:
-        following = _generation(job, action.next)
-    draining = Draining(step=action.step, cause=action.cause, deadline=action.deadline, next=following)
-    reserved = following.number if following else job.reserved
-    return job.replace(draining=draining, phase="draining", saving=None, reserved=reserved)
+    following = job.following
+    if job.draining is None:
+        following = _generation(job, action.next) if action.next is not None else None
+    draining = Draining(step=action.step, cause=action.cause, deadline=action.deadline)
+    return job.replace(draining=draining, phase="draining", saving=None, following=following)
 
 
 def _end_generation(job: JobState, cause: Cause | None, now: float) -> JobState:

@@ -50,7 +50,7 @@ class JobOrders:
                 order = order.replace(keep=job.generation)
             return order.replace(upload=job.saving.ref, save=save) if job.saving and save else order
         member, draining = self._members.get((node, boot)), job.draining
-        following = draining.next if draining and (member is not None or devices is not None) else None
+        following = job.following if draining and (member is not None or devices is not None) else None
         if following and any((node, boot) == (each.node, each.boot) for each in following.members):
             order = order.replace(next=following)
         if member is None:

@@ -268,7 +268,7 @@ def event(job: JobState, action: Action) -> tuple[str, str] | None:
         case Start():
             names = ", ".join(member.node for member in action.members)
             nodes = "1 node" if len(action.members) == 1 else f"{len(action.members)} nodes"
-            number = job.reserved if action.planned else job.next_number
+            number = job.following.number if action.planned and job.following else job.next_number
             return "generation", f"{number}: {nodes} ({names}){_why(action)}"
         case EndGeneration() if action.ending:
             return "generation", "the job is done"

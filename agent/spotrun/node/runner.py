@@ -194,7 +194,7 @@ class Runner:
 
     async def _apply_steps(self, job: Job, group: WorkerGroup, order: JobOrder) -> None:
         part = self._part_uploader.part
-        if not self._is_ordered(group):
+        if not _is_about(order, group):
             order = order.replace(stop_at=None, save=None, release=False, dump=False)
         group.set_steps(order.stop_at, order.save.step if order.save and not part else None)
         if order.release:
@@ -210,15 +210,6 @@ class Runner:
         if ended > self._flushed and not group.joining:
             self._flushed = ended
             self._flush = asyncio.create_task(self._upload_logs())
-
-    def _is_ordered(self, group: WorkerGroup) -> bool:
-        """Whether the order is about the generation of these workers.
-
-        It is not while the workers warm up, wait, leave a generation that does not begin, or are in the one after a
-        drain.
-        """
-        ordered = self._order.generation if self._order is not None else None
-        return ordered is not None and ordered.number == group.number
 
     async def _end_job(self) -> None:
         """End all processes of the job and forget it. Files stay."""
@@ -357,7 +348,7 @@ class Runner:
             generation=self.newest,
             store=job.store,
             workers=group.report() if group and trains else (),
-            before=group.before if group and not self._is_ordered(group) else (),
+            before=group.before if group and self._order and not _is_about(self._order, group) else (),
             regroup="failed" if self._generations.warm_up_failed else group.regroup if group else "no",
             failure=job.failure or (group.failure if group and trains else self._generations.not_started),
             snapshot=self._snapshot,
@@ -367,6 +358,14 @@ class Runner:
             place=job.place,
             **uploads,
         )
+
+
+def _is_about(order: JobOrder, group: WorkerGroup) -> bool:
+    """Whether the order is about the generation of these workers.
+
+    It is not while the workers warm up, wait, leave a generation that does not begin, or are in the one after a drain.
+    """
+    return order.generation is not None and order.generation.number == group.number
 
 
 def interval(group: WorkerGroup | None) -> float | None:

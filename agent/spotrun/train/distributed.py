@@ -148,6 +148,8 @@ def _meet(world: int, meeting: Meeting) -> dist.Store:
     until = time.monotonic() + TIMEOUT.total_seconds()
     _meeting_place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
+        if meeting.given_up():  # before anybody could end the wait
+            raise NotBegun("the generation does not begin")
         store = _reach(meeting)
         if store.add(f"{MEETING}/{meeting.name}/here", 1) == world:
             store.set(f"{MEETING}/{meeting.name}/all", "")

@@ -114,6 +114,8 @@ class Membership:
         self._control.entered = time.time()
         meeting = Meeting(str(self.context.generation), self._is_released)
         join_process_group(self._device, self._backend, meeting=meeting)
+        if self._is_released():  # while the group was formed, which cannot be interrupted
+            raise dist.DistError("the generation has been given up")
         self._control.rank = rank_and_world()[0]
         self._control.grouped = time.time()
 

@@ -23,8 +23,8 @@ def observe(job: JobState, view: View) -> JobState:
         return job
     here = [n for n in view.members() if n is not None and n.work.generation == job.generation]
     workers = [worker for node in here for worker in node.work.workers if worker.base >= 0]
-    if job.draining and job.draining.next:  # members that are in the next one already report their last steps here
-        ahead = [n for n in view.members() if n is not None and n.work.generation == job.draining.next.number]
+    if job.following:  # members that are in the next generation already report their last steps in this one
+        ahead = [n for n in view.members() if n is not None and n.work.generation == job.following.number]
         workers += [worker for node in ahead for worker in node.work.before if worker.base >= 0]
     if not workers:
         return job

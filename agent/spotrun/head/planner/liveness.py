@@ -104,10 +104,13 @@ def _stalled(view: View, others: list[Node], last: float) -> bool:
 
     last: when the member in question last reported.
     """
+    names = {member.node for member in view.job.following.members} if view.job.following else set()
     reporting = [n for n in others if n.connected and view.now - n.reported_at < 3 * HEARTBEAT]
+    if names:  # members that leave have no step to complete after their stop; the others may have gone on without them
+        reporting = [n for n in reporting if n.name in names or n.phase != "drained"]
     if not reporting:
         return False
-    newest = max((w.stepped_at for n in reporting for w in n.work.workers), default=0.0)
+    newest = max((w.stepped_at for n in reporting for w in (*n.work.workers, *n.work.before)), default=0.0)
     waited = view.now - max(newest, view.job.ordered_at)
     quiet = view.now - max(last, view.awake_since)
     return waited > max(1.0, 3 * view.job.progress.pace) or min(waited, quiet) > TIMEOUTS.slow_step

@@ -85,6 +85,8 @@ def _assemble(view: View) -> tuple[Action, ...]:
     if job.stopping and job.ending is None:
         return (SetEnding(Ending(phase="stopped", reason=job.stopping, state=patience.newest(patience.unsaved(view)))),)
     ready = eligible(view)
+    if job.ending is None and (begun := regroup.catch_up(view)):
+        return begun
     if job.ending is None:
         mine = [node for node in view.nodes if node.connected and node.work.job == job.id]
         broken = [node for node in mine if node.setup_failure]
@@ -198,7 +200,8 @@ def _drain_on(view: View, reporting: list[Node], size: int) -> tuple[Action, ...
     assert job.draining is not None
     settled = [node for node in reporting if node.phase in ("drained", "failed", "succeeded")]
     joined = [node for node in regroup.gone_on(view) if node in view.members()]
-    if len(settled) + len(joined) == size or (view.now > job.draining.deadline and not view.blind()):
+    sees = any(node is not None and reports(view, node) for node in view.members()) and not view.blind()
+    if len(settled) + len(joined) == size or (view.now > job.draining.deadline and sees):
         return _restart(view, job.draining.cause)
     if any(node.work.late == job.draining.step for node in reporting):
         step = checkpointing.ahead(view, reporting, 4 * DRAIN_AHEAD)
@@ -224,8 +227,12 @@ def _reason_to_drain(view: View, reporting: list[Node], leaving: Departure | Non
     if job.progress.step > max(job.progress.base, -1):
         step = checkpointing.ahead(view, reporting, DRAIN_AHEAD)
         return (Drain(step, cause, deadline, regroup.following(view, cause), reason),)
-    # This generation has completed no step, so a restart loses no work. Growth waits for the first step.
-    return () if cause.kind == "grow" else _restart(view, cause)
+    # This generation has completed no step, so a restart loses no work. Growth waits for the first step. So do workers
+    # that have regrouped, if there is time: otherwise the next generation would have new workers.
+    assert job.current is not None
+    late = view.now - job.ordered_at > TIMEOUTS.regroup or (leaving is not None and view.now >= leaving.last)
+    waits = cause.kind == "grow" or (job.current.regroup and cause.kind != "stop" and not late)
+    return () if waits else _restart(view, cause)
 
 
 def _worth_growing(view: View) -> bool:

@@ -51,7 +51,7 @@ def following(view: View, cause: Cause) -> Start | None:
     if not job.regroups or in_doubt(job, cause) or cause.kind in ("stop", "pause"):
         return None
     found = [node for node in view.members() if node is not None]
-    here = [n for n in found if n.assigned and not n.leaving and n.cloud not in ENDING_STATES]
+    here = [node for node in found if node.assigned and not node.leaving and node.cloud not in ENDING_STATES]
     able = (n.work.generation == job.generation and n.work.regroup == "able" and _is_usable(view, n) for n in here)
     same = {(member.node, member.devices) for member in job.members}
     if not here or len(found) < len(job.members) or not all(able) or any((n.name, n.devices) not in same for n in here):
@@ -69,34 +69,39 @@ def catch_up(view: View) -> tuple[Action, ...]:
     If it cannot begin any more, end the current one: then the workers that have joined are called back. (): no member
     has joined it, or the head must wait.
     """
-    draining = view.job.draining
-    if draining is None or draining.next is None:
+    job, wanted = view.job, view.job.following
+    if wanted is None:
         return ()
-    wanted = draining.next
-    begun = Start(wanted.members, wanted.store, draining.cause, regroup=True, planned=True)
+    begun = Start(wanted.members, wanted.store, job.draining.cause if job.draining else None, True, planned=True)
+    joined = gone_on(view)
+    if any(worker.phases[2] for node in joined for worker in node.work.workers):
+        return (begun,)  # the process group is formed, so all members are there
+    if job.draining is None or view.blind():
+        return ()
+    names = {member.node for member in wanted.members}
+    stay = [node for member, node in zip(job.members, view.members(), strict=True) if member.node in names]
+    stopped = all(node is not None and (node in joined or node.phase == "drained") for node in stay)
+    if not stopped or not any(node in joined for node in stay):
+        return ()
     known = {(node.name, node.report.boot): node for node in view.nodes}
     nodes = [known.get((member.node, member.boot)) for member in wanted.members]
-    joined = gone_on(view)
-    if any(node in joined and node.phase == "running" for node in nodes if node is not None):
-        return (begun,)  # all members are there, or the process group would not have been formed
-    names = {member.node for member in wanted.members}
-    stay = [node for member, node in zip(view.job.members, view.members(), strict=True) if member.node in names]
-    stopped = all(node is not None and (node in joined or node.phase == "drained") for node in stay)
-    if view.blind() or not stopped or not any(node in joined for node in stay):
-        return ()
     usable = all(node is not None and _is_usable(view, node) for node in nodes)
-    return (begun,) if usable and not view.job.stopping else (EndGeneration(draining.cause),)
+    return (begun,) if usable and not job.stopping else (EndGeneration(job.draining.cause),)
 
 
 def gone_on(view: View) -> list[Node]:
     """The nodes that have already joined the generation after the drain."""
-    following = view.job.draining.next if view.job.draining else None
-    return [node for node in view.nodes if following is not None and node.work.generation == following.number]
+    wanted = view.job.following
+    if wanted is None:
+        return []
+    boots = {(member.node, member.boot) for member in wanted.members}
+    nodes = [node for node in view.nodes if node.work.generation == wanted.number]
+    return [node for node in nodes if (node.name, node.report.boot) in boots]
 
 
 def _is_usable(view: View, node: Node) -> bool:
-    here = node.assigned and not node.leaving and node.cloud not in ENDING_STATES
-    return here and reports(view, node) and node.work.regroup in ("able", "waiting")
+    here = node.assigned and node.cloud not in ENDING_STATES and reports(view, node)
+    return here and node.work.regroup in ("able", "waiting")
 
 
 def start(nodes: list[Node], cause: Cause | None, regroup: bool) -> Start:
@@ -172,6 +177,9 @@ def _warming(ready: list[Node]) -> list[Node]:
 
 def called_back(view: View, ready: list[Node]) -> list[Node]:
     """The nodes whose workers are called back: they are in a generation that does not begin, and will soon leave it."""
+    job = view.job
+    if job.current is None and view.now - max(job.ordered_at, view.awake_since) > TIMEOUTS.regroup:
+        return []  # their agents would have ended these workers by now
     return [node for node in ready if _in_later_generation(view, node)]
 
 
