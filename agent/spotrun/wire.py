@@ -332,7 +332,7 @@ class UpRecord(Kept):
 
 
 class HostRecord(Kept):
-    """clusters/<name>/hosts/<node>.json: how operators reach and trust a node over SSH, and the head its agent."""
+    """clusters/<name>/hosts/<node>.json: how to reach and trust a node over SSH. Also the hash of its agent's secret."""
 
     node: str
     address: str

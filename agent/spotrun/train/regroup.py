@@ -50,9 +50,8 @@ class Membership:
         self._woken = threading.Event()  # set each time that the agent wakes this worker
         self._leaving = threading.Lock()  # held while connections of the generation are broken
         if context.regroups and device.type == "cpu":
-            with contextlib.suppress(
-                OSError
-            ):  # without the FIFO, it joins up to `POLL` later, and restarts for a silent peer
+            # Without the FIFO, this worker joins up to `POLL` later, and restarts if a peer is silent.
+            with contextlib.suppress(OSError):
                 os.mkfifo(worker_fifo(context.control), 0o600)
                 fifo = os.open(worker_fifo(context.control), os.O_RDWR)  # so it always has a writer
                 threading.Thread(target=self._obey, args=(fifo,), name="spotrun-wake", daemon=True).start()

@@ -89,8 +89,7 @@ def restore(
 
     group: takes CPU tensors; None: the default group. trusted: the newest snapshot here, if this process wrote it.
     into: returns the tensors, by name, into which a received state goes. mapped: returns a slot's file, if this process
-    has mapped it; else None. Raises `DistError` if a state that another
-    worker trusted arrives damaged.
+    has mapped it; else None. Raises `DistError` if a state that another worker trusted arrives damaged.
     """
     folder = Path(context.slots)
     folder.mkdir(parents=True, exist_ok=True)

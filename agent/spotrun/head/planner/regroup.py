@@ -52,7 +52,7 @@ def following(view: View, cause: Cause) -> Start | None:
         return None
     found = [node for node in view.members() if node is not None]
     here = [node for node in found if node.assigned and not node.leaving and node.cloud not in ENDING_STATES]
-    able = (n.work.generation == job.generation and n.work.regroup == "able" and _is_usable(view, n) for n in here)
+    able = (n.work.generation == job.generation and n.work.regroup == "able" and reports(view, n) for n in here)
     same = {(member.node, member.devices) for member in job.members}
     if not here or len(found) < len(job.members) or not all(able) or any((n.name, n.devices) not in same for n in here):
         return None
@@ -100,6 +100,7 @@ def gone_on(view: View) -> list[Node]:
 
 
 def _is_usable(view: View, node: Node) -> bool:
+    """Whether the node can be in a generation without a restart. It may leave later: then that generation drains."""
     here = node.assigned and node.cloud not in ENDING_STATES and reports(view, node)
     return here and node.work.regroup in ("able", "waiting")
 
