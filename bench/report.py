@@ -117,9 +117,10 @@ def _method(timeout: float) -> list[str]:
     return [
         f"One job of {NODES} nodes, one process each, on one machine: the same model (1.1 M parameters, AdamW), batch "
         "and pace (steps of at least 50 ms) in each system. One node is lost, never the one that has torchrun's "
-        "store. Time counts from the fault to the end of the first step after it. In each system, if the lost node is replaced, its "
-        f"replacement begins to start {BOOT_DELAY:g} s after the interruption, and a notice is {NOTICE:g} s long. For torchrun, a "
-        "notice is a SIGTERM to the node's agent, as the clouds' shutdown scripts send it. All times are in seconds. "
+        "store. Time counts from the fault to the end of the first step after it. In each system, if the lost node is "
+        f"replaced, its replacement begins to start {BOOT_DELAY:g} s after the interruption, and a notice is "
+        f"{NOTICE:g} s long. For torchrun, a notice is a SIGTERM to the node's agent, as the clouds' shutdown scripts "
+        "send it. All times are in seconds. "
         "Each number is the median of its own column, so the parts need not add up to the total. A hang is "
         f"{timeout:g} s without a step, and is not in the medians.",
         "",

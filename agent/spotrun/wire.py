@@ -332,7 +332,7 @@ class UpRecord(Kept):
 
 
 class HostRecord(Kept):
-    """clusters/<name>/hosts/<node>.json: how to reach and trust a node over SSH. Also the hash of its agent's secret."""
+    """clusters/<name>/hosts/<node>.json: how to reach and trust a node by SSH, and the hash of its agent's secret."""
 
     node: str
     address: str
