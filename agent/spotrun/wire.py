@@ -84,8 +84,7 @@ class JobOrder(Document):
     # (they warm up), and wait.
     stand_by: bool = False
     stop_at: int | None = None  # every worker of `generation` snapshots after this step and exits (drain)
-    # The generation after a drain. Workers of this node that have warmed up, or have all stopped at `stop_at`, join it
-    # without another order.
+    # The generation after a drain. Workers that wait, or have all stopped at `stop_at`, join it without another order.
     next: Generation | None = None
     save: SaveOrder | None = None  # checkpoint at this step of `generation`
     upload: StateRef | None = None  # with `generation` None: upload this local snapshot; `save` has the parts
@@ -222,6 +221,7 @@ class JobReport(Document):
     # Whether its workers could join another generation without a restart, or wait for it. no: there are none, or they
     # could not. failed: they ended while they warmed up. unknown: from an agent that cannot say it.
     regroup: Literal["unknown", "no", "able", "waiting", "failed"] = "unknown"
+    at_stop: bool = False  # its workers can join another generation only from their stop step
     failure: Failure | None = None  # the first of this node's workers to fail in `generation`, or the set-up's
     snapshot: StateRef | None = None  # the newest committed snapshot in this node's memory
     parts: tuple[Part, ...] = ()  # uploaded, but the manifest has not been seen

@@ -51,6 +51,7 @@ OPTIONS = (
     "largest",
     "leave",
     "find",
+    "gpu",
 )  # of the toy script; the rest is the job file's
 
 

@@ -44,6 +44,35 @@ def test_the_set_up_of_a_survivor_runs_once(cluster: Harness, tmp_path: Path, fa
     assert digest_of(job.out) == wanted
 
 
+@pytest.mark.parametrize("fault", ["preempt", "kill"])
+def test_workers_on_gpus_go_on_after_a_stop_and_restart_after_a_failure(
+    cluster: Harness, tmp_path: Path, fault: str
+) -> None:
+    """A notice stops all at the same step. After a kill, nobody waits for what survivors cannot do: bit for bit."""
+    job = cluster.submit(
+        nodes={"min": 2, "max": 2, "spares": 1}, epochs=EPOCHS, samples=SAMPLES, batch=BATCH, slow=60, gpu=True
+    )
+    cluster.until_step(30)
+    cluster.until(lambda _: len(setups(job.out)) >= 3, what="the spare's warm-up")
+    before = setups(job.out)
+    cluster.fault(fault, cluster.members()[1])
+    (interruption,) = cluster.until(closed, what="recovery")["job"]["interruptions"]
+    assert interruption["kind"] == fault
+    job.go()
+    final = cluster.until_ended()
+    assert (final["phase"], final["restarts"]) == ("succeeded", 0)
+    assert set(setups(job.out).values()) == {1}
+    if fault == "preempt":
+        assert interruption["steps_lost"] == 0
+        assert final_pids(job.out) <= set(before), "both were there before the fault"
+    else:
+        assert final_pids(job.out).isdisjoint(before)
+    assert sample_ids(job.out, EPOCHS) == {epoch: list(range(SAMPLES)) for epoch in range(EPOCHS)}
+    (tmp_path / "undisturbed").mkdir()
+    wanted = undisturbed(tmp_path / "undisturbed", ranks=2, epochs=EPOCHS, samples=SAMPLES, batch=BATCH)
+    assert digest_of(job.out) == wanted
+
+
 def test_peers_of_a_machine_that_is_cut_off_and_replaced_at_once(cluster: Harness) -> None:
     """No connection of theirs ends, and another machine has its name before it counts as silent: they are told."""
     job = cluster.submit(nodes={"min": 2, "max": 2}, epochs=1, samples=SAMPLES, batch=BATCH, slow=20, step=0.1)

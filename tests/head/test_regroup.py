@@ -109,6 +109,18 @@ cases: dict[str, tuple[View, tuple[Action, ...]]] = {
         view(able(A, B, C), waits(A), lost(B), waits(C), warm(D)),
         (again(A, C, D, cause=KILL),),
     ),
+    "workers on GPUs cannot leave a collective whose peer is gone: all begin with new workers at once": (
+        view(able(A, B, C), stuck(A, at_stop=True), lost(B, cloud="gone"), stuck(C, at_stop=True), warm(D)),
+        (start(A, C, D, cause=KILL),),
+    ),
+    "the same with a silent peer": (
+        view(able(A, B, C), stuck(A, at_stop=True), frozen(B), stuck(C, at_stop=True), warm(D, at_stop=True)),
+        (start(A, C, D, cause=SILENT),),
+    ),
+    "workers on GPUs go on after a stop": (
+        view(able(A, B), trains(A, at_stop=True), trains(B, at_stop=True), warm(C, at_stop=True)),
+        (Drain(56, GROW, NOW + 60, next=again(A, B, C, cause=GROW)),),
+    ),
     "a member is silent, so its peers wait for it: they are told to leave": (
         view(able(A, B, C), stuck(A), frozen(B), stuck(C), warm(D)),
         (Release(B),),

@@ -6,6 +6,8 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
 from spotrun.node.workers import STARTING
 from spotrun.state.control import Invitation
 from spotrun.wire import Order, StateRef
@@ -24,7 +26,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 import spotrun
+from spotrun.train import regroup
 
+if "gpu" in sys.argv:  # as on a GPU: nothing is known of it after a peer's failure
+    regroup.survives_failure = lambda device: False
 run = spotrun.init()
 print("set up by", os.getpid(), "rank", run.rank, flush=True)
 if "fail" in sys.argv and run.generation == 0:
@@ -133,10 +138,11 @@ async def test_workers_go_on_after_their_stop_without_another_order(tmp_path: Pa
         assert pids(again) == pids(first[0])
 
 
-async def test_a_node_that_joined_first_is_called_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("args", [[], ["gpu"]], ids=["on the CPU", "on a GPU"])
+async def test_a_node_that_joined_first_is_called_back(tmp_path: Path, args: list[str]) -> None:
     """The generation does not begin. The node's workers join another one, and are not forked again."""
     async with world(tmp_path, A, C) as w:
-        bundle = w.bundle(files={"train.py": SCRIPT})
+        bundle = w.bundle(*args, files={"train.py": SCRIPT})
         await w.ready(bundle, [A, C])
         await w.begin(bundle, 1, [A])
         await w.steps([A], 1, 5)
@@ -150,6 +156,19 @@ async def test_a_node_that_joined_first_is_called_back(tmp_path: Path) -> None:
         (alone,) = await w.steps([C], 3, 3)
         assert pids(alone) == pids(early)
         assert (await w.bucket_log(bundle, 0, C, 0, "set up")).count("set up") == 1
+
+
+async def test_workers_on_gpus_are_not_told_to_leave_a_collective(tmp_path: Path) -> None:
+    """They cannot. The head is told, and does not wait for it."""
+    async with world(tmp_path, A, B) as w:
+        bundle = w.bundle("gpu", files={"train.py": SCRIPT})
+        await w.ready(bundle, [A, B])
+        order = await w.begin(bundle, 1, [A, B])
+        before = await w.steps([A, B], 1, 5)
+        assert [(each.regroup, each.at_stop) for each in before] == [("able", True)] * 2
+        await w.head.order(A, changed(order, release=True))
+        after = await w.steps([A, B], 1, before[0].workers[0].step + 20)
+        assert [(each.regroup, pids(each)) for each in after] == [("able", pids(each)) for each in before]
 
 
 async def test_several_workers_of_a_node_go_on_together(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ import spotrun
 from spotrun.state import slots
 from spotrun.state.control import Context, Control
 from spotrun.state.slots import Record
-from spotrun.train import boundary, distributed, restore, sections, transfer
+from spotrun.train import boundary, distributed, regroup, restore, sections, transfer
 from spotrun.train.copier import Copier
 from spotrun.train.slot_files import Reader
 from tests.train.forks import forked
@@ -68,6 +68,10 @@ class Plan:
     two_models: bool = False  # its script makes a step's second loss before the first one's backward, as GANs do
     together: bool = False  # the workers of a node copy each snapshot together, as soon as they can
     die_sending: bool = False  # it kills itself when it has sent a part of the state to another worker
+    backend: str = ""  # of its process group; empty: the default one
+    gpu: str = ""  # the only GPU that it sees; empty: all
+    on_gpu: bool = False  # its device counts as a GPU, of which it is not known what a failed collective has left there
+    stays: bool = False  # the end of its process group takes longer than it may
     die_copied: int = -1  # step whose snapshot it copies, or its section, before it kills itself
 
 
@@ -76,7 +80,7 @@ def train(environment: dict[str, str], plan: Plan) -> None:
     os.environ.update(environment)
     out = Path(plan.out)
     prepare(plan, out)
-    run = spotrun.init(seed=5)
+    run = spotrun.init(seed=5, backend=plan.backend or None)
     if plan.reads_size:
         print("set up for", run.world_size, "workers", flush=True)
     module: Any = network()
@@ -127,6 +131,13 @@ def prepare(plan: Plan, out: Path) -> None:
     boundary.leave_together = functools.partial(leave_together, plan)  # type: ignore[attr-defined]
     if plan.together:
         copy_together(plan)
+    if plan.gpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = plan.gpu
+    if plan.on_gpu:
+        regroup.survives_failure = lambda device: False  # type: ignore[assignment]
+    if plan.stays:
+        distributed.leave_process_group = functools.partial(time.sleep, 60)
+        regroup.leave_in_time = functools.partial(distributed.leave_in_time, 0.1)  # type: ignore[attr-defined]
     if plan.die_sending:
         restore.send = send_a_part  # type: ignore[attr-defined]
 
@@ -228,10 +239,10 @@ def copy_together(plan: Plan) -> None:
     Copier._copy = copy  # type: ignore[assignment, method-assign]
 
 
-def leave_together(plan: Plan, device: torch.device, group: Any) -> None:
+def leave_together(plan: Plan, device: torch.device, group: Any) -> bool:
     if plan.gate:
         Path(plan.gate).read_text()
-    distributed.leave_together(device, group, plan.patience)
+    return distributed.leave_together(device, group, plan.patience)
 
 
 @dataclass

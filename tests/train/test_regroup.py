@@ -14,14 +14,28 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from spotrun.state import exit_note
-from spotrun.state.control import EXIT_DRAINED, EXIT_PEER, NONE, Context, Control, Invitation, worker_fifo
+from spotrun.state.control import (
+    ABLE,
+    AT_STOP,
+    EXIT_DRAINED,
+    EXIT_PEER,
+    NONE,
+    Context,
+    Control,
+    Invitation,
+    worker_fifo,
+)
 from spotrun.state.wakeup import wake
+from spotrun.train.regroup import Membership
 from tests.helpers import wait_for
 from tests.train.forks import forked
 from tests.train.generations import Cluster, Plan, everything, flatten, train
 from tests.train.meeting import meeting
+
+ON_GPU = {"on_gpu": True}  # the plan of a worker whose device counts as a GPU
 
 
 @dataclass
@@ -167,15 +181,104 @@ def test_a_worker_that_waits_wakes_the_agent(job: Regroups) -> None:
     wait_for(both, 60, "two wakes")
 
 
-def test_a_planned_change_loses_nothing_and_loads_nothing(job: Regroups, undisturbed: Any) -> None:
+@pytest.mark.parametrize(("plan", "able"), [({}, ABLE), (ON_GPU, AT_STOP)], ids=["on the CPU", "on a GPU"])
+def test_a_planned_change_loses_nothing_and_loads_nothing(
+    job: Regroups, undisturbed: Any, plan: dict[str, Any], able: int
+) -> None:
     """Twice, once at the end of an epoch. The state in memory goes on as it is."""
-    job.begin("abc", stop_at=2)
+    job.begin("abc", stop_at=2, a=plan, b=plan, c=plan)
     job.regroup(job.members, stop_at=5)
     job.regroup(job.members)
     assert job.end() == [0, 0, 0], job.cluster.log()
     assert [each.control.pid for each in job.members] == job.pids()
+    assert [each.control.able for each in job.members] == [able] * 3
     assert job.cluster.seen() == everything
     assert flatten(job.cluster.final()) == flatten(undisturbed)
+
+
+@pytest.mark.gpu
+def test_cuda_workers_go_on_over_gloo(job: Regroups) -> None:
+    """Two of them share a GPU."""
+    plan = {"backend": "gloo"}
+    goes_on(job, "ab", a=plan, b=plan)
+
+
+@pytest.mark.gpu
+def test_a_cuda_worker_goes_on_over_nccl(job: Regroups) -> None:
+    goes_on(job, "a")
+
+
+@pytest.mark.gpu(devices=2)
+def test_cuda_workers_go_on_over_nccl(job: Regroups) -> None:
+    goes_on(job, "ab", a={"gpu": "0"}, b={"gpu": "1"})
+
+
+def goes_on(job: Regroups, nodes: str, **plans: dict[str, Any]) -> None:
+    """The same processes are in three generations, and serve each sample once an epoch."""
+    job.begin(nodes, stop_at=2, **plans)
+    job.regroup(job.members, stop_at=5)
+    job.regroup(job.members)
+    assert job.end() == [0] * len(nodes), job.cluster.log()
+    assert [each.control.pid for each in job.members] == job.pids()
+    assert [each.control.able for each in job.members] == [AT_STOP] * len(nodes)
+    assert job.cluster.seen() == everything
+
+
+def test_a_newcomer_on_a_gpu_takes_the_place_of_one_that_leaves(job: Regroups, undisturbed: Any) -> None:
+    """It has warmed up, and gets the state from those that stay."""
+    job.begin("abc", stop_at=4, a=ON_GPU, b=ON_GPU, c=ON_GPU)
+    first, leaves, last = job.members
+    job.regroup([first, job.warm_up("d", **ON_GPU), last])
+    assert job.end() == [0, 0, 0], job.cluster.log()
+    assert leaves.control.left == EXIT_DRAINED
+    assert flatten(job.cluster.final()) == flatten(undisturbed)
+
+
+def test_a_peers_death_on_a_gpu_needs_a_restart(job: Regroups) -> None:
+    """It is not known what an aborted collective has left on the device."""
+    job.begin("abc", 1, a=ON_GPU, b={"die_at": 3, **ON_GPU}, c=ON_GPU)
+    assert job.end() == [EXIT_PEER, -signal.SIGKILL, EXIT_PEER], job.cluster.log()
+
+
+def test_a_member_on_a_gpu_that_dies_while_it_joins(job: Regroups) -> None:
+    """The others restart: the transfer of a state may have begun."""
+    job.begin("ab", stop_at=2, a=ON_GPU, b=ON_GPU)
+    spare = job.warm_up("d", die_sending=True, **ON_GPU)
+    members = job.members
+    job.regroup([*members, spare])
+    wait_for(lambda: all(each.control.restored for each in members), 60)
+    spare.process.kill()
+    assert job.end() == [EXIT_PEER, EXIT_PEER, -signal.SIGKILL], job.cluster.log()
+
+
+def test_a_process_group_on_a_gpu_that_does_not_end_in_time(job: Regroups) -> None:
+    """The workers end, as they would without a regroup."""
+    plan = {"stays": True, **ON_GPU}
+    job.begin("ab", stop_at=2, a=plan, b=plan)
+    assert job.end() == [EXIT_DRAINED, EXIT_DRAINED], job.cluster.log()
+
+
+def test_a_worker_on_a_gpu_does_not_wait_if_another_may_still_need_its_group(job: Regroups, tmp_path: Path) -> None:
+    """The other one comes to the stop step, and does not say that its device has finished."""
+    os.mkfifo(gate := tmp_path / "gate")
+    job.begin("ab", stop_at=2, a={"patience": 0.2, **ON_GPU}, b={"gate": str(gate), **ON_GPU})
+    job.members[0].process.join(60)
+    assert job.members[0].process.exitcode == EXIT_DRAINED, job.cluster.log()
+    gate.write_text("")
+
+
+def test_a_script_that_captures_a_graph_on_a_gpu_needs_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", lambda graph, *given: captured.append((graph, *given)))
+    control = Control(tmp_path / "control", create=True)
+    control.able = AT_STOP
+    membership = Membership(Context("job", 1, "n", "", "", ""), control, torch.device("cuda", 0), None, [])
+    assert not membership.obstacle
+    graph = object()
+    torch.cuda.CUDAGraph.capture_begin(graph, "pool")  # type: ignore[arg-type]
+    assert (captured, control.able, membership.obstacle) == ([(graph, "pool")], 0, "the script captures CUDA graphs")
 
 
 def test_kills_change_no_bit(job: Regroups, undisturbed: Any) -> None:

@@ -18,7 +18,17 @@ from typing import Literal
 from spotrun.machine.processes import descendants, kill
 from spotrun.node import cleanup, log_tail, worker_failure
 from spotrun.state import exit_note
-from spotrun.state.control import EXIT_DRAINED, EXIT_PEER, NONE, Control, Invitation, warm_up_store, worker_fifo
+from spotrun.state.control import (
+    ABLE,
+    AT_STOP,
+    EXIT_DRAINED,
+    EXIT_PEER,
+    NONE,
+    Control,
+    Invitation,
+    warm_up_store,
+    worker_fifo,
+)
 from spotrun.wire import Failure, Generation, Worker
 
 log = logging.getLogger(__name__)
@@ -122,7 +132,9 @@ class WorkerGroup:
     @property
     def regroup(self) -> Literal["no", "able", "waiting"]:
         """Whether all workers could join another generation, or wait for it now."""
-        if any(each.code is not None or not each.pid or each.control.able != 1 for each in self.workers):
+        if any(
+            each.code is not None or not each.pid or each.control.able not in (ABLE, AT_STOP) for each in self.workers
+        ):
             return "no"
         return "waiting" if all(each.left is not None for each in self.workers) else "able"
 

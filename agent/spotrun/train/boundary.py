@@ -7,12 +7,13 @@ import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
 from spotrun.errors import SpotrunError
-from spotrun.state.control import EXIT_DRAINED, EXIT_PEER, NONE, Context, Control
+from spotrun.state.control import ABLE, AT_STOP, EXIT_DRAINED, EXIT_PEER, NONE, Context, Control
 from spotrun.state.points import Header, is_substitute
 from spotrun.train import failures, optimizer_state
 from spotrun.train.copy_guard import CopyGuard
@@ -91,7 +92,7 @@ class Boundary:
         control, state = self._control, self._state
         if self._membership is not None:
             self._membership.look_at(state.objects.values())
-            control.able = int(self._membership.able())
+            control.able = self._membership.able()
         with self.exit_if_a_peer_fails:
             refuse_sharded(state.objects)
             state.encode(Encoder())  # every rank checks what a snapshot can hold before it fetches a state
@@ -142,6 +143,7 @@ class Boundary:
         """
         assert self._membership is not None
         assert self._control is not None
+        assert self._context is not None
         error, self._void, self.must_regroup = self._void, None, False
         failures.void = False
         self._doubt = False
@@ -150,7 +152,9 @@ class Boundary:
             optimizer.end()
         self._idle.clear()
         while True:
-            self._membership.disconnect()
+            if not self._membership.disconnect():
+                log.warning("the process group does not end: this worker restarts")
+                self._exit(self._control, EXIT_PEER if error or self._context.warm_up else EXIT_DRAINED)
             for each in filter(None, (self.writer, self.section)):
                 with contextlib.suppress(Exception):  # as in `failures.leave`
                     each.settle()
@@ -164,6 +168,8 @@ class Boundary:
                 if not failures.is_peer_failure(failed):
                     raise
                 if not isinstance(failed, NotBegun):
+                    if not self._membership.survives:
+                        self._end(failed)
                     error, self._doubt = failed, True
 
     def finish(self) -> None:
@@ -196,7 +202,8 @@ class Boundary:
         """See `void_if_a_peer_fails`. Returns whether the script goes on, in a step that does not count."""
         with self.exit_if_a_peer_fails:
             if self._void is None:
-                if self._membership is None or not self._membership.able() or not failures.is_peer_failure(error):
+                able = self._membership is not None and self._membership.able() == ABLE
+                if self._membership is None or not able or not failures.is_peer_failure(error):
                     return self._end(error)
                 self._void, failures.void, self.must_regroup = error, True, True
                 self._membership.disconnect()  # now: the others wait for this worker
@@ -373,12 +380,17 @@ class Boundary:
 
     def _leave(self, control: Control) -> None:
         """Leave the generation at the stop step: to wait for another one, or to end this process."""
-        leave_together(self._device, self._group)
+        together = leave_together(self._device, self._group)
         self.settle()
         # A drain without its snapshot loses steps. The exit code must show that.
         lost = self.writer is not None and self.writer.newest_step != self._state.step
-        if not lost and self._membership is not None and self._membership.able():
+        able = self._membership.able() if self._membership is not None else 0
+        # A peer on a GPU that still needs this worker's group is not done: the end of the group would disturb it.
+        if not lost and (able == ABLE or (able == AT_STOP and together)):
             self.must_regroup = True
             return
-        control.exit = code = EXIT_PEER if lost else EXIT_DRAINED
+        self._exit(control, EXIT_PEER if lost else EXIT_DRAINED)
+
+    def _exit(self, control: Control, code: int) -> NoReturn:
+        control.exit = code
         failures.leave(code)

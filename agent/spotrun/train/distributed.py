@@ -215,6 +215,21 @@ def leave_process_group() -> None:
         dist.distributed_c10d._world.group_count = 0
 
 
+def leave_in_time(patience: float = LEAVE_WAIT) -> bool:
+    """Leave the process group, as `leave_process_group`. False: that has failed, or has taken longer than `patience`.
+
+    The end of an NCCL group may wait for a device, or for other workers (torch 2.13, `ProcessGroupNCCL::shutdown`).
+    """
+    left = threading.Event()
+
+    def leave() -> None:
+        leave_process_group()
+        left.set()
+
+    threading.Thread(target=leave, name="spotrun-leave", daemon=True).start()
+    return left.wait(patience)
+
+
 def break_connections() -> None:
     """Have all collectives of the process group fail, here and in others, and end a meeting. Any thread may call this.
 
@@ -260,19 +275,21 @@ def cpu_group(device: torch.device) -> dist.ProcessGroup | None:
     return dist.new_group(backend="gloo", timeout=TIMEOUT)  # type: ignore[no-any-return]
 
 
-def leave_together(device: torch.device, group: dist.ProcessGroup | None, patience: float = LEAVE_WAIT) -> None:
-    """Wait until every rank has received what this one sends, for at most `patience` seconds. Call it before exiting.
+def leave_together(device: torch.device, group: dist.ProcessGroup | None, patience: float = LEAVE_WAIT) -> bool:
+    """Wait until every rank has received what this one sends, for at most `patience` seconds. Call it before leaving.
 
     A collective's kernel can finish here before its data has arrived elsewhere. The data has arrived when every rank
-    says that its own device has finished. group: the result of `cpu_group`.
+    says that its own device has finished. group: the result of `cpu_group`. False: not all ranks have said so.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     whole: Any = group or dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if whole is None or whole.size() == 1:
-        return
+        return True
     try:
         # This barrier has messages of its own kind, so it does not disturb a rank that waits in another collective.
         whole.monitored_barrier(timedelta(seconds=patience), False)
     except Exception as error:
         log.warning("leaving before every other worker is done: %s", str(error).partition("\n")[0])
+        return False
+    return True

@@ -4,7 +4,8 @@ A worker leaves at its stop step, or when a peer is gone. It says so in its cont
 writes an `Invitation` and the number of the next generation (`joins`). If the agent wants no regroup, it ends the
 worker, and a fork takes its place: the worker need not know which of the two comes.
 
-Only workers on the CPU regroup: after an interruption, what an aborted NCCL collective has left on a GPU is unknown.
+A worker on a GPU joins another generation only from its stop step, where nothing is under way. If a peer is gone, it
+restarts: what an aborted NCCL collective has left on a GPU is unknown.
 """
 
 from __future__ import annotations
@@ -16,18 +17,20 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from spotrun.state import exit_note
-from spotrun.state.control import EXIT_DRAINED, EXIT_PEER, Context, Control, Invitation, worker_fifo
+from spotrun.state.control import ABLE, AT_STOP, EXIT_DRAINED, EXIT_PEER, Context, Control, Invitation, worker_fifo
 from spotrun.state.wakeup import wake
 from spotrun.train.distributed import (
     Meeting,
     break_connections,
     join_process_group,
+    leave_in_time,
     leave_process_group,
     rank_and_world,
 )
@@ -46,39 +49,49 @@ class Membership:
     ) -> None:
         self.context = context
         self.obstacle = ""  # why the script cannot go on in another generation; empty: nothing is known
+        self.survives = survives_failure(device)  # whether this process can go on after a peer's failure
         self._control, self._device, self._backend, self._models = control, device, backend, models
         self._woken = threading.Event()  # set each time that the agent wakes this worker
         self._leaving = threading.Lock()  # held while connections of the generation are broken
-        if context.regroups and device.type == "cpu":
+        if device.type == "cuda":
+            self._watch_graphs()
+        if context.regroups:
             # Without the FIFO, this worker joins up to `POLL` later, and restarts if a peer is silent.
             with contextlib.suppress(OSError):
                 os.mkfifo(worker_fifo(context.control), 0o600)
                 fifo = os.open(worker_fifo(context.control), os.O_RDWR)  # so it always has a writer
                 threading.Thread(target=self._obey, args=(fifo,), name="spotrun-wake", daemon=True).start()
 
-    def able(self) -> bool:
-        """Whether this worker can join another generation without a restart.
+    def able(self) -> int:
+        """Whether this worker can join another generation without a restart: as `Control.able`; 0: it cannot.
 
-        False if the script has made process groups of its own, because only the script can make them again. False also
-        if the script does not call `run.ddp`, because it is not known how the script exchanges gradients.
+        0 if the script has made process groups of its own, because only the script can make them again. 0 also if the
+        script does not call `run.ddp`, because it is not known how the script exchanges gradients.
         """
         whole = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         own = [whole] if whole is not None else []
         foreign = [each for each in dist.distributed_c10d._world.pg_map if each not in own]
-        here = self.context.regroups and self._device.type == "cpu" and whole is not None
-        return here and bool(self._models) and not foreign and not self.obstacle
+        if not self.context.regroups or whole is None or not self._models or foreign or self.obstacle:
+            return 0
+        return ABLE if self.survives else AT_STOP
 
     def look_at(self, objects: Iterable[object]) -> None:
         """Note an object that the script tracks and that would not work in another generation."""
         if any(isinstance(each, DistributedDataParallel) for each in objects):
             self.obstacle = "run.track names a DistributedDataParallel that run.ddp has not made"
 
-    def disconnect(self) -> None:
-        """Leave the process group at once, so that peers which still wait for this worker fail, too."""
+    def disconnect(self) -> bool:
+        """Leave the process group at once, so that peers which still wait for this worker fail, too.
+
+        False: the end of the group takes too long, so this process must end.
+        """
         for model in self._models:
             model.unwrap()
         with self._leaving:
-            leave_process_group()
+            if self.survives:
+                leave_process_group()
+                return True
+            return leave_in_time()
 
     def wait(self, step: int, error: BaseException | None) -> None:
         """Say that this worker has left, and wait until the agent lets it join the next generation.
@@ -118,6 +131,20 @@ class Membership:
         self._control.rank = rank_and_world()[0]
         self._control.grouped = time.time()
 
+    def _watch_graphs(self) -> None:
+        """From now on, a script that captures a CUDA graph restarts.
+
+        The graph contains collectives of the old group, or addresses of gradients that the next generation does not use.
+        """
+        capture: Any = torch.cuda.CUDAGraph.capture_begin
+
+        def noted(graph: torch.cuda.CUDAGraph, *args: Any, **options: Any) -> None:
+            self.obstacle = "the script captures CUDA graphs"
+            self._control.able = 0
+            capture(graph, *args, **options)
+
+        torch.cuda.CUDAGraph.capture_begin = noted  # type: ignore[assignment,method-assign]
+
     def _obey(self, fifo: int) -> None:
         """Wake this worker if it waits. If the agent releases this worker, break the connections of its generation."""
         while os.read(fifo, 1):
@@ -128,6 +155,11 @@ class Membership:
 
     def _is_released(self) -> bool:
         return self._control.released == self.context.generation
+
+
+def survives_failure(device: torch.device) -> bool:
+    """Whether a failed collective leaves the device's memory as it was: gloo fails before it changes a tensor."""
+    return device.type == "cpu"
 
 
 def _print_to(path: str) -> None:

@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import spotrun
+from spotrun.train import regroup
 
 LAG = 0.3  # seconds by which a slow rank's step is longer
 LONGEST = 10.0  # seconds of a slow step: a machine that is taken gets about 30 s to end its step
@@ -40,6 +41,7 @@ parser.add_argument("--flood", type=int, default=0, help="lines to print each se
 parser.add_argument("--fill", action="store_true", help="do nothing but fill the memory that all jobs share")
 parser.add_argument("--largest", type=int, default=0, help="bytes that a file may have, as if its disk were full")
 parser.add_argument("--late", type=float, default=0.0, help="seconds before it joins the others")
+parser.add_argument("--gpu", action="store_true", help="as on a GPU: nothing is known of it after a peer's failure")
 parser.add_argument(
     "--leave",
     type=Path,
@@ -105,6 +107,8 @@ def fill_memory():
 
 
 device = hold_device()
+if args.gpu:
+    regroup.survives_failure = lambda device: False
 if args.fill:
     fill_memory()
 if args.flood:

@@ -155,7 +155,8 @@ def _survivors(view: View, gone: dict[str, str]) -> list[Node]:
 def _late(view: View, survivors: list[Node]) -> Iterator[Node]:
     """Survivors whose workers could go on in another generation, but do not wait for it yet."""
     if view.job.regroups and not in_doubt(view.job, None):
-        yield from (n for n in survivors if n.work.regroup == "able" and not _in_later_generation(view, n))
+        able = (n for n in survivors if n.work.regroup == "able" and not n.work.at_stop)
+        yield from (n for n in able if not _in_later_generation(view, n))
 
 
 def failed(view: View, node: Node) -> bool:
