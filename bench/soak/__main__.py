@@ -112,8 +112,8 @@ def _run(found: Scenario, keep: Path, known: Baselines) -> Outcome:
     folder = keep / f"seed-{found.seed}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    plan = ", ".join(map(str, found.faults))
-    print(f"{time.strftime('%H:%M:%S')}  seed {found.seed}: {found.shape.name}, {found.size} nodes: {plan}", flush=True)
+    plan, kind = ", ".join(map(str, found.faults)), found.shape.name + (", as on GPUs" if found.gpu else "")
+    print(f"{time.strftime('%H:%M:%S')}  seed {found.seed}: {kind}, {found.size} nodes: {plan}", flush=True)
     outcome = drive(found, folder, known)
     if not outcome.problems:
         shutil.rmtree(folder, ignore_errors=True)

@@ -81,7 +81,11 @@ class Fault:
 
 @dataclass(frozen=True)
 class Scenario:
-    """What a seed stands for. least, most: nodes; equal for a job of fixed size. spares: nodes that stand by."""
+    """What a seed stands for.
+
+    least, most: nodes; equal for a job of fixed size. spares: nodes that stand by. gpu: whether the workers act as on
+    GPUs: they restart after a peer's failure.
+    """
 
     seed: int
     shape: Shape
@@ -89,6 +93,7 @@ class Scenario:
     most: int
     faults: tuple[Fault, ...]
     spares: int = 0
+    gpu: bool = False
 
     @property
     def fixed(self) -> bool:
@@ -109,18 +114,22 @@ class Scenario:
         shape = self.shape
         words = {"out": out, "shape": shape.name, "samples": self.samples, "batch": BATCH, "pause": pause}
         words |= {"accumulate": shape.accumulate, "loaders": shape.loaders}
-        return [word for name, value in words.items() for word in (f"--{name}", str(value))]
+        return [word for name, value in words.items() for word in (f"--{name}", str(value))] + ["--gpu"] * self.gpu
 
 
 def scenario(seed: int) -> Scenario:
-    """The scenario of a seed. It has one to four faults. Three of four jobs have a fixed size, one of three a spare."""
+    """The scenario of a seed. It has one to four faults.
+
+    Three of four jobs have a fixed size, one of three has a spare, and one of four acts as on GPUs.
+    """
     dice = random.Random(f"soak {seed}")
     shape = SHAPES[seed % len(SHAPES)]
     most = dice.randint(1, 4)
     least = most if most == 1 or dice.random() < 2 / 3 else dice.randint(1, most - 1)
     times = sorted(dice.uniform(0.05, 0.85) for _ in range(dice.randint(1, 4)))
     faults = tuple(_fault(dice, at) for at in times)
-    return Scenario(seed, shape, least, most, faults, spares=int(dice.random() < 1 / 3))
+    spares, gpu = dice.random() < 1 / 3, dice.random() < 1 / 4
+    return Scenario(seed, shape, least, most, faults, int(spares), gpu)
 
 
 def _fault(dice: random.Random, at: float) -> Fault:

@@ -33,6 +33,7 @@ def test_a_hundred_seeds_have_everything() -> None:
     assert {each.most for each in HUNDRED if each.fixed} == {1, 2, 3, 4}
     assert any(not each.fixed for each in HUNDRED)
     assert {each.spares for each in HUNDRED} == {0, 1}
+    assert {each.gpu for each in HUNDRED} == {False, True}
     assert {fault.seconds for each in HUNDRED for fault in each.faults if fault.kind == "preempt"} == set(NOTICES)
 
 
@@ -150,6 +151,8 @@ def test_the_table() -> None:
     assert "10 runs, seeds 1 to 10: 9 held, 1 failed. Commit unknown, 2026-01-01, a computer." in text
     assert "Seed 4: ValueError: no" in text
     assert "| all | 10 | 1 | 10 | 0 | 2.0 s, 2.0 s |" in text
+    gpu = sum(each.scenario.gpu for each in outcomes)
+    assert f"| of these, as on GPUs: workers restart after a peer's failure | {gpu} |" in text
     assert set(LEGEND) == {shape.name for shape in SHAPES}
 
 

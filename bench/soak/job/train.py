@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import spotrun
+from spotrun.train import regroup
 
 EPOCHS = 2
 parser = argparse.ArgumentParser()
@@ -26,7 +27,10 @@ parser.add_argument("--batch", type=int, default=4)
 parser.add_argument("--accumulate", type=int, default=1)
 parser.add_argument("--loaders", type=int, default=0, help="processes that load data, for each rank")
 parser.add_argument("--pause", type=float, default=0.0, help="seconds added to each step")
+parser.add_argument("--gpu", action="store_true", help="as on a GPU: nothing is known of it after a peer's failure")
 args = parser.parse_args()
+if args.gpu:
+    regroup.survives_failure = lambda device: False
 
 
 def norm() -> nn.Module:
