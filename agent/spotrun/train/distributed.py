@@ -220,14 +220,16 @@ def leave_in_time(patience: float = LEAVE_WAIT) -> bool:
 
     The end of an NCCL group may wait for a device, or for other workers (torch 2.13, `ProcessGroupNCCL::shutdown`).
     """
-    left = threading.Event()
+    left: list[bool] = []
 
     def leave() -> None:
         leave_process_group()
-        left.set()
+        left.append(True)
 
-    threading.Thread(target=leave, name="spotrun-leave", daemon=True).start()
-    return left.wait(patience)
+    thread = threading.Thread(target=leave, name="spotrun-leave", daemon=True)
+    thread.start()
+    thread.join(patience)
+    return bool(left)
 
 
 def break_connections() -> None:

@@ -134,7 +134,7 @@ class Membership:
     def _watch_graphs(self) -> None:
         """From now on, a script that captures a CUDA graph restarts.
 
-        The graph contains collectives of the old group, or addresses of gradients that the next generation does not use.
+        The graph has collectives of the old group, or addresses of gradients that the next generation does not use.
         """
         capture: Any = torch.cuda.CUDAGraph.capture_begin
 
