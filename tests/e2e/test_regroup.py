@@ -48,7 +48,7 @@ def test_the_set_up_of_a_survivor_runs_once(cluster: Harness, tmp_path: Path, fa
 def test_workers_on_gpus_go_on_after_a_stop_and_restart_after_a_failure(
     cluster: Harness, tmp_path: Path, fault: str
 ) -> None:
-    """A notice stops all at the same step. After a kill, nobody waits for what survivors cannot do: bit for bit."""
+    """A notice stops all at the same step. After a kill, all workers are new: bit for bit in both cases."""
     job = cluster.submit(
         nodes={"min": 2, "max": 2, "spares": 1}, epochs=EPOCHS, samples=SAMPLES, batch=BATCH, slow=60, gpu=True
     )

@@ -62,6 +62,8 @@ class Plan:
     collective: str = ""  # its script has a collective of its own in each step: "first", "middle" or "last" in it
     die_in: str = ""  # where in step `die_at` it does so: "" before the gradients are exchanged, or as `collective`
     keeps_loaders: bool = False  # a process loads its data, and stays from epoch to epoch
+    stateful: bool = False  # that hook has a state of its own
+    scales: bool = False  # its script uses a GradScaler and does not track it
     hooks: bool = False  # its script has a hook that exchanges gradients as DDP does, and writes down each call
     compiles: bool = False  # its model is compiled, and each compilation is written down
     freezes: bool = False  # it does not kill itself, but stops, so that its connections stay
@@ -89,8 +91,9 @@ def train(environment: dict[str, str], plan: Plan) -> None:
         module = torch.compile(module, backend=backend, dynamic=True)  # once for the short batches, too
     model: Any = nn.parallel.DistributedDataParallel(module) if plan.own_ddp else run.ddp(module)
     if plan.hooks:
-        model.register_comm_hook(out / f"hook-{os.getpid()}", hook)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        note: Any = out / f"hook-{os.getpid()}"
+        model.register_comm_hook(State(note) if plan.stateful else note, hook)
+    optimizer, scaler = torch.optim.AdamW(model.parameters(), lr=1e-3), torch.amp.GradScaler("cpu", init_scale=8.0)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2])
     dataset = Noisy()
     sampler = spotrun.ElasticSampler(dataset, seed=1)
@@ -107,13 +110,12 @@ def train(environment: dict[str, str], plan: Plan) -> None:
                 loss = nn.functional.cross_entropy(model(x), y)
                 second = None if other is None else other(x).square().mean()
                 step(plan, run, "")
-                run.backward(loss)
+                run.backward(scaler.scale(loss) if plan.scales else loss)
                 if second is not None:
                     run.backward(second)
                 step(plan, run, "middle")
                 if run.completes_step:
-                    optimizer.step()
-                    optimizer.zero_grad()
+                    optimize(optimizer, scaler if plan.scales else None)
                 step(plan, run, "last")
                 run.log(loss=loss, nothing=float("nan"))
                 entry = {"generation": int(os.environ.get("GENERATION", "0")), "rank": run.rank, "ids": run.batch_ids}
@@ -142,12 +144,29 @@ def prepare(plan: Plan, out: Path) -> None:
         restore.send = send_a_part  # type: ignore[attr-defined]
 
 
+@dataclass
+class State:
+    """As PowerSGDState: what a hook keeps from step to step."""
+
+    note: Path
+
+
 def hook(state, bucket):  # type: ignore[no-untyped-def]  # torch refuses annotations that are texts
     """DDP's own way, in Python: the mean over all workers of now."""
-    with state.open("a") as file:
+    with (state.note if isinstance(state, State) else state).open("a") as file:
         print(dist.get_world_size(), file=file)
     work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
     return work.get_future().then(lambda done: done.value()[0])
+
+
+def optimize(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> None:
+    """The end of a step."""
+    if scaler is None:
+        optimizer.step()
+    else:
+        scaler.step(optimizer)
+        scaler.update()
+    optimizer.zero_grad()
 
 
 def compiled(note: Path, graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Any:
@@ -239,7 +258,7 @@ def copy_together(plan: Plan) -> None:
     Copier._copy = copy  # type: ignore[assignment, method-assign]
 
 
-def leave_together(plan: Plan, device: torch.device, group: Any) -> bool:
+def leave_together(plan: Plan, device: torch.device, group: Any, _: float) -> bool:
     if plan.gate:
         Path(plan.gate).read_text()
     return distributed.leave_together(device, group, plan.patience)

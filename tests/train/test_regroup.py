@@ -222,6 +222,8 @@ def goes_on(job: Regroups, nodes: str, **plans: dict[str, Any]) -> None:
     assert [each.control.pid for each in job.members] == job.pids()
     assert [each.control.able for each in job.members] == [AT_STOP] * len(nodes)
     assert job.cluster.seen() == everything
+    final = [flatten(job.cluster.final(rank)) for rank in range(len(nodes))]
+    assert all(each[:-2] == final[0][:-2] for each in final), "but for the random numbers of each rank"
 
 
 def test_a_newcomer_on_a_gpu_takes_the_place_of_one_that_leaves(job: Regroups, undisturbed: Any) -> None:
@@ -490,9 +492,13 @@ def test_a_second_backward_after_a_peers_death(job: Regroups) -> None:
     assert job.cluster.seen() == everything
 
 
-@pytest.mark.parametrize("what", ["reads_size", "own_ddp"])
-def test_a_script_that_cannot_go_on_needs_a_restart(job: Regroups, what: str) -> None:
-    """What its set-up made of the number of workers, or of their group, would be wrong in another generation."""
-    job.begin("ab", stop_at=2, a={what: True}, b={what: True})
+@pytest.mark.parametrize("what", [["reads_size"], ["own_ddp"], ["scales"], ["hooks", "stateful"]], ids="-".join)
+def test_a_script_that_cannot_go_on_needs_a_restart(job: Regroups, what: list[str]) -> None:
+    """What it made of the number of workers, or of their group, would be wrong in another generation.
+
+    So would a scale, or the state of a hook, that a newcomer does not have.
+    """
+    plan = dict.fromkeys(what, True)
+    job.begin("ab", stop_at=2, a=plan, b=plan)
     assert job.end() == [EXIT_DRAINED, EXIT_DRAINED], job.cluster.log()
     assert [each.control.able for each in job.members] == [0, 0]

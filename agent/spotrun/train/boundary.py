@@ -17,7 +17,7 @@ from spotrun.state.control import ABLE, AT_STOP, EXIT_DRAINED, EXIT_PEER, NONE, 
 from spotrun.state.points import Header, is_substitute
 from spotrun.train import failures, optimizer_state
 from spotrun.train.copy_guard import CopyGuard
-from spotrun.train.distributed import NotBegun, cpu_group, join_alone, leave_together, rank_and_world
+from spotrun.train.distributed import LEAVE_WAIT, NotBegun, cpu_group, join_alone, leave_together, rank_and_world
 from spotrun.train.encoding import Encoder, refuse_sharded
 from spotrun.train.group_health import GroupHealth
 from spotrun.train.idle_optimizer import IdleOptimizer
@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 LAST = 60.0  # seconds for which the last snapshot is tried again
 AGAIN = 1.0  # seconds between two tries
+TOGETHER = 600.0  # seconds that workers on GPUs wait for each other, at most; the head has shorter limits for a drain
 LOGGED = 0.1  # seconds that a snapshot waits until what was logged before it is on the disk
 
 
@@ -202,8 +203,7 @@ class Boundary:
         """See `void_if_a_peer_fails`. Returns whether the script goes on, in a step that does not count."""
         with self.exit_if_a_peer_fails:
             if self._void is None:
-                able = self._membership is not None and self._membership.able() == ABLE
-                if self._membership is None or not able or not failures.is_peer_failure(error):
+                if self._membership is None or self._membership.able() != ABLE or not failures.is_peer_failure(error):
                     return self._end(error)
                 self._void, failures.void, self.must_regroup = error, True, True
                 self._membership.disconnect()  # now: the others wait for this worker
@@ -226,9 +226,11 @@ class Boundary:
         """Join the first generation of this worker, which has warmed up."""
         if not control.able:
             assert self._membership is not None
-            why = self._membership.obstacle or "the script does not use run.ddp, or makes process groups of its own"
+            why = self._membership.why_not() or "the script does not use run.ddp, or makes process groups of its own"
             log.warning("this worker cannot wait for a generation: %s", why)
             failures.leave(EXIT_PEER)
+        if control.able == AT_STOP:  # the end of an NCCL group waits for the node's other workers
+            leave_together(self._device, self._group, TOGETHER)
         self._allocated = [each for each in self._state.optimizers if optimizer_state.allocate(each)]
         self.regroup()
 
@@ -267,7 +269,7 @@ class Boundary:
         """The state to continue from. Every rank must call this."""
         trusted = self.writer.written if self.writer is not None and not self._doubt else NOTHING
         # An object that changes what it loads would damage the snapshot.
-        may_map = self.writer is not None and self._state.only_reads()
+        may_map = self._device.type == "cpu" and self._state.only_reads()
         more = {"mapped": self.writer.mapped} if self.writer is not None and may_map else {}
         found = restore(context, self._local_rank, self._group, trusted, self._destinations, **more)
         if found is None:
@@ -380,11 +382,13 @@ class Boundary:
 
     def _leave(self, control: Control) -> None:
         """Leave the generation at the stop step: to wait for another one, or to end this process."""
-        together = leave_together(self._device, self._group)
+        able = self._membership.able() if self._membership is not None else 0
+        if able == AT_STOP:  # the others wait for local rank 0, as in `_enter`
+            self.settle()
+        together = leave_together(self._device, self._group, TOGETHER if able == AT_STOP else LEAVE_WAIT)
         self.settle()
         # A drain without its snapshot loses steps. The exit code must show that.
         lost = self.writer is not None and self.writer.newest_step != self._state.step
-        able = self._membership.able() if self._membership is not None else 0
         # A peer on a GPU that still needs this worker's group is not done: the end of the group would disturb it.
         if not lost and (able == ABLE or (able == AT_STOP and together)):
             self.must_regroup = True

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from spotrun.errors import SpotrunError
 # Whether DDP copies buffers before each forward pass. Older versions of torch call it broadcast_buffers.
 _OPTIONS = inspect.signature(DistributedDataParallel).parameters
 _SYNC = "forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers"
+_CONSTANT = (type(None), bool, int, float, str, bytes, PurePath)  # what a hook cannot change
 _BUCKET = 250 << 20  # bytes a broadcast of buffers takes at once, as DDP does
 
 
@@ -50,6 +52,19 @@ class Parallel(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_left": None}  # a weak reference cannot be pickled
+
+    @property
+    def obstacle(self) -> str:
+        """Why another DDP instance would not do the same as this one; empty: it would.
+
+        A newcomer's hook begins with a new state, such as `PowerSGDState`, so it would exchange other numbers than the
+        hooks of the others. A state that is a process group ends with its generation.
+        """
+        if any(not isinstance(state, _CONSTANT) for state, _ in self._hooks):
+            return "a hook of run.ddp's model has a state that can change"
+        if self._options.get("mixed_precision"):  # DDP leaves hooks of its own on the module (torch 2.13)
+            return "run.ddp(mixed_precision=…) is used"
+        return ""
 
     def unwrap(self) -> None:
         """Give up the DDP instance: its process group ends. `rebuild` makes another one."""

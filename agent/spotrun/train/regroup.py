@@ -53,6 +53,8 @@ class Membership:
         self._control, self._device, self._backend, self._models = control, device, backend, models
         self._woken = threading.Event()  # set each time that the agent wakes this worker
         self._leaving = threading.Lock()  # held while connections of the generation are broken
+        self._tracked: tuple[object, ...] = ()
+        self._watch_scalers()
         if device.type == "cuda":
             self._watch_graphs()
         if context.regroups:
@@ -66,19 +68,25 @@ class Membership:
         """Whether this worker can join another generation without a restart: as `Control.able`; 0: it cannot.
 
         0 if the script has made process groups of its own, because only the script can make them again. 0 also if the
-        script does not call `run.ddp`, because it is not known how the script exchanges gradients.
+        script does not call `run.ddp`, because it is not known how the script exchanges gradients. See also `_restarts`
+        and `Parallel.obstacle`.
         """
         whole = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         own = [whole] if whole is not None else []
         foreign = [each for each in dist.distributed_c10d._world.pg_map if each not in own]
-        if not self.context.regroups or whole is None or not self._models or foreign or self.obstacle:
+        if not self.context.regroups or whole is None or not self._models or foreign or self.why_not():
             return 0
         return ABLE if self.survives else AT_STOP
 
     def look_at(self, objects: Iterable[object]) -> None:
-        """Note an object that the script tracks and that would not work in another generation."""
-        if any(isinstance(each, DistributedDataParallel) for each in objects):
+        """Note what the script tracks, and whether that would work in another generation."""
+        self._tracked = tuple(objects)
+        if any(isinstance(each, DistributedDataParallel) for each in self._tracked):
             self.obstacle = "run.track names a DistributedDataParallel that run.ddp has not made"
+
+    def why_not(self) -> str:
+        """Why the script cannot go on in another generation; empty: nothing is known."""
+        return self.obstacle or next((each.obstacle for each in self._models if each.obstacle), "")
 
     def disconnect(self) -> bool:
         """Leave the process group at once, so that peers which still wait for this worker fail, too.
@@ -139,11 +147,29 @@ class Membership:
         capture: Any = torch.cuda.CUDAGraph.capture_begin
 
         def noted(graph: torch.cuda.CUDAGraph, *args: Any, **options: Any) -> None:
-            self.obstacle = "the script captures CUDA graphs"
-            self._control.able = 0
+            self._restarts("the script captures CUDA graphs")
             capture(graph, *args, **options)
 
         torch.cuda.CUDAGraph.capture_begin = noted  # type: ignore[assignment,method-assign]
+
+    def _watch_scalers(self) -> None:
+        """From now on, a script that uses a `GradScaler` without tracking it restarts.
+
+        A newcomer's scaler would have another scale, and DDP would add gradients of different scales.
+        """
+        step: Any = torch.amp.GradScaler.step
+
+        def noted(scaler: torch.amp.GradScaler, *args: Any, **options: Any) -> Any:
+            if scaler.is_enabled() and not any(each is scaler for each in self._tracked):
+                self._restarts("run.track does not name the GradScaler")
+            return step(scaler, *args, **options)
+
+        torch.amp.GradScaler.step = noted  # type: ignore[assignment,method-assign]
+
+    def _restarts(self, why: str) -> None:
+        """From now on, this worker does not join another generation."""
+        self.obstacle = self.obstacle or why
+        self._control.able = 0
 
     def _obey(self, fifo: int) -> None:
         """Wake this worker if it waits. If the agent releases this worker, break the connections of its generation."""
