@@ -29,6 +29,7 @@ from spotrun.state.control import (
     worker_fifo,
 )
 from spotrun.state.wakeup import wake
+from spotrun.train.parallel import Parallel
 from spotrun.train.regroup import Membership
 from tests.helpers import wait_for
 from tests.train.forks import forked
@@ -267,6 +268,13 @@ def test_a_worker_on_a_gpu_does_not_wait_if_another_may_still_need_its_group(job
     job.members[0].process.join(60)
     assert job.members[0].process.exitcode == EXIT_DRAINED, job.cluster.log()
     gate.write_text("")
+
+
+@pytest.mark.parametrize(("options", "why"), [({}, ""), ({"mixed_precision": object()}, "mixed_precision")])
+def test_an_option_of_ddp_that_needs_a_restart(options: dict[str, Any], why: str) -> None:
+    found = Parallel(torch.nn.Linear(2, 2), torch.device("cpu"), **options).obstacle
+    assert why in found
+    assert bool(found) == bool(why)
 
 
 def test_a_script_that_captures_a_graph_on_a_gpu_needs_a_restart(
