@@ -9,6 +9,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -277,9 +278,48 @@ def test_an_option_of_ddp_that_needs_a_restart(options: dict[str, Any], why: str
     assert bool(found) == bool(why)
 
 
+@pytest.mark.parametrize(
+    ("state", "hook", "obstacle"),
+    [
+        (None, flatten, False),
+        (8, flatten, False),
+        ([], flatten, True),
+        (None, partial(flatten, []), True),
+        (None, Cluster(Path()).final, True),
+    ],
+)
+def test_a_hook_that_needs_a_restart(state: Any, hook: Any, obstacle: bool) -> None:
+    """Its state can change: the object that it gets, or the one that it belongs to."""
+    model = Parallel(torch.nn.Linear(2, 2), torch.device("cpu"))
+    model.register_comm_hook(state, hook)
+    assert bool(model.obstacle) == obstacle
+
+
+def test_a_scaler_in_the_set_up_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.amp.GradScaler, "step", torch.amp.GradScaler.step)  # the membership replaces it
+    model, scaler = torch.nn.Linear(2, 2), torch.amp.GradScaler("cpu")
+    optimizer = torch.optim.SGD(model.parameters())
+    control = Control(tmp_path / "control", create=True)
+    membership = Membership(Context("job", 1, "n", "", "", ""), control, torch.device("cpu"), None, [])
+
+    def step() -> None:
+        scaler.scale(model(torch.ones(2)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    step()
+    membership.look_at([optimizer, scaler])
+    step()
+    assert not membership.obstacle
+    membership.look_at([optimizer])
+    step()
+    assert membership.obstacle == "run.track does not name the GradScaler"
+
+
 def test_a_script_that_captures_a_graph_on_a_gpu_needs_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(torch.amp.GradScaler, "step", torch.amp.GradScaler.step)  # the membership replaces it
     captured: list[tuple[Any, ...]] = []
     monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", lambda graph, *given: captured.append((graph, *given)))
     control = Control(tmp_path / "control", create=True)

@@ -282,6 +282,7 @@ def leave_together(device: torch.device, group: dist.ProcessGroup | None, patien
 
     A collective's kernel can finish here before its data has arrived elsewhere. The data has arrived when every rank
     says that its own device has finished. group: the result of `cpu_group`. False: not all ranks have said so.
+    Only rank 0 keeps to `patience`. The others wait for its answer or its end (gloo, torch 2.13). The agent ends them.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)

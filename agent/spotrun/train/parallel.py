@@ -58,9 +58,10 @@ class Parallel(nn.Module):
         """Why another DDP instance would not do the same as this one; empty: it would.
 
         A newcomer's hook begins with a new state, such as `PowerSGDState`, so it would exchange other numbers than the
-        hooks of the others. A state that is a process group ends with its generation.
+        hooks of the others. A method or another object that is a hook may have a state, too. A state that is a process
+        group ends with its generation.
         """
-        if any(not isinstance(state, _CONSTANT) for state, _ in self._hooks):
+        if any(not (isinstance(state, _CONSTANT) and inspect.isfunction(hook)) for state, hook in self._hooks):
             return "a hook of run.ddp's model has a state that can change"
         if self._options.get("mixed_precision"):  # DDP leaves hooks of its own on the module (torch 2.13)
             return "run.ddp(mixed_precision=…) is used"

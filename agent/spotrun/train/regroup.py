@@ -160,7 +160,8 @@ class Membership:
         step: Any = torch.amp.GradScaler.step
 
         def noted(scaler: torch.amp.GradScaler, *args: Any, **options: Any) -> Any:
-            if scaler.is_enabled() and not any(each is scaler for each in self._tracked):
+            # A step before `run.track` is one of the set-up, and the scaler may still be tracked.
+            if self._tracked and scaler.is_enabled() and not any(each is scaler for each in self._tracked):
                 self._restarts("run.track does not name the GradScaler")
             return step(scaler, *args, **options)
 
