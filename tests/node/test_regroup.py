@@ -34,6 +34,8 @@ run = spotrun.init()
 print("set up by", os.getpid(), "rank", run.rank, flush=True)
 if "fail" in sys.argv and run.generation == 0:
     raise ValueError("no data here")
+if "fail-1" in sys.argv and run.generation == 0 and run.rank == 1:
+    raise ValueError("no data there")
 dataset = torch.ones(100000, 4)
 model = run.ddp(nn.Linear(4, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -171,9 +173,10 @@ async def test_workers_on_gpus_are_not_told_to_leave_a_collective(tmp_path: Path
         assert [(each.regroup, pids(each)) for each in after] == [("able", pids(each)) for each in before]
 
 
-async def test_several_workers_of_a_node_go_on_together(tmp_path: Path) -> None:
+@pytest.mark.parametrize("args", [[], ["gpu"]], ids=["on the CPU", "on GPUs"])
+async def test_several_workers_of_a_node_go_on_together(tmp_path: Path, args: list[str]) -> None:
     async with world(tmp_path, A, B) as w:
-        bundle = w.bundle(files={"train.py": SCRIPT}, procs_per_node=2)
+        bundle = w.bundle(*args, files={"train.py": SCRIPT}, procs_per_node=2)
         await w.ready(bundle, [A, B])
         await w.begin(bundle, 1, [A])
         (first,) = await w.steps([A], 1, 5)
@@ -255,6 +258,17 @@ async def test_launchers_that_die_again_and_again_in_warm_ups_are_told(tmp_path:
         await w.head.order(A, order_of(bundle, stand_by=True))
         await w.head.wait(A, lambda r: r.regroup == "failed", "the failure")
         await w.head.wait(A, lambda r: "the launcher of the workers ended" in r.doing, "its reason")
+
+
+async def test_a_worker_that_fails_in_a_warm_up_on_gpus_ends_the_wait_of_the_other(tmp_path: Path) -> None:
+    async with world(tmp_path, A) as w:
+        bundle = w.bundle("gpu", "fail-1", files={"train.py": SCRIPT}, procs_per_node=2)
+        await w.ready(bundle, [A])
+        await w.head.order(A, order_of(bundle, stand_by=True))
+        failed = await w.head.wait(A, lambda r: r.regroup == "failed", "the failure")
+        assert failed.doing == "its workers ended while they warmed up: ValueError: no data there"
+        await w.begin(bundle, 1, [A])
+        await w.steps([A], 1, 3)
 
 
 async def test_a_failed_warm_up_is_told_and_not_repeated(tmp_path: Path) -> None:

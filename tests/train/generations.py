@@ -62,9 +62,9 @@ class Plan:
     collective: str = ""  # its script has a collective of its own in each step: "first", "middle" or "last" in it
     die_in: str = ""  # where in step `die_at` it does so: "" before the gradients are exchanged, or as `collective`
     keeps_loaders: bool = False  # a process loads its data, and stays from epoch to epoch
+    hooks: bool = False  # its script has a hook that exchanges gradients as DDP does, and writes down each call
     stateful: bool = False  # that hook has a state of its own
     scales: bool = False  # its script uses a GradScaler and does not track it
-    hooks: bool = False  # its script has a hook that exchanges gradients as DDP does, and writes down each call
     compiles: bool = False  # its model is compiled, and each compilation is written down
     freezes: bool = False  # it does not kill itself, but stops, so that its connections stay
     two_models: bool = False  # its script makes a step's second loss before the first one's backward, as GANs do
@@ -73,7 +73,7 @@ class Plan:
     backend: str = ""  # of its process group; empty: the default one
     gpu: str = ""  # the only GPU that it sees; empty: all
     on_gpu: bool = False  # its device counts as a GPU, of which it is not known what a failed collective has left there
-    stays: bool = False  # the end of its process group takes longer than it may
+    stays: float = 0.0  # seconds that the end of its process group takes, which then fails; 0: it ends well
     die_copied: int = -1  # step whose snapshot it copies, or its section, before it kills itself
 
 
@@ -138,10 +138,15 @@ def prepare(plan: Plan, out: Path) -> None:
     if plan.on_gpu:
         regroup.survives_failure = lambda device: False  # type: ignore[assignment]
     if plan.stays:
-        distributed.leave_process_group = functools.partial(time.sleep, 60)
-        regroup.leave_in_time = functools.partial(distributed.leave_in_time, 0.1)  # type: ignore[attr-defined]
+        distributed.leave_process_group = functools.partial(fail_after, plan.stays)
+        regroup.leave_in_time = functools.partial(distributed.leave_in_time, 2.0)  # type: ignore[attr-defined]
     if plan.die_sending:
         restore.send = send_a_part  # type: ignore[attr-defined]
+
+
+def fail_after(seconds: float) -> None:
+    time.sleep(seconds)
+    raise dist.DistBackendError("NCCL says no")
 
 
 @dataclass

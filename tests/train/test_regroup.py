@@ -255,19 +255,26 @@ def test_a_member_on_a_gpu_that_dies_while_it_joins(job: Regroups) -> None:
     assert job.end() == [EXIT_PEER, EXIT_PEER, -signal.SIGKILL], job.cluster.log()
 
 
-def test_a_process_group_on_a_gpu_that_does_not_end_in_time(job: Regroups) -> None:
+@pytest.mark.parametrize(("seconds", "why"), [(60.0, "not done after 2 s"), (0.01, "NCCL says no")])
+def test_a_process_group_on_a_gpu_that_does_not_end_well(job: Regroups, seconds: float, why: str) -> None:
     """The workers end, as they would without a regroup."""
-    plan = {"stays": True, **ON_GPU}
+    plan = {"stays": seconds, **ON_GPU}
     job.begin("ab", stop_at=2, a=plan, b=plan)
     assert job.end() == [EXIT_DRAINED, EXIT_DRAINED], job.cluster.log()
+    assert f"the process group does not end: {why}" in job.cluster.log()
 
 
-def test_a_worker_on_a_gpu_does_not_wait_if_another_may_still_need_its_group(job: Regroups, tmp_path: Path) -> None:
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_worker_on_a_gpu_does_not_wait_if_another_may_still_need_its_group(
+    job: Regroups, tmp_path: Path, late: int
+) -> None:
     """The other one comes to the stop step, and does not say that its device has finished."""
     os.mkfifo(gate := tmp_path / "gate")
-    job.begin("ab", stop_at=2, a={"patience": 0.2, **ON_GPU}, b={"gate": str(gate), **ON_GPU})
-    job.members[0].process.join(60)
-    assert job.members[0].process.exitcode == EXIT_DRAINED, job.cluster.log()
+    plans = {"patience": 0.2, **ON_GPU}, {"gate": str(gate), **ON_GPU}
+    job.begin("ab", stop_at=2, a=plans[1 - late], b=plans[late])
+    first = job.members[1 - late].process
+    first.join(60)
+    assert first.exitcode == EXIT_DRAINED, job.cluster.log()
     gate.write_text("")
 
 

@@ -130,7 +130,7 @@ class Boundary:
     def rests_on_world_size(self) -> None:
         """The script's set-up has asked for the number of workers."""
         if self._membership is not None:
-            self._membership.obstacle = "the script reads run.world_size before run.track"
+            self._membership.restarts("the script reads run.world_size before run.track")
 
     @property
     def generation(self) -> int:
@@ -154,7 +154,6 @@ class Boundary:
         self._idle.clear()
         while True:
             if not self._membership.disconnect():
-                log.warning("the process group does not end: this worker restarts")
                 self._exit(self._control, EXIT_PEER if error or self._context.warm_up else EXIT_DRAINED)
             for each in filter(None, (self.writer, self.section)):
                 with contextlib.suppress(Exception):  # as in `failures.leave`

@@ -220,16 +220,29 @@ def leave_in_time(patience: float = LEAVE_WAIT) -> bool:
 
     The end of an NCCL group may wait for a device, or for other workers (torch 2.13, `ProcessGroupNCCL::shutdown`).
     """
-    left: list[bool] = []
+    if error := _attempt(leave_process_group, patience):
+        log.warning("the process group does not end: %s", str(error).partition("\n")[0])
+    return error is None
 
-    def leave() -> None:
-        leave_process_group()
-        left.append(True)
 
-    thread = threading.Thread(target=leave, name="spotrun-leave", daemon=True)
+def _attempt(call: Callable[[], None], patience: float) -> Exception | None:
+    """Make a call that cannot be interrupted. Returns why it is not done; None: it is.
+
+    Another thread makes it, so that this one waits for at most `patience` seconds.
+    """
+    found: list[Exception | None] = []
+
+    def run() -> None:
+        try:
+            call()
+            found.append(None)
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run, name="spotrun-leave", daemon=True)
     thread.start()
     thread.join(patience)
-    return bool(left)
+    return found[0] if found else TimeoutError(f"not done after {patience:g} s")
 
 
 def break_connections() -> None:
@@ -282,17 +295,17 @@ def leave_together(device: torch.device, group: dist.ProcessGroup | None, patien
 
     A collective's kernel can finish here before its data has arrived elsewhere. The data has arrived when every rank
     says that its own device has finished. group: the result of `cpu_group`. False: not all ranks have said so.
-    Only rank 0 keeps to `patience`. The others wait for its answer or its end (gloo, torch 2.13). The agent ends them.
     """
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
     whole: Any = group or dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    if whole is None or whole.size() == 1:
-        return True
-    try:
-        # This barrier has messages of its own kind, so it does not disturb a rank that waits in another collective.
-        whole.monitored_barrier(timedelta(seconds=patience), False)
-    except Exception as error:
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if whole is not None and whole.size() > 1:
+            # This barrier has messages of its own kind, so it does not disturb a rank that waits in another collective.
+            # It keeps to its limit on rank 0 only (gloo, torch 2.13).
+            whole.monitored_barrier(timedelta(seconds=patience), False)
+
+    if error := _attempt(wait, patience):
         log.warning("leaving before every other worker is done: %s", str(error).partition("\n")[0])
-        return False
-    return True
+    return error is None

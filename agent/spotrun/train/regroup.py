@@ -68,7 +68,7 @@ class Membership:
         """Whether this worker can join another generation without a restart: as `Control.able`; 0: it cannot.
 
         0 if the script has made process groups of its own, because only the script can make them again. 0 also if the
-        script does not call `run.ddp`, because it is not known how the script exchanges gradients. See also `_restarts`
+        script does not call `run.ddp`, because it is not known how the script exchanges gradients. See also `restarts`
         and `Parallel.obstacle`.
         """
         whole = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
@@ -82,7 +82,12 @@ class Membership:
         """Note what the script tracks, and whether that would work in another generation."""
         self._tracked = tuple(objects)
         if any(isinstance(each, DistributedDataParallel) for each in self._tracked):
-            self.obstacle = "run.track names a DistributedDataParallel that run.ddp has not made"
+            self.restarts("run.track names a DistributedDataParallel that run.ddp has not made")
+
+    def restarts(self, why: str) -> None:
+        """From now on, this worker does not join another generation without a restart."""
+        self.obstacle = self.obstacle or why
+        self._control.able = 0
 
     def why_not(self) -> str:
         """Why the script cannot go on in another generation; empty: nothing is known."""
@@ -147,7 +152,7 @@ class Membership:
         capture: Any = torch.cuda.CUDAGraph.capture_begin
 
         def noted(graph: torch.cuda.CUDAGraph, *args: Any, **options: Any) -> None:
-            self._restarts("the script captures CUDA graphs")
+            self.restarts("the script captures CUDA graphs")
             capture(graph, *args, **options)
 
         torch.cuda.CUDAGraph.capture_begin = noted  # type: ignore[assignment,method-assign]
@@ -162,15 +167,10 @@ class Membership:
         def noted(scaler: torch.amp.GradScaler, *args: Any, **options: Any) -> Any:
             # A step before `run.track` is one of the set-up, and the scaler may still be tracked.
             if self._tracked and scaler.is_enabled() and not any(each is scaler for each in self._tracked):
-                self._restarts("run.track does not name the GradScaler")
+                self.restarts("run.track does not name the GradScaler")
             return step(scaler, *args, **options)
 
         torch.amp.GradScaler.step = noted  # type: ignore[assignment,method-assign]
-
-    def _restarts(self, why: str) -> None:
-        """From now on, this worker does not join another generation."""
-        self.obstacle = self.obstacle or why
-        self._control.able = 0
 
     def _obey(self, fifo: int) -> None:
         """Wake this worker if it waits. If the agent releases this worker, break the connections of its generation."""
