@@ -45,7 +45,7 @@ def render(outcomes: Sequence[Outcome], machine: str, day: str) -> str:
         lines.append(_row(LEGEND[name], [each for each in outcomes if each.scenario.shape.name == name]))
     lines.append(_row("all", list(outcomes)))
     if gpu := [outcome for outcome in outcomes if outcome.scenario.gpu]:
-        lines.append(_row("of these, as on GPUs: workers restart after a peer's failure", gpu))
+        lines.append(_row("of these, as on GPUs (`bench/soak/job/as_gpu.py`)", gpu))
     counted = Counter(fault.kind for outcome in outcomes for fault in outcome.done)
     lines += ["", "Faults: " + ", ".join(f"{kind} {counted[kind]}" for kind in FAULTS) + "."]
     for outcome in failed:

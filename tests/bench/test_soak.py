@@ -152,7 +152,7 @@ def test_the_table() -> None:
     assert "Seed 4: ValueError: no" in text
     assert "| all | 10 | 1 | 10 | 0 | 2.0 s, 2.0 s |" in text
     gpu = sum(each.scenario.gpu for each in outcomes)
-    assert f"| of these, as on GPUs: workers restart after a peer's failure | {gpu} |" in text
+    assert f"| of these, as on GPUs (`bench/soak/job/as_gpu.py`) | {gpu} |" in text
     assert set(LEGEND) == {shape.name for shape in SHAPES}
 
 

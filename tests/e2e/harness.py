@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -30,6 +31,7 @@ from spotrun.errors import SpotrunError
 from spotrun.spec import ClusterSpec, JobSpec
 
 TOY = Path(__file__).parent.parent / "jobs" / "toy"
+AS_GPU = Path(__file__).parents[2] / "bench" / "soak" / "job" / "as_gpu.py"
 PATIENCE = 240.0  # seconds that anything may take on a slow machine
 # Seconds for which a machine may be silent, unless the test is about silence. A busy computer can keep an agent from
 # reporting for longer than the default. The job would then be interrupted, which few tests allow for.
@@ -98,9 +100,12 @@ class Harness:
         args = ["--out", str(out)]
         for name in [name for name in OPTIONS if name in options]:
             value = options.pop(name)
-            args += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+            if value is not False:
+                args += [f"--{name}"] if value is True else [f"--{name}", str(value)]
         job = JobSpec(name="toy", script="train.py", args=tuple(args), **options)
-        packed = bundle.upload(self.access.store, TOY, "train.py")
+        code = Path(shutil.copytree(TOY, self.folder / f"code-{out.name}"))
+        shutil.copy(AS_GPU, code)
+        packed = bundle.upload(self.access.store, code, "train.py")
         request = {"job": job.model_dump(mode="json"), "code": packed.sha256}
         found = control.ask(self.access, "submit", data=request)
         self.watch(found["job"])

@@ -69,6 +69,8 @@ async def test_a_worker_is_like_python_running_the_script(tmp_path: Path) -> Non
             8: ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
             9: (f"import os; os._exit({EXIT_DRAINED})", EXIT_DRAINED),
             10: ("import no_such_module_here", 1),
+            15: ("from spotrun.train import failures\nfailures.void = True\nraise SystemExit(3)", EXIT_PEER),
+            16: ("from spotrun.train import failures\nfailures.void = True", EXIT_PEER),
             14: (f"import torch.distributed as d\nraise d.DistBackendError({NCCL!r})", EXIT_PEER),
         }
         for number, (text, wanted) in scripts.items():
@@ -82,6 +84,7 @@ async def test_a_worker_is_like_python_running_the_script(tmp_path: Path) -> Non
         assert "SyntaxError" in b.failure(6).message
         assert b.failure(7).kind == "peer"
         assert b.failure(14).message == f"torch.distributed.DistBackendError: {NCCL_SHORT}"
+        assert b.failure(15).message == "the script exited with code 3 in a step that does not count"
         assert b.failure(10).message == "ModuleNotFoundError: No module named 'no_such_module_here'"
 
         # A generation that still runs is ended by the next; a store that is not held is refused.

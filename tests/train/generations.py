@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,12 +22,23 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import spotrun
+from bench.soak.job import as_gpu
 from spotrun.state import slots
 from spotrun.state.control import Context, Control
 from spotrun.state.slots import Record
-from spotrun.train import boundary, distributed, regroup, restore, sections, transfer
+from spotrun.train import (
+    boundary,
+    distributed,
+    failures,
+    group_health,
+    regroup,
+    restore,
+    sections,
+    training_state,
+)
 from spotrun.train.copier import Copier
-from spotrun.train.slot_files import Reader
+from tests.helpers import wait_for
+from tests.train import faults
 from tests.train.forks import forked
 from tests.train.meeting import meeting
 
@@ -72,7 +83,11 @@ class Plan:
     die_sending: bool = False  # it kills itself when it has sent a part of the state to another worker
     backend: str = ""  # of its process group; empty: the default one
     gpu: str = ""  # the only GPU that it sees; empty: all
-    on_gpu: bool = False  # its device counts as a GPU, of which it is not known what a failed collective has left there
+    on_gpu: bool = False  # its device counts as a GPU (see bench/soak/job/as_gpu.py)
+    cache: bool = False  # its model has a buffer that no state_dict has
+    device_fails: bool = False  # its device fails when it gets a state again
+    abort_takes: float = 0.0  # seconds that an abort takes; 0: no time
+    nccl_fails_at: int = -1  # step of the first generation in which its process group reports an error
     stays: float = 0.0  # seconds that the end of its process group takes, which then fails; 0: it ends well
     die_copied: int = -1  # step whose snapshot it copies, or its section, before it kills itself
 
@@ -83,17 +98,18 @@ def train(environment: dict[str, str], plan: Plan) -> None:
     out = Path(plan.out)
     prepare(plan, out)
     run = spotrun.init(seed=5, backend=plan.backend or None)
+    if plan.nccl_fails_at >= 0:
+        group_health.error = lambda: "COMM_ERROR" if (run.generation, run.step) == (1, plan.nccl_fails_at) else ""
     if plan.reads_size:
         print("set up for", run.world_size, "workers", flush=True)
-    module: Any = network()
-    if plan.compiles:
-        backend = functools.partial(compiled, out / f"compiled-{os.getpid()}")
-        module = torch.compile(module, backend=backend, dynamic=True)  # once for the short batches, too
+    module = build(plan, out)
     model: Any = nn.parallel.DistributedDataParallel(module) if plan.own_ddp else run.ddp(module)
     if plan.hooks:
         note: Any = out / f"hook-{os.getpid()}"
         model.register_comm_hook(State(note) if plan.stateful else note, hook)
     optimizer, scaler = torch.optim.AdamW(model.parameters(), lr=1e-3), torch.amp.GradScaler("cpu", init_scale=8.0)
+    if plan.on_gpu:
+        as_gpu.hold([model], [optimizer])
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2])
     dataset = Noisy()
     sampler = spotrun.ElasticSampler(dataset, seed=1)
@@ -101,6 +117,7 @@ def train(environment: dict[str, str], plan: Plan) -> None:
     loader = DataLoader(dataset, batch_size=BATCH, sampler=sampler, **own)  # type: ignore[arg-type]
     other = run.ddp(nn.Linear(16, 4)) if plan.two_models else None
     run.track(model=model, optimizer=optimizer, scheduler=scheduler, sampler=sampler)
+    step(plan, run, "outside")
     with (out / f"seen-{os.getpid()}.jsonl").open("w") as seen:
         for epoch in run.epochs(EPOCHS):
             for x, y in run.steps(loader, accumulate=plan.accumulate):
@@ -125,6 +142,17 @@ def train(environment: dict[str, str], plan: Plan) -> None:
     torch.save(state, out / f"final-{run.rank}.pt")
 
 
+def build(plan: Plan, out: Path) -> Any:
+    """The script's first model."""
+    module = network()
+    if plan.cache:
+        module.register_buffer("cache", torch.ones(3), persistent=False)
+    if not plan.compiles:
+        return module
+    backend = functools.partial(compiled, out / f"compiled-{os.getpid()}")
+    return torch.compile(module, backend=backend, dynamic=True)  # once for the short batches, too
+
+
 def prepare(plan: Plan, out: Path) -> None:
     """What comes before the script: one thread, a log, and what the plan changes in spotrun."""
     torch.set_num_threads(1)
@@ -136,17 +164,17 @@ def prepare(plan: Plan, out: Path) -> None:
     if plan.gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = plan.gpu
     if plan.on_gpu:
-        regroup.survives_failure = lambda device: False  # type: ignore[assignment]
+        as_gpu.imitate()
+    if plan.device_fails:
+        training_state.TrainingState.load = faults.fail_on_device  # type: ignore[assignment,method-assign]
+    if plan.abort_takes:
+        distributed.abort_collectives = lambda device: time.sleep(plan.abort_takes)
+        regroup.LEAVE_WAIT = 1.0  # type: ignore[attr-defined]
     if plan.stays:
-        distributed.leave_process_group = functools.partial(fail_after, plan.stays)
-        regroup.leave_in_time = functools.partial(distributed.leave_in_time, 2.0)  # type: ignore[attr-defined]
+        distributed.leave_process_group = functools.partial(faults.fail_after, plan.stays)
+        regroup.LEAVE_WAIT, regroup.QUEUED = 2.0, 0.0  # type: ignore[attr-defined]
     if plan.die_sending:
-        restore.send = send_a_part  # type: ignore[attr-defined]
-
-
-def fail_after(seconds: float) -> None:
-    time.sleep(seconds)
-    raise dist.DistBackendError("NCCL says no")
+        restore.send = faults.send_a_part  # type: ignore[attr-defined]
 
 
 @dataclass
@@ -185,6 +213,8 @@ def step(plan: Plan, run: Any, place: str) -> None:
     """What the script does here besides training: it dies, or has collectives of its own."""
     if run.step == plan.die_at and plan.die_in == place:
         os.kill(os.getpid(), signal.SIGSTOP if plan.freezes else signal.SIGKILL)
+    if (run.generation, run.step) == (1, plan.nccl_fails_at):
+        wait_for(lambda: failures.void and place != "outside")  # as in a collective
     if plan.collective and plan.collective == place:
         total, parts = torch.ones(3), [torch.empty(3) for _ in range(dist.get_world_size())]
         calls: list[Callable[[], Any]] = [
@@ -233,12 +263,6 @@ def flatten(value: Any) -> list[Any]:
     if isinstance(value, list):
         return [leaf for item in value for leaf in flatten(item)]
     return [value.tolist()] if isinstance(value, torch.Tensor) else [value]
-
-
-def send_a_part(record: Record, reader: Reader, hop: transfer.Hop) -> NoReturn:
-    transfer.send(record, reader, hop)[0].wait()
-    os.kill(os.getpid(), signal.SIGKILL)
-    raise AssertionError
 
 
 def copy_together(plan: Plan) -> None:

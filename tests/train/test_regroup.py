@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,10 +20,10 @@ import torch
 from spotrun.state import exit_note
 from spotrun.state.control import (
     ABLE,
-    AT_STOP,
     EXIT_DRAINED,
     EXIT_PEER,
     NONE,
+    TOLD,
     Context,
     Control,
     Invitation,
@@ -183,7 +183,7 @@ def test_a_worker_that_waits_wakes_the_agent(job: Regroups) -> None:
     wait_for(both, 60, "two wakes")
 
 
-@pytest.mark.parametrize(("plan", "able"), [({}, ABLE), (ON_GPU, AT_STOP)], ids=["on the CPU", "on a GPU"])
+@pytest.mark.parametrize(("plan", "able"), [({}, ABLE), (ON_GPU, TOLD)], ids=["on the CPU", "on a GPU"])
 def test_a_planned_change_loses_nothing_and_loads_nothing(
     job: Regroups, undisturbed: Any, plan: dict[str, Any], able: int
 ) -> None:
@@ -215,6 +215,40 @@ def test_cuda_workers_go_on_over_nccl(job: Regroups) -> None:
     goes_on(job, "ab", a={"gpu": "0"}, b={"gpu": "1"})
 
 
+@pytest.mark.gpu
+def test_a_cuda_worker_goes_on_after_an_abort_of_nccl(job: Regroups) -> None:
+    """The communicator is really aborted, and the same process makes another one."""
+    job.begin("a", 1, a={"nccl_fails_at": 3})
+    job.regroup(job.members)
+    goes_on_alone(job)
+
+
+@pytest.mark.gpu
+def test_a_peers_death_on_cuda_over_gloo(job: Regroups) -> None:
+    """Two workers share a GPU. gloo notices the death."""
+    job.begin("ab", 1, a={"backend": "gloo"}, b={"backend": "gloo", "die_at": 3})
+    job.regroup(job.survivors())
+    goes_on_alone(job)
+
+
+@pytest.mark.gpu(devices=2)
+def test_a_peers_death_on_cuda_over_nccl(job: Regroups) -> None:
+    """NCCL's kernel waits until it is aborted."""
+    job.begin("ab", 1, a={"gpu": "0"}, b={"gpu": "1", "die_at": 3})
+    (survivor,) = job.survivors()
+    release(survivor, job.cluster.generation)
+    job.regroup([survivor])
+    goes_on_alone(job)
+
+
+def goes_on_alone(job: Regroups) -> None:
+    """The only worker goes on in its process, from the snapshot of the step before the failure."""
+    assert job.end() == [0], job.cluster.log()
+    (member,) = job.members
+    assert (member.control.pid, member.control.base) == (member.process.pid, 3)
+    assert job.cluster.seen() == everything
+
+
 def goes_on(job: Regroups, nodes: str, **plans: dict[str, Any]) -> None:
     """The same processes are in three generations, and serve each sample once an epoch."""
     job.begin(nodes, stop_at=2, **plans)
@@ -222,7 +256,7 @@ def goes_on(job: Regroups, nodes: str, **plans: dict[str, Any]) -> None:
     job.regroup(job.members)
     assert job.end() == [0] * len(nodes), job.cluster.log()
     assert [each.control.pid for each in job.members] == job.pids()
-    assert [each.control.able for each in job.members] == [AT_STOP] * len(nodes)
+    assert [each.control.able for each in job.members] == [TOLD] * len(nodes)
     assert job.cluster.seen() == everything
     final = [flatten(job.cluster.final(rank)) for rank in range(len(nodes))]
     assert all(each[:-2] == final[0][:-2] for each in final), "but for the random numbers of each rank"
@@ -238,21 +272,90 @@ def test_a_newcomer_on_a_gpu_takes_the_place_of_one_that_leaves(job: Regroups, u
     assert flatten(job.cluster.final()) == flatten(undisturbed)
 
 
-def test_a_peers_death_on_a_gpu_needs_a_restart(job: Regroups) -> None:
-    """It is not known what an aborted collective has left on the device."""
-    job.begin("abc", 1, a=ON_GPU, b={"die_at": 3, **ON_GPU}, c=ON_GPU)
-    assert job.end() == [EXIT_PEER, -signal.SIGKILL, EXIT_PEER], job.cluster.log()
+@pytest.mark.parametrize("interval", [1, 2])
+def test_a_peers_death_on_a_gpu(job: Regroups, undisturbed: Any, interval: int) -> None:
+    """The others notice nothing until they are told. All that an abort leaves comes back from the newest snapshot."""
+    job.begin("abc", interval, a=ON_GPU, b={"die_at": 3, **ON_GPU}, c=ON_GPU)
+    survivors = job.survivors()
+    spare = job.warm_up("d", interval, **ON_GPU)
+    assert all(each.control.left == NONE for each in survivors)
+    for each in survivors:
+        release(each, job.cluster.generation)
+    job.regroup([*survivors, spare])
+    assert [each.control.base for each in job.members] == [NONE] * 3
+    assert job.end() == [0, 0, 0], job.cluster.log()
+    assert [each.control.pid for each in job.members] == job.pids()
+    assert [each.control.base for each in job.members] == [3 // interval * interval] * 3
+    assert job.cluster.seen() == everything
+    assert flatten(job.cluster.final()) == flatten(undisturbed)
 
 
 def test_a_member_on_a_gpu_that_dies_while_it_joins(job: Regroups) -> None:
     """The others restart: the transfer of a state may have begun."""
     job.begin("ab", stop_at=2, a=ON_GPU, b=ON_GPU)
-    spare = job.warm_up("d", die_sending=True, **ON_GPU)
     members = job.members
-    job.regroup([*members, spare])
-    wait_for(lambda: all(each.control.restored for each in members), 60)
-    spare.process.kill()
-    assert job.end() == [EXIT_PEER, EXIT_PEER, -signal.SIGKILL], job.cluster.log()
+    job.regroup(members, missing=1)
+    wait_for(lambda: all(each.control.entered > 0 for each in members), 60)
+    job.close_groups()  # what the agents do: the store goes
+    assert job.end() == [EXIT_PEER, EXIT_PEER], job.cluster.log()
+
+
+def test_buffers_on_a_gpu_that_no_snapshot_has(job: Regroups) -> None:
+    """An aborted collective may have changed them, so the worker restarts. After a stop, it goes on."""
+    plan = {"cache": True, **ON_GPU}
+    job.begin("abc", 1, stop_at=2, a=plan, b={"die_at": 3, **plan}, c=plan)
+    job.regroup(job.members)
+    for each in job.survivors():
+        release(each, job.cluster.generation)
+    assert job.end() == [EXIT_PEER, -signal.SIGKILL, EXIT_PEER], job.cluster.log()
+
+
+def test_a_collective_on_a_gpu_that_fails_outside_of_the_loop(job: Regroups) -> None:
+    """The script would not know that its result means nothing: the worker ends."""
+    job.begin("ab", 1, a={"nccl_fails_at": 0, **ON_GPU}, b=ON_GPU)
+    job.members[0].process.join(60)
+    assert job.members[0].process.exitcode == EXIT_PEER, job.cluster.log()
+
+
+def test_a_device_that_fails_while_the_state_comes_back(job: Regroups) -> None:
+    """A fork has a context of its own on the device."""
+    plan = {"device_fails": True, **ON_GPU}
+    job.begin("abc", 1, a=plan, b={"die_at": 3, **ON_GPU}, c=plan)
+    survivors = job.survivors()
+    for each in survivors:
+        release(each, job.cluster.generation)
+    job.regroup(survivors)
+    assert job.end() == [EXIT_PEER, EXIT_PEER], job.cluster.log()
+    assert "the device is lost" in job.cluster.log()
+
+
+def test_an_abort_that_takes_too_long(job: Regroups) -> None:
+    """The worker ends, although its script still waits for the collective."""
+    plan = {"abort_takes": 60.0, **ON_GPU}
+    job.begin("abc", 1, a=plan, b={"die_at": 3, **ON_GPU}, c=plan)
+    for each in job.survivors():
+        release(each, job.cluster.generation)
+    assert job.end() == [EXIT_PEER, -signal.SIGKILL, EXIT_PEER], job.cluster.log()
+    assert "the collectives under way do not end: not done after 1 s" in job.cluster.log()
+
+
+def test_a_collective_on_a_gpu_that_fails_by_itself(job: Regroups, undisturbed: Any) -> None:
+    """NCCL reports an error to one worker, which leaves. The others are told."""
+    job.begin("abc", 1, a=ON_GPU, b={"nccl_fails_at": 3, **ON_GPU}, c=ON_GPU)
+    wait_for(lambda: job.members[1].control.left == EXIT_PEER, 60)
+    for each in job.members:
+        release(each, job.cluster.generation)
+    job.regroup(job.members)
+    assert job.end() == [0, 0, 0], job.cluster.log()
+    assert [each.control.pid for each in job.members] == job.pids()
+    assert flatten(job.cluster.final()) == flatten(undisturbed)
+
+
+def test_a_collective_on_a_gpu_that_fails_where_the_script_cannot_go_on(job: Regroups) -> None:
+    plan = {"reads_size": True, **ON_GPU}
+    job.begin("ab", 1, a={"nccl_fails_at": 3, **plan}, b=plan)
+    job.members[0].process.join(60)
+    assert job.members[0].process.exitcode == EXIT_PEER, job.cluster.log()
 
 
 @pytest.mark.parametrize(("seconds", "why"), [(60.0, "not done after 2 s"), (0.01, "NCCL says no")])
@@ -315,10 +418,10 @@ def test_a_scaler_in_the_set_up_is_no_obstacle(tmp_path: Path, monkeypatch: pyte
         scaler.update()
 
     step()
-    membership.look_at([optimizer, scaler])
+    membership.look_at([optimizer, scaler], [])
     step()
     assert not membership.obstacle
-    membership.look_at([optimizer])
+    membership.look_at([optimizer], [])
     step()
     assert membership.obstacle == "run.track does not name the GradScaler"
 
@@ -330,7 +433,7 @@ def test_a_script_that_captures_a_graph_on_a_gpu_needs_a_restart(
     captured: list[tuple[Any, ...]] = []
     monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", lambda graph, *given: captured.append((graph, *given)))
     control = Control(tmp_path / "control", create=True)
-    control.able = AT_STOP
+    control.able = TOLD
     membership = Membership(Context("job", 1, "n", "", "", ""), control, torch.device("cuda", 0), None, [])
     assert not membership.obstacle
     graph = object()
@@ -338,15 +441,51 @@ def test_a_script_that_captures_a_graph_on_a_gpu_needs_a_restart(
     assert (captured, control.able, membership.obstacle) == ([(graph, "pool")], 0, "the script captures CUDA graphs")
 
 
-def test_kills_change_no_bit(job: Regroups, undisturbed: Any) -> None:
+def change_the_weight(module: torch.nn.Module) -> None:
+    with torch.no_grad():
+        module.weight.mul_(2)  # type: ignore[operator]
+
+
+def change_the_table(module: torch.nn.Module) -> None:
+    module.table.mul_(2)  # type: ignore[operator]
+
+
+def replace_the_table(module: torch.nn.Module) -> None:
+    module.table = torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("change", "goes_on"), [(change_the_weight, True), (change_the_table, False), (replace_the_table, False)]
+)
+def test_a_tensor_that_changes_and_that_no_snapshot_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[torch.nn.Module], None], goes_on: bool
+) -> None:
+    """After an abort on a GPU, nothing brings it back."""
+    monkeypatch.setattr(torch.amp.GradScaler, "step", torch.amp.GradScaler.step)  # the membership replaces these two
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", torch.cuda.CUDAGraph.capture_begin)
+    monkeypatch.setattr(Membership, "able", lambda _: TOLD)
+    module = torch.nn.Linear(2, 2)
+    module.register_buffer("table", torch.ones(2), persistent=False)
+    model, control = Parallel(module, torch.device("cpu")), Control(tmp_path / "control", create=True)
+    membership = Membership(Context("job", 1, "n", "", "", ""), control, torch.device("cuda", 0), None, [model])
+    membership.look_at([model], model.state_dict().values())
+    assert membership.goes_on()
+    change(module)
+    assert membership.goes_on() == goes_on
+
+
+@pytest.mark.parametrize("plan", [{}, ON_GPU], ids=["on the CPU", "on a GPU"])
+def test_kills_change_no_bit(job: Regroups, undisturbed: Any, plan: dict[str, Any]) -> None:
     """Every node dies once; a worker that has warmed up takes its place, and gets the state from a peer."""
-    job.begin("abc", 1, b={"die_at": 3}, a={"die_at": 6}, c={"die_at": 9})
+    job.begin("abc", 1, b={"die_at": 3, **plan}, a={"die_at": 6, **plan}, c={"die_at": 9, **plan})
     for node in "bac":
         dead = next(each for each in job.members if each.context.node == node)
         dead.process.join(60)
         assert dead.process.exitcode == -signal.SIGKILL, job.cluster.log()
-        spare = job.warm_up(f"another-{node}", 1)
-        job.regroup([*(each for each in job.members if each is not dead), spare])
+        survivors = [each for each in job.members if each is not dead]
+        for each in survivors if plan else ():
+            release(each, job.cluster.generation)
+        job.regroup([*survivors, job.warm_up(f"another-{node}", 1, **plan)])
     assert job.end() == [0, 0, 0], job.cluster.log()
     assert job.cluster.seen() == everything
     assert flatten(job.cluster.final()) == flatten(undisturbed)

@@ -193,6 +193,34 @@ def test_trouble_in_one_worker_drops_the_snapshot(node: Node) -> None:
     node.check(2)
 
 
+def test_an_abort_under_way_does_not_reach_the_next_generation(tmp_path: Path) -> None:
+    """A worker on a GPU whose copy was queued behind an aborted collective goes on."""
+    node = Node(tmp_path, 2, stage=Late)
+    node.warm_up()
+    (rank_1,) = node.others
+    assert node.writer.announce(4, exact=True)
+    node.begin(4)
+    node.trouble[1] = "a process group was aborted"
+    node.other(1, 4)
+    rank_1.guard()
+    with pytest.raises(dist.DistBackendError, match="a process group was aborted"):
+        rank_1.settle()
+    rank_1.renew()
+    rank_1.settle()
+
+
+def test_a_worker_that_will_not_end_the_announced_step_says_so(node: Node) -> None:
+    """The writer does not wait for its section."""
+    assert node.writer.announce(4, exact=True)
+    node.begin(4)
+    node.others[0].refuse()
+    node.other(2, 4)
+    assert node.take(4)
+    node.writer.settle()
+    node.check(2)
+    assert node.controls[1].refused == 4
+
+
 def test_a_drain_does_not_wait_for_the_others(node: Node) -> None:
     inode = [slots.data_path(node.folder, slot).stat().st_ino for slot in slots.SLOTS]
     assert node.writer.announce(4, exact=True)

@@ -11,7 +11,7 @@ from spotrun.node import memory
 from spotrun.node.job import Job, Node
 from spotrun.node.log_uploader import LogUploader
 from spotrun.node.workers import WorkerGroup
-from spotrun.state.control import ABLE, worker_fifo
+from spotrun.state.control import worker_fifo
 from spotrun.state.wakeup import wake
 from spotrun.store import log_key
 from spotrun.wire import Failure, Generation, JobOrder
@@ -200,7 +200,7 @@ def release(group: WorkerGroup) -> None:
     """
     group.released_at = group.released_at or time.time()
     for each in group.workers:
-        able = group.joining or each.control.able == ABLE
+        able = group.joining or each.control.able > 0
         if each.code is None and able and each.control.released != group.number:
             each.control.released = group.number
             wake(str(worker_fifo(each.path)))

@@ -25,7 +25,7 @@ from spotrun.node.metrics_uploader import MetricsUploader
 from spotrun.node.part_uploader import PartUploader, WantedPart, newest_snapshot
 from spotrun.node.workers import Phase, WorkerGroup
 from spotrun.spec import JobSpec
-from spotrun.state.control import AT_STOP, NONE
+from spotrun.state.control import NONE
 from spotrun.store import event_file_key, log_key
 from spotrun.wire import Bundle, Failure, JobOrder, JobReport, StateRef
 
@@ -350,7 +350,7 @@ class Runner:
             workers=group.report() if group and trains else (),
             before=group.before if group and self._order and not _is_about(self._order, group) else (),
             regroup="failed" if self._generations.warm_up_failed else group.regroup if group else "no",
-            at_stop=group is not None and any(each.control.able == AT_STOP for each in group.workers),
+            told=group is not None and group.told,
             failure=job.failure or (group.failure if group and trains else self._generations.not_started),
             snapshot=self._snapshot,
             late=group.late if group and group.late is not None else self._part_uploader.late,

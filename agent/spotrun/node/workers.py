@@ -18,17 +18,7 @@ from typing import Literal
 from spotrun.machine.processes import descendants, kill
 from spotrun.node import cleanup, log_tail, worker_failure
 from spotrun.state import exit_note
-from spotrun.state.control import (
-    ABLE,
-    AT_STOP,
-    EXIT_DRAINED,
-    EXIT_PEER,
-    NONE,
-    Control,
-    Invitation,
-    warm_up_store,
-    worker_fifo,
-)
+from spotrun.state.control import EXIT_DRAINED, EXIT_PEER, NONE, TOLD, Control, Invitation, warm_up_store, worker_fifo
 from spotrun.wire import Failure, Generation, Worker
 
 log = logging.getLogger(__name__)
@@ -38,6 +28,7 @@ LEAVE = 6.0  # seconds that a worker gets at least to leave a drain: it waits fo
 # Seconds, besides those of two steps, from a peer's end until all workers of a node have noticed the end, and wait.
 GRACE = 1.0
 GRACE_MOST = 10.0  # the same, at most, with the two steps
+ABORT = 16.0  # seconds more: 5 s each, at most, for an abort, steps that a GPU still has to do, and a group's end
 REAP = 10.0  # seconds for killed workers to be gone
 STACKS = 2.0  # seconds for the stacks to be in the log
 
@@ -132,11 +123,14 @@ class WorkerGroup:
     @property
     def regroup(self) -> Literal["no", "able", "waiting"]:
         """Whether all workers could join another generation, or wait for it now."""
-        if any(
-            each.code is not None or not each.pid or each.control.able not in (ABLE, AT_STOP) for each in self.workers
-        ):
+        if any(each.code is not None or not each.pid or each.control.able <= 0 for each in self.workers):
             return "no"
         return "waiting" if all(each.left is not None for each in self.workers) else "able"
+
+    @property
+    def told(self) -> bool:
+        """Whether a worker may not notice that a peer is gone, so that it must be told."""
+        return any(each.control.able == TOLD for each in self.workers)
 
     @property
     def joining(self) -> bool:
@@ -157,7 +151,8 @@ class WorkerGroup:
             return True
         # The others of this node notice it, too, and then all of them wait.
         grace = GRACE + 2 * max(_pace(each.control) for each in self.workers)
-        return self.regroup == "able" and time.time() - self.failure.at > min(grace, GRACE_MOST)
+        grace = min(grace, GRACE_MOST) + (ABORT if self.told else 0.0)
+        return self.regroup == "able" and time.time() - self.failure.at > grace
 
     @property
     def committed(self) -> int:

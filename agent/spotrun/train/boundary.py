@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from spotrun.errors import SpotrunError
-from spotrun.state.control import ABLE, AT_STOP, EXIT_DRAINED, EXIT_PEER, NONE, Context, Control
+from spotrun.state.control import EXIT_DRAINED, EXIT_PEER, NONE, TOLD, Context, Control
 from spotrun.state.points import Header, is_substitute
-from spotrun.train import failures, optimizer_state
+from spotrun.train import distributed, failures, optimizer_state
 from spotrun.train.copy_guard import CopyGuard
 from spotrun.train.distributed import LEAVE_WAIT, NotBegun, cpu_group, join_alone, leave_together, rank_and_world
 from spotrun.train.encoding import Encoder, refuse_sharded
@@ -24,7 +24,7 @@ from spotrun.train.idle_optimizer import IdleOptimizer
 from spotrun.train.metrics import Clock, Metrics
 from spotrun.train.parallel import Parallel
 from spotrun.train.profiling import Profiling
-from spotrun.train.regroup import Membership
+from spotrun.train.regroup import Loop, Membership
 from spotrun.train.restore import NOTHING, Found, restore
 from spotrun.train.rng import reseed
 from spotrun.train.sections import Place, Section, Sections, equal_tensors
@@ -72,6 +72,7 @@ class Boundary:
         self._base = 0  # step at which this process, or its newest generation, began
         self._membership = membership
         self._health = GroupHealth()
+        self.loop = Loop(self._leave_loop)
         self.must_regroup = False  # whether this worker must join another generation before it goes on
         self._void: BaseException | None = None  # why the step under way does not count
         self._allocated: list[torch.optim.Optimizer] = []  # those with a state that is not loaded yet
@@ -87,16 +88,16 @@ class Boundary:
 
     def begin(self) -> None:
         """Restore the saved state, if there is one, and prepare the first snapshot."""
-        failures.void = False
         if self._context is None or self._control is None:
             return
-        control, state = self._control, self._state
-        if self._membership is not None:
-            self._membership.look_at(state.objects.values())
-            control.able = self._membership.able()
+        control, state, encoder = self._control, self._state, Encoder()
         with self.exit_if_a_peer_fails:
             refuse_sharded(state.objects)
-            state.encode(Encoder())  # every rank checks what a snapshot can hold before it fetches a state
+            state.encode(encoder)  # every rank checks what a snapshot can hold before it fetches a state
+        if self._membership is not None:
+            self._membership.loop = self.loop
+            self._membership.look_at(state.objects.values(), encoder.tensors.values())
+            control.able = self._membership.able()
         if self._context.warm_up:
             self._enter(control)
             return
@@ -119,23 +120,15 @@ class Boundary:
         try:
             self._snapshot(draining or step == snapshot_at, alone=draining)
         except Exception as error:
-            if not self._end(error):
+            handled = self._end if draining or self._membership is None else self.void_if_a_peer_fails.handle
+            if not handled(error):
                 raise
+            return
         if draining:
             self._leave(control)
         elif profile != NONE or self.profiling.profiler is not None:
             self.profiling.end_step(step)
         self.clock.resume()
-
-    def rests_on_world_size(self) -> None:
-        """The script's set-up has asked for the number of workers."""
-        if self._membership is not None:
-            self._membership.restarts("the script reads run.world_size before run.track")
-
-    @property
-    def generation(self) -> int:
-        """The number of this worker's generation; 0: it has none."""
-        return self._context.generation if self._context is not None else 0
 
     def regroup(self) -> None:
         """Leave this generation and join the next one. Afterwards the state is that of the newest snapshot.
@@ -145,26 +138,30 @@ class Boundary:
         assert self._membership is not None
         assert self._control is not None
         assert self._context is not None
-        error, self._void, self.must_regroup = self._void, None, False
-        failures.void = False
-        self._doubt = False
+        error, self._void, self.must_regroup, self._doubt = self._void, None, False, False
+        if self._membership.survives:  # on a GPU, until this worker joins another generation
+            failures.void = False
         self.profiling.drop("the generation has ended; ask again when the job trains")
         for optimizer in self._idle:
             optimizer.end()
         self._idle.clear()
         while True:
-            if not self._membership.disconnect():
+            if not self._membership.disconnect(failed=error is not None):
                 self._exit(self._control, EXIT_PEER if error or self._context.warm_up else EXIT_DRAINED)
+            if self.section is not None:
+                self.section.refuse()
             for each in filter(None, (self.writer, self.section)):
                 with contextlib.suppress(Exception):  # as in `failures.leave`
                     each.settle()
             self.metrics.flush()  # the agent takes the block once this worker waits
             self._membership.wait(self._state.step, error)
+            self._health = GroupHealth()
             try:
                 self._membership.join()
                 self._continue(self._membership.context, self._control, as_it_is=error is None)
                 return
             except Exception as failed:
+                failures.void |= isinstance(failed, torch.AcceleratorError | torch.OutOfMemoryError)  # a fork helps
                 if not failures.is_peer_failure(failed):
                     raise
                 if not isinstance(failed, NotBegun):
@@ -192,20 +189,20 @@ class Boundary:
             with self.exit_if_a_peer_fails:
                 each.settle()
 
-    def give_up(self) -> None:
-        """The script leaves its loop in a step that does not count: end this process."""
-        if self._void is not None:
-            with self.exit_if_a_peer_fails:
-                raise self._void
+    def _leave_loop(self) -> None:
+        """The script leaves its loop over `run.steps`. End this process if the step does not count."""
+        with self.exit_if_a_peer_fails:
+            failures.check(self._void)
 
     def _make_void(self, error: Exception) -> bool:
         """See `void_if_a_peer_fails`. Returns whether the script goes on, in a step that does not count."""
         with self.exit_if_a_peer_fails:
             if self._void is None:
-                if self._membership is None or self._membership.able() != ABLE or not failures.is_peer_failure(error):
+                if self._membership is None or not self._membership.goes_on() or not failures.is_peer_failure(error):
                     return self._end(error)
                 self._void, failures.void, self.must_regroup = error, True, True
-                self._membership.disconnect()  # now: the others wait for this worker
+                if not self._membership.disconnect(failed=True):  # now: the others wait for this worker
+                    return self._end(error)
                 join_alone()  # the script's own collectives in the rest of the step have no one to wait for
                 self._idle = [IdleOptimizer(each) for each in self._state.optimizers]
             # Later in such a step, a graph may lead through a DDP instance that is gone: then the error says
@@ -228,7 +225,7 @@ class Boundary:
             why = self._membership.why_not() or "the script does not use run.ddp, or makes process groups of its own"
             log.warning("this worker cannot wait for a generation: %s", why)
             failures.leave(EXIT_PEER)
-        if control.able == AT_STOP:  # the end of an NCCL group waits for the node's other workers
+        if control.able == TOLD:  # the end of an NCCL group waits for the node's other workers
             leave_together(self._device, self._group, TOGETHER)
         self._allocated = [each for each in self._state.optimizers if optimizer_state.allocate(each)]
         self.regroup()
@@ -238,7 +235,7 @@ class Boundary:
         left, state = self._context, self._state
         assert left is not None
         self._context, self._rank = context, rank_and_world()[0]
-        self._group, self._health = cpu_group(self._device), GroupHealth()
+        self._group = cpu_group(self._device)
         found = self._find(context)
         begins = self.writer is None and self.section is None  # the script is before its first step
         if not begins and (found is None or found.record.state["run"]["epoch"] != state.epoch):
@@ -262,6 +259,8 @@ class Boundary:
             self.section.renew()
         else:
             self._prepare_snapshots(context, control, new=found is None)
+        distributed.synchronize(self._device)  # DDP's constructor may have had collectives
+        failures.check()
         self._tell_restored(control, found)
 
     def _find(self, context: Context) -> Found | None:
@@ -382,14 +381,16 @@ class Boundary:
     def _leave(self, control: Control) -> None:
         """Leave the generation at the stop step: to wait for another one, or to end this process."""
         able = self._membership.able() if self._membership is not None else 0
-        if able == AT_STOP:  # the others wait for local rank 0, as in `_enter`
+        if able == TOLD:  # the others wait for local rank 0, as in `_enter`
             self.settle()
-        together = leave_together(self._device, self._group, TOGETHER if able == AT_STOP else LEAVE_WAIT)
+        together = leave_together(self._device, self._group, TOGETHER if able == TOLD else LEAVE_WAIT)
         self.settle()
         # A drain without its snapshot loses steps. The exit code must show that.
         lost = self.writer is not None and self.writer.newest_step != self._state.step
-        # A peer on a GPU that still needs this worker's group is not done: the end of the group would disturb it.
-        if not lost and (able == ABLE or (able == AT_STOP and together)):
+        # A peer on a GPU that still needs this worker's group is not done: the end of the group would disturb it. If
+        # the peer is gone instead, this is a failure like any other.
+        if not lost and able and (together or able != TOLD or failures.void):
+            self._void = None if together or able != TOLD else dist.DistError("another worker is gone")
             self.must_regroup = True
             return
         self._exit(control, EXIT_PEER if lost else EXIT_DRAINED)

@@ -30,6 +30,9 @@ CONNECT = timedelta(seconds=30)  # to an agent's store. It is there before a wor
 TRY = timedelta(seconds=1)  # limit of one try to connect: between two tries, a worker looks whether to give up
 LOOK = timedelta(milliseconds=100)  # between two looks whether the group is given up
 MEETING = "spotrun/meet"  # first part of the keys of a meeting in an agent's store
+# For NCCL groups, unless the job file has other values: no thread of torch ends this process when a collective fails
+# (ProcessGroupNCCL.cpp, `Watchdog` and `HeartbeatMonitor`). `Membership` looks for such errors.
+OWN_HANDLING = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
 LEAVE_WAIT = 5.0  # seconds that a leaving worker waits for the others, which may never come
 log = logging.getLogger(__name__)
 
@@ -51,6 +54,12 @@ class Meeting:
 
     name: str
     given_up: Callable[[], bool]
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all work that it has been given. Raises an error of the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def rank_and_world() -> tuple[int, int]:
@@ -215,14 +224,42 @@ def leave_process_group() -> None:
         dist.distributed_c10d._world.group_count = 0
 
 
-def leave_in_time(patience: float = LEAVE_WAIT) -> bool:
+def leave_in_time(device: torch.device, aborts: bool, patience: float) -> bool:
     """Leave the process group, as `leave_process_group`. False: that has failed, or has taken longer than `patience`.
 
     The end of an NCCL group may wait for a device, or for other workers (torch 2.13, `ProcessGroupNCCL::shutdown`).
+    aborts: collectives may be under way, and peers may be gone.
     """
-    if error := _attempt(leave_process_group, patience):
+
+    def leave() -> None:
+        if aborts:
+            abort_collectives(device)
+        synchronize(device)
+        leave_process_group()
+
+    if error := _attempt(leave, patience):
         log.warning("the process group does not end: %s", str(error).partition("\n")[0])
     return error is None
+
+
+def abort_in_time(device: torch.device, patience: float) -> bool:
+    """As `abort_collectives`. False: that has failed, or has taken longer than `patience`. Any thread may call this."""
+    if error := _attempt(lambda: abort_collectives(device), patience):
+        log.warning("the collectives under way do not end: %s", str(error).partition("\n")[0])
+    return error is None
+
+
+def abort_collectives(device: torch.device) -> None:
+    """Have the collectives of the process group that are under way on this device return, although peers may be gone.
+
+    On a GPU, an aborted kernel returns as if it had succeeded, and what it leaves in memory means nothing. Call
+    `abort_in_time`: NCCL may take as long as a collective (ProcessGroupNCCL.cpp, `abort`). It may be called again. For
+    gloo's collectives, see `break_connections`.
+    """
+    whole: Any = dist.group.WORLD
+    backend = whole._get_backend(device) if dist.is_initialized() else None
+    if not isinstance(backend, dist.ProcessGroupGloo | None):
+        backend.abort()
 
 
 def _attempt(call: Callable[[], None], patience: float) -> Exception | None:
@@ -242,14 +279,15 @@ def _attempt(call: Callable[[], None], patience: float) -> Exception | None:
     thread = threading.Thread(target=run, name="spotrun-leave", daemon=True)
     thread.start()
     thread.join(patience)
-    return found[0] if found else TimeoutError(f"not done after {patience:g} s")
+    return found[0] if found else TimeoutError(f"not done after {patience:.0f} s")
 
 
 def break_connections() -> None:
     """Have all collectives of the process group fail, here and in others, and end a meeting. Any thread may call this.
 
-    Neither the end of a gloo group nor its abort closes connections on which a collective waits. If this process meets
-    others, this returns when the meeting has ended.
+    Neither the end of a gloo group nor its abort closes connections on which a collective waits. A collective that
+    begins at this very moment may hang all the same (gloo, torch 2.13): then the agent ends the worker. If this process
+    meets others, this returns when the meeting has ended.
     """
     _shut_down_sockets()
     while _meeting_place is not None:  # torch connects again, and waits for an answer without a limit (torch 2.13)
@@ -299,8 +337,7 @@ def leave_together(device: torch.device, group: dist.ProcessGroup | None, patien
     whole: Any = group or dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
     def wait() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         if whole is not None and whole.size() > 1:
             # This barrier has messages of its own kind, so it does not disturb a rank that waits in another collective.
             # It keeps to its limit on rank 0 only (gloo, torch 2.13).

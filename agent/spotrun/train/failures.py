@@ -45,6 +45,12 @@ def is_peer_failure(error: BaseException | None) -> bool:
     return False
 
 
+def check(error: BaseException | None = None) -> None:
+    """Raise an error if the step under way does not count: what its collectives have left may mean nothing."""
+    if void:
+        raise error or dist.DistError("another worker is gone")
+
+
 def before_leaving(settle: Callable[[], object]) -> None:
     """Have `leave` call `settle` before it ends this process."""
     _settlers.append(settle)

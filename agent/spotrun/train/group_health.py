@@ -1,9 +1,10 @@
 """Whether the results of this process's collectives can be trusted.
 
 The kernel of an aborted NCCL collective returns as if it had succeeded, so the step goes on with an incomplete sum. A
-script can abort a group. torch aborts after an error if TORCH_NCCL_ASYNC_ERROR_HANDLING is 1 or 2. A copied snapshot is
-therefore committed only if no group was aborted and no group reports an error. torch's NCCL watchdog records an error
-before it aborts anything (ProcessGroupNCCL.cpp, `Watchdog::runLoop`).
+script can abort a group, and so does `spotrun.train.regroup`. torch aborts after an error if the variable
+TORCH_NCCL_ASYNC_ERROR_HANDLING is 1 or 2. A copied snapshot is therefore committed only if no group was aborted and no
+group reports an error. torch's NCCL watchdog records an error before it aborts anything (ProcessGroupNCCL.cpp,
+`Watchdog::runLoop`).
 """
 
 from __future__ import annotations
@@ -28,10 +29,12 @@ class GroupHealth:
         """Why results cannot be trusted; "" if they can. Ask after the device has computed them."""
         if _aborts != self._before:
             return "a process group was aborted"
-        for group in list(dist.distributed_c10d._world.pg_map):
-            if error := _error(group):
-                return f"a process group reports an error: {error}"
-        return ""
+        return f"a process group reports an error: {found}" if (found := error()) else ""
+
+
+def error() -> str:
+    """The error that a process group reports; "" if none does."""
+    return next(filter(None, map(_error, list(dist.distributed_c10d._world.pg_map))), "")
 
 
 def _error(group: Any) -> str:

@@ -4,8 +4,11 @@ A worker leaves at its stop step, or when a peer is gone. It says so in its cont
 writes an `Invitation` and the number of the next generation (`joins`). If the agent wants no regroup, it ends the
 worker, and a fork takes its place: the worker need not know which of the two comes.
 
-A worker on a GPU joins another generation only from its stop step, where nothing is under way. If a peer is gone, it
-restarts: what an aborted NCCL collective has left on a GPU is unknown.
+On a GPU, a collective does not notice that a peer is gone. So the agent tells the worker, whose thread aborts what is
+under way. An aborted kernel returns as if it had succeeded, and the host may have queued the optimizer's step: all that
+is in the device's memory counts as lost. What the script tracks comes back from the newest snapshot that was committed
+before the abort. If a model has a changing tensor that no snapshot has, if the abort takes too long, or if the device
+reports an error, the worker ends, and a fork takes its place.
 """
 
 from __future__ import annotations
@@ -13,10 +16,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,10 +29,13 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from spotrun.state import exit_note
-from spotrun.state.control import ABLE, AT_STOP, EXIT_DRAINED, EXIT_PEER, Context, Control, Invitation, worker_fifo
+from spotrun.state.control import ABLE, EXIT_DRAINED, EXIT_PEER, TOLD, Context, Control, Invitation, worker_fifo
 from spotrun.state.wakeup import wake
+from spotrun.train import failures, group_health
 from spotrun.train.distributed import (
+    LEAVE_WAIT,
     Meeting,
+    abort_in_time,
     break_connections,
     join_process_group,
     leave_in_time,
@@ -35,10 +43,28 @@ from spotrun.train.distributed import (
     rank_and_world,
 )
 from spotrun.train.parallel import Parallel
+from spotrun.train.sections import place
 
 log = logging.getLogger(__name__)
 
+QUEUED = 5.0  # seconds for which a device may still work on steps that the host has queued, at most
+LOOK = 0.5  # seconds between two looks whether a collective on a GPU has failed
 POLL = 0.05  # seconds between two looks at the control block while this worker waits; the agent wakes it sooner
+
+
+class Loop:
+    """A script's loops over `run.steps`. check: called at a loop's end. inside: whether the script is in one."""
+
+    def __init__(self, check: Callable[[], None]) -> None:
+        self.inside = False
+        self._check = check
+
+    def __enter__(self) -> None:
+        self.inside = True
+
+    def __exit__(self, *_: object) -> None:
+        self.inside = False
+        self._check()
 
 
 class Membership:
@@ -49,19 +75,26 @@ class Membership:
     ) -> None:
         self.context = context
         self.obstacle = ""  # why the script cannot go on in another generation; empty: nothing is known
-        self.survives = survives_failure(device)  # whether this process can go on after a peer's failure
+        self.survives = survives_failure(device)  # whether what is in the device's memory survives a peer's failure
         self._control, self._device, self._backend, self._models = control, device, backend, models
         self._woken = threading.Event()  # set each time that the agent wakes this worker
         self._leaving = threading.Lock()  # held while connections of the generation are broken
+        self._has_left = False  # whether this process has left its generation
+        self.loop = Loop(lambda: None)
+        self._saved: dict[int, torch.Tensor] = {}  # tensors of `run.ddp`'s models that snapshots have, by id
+        self._unsaved: dict[int, tuple[torch.Tensor, int]] = {}  # the others, with their version at `run.track`
+        failures.void = False
         self._tracked: tuple[object, ...] = ()
         self._watch_scalers()
         if device.type == "cuda":
             self._watch_graphs()
         if context.regroups:
-            # Without the FIFO, this worker joins up to `POLL` later, and restarts if a peer is silent.
+            fifo = -1
+            # Without the FIFO, this worker joins up to `POLL` later. On the CPU, it restarts if a peer is silent.
             with contextlib.suppress(OSError):
                 os.mkfifo(worker_fifo(context.control), 0o600)
                 fifo = os.open(worker_fifo(context.control), os.O_RDWR)  # so it always has a writer
+            if fifo >= 0 or not self.survives:
                 threading.Thread(target=self._obey, args=(fifo,), name="spotrun-wake", daemon=True).start()
 
     def able(self) -> int:
@@ -76,11 +109,17 @@ class Membership:
         foreign = [each for each in dist.distributed_c10d._world.pg_map if each not in own]
         if not self.context.regroups or whole is None or not self._models or foreign or self.why_not():
             return 0
-        return ABLE if self.survives else AT_STOP
+        return ABLE if self.survives else TOLD
 
-    def look_at(self, objects: Iterable[object]) -> None:
-        """Note what the script tracks, and whether that would work in another generation."""
+    def look_at(self, objects: Iterable[object], tensors: Iterable[torch.Tensor]) -> None:
+        """Note what the script tracks, and whether that would work in another generation. tensors: those in it."""
         self._tracked = tuple(objects)
+        places = {place(each) for each in tensors}
+        for each in self._tensors():
+            if place(each) in places or not each.numel():
+                self._saved[id(each)] = each
+            else:
+                self._unsaved[id(each)] = each, each._version
         if any(isinstance(each, DistributedDataParallel) for each in self._tracked):
             self.restarts("run.track names a DistributedDataParallel that run.ddp has not made")
 
@@ -93,18 +132,40 @@ class Membership:
         """Why the script cannot go on in another generation; empty: nothing is known."""
         return self.obstacle or next((each.obstacle for each in self._models if each.obstacle), "")
 
-    def disconnect(self) -> bool:
+    def goes_on(self) -> bool:
+        """Whether this worker can join another generation after a failure. Any thread may ask.
+
+        On a GPU, a model must have no tensor that changes and that no snapshot has, such as a buffer with
+        `persistent=False` that each step gets from rank 0: what the failure has left there would stay.
+        """
+        try:
+            return bool(self.able()) and (self.survives or not any(map(self._is_lost, self._tensors())))
+        except Exception:  # the script is changing its modules
+            return False
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        return (each for model in self._models for each in chain(model.parameters(), model.buffers()))
+
+    def _is_lost(self, tensor: torch.Tensor) -> bool:
+        before, version = self._unsaved.get(id(tensor), (None, -1))
+        return self._saved.get(id(tensor)) is not tensor and (before is not tensor or version != tensor._version)
+
+    def disconnect(self, failed: bool) -> bool:
         """Leave the process group at once, so that peers which still wait for this worker fail, too.
 
-        False: the end of the group takes too long, so this process must end.
+        failed: collectives may be under way. False: the end of the group takes too long, or the device reports an
+        error, so this process must end.
         """
         for model in self._models:
             model.unwrap()
         with self._leaving:
+            self._has_left = True
             if self.survives:
                 leave_process_group()
                 return True
-            return leave_in_time()
+            steps = self._control.step - max(self._control.base, 0)
+            queued = 2 * self._control.stepping / steps if steps > 0 else 0.0
+            return leave_in_time(self._device, failed, LEAVE_WAIT + min(queued, QUEUED))
 
     def wait(self, step: int, error: BaseException | None) -> None:
         """Say that this worker has left, and wait until the agent lets it join the next generation.
@@ -135,6 +196,7 @@ class Membership:
         os.environ.update(invitation.env)
         with self._leaving:
             self.context = Context.from_text(invitation.env[Context.VARIABLE])
+            failures.void = self._has_left = False
         _print_to(invitation.log)
         self._control.entered = time.time()
         meeting = Meeting(str(self.context.generation), self._is_released)
@@ -173,12 +235,43 @@ class Membership:
         torch.amp.GradScaler.step = noted  # type: ignore[assignment,method-assign]
 
     def _obey(self, fifo: int) -> None:
-        """Wake this worker if it waits. If the agent releases this worker, break the connections of its generation."""
-        while os.read(fifo, 1):
-            self._woken.set()
+        """Wake this worker if it waits. If the agent releases it, or a collective has failed on a GPU, break off."""
+        poll = select.poll()
+        if fifo >= 0:
+            poll.register(fifo, select.POLLIN)
+        while True:
+            if poll.poll(None if self.survives else 1e3 * LOOK):
+                os.read(fifo, 1)
+                self._woken.set()
             with self._leaving:
-                if self._is_released():
-                    break_connections()
+                if self._is_released() or self._has_failed():
+                    self._break_off()
+
+    def _has_failed(self) -> bool:
+        """Whether a process group of this generation reports an error. Only NCCL's do."""
+        if self.survives or self._has_left:
+            return False
+        with contextlib.suppress(Exception):  # the script may be about to end a group of its own
+            return bool(group_health.error())
+        return False
+
+    def _break_off(self) -> None:
+        """Have the collectives of this generation end. On a GPU, the step under way does not count from now on.
+
+        A communicator may be made just now, so the next look aborts once more, until this process has left. Outside a
+        loop over `run.steps`, the script would not know that a result means nothing: the process ends.
+        """
+        if self.survives or self._has_left:
+            break_connections()
+            return
+        failures.void = True  # before the abort, and before the look whether the script is in the loop
+        break_connections()
+        goes_on = self.loop.inside and self.goes_on()
+        if dist.is_initialized() and not (goes_on and abort_in_time(self._device, LEAVE_WAIT)):
+            rank, step = self._control.rank, self._control.step
+            self._control.able = 0  # now: nobody should wait for this worker
+            why = self.why_not() or "the state on the device is lost"
+            failures.end(self.context, self._control, rank, f"step {step}: another worker is gone", dist.DistError(why))
 
     def _is_released(self) -> bool:
         return self._control.released == self.context.generation

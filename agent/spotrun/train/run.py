@@ -20,11 +20,17 @@ from torch import nn
 
 from spotrun.errors import SpotrunError
 from spotrun.state.control import NONE, Context, Control, warm_up_store
-from spotrun.train import batches, collectives
+from spotrun.train import batches, collectives, failures
 from spotrun.train.boundary import Boundary
-from spotrun.train.distributed import choose_device, cpu_group, join_process_group, leave_at_exit, rank_and_world
+from spotrun.train.distributed import (
+    OWN_HANDLING,
+    choose_device,
+    cpu_group,
+    join_process_group,
+    leave_at_exit,
+    rank_and_world,
+)
 from spotrun.train.encoding import Stateful
-from spotrun.train.failures import end, is_peer_failure
 from spotrun.train.parallel import Parallel
 from spotrun.train.regroup import Membership
 from spotrun.train.rng import reseed
@@ -54,12 +60,14 @@ def init(seed: int = 0, backend: str | None = None) -> Run:
         control.seed = seed if abs(seed) < 1 << 62 else NONE
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = choose_device(local_rank, insist=context is not None)
+    if device.type == "cuda" and context is not None and context.regroups:
+        os.environ.update(OWN_HANDLING | dict(os.environ))
     alone = warm_up_store(context.controls[0]) if context is not None and context.warm_up else None
     try:
         joined = join_process_group(device, backend, alone)
     except Exception as error:
-        if context is not None and control is not None and is_peer_failure(error):
-            end(context, control, int(os.environ.get("RANK", "0")), "cannot join the other workers", error)
+        if context is not None and control is not None and failures.is_peer_failure(error):
+            failures.end(context, control, int(os.environ.get("RANK", "0")), "cannot join the other workers", error)
         raise
     run = Run(seed, device, local_rank, context, control, backend)
     if joined and context is None:  # spotrun's own workers end in another way
@@ -91,9 +99,11 @@ class Run:
         self._control = control  # only under spotrun
         self._state = TrainingState(seed)
         self._models: list[Parallel] = []
-        membership = Membership(context, control, device, backend, self._models) if context and control else None
+        self._membership: Membership | None = None  # only under spotrun
+        if context is not None and control is not None:
+            self._membership = Membership(context, control, device, backend, self._models)
         self._boundary = Boundary(
-            context, control, self._state, device, local_rank, cpu_group(device), self._models, membership
+            context, control, self._state, device, local_rank, cpu_group(device), self._models, self._membership
         )
         self._epochs = 1
         self._stepped: int | None = None  # the epoch in which steps() was called
@@ -118,14 +128,14 @@ class Run:
 
         If a script reads it before `run.track`, its set-up may depend on it: all workers restart when it may change.
         """
-        if not self._state.objects:
-            self._boundary.rests_on_world_size()
+        if not self._state.objects and self._membership is not None:
+            self._membership.restarts("the script reads run.world_size before run.track")
         return self._world_size
 
     @property
     def generation(self) -> int:
         """The number of the generation that this worker is in: it rises with each interruption. 0 without spotrun."""
-        return self._boundary.generation
+        return 0 if self._membership is None else self._membership.context.generation
 
     @property
     def step(self) -> int:
@@ -202,7 +212,7 @@ class Run:
         self._check_steps(loader)
         boundary, state, on_cpu = self._boundary, self._state, self.device.type == "cpu"
         boundary.clock.resume()
-        with boundary.guard or nullcontext():  # the code after the loop may change the state in any way
+        with boundary.loop, boundary.guard or nullcontext():  # the code after the loop may change the state in any way
             feed = self._feed(loader, accumulate)
             while (current := next(feed, None)) is not None:
                 self._batch = current
@@ -216,7 +226,6 @@ class Run:
                 try:
                     yield batch if on_cpu else batches.to_device(batch, self.device)
                 except GeneratorExit:
-                    boundary.give_up()
                     boundary.profiling.end_loop()
                     raise
                 finally:
@@ -243,6 +252,7 @@ class Run:
         boundary.clock.part()
         try:
             (loss if weight == 1 else loss * weight).backward()  # type: ignore[no-untyped-call]
+            failures.check()
         except Exception as error:
             if not boundary.void_if_a_peer_fails.handle(error):
                 raise
@@ -255,7 +265,7 @@ class Run:
         Under spotrun, each call on rank 0 is kept, with the step under way. A call takes 10 to 25 microseconds, and
         waits neither for a GPU nor for a disk. A value that is not a number is left out, with a warning.
         """
-        if not self._boundary.must_regroup:
+        if not failures.void:
             step = self._state.step + self._inside
             self._boundary.metrics.log(step, self._state.epoch, self._samples(), not self._inside, values)
 
@@ -272,7 +282,7 @@ class Run:
         self._log_extra("histogram", values)
 
     def _log_extra(self, kind: str, values: dict[str, Any]) -> None:
-        if not self._boundary.must_regroup and self.is_main:
+        if not failures.void and self.is_main:
             step = self._state.step + self._inside
             self._boundary.metrics.log_extra(kind, step, self._state.epoch, not self._inside, values)
 
@@ -305,6 +315,7 @@ class Run:
             for model in self._models:
                 if model.shares_buffers:
                     model.share_buffers()
+            failures.check()
         except Exception as error:
             if not self._boundary.void_if_a_peer_fails.handle(error):
                 raise

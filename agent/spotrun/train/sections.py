@@ -201,8 +201,13 @@ class Section(Copier):
         self._fence = threading.Lock()
 
     def renew(self) -> None:
-        """Take part in another generation from now on. It may begin at an earlier step."""
-        self._seen = NONE
+        """Take part in another generation from now on. It may begin at an earlier step. Nothing may be under way."""
+        self._seen, self._running, self._copying = NONE, None, None
+
+    def refuse(self) -> None:
+        """Copy no section of a snapshot that is announced: this worker will not end its step."""
+        if (announced := self._lead.shared_step) > self._seen:
+            self._seen = self._control.refused = announced
 
     def end_step(self, step: int, beside: Callable[[], set[int]], alone: bool) -> None:
         """Copy the section if the snapshot of this step is announced; otherwise map what the writer has laid out.

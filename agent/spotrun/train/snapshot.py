@@ -122,7 +122,7 @@ class Writer(Copier):
 
     def renew(self, generation: int) -> None:
         """Write for another generation from now on. Nothing may be under way."""
-        self._running, self._generation, self.dropped = None, generation, False
+        self._running, self._copying, self._generation, self.dropped = None, None, generation, False
         found = slots.newest(self._folder, self._job)
         self._newest = found[0][0] if found else 1
         self._steps = {slot: record.step for slot, record in found}

@@ -11,12 +11,12 @@ import json
 import time
 from pathlib import Path
 
+import as_gpu  # type: ignore[import-not-found]  # beside this script
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import spotrun
-from spotrun.train import regroup
 
 EPOCHS = 2
 parser = argparse.ArgumentParser()
@@ -27,10 +27,10 @@ parser.add_argument("--batch", type=int, default=4)
 parser.add_argument("--accumulate", type=int, default=1)
 parser.add_argument("--loaders", type=int, default=0, help="processes that load data, for each rank")
 parser.add_argument("--pause", type=float, default=0.0, help="seconds added to each step")
-parser.add_argument("--gpu", action="store_true", help="as on a GPU: nothing is known of it after a peer's failure")
+parser.add_argument("--gpu", action="store_true", help="see as_gpu.py")
 args = parser.parse_args()
 if args.gpu:
-    regroup.survives_failure = lambda device: False
+    as_gpu.imitate()
 
 
 def norm() -> nn.Module:
@@ -89,6 +89,8 @@ models = {"model": run.ddp(MODELS[args.shape]())}
 if args.shape in SECOND:
     models["second"] = run.ddp(SECOND[args.shape]())
 optimizers = {f"{name}_optimizer": torch.optim.AdamW(each.parameters(), lr=1e-2) for name, each in models.items()}
+if args.gpu:
+    as_gpu.hold(models.values(), optimizers.values())
 schedulers = {f"{name}_schedule": torch.optim.lr_scheduler.StepLR(each, 1, 0.5) for name, each in optimizers.items()}
 sampler = spotrun.ElasticSampler(dataset, seed=3)
 loader = DataLoader(dataset, batch_size=args.batch, sampler=sampler, num_workers=args.loaders)

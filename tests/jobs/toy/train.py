@@ -20,7 +20,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import spotrun
-from spotrun.train import regroup
 
 LAG = 0.3  # seconds by which a slow rank's step is longer
 LONGEST = 10.0  # seconds of a slow step: a machine that is taken gets about 30 s to end its step
@@ -41,7 +40,7 @@ parser.add_argument("--flood", type=int, default=0, help="lines to print each se
 parser.add_argument("--fill", action="store_true", help="do nothing but fill the memory that all jobs share")
 parser.add_argument("--largest", type=int, default=0, help="bytes that a file may have, as if its disk were full")
 parser.add_argument("--late", type=float, default=0.0, help="seconds before it joins the others")
-parser.add_argument("--gpu", action="store_true", help="as on a GPU: nothing is known of it after a peer's failure")
+parser.add_argument("--gpu", action="store_true", help="see bench/soak/job/as_gpu.py")
 parser.add_argument(
     "--leave",
     type=Path,
@@ -108,7 +107,9 @@ def fill_memory():
 
 device = hold_device()
 if args.gpu:
-    regroup.survives_failure = lambda device: False
+    import as_gpu  # type: ignore[import-not-found]  # the harness puts it beside this script
+
+    as_gpu.imitate()
 if args.fill:
     fill_memory()
 if args.flood:
@@ -126,6 +127,8 @@ inputs = torch.randn(args.samples, 16, generator=generator)
 dataset = TensorDataset(torch.arange(args.samples), inputs, inputs[:, :4].argmax(1))
 model = run.ddp(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 32), nn.Linear(32, 4)))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+if args.gpu:
+    as_gpu.hold([model], [optimizer])
 sampler = spotrun.ElasticSampler(dataset, seed=3)
 loader = DataLoader(dataset, batch_size=args.batch, sampler=sampler)
 run.track(model=model, optimizer=optimizer, sampler=sampler)

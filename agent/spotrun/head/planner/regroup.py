@@ -125,17 +125,20 @@ def must_release(view: View, gone: dict[str, str]) -> bool:
 
     Workers do not notice that a peer is silent. The head does not always know this either: the machine may have been
     replaced under the same name before the head found it silent, or it has never reported to this head, which is new.
-    In both cases, `View.members` has None for the machine. If such a machine is gone, it counts as silent.
+    In both cases, `View.members` has None for the machine. If such a machine is gone, it counts as silent. Workers on
+    GPUs may notice nothing: a collective of NCCL waits for a peer that is gone.
     """
     unseen = {member.node for member, node in zip(view.job.members, view.members(), strict=True) if node is None}
-    quiet = "silent" in gone.values() or not unseen.isdisjoint(gone)
-    return quiet and view.job.released is None and any(_late(view, _survivors(view, gone)))
+    late = list(_late(view, _survivors(view, gone)))
+    quiet = "silent" in gone.values() or not unseen.isdisjoint(gone) or any(node.work.told for node in late)
+    return quiet and view.job.released is None and bool(late)
 
 
 def awaited(view: View, gone: dict[str, str]) -> bool:
     """Whether survivors will soon wait. They notice the end of a peer a moment before or after the head does."""
     survivors = _survivors(view, gone)
-    if not any(_late(view, survivors)):
+    late = list(_late(view, survivors))
+    if not late:
         return False
     if view.job.released:
         since = view.job.released.at
@@ -145,7 +148,8 @@ def awaited(view: View, gone: dict[str, str]) -> bool:
         since = min([*failed, *quiet])
     # A worker notices the death of a peer in the exchange of gradients, and ends that step.
     pace = view.job.progress.pace or view.job.pace
-    return view.now - since < min(TIMEOUTS.survivors + 2 * pace, TIMEOUTS.survivors_most)
+    limit = min(TIMEOUTS.survivors + 2 * pace, TIMEOUTS.survivors_most)
+    return view.now - since < limit + (TIMEOUTS.abort if any(node.work.told for node in late) else 0.0)
 
 
 def _survivors(view: View, gone: dict[str, str]) -> list[Node]:
@@ -155,7 +159,7 @@ def _survivors(view: View, gone: dict[str, str]) -> list[Node]:
 def _late(view: View, survivors: list[Node]) -> Iterator[Node]:
     """Survivors whose workers could go on in another generation, but do not wait for it yet."""
     if view.job.regroups and not in_doubt(view.job, None):
-        able = (n for n in survivors if n.work.regroup == "able" and not n.work.at_stop)
+        able = (n for n in survivors if n.work.regroup == "able")
         yield from (n for n in able if not _in_later_generation(view, n))
 
 

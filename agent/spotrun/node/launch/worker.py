@@ -86,11 +86,14 @@ def run(task: Task) -> None:
     multiprocessing.set_start_method(None, force=True)
     try:
         _run_as_main(path)
+        failures.check()
         # A process of multiprocessing would skip these two.
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+        if failures.void:
+            _fail(task, "peer", f"the script exited with code {code} in a step that does not count", "", EXIT_PEER)
         if code == 0:
             atexit._run_exitfuncs()
             return

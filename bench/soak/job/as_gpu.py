@@ -1,0 +1,66 @@
+"""A GPU's collectives and memory, imitated on the CPU.
+
+A sum of gradients does not notice that a peer is gone: it waits until it is aborted. Then it returns as if it had
+succeeded, and the host goes on. Nothing in the device's memory can be trusted from then on: here, all of it is NaN.
+"""
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from spotrun.train import distributed, group_health, regroup
+
+PATIENCE = 60.0  # seconds until a collective that nobody aborts fails
+_memory: list[Any] = []  # models and optimizers
+_aborted: list[Any] = [None]  # the process group whose collectives were aborted last
+
+
+def imitate() -> None:
+    """From now on, this worker's device counts as a GPU."""
+    regroup.survives_failure = lambda device: False
+    distributed.abort_collectives = _abort
+
+
+def hold(models: Iterable[Any], optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """The models, which `run.ddp` made, and the optimizers are in the device's memory. Call it in the set-up."""
+    _memory.extend([*models, *optimizers])
+    for model in models:
+        model.register_comm_hook(None, _exchange)
+
+
+def _abort(device: torch.device) -> None:
+    group_health._aborts += 1
+    _aborted[0] = dist.group.WORLD
+
+
+def _exchange(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """As DDP does it: the mean over all workers."""
+    group: Any = dist.group.WORLD
+    buffer = bucket.buffer().mul_(1 / dist.get_world_size())
+    try:
+        group._get_backend(buffer.device).allreduce([buffer]).get_future().wait()
+    except RuntimeError:
+        until = time.monotonic() + PATIENCE
+        while _aborted[0] is not group:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.002)
+        _spoil(buffer)
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(buffer)
+    return done
+
+
+def _spoil(buffer: torch.Tensor) -> None:
+    tensors = [buffer]
+    for each in _memory:
+        if isinstance(each, torch.optim.Optimizer):
+            tensors += [value for state in each.state.values() for value in state.values()]
+        else:
+            tensors += [*each.parameters(), *each.buffers()]
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+            tensor.detach().fill_(float("nan"))
