@@ -40,6 +40,7 @@ Row = tuple[Scenario, Workload]
 ROWS: dict[str, tuple[Row, ...]] = {
     "main": tuple((scenario, Workload()) for scenario in SCENARIOS.values() if scenario.fault != "join"),
     "join": tuple((SCENARIOS["join"], Workload(size)) for size in ("0.1M", "25M")),
+    "three": tuple((SCENARIOS["three"], Workload(size)) for size in ("0.1M", "25M", "100M")),
     "sizes": tuple((SCENARIOS["spare"], Workload(size)) for size in ("0.1M", "25M", "100M")),
     "notice": tuple((SCENARIOS["fixed"], Workload(size)) for size in ("0.1M", "25M")),
     "setups": tuple(
@@ -147,7 +148,7 @@ def takes_part(name: str, row: Row) -> bool:
     if scenario.fault == "join":
         return name in ("spotrun", "torchft", "torchft-tuned")
     if name.startswith("torchft"):
-        return scenario.name == "spare" and workload != Workload()
+        return scenario.name in ("spare", "three") and workload != Workload()
     return name == "spotrun" or not workload.setup
 
 

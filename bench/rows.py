@@ -49,7 +49,8 @@ def render(
         f"two cores. All times are medians, in seconds. A hang is {timeout:g} s without a step, and is not in the "
         "medians. No GPU was used.",
         "",
-        f"torchft has no spares: three replica groups train, one is killed, two go on (`min_replicas` {NODES}). Its "
+        "torchft has no spares. In both scenarios with SIGKILL, three replica groups train, one is killed, two go on "
+        f"(`min_replicas` {NODES}): its "
         "recovery is shown as one part, which ends with the next step that is committed. When a third node joins, "
         "the total is the time until its first step (a machine of spotrun boots meanwhile), and the pause is the "
         "longest time between two steps of one of the other nodes.",

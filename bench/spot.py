@@ -56,8 +56,8 @@ class Spotrun:
             )
         except SpotrunError as error:
             raise BenchError(f"spotrun: {error}\n{tail(folder)}") from error
-        if not watch.until(stepping, START_TIMEOUT):
-            raise BenchError(f"spotrun: no step on {NODES} nodes within {START_TIMEOUT:g} s\n{tail(folder)}")
+        if not watch.until(lambda events: stepping(events, scenario.nodes), START_TIMEOUT):
+            raise BenchError(f"spotrun: no step on {scenario.nodes} nodes within {START_TIMEOUT:g} s\n{tail(folder)}")
         if not watch.until(lambda _: self._standing_by() >= scenario.spares, START_TIMEOUT):
             raise BenchError(f"spotrun: the spare was not ready within {START_TIMEOUT:g} s\n{tail(folder)}")
         if scenario.fault != "join" and not scenario.replaced:
@@ -164,7 +164,7 @@ def _write_job(folder: Path, scenario: Scenario, workload: Workload, events: Pat
         {
             "name": "bench",
             "script": "train.py",
-            "nodes": {"min": scenario.min_nodes, "max": NODES + joins, "spares": scenario.spares},
+            "nodes": {"min": scenario.min_nodes, "max": scenario.nodes + joins, "spares": scenario.spares},
             "grow_interval": "1s" if joins else "30s",
             "procs_per_node": 1,
             "env": {"BENCH_EVENTS": str(events), "OMP_NUM_THREADS": "1", **workload.env},

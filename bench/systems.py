@@ -21,11 +21,12 @@ class BenchError(Exception):
 
 @dataclass(frozen=True)
 class Scenario:
-    """One of two nodes is lost, or a third one joins."""
+    """One node of two or three is lost, or a third one joins."""
 
     name: str
     title: str  # as the report calls it
     fault: Literal["kill", "freeze", "notice", "join"]
+    nodes: int = NODES  # that train at first
     spares: int = 0  # nodes that stand by
     replaced: bool = False  # whether another machine replaces the lost one
     min_nodes: int = NODES  # nodes that the job may go on with
@@ -37,6 +38,7 @@ SCENARIOS = {
         Scenario("spare", "SIGKILL, a spare stands by", "kill", spares=1),
         Scenario("cold", "SIGKILL, cold replacement", "kill", replaced=True),
         Scenario("shrink", "SIGKILL, no replacement", "kill", min_nodes=1),
+        Scenario("three", "SIGKILL of one of three, two go on", "kill", nodes=NODES + 1),
         Scenario("freeze", "frozen (SIGSTOP), a spare stands by", "freeze", spares=1),
         Scenario("notice", "preempted with notice, a spare stands by", "notice", spares=1),
         Scenario("fixed", "preempted with notice, cold replacement", "notice", replaced=True),
@@ -94,7 +96,7 @@ class System(Protocol):
     name: str
 
     def start(self, scenario: Scenario, workload: Workload, folder: Path, watch: Watch) -> None:
-        """Bring up NODES nodes and the scenario's spares and start the job, whose workers write to `watch.path`.
+        """Bring up the scenario's nodes and its spares and start the job, whose workers write to `watch.path`.
 
         Returns when the job steps on all nodes and the spares are ready. Raises `BenchError`.
         """

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.processes import free_port, launch, signal_tree, tail
-from bench.systems import BOOT_DELAY, NODES, NOTICE, START_TIMEOUT, BenchError, Scenario, Workload, stepping
+from bench.systems import BOOT_DELAY, NOTICE, START_TIMEOUT, BenchError, Scenario, Workload, stepping
 from bench.watch import Watch
 
 SCRIPT = Path(__file__).parent / "train_plain.py"
@@ -77,15 +77,17 @@ class Torchrun:
         if scenario.fault == "join":
             raise BenchError(f"{self.name}: {scenario.title} is not measured with torchrun, which restarts all workers")
         self._folder = folder
-        self._nnodes = f"{scenario.min_nodes}:{NODES}"
+        self._nnodes = f"{scenario.min_nodes}:{scenario.nodes}"
         self._events, self._workload = watch.path, workload
         (folder / "checkpoints").mkdir()
-        for node in range(NODES):
+        for node in range(scenario.nodes):
             self._launch(node)
-        if not watch.until(stepping, START_TIMEOUT):
-            raise BenchError(f"{self.name}: no step on {NODES} nodes within {START_TIMEOUT:g} s\n{tail(folder)}")
+        if not watch.until(lambda events: stepping(events, scenario.nodes), START_TIMEOUT):
+            raise BenchError(
+                f"{self.name}: no step on {scenario.nodes} nodes within {START_TIMEOUT:g} s\n{tail(folder)}"
+            )
         for spare in range(scenario.spares):
-            self._launch(NODES + spare)
+            self._launch(scenario.nodes + spare)
         if not watch.until(lambda _: self._standing_by() >= scenario.spares, START_TIMEOUT):
             raise BenchError(f"{self.name}: the spare did not join within {START_TIMEOUT:g} s\n{tail(folder)}")
 
