@@ -115,7 +115,8 @@ def dominant(phases: Phases) -> tuple[str, float]:
 
 def _method(timeout: float) -> list[str]:
     return [
-        f"One job of {NODES} nodes, one process each, on one machine: the same model (1.1 M parameters, AdamW), batch "
+        f"One job of {NODES} nodes, or of {NODES + 1} if the scenario says so, one process each, on one machine: the "
+        "same model (1.1 M parameters, AdamW), batch "
         "and pace (steps of at least 50 ms) in each system. One node is lost, never the one that has torchrun's "
         "store. Time counts from the fault to the end of the first step after it. In each system, if the lost node is "
         f"replaced, its replacement begins to start {BOOT_DELAY:g} s after the interruption, and a notice is "

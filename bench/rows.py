@@ -49,8 +49,8 @@ def render(
         f"two cores. All times are medians, in seconds. A hang is {timeout:g} s without a step, and is not in the "
         "medians. No GPU was used.",
         "",
-        "torchft has no spares. In both scenarios with SIGKILL, three replica groups train, one is killed, two go on "
-        f"(`min_replicas` {NODES}): its "
+        "torchft has no spares. In both scenarios with SIGKILL, three replica groups train. One is killed, and two go "
+        f"on (`min_replicas` {NODES}). torchft's "
         "recovery is shown as one part, which ends with the next step that is committed. When a third node joins, "
         "the total is the time until its first step (a machine of spotrun boots meanwhile), and the pause is the "
         "longest time between two steps of one of the other nodes.",

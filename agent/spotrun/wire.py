@@ -221,7 +221,7 @@ class JobReport(Document):
     # Whether its workers could join another generation without a restart, or wait for it. no: there are none, or they
     # could not. failed: they ended while they warmed up. unknown: from an agent that cannot say it.
     regroup: Literal["unknown", "no", "able", "waiting", "failed"] = "unknown"
-    told: bool = False  # its workers may not notice that a peer is gone, so they must be told
+    needs_release: bool = False  # its workers may not notice that a peer is gone: release them
     failure: Failure | None = None  # the first of this node's workers to fail in `generation`, or the set-up's
     snapshot: StateRef | None = None  # the newest committed snapshot in this node's memory
     parts: tuple[Part, ...] = ()  # uploaded, but the manifest has not been seen

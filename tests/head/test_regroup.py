@@ -104,33 +104,41 @@ def ahead(name: str, **changes: Any) -> Node:
     return node(name, **{"generation": 2, "phase": "starting", "regroup": "able", "workers": (), **changes})
 
 
+GPU = {"needs_release": True}
+
 cases: dict[str, tuple[View, tuple[Action, ...]]] = {
     "survivors and a spare that has warmed up go on together": (
         view(able(A, B, C), waits(A), lost(B), waits(C), warm(D)),
         (again(A, C, D, cause=KILL),),
     ),
     "workers on GPUs do not notice that a peer is gone: they are told to leave": (
-        view(able(A, B, C), stuck(A, told=True), lost(B, cloud="gone"), stuck(C, told=True), warm(D)),
+        view(able(A, B, C), stuck(A, **GPU), lost(B, cloud="gone"), stuck(C, **GPU), warm(D)),
         (Release(B),),
     ),
     "the same with a silent peer": (
-        view(able(A, B, C), stuck(A, told=True), frozen(B), stuck(C, told=True), warm(D, told=True)),
+        view(
+            able(A, B, C),
+            stuck(A, **GPU),
+            frozen(B),
+            stuck(C, **GPU),
+            warm(D, **GPU),
+        ),
         (Release(B),),
     ),
     "an abort on a GPU takes time: wait for it": (
-        view(released(A, B, C, at=NOW - 14), waits(A), frozen(B), stuck(C, told=True), warm(D)),
+        view(released(A, B, C, at=NOW - 14), waits(A), frozen(B), stuck(C, **GPU), warm(D)),
         (),
     ),
     "an abort takes too long: all begin with new workers": (
-        view(released(A, B, C, at=NOW - 30), waits(A), frozen(B), stuck(C, told=True), warm(D)),
+        view(released(A, B, C, at=NOW - 30), waits(A), frozen(B), stuck(C, **GPU), warm(D)),
         (start(A, C, D, cause=SILENT),),
     ),
     "a worker on a GPU that could not leave has ended: all begin with new workers at once": (
-        view(released(A, B, C), waits(A), frozen(B), trains(C, phase="failed", regroup="no", told=True), warm(D)),
+        view(released(A, B, C), waits(A), frozen(B), trains(C, phase="failed", regroup="no", **GPU), warm(D)),
         (start(A, C, D, cause=SILENT),),
     ),
     "workers on GPUs go on after a stop": (
-        view(able(A, B), trains(A, told=True), trains(B, told=True), warm(C, told=True)),
+        view(able(A, B), trains(A, **GPU), trains(B, **GPU), warm(C, **GPU)),
         (Drain(56, GROW, NOW + 60, next=again(A, B, C, cause=GROW)),),
     ),
     "a member is silent, so its peers wait for it: they are told to leave": (

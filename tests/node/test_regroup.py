@@ -161,14 +161,14 @@ async def test_a_node_that_joined_first_is_called_back(tmp_path: Path, args: lis
         assert (await w.bucket_log(bundle, 0, C, 0, "set up")).count("set up") == 1
 
 
-async def test_workers_on_gpus_are_told_to_leave_a_collective(tmp_path: Path) -> None:
-    """The head is told that it must do so. A's workers join the next generation without a restart."""
+async def test_workers_on_gpus_are_released_from_a_collective(tmp_path: Path) -> None:
+    """The report says that the head must release them. A's worker joins the next generation without a restart."""
     async with world(tmp_path, A, B) as w:
         bundle = w.bundle("gpu", files={"train.py": SCRIPT})
         await w.ready(bundle, [A, B])
         order = await w.begin(bundle, 1, [A, B])
         before = await w.steps([A, B], 1, 5)
-        assert [(each.regroup, each.told) for each in before] == [("able", True)] * 2
+        assert [(each.regroup, each.needs_release) for each in before] == [("able", True)] * 2
         os.kill(before[1].workers[0].pid, signal.SIGSTOP)  # so A's worker waits in a collective
         (stuck,) = before[0].workers
         await w.head.wait(A, lambda r: r.workers and time.time() - r.workers[0].stepped_at > 0.3, "A waits for B")

@@ -214,7 +214,7 @@ def step(plan: Plan, run: Any, place: str) -> None:
     if run.step == plan.die_at and plan.die_in == place:
         os.kill(os.getpid(), signal.SIGSTOP if plan.freezes else signal.SIGKILL)
     if (run.generation, run.step) == (1, plan.nccl_fails_at):
-        wait_for(lambda: failures.void and place != "outside")  # as in a collective
+        wait_for(lambda: failures.void and place != "outside")  # like a script that waits in a collective
     if plan.collective and plan.collective == place:
         total, parts = torch.ones(3), [torch.empty(3) for _ in range(dist.get_world_size())]
         calls: list[Callable[[], Any]] = [

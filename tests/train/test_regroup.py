@@ -22,8 +22,8 @@ from spotrun.state.control import (
     ABLE,
     EXIT_DRAINED,
     EXIT_PEER,
+    NEEDS_RELEASE,
     NONE,
-    TOLD,
     Context,
     Control,
     Invitation,
@@ -183,7 +183,7 @@ def test_a_worker_that_waits_wakes_the_agent(job: Regroups) -> None:
     wait_for(both, 60, "two wakes")
 
 
-@pytest.mark.parametrize(("plan", "able"), [({}, ABLE), (ON_GPU, TOLD)], ids=["on the CPU", "on a GPU"])
+@pytest.mark.parametrize(("plan", "able"), [({}, ABLE), (ON_GPU, NEEDS_RELEASE)], ids=["on the CPU", "on a GPU"])
 def test_a_planned_change_loses_nothing_and_loads_nothing(
     job: Regroups, undisturbed: Any, plan: dict[str, Any], able: int
 ) -> None:
@@ -256,7 +256,7 @@ def goes_on(job: Regroups, nodes: str, **plans: dict[str, Any]) -> None:
     job.regroup(job.members)
     assert job.end() == [0] * len(nodes), job.cluster.log()
     assert [each.control.pid for each in job.members] == job.pids()
-    assert [each.control.able for each in job.members] == [TOLD] * len(nodes)
+    assert [each.control.able for each in job.members] == [NEEDS_RELEASE] * len(nodes)
     assert job.cluster.seen() == everything
     final = [flatten(job.cluster.final(rank)) for rank in range(len(nodes))]
     assert all(each[:-2] == final[0][:-2] for each in final), "but for the random numbers of each rank"
@@ -274,7 +274,7 @@ def test_a_newcomer_on_a_gpu_takes_the_place_of_one_that_leaves(job: Regroups, u
 
 @pytest.mark.parametrize("interval", [1, 2])
 def test_a_peers_death_on_a_gpu(job: Regroups, undisturbed: Any, interval: int) -> None:
-    """The others notice nothing until they are told. All that an abort leaves comes back from the newest snapshot."""
+    """The others notice nothing until they are told. The tracked state comes back from the newest snapshot."""
     job.begin("abc", interval, a=ON_GPU, b={"die_at": 3, **ON_GPU}, c=ON_GPU)
     survivors = job.survivors()
     spare = job.warm_up("d", interval, **ON_GPU)
@@ -290,8 +290,8 @@ def test_a_peers_death_on_a_gpu(job: Regroups, undisturbed: Any, interval: int) 
     assert flatten(job.cluster.final()) == flatten(undisturbed)
 
 
-def test_a_member_on_a_gpu_that_dies_while_it_joins(job: Regroups) -> None:
-    """The others restart: the transfer of a state may have begun."""
+def test_workers_on_gpus_restart_if_the_store_goes_while_they_join(job: Regroups) -> None:
+    """They do not wait for another generation, as workers on the CPU do."""
     job.begin("ab", stop_at=2, a=ON_GPU, b=ON_GPU)
     members = job.members
     job.regroup(members, missing=1)
@@ -433,7 +433,7 @@ def test_a_script_that_captures_a_graph_on_a_gpu_needs_a_restart(
     captured: list[tuple[Any, ...]] = []
     monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", lambda graph, *given: captured.append((graph, *given)))
     control = Control(tmp_path / "control", create=True)
-    control.able = TOLD
+    control.able = NEEDS_RELEASE
     membership = Membership(Context("job", 1, "n", "", "", ""), control, torch.device("cuda", 0), None, [])
     assert not membership.obstacle
     graph = object()
@@ -463,15 +463,15 @@ def test_a_tensor_that_changes_and_that_no_snapshot_has(
     """After an abort on a GPU, nothing brings it back."""
     monkeypatch.setattr(torch.amp.GradScaler, "step", torch.amp.GradScaler.step)  # the membership replaces these two
     monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", torch.cuda.CUDAGraph.capture_begin)
-    monkeypatch.setattr(Membership, "able", lambda _: TOLD)
+    monkeypatch.setattr(Membership, "able", lambda _: NEEDS_RELEASE)
     module = torch.nn.Linear(2, 2)
     module.register_buffer("table", torch.ones(2), persistent=False)
     model, control = Parallel(module, torch.device("cpu")), Control(tmp_path / "control", create=True)
     membership = Membership(Context("job", 1, "n", "", "", ""), control, torch.device("cuda", 0), None, [model])
     membership.look_at([model], model.state_dict().values())
-    assert membership.goes_on()
+    assert membership.can_go_on()
     change(module)
-    assert membership.goes_on() == goes_on
+    assert membership.can_go_on() == goes_on
 
 
 @pytest.mark.parametrize("plan", [{}, ON_GPU], ids=["on the CPU", "on a GPU"])

@@ -193,7 +193,7 @@ def test_trouble_in_one_worker_drops_the_snapshot(node: Node) -> None:
     node.check(2)
 
 
-def test_an_abort_under_way_does_not_reach_the_next_generation(tmp_path: Path) -> None:
+def test_a_copy_that_failed_does_not_reach_the_next_generation(tmp_path: Path) -> None:
     """A worker on a GPU whose copy was queued behind an aborted collective goes on."""
     node = Node(tmp_path, 2, stage=Late)
     node.warm_up()

@@ -16,7 +16,7 @@ class Timeouts:
     failure: float = 1.2  # to learn after a failed collective whether a node is gone: a little more than two reports
     survivors: float = 1.0  # after two steps, for survivors to notice that a peer is gone, and to wait for a regroup
     survivors_most: float = 10.0  # `survivors` and the two steps together, at most: after that, new workers are faster
-    abort: float = 16.0  # more: 5 s each, at most, for an abort, steps that a GPU still has to do, and a group's end
+    abort: float = 16.0  # more, on GPUs: 5 s each, at most, for abort, queued steps and the group's end, and 1 s
     regroup: float = 10.0  # for workers to join a generation without a restart, apart from the transfer of the state
     regroup_rate: float = 50e6  # bytes per second: the slowest that this transfer may be
     last_logs: float = 10.0  # for an agent to upload its last logs before its machine goes

@@ -350,7 +350,7 @@ class Runner:
             workers=group.report() if group and trains else (),
             before=group.before if group and self._order and not _is_about(self._order, group) else (),
             regroup="failed" if self._generations.warm_up_failed else group.regroup if group else "no",
-            told=group is not None and group.told,
+            needs_release=group is not None and group.needs_release,
             failure=job.failure or (group.failure if group and trains else self._generations.not_started),
             snapshot=self._snapshot,
             late=group.late if group and group.late is not None else self._part_uploader.late,

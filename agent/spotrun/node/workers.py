@@ -18,7 +18,16 @@ from typing import Literal
 from spotrun.machine.processes import descendants, kill
 from spotrun.node import cleanup, log_tail, worker_failure
 from spotrun.state import exit_note
-from spotrun.state.control import EXIT_DRAINED, EXIT_PEER, NONE, TOLD, Control, Invitation, warm_up_store, worker_fifo
+from spotrun.state.control import (
+    EXIT_DRAINED,
+    EXIT_PEER,
+    NEEDS_RELEASE,
+    NONE,
+    Control,
+    Invitation,
+    warm_up_store,
+    worker_fifo,
+)
 from spotrun.wire import Failure, Generation, Worker
 
 log = logging.getLogger(__name__)
@@ -28,7 +37,7 @@ LEAVE = 6.0  # seconds that a worker gets at least to leave a drain: it waits fo
 # Seconds, besides those of two steps, from a peer's end until all workers of a node have noticed the end, and wait.
 GRACE = 1.0
 GRACE_MOST = 10.0  # the same, at most, with the two steps
-ABORT = 16.0  # seconds more: 5 s each, at most, for an abort, steps that a GPU still has to do, and a group's end
+ABORT = 16.0  # more seconds on GPUs: 5 each, at most, for the abort, the queued steps and the group's end, and 1
 REAP = 10.0  # seconds for killed workers to be gone
 STACKS = 2.0  # seconds for the stacks to be in the log
 
@@ -128,9 +137,9 @@ class WorkerGroup:
         return "waiting" if all(each.left is not None for each in self.workers) else "able"
 
     @property
-    def told(self) -> bool:
-        """Whether a worker may not notice that a peer is gone, so that it must be told."""
-        return any(each.control.able == TOLD for each in self.workers)
+    def needs_release(self) -> bool:
+        """Whether a worker may not notice that a peer is gone, so that it must be released."""
+        return any(each.control.able == NEEDS_RELEASE for each in self.workers)
 
     @property
     def joining(self) -> bool:
@@ -151,7 +160,7 @@ class WorkerGroup:
             return True
         # The others of this node notice it, too, and then all of them wait.
         grace = GRACE + 2 * max(_pace(each.control) for each in self.workers)
-        grace = min(grace, GRACE_MOST) + (ABORT if self.told else 0.0)
+        grace = min(grace, GRACE_MOST) + (ABORT if self.needs_release else 0.0)
         return self.regroup == "able" and time.time() - self.failure.at > grace
 
     @property

@@ -18,7 +18,7 @@ from pathlib import Path
 SIZE = 4096
 TEXT = 1024  # offset of the JSON text with the numbers of run.log()
 NONE = -1
-ABLE, TOLD = 1, 2  # values of `able`; any other one above 0 counts as ABLE
+ABLE, NEEDS_RELEASE = 1, 2  # values of `able`; any other one above 0 counts as ABLE
 
 # Exit codes of a worker. Python, shells and signals use none of these.
 EXIT_DRAINED = 86  # stopped at the step it was told to, snapshot committed
@@ -54,7 +54,7 @@ class Control:
     section: int  # step of the newest snapshot whose section this worker has copied
     refused: int  # step of the newest snapshot whose section this worker will not copy
     # A worker joins another generation without a restart by these numbers (see train/regroup.py).
-    able: int  # ABLE: it can. TOLD: it can, but it may not notice that a peer is gone, so it must be told. 0: no
+    able: int  # ABLE: it can. NEEDS_RELEASE: it can, but it may not notice that a peer is gone. 0: it cannot
     left: int  # it has left its generation, and waits for the next one: the exit code that it would have used
     joins: int  # the generation that it should join; only the agent writes it
     released: int  # the generation to leave now: a member is gone, silent, or does not come; only the agent writes it

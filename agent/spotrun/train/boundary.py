@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from spotrun.errors import SpotrunError
-from spotrun.state.control import EXIT_DRAINED, EXIT_PEER, NONE, TOLD, Context, Control
+from spotrun.state.control import EXIT_DRAINED, EXIT_PEER, NEEDS_RELEASE, NONE, Context, Control
 from spotrun.state.points import Header, is_substitute
 from spotrun.train import distributed, failures, optimizer_state
 from spotrun.train.copy_guard import CopyGuard
@@ -139,7 +139,7 @@ class Boundary:
         assert self._control is not None
         assert self._context is not None
         error, self._void, self.must_regroup, self._doubt = self._void, None, False, False
-        if self._membership.survives:  # on a GPU, until this worker joins another generation
+        if self._membership.survives:  # on a GPU, it stays true until this worker joins another generation
             failures.void = False
         self.profiling.drop("the generation has ended; ask again when the job trains")
         for optimizer in self._idle:
@@ -161,7 +161,7 @@ class Boundary:
                 self._continue(self._membership.context, self._control, as_it_is=error is None)
                 return
             except Exception as failed:
-                failures.void |= isinstance(failed, torch.AcceleratorError | torch.OutOfMemoryError)  # a fork helps
+                failures.void |= isinstance(failed, torch.AcceleratorError | torch.OutOfMemoryError)  # a fork follows
                 if not failures.is_peer_failure(failed):
                     raise
                 if not isinstance(failed, NotBegun):
@@ -198,7 +198,7 @@ class Boundary:
         """See `void_if_a_peer_fails`. Returns whether the script goes on, in a step that does not count."""
         with self.exit_if_a_peer_fails:
             if self._void is None:
-                if self._membership is None or not self._membership.goes_on() or not failures.is_peer_failure(error):
+                if self._membership is None or not self._membership.can_go_on() or not failures.is_peer_failure(error):
                     return self._end(error)
                 self._void, failures.void, self.must_regroup = error, True, True
                 if not self._membership.disconnect(failed=True):  # now: the others wait for this worker
@@ -225,7 +225,7 @@ class Boundary:
             why = self._membership.why_not() or "the script does not use run.ddp, or makes process groups of its own"
             log.warning("this worker cannot wait for a generation: %s", why)
             failures.leave(EXIT_PEER)
-        if control.able == TOLD:  # the end of an NCCL group waits for the node's other workers
+        if control.able == NEEDS_RELEASE:  # the end of an NCCL group waits for the node's other workers
             leave_together(self._device, self._group, TOGETHER)
         self._allocated = [each for each in self._state.optimizers if optimizer_state.allocate(each)]
         self.regroup()
@@ -381,16 +381,16 @@ class Boundary:
     def _leave(self, control: Control) -> None:
         """Leave the generation at the stop step: to wait for another one, or to end this process."""
         able = self._membership.able() if self._membership is not None else 0
-        if able == TOLD:  # the others wait for local rank 0, as in `_enter`
+        if able == NEEDS_RELEASE:  # the others wait for local rank 0, as in `_enter`
             self.settle()
-        together = leave_together(self._device, self._group, TOGETHER if able == TOLD else LEAVE_WAIT)
+        together = leave_together(self._device, self._group, TOGETHER if able == NEEDS_RELEASE else LEAVE_WAIT)
         self.settle()
         # A drain without its snapshot loses steps. The exit code must show that.
         lost = self.writer is not None and self.writer.newest_step != self._state.step
-        # A peer on a GPU that still needs this worker's group is not done: the end of the group would disturb it. If
-        # the peer is gone instead, this is a failure like any other.
-        if not lost and able and (together or able != TOLD or failures.void):
-            self._void = None if together or able != TOLD else dist.DistError("another worker is gone")
+        # On a GPU, the end of the group would disturb a worker that still uses it. So this worker leaves only if all
+        # have said that they are done, or if a peer is gone: that is a failure like any other.
+        if not lost and able and (together or able != NEEDS_RELEASE or failures.void):
+            self._void = None if together or able != NEEDS_RELEASE else dist.DistError("another worker is gone")
             self.must_regroup = True
             return
         self._exit(control, EXIT_PEER if lost else EXIT_DRAINED)

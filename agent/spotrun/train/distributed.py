@@ -30,9 +30,9 @@ CONNECT = timedelta(seconds=30)  # to an agent's store. It is there before a wor
 TRY = timedelta(seconds=1)  # limit of one try to connect: between two tries, a worker looks whether to give up
 LOOK = timedelta(milliseconds=100)  # between two looks whether the group is given up
 MEETING = "spotrun/meet"  # first part of the keys of a meeting in an agent's store
-# For NCCL groups, unless the job file has other values: no thread of torch ends this process when a collective fails
-# (ProcessGroupNCCL.cpp, `Watchdog` and `HeartbeatMonitor`). `Membership` looks for such errors.
-OWN_HANDLING = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+# For NCCL groups, unless the variables are set already. No thread of torch then ends this process after a failure
+# (ProcessGroupNCCL.cpp, `Watchdog` and `HeartbeatMonitor`). `Membership` looks for failures.
+NCCL_ENVIRONMENT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
 LEAVE_WAIT = 5.0  # seconds that a leaving worker waits for the others, which may never come
 log = logging.getLogger(__name__)
 
@@ -228,7 +228,7 @@ def leave_in_time(device: torch.device, aborts: bool, patience: float) -> bool:
     """Leave the process group, as `leave_process_group`. False: that has failed, or has taken longer than `patience`.
 
     The end of an NCCL group may wait for a device, or for other workers (torch 2.13, `ProcessGroupNCCL::shutdown`).
-    aborts: collectives may be under way, and peers may be gone.
+    aborts: whether to abort the collectives first, because a peer may be gone.
     """
 
     def leave() -> None:
@@ -250,11 +250,11 @@ def abort_in_time(device: torch.device, patience: float) -> bool:
 
 
 def abort_collectives(device: torch.device) -> None:
-    """Have the collectives of the process group that are under way on this device return, although peers may be gone.
+    """Abort the process group's collectives on this device, so that they return even if a peer is gone.
 
     On a GPU, an aborted kernel returns as if it had succeeded, and what it leaves in memory means nothing. Call
-    `abort_in_time`: NCCL may take as long as a collective (ProcessGroupNCCL.cpp, `abort`). It may be called again. For
-    gloo's collectives, see `break_connections`.
+    `abort_in_time`: NCCL may take as long as a collective (ProcessGroupNCCL.cpp, `abort`). A second call does no
+    harm. For gloo's collectives, see `break_connections`.
     """
     whole: Any = dist.group.WORLD
     backend = whole._get_backend(device) if dist.is_initialized() else None
@@ -286,8 +286,8 @@ def break_connections() -> None:
     """Have all collectives of the process group fail, here and in others, and end a meeting. Any thread may call this.
 
     Neither the end of a gloo group nor its abort closes connections on which a collective waits. A collective that
-    begins at this very moment may hang all the same (gloo, torch 2.13): then the agent ends the worker. If this process
-    meets others, this returns when the meeting has ended.
+    begins during this call may still hang (gloo, torch 2.13). Then the agent ends the worker. If this process meets
+    others, this returns when the meeting has ended.
     """
     _shut_down_sockets()
     while _meeting_place is not None:  # torch connects again, and waits for an answer without a limit (torch 2.13)

@@ -48,7 +48,7 @@ def is_peer_failure(error: BaseException | None) -> bool:
 def check(error: BaseException | None = None) -> None:
     """Raise an error if the step under way does not count: what its collectives have left may mean nothing."""
     if void:
-        raise error or dist.DistError("another worker is gone")
+        raise error or dist.DistError("the step does not count: another worker is gone, or a collective has failed")
 
 
 def before_leaving(settle: Callable[[], object]) -> None:

@@ -29,7 +29,16 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from spotrun.state import exit_note
-from spotrun.state.control import ABLE, EXIT_DRAINED, EXIT_PEER, TOLD, Context, Control, Invitation, worker_fifo
+from spotrun.state.control import (
+    ABLE,
+    EXIT_DRAINED,
+    EXIT_PEER,
+    NEEDS_RELEASE,
+    Context,
+    Control,
+    Invitation,
+    worker_fifo,
+)
 from spotrun.state.wakeup import wake
 from spotrun.train import failures, group_health
 from spotrun.train.distributed import (
@@ -109,7 +118,7 @@ class Membership:
         foreign = [each for each in dist.distributed_c10d._world.pg_map if each not in own]
         if not self.context.regroups or whole is None or not self._models or foreign or self.why_not():
             return 0
-        return ABLE if self.survives else TOLD
+        return ABLE if self.survives else NEEDS_RELEASE
 
     def look_at(self, objects: Iterable[object], tensors: Iterable[torch.Tensor]) -> None:
         """Note what the script tracks, and whether that would work in another generation. tensors: those in it."""
@@ -132,21 +141,22 @@ class Membership:
         """Why the script cannot go on in another generation; empty: nothing is known."""
         return self.obstacle or next((each.obstacle for each in self._models if each.obstacle), "")
 
-    def goes_on(self) -> bool:
+    def can_go_on(self) -> bool:
         """Whether this worker can join another generation after a failure. Any thread may ask.
 
-        On a GPU, a model must have no tensor that changes and that no snapshot has, such as a buffer with
-        `persistent=False` that each step gets from rank 0: what the failure has left there would stay.
+        On a GPU, it cannot if a model has a tensor that changes and that is in no snapshot: nothing could restore it.
+        An example is a buffer with `persistent=False` that each step copies from rank 0.
         """
         try:
-            return bool(self.able()) and (self.survives or not any(map(self._is_lost, self._tensors())))
+            return bool(self.able()) and (self.survives or not any(map(self._cannot_be_restored, self._tensors())))
         except Exception:  # the script is changing its modules
             return False
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         return (each for model in self._models for each in chain(model.parameters(), model.buffers()))
 
-    def _is_lost(self, tensor: torch.Tensor) -> bool:
+    def _cannot_be_restored(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor has changed since `run.track`, or is new, and no snapshot has it."""
         before, version = self._unsaved.get(id(tensor), (None, -1))
         return self._saved.get(id(tensor)) is not tensor and (before is not tensor or version != tensor._version)
 
@@ -235,7 +245,7 @@ class Membership:
         torch.amp.GradScaler.step = noted  # type: ignore[assignment,method-assign]
 
     def _obey(self, fifo: int) -> None:
-        """Wake this worker if it waits. If the agent releases it, or a collective has failed on a GPU, break off."""
+        """Wake this worker if it waits. End the collectives if the agent releases it, or if one fails on a GPU."""
         poll = select.poll()
         if fifo >= 0:
             poll.register(fifo, select.POLLIN)
@@ -245,7 +255,7 @@ class Membership:
                 self._woken.set()
             with self._leaving:
                 if self._is_released() or self._has_failed():
-                    self._break_off()
+                    self._end_collectives()
 
     def _has_failed(self) -> bool:
         """Whether a process group of this generation reports an error. Only NCCL's do."""
@@ -255,23 +265,24 @@ class Membership:
             return bool(group_health.error())
         return False
 
-    def _break_off(self) -> None:
+    def _end_collectives(self) -> None:
         """Have the collectives of this generation end. On a GPU, the step under way does not count from now on.
 
-        A communicator may be made just now, so the next look aborts once more, until this process has left. Outside a
-        loop over `run.steps`, the script would not know that a result means nothing: the process ends.
+        A communicator that the script's thread makes at this moment is not aborted. So each later look aborts again,
+        until this process has left. Outside a loop over `run.steps`, the script would not know that a result means
+        nothing: the process ends.
         """
         if self.survives or self._has_left:
             break_connections()
             return
         failures.void = True  # before the abort, and before the look whether the script is in the loop
         break_connections()
-        goes_on = self.loop.inside and self.goes_on()
-        if dist.is_initialized() and not (goes_on and abort_in_time(self._device, LEAVE_WAIT)):
-            rank, step = self._control.rank, self._control.step
+        can_go_on = self.loop.inside and self.can_go_on()
+        if dist.is_initialized() and not (can_go_on and abort_in_time(self._device, LEAVE_WAIT)):
             self._control.able = 0  # now: nobody should wait for this worker
-            why = self.why_not() or "the state on the device is lost"
-            failures.end(self.context, self._control, rank, f"step {step}: another worker is gone", dist.DistError(why))
+            what = f"step {self._control.step}: a collective has failed"
+            why = dist.DistError(self.why_not() or "this worker cannot go on in the same process")
+            failures.end(self.context, self._control, self._control.rank, what, why)
 
     def _is_released(self) -> bool:
         return self._control.released == self.context.generation

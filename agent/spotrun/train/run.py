@@ -23,7 +23,7 @@ from spotrun.state.control import NONE, Context, Control, warm_up_store
 from spotrun.train import batches, collectives, failures
 from spotrun.train.boundary import Boundary
 from spotrun.train.distributed import (
-    OWN_HANDLING,
+    NCCL_ENVIRONMENT,
     choose_device,
     cpu_group,
     join_process_group,
@@ -61,7 +61,7 @@ def init(seed: int = 0, backend: str | None = None) -> Run:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = choose_device(local_rank, insist=context is not None)
     if device.type == "cuda" and context is not None and context.regroups:
-        os.environ.update(OWN_HANDLING | dict(os.environ))
+        os.environ.update(NCCL_ENVIRONMENT | dict(os.environ))
     alone = warm_up_store(context.controls[0]) if context is not None and context.warm_up else None
     try:
         joined = join_process_group(device, backend, alone)

@@ -205,7 +205,7 @@ class Section(Copier):
         self._seen, self._running, self._copying = NONE, None, None
 
     def refuse(self) -> None:
-        """Copy no section of a snapshot that is announced: this worker will not end its step."""
+        """Refuse the announced snapshot, if there is one: this worker will not complete that step."""
         if (announced := self._lead.shared_step) > self._seen:
             self._seen = self._control.refused = announced
 

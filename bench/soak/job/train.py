@@ -27,7 +27,7 @@ parser.add_argument("--batch", type=int, default=4)
 parser.add_argument("--accumulate", type=int, default=1)
 parser.add_argument("--loaders", type=int, default=0, help="processes that load data, for each rank")
 parser.add_argument("--pause", type=float, default=0.0, help="seconds added to each step")
-parser.add_argument("--gpu", action="store_true", help="see as_gpu.py")
+parser.add_argument("--gpu", action="store_true", help="imitate a GPU: see as_gpu.py")
 args = parser.parse_args()
 if args.gpu:
     as_gpu.imitate()

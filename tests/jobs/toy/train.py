@@ -40,7 +40,7 @@ parser.add_argument("--flood", type=int, default=0, help="lines to print each se
 parser.add_argument("--fill", action="store_true", help="do nothing but fill the memory that all jobs share")
 parser.add_argument("--largest", type=int, default=0, help="bytes that a file may have, as if its disk were full")
 parser.add_argument("--late", type=float, default=0.0, help="seconds before it joins the others")
-parser.add_argument("--gpu", action="store_true", help="see bench/soak/job/as_gpu.py")
+parser.add_argument("--gpu", action="store_true", help="imitate a GPU: see bench/soak/job/as_gpu.py")
 parser.add_argument(
     "--leave",
     type=Path,

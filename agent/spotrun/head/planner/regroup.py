@@ -126,11 +126,11 @@ def must_release(view: View, gone: dict[str, str]) -> bool:
     Workers do not notice that a peer is silent. The head does not always know this either: the machine may have been
     replaced under the same name before the head found it silent, or it has never reported to this head, which is new.
     In both cases, `View.members` has None for the machine. If such a machine is gone, it counts as silent. Workers on
-    GPUs may notice nothing: a collective of NCCL waits for a peer that is gone.
+    GPUs may not notice that a peer is gone either: a collective of NCCL waits for it.
     """
     unseen = {member.node for member, node in zip(view.job.members, view.members(), strict=True) if node is None}
     late = list(_late(view, _survivors(view, gone)))
-    quiet = "silent" in gone.values() or not unseen.isdisjoint(gone) or any(node.work.told for node in late)
+    quiet = "silent" in gone.values() or not unseen.isdisjoint(gone) or any(node.work.needs_release for node in late)
     return quiet and view.job.released is None and bool(late)
 
 
@@ -149,7 +149,7 @@ def awaited(view: View, gone: dict[str, str]) -> bool:
     # A worker notices the death of a peer in the exchange of gradients, and ends that step.
     pace = view.job.progress.pace or view.job.pace
     limit = min(TIMEOUTS.survivors + 2 * pace, TIMEOUTS.survivors_most)
-    return view.now - since < limit + (TIMEOUTS.abort if any(node.work.told for node in late) else 0.0)
+    return view.now - since < limit + (TIMEOUTS.abort if any(node.work.needs_release for node in late) else 0.0)
 
 
 def _survivors(view: View, gone: dict[str, str]) -> list[Node]:
