@@ -538,12 +538,13 @@ def test_a_store_that_is_gone_before_the_members_reach_it(job: Regroups, undistu
     assert flatten(job.cluster.final()) == flatten(undisturbed)
 
 
+@pytest.mark.parametrize("plan", [{}, ON_GPU], ids=["on the CPU", "on a GPU"])
 @pytest.mark.parametrize("answers", [True, False], ids=["a member is missing", "the store does not answer"])
 def test_members_are_called_back_from_a_generation_that_does_not_begin(
-    job: Regroups, undisturbed: Any, answers: bool
+    job: Regroups, undisturbed: Any, answers: bool, plan: dict[str, Any]
 ) -> None:
     """The members keep their state, and end with the same result."""
-    job.begin("abc", stop_at=5)
+    job.begin("abc", stop_at=5, a=plan, b=plan, c=plan)
     pids = job.pids()
     job.regroup(job.members, missing=1, answers=answers)
     wait_for(lambda: all(each.control.entered > 0 for each in job.members), 60)
@@ -636,19 +637,22 @@ def test_a_compiled_model_is_not_compiled_again(job: Regroups) -> None:
         assert set((job.cluster.path / "out" / f"compiled-{each.process.pid}").read_text().split()) == {"1"}
 
 
-def test_a_frozen_peer(job: Regroups, undisturbed: Any) -> None:
+@pytest.mark.parametrize("plan", [{}, ON_GPU], ids=["on the CPU", "on a GPU"])
+def test_a_frozen_peer(job: Regroups, undisturbed: Any, plan: dict[str, Any]) -> None:
     """Its connections stay, so nobody notices. The others leave the generation when they are told, and it follows."""
-    job.begin("abc", 1, b={"die_at": 3, "freezes": True})
+    job.begin("abc", 1, a=plan, b={"die_at": 3, "freezes": True, **plan}, c=plan)
     frozen = job.members[1]
     wait_for(lambda: psutil.Process(frozen.process.pid).status() == psutil.STATUS_STOPPED, 60)
     survivors = [each for each in job.members if each is not frozen]
-    spare = job.warm_up("d", 1)
+    spare = job.warm_up("d", 1, **plan)
     assert all(each.control.left == NONE for each in survivors)
     for each in survivors:
         release(each, job.cluster.generation)
     job.regroup([*survivors, spare])
     release(spare, job.cluster.generation - 1)  # it comes late
     os.kill(frozen.process.pid, signal.SIGCONT)
+    if plan:  # it does not notice that the others have left
+        release(frozen, frozen.context.generation)
     assert job.end() == [0, 0, 0], job.cluster.log()
     assert flatten(job.cluster.final()) == flatten(undisturbed)
     wait_for(lambda: frozen.control.left == EXIT_PEER, 60)
