@@ -113,7 +113,7 @@ cases: dict[str, tuple[View, tuple[Action, ...]]] = {
     ),
     "workers on GPUs do not notice that a peer is gone: they are told to leave": (
         view(able(A, B, C), stuck(A, **GPU), lost(B, cloud="gone"), stuck(C, **GPU), warm(D)),
-        (Release(B),),
+        (Release(B, "kill"),),
     ),
     "the same with a silent peer": (
         view(
@@ -161,13 +161,17 @@ cases: dict[str, tuple[View, tuple[Action, ...]]] = {
         view(released(A, B, C), waits(A), waits(B), waits(C)),
         (again(A, B, C, cause=SILENT),),
     ),
+    "a member that was lost is back when the others have left: the reason is still the loss": (
+        view(apply(able(A, B, C), Release(B, "kill"), NOW - 0.1), waits(A), waits(B), waits(C)),
+        (again(A, B, C, cause=KILL),),
+    ),
     "a member that was silent is back, and has not left yet: wait for it, as for the others": (
         view(released(A, B, C), waits(A), trains(B), waits(C)),
         (),
     ),
     "another machine has a silent member's name, and its peers wait for the old one: they are told to leave": (
         view(able(A, B, C), stuck(A), spare(B, boot="b2"), stuck(C)),
-        (Release(B),),
+        (Release(B, "kill"),),
     ),
     "they are about to leave the old machine: wait for them": (
         view(released(A, B, C), waits(A), warm(B, boot="b2"), stuck(C)),
@@ -187,7 +191,7 @@ cases: dict[str, tuple[View, tuple[Action, ...]]] = {
     ),
     "a new head finds no machine of a member, and its peers wait for the old one: they are told to leave": (
         view(able(A, B, C), stuck(A), stuck(C), vanished=frozenset({B})),
-        (Release(B),),
+        (Release(B, "kill"),),
     ),
     "a member is silent, and nobody can regroup: all begin with new workers": (
         view(job(A, B, C), stuck(A, regroup="no"), frozen(B), stuck(C, regroup="no"), spare(D)),

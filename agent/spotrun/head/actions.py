@@ -73,10 +73,11 @@ class DumpStacks:
 class Release:
     """Tell the workers of this generation to leave it: they wait for members that are gone or silent.
 
-    Without this, they would wait for a long time. node: names of these members.
+    Without this, they would wait for a long time. node: names of these members. kind: what happened to them.
     """
 
     node: str
+    kind: str = "silent"
 
 
 @dataclass(frozen=True)

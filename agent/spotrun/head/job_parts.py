@@ -40,10 +40,11 @@ class Draining(Document):
 
 
 class Released(Document):
-    """The workers of a generation were told to leave it. node: the silent members. at: when."""
+    """The workers of a generation were told to leave it. node, kind: as in the action `Release`. at: when."""
 
     node: str
     at: float
+    kind: str = "silent"
 
 
 class Saving(Document):

@@ -195,7 +195,7 @@ def apply(job: JobState, action: Action, now: float) -> JobState:
         case DumpStacks():
             return job.replace(dumping=True)
         case Release():
-            return job.replace(released=Released(node=action.node, at=now))
+            return job.replace(released=Released(node=action.node, at=now, kind=action.kind))
         case Stop():
             return job.replace(stopping=action.reason)
         case SetEnding():

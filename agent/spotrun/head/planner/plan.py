@@ -140,13 +140,13 @@ def _supervise(view: View) -> tuple[Action, ...]:
         return (EndGeneration(ending=Ending(phase="succeeded", state=patience.newest(reporting))),)
     gone = interrupted(view) or silence.interrupted(view)
     # If all members that were silent are back, the others have left the generation, or will soon.
-    lost = gone or dict.fromkeys(job.released.node.split(", ") if job.released else (), "silent")
+    lost = gone or (dict.fromkeys(job.released.node.split(", "), job.released.kind) if job.released else {})
     failed = _user_failure(reporting, lost)
     if failed:
         return _after_failure(view, *failed)
     if lost:
         if regroup.must_release(view, gone):
-            return (Release(", ".join(gone)),)
+            return (Release(", ".join(gone), "+".join(dict.fromkeys(gone.values()))),)
         if regroup.awaited(view, gone):
             return ()
         kinds = "+".join(dict.fromkeys(lost.values()))
