@@ -118,10 +118,8 @@ class WorkerGroup:
     @property
     def failure(self) -> Failure | None:
         """The first failure. A failure because of a dead peer counts only if there is no other."""
-        own = min(
-            [*self._failures, *self._peers_gone()], key=lambda found: (found.kind == "peer", found.at), default=None
-        )
-        return self.group_failure or own
+        found = [*self._failures, *self._peers_gone()]
+        return self.group_failure or min(found, key=lambda each: (each.kind == "peer", each.at), default=None)
 
     @property
     def phase(self) -> Phase:
@@ -159,9 +157,8 @@ class WorkerGroup:
         if self.group_failure or self.regroup == "no":
             return True
         # The others of this node notice it, too, and then all of them wait.
-        grace = GRACE + 2 * max(_pace(each.control) for each in self.workers)
-        grace = min(grace, GRACE_MOST) + (ABORT if self.needs_release else 0.0)
-        return self.regroup == "able" and time.time() - self.failure.at > grace
+        grace = min(GRACE + 2 * max(_pace(each.control) for each in self.workers), GRACE_MOST)
+        return self.regroup == "able" and time.time() - self.failure.at > grace + ABORT * self.needs_release
 
     @property
     def committed(self) -> int:
@@ -315,8 +312,7 @@ def create(generation: Generation, node_rank: int, procs: int, control: Path, lo
 def move(group: WorkerGroup, generation: Generation, node_rank: int, logs: Path) -> WorkerGroup:
     """The group's workers, which wait, in another generation. Invite them when the launcher has its store."""
     logs.mkdir(parents=True, exist_ok=True)
-    before = group.report() if group.number else ()
-    origin = group.origin or group.number
+    before, origin = group.report() if group.number else (), group.origin or group.number
     found = WorkerGroup(generation, group.workers, previous=group.number, before=before, origin=origin)
     for local_rank, each in enumerate(group.workers):
         exit_note.path_for(each.path).unlink(missing_ok=True)
