@@ -177,7 +177,8 @@ def wheel(folder: Path) -> None:
         shutil.copytree(ROOT / "agent", Path(scratch) / "agent", ignore=ignored)
         for name in ("pyproject.toml", "README.md", "LICENSE"):
             shutil.copy(ROOT / name, scratch)
-        _run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), scratch])
+        options = ("--quiet", "--disable-pip-version-check", "--no-deps")
+        _run([sys.executable, "-m", "pip", "wheel", *options, "--wheel-dir", str(folder), scratch])
 
 
 def _run(command: list[str]) -> None:
