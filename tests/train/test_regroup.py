@@ -329,6 +329,20 @@ def test_a_device_that_fails_while_the_state_comes_back(job: Regroups) -> None:
     assert "the device is lost" in job.cluster.log()
 
 
+def test_a_worker_on_a_gpu_without_a_fifo(job: Regroups, undisturbed: Any) -> None:
+    """Nobody can wake it, so it looks by itself whether it is released."""
+    for rank in range(3):
+        Path(worker_fifo(str(job.cluster.path / f"control-1-{rank}"))).touch()
+    job.begin("abc", 1, a=ON_GPU, b={"die_at": 3, **ON_GPU}, c=ON_GPU)
+    survivors = job.survivors()
+    for each in survivors:
+        each.control.released = job.cluster.generation
+    job.regroup([*survivors, job.warm_up("d", 1, **ON_GPU)])
+    assert job.end() == [0, 0, 0], job.cluster.log()
+    assert [each.control.pid for each in job.members] == job.pids()
+    assert flatten(job.cluster.final()) == flatten(undisturbed)
+
+
 def test_an_abort_that_takes_too_long(job: Regroups) -> None:
     """The worker ends, although its script still waits for the collective."""
     plan = {"abort_takes": 60.0, **ON_GPU}

@@ -237,16 +237,12 @@ def leave_in_time(device: torch.device, aborts: bool, patience: float) -> bool:
         synchronize(device)
         leave_process_group()
 
-    if error := _attempt(leave, patience):
-        log.warning("the process group does not end: %s", str(error).partition("\n")[0])
-    return error is None
+    return _in_time(leave, patience, "the process group does not end")
 
 
 def abort_in_time(device: torch.device, patience: float) -> bool:
     """As `abort_collectives`. False: that has failed, or has taken longer than `patience`. Any thread may call this."""
-    if error := _attempt(lambda: abort_collectives(device), patience):
-        log.warning("the collectives under way do not end: %s", str(error).partition("\n")[0])
-    return error is None
+    return _in_time(lambda: abort_collectives(device), patience, "the collectives under way do not end")
 
 
 def abort_collectives(device: torch.device) -> None:
@@ -262,8 +258,8 @@ def abort_collectives(device: torch.device) -> None:
         backend.abort()
 
 
-def _attempt(call: Callable[[], None], patience: float) -> Exception | None:
-    """Make a call that cannot be interrupted. Returns why it is not done; None: it is.
+def _in_time(call: Callable[[], None], patience: float, complaint: str) -> bool:
+    """Make a call that cannot be interrupted. False: it has failed or takes too long, and a warning says so.
 
     Another thread makes it, so that this one waits for at most `patience` seconds.
     """
@@ -279,7 +275,10 @@ def _attempt(call: Callable[[], None], patience: float) -> Exception | None:
     thread = threading.Thread(target=run, name="spotrun-leave", daemon=True)
     thread.start()
     thread.join(patience)
-    return found[0] if found else TimeoutError(f"not done after {patience:.0f} s")
+    error = found[0] if found else TimeoutError(f"not done after {patience:.0f} s")
+    if error is not None:
+        log.warning("%s: %s", complaint, str(error).partition("\n")[0])
+    return error is None
 
 
 def break_connections() -> None:
@@ -343,6 +342,4 @@ def leave_together(device: torch.device, group: dist.ProcessGroup | None, patien
             # It keeps to its limit on rank 0 only (gloo, torch 2.13).
             whole.monitored_barrier(timedelta(seconds=patience), False)
 
-    if error := _attempt(wait, patience):
-        log.warning("leaving before every other worker is done: %s", str(error).partition("\n")[0])
-    return error is None
+    return _in_time(wait, patience, "leaving before every other worker is done")

@@ -61,7 +61,8 @@ def init(seed: int = 0, backend: str | None = None) -> Run:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = choose_device(local_rank, insist=context is not None)
     if device.type == "cuda" and context is not None and context.regroups:
-        os.environ.update(NCCL_ENVIRONMENT | dict(os.environ))
+        for name, value in NCCL_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
     alone = warm_up_store(context.controls[0]) if context is not None and context.warm_up else None
     try:
         joined = join_process_group(device, backend, alone)
