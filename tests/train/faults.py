@@ -1,17 +1,18 @@
-"""What goes wrong in a worker of `tests.train.generations`: these take the place of functions of spotrun."""
+"""What goes wrong in a worker of `tests.train.generations`. Most of these take the place of functions of spotrun."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from spotrun.state.slots import Record
-from spotrun.train import transfer
+from spotrun.train import distributed, transfer
 from spotrun.train.slot_files import Reader
 
 
@@ -22,6 +23,17 @@ def fail_on_device(*_: Any) -> NoReturn:
 def fail_after(seconds: float) -> None:
     time.sleep(seconds)
     raise dist.DistBackendError("NCCL says no")
+
+
+def leave_in_a_collective_that_hangs(meeting_place: Path, rank: int) -> None:
+    """Form a process group of two. Rank 0 leaves it while a collective hangs. Rank 1 is killed sooner or later."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+    distributed.join_process_group(torch.device("cpu"), "gloo", alone=meeting_place)
+    if rank == 1:
+        signal.pause()
+    dist.all_reduce(torch.zeros(1), async_op=True)
+    distributed._connections = frozenset()
+    distributed.leave_process_group()
 
 
 def send_a_part(record: Record, reader: Reader, hop: transfer.Hop) -> NoReturn:

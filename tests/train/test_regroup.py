@@ -33,6 +33,7 @@ from spotrun.state.wakeup import wake
 from spotrun.train.parallel import Parallel
 from spotrun.train.regroup import Membership
 from tests.helpers import wait_for
+from tests.train import faults
 from tests.train.forks import forked
 from tests.train.generations import Cluster, Plan, everything, flatten, train
 from tests.train.meeting import meeting
@@ -702,6 +703,24 @@ def test_a_second_backward_after_a_peers_death(job: Regroups) -> None:
     job.regroup(job.survivors())
     assert job.end() == [0, 0], job.cluster.log()
     assert job.cluster.seen() == everything
+
+
+def test_a_process_ends_although_a_collective_of_an_old_group_hangs(tmp_path: Path) -> None:
+    both = [
+        forked.Process(target=faults.leave_in_a_collective_that_hangs, args=(tmp_path / "meeting", rank), daemon=True)
+        for rank in (0, 1)
+    ]
+    for each in both:
+        each.start()
+    leaver, peer = both
+    try:
+        leaver.join(60)
+        assert leaver.exitcode == 0
+        assert peer.is_alive()
+    finally:
+        for each in both:
+            each.kill()
+            each.join()
 
 
 @pytest.mark.parametrize("what", [["reads_size"], ["own_ddp"], ["scales"], ["hooks", "stateful"]], ids="-".join)

@@ -215,10 +215,11 @@ def leave_process_group() -> None:
     break_connections()
     _connections = frozenset()
     if dist.is_initialized():
-        # The end of a gloo group's thread takes up to 10 ms (torch 2.13). So another thread drops the last reference.
+        # The end of a gloo group's thread takes up to 10 ms (torch 2.13), and for as long as a collective may take if a
+        # collective hangs. So another thread drops the last reference, and this process may end before that has.
         old = [dist.group.WORLD]
         dist.destroy_process_group()
-        threading.Thread(target=old.clear, name="spotrun-left").start()
+        threading.Thread(target=old.clear, name="spotrun-left", daemon=True).start()
     elif dist.is_available():
         # A group that was never complete has been counted, and the count is part of the keys at which workers meet.
         dist.distributed_c10d._world.group_count = 0
@@ -284,9 +285,10 @@ def _in_time(call: Callable[[], None], patience: float, complaint: str) -> bool:
 def break_connections() -> None:
     """Have all collectives of the process group fail, here and in others, and end a meeting. Any thread may call this.
 
-    Neither the end of a gloo group nor its abort closes connections on which a collective waits. A collective that
-    begins during this call may still hang (gloo, torch 2.13). Then the agent ends the worker. If this process meets
-    others, this returns when the meeting has ended.
+    Neither the end of a gloo group nor its abort closes connections on which a collective waits. A collective whose
+    data are partly sent may still hang, as after a peer's death: gloo does not tell a send that waits for its socket
+    (torch 2.13; gloo/transport/tcp/pair.cc, `signalException`). Then the agent ends the worker, unless others of the
+    collectives under way have failed. If this process meets others, this returns when the meeting has ended.
     """
     _shut_down_sockets()
     while _meeting_place is not None:  # torch connects again, and waits for an answer without a limit (torch 2.13)
