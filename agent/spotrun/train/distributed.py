@@ -285,10 +285,11 @@ def _in_time(call: Callable[[], None], patience: float, complaint: str) -> bool:
 def break_connections() -> None:
     """Have all collectives of the process group fail, here and in others, and end a meeting. Any thread may call this.
 
-    Neither the end of a gloo group nor its abort closes connections on which a collective waits. A collective whose
-    data are partly sent may still hang, as after a peer's death: gloo does not tell a send that waits for its socket
-    (torch 2.13; gloo/transport/tcp/pair.cc, `signalException`). Then the agent ends the worker, unless others of the
-    collectives under way have failed. If this process meets others, this returns when the meeting has ended.
+    Neither the end of a gloo group nor its abort closes connections on which a collective waits. This ends the reading
+    from them, and gloo closes them. If the writing ended too, more collectives would hang: when a connection breaks,
+    gloo does not tell a send that waits for the socket (torch 2.13; gloo/transport/tcp/pair.cc, `signalException`).
+    After a hang, which is rare, the agent ends the worker. If this process meets others, this returns when the meeting
+    has ended.
     """
     _shut_down_sockets()
     while _meeting_place is not None:  # torch connects again, and waits for an answer without a limit (torch 2.13)
@@ -302,8 +303,10 @@ def _shut_down_sockets() -> None:
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
                 # Raises for a socket that listens: gloo ends the process if that one closes.
                 peer = connection.getpeername()
-                if name in _connections or _is_meeting_place(peer):
+                if _is_meeting_place(peer):
                     connection.shutdown(socket.SHUT_RDWR)
+                elif name in _connections:
+                    connection.shutdown(socket.SHUT_RD)
 
 
 def _is_meeting_place(peer: Any) -> bool:
