@@ -12,6 +12,7 @@ import pytest
 from spotrun.head.allocation.demand import wish
 from spotrun.head.capacity.observe import situation
 from spotrun.head.capacity.place import place
+from spotrun.head.capacity.sizes import Pool
 from spotrun.head.fleet.record import Recreate
 from spotrun.head.job_state import Idle, JobState, Progress, SetIdle, Start, apply
 from spotrun.head.planner import idle
@@ -219,6 +220,49 @@ def test_years_of_waiting_cost_a_few_minutes_a_day() -> None:
     assert there < HOLD + len(asked) * (TIMEOUTS.probe + 2 * tick) + tick
     assert len(asked) < 2 * day / TIMEOUTS.probe_pause_most + 10
     assert len(asked) > day / TIMEOUTS.probe_pause_most
+
+
+HOUR = 3600.0  # seconds of work
+SAFE = ClusterSpec.model_validate(
+    {
+        "name": "c",
+        "cloud": "local",
+        "pools": [
+            {"name": "p", "zone": "local-a", "max": 2},
+            {"name": "od", "zone": "local-a", "max": 2, "market": "on-demand"},
+        ],
+    }
+)
+
+
+def first_asked(deadline: float, rests: bool = True) -> tuple[float, float]:
+    """When a job asks for on-demand machines, in seconds, and how long its spot machine was there. One is too few."""
+    wanted = spec(nodes=2, deadline=deadline, work=HOUR)
+    state, there, tick, before = job(spec=wanted, submitted=NOW, started=None, progress=Progress()), 0.0, 20, None
+    prices = {"p": 1.0, "od": 3.0}
+    for passed in range(0, int(deadline), tick):
+        now, held = NOW + passed, not state.resting
+        there += tick if held else 0
+        nodes = (reporting(A, pool="p", reported_at=now),) if held else ()
+        pools = [Pool("p", 2, 2 * held, {A: "ready"} if held else {}, "short" if held else "open"), Pool("od", 2, 0)]
+        fleet = FleetView(now=now, jobs=(state,), nodes=nodes, machines=(machine(A),) if held else ())
+        before = place(situation(fleet, SAFE, pools, prices), before)
+        placed = before.get(state.id)
+        if placed and any("od" in need.pools for need in placed.needs):
+            return passed, there
+        given = view(state, *nodes, now=now, rest_until=placed.rest_until if placed else None)
+        state = idle.observe(state, given)
+        for action in idle.decide(replace(given, job=state)) if rests else ():
+            state = apply(state, action, now)
+    raise AssertionError("no machine is asked for before the deadline")
+
+
+@pytest.mark.parametrize("deadline", [7800.0, 11600.0, 25200.0])
+def test_a_job_with_a_deadline_does_not_rest_through_its_last_chance(deadline: float) -> None:
+    asked, there = first_asked(deadline)
+    always, _ = first_asked(deadline, rests=False)
+    assert asked <= always + 2 * 20
+    assert there < asked, "it has rested"
 
 
 @pytest.mark.parametrize(

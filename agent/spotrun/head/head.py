@@ -393,7 +393,7 @@ class Head:
         unseen = [member.node for member in job.members if member.node not in self.agents.known]
         gone = frozenset(n for n in unseen if self.fleet.state_of(n, job.ordered_at) in ("terminated", "gone"))
         ready, placed = self.agents.ready_at.get(job.id, 0.0), self.scaler.places.get(job.id)
-        return job_view(view, job, self.allocator.assignment, conditions, ready, gone, placed.hourly if placed else 0.0)
+        return job_view(view, job, self.allocator.assignment, conditions, ready, gone, placed)
 
     async def check_epoch(self) -> None:
         """Raises `SystemExit` when another head has taken over."""

@@ -230,6 +230,7 @@ class View:
     joined: Mapping[str, float] = field(default_factory=dict)  # machines whose agents have joined: when each was made
     conditions: Mapping[str, Condition] = field(default_factory=dict)  # of machines that it has or will have soon
     dearest: float = 0.0  # USD an hour with all machines that are asked for; 0: not known
+    rest_until: float | None = None  # as in its placement
     queued: str = ""  # why other jobs have the devices that it wants; empty: they do not
 
     @property

@@ -182,8 +182,7 @@ class SimulatedHead:
     def _view_of(self, job: JobState, fleet: FleetView, conditions: Mapping[str, Condition]) -> View:
         ready_at = max((node.since for node in fleet.nodes), default=0.0)
         placed = self.placements.get(job.id)
-        asked = placed.hourly if placed else 0.0
-        return job_view(fleet, job, self.assignment, conditions, ready_at, dearest=asked)
+        return job_view(fleet, job, self.assignment, conditions, ready_at, placed=placed)
 
     def _advance(self, job: JobState, fleet: FleetView, conditions: Mapping[str, Condition]) -> bool:
         """Save, plan, apply, for one job. Whether it has decided anything."""

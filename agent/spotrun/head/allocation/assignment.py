@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from spotrun.head.allocation.allocate import allocate
 from spotrun.head.allocation.demand import Devices, Holdings, Question, free
+from spotrun.head.capacity.situation import Placement
 from spotrun.head.fleet.classify import Condition
 from spotrun.head.job_state import JobState
 from spotrun.head.planner import patience
@@ -63,9 +64,9 @@ def job_view(
     conditions: Mapping[str, Condition],
     ready_at: float = 0.0,
     vanished: frozenset[str] = frozenset(),
-    dearest: float = 0.0,
+    placed: Placement | None = None,
 ) -> View:
-    """What a job sees. ready_at: when a node last became ready for it. vanished, dearest: as in `View`."""
+    """What a job sees. ready_at: when a node last became ready. vanished: as in `View`. placed: where it may train."""
     mine, expected = assignment.assigned.get(job.id, {}), assignment.expected.get(job.id, {})
     members = {member.node for member in job.last}
     names = members.union(mine, view.reporting.get(job.id, ()))
@@ -85,7 +86,8 @@ def job_view(
         signs=view.signs,
         joined=view.joined,
         conditions={name: conditions[name] for name in {**mine, **expected} if name in conditions},
-        dearest=dearest,
+        dearest=placed.hourly if placed else 0.0,
+        rest_until=placed.rest_until if placed else None,
         queued=assignment.reasons.get(job.id, "") if any(id != job.id for id in assignment.held) else "",
     )
 

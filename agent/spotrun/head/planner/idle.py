@@ -3,6 +3,9 @@
 The job keeps the machines for `hold_idle`, as more may come. Then the head gives them back, once their state is in the
 bucket. With growing pauses, the head asks the cloud for all machines again, for a short time each. The job continues
 when the cloud has enough machines. The job's state has all of this, so a new head continues the same wait.
+
+While a job rests, no policy chooses machines for it. So a job with a deadline rests at most until its policy must
+choose again, and not at all if that is soon.
 """
 
 from __future__ import annotations
@@ -33,19 +36,19 @@ def decide(view: View) -> tuple[SetIdle, ...]:
         return ()
     found, least = len(usable(view)), view.job.spec.nodes.min
     if not idle.next:
-        if now - idle.since < view.job.spec.hold_idle or not _saved(view, idle):
+        if now - idle.since < view.job.spec.hold_idle or not _may_rest(view) or not _saved(view, idle):
             return ()
         why = f"{found} of the {least} machines that it needs, for {duration(now - idle.since)}: they are given back"
-        return (_later(idle, now, why),)
+        return (_later(view, idle, why),)
     if not idle.until:
         if now < idle.next:
             return ()
         began = idle.replace(tries=idle.tries + 1, until=now + TIMEOUTS.probe)
         why = f"asking the cloud for machines again, for {duration(TIMEOUTS.probe)} (try {began.tries})"
         return (SetIdle(began, why),)
-    if now < idle.until or not _saved(view, idle):
+    if now < idle.until or not _may_rest(view) or not _saved(view, idle):
         return ()
-    return (_later(idle, now, f"still {found} of {least} machines: given back"),)
+    return (_later(view, idle, f"still {found} of {least} machines: given back"),)
 
 
 def condition(view: View) -> dict[str, object] | None:
@@ -91,6 +94,13 @@ def _saved(view: View, idle: Idle) -> bool:
     return not away or view.now - idle.since > patience.patience(view.job, TIMEOUTS.last_holder)
 
 
-def _later(idle: Idle, now: float, why: str) -> SetIdle:
+def _may_rest(view: View) -> bool:
+    """Whether the shortest pause ends before the job's policy must choose again."""
+    return view.rest_until is None or view.rest_until - view.now >= TIMEOUTS.probe_pause
+
+
+def _later(view: View, idle: Idle, why: str) -> SetIdle:
     pause = min(TIMEOUTS.probe_pause_most, TIMEOUTS.probe_pause * 2**idle.tries)
-    return SetIdle(idle.replace(next=now + pause, until=0.0), f"{why}; next try in {duration(pause)}")
+    if view.rest_until is not None:
+        pause = min(pause, view.rest_until - view.now)
+    return SetIdle(idle.replace(next=view.now + pause, until=0.0), f"{why}; next try in {duration(pause)}")

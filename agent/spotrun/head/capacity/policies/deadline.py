@@ -57,12 +57,14 @@ def deadline(seen: Situation, job: Demand, before: Placement | None) -> Placemen
 def _place(seen: Situation, job: Demand, before: Placement | None, view: Outlook) -> Placement:
     spot, left = view.spot, _time_left(view)
     if spot is None:
-        return _safe(job, view, (), f"only safe machines suit it: {left}")
+        found = _safe(job, view, (), f"only safe machines suit it: {left}")
+        return replace(found, rest_until=seen.now + max(0.0, view.spare - job.restart))
     ready = spot.ready >= job.min or held(job, spot.pools) >= job.min
     limit = job.restart + (_at_safe(job, view, job.unsaved) if view.on == "spot" else 0.0)
     if view.spare <= limit:
         needs: tuple[Need, ...] = (need(view.nodes, view.queue),) if view.queue else ()
         found = _safe(job, replace(view, queue=()), needs, f"the point of no return: {left}")
+        found = replace(found, rest_until=seen.now)
         return replace(found, use=found.use | _names(view.queue)) if not view.on else found
     game = _game(job, view, spot)
     choice = _choose(game, job, view, ready, before)
@@ -72,11 +74,13 @@ def _place(seen: Situation, job: Demand, before: Placement | None, view: Outlook
         wants_spot = view.on == "safe" and not ready and _would_move(game, job, view)
         needs = view.wish.needs if wants_spot else ()
         what = "a move to spot would not pay" if ready else "safe machines cost less than waiting for spot"
-        return replace(_safe(job, view, needs, f"{what}: {left}"), wake=seen.now + max(job.restart, view.work / AGAIN))
+        found = replace(_safe(job, view, needs, f"{what}: {left}"), rest_until=seen.now)
+        return replace(found, wake=seen.now + max(job.restart, view.work / AGAIN))
     found = view.wish
     state = "trains on spot" if ready else "waits for spot"
     wake = last if view.on == "spot" else min(last, seen.now + _patience(solve(game), job, view))
-    return replace(found, reason=f"{state}: {left}; {found.reason}", wake=min(wake, found.wake or wake))
+    reason = f"{state}: {left}; {found.reason}"
+    return replace(found, reason=reason, wake=min(wake, found.wake or wake), rest_until=wake)
 
 
 def _choose(game: Game, job: Demand, view: Outlook, up: bool, before: Placement | None) -> str:
