@@ -224,7 +224,7 @@ def test_jobs_over_their_budgets(station: Station, chromium: Browser) -> None:
             limited = functools.partial(with_budget, changes=changes)
             rewrite(world, job_key(each, "state.json"), limited)
         head = world.new_head()
-        head._began = head._awake_since = now  # so its nodes do not count as silent
+        head.presence.began = head.presence.awake_since = now  # so its nodes do not count as silent
         await world.look()
         await world.turn(4)
         return job, spent

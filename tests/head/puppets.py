@@ -246,7 +246,7 @@ class Theatre(World):
     def restart_head(self) -> None:
         """The head dies, and another one starts. It has no report yet."""
         head = self.new_head()
-        head._began = head._awake_since = head._ticked_at = self.now
+        head.presence.began = head.presence.awake_since = head.presence._ticked_at = self.now
 
     async def ask(self, change: Callable[[JobState, float], JobState], job: str) -> None:
         """Change a job as an operator's command does."""

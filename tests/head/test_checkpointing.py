@@ -10,6 +10,7 @@ import pytest
 from spotrun.head.agents import Agents
 from spotrun.head.job_state import AbortSave, Action, Ending, Finish, JobState, Resume, Save, Saving, apply
 from spotrun.head.planner.plan import plan
+from spotrun.head.presence import Presence
 from spotrun.head.status import conditions
 from spotrun.head.timeouts import TIMEOUTS
 from spotrun.head.view import Node, View
@@ -95,6 +96,36 @@ def test_a_job_fails_if_the_bucket_refuses_its_last_state_to_the_end() -> None:
     (end,) = acts(view(given, failing(A, 2000, phase="drained")))
     lost = f"the state after step 48 is lost, it was not saved by a ({FULL}); the newest checkpoint is of step 40"
     assert end == Finish("failed", lost)
+
+
+def test_a_job_gets_time_again_for_its_last_state_after_an_outage() -> None:
+    """The head, or its bucket, was away when the deadline passed: the nodes could not save the state either."""
+    given = ended(saving=SAVING, checkpoints=(StateRef(generation=1, step=40),))
+    assert given.ending is not None
+    given = given.model_copy(update={"ending": given.ending.model_copy(update={"deadline": NOW - 1})})
+    holder = failing(A, 2000, phase="drained")
+    assert not any(isinstance(each, Finish) for each in acts(view(given, holder, able_since=NOW - 1)))
+    assert acts(view(given, awake_since=NOW - 1)) == (), "the holder has not connected again yet"
+    assert isinstance(acts(view(given, holder, able_since=NOW - TIMEOUTS.save - 1))[0], Finish)
+
+
+def test_since_when_a_head_can_act() -> None:
+    presence = Presence(NOW)
+    presence.tick(NOW + 1)
+    presence.wrote(NOW + 1)
+    assert (presence.awake_since, presence.able_since) == (NOW, NOW)
+    presence.refused(NOW + 2)
+    presence.refused(NOW + 60)
+    presence.wrote(NOW + 61)
+    assert presence.able_since == NOW, "a short outage is no reason for more time"
+    presence.refused(NOW + 70)
+    presence.refused(NOW + 1000)
+    presence.wrote(NOW + 1001)
+    assert presence.able_since == NOW + 1001
+    presence.tick(NOW + 4)
+    assert (presence.awake_since, presence.able_since) == (NOW + 4, NOW + 1001), "a pause of 3 s"
+    presence.tick(NOW + 2000)
+    assert (presence.awake_since, presence.able_since) == (NOW + 2000, NOW + 2000), "it was suspended"
 
 
 def test_work_whose_last_state_vanished_is_done_again() -> None:

@@ -47,7 +47,7 @@ async def test_nodes_go_on_to_prepare_a_job_while_a_new_head_waits_for_others(wo
     await world.turn()
     assert world.orders["c"][-1].job(second) is not None
     head = world.new_head()
-    head._began = head._awake_since = world.clock()
+    head.presence.began = head.presence.awake_since = world.clock()
     world.receive("c", link="2", job=second)
     await world.turn()
     (order,) = world.orders["c2"]

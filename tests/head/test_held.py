@@ -112,7 +112,7 @@ async def test_a_held_job_that_is_relaunched_and_stopped_at_once_says_what_it_wa
     job = await world.started()
     queue.hold(world.store, "c")
     head = world.new_head()
-    head._began = head._awake_since = world.clock()
+    head.presence.began = head.presence.awake_since = world.clock()
     await world.turn()
     await asked(world, head, "relaunch", job.id)
     await world.turn()

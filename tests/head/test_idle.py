@@ -321,5 +321,5 @@ async def shifted(world: World, name: str, **seconds: float) -> None:
     times = {key: getattr(state.idle, key) + value for key, value in seconds.items()}
     await world.head.journal.replace(state.model_copy(update={"idle": state.idle.model_copy(update=times)}))
     head = world.new_head()
-    head._began = head._awake_since = time.time() - 100
+    head.presence.began = head.presence.awake_since = time.time() - 100
     await head.fleet.look()

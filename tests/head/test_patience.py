@@ -282,7 +282,7 @@ async def test_a_new_head_replaces_the_member_that_does_not_come_back(tmp_path: 
     await world.head.journal.replace(world.written(started).model_copy(update={"ordered_at": time.time() - 60}))
 
     head = world.new_head()
-    head._began = head._awake_since = time.time() - MARGIN - 1
+    head.presence.began = head.presence.awake_since = time.time() - MARGIN - 1
     await head.fleet.look()
     for name in names[:2]:
         world.receive(name, job=started, phase="running", generation=1, workers=(worker,), snapshot=HELD.model_dump())

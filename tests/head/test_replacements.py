@@ -82,8 +82,8 @@ async def test_a_machine_that_does_not_join_is_replaced_though_turns_take_long(w
     """Such a turn makes a gap: the head waits until agents could report again, not for another boot."""
     job = await world.with_machines()
     world.receive("p-1", job=job)
-    world.head._began = time.time() - TIMEOUTS.boot - 1
-    world.head._awake_since = time.time() - TIMEOUTS.rejoin - 1
+    world.head.presence.began = time.time() - TIMEOUTS.boot - 1
+    world.head.presence.awake_since = time.time() - TIMEOUTS.rejoin - 1
     await world.turn()
     await world.head.replacements.answered()
     assert world.recreated == ["p-0"]

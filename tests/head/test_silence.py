@@ -282,7 +282,7 @@ async def test_a_frozen_job_of_one_node_gets_another_machine(tmp_path: Path) -> 
     await world.turn()
     head = world.head
     head.agents.known["p-0"].reported_at -= 301
-    head._began = head._awake_since = time.time() - 400
+    head.presence.began = head.presence.awake_since = time.time() - 400
     await world.turn()
     assert world.head.status()["job"]["phase"] == "silent"
     assert [e["text"] for e in world.events() if e["kind"] == "silence"] == [

@@ -128,7 +128,7 @@ class World:
 
     def new_head(self, epoch: int = 1) -> Head:
         self.head = Head(self.cluster, self.store, self.cloud, epoch, clock=self.clock)
-        self.head._began = self.head._awake_since = self.clock() - 100
+        self.head.presence.began = self.head.presence.awake_since = self.clock() - 100
         return self.head
 
     def receive(self, name: str, link: str = "", **values: Any) -> None:

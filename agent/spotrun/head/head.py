@@ -38,6 +38,7 @@ from spotrun.head.news import News, concerned
 from spotrun.head.planner import idle, liveness, notice_fit, silence
 from spotrun.head.planner.plan import plan
 from spotrun.head.predecessors import Predecessors
+from spotrun.head.presence import Presence
 from spotrun.head.progress_writes import ProgressWrites
 from spotrun.head.requests import Change, Requests
 from spotrun.head.scaler import Scaler
@@ -51,7 +52,6 @@ from spotrun.wire import FORMAT, Report
 
 log = logging.getLogger(__name__)
 
-GAP = 2.0  # seconds: after such a pause, the head no longer trusts what it knows about silent nodes
 SHOWN = 50  # newest events in a status document
 ACCOUNTS = "the machine time is counted later"  # what an error in the head means
 TURN = "the head decides nothing, and tries again"
@@ -99,7 +99,7 @@ class Head:
         self._relaunching = asyncio.Lock()  # two at once would write the same job's state
         self.requests, self.stragglers = Requests(), Stragglers()
         self.ended_at = 0.0  # when a job ended last, or let its kept node go
-        self._began = self._ticked_at = self._awake_since = 0.0
+        self.presence = Presence()
         self._settled: dict[str, View] = {}  # by job: the view in which planning it last changed nothing
         self._uses: dict[str, job_totals.Uses] = {}  # by job: machine time that is not in its account yet
 
@@ -215,18 +215,20 @@ class Head:
 
     async def _turns(self) -> None:
         await self.journal.read_queue()
-        self._began = self._ticked_at = self._awake_since = self.clock()
+        self.presence = presence = Presence(self.clock())
         while True:
             nodes = await self.news.wait()
             now, began = self.clock(), time.thread_time()
-            self._tick(now)
+            presence.tick(now)
             try:
                 await self._turn(now, nodes)
+                presence.wrote(now)
             except ConflictError as error:
                 lease.give_way(self.epoch, str(error))
             except StoreError as error:
                 # Orders and requests come after the write, so none was sent. The next turn tries again.
                 log.warning("%s", error)
+                presence.refused(now)
                 await asyncio.sleep(1.0)
             except Exception as error:
                 self.troubles.note(TURN, error)
@@ -239,12 +241,7 @@ class Head:
         """Notice when this process was suspended. A long turn does not count: reports arrive during it."""
         while True:
             await asyncio.sleep(turn_timing.TICK)
-            self._tick(self.clock())
-
-    def _tick(self, now: float) -> None:
-        if now - self._ticked_at > GAP:
-            self._awake_since = now
-        self._ticked_at = now
+            self.presence.tick(self.clock())
 
     async def _turn(self, now: float, nodes: frozenset[str] | None = None) -> None:
         """Decide, write, order. nodes: as for `concerned`."""
@@ -374,8 +371,9 @@ class Head:
             jobs=self._active(),
             nodes=self.agents.nodes(self.fleet),
             expected=sum(self.fleet.sizes.values()),
-            began=self._began,
-            awake_since=self._awake_since,
+            began=self.presence.began,
+            awake_since=self.presence.awake_since,
+            able_since=self.presence.able_since,
             machines=self.agents.machines(self.fleet),
             listed=self.fleet.instances is not None,
             listed_at=self.fleet.listed_at,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -128,6 +129,7 @@ class FleetView:
     expected: int = 0  # the sum of the sizes that the pools are set to
     began: float = 0.0  # when this head started
     awake_since: float = 0.0  # since when this head has run without a pause
+    able_since: float = -math.inf  # since when it has been able to act: as in `Presence`
     machines: tuple[Machine, ...] = ()  # the machines that the cloud lists; empty if the cloud does not answer
     listed: bool = True  # whether the cloud answered
     listed_at: float = 0.0  # when the cloud was asked for `machines`
@@ -223,6 +225,7 @@ class View:
     waiting_since: float = 0.0  # when a node last became ready for it, or when it was submitted, if that is later
     began: float = 0.0  # when this head started
     awake_since: float = 0.0  # since when this head has run without a pause
+    able_since: float = -math.inf  # since when it has been able to act: as in `Presence`
     vanished: frozenset[str] = frozenset()  # members that never reported to this head, and whose machines are gone
     machines: tuple[Machine, ...] = ()  # the machines that the cloud lists; empty if the cloud does not answer
     listed: bool = True  # whether the cloud answered

@@ -80,6 +80,7 @@ def job_view(
         waiting_since=max(ready_at, job.submitted),
         began=view.began,
         awake_since=view.awake_since,
+        able_since=view.able_since,
         vanished=vanished,
         machines=view.machines,
         listed=view.listed,

@@ -39,7 +39,7 @@ def decide(view: View, keeper: Member, saving: tuple[Action, ...] | None) -> tup
         job, TIMEOUTS.save
     ):
         return (Resume(f"{keeper.node}, which had the folders to keep, does not report"),)
-    if view.now > job.ending.deadline > 0:
+    if patience.overdue(view):
         why = f" ({found.trouble})" if found and found.trouble else ""
         return (Finish("failed", f"the folders of keep were not uploaded by {keeper.node} in time{why}"),)
     if job.ending.deadline == 0:

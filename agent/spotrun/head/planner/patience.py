@@ -40,6 +40,14 @@ def out_of_reach(view: View, most: float) -> bool:
     return view.now - since > patience(view.job, most)
 
 
+def overdue(view: View) -> bool:
+    """Whether the time for the end of the job is over. After an outage of the head or the bucket, it begins again."""
+    ending = view.job.ending
+    if ending is None or ending.deadline == 0 or view.blind():
+        return False
+    return view.now > max(ending.deadline, view.able_since + TIMEOUTS.save)
+
+
 def unreported(view: View) -> str:
     """What may be lost with members of the newest generation that have not reported to this head; "" if nothing."""
     job, known = view.job, {node.name for node in view.nodes}

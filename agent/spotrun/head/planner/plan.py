@@ -103,12 +103,7 @@ def _assemble(view: View) -> tuple[Action, ...]:
         return (*(found or ()), *idle.decide(view))
     if job.keeper is not None and (kept := keeping.decide(view, job.keeper, found)) is not None:
         return kept
-    if (
-        found is None
-        or spending.over(job)
-        or view.now > job.ending.deadline > 0
-        or patience.out_of_reach(view, TIMEOUTS.save)
-    ):
+    if found is None or spending.over(job) or patience.overdue(view) or patience.out_of_reach(view, TIMEOUTS.save):
         return (checkpointing.closing(view),)
     if job.ending.deadline == 0:
         return (SetEnding(job.ending.replace(deadline=view.now + TIMEOUTS.save)), *found)
