@@ -455,6 +455,13 @@ CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
         ),
         (start(A, B, cause=Cause(kind="start", node="a, b")),),
     ),
+    "workers of a member cannot be ended, so it is unfit: begin without it": (
+        view(
+            job(A, B, ordered_at=NOW - 2, generation=2, progress=Progress()),
+            *(node(A, phase="unfit", unfit=("a worker cannot be ended",)), node(B, generation=2), spare(C)),
+        ),
+        (start(B, C, cause=Cause(kind="start", node=A), store="b:1"),),
+    ),
     "the set-up of a member failed: begin without it": (
         view(
             job(A, B, C, ordered_at=NOW - 2, generation=2, progress=Progress()),

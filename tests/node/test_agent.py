@@ -13,6 +13,7 @@ import signal
 import tarfile
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zstandard
@@ -22,6 +23,7 @@ from spotrun.machine.processes import OOM_SCORE
 from spotrun.machine.systemd import Systemd
 from spotrun.node.agent import Agent, Settings
 from spotrun.node.connection import Connection
+from spotrun.node.runner import Runner
 from spotrun.spec.names import CLUSTER, POOL
 from spotrun.state import shards
 from spotrun.store import Store, checkpoint_key, code_key, head_key, host_key
@@ -100,6 +102,24 @@ async def test_the_folder_for_temporary_files_stays(tmp_path: Path, monkeypatch:
     agent = Agent(settings, Identity(A, "zone-a", "127.0.9.2", A), {CLUSTER: "c", POOL: "p"}, store, Systemd())
     await agent._clean(order_of(Bundle(id="j", code="0" * 64, job={})))
     assert [path.name for path in tmpfs.iterdir()] == ["tmp"]
+
+
+async def test_a_machine_with_a_worker_that_cannot_be_ended_is_unfit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, reports = Store(str(tmp_path)), list[Any]()
+    settings = Settings(tmpfs=tmp_path / "tmpfs", scratch=tmp_path / "scratch", ssh_port=22, name=A)
+    agent = Agent(settings, Identity(A, "zone-a", "127.0.9.2", A), {CLUSTER: "c", POOL: "p"}, store, Systemd())
+    monkeypatch.setattr(agent.connection, "publish", reports.append)
+    agent.set_problems(())
+    agent._runners["j"] = agent._runner("j")
+    agent._publish()
+    monkeypatch.setattr(Runner, "stuck", True)
+    agent._publish()
+    monkeypatch.setattr(Runner, "stuck", False)
+    agent._publish()
+    assert [each.phase for each in reports] == ["ready", "unfit", "ready"]
+    assert reports[1].unfit == ("a worker of job j cannot be ended: a GPU or a disk may not answer",)
 
 
 async def test_an_agent_is_small_and_quiet(tmp_path: Path) -> None:

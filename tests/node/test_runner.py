@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
 
 from spotrun.node.runner import POLL, STANDING_BY, interval
-from spotrun.node.workers import WorkerGroup, create
+from spotrun.node.workers import STUCK, WorkerGroup, create
 from spotrun.state.control import EXIT_DRAINED
 from spotrun.wire import Generation
 
@@ -39,6 +40,20 @@ def test_only_a_node_that_has_warmed_up_looks_seldom(
     found = group(tmp_path, number, **control)
     assert interval(found) == wanted
     found.close()
+
+
+def test_a_worker_that_cannot_be_ended(tmp_path: Path) -> None:
+    """Its process is still there long after the agent has killed it, for example because a GPU does not answer."""
+    found = group(tmp_path, 3)
+    assert not found.stuck
+    found._ending = time.monotonic() - STUCK / 2
+    assert not found.stuck
+    found._ending = time.monotonic() - STUCK
+    assert found.stuck
+    found._exited.set()
+    assert found.stuck, "only the launcher is gone"
+    found.close()
+    assert not found.stuck
 
 
 def test_nobody_looks_at_workers_that_are_gone(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from spotrun.node import cleanup, worker_failure, workers
-from spotrun.node.workers import create, phase_of
+from spotrun.node.phase import phase_of
+from spotrun.node.workers import create
 from spotrun.state.control import EXIT_DRAINED, EXIT_PEER, NONE, Control
 from spotrun.wire import Failure, Generation
 from tests.fakes.nccl import NCCL_SHORT, WATCHDOG

@@ -37,6 +37,7 @@ from spotrun.wire import Bundle, JobOrder, Notice, Order, Report
 
 log = logging.getLogger(__name__)
 
+STUCK = "a worker of job {} cannot be ended: a GPU or a disk may not answer"
 JOB_ID = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 
 
@@ -236,8 +237,9 @@ class Agent:
 
     def _publish(self) -> None:
         phase: Literal["checking", "unfit", "ready"] = "checking"
-        if self.unfit is not None:
-            phase = "unfit" if self.unfit else "ready"
+        unfit = (*(self.unfit or ()), *(STUCK.format(job) for job, each in self._runners.items() if each.stuck))
+        if unfit or self.unfit is not None:
+            phase = "unfit" if unfit else "ready"
         jobs = tuple(runner.report for runner in self._runners.values() if runner.report is not None)
         report = Report(
             node=self.identity.name,
@@ -249,7 +251,7 @@ class Agent:
             devices=self._node.devices,
             phase=phase,
             since=self._began if phase == "checking" else 0.0,
-            unfit=self.unfit or (),
+            unfit=unfit,
             notice=self._notice,
             coming=self._coming_notice,
             jobs=jobs,

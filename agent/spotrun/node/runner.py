@@ -23,7 +23,8 @@ from spotrun.node.kept_folders import Keeper
 from spotrun.node.log_uploader import GrowingFiles, LogUploader
 from spotrun.node.metrics_uploader import MetricsUploader
 from spotrun.node.part_uploader import PartUploader, WantedPart, newest_snapshot
-from spotrun.node.workers import Phase, WorkerGroup
+from spotrun.node.phase import Phase
+from spotrun.node.workers import WorkerGroup
 from spotrun.spec import JobSpec
 from spotrun.state.control import NONE
 from spotrun.store import event_file_key, log_key
@@ -81,6 +82,12 @@ class Runner:
         """What each living worker has done in its generation, see `WorkerGroup.ranks`."""
         group = self._job.group if self._job else None
         return group.ranks() if group is not None and group.living else {}
+
+    @property
+    def stuck(self) -> bool:
+        """Whether a worker has not ended, although it was killed."""
+        group = self._job.group if self._job else None
+        return group is not None and group.stuck
 
     @property
     def interval(self) -> float | None:

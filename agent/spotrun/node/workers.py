@@ -17,6 +17,7 @@ from typing import Literal
 
 from spotrun.machine.processes import descendants, kill
 from spotrun.node import cleanup, log_tail, worker_failure
+from spotrun.node.phase import Phase, phase_of
 from spotrun.state import exit_note
 from spotrun.state.control import (
     EXIT_DRAINED,
@@ -39,14 +40,13 @@ GRACE = 1.0
 GRACE_MOST = 10.0  # the same, at most, with the two steps
 ABORT = 16.0  # more seconds on GPUs: 5 each, at most, for the abort, the queued steps and the group's end, and 1
 REAP = 10.0  # seconds for killed workers to be gone
+STUCK = 30.0  # seconds after which the kernel will not end them at all: a GPU or a disk does not answer
 STACKS = 2.0  # seconds for the stacks to be in the log
 
 STARTING = ("starting workers", "running the script's set-up", "forming the process group", "restoring the state")
 JOINING = "joining the other workers"  # in place of the set-up, which a worker that regroups does not run again
 
 _FENCE = threading.Lock()  # taking it orders memory: without it, a processor may read ahead of its own writes
-
-Phase = Literal["starting", "running", "drained", "failed", "succeeded"]
 
 
 @dataclass
@@ -85,7 +85,7 @@ class WorkerGroup:
     _left: dict[int, Failure] = field(default_factory=dict)  # as `_peers_gone`, by rank
     _steps: tuple[int, int] = (NONE, NONE)  # where to stop, where to save
     _began: float = field(default_factory=time.time)
-    _ending: bool = False  # whether the agent is ending the workers
+    _ending: float = 0.0  # when the agent began to end the workers, by the monotonic clock; 0: it has not
     _cleaned_up: bool = False  # whether the workers' shared memory has been removed
     _exited: asyncio.Event = field(default_factory=asyncio.Event)  # set when all workers have ended
 
@@ -101,6 +101,11 @@ class WorkerGroup:
     def living(self) -> bool:
         """Whether a worker's process may exist. The kernel kills the workers of a launcher that has ended."""
         return self.alive or any(each.pidfd >= 0 and not _is_gone(each.pidfd) for each in self.workers)
+
+    @property
+    def stuck(self) -> bool:
+        """Whether a worker's process is there long after it was killed. Its devices cannot be used again."""
+        return 0 < self._ending < time.monotonic() - STUCK and self.living
 
     def ranks(self) -> dict[int, tuple[int, float, float]]:
         """By rank: steps of this generation, the seconds of these steps, and the part before the gradients were due.
@@ -235,7 +240,7 @@ class WorkerGroup:
         running = [each for each in self.workers if each.code is None and each.left is None]
         limits = [seconds_for_snapshot(each.control, draining) for each in running]
         await _until(lambda: self._settled(draining), max(limits, default=0.0))
-        self._ending = True
+        self._ending = time.monotonic()
         deadline = time.monotonic() + REAP
         killed: set[int] = set()
         while self.alive and time.monotonic() < deadline:
@@ -256,7 +261,7 @@ class WorkerGroup:
         waiting = [(each, size) for each, size in zip(self.workers, before, strict=True) if each.code is None]
         await _until(lambda: all(log_tail.size(each.log) > size for each, size in waiting), STACKS)
         await _until(log_tail.Quiet([each.log for each in self.workers]), STACKS)
-        self._ending = True
+        self._ending = time.monotonic()
         texts = []
         for each, size in zip(self.workers, before, strict=True):
             text = await asyncio.to_thread(log_tail.read_from, each.log, size)
@@ -320,19 +325,6 @@ def move(group: WorkerGroup, generation: Generation, node_rank: int, logs: Path)
         each.log = logs / f"{each.rank}.log"
         each.control.renew(generation.number)
     return found
-
-
-def phase_of(codes: Sequence[int | None], failure: Failure | None, group_failed: bool, restored: bool) -> Phase:
-    """The group's phase, from its workers' exit codes. None: that worker still runs."""
-    # A worker may lose its peers just before it drains. If another worker here has drained, the snapshot exists.
-    drained = EXIT_DRAINED in codes and (failure is None or failure.kind == "peer") and not group_failed
-    if None in codes:
-        if failure is not None and not drained:
-            return "failed"
-        return "running" if restored else "starting"
-    if drained:
-        return "drained"
-    return "succeeded" if failure is None and not any(codes) else "failed"
 
 
 def seconds_for_snapshot(control: Control, draining: bool) -> float:

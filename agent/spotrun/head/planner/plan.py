@@ -271,7 +271,8 @@ def _hang(view: View, reporting: list[Node]) -> tuple[Action, ...]:
 def _unable(view: View, node: Node) -> bool:
     """Whether a member reports, but cannot join the generation, or has not joined it in time.
 
-    A node whose set-up has failed gets less time than others.
+    A node whose set-up has failed gets less time than others. A node is unfit if workers of an earlier generation
+    cannot be ended.
     """
     work, failure = node.work, node.work.failure
     if not node.connected or silent(view, node):
@@ -279,6 +280,8 @@ def _unable(view: View, node: Node) -> bool:
     if work.generation >= view.job.generation:  # it has started workers, or says why it does not
         refused = work.phase == "failed" and failure is not None and failure.kind == "peer" and not work.workers
         return refused and not view.blind()
+    if node.report.phase == "unfit":
+        return True
     waited = view.now - max(view.job.ordered_at, view.awake_since)
     return (node.setup_failure and waited > TIMEOUTS.failure) or waited > view.job.spec.start_timeout
 
