@@ -125,6 +125,31 @@ async def test_a_newer_head_reads_what_an_older_one_kept(world: World) -> None:
     assert (world.head.job.id, world.head.job.current) == (job.id, job.current)
 
 
+async def test_a_head_with_a_new_key_in_job_files_disturbs_no_running_job(world: World) -> None:
+    """Agents end the workers of a job whose file has changed. So what they get stays as it was, for later heads too."""
+    job = await world.started()
+    generation = world.orders["a"][-1].jobs[0].generation
+    rewrite(world, job_key(job.id, "state.json"), lambda state: state | {"spec": without_the_newest_key(state["spec"])})
+    before = json.loads(world.store.get(job_key(job.id, "state.json")))["spec"]
+    assert before["nodes"] == job.spec.nodes.model_dump(mode="json")
+    for number in (2, 3):
+        world.orders.clear()
+        world.sends.clear()
+        world.new_head(number)
+        await world.turn()
+        running(world, job, 5)
+        await world.turn()
+        found = world.orders["a"][-1].jobs[0]
+        assert found.generation == generation
+        assert found.bundle.job == before
+
+
+def without_the_newest_key(spec: dict[str, Any]) -> dict[str, Any]:
+    """As a head wrote it before this key existed."""
+    assert "keep_on_failure" in spec
+    return {key: value for key, value in spec.items() if key != "keep_on_failure"}
+
+
 def test_an_order_of_a_newer_head_is_read() -> None:
     bundle = Bundle(id="j", code=CODE, job=JobSpec(script="a.py").model_dump(mode="json"))
     order = Order(epoch=3, jobs=(JobOrder(bundle=bundle),))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from spotrun.head.fleet import retirement
 from spotrun.head.fleet.pools import Fleet
-from spotrun.head.job_state import JobState
+from spotrun.head.job_state import JobState, as_accepted
 from spotrun.head.orders import JobOrders
 from spotrun.head.planner import notice_fit
 from spotrun.head.timeouts import TIMEOUTS
@@ -169,7 +169,7 @@ class Agents:
         known = self._bundles.get(job.id)
         inputs, size = job.inputs, job.state_bytes
         if known is None or known[0] is not job.spec or (known[1].inputs, known[1].state_bytes) != (inputs, size):
-            spec = job.spec.model_dump(mode="json")
+            spec = as_accepted(job.spec)
             bundle = Bundle(id=job.id, code=job.code, job=spec, inputs=inputs, state_bytes=size)
             known = self._bundles[job.id] = (job.spec, bundle)
         return known[1]

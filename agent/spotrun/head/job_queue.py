@@ -72,6 +72,7 @@ async def _accept(head: Head, job: dict[str, object], code: str) -> JobState:
     if not re.fullmatch("[0-9a-f]{64}", code):
         raise SpotrunError(f"code {code[:80]!r} is not the sha256 of a bundle (64 hex digits)")
     spec = await head.predecessors.resolve(spec, cluster.name)
+    spec = JobSpec.kept(spec.model_dump(mode="json"))  # every key is set now: a later version's default changes nothing
     state = JobState(
         id=f"{spec.name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now))}",
         name=spec.name,

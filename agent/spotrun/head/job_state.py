@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, BeforeValidator, Field, SkipValidation
+from pydantic import AliasChoices, BeforeValidator, Field, PlainSerializer, SkipValidation
 
 from spotrun.folders import FoldersRef, Input
 from spotrun.head.actions import AbortSave as AbortSave
@@ -52,6 +52,14 @@ def _read_spec(values: object) -> JobSpec:
     return JobSpec.model_validate(values, extra="allow")
 
 
+def as_accepted(spec: JobSpec) -> dict[str, Any]:
+    """The keys of a job's file that the head has set that accepted the job. Keys of later versions are not in it.
+
+    Agents end a job's workers if its file changes, so a head of a later version must not add its own defaults.
+    """
+    return spec.model_dump(mode="json", exclude_unset=True)
+
+
 class JobState(Kept):
     """Everything that a new head must know of a job."""
 
@@ -60,7 +68,7 @@ class JobState(Kept):
     cluster: str
     epoch: int = 0  # of the head that last took up the job
     code: str
-    spec: Annotated[JobSpec, BeforeValidator(_read_spec)]
+    spec: Annotated[JobSpec, BeforeValidator(_read_spec), PlainSerializer(as_accepted)]
     phase: Phase = "queued"
     reason: str = ""
     submitted: float
