@@ -20,7 +20,7 @@ from spotrun.head.status import conditions
 from spotrun.head.timeouts import TIMEOUTS
 from spotrun.head.view import FleetView, Machine, View
 from spotrun.spec import ClusterSpec
-from spotrun.wire import StateRef
+from spotrun.wire import StateRef, Trouble
 from tests.head.views import NOW, job, member, notice, planned, spare, spec, wanted
 from tests.head.views import view as view_of
 from tests.head.world import World
@@ -50,6 +50,21 @@ def reporting(name: str, **changes: Any) -> Any:
     return spare(name, **{"reported_at": NOW - 0.1, **changes})
 
 
+def trouble(seconds: float) -> Trouble:
+    """Uploads have failed for so long."""
+    return Trouble(step=40, message="the disk is full", since=NOW - seconds, at=NOW, tries=9)
+
+
+SAFE = ClusterSpec.model_validate(
+    {
+        "name": "c",
+        "cloud": "local",
+        "pools": [
+            {"name": "p", "zone": "local-a", "max": 2},
+            {"name": "od", "zone": "local-a", "max": 2, "market": "on-demand"},
+        ],
+    }
+)
 GIVEN = Idle(since=NOW - HOLD - 1, next=NOW + TIMEOUTS.probe_pause)
 BACK = SetIdle(GIVEN, "1 of the 2 machines that it needs, for 10 min: they are given back; next try in 60 s")
 RESTING = GIVEN.model_copy(update={"next": NOW - 1})
@@ -63,6 +78,18 @@ CASES: dict[str, tuple[View, tuple[SetIdle, ...]]] = {
     ),
     "the waiting machines' state is not in the bucket: the job keeps them": (
         view(short(), reporting(A, snapshot=HELD)),
+        (),
+    ),
+    "the upload of the waiting machines' state has failed for long: they are given back": (
+        view(short(reached=40, pace=1.0), reporting(A, snapshot=HELD, trouble=trouble(61))),
+        (BACK,),
+    ),
+    "the upload of the waiting machines' state fails: the job keeps them": (
+        view(short(reached=40, pace=1.0), reporting(A, snapshot=HELD, trouble=trouble(59))),
+        (),
+    ),
+    "the upload has failed for long, but the bucket is back only now: the job keeps them": (
+        view(short(reached=40, pace=1.0), reporting(A, snapshot=HELD, trouble=trouble(61)), able_since=NOW - 59),
         (),
     ),
     "the waiting machines' state is in the bucket: they are given back": (
@@ -186,6 +213,15 @@ def test_no_machine_is_asked_for_while_they_are_given_back() -> None:
     assert machines(job(A, B, spec=TWO, idle=GIVEN)) == 2
 
 
+@pytest.mark.parametrize(("seconds", "kept"), [(59, {A}), (61, set())])
+def test_a_paused_job_does_not_keep_a_machine_for_ever(seconds: float, kept: set[str]) -> None:
+    """Its state is worth 60 s, and cannot be uploaded."""
+    state = job(spec=TWO, paused="a person", reached=40, pace=1.0, progress=Progress())
+    node = reporting(A, snapshot=HELD, trouble=trouble(seconds))
+    fleet = FleetView(now=NOW, jobs=(state,), nodes=(node,), machines=(machine(A),))
+    assert wish(fleet, SAFE, {}, {}).keep == kept
+
+
 def test_what_is_given_back_is_not_replaced() -> None:
     silent = reporting(A, reported_at=NOW - 400, connected=False)
     action = Recreate(node=A, pool="p", created=NOW - 5000)
@@ -223,16 +259,6 @@ def test_years_of_waiting_cost_a_few_minutes_a_day() -> None:
 
 
 HOUR = 3600.0  # seconds of work
-SAFE = ClusterSpec.model_validate(
-    {
-        "name": "c",
-        "cloud": "local",
-        "pools": [
-            {"name": "p", "zone": "local-a", "max": 2},
-            {"name": "od", "zone": "local-a", "max": 2, "market": "on-demand"},
-        ],
-    }
-)
 
 
 def first_asked(deadline: float, rests: bool = True) -> tuple[float, float]:

@@ -15,7 +15,7 @@ from spotrun.head.job_state import JobState
 from spotrun.head.planner import patience
 from spotrun.head.planner.liveness import reports
 from spotrun.head.timeouts import TIMEOUTS
-from spotrun.head.view import ENDING_STATES, FleetView, Node
+from spotrun.head.view import ENDING_STATES, NO_WORK, FleetView, Node
 from spotrun.spec import ClusterSpec, devices_of
 from spotrun.spec.fields import PRIORITY
 
@@ -104,9 +104,14 @@ def _holders(view: FleetView, job: JobState) -> set[str]:
     """Nodes that hold, or may hold, a state of the job which the bucket does not have."""
     if job.ended_already:
         return set()
-    found = {name for name in view.reporting.get(job.id, ()) if holds_unsaved(view.by_name[name], job)}
+    nodes = [view.by_name[name] for name in view.reporting.get(job.id, ())]
+    waits = job.current is None
+    hopeless = {
+        node.name for node in nodes if waits and patience.hopeless(view, job, node.report.of(job.id) or NO_WORK)
+    }
+    found = {node.name for node in nodes if holds_unsaved(node, job)} - hopeless
     quiet = view.now - max(view.began, view.awake_since)
-    if job.current is None and quiet <= patience.patience(job, TIMEOUTS.last_holder):
+    if waits and quiet <= patience.patience(job, TIMEOUTS.last_holder):
         found |= {member.node for member in job.last if member.node not in view.by_name}
     return found
 

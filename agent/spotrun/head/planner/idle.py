@@ -86,9 +86,13 @@ def duration(seconds: float) -> str:
 
 
 def _saved(view: View, idle: Idle) -> bool:
-    """Whether every state is in the bucket. For the state of a silent machine, wait as long as that state is worth."""
+    """Whether every state is in the bucket.
+
+    The wait for the state of a machine that is silent, or that cannot upload it, is as long as that state is worth.
+    """
     holders = patience.unsaved(view)
-    if view.blind() or any(reports(view, node) for node in holders):
+    hopeful = (node for node in holders if not patience.hopeless(view, view.job, node.work))
+    if view.blind() or any(reports(view, node) for node in hopeful):
         return False
     away = holders or any(had_joined(view, each) for each in view.machines)
     return not away or view.now - idle.since > patience.patience(view.job, TIMEOUTS.last_holder)

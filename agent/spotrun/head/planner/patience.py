@@ -8,7 +8,7 @@ from spotrun.head.job_state import JobState
 from spotrun.head.planner import silence
 from spotrun.head.planner.liveness import reports
 from spotrun.head.timeouts import TIMEOUTS
-from spotrun.head.view import Node, View
+from spotrun.head.view import FleetView, Node, View
 from spotrun.wire import JobReport, StateRef
 
 
@@ -38,6 +38,12 @@ def out_of_reach(view: View, most: float) -> bool:
         return True
     since = max(view.awake_since, *(node.reported_at for node in holders))
     return view.now - since > patience(view.job, most)
+
+
+def hopeless(view: View | FleetView, job: JobState, work: JobReport) -> bool:
+    """Whether a node has failed to upload its state for longer than that state is worth, and not only in an outage."""
+    limit, trouble = patience(job, TIMEOUTS.save), work.trouble
+    return trouble is not None and trouble.at - trouble.since > limit and view.now - view.able_since > limit
 
 
 def overdue(view: View) -> bool:
