@@ -16,6 +16,7 @@ from spotrun.store import keys
 
 IAP = "35.235.240.0/20"  # the addresses of IAP's tunnels: https://cloud.google.com/iap/docs/using-tcp-forwarding
 LOG_DAYS = 90
+MTU = 8896  # the most bytes of a packet; without it 1460: https://cloud.google.com/vpc/docs/mtu
 
 BUCKET_ROLE = "roles/storage.objectUser"  # the role of the head, for all objects of the bucket
 # What the head may do in addition: what `spotrun.cloud.gcp` calls. IAM cannot narrow lists. It cannot narrow groups
@@ -123,7 +124,9 @@ class Base(GcpStack):
 
     def _network(self) -> Any:
         name = self.cluster.name
-        network = cdk.google("compute_network")(self, "network", name=f"{name}-network", auto_create_subnetworks=False)
+        network = cdk.google("compute_network")(
+            self, "network", name=f"{name}-network", auto_create_subnetworks=False, mtu=MTU
+        )
         subnet = cdk.google("compute_subnetwork")(
             self,
             "subnet",

@@ -96,7 +96,8 @@ def test_the_firewall_lets_in_these_and_nothing_else(cluster: Cluster) -> None:
 
 
 def test_the_network_has_one_subnet_that_reaches_googles_apis(cluster: Cluster, near: Cluster) -> None:
-    assert cluster.base.one("google_compute_network")["auto_create_subnetworks"] is False
+    network = cluster.base.one("google_compute_network")
+    assert (network["auto_create_subnetworks"], network["mtu"]) == (False, 8896)
     subnet = cluster.base.one("google_compute_subnetwork")
     assert (subnet["ip_cidr_range"], subnet["private_ip_google_access"]) == ("10.77.0.0/16", True)
     assert near.base.one("google_compute_subnetwork")["ip_cidr_range"] == "10.1.0.0/18"
