@@ -24,8 +24,6 @@ BUCKET_ROLE = "roles/storage.objectUser"  # the role of the head, for all object
 # (https://cloud.google.com/iam/docs/conditions-resource-attributes). So the head could resize every group of the
 # project, but it cannot change their templates. A separate project for the cluster protects other groups.
 HEAD_PERMISSIONS = (
-    "compute.advice.capacity",  # what Google says about the market
-    "compute.advice.capacityHistory",
     "compute.instanceGroupManagers.get",  # sizes, members, errors
     "compute.instanceGroupManagers.list",  # resize requests
     "compute.instanceGroupManagers.update",  # resize, request, delete and recreate members
@@ -34,6 +32,9 @@ HEAD_PERMISSIONS = (
     "compute.regions.get",
     "compute.zoneOperations.get",
 )
+# It reads all of Compute Engine, and it has the permissions for advice about the market. This advice is a preview. If
+# Google refused such a permission in a custom role, `make up` would stop, although the head works without the advice.
+HEAD_VIEWER = "roles/compute.viewer"
 # The head may use these only on this cluster's machines: conditions do know the names of machines.
 HEAD_MACHINE_PERMISSIONS = ("compute.instances.delete", "compute.instances.simulateMaintenanceEvent")
 
@@ -121,6 +122,9 @@ class Base(GcpStack):
             cdk.google("project_iam_member")(
                 self, f"head-{what}", project=self.project, role=role.name, member=head.member, condition=only
             )
+        cdk.google("project_iam_member")(
+            self, "head-viewer", project=self.project, role=HEAD_VIEWER, member=head.member
+        )
 
     def _network(self) -> Any:
         name = self.cluster.name
