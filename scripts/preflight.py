@@ -30,7 +30,7 @@ def check_quotas(cluster: ClusterSpec, ask: cloud.Ask) -> None:
         pool = cluster.pool(shortfall.pool)
         one = shortfall.needs / (pool.max if pool else 1)
         line = _line(cluster, shortfall)
-        if shortfall.has - shortfall.used < one:
+        if shortfall.certain and shortfall.has - shortfall.used < one:
             none.append(line)
         else:
             console.warn(f"spotrun: {line}")

@@ -176,10 +176,12 @@ def test_a_placed_pool_that_stays_empty_names_placement_and_the_key_that_turns_i
         ("g2-standard-96", None, MachineUse("g2", 96, "NVIDIA_L4_GPUS", 8, 100)),
         ("a2-highgpu-2g", None, MachineUse("a2", 24, "NVIDIA_A100_GPUS", 2, 100)),
         ("a2-megagpu-16g", None, MachineUse("a2", 96, "NVIDIA_A100_GPUS", 16, 100)),
-        ("a2-ultragpu-8g", None, MachineUse("a2", 96, "NVIDIA_A100_80GB_GPUS", 8, 100)),
-        ("a3-highgpu-8g", None, MachineUse("a3", 208, "NVIDIA_H100_GPUS", 8, 100)),
-        ("a3-megagpu-8g", None, MachineUse("a3", 208, "NVIDIA_H100_MEGA_GPUS", 8, 100)),
-        ("a3-ultragpu-8g", None, MachineUse("a3", 224, "NVIDIA_H200_GPUS", 8, 0)),  # it takes no Persistent Disk
+        ("a2-ultragpu-8g", None, MachineUse("a2", 96, "NVIDIA_A100_80GB_GPUS", 8, 100, 3000)),
+        ("a3-highgpu-8g", None, MachineUse("a3", 208, "NVIDIA_H100_GPUS", 8, 100, 6000)),
+        ("a3-megagpu-8g", None, MachineUse("a3", 208, "NVIDIA_H100_MEGA_GPUS", 8, 100, 6000)),
+        # It takes no Persistent Disk.
+        ("a3-ultragpu-8g", None, MachineUse("a3", 224, "NVIDIA_H200_GPUS", 8, 0, 12000)),
+        ("a3-highgpu-1g", None, MachineUse("a3", 26, "NVIDIA_H100_GPUS", 1, 100, 750)),
         ("zz-odd", None, MachineUse("zz", 0, ssd=100)),
     ],
 )
@@ -194,7 +196,9 @@ def cluster(*pools: dict[str, Any]) -> ClusterSpec:
 
 
 G2 = {"machine": "g2-standard-8"}
+A3 = {"machine": "a3-highgpu-8g"}  # with 6000 GB of Local SSD
 L4, PL4 = "NVIDIA_L4_GPUS", "PREEMPTIBLE_NVIDIA_L4_GPUS"
+SSD, PSSD = "LOCAL_SSD_TOTAL_GB", "PREEMPTIBLE_LOCAL_SSD_GB"
 
 
 @pytest.mark.parametrize(
@@ -248,6 +252,28 @@ L4, PL4 = "NVIDIA_L4_GPUS", "PREEMPTIBLE_NVIDIA_L4_GPUS"
             [Shortfall("p0", "SSD_TOTAL_GB", 500, 800)],
             id="disks",
         ),
+        pytest.param(
+            [A3],
+            {SSD: (99000, 0), PSSD: (9000, 0)},
+            {},
+            [Shortfall("p0", PSSD, 9000, 24000, certain=False)],
+            id="Local SSD of spot machines, as a warning",
+        ),
+        pytest.param(
+            [{**A3, "market": "on-demand"}],
+            {SSD: (500, 0), PSSD: (99000, 0)},
+            {},
+            [Shortfall("p0", SSD, 500, 24000, certain=False)],
+            id="Local SSD of on-demand machines, as a warning",
+        ),
+        pytest.param(
+            [A3],
+            {SSD: (9000, 0), PSSD: (0, 0)},
+            {},
+            [Shortfall("p0", SSD, 9000, 24000, certain=False)],
+            id="no preemptible quota of Local SSD: the standard one",
+        ),
+        pytest.param([A3], {SSD: (0, 0), PSSD: (0, 0)}, {}, [], id="a quota of Local SSD that shows 0 says nothing"),
     ],
 )
 def test_quotas(

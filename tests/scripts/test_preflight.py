@@ -12,7 +12,7 @@ import pytest
 from scripts import cloud_site, preflight, stacks
 from scripts import site as sites
 from scripts.stacks import Place
-from spotrun.cloud import asking
+from spotrun.cloud import Shortfall, asking
 from spotrun.errors import CloudError, CredentialsError, QuotaError, SpotrunError
 from spotrun.store import (
     cluster_key,
@@ -135,6 +135,11 @@ def test_a_quota_that_is_too_small(aws: Moto, tmp_path: Path, capsys: pytest.Cap
     with pytest.raises(QuotaError):
         at(tmp_path).up()
     assert calls(tmp_path) == []
+
+
+def test_a_quota_that_the_cloud_may_not_apply_stops_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    preflight.check_quotas(spec(tmp_path), lambda _: [Shortfall("spot", "LOCAL_SSD", 500, 6000, certain=False)])
+    assert "pool spot: quota LOCAL_SSD in us-east-1 is 500; the pool's max takes 6000" in capsys.readouterr().err
 
 
 def test_a_wrong_cluster_file_never_reaches_terraform(aws: Moto, tmp_path: Path) -> None:

@@ -80,6 +80,7 @@ class Shortfall:
     has: float  # what the quota allows, in its own unit
     needs: float  # what `max` machines of the pool take
     used: float = 0.0  # what others than this cluster already use; 0 if the cloud does not say
+    certain: bool = True  # whether the cloud really counts the pool's machines by this quota
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,9 @@ class GoogleSeries:
     """Whole GPUs by the last word of the name. GPUs attached to an N1 machine do not belong to its type."""
     vcpus_per_gpu: int = 0  # 0: the last word is the number of vCPUs, or the number is not known here
     quota: str = ""  # The metric that counts these GPUs. Empty: only the Cloud Quotas API has it.
+    ssd_per_gpu: int = (
+        0  # GB of Local SSD that come with the type, for each GPU. 0: none, or the number is not known here
+    )
 
 
 GPUS_BY_NAME: dict[str, Gpu] = {
@@ -110,11 +113,11 @@ _1_TO_8 = {"1g": 1, "2g": 2, "4g": 4, "8g": 8}
 GOOGLE: dict[str, GoogleSeries] = {
     "a2-highgpu": GoogleSeries(_1_TO_8, 12, "NVIDIA_A100_GPUS"),
     "a2-megagpu": GoogleSeries({"16g": 16}, 6, "NVIDIA_A100_GPUS"),
-    "a2-ultragpu": GoogleSeries(_1_TO_8, 12, "NVIDIA_A100_80GB_GPUS"),
-    "a3-highgpu": GoogleSeries(_1_TO_8, 26, "NVIDIA_H100_GPUS"),
-    "a3-edgegpu": GoogleSeries({"8g": 8}, 26, "NVIDIA_H100_GPUS"),
-    "a3-megagpu": GoogleSeries({"8g": 8}, 26, "NVIDIA_H100_MEGA_GPUS"),
-    "a3-ultragpu": GoogleSeries({"8g": 8}, 28, "NVIDIA_H200_GPUS"),
+    "a2-ultragpu": GoogleSeries(_1_TO_8, 12, "NVIDIA_A100_80GB_GPUS", 375),
+    "a3-highgpu": GoogleSeries(_1_TO_8, 26, "NVIDIA_H100_GPUS", 750),
+    "a3-edgegpu": GoogleSeries({"8g": 8}, 26, "NVIDIA_H100_GPUS", 750),
+    "a3-megagpu": GoogleSeries({"8g": 8}, 26, "NVIDIA_H100_MEGA_GPUS", 750),
+    "a3-ultragpu": GoogleSeries({"8g": 8}, 28, "NVIDIA_H200_GPUS", 1500),
     "a4-highgpu": GoogleSeries({"8g": 8}, 28, "NVIDIA_B200_GPUS"),
     "a4x-highgpu": GoogleSeries({"4g": 4}),
     "g2-standard": GoogleSeries(
@@ -182,6 +185,13 @@ def google_gpu_quota(machine: str) -> tuple[str, int]:
     found = GOOGLE.get(series)
     count = found.gpus.get(word, 0) if found and found.quota else 0
     return (found.quota, count) if found and count else ("", 0)
+
+
+def google_local_ssd(machine: str) -> int:
+    """GB of Local SSD that come with the machine type; 0 if there are none, or if the number is not known."""
+    series, _, word = machine.rpartition("-")
+    found = GOOGLE.get(series)
+    return found.ssd_per_gpu * found.gpus.get(word, 0) if found else 0
 
 
 def google_has_persistent_disk(machine: str) -> bool:

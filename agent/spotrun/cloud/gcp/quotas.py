@@ -3,6 +3,10 @@
 `regions.get` and `projects.get` show the older quotas. Quotas of newer machine families (H100 and later, the vCPUs of
 G2 and A3) are only in the Cloud Quotas API, so nothing is known about them here. If such a quota is too small, the
 pool's problems say QUOTA_EXCEEDED.
+
+Local SSD is uncertain. Google counts the disks of some families by a quota for each family and region
+(LOCAL_SSD_TOTAL_GB_PER_VM_FAMILY), which only the Cloud Quotas API has, and the older quotas may show 0 for what has no
+limit. So a limit of 0 says nothing, and a shortfall is only a warning.
 """
 
 from __future__ import annotations
@@ -15,8 +19,10 @@ from google.cloud import compute_v1
 from spotrun.cloud.base import Market, Shortfall
 from spotrun.spec import ClusterSpec, PoolSpec
 from spotrun.spec.cluster import IMAGE_GB
-from spotrun.spec.machine_types import google_gpu_quota, google_has_persistent_disk, google_vcpus
+from spotrun.spec.machine_types import google_gpu_quota, google_has_persistent_disk, google_local_ssd, google_vcpus
 from spotrun.spec.names import HEAD
+
+_LOCAL_SSD = ("LOCAL_SSD_TOTAL_GB", "PREEMPTIBLE_LOCAL_SSD_GB")
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,7 @@ class MachineUse:
     gpu: str = ""  # the metric that counts its GPUs
     gpus: int = 0  # how many GPUs that metric counts
     ssd: float = 0.0  # GB of Persistent Disk on SSD
+    local_ssd: float = 0.0  # GB of Local SSD
 
 
 def read(found: Iterable[compute_v1.Quota]) -> dict[str, Quota]:
@@ -62,7 +69,7 @@ def compare(cluster: ClusterSpec, quotas: Mapping[str, Quota], running: Mapping[
             used = max(quotas[metric].used - own[metric], 0.0)
             needed = amount * pool.max
             if needed > quotas[metric].limit - used:
-                found.append(Shortfall(name, metric, quotas[metric].limit, needed, used))
+                found.append(Shortfall(name, metric, quotas[metric].limit, needed, used, metric not in _LOCAL_SSD))
     return found
 
 
@@ -74,7 +81,7 @@ def machine_use(pool: PoolSpec) -> MachineUse:
         model = pool.accelerator.type.removeprefix("nvidia-").removeprefix("tesla-").replace("-", "_").upper()
         return MachineUse(family, vcpus, f"NVIDIA_{model}_GPUS", pool.accelerator.count, ssd)
     quota, gpus = google_gpu_quota(pool.machine)
-    return MachineUse(family, vcpus, quota, gpus, ssd)
+    return MachineUse(family, vcpus, quota, gpus, ssd, google_local_ssd(pool.machine))
 
 
 def _needs(one: MachineUse, market: Market, quotas: Mapping[str, Quota]) -> dict[str, float]:
@@ -82,6 +89,7 @@ def _needs(one: MachineUse, market: Market, quotas: Mapping[str, Quota]) -> dict
     family = f"{one.family.upper()}_CPUS"
     general = "CPUS" if one.family in ("n1", "e2", "f1", "g1") else ""
     cpus = family if family in quotas else general
+    local = {metric: quotas[metric] for metric in _LOCAL_SSD if metric in quotas and quotas[metric].limit > 0}
     found = {
         _counted(cpus, "PREEMPTIBLE_CPUS", market, quotas): float(one.vcpus),
         _counted(one.gpu, f"PREEMPTIBLE_{one.gpu}", market, quotas): float(one.gpus),
@@ -90,6 +98,8 @@ def _needs(one: MachineUse, market: Market, quotas: Mapping[str, Quota]) -> dict
         "INSTANCES": 1.0,
         "SSD_TOTAL_GB": one.ssd,
     }
+    if (metric := _counted(*_LOCAL_SSD, market, local)) in local:
+        found[metric] = one.local_ssd
     return {metric: amount for metric, amount in found.items() if amount and metric in quotas}
 
 
