@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Set
 from types import ModuleType
 from typing import Any
 
@@ -86,6 +86,23 @@ def maintenance_notice(found: Trace) -> Facts:
         raise NotRun("simulateMaintenanceEvent gave this machine no notice of maintenance while the job ran")
     if not told:
         raise Failed("the metadata server announced maintenance, and the agent did not report it", facts)
+    return facts
+
+
+def flex_template(cluster: ClusterSpec) -> Facts:
+    """Whether Google has the templates of flex pools as Flex-start ones. Others would cost the full price."""
+    pools = {pool.name for pool in cluster.pools if pool.market == "flex"}
+    return judge_models(pools, _audit(cluster).models(cluster))
+
+
+def judge_models(pools: Set[str], models: Iterable[tuple[str, str]]) -> Facts:
+    """The provisioning models of flex pools. models: of all templates, each with its pool. Pure."""
+    found = [each for each in models if each[0] in pools]
+    facts: Facts = {f"pool {pool}": model or "no provisioning model" for pool, model in found}
+    if lacking := sorted(pools - {pool for pool, _ in found}):
+        raise Failed(f"Google lists no template of pools {', '.join(lacking)}", facts)
+    if wrong := [f"pool {pool} is {model or 'without a model'}" for pool, model in found if model != "FLEX_START"]:
+        raise Failed(f"the template is not FLEX_START, so machines cost the full price: {', '.join(wrong)}", facts)
     return facts
 
 

@@ -147,6 +147,7 @@ CHECKS: Mapping[str, Check] = {
     "kill": _of_job(_kill),
     "equality": partial(_equality, "reference"),
     "gpu up": _up,
+    "flex template": lambda rig, _: accounts.flex_template(rig.cluster),
     "gpu gate": _of_job(_gate),
     "matrix product": _of_job(devices.matrix),
     "snapshot copy": _of_job(devices.copy),

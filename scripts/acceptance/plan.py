@@ -68,6 +68,8 @@ def missing(step: Step, cluster: ClusterSpec) -> str:
             return f"it needs {wanted}, and the cluster's pools have at most {most}"
     if step.name == "maintenance notice" and not steady(cluster):
         return "no pool of the cluster has on-demand machines with GPUs"
+    if step.name == "flex template" and not any(pool.market == "flex" for pool in cluster.pools):
+        return "no pool of the cluster has market flex"
     if step.name == "efa layout" and not cluster.network.efa:
         return "network.efa is false in the cluster file"
     return ""

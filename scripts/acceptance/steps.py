@@ -104,6 +104,9 @@ STEPS: tuple[Step, ...] = (
 
     Step("gpu up", "gpu", "gpu", "the cluster has the pools of its own file now", 3,
          _TERRAFORM, gate=True, sets_up=("gpu", "gpus")),
+    Step("flex template", "gpu", "gpu", "Google has the templates of flex pools as Flex-start ones, not as dearer ones",
+         0.2, "remove the flex pools from the cluster file, and report the version of Terraform's provider", gate=True,
+         clouds=("gcp",)),
     Step("gpu gate", "gpu", "gpu", "driver, GPUs and adapters pass every line of the health gate", 8,
          "the reason is the health gate's own line; docs/images.md says what an image must have", gate=True, job="gpu"),
     Step("matrix product", "gpu", "gpu", "bf16 products and memory are as fast as the type's known figures", 1,

@@ -146,6 +146,14 @@ def test_a_project_that_cannot_be_asked(google_says: dict[str, Any]) -> None:
         google.permissions(L4)
 
 
+def test_the_provisioning_models_of_a_clusters_templates(google_says: dict[str, Any]) -> None:
+    pools = (*L4.pools, L4.pools[0].model_copy(update={"name": "later", "market": "flex"}))
+    for name in ("l4", "another"):
+        google_says["gce"].add_cluster(L4.model_copy(update={"name": name, "pools": pools}))
+    expected = {"head": "STANDARD", "later": "FLEX_START", "spot-a": "SPOT", "spot-b": "SPOT", "steady": "STANDARD"}
+    assert google.models(L4) == sorted(expected.items())
+
+
 def test_what_carries_the_label_in_a_project(google_says: dict[str, Any]) -> None:
     labels = {"spotrun-cluster": "l4"}
     assert google.left(L4) == []

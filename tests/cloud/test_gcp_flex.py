@@ -49,6 +49,19 @@ async def test_a_pool_grows_by_requests_and_its_machines_have_an_end(cloud: GcpC
     await running(cloud, "flex", 0)
 
 
+async def test_machines_that_are_not_flex_start_do_not_go_unnoticed(cloud: GcpCloud, gce: FakeGce) -> None:
+    """As if Terraform had made a standard template."""
+    await cloud.resize("flex", 1)
+    [right] = await running(cloud, "flex", 1)
+    assert await cloud.problems() == []
+    for vm in gce._methods.vms():
+        vm.resource.scheduling.provisioning_model = "STANDARD"
+    [wrong] = await running(cloud, "flex", 1)
+    [problem] = await cloud.problems()
+    assert (problem.pool, problem.kind, problem.at) == ("flex", "other", right.created)
+    assert f"not Flex-start machines, at another price: {wrong.name} (on-demand)" in problem.message
+
+
 async def test_a_request_waits_until_all_its_machines_are_there(cloud: GcpCloud, gce: FakeGce) -> None:
     gce.limit(GROUP, 1)
     await cloud.resize("flex", 2)

@@ -29,6 +29,7 @@ from spotrun.store import Store
 ROOT = Path(__file__).parents[2]
 LOCAL = load_cluster(ROOT / "clusters/local.yaml")
 L4 = load_cluster(ROOT / "clusters/gcp-l4.yaml")
+FLEX = L4.model_copy(update={"pools": (*L4.pools, L4.pools[0].model_copy(update={"name": "late", "market": "flex"}))})
 P5 = load_cluster(ROOT / "clusters/aws-p5.yaml")
 PASSED, FAILED = Result(state="passed"), Result(state="failed", reason="no")
 
@@ -106,7 +107,7 @@ def test_a_failure_stops_what_costs_more(failing: str, work: Work) -> None:
     """Whatever step fails: no later stage begins, the cluster is taken down, the report says what to do."""
     step = next(step for step in STEPS if step.name == failing)
     if plan.missing(step, work.cluster):
-        work = Work(work.folder, P5)
+        work = Work(work.folder, FLEX if failing == "flex template" else P5)
     work.raising[failing] = CloudError("the cloud said no")
     assert work.run() == 1
     assert work.state(failing) == "failed"
@@ -149,7 +150,7 @@ def test_a_later_run_goes_on_where_the_first_one_failed(work: Work) -> None:
     assert work.run() == 1
     work.raising.clear()
     assert work.run() == 0
-    rest = [name for name in names("gpu", "gpus", "moved") if name != "efa layout"]
+    rest = [name for name in names("gpu", "gpus", "moved") if name not in ("efa layout", "flex template")]
     assert work.done == ["up", "kill", *rest, "down", "left"]
 
 
@@ -207,7 +208,7 @@ def test_what_cannot_be_tried_is_never_passed(tmp_path: Path) -> None:
     assert (local.state("reference"), local.reason("reference")) == ("not run", "disturbed")
     (line,) = (line for line in local.said if line.startswith("not run: it needs machines with GPUs, and the local"))
     assert "matrix product" in line
-    assert local.said[-1].startswith("13 passed, 0 failed, 32 not run; the report: ")
+    assert local.said[-1].startswith("13 passed, 0 failed, 33 not run; the report: ")
 
 
 def test_nothing_is_taken_down_that_was_not_brought_up(work: Work) -> None:

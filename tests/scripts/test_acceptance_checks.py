@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -150,6 +151,28 @@ def test_an_hour_of_notice_before_maintenance(
         return
     with pytest.raises(error, match=why):
         accounts.maintenance_notice(found)
+
+
+@pytest.mark.parametrize(
+    ("models", "why"),
+    [
+        ([("flex", "FLEX_START"), ("spot", "SPOT")], ""),
+        ([("flex", "FLEX_START"), ("flex", "STANDARD")], "machines cost the full price: pool flex is STANDARD"),
+        ([("flex", "")], "pool flex is without a model"),
+        ([("spot", "SPOT")], "Google lists no template of pools flex"),
+    ],
+)
+def test_a_flex_template_is_a_flex_start_one(models: list[tuple[str, str]], why: str) -> None:
+    with pytest.raises(Failed, match=why) if why else contextlib.nullcontext():
+        assert accounts.judge_models({"flex"}, models) == {"pool flex": "FLEX_START"}
+
+
+def test_flex_templates_are_looked_at_only_where_there_are_flex_pools() -> None:
+    step = next(step for step in STEPS if step.name == "flex template")
+    spot = load_cluster(ROOT / "clusters/gcp-l4.yaml")
+    assert plan.missing(step, spot) == "no pool of the cluster has market flex"
+    pool = PoolSpec(name="flex", market="flex", zone="us-central1-a", machine="g2-standard-8", max=1)
+    assert plan.missing(step, spot.model_copy(update={"pools": (pool,)})) == ""
 
 
 def test_that_notice_is_tried_on_on_demand_machines_only() -> None:

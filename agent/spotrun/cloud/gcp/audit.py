@@ -17,7 +17,7 @@ from spotrun.cloud.gcp import errors
 from spotrun.cloud.gcp.api import OPTIONS, Api, Clients, credentials
 from spotrun.errors import CloudError
 from spotrun.spec import ClusterSpec
-from spotrun.spec.names import CLUSTER
+from spotrun.spec.names import CLUSTER, POOL
 
 ENDPOINT = "GOOGLE_RESOURCE_MANAGER_CUSTOM_ENDPOINT"  # the variable of Terraform's google provider
 _SERVER = "https://cloudresourcemanager.googleapis.com/v1/"
@@ -66,6 +66,11 @@ def left(cluster: ClusterSpec) -> list[Left]:
     return asyncio.run(_left(cluster))
 
 
+def models(cluster: ClusterSpec) -> list[tuple[str, str]]:
+    """The pool and the provisioning model of each template of the cluster. Blocking. Raises `CloudError`."""
+    return asyncio.run(_models(cluster))
+
+
 def _ask(session: AuthorizedSession, project: str, wanted: Sequence[str]) -> list[str] | None:
     """The allowed ones; None if one of `wanted` is not a permission of projects.
 
@@ -78,6 +83,21 @@ def _ask(session: AuthorizedSession, project: str, wanted: Sequence[str]) -> lis
     if answer.status_code != 200:
         raise CloudError(f"project {project}: your permissions are unknown: {answer.status_code}: {answer.text[:300]}")
     return list(answer.json().get("permissions", []))
+
+
+async def _models(cluster: ClusterSpec) -> list[tuple[str, str]]:
+    def call(clients: Clients) -> list[tuple[str, str]]:
+        request = compute_v1.AggregatedListInstanceTemplatesRequest(project=cluster.project or "")
+        scopes = clients.templates.aggregated_list(request, **OPTIONS)
+        made = (each.properties for _, scope in scopes for each in scope.instance_templates)
+        ours = [each for each in made if each.labels.get(CLUSTER) == cluster.name]
+        return sorted((each.labels.get(POOL, ""), each.scheduling.provisioning_model) for each in ours)
+
+    api = Api(cluster.project or "")
+    try:
+        return await api.ask("templates of the pools", call)
+    finally:
+        await api.close()
 
 
 async def _left(cluster: ClusterSpec) -> list[Left]:

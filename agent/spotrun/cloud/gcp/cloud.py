@@ -43,6 +43,7 @@ class GcpCloud:
         self._problems: dict[str, list[Problem]] = {}
         self._adviser = Adviser(cluster, self.api)
         self._queue = flex.Queue(self.api)
+        self._listed: dict[str, list[Instance]] = {}  # by zone: the machines of the last answer
 
     async def nodes(self) -> list[Instance]:
         # Zone by zone: an aggregated list silently omits zones that Google cannot reach at the moment.
@@ -131,7 +132,9 @@ class GcpCloud:
     async def problems(self) -> list[Problem]:
         found, silent = await _ask_each({pool.name: self._problems_of(pool) for pool in self.cluster.pools})
         known = found | {name: self._problems.get(name, []) for name in silent}
-        return [problem for pool in self.cluster.pools for problem in known[pool.name]]
+        flexible = (pool for pool in self.cluster.pools if pool.market == "flex")
+        dear = {pool.name: flex.dear(pool, self._listed.get(pool.zone, [])) for pool in flexible}
+        return [problem for pool in self.cluster.pools for problem in known[pool.name] + dear.get(pool.name, [])]
 
     async def shortfalls(self) -> list[Shortfall]:
         """As in `Cloud`, and for the head's machine too. Compares the quotas of the project and of the region."""
@@ -158,7 +161,8 @@ class GcpCloud:
             f"machines in {zone}", lambda c: [instance(each) for each in c.instances.list(request, **OPTIONS)]
         )
         # Google replaces no flex machine that has ended: see `_size`.
-        return [each for each in found if (each.market, each.state) != ("flex", "terminated")]
+        there = self._listed[zone] = [each for each in found if (each.market, each.state) != ("flex", "terminated")]
+        return there
 
     async def _size_if_any(self, pool: str) -> int | None:
         try:

@@ -15,7 +15,7 @@ from typing import Literal
 
 from google.cloud import compute_v1
 
-from spotrun.cloud.base import Problem
+from spotrun.cloud.base import Instance, Problem
 from spotrun.cloud.gcp.api import OPTIONS, Api
 from spotrun.cloud.gcp.errors import kind_of, one_line, refusal
 from spotrun.cloud.gcp.instances import epoch
@@ -118,6 +118,20 @@ def diagnose(pool: PoolSpec, known: Sequence[Request], before: Sequence[Problem]
         return []
     same = (each for each in before if (each.kind, each.message) == (found.kind, found.message))
     return [next(same, found)]
+
+
+def dear(pool: PoolSpec, nodes: Sequence[Instance]) -> list[Problem]:
+    """Whether a flex pool has machines that Google does not run as Flex-start machines: these cost the full price.
+
+    An older Terraform provider is said to make such templates silently:
+    https://github.com/hashicorp/terraform-provider-google/issues/24172
+    """
+    found = [node for node in nodes if (node.pool, node.state) == (pool.name, "running") and node.market != "flex"]
+    if not found:
+        return []
+    names = ", ".join(f"{node.name} ({node.market})" for node in found)
+    text = f"not Flex-start machines, at another price: {names}; remove the pool from the cluster file: docs/gcp.md"
+    return [Problem(pool.name, "other", text, min(node.created for node in found))]
 
 
 def request(found: compute_v1.InstanceGroupManagerResizeRequest) -> Request:
