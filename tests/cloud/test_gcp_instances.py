@@ -196,6 +196,7 @@ def cluster(*pools: dict[str, Any]) -> ClusterSpec:
 
 
 G2 = {"machine": "g2-standard-8"}
+WEEK = {"market": "on-demand", "max_run_duration": "7d"}
 A3 = {"machine": "a3-highgpu-8g"}  # with 6000 GB of Local SSD
 L4, PL4 = "NVIDIA_L4_GPUS", "PREEMPTIBLE_NVIDIA_L4_GPUS"
 SSD, PSSD = "LOCAL_SSD_TOTAL_GB", "PREEMPTIBLE_LOCAL_SSD_GB"
@@ -216,6 +217,19 @@ SSD, PSSD = "LOCAL_SSD_TOTAL_GB", "PREEMPTIBLE_LOCAL_SSD_GB"
         pytest.param([G2], {PL4: (0, 0), L4: (0, 0)}, {}, [Shortfall("p0", PL4, 0, 4)], id="neither"),
         pytest.param(
             [{**G2, "market": "on-demand"}], {PL4: (9, 0), L4: (1, 0)}, {}, [Shortfall("p0", L4, 1, 4)], id="on-demand"
+        ),
+        pytest.param(
+            [{**G2, **WEEK}], {PL4: (4, 0), L4: (1, 0)}, {}, [], id="on-demand for a week: preemptible is larger"
+        ),
+        pytest.param(
+            [{**G2, **WEEK}], {PL4: (1, 0), L4: (4, 0)}, {}, [], id="on-demand for a week: standard is larger"
+        ),
+        pytest.param(
+            [{**G2, **WEEK, "max_run_duration": "8d"}],
+            {PL4: (4, 0), L4: (1, 0)},
+            {},
+            [Shortfall("p0", L4, 1, 4)],
+            id="on-demand for longer",
         ),
         pytest.param(
             [G2], {"GPUS_ALL_REGIONS": (1, 0)}, {}, [Shortfall("p0", "GPUS_ALL_REGIONS", 1, 4)], id="the project's"

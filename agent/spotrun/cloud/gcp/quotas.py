@@ -13,15 +13,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from google.cloud import compute_v1
 
 from spotrun.cloud.base import Market, Shortfall
 from spotrun.spec import ClusterSpec, PoolSpec
 from spotrun.spec.cluster import IMAGE_GB
-from spotrun.spec.machine_types import google_gpu_quota, google_has_persistent_disk, google_local_ssd, google_vcpus
+from spotrun.spec.machine_types import (
+    google_gpu_quota,
+    google_has_gpus,
+    google_has_persistent_disk,
+    google_local_ssd,
+    google_vcpus,
+)
 from spotrun.spec.names import HEAD
 
+_WEEK = 7 * 86400  # seconds
 _LOCAL_SSD = ("LOCAL_SSD_TOTAL_GB", "PREEMPTIBLE_LOCAL_SSD_GB")
 
 
@@ -58,7 +66,7 @@ def compare(cluster: ClusterSpec, quotas: Mapping[str, Quota], running: Mapping[
     """
     head = PoolSpec(name=HEAD, zone=cluster.head.zone, machine=cluster.head.machine, market="on-demand", disk=IMAGE_GB)
     pools = {HEAD: head, **{pool.name: pool for pool in cluster.pools}}
-    needs = {name: _needs(machine_use(pool), pool.market, quotas) for name, pool in pools.items()}
+    needs = {name: _needs(machine_use(pool), _terms(pool), quotas) for name, pool in pools.items()}
     own: dict[str, float] = {}
     for name, amounts in needs.items():
         for metric, amount in amounts.items():
@@ -84,34 +92,48 @@ def machine_use(pool: PoolSpec) -> MachineUse:
     return MachineUse(family, vcpus, quota, gpus, ssd, google_local_ssd(pool.machine))
 
 
-def _needs(one: MachineUse, market: Market, quotas: Mapping[str, Quota]) -> dict[str, float]:
+def _terms(pool: PoolSpec) -> Market | Literal["either"]:
+    """How Google counts a pool's machines: as its market says, or by either of the two quotas.
+
+    The latter holds for on-demand machines with GPUs that end within a week:
+    https://cloud.google.com/compute/docs/instances/limit-vm-runtime
+    """
+    brief = pool.max_run_duration is not None and pool.max_run_duration <= _WEEK
+    gpus = pool.accelerator is not None or google_has_gpus(pool.machine)
+    return "either" if pool.market == "on-demand" and brief and gpus else pool.market
+
+
+def _needs(one: MachineUse, terms: Market | Literal["either"], quotas: Mapping[str, Quota]) -> dict[str, float]:
     """How much one machine uses of each quota in `quotas`."""
     family = f"{one.family.upper()}_CPUS"
     general = "CPUS" if one.family in ("n1", "e2", "f1", "g1") else ""
     cpus = family if family in quotas else general
     local = {metric: quotas[metric] for metric in _LOCAL_SSD if metric in quotas and quotas[metric].limit > 0}
     found = {
-        _counted(cpus, "PREEMPTIBLE_CPUS", market, quotas): float(one.vcpus),
-        _counted(one.gpu, f"PREEMPTIBLE_{one.gpu}", market, quotas): float(one.gpus),
+        _counted(cpus, "PREEMPTIBLE_CPUS", terms, quotas): float(one.vcpus),
+        _counted(one.gpu, f"PREEMPTIBLE_{one.gpu}", terms, quotas): float(one.gpus),
         "CPUS_ALL_REGIONS": float(one.vcpus),
         "GPUS_ALL_REGIONS": float(one.gpus),
         "INSTANCES": 1.0,
         "SSD_TOTAL_GB": one.ssd,
     }
-    if (metric := _counted(*_LOCAL_SSD, market, local)) in local:
+    if (metric := _counted(*_LOCAL_SSD, terms, local)) in local:
         found[metric] = one.local_ssd
     return {metric: amount for metric, amount in found.items() if amount and metric in quotas}
 
 
-def _counted(standard: str, preemptible: str, market: Market, quotas: Mapping[str, Quota]) -> str:
+def _counted(standard: str, preemptible: str, terms: Market | Literal["either"], quotas: Mapping[str, Quota]) -> str:
     """Which of the two quotas counts a machine. https://cloud.google.com/compute/resource-usage
 
     Spot and flex machines count against the standard quota until Google grants the project a preemptible quota. After
     that they count against the preemptible one only. A preemptible quota that was never granted shows as 0.
+    For machines that may use either, the larger quota is taken.
     """
-    if market == "on-demand":
-        return standard
     of_spot, of_standard = quotas.get(preemptible), quotas.get(standard)
+    if terms == "either" and of_spot is not None and of_standard is not None:
+        return preemptible if of_spot.limit > of_standard.limit else standard
+    if terms in ("on-demand", "either"):
+        return standard
     if of_spot is not None and (of_spot.limit > 0 or (of_standard is not None and of_standard.limit == 0)):
         return preemptible
     return standard
