@@ -2,7 +2,9 @@
 
 GCE: a long poll on `instance/preempted` and `instance/maintenance-event`. GCE does not say how much time is left, so
 `Terms` has it: 30 s or 120 s to a preemption (https://cloud.google.com/compute/docs/instances/spot#preemption-process),
-a minute to maintenance, an hour on a machine with GPUs (https://cloud.google.com/compute/docs/gpus/gpu-host-maintenance).
+an hour to maintenance with GPUs (https://cloud.google.com/compute/docs/gpus/gpu-host-maintenance), a minute otherwise.
+Without GPUs, GCE announces maintenance only to machines that it moves to another host:
+https://cloud.google.com/compute/docs/metadata/getting-live-migration-notice.
 EC2: a poll of `spot/instance-action`, as AWS advises. The answer has the time
 (https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html).
 """
