@@ -48,9 +48,7 @@ class GoogleSeries:
     """Whole GPUs by the last word of the name. GPUs attached to an N1 machine do not belong to its type."""
     vcpus_per_gpu: int = 0  # 0: the last word is the number of vCPUs, or the number is not known here
     quota: str = ""  # The metric that counts these GPUs. Empty: only the Cloud Quotas API has it.
-    ssd_per_gpu: int = (
-        0  # GB of Local SSD that come with the type, for each GPU. 0: none, or the number is not known here
-    )
+    ssd_per_gpu: int = 0  # GB of Local SSD that come with the type. 0: none, or the number is not known here
 
 
 GPUS_BY_NAME: dict[str, Gpu] = {
