@@ -54,7 +54,7 @@ def test_the_main_job(fab: Fab, tmp_path: Path) -> None:
     rows = {kind: words for words in report if words for kind in words[0].split("+")}  # a kill may come during a growth
     preempt, kill = rows["preempt"], rows["kill"]
     assert preempt[-1] == "0", "no step is lost with notice"
-    assert float(preempt[-2]) > 0
+    assert 0 <= float(preempt[-2]) < 60, "seconds of the pause, which may round to 0"
     assert int(kill[-1]) >= 0
     assert any(words[:1] == ["goodput"] for words in report)
     logs = fab("logs")

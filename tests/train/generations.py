@@ -38,7 +38,7 @@ from spotrun.train import (
 )
 from spotrun.train.copier import Copier
 from tests.helpers import wait_for
-from tests.train import faults
+from tests.train import faults, scripts
 from tests.train.forks import forked
 from tests.train.meeting import meeting
 
@@ -89,14 +89,21 @@ class Plan:
     abort_takes: float = 0.0  # seconds that an abort takes; 0: no time
     nccl_fails_at: int = -1  # step of the first generation in which its process group reports an error
     stays: float = 0.0  # seconds that the end of its process group takes, which then fails; 0: it ends well
+    script: str = ""  # another script, of `tests.train.scripts`
     die_copied: int = -1  # step whose snapshot it copies, or its section, before it kills itself
 
 
 def train(environment: dict[str, str], plan: Plan) -> None:
-    """The training script, in a process of its own."""
+    """The plan's script, in a process of its own."""
     os.environ.update(environment)
     out = Path(plan.out)
     prepare(plan, out)
+    script = getattr(scripts, plan.script) if plan.script else usual
+    script(plan, out)
+
+
+def usual(plan: Plan, out: Path) -> None:
+    """The script of most tests."""
     run = spotrun.init(seed=5, backend=plan.backend or None)
     if plan.nccl_fails_at >= 0:
         group_health.error = lambda: "COMM_ERROR" if (run.generation, run.step) == (1, plan.nccl_fails_at) else ""

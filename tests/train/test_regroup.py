@@ -5,10 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from torch.utils.data import DistributedSampler
 
 from spotrun.state import exit_note
 from spotrun.state.control import (
@@ -26,7 +24,6 @@ from spotrun.state.control import (
     NONE,
     Context,
     Control,
-    Invitation,
     worker_fifo,
 )
 from spotrun.state.wakeup import wake
@@ -35,124 +32,10 @@ from spotrun.train.regroup import Membership
 from tests.helpers import wait_for
 from tests.train import faults
 from tests.train.forks import forked
-from tests.train.generations import Cluster, Plan, everything, flatten, train
-from tests.train.meeting import meeting
+from tests.train.generations import Cluster, everything, flatten
+from tests.train.regroups import Member, Regroups
 
 ON_GPU = {"on_gpu": True}  # the plan of a worker whose device counts as a GPU
-
-
-@dataclass
-class Member:
-    """A worker's process, and what its agent knows."""
-
-    process: Any
-    control: Control
-    context: Context
-    gone: bool = False
-
-
-class Regroups:
-    """A job whose workers live through its generations. The test is head and agent."""
-
-    def __init__(self, path: Path) -> None:
-        self.cluster = Cluster(path, regroups=True)
-        self.stack = ExitStack()
-        self.members: list[Member] = []  # of the newest generation, in rank order
-        self.all: list[Member] = []
-        self.wakeup = path / "wakeup"  # the agent's FIFO
-        os.mkfifo(self.wakeup)
-        self.wakes = os.open(self.wakeup, os.O_RDWR | os.O_NONBLOCK)
-        self.stack.callback(os.close, self.wakes)
-
-    def begin(self, nodes: str, interval: int = 0, stop_at: int = NONE, **plans: dict[str, Any]) -> None:
-        """The first generation: one worker a node. plans: by node."""
-        self.cluster.generation += 1
-        group = self.stack.enter_context(meeting(len(nodes)))
-        contexts = [self.cluster.context(node, rank, interval) for rank, node in enumerate(nodes)]
-        for rank, context in enumerate(contexts):
-            self.cluster.controls[rank].stop_at = stop_at
-            member = self._fork(context, group, rank, plans.get(context.node, {}))
-            self.members.append(member)
-
-    def warm_up(self, node: str, interval: int = 0, **plan: Any) -> Member:
-        """A worker that runs the script's set-up alone, and waits for a generation."""
-        number, self.cluster.generation = self.cluster.generation, 1000 + len(self.all)
-        context = replace(self.cluster.context(node, 0, interval), generation=0, warm_up=True)
-        self.cluster.generation = number
-        found = self._fork(context, {"WORLD_SIZE": "1"}, 0, plan)
-        wait_for(lambda: found.control.left == EXIT_DRAINED, 60)
-        return found
-
-    def regroup(
-        self, members: list[Member], stop_at: int = NONE, missing: int = 0, store: bool = True, answers: bool = True
-    ) -> None:
-        """Have these workers join the next generation, once all of them wait.
-
-        missing: members that never come. store: whether the generation's store is still there when they join.
-        answers: whether the store answers.
-        """
-        wait_for(lambda: all(each.control.left != NONE for each in members), 60)
-        self.cluster.generation += 1
-        group = self.stack.enter_context(meeting(len(members) + missing))
-        if not answers:
-            silent = self.stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-            group = group | {"MASTER_PORT": str(silent.getsockname()[1])}
-        if not store:
-            self.close_groups()
-        for rank, each in enumerate(members):
-            each.context = replace(each.context, generation=self.cluster.generation, warm_up=False)
-            exit_note.path_for(each.context.control).unlink(missing_ok=True)
-            each.control.renew(self.cluster.generation)
-            each.control.stop_at = stop_at
-            environment = {**group, "RANK": str(rank), "GENERATION": str(self.cluster.generation)}
-            log = str(self.cluster.path / "out" / "log.txt")
-            Invitation({**environment, Context.VARIABLE: each.context.to_env()}, log).write(each.context.control)
-            each.control.joins = self.cluster.generation
-        self.members = members
-
-    def survivors(self) -> list[Member]:
-        """All members but the second one, once that one has died."""
-        dead = self.members[1]
-        dead.process.join(60)
-        return [each for each in self.members if each is not dead]
-
-    def end(self) -> list[int | None]:
-        """Exit codes of the newest generation's workers."""
-        for each in self.members:
-            each.process.join(60)
-        return [each.process.exitcode for each in self.members]
-
-    def pids(self) -> list[int]:
-        return [each.process.pid for each in self.members]
-
-    def close_groups(self) -> None:
-        """End the stores of all generations."""
-        self.stack.close()
-
-    def close(self) -> None:
-        for each in self.all:
-            each.process.kill()
-            each.process.join()
-        self.stack.close()
-
-    def _fork(self, context: Context, group: dict[str, str], rank: int, plan: dict[str, Any]) -> Member:
-        context = replace(context, wakeup=str(self.wakeup))
-        environment = {
-            **group,
-            "RANK": str(rank),
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1",
-            "GENERATION": str(context.generation),
-            Context.VARIABLE: context.to_env(),
-        }
-        process = forked.Process(
-            target=train,
-            args=(environment, Plan(str(self.cluster.path / "out"), **plan)),
-            daemon=not plan.get("keeps_loaders"),  # a daemon may not start processes
-        )
-        process.start()
-        self.all.append(Member(process, Control(Path(context.control)), context))
-        return self.all[-1]
 
 
 @pytest.fixture
@@ -476,7 +359,8 @@ def test_a_tensor_that_changes_and_that_no_snapshot_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[torch.nn.Module], None], goes_on: bool
 ) -> None:
     """After an abort on a GPU, nothing brings it back."""
-    monkeypatch.setattr(torch.amp.GradScaler, "step", torch.amp.GradScaler.step)  # the membership replaces these two
+    monkeypatch.setattr(torch.amp.GradScaler, "step", torch.amp.GradScaler.step)  # the membership replaces these three
+    monkeypatch.setattr(DistributedSampler, "__init__", DistributedSampler.__init__)
     monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", torch.cuda.CUDAGraph.capture_begin)
     monkeypatch.setattr(Membership, "able", lambda _: NEEDS_RELEASE)
     module = torch.nn.Linear(2, 2)

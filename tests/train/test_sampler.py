@@ -75,6 +75,7 @@ def test_in_a_loader(workers: int) -> None:
     assert first != sorted(first)
     assert len(loader) == 6
     sampler.position = 8
+    sampler.resume()
     assert [value for batch in loader for value in batch.tolist()] == first[8:]
     sampler.set_epoch(1)
     second = [value for batch in loader for value in batch.tolist()]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from spotrun.errors import SpotrunError
+from spotrun.train.rng import derive, reseed
 from spotrun.train.sampler import ElasticSampler, share, taken
 
 
@@ -27,12 +28,16 @@ class Batch(NamedTuple):
         return self.samples == 0
 
 
-def check(loader: Any, tracked: Iterable[object]) -> None:
+def check(loader: Any, tracked: Collection[object]) -> None:
     """Raise `SpotrunError` unless the loader's sampler is the tracked ElasticSampler, or there is no ElasticSampler."""
     sampler = sampler_of(loader)
     samplers = [item for item in tracked if isinstance(item, ElasticSampler)]
     if sampler is not None and all(item is not sampler for item in samplers):
         raise SpotrunError("the loader's ElasticSampler is not tracked: add sampler=… to run.track(…)")
+    if any(item is loader for item in tracked):
+        raise SpotrunError(
+            "the loader is tracked: leave it out of run.track(…); run.steps continues at the right batch"
+        )
     if sampler is None and samplers:
         raise SpotrunError(
             "an ElasticSampler is tracked, but the loader given to run.steps does not use it: "
@@ -71,6 +76,30 @@ def plain(consumed: int, total: int | None, batch: int, accumulate: int = 1) -> 
         rounds = accumulate if total is None else min(accumulate, total - start)
         for number in range(rounds):
             yield Batch(1 / rounds, number == rounds - 1, start + number + 1, batch, number)
+
+
+def begin(loader: Any, seed: int, epoch: int, rank: int) -> Iterator[Any]:
+    """An epoch of a loader without an ElasticSampler: its order follows from these numbers.
+
+    The loader shuffles when its first batch is fetched, by its own generators or by the global one.
+    """
+    sampler: Any = getattr(loader, "sampler", None)
+    if hasattr(sampler, "set_epoch"):
+        sampler.set_epoch(epoch)
+    inner = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    for number, generator in enumerate(getattr(each, "generator", None) for each in (loader, sampler, inner)):
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(derive(seed, "loader", number, epoch, rank))
+    reseed(seed, "epoch", epoch, rank)
+    return iter(loader)
+
+
+def skip(iterator: Iterator[Any], count: int, seed: int, step: int, accumulate: int, rank: int) -> None:
+    """Fetch that many batches of an epoch, as its steps did: the first one is fetched already. step: the next one."""
+    first = step - -(-count // accumulate)
+    for number in range(1, count):
+        reseed(seed, first + number // accumulate, number % accumulate, rank)
+        next(iterator, None)
 
 
 def steps_in(n: int, batch: int, world: int, accumulate: int, drop_last: bool) -> int:

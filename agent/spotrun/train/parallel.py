@@ -29,14 +29,18 @@ _BUCKET = 250 << 20  # bytes a broadcast of buffers takes at once, as DDP does
 class Parallel(nn.Module):
     """Runs `module` through DDP where there is more than one worker; otherwise the module itself.
 
-    Neither is a registered submodule: parameters, names and state_dict are those of the user's module. Buffers (such as
-    the running statistics of a BatchNorm) are copied from rank 0 at the end of each step, not at the beginning of the
-    next. So every rank's state is the same when a snapshot is taken.
+    Neither is a registered submodule: parameters, names, submodules and state_dict are those of the user's module.
+    Buffers (such as the running statistics of a BatchNorm) are copied from rank 0 at the end of each step, not at the
+    beginning of the next. So every rank's state is the same when a snapshot is taken.
     """
 
     def __init__(self, module: nn.Module, device: torch.device, **options: Any) -> None:
         super().__init__()
         self.__dict__["module"] = module.to(device)
+        # A module that contains this one loads its state by these, see `_load_from_state_dict`.
+        self.__dict__["_modules"] = module._modules
+        # What DDP exchanges. The next DDP instance may begin while the script has frozen some, as GANs do.
+        self.__dict__["_trained"] = [each for each in module.parameters() if each.requires_grad]
         self.__dict__["_options"] = dict(options)
         self.__dict__["_device"] = device
         # DDP has two names for this option.
@@ -84,6 +88,10 @@ class Parallel(nn.Module):
 
         equal: all ranks have the same parameters and buffers, so DDP need not compare and send them.
         """
+        with _trainable(self.module, self._trained):
+            self.__dict__["_ddp"] = self._wrap(equal)
+
+    def _wrap(self, equal: bool) -> DistributedDataParallel | None:
         ddp = None
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             module, options = self.module, {_SYNC: False, **self._options}
@@ -102,7 +110,7 @@ class Parallel(nn.Module):
             ddp = DistributedDataParallel(module, **options)
             for state, hook in self._hooks:
                 ddp.register_comm_hook(state, hook)
-        self.__dict__["_ddp"] = ddp
+        return ddp
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         # Without gradients there is nothing to exchange, and ranks may evaluate different numbers of batches.
@@ -153,12 +161,16 @@ class Parallel(nn.Module):
             or ddp.mixed_precision
         ):
             return []
-        ignored = ddp.parameters_to_ignore
-        return [each for name, each in self.module.named_parameters() if each.requires_grad and name not in ignored]
+        ignored, trained = ddp.parameters_to_ignore, set(map(id, self._trained))
+        mine = ((name, each) for name, each in self.module.named_parameters() if id(each) in trained)
+        return [each for name, each in mine if each.requires_grad and name not in ignored]
 
     def share_buffers(self) -> None:
-        """Give every rank the buffers of rank 0. Called only if `shares_buffers`."""
-        if self._ddp is None or not self.training:
+        """Give every rank the buffers of rank 0. Called only if `shares_buffers`.
+
+        The mode does not matter: rank 0 alone may have evaluated the model at the end of the step.
+        """
+        if self._ddp is None:
             return
         if buffers := [buffer.detach() for buffer in self.module.buffers()]:
             dist._broadcast_coalesced(_get_default_group(), buffers, _BUCKET, 0)
@@ -176,6 +188,9 @@ class Parallel(nn.Module):
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.module.load_state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self.module._load_from_state_dict(*args)
 
     def train(self, mode: bool = True) -> Parallel:
         self.training = mode
@@ -195,6 +210,19 @@ class Parallel(nn.Module):
 
     def __repr__(self) -> str:
         return f"Parallel({self.module!r})"
+
+
+@contextmanager
+def _trainable(module: nn.Module, trained: list[nn.Parameter]) -> Iterator[None]:
+    """In this context, these parameters of the module require gradients, and no others do."""
+    wanted, before = set(map(id, trained)), [(each, each.requires_grad) for each in module.parameters()]
+    for each, _ in before:
+        each.requires_grad_(id(each) in wanted)
+    try:
+        yield
+    finally:
+        for each, required in before:
+            each.requires_grad_(required)
 
 
 class _Used:

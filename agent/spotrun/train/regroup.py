@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DistributedSampler
 
 from spotrun.state import exit_note
 from spotrun.state.control import (
@@ -95,6 +96,7 @@ class Membership:
         failures.void = False
         self._tracked: tuple[object, ...] = ()
         self._watch_scalers()
+        self._watch_samplers()
         if device.type == "cuda":
             self._watch_graphs()
         if context.regroups:
@@ -243,6 +245,16 @@ class Membership:
             return step(scaler, *args, **options)
 
         torch.amp.GradScaler.step = noted  # type: ignore[assignment,method-assign]
+
+    def _watch_samplers(self) -> None:
+        """From now on, a script that makes a `DistributedSampler` restarts: the sampler keeps the number of workers."""
+        make: Any = DistributedSampler.__init__
+
+        def noted(sampler: DistributedSampler[Any], *args: Any, **options: Any) -> None:
+            self.restarts("the script uses torch's DistributedSampler, which keeps the number of workers")
+            make(sampler, *args, **options)
+
+        DistributedSampler.__init__ = noted  # type: ignore[assignment,method-assign]
 
     def _obey(self, fifo: int) -> None:
         """Wake this worker if it waits. End the collectives if the agent releases it, or if one fails on a GPU."""

@@ -22,9 +22,14 @@ _seed_numpy = numpy.random.mtrand._rand.seed
 _seed_torch = torch.default_generator.manual_seed
 
 
+def derive(*keys: int | str) -> int:
+    """A seed that follows from the keys. torch takes 63 bits everywhere."""
+    return xxhash.xxh3_64_intdigest("/".join(map(str, keys)).encode()) >> 1
+
+
 def reseed(*keys: int | str) -> None:
     """Seed python, numpy, torch and CUDA from the keys."""
-    value = xxhash.xxh3_64_intdigest("/".join(map(str, keys)).encode()) >> 1  # torch takes 63 bits everywhere
+    value = derive(*keys)
     _seed_python(value)
     _PYTHON.gauss_next = None
     try:

@@ -34,7 +34,7 @@ from spotrun.train.encoding import Stateful
 from spotrun.train.parallel import Parallel
 from spotrun.train.regroup import Membership
 from spotrun.train.rng import reseed
-from spotrun.train.sampler import ElasticSampler
+from spotrun.train.sampler import ElasticSampler, when_asked
 from spotrun.train.training_state import TrainingState
 
 log = logging.getLogger(__name__)
@@ -116,6 +116,7 @@ class Run:
         self._sizes: tuple[float | None, int] = (None, 0)  # samples in an epoch, and in one of its positions
         if context is not None:
             collectives.handle_errors(self._void_if_in_step)
+            when_asked(lambda: self._size_is_read("len(loader)"))
         reseed(seed, "init")
 
     @property
@@ -129,9 +130,12 @@ class Run:
 
         If a script reads it before `run.track`, its set-up may depend on it: all workers restart when it may change.
         """
-        if not self._state.objects and self._membership is not None:
-            self._membership.restarts("the script reads run.world_size before run.track")
+        self._size_is_read("run.world_size")
         return self._world_size
+
+    def _size_is_read(self, by: str) -> None:
+        if not self._state.objects and self._membership is not None:
+            self._membership.restarts(f"the script reads {by} before run.track")
 
     @property
     def generation(self) -> int:
@@ -192,16 +196,21 @@ class Run:
         self._state.objects = objects
         self._boundary.begin()
         self.rank, self._world_size = rank_and_world()  # they have changed if this worker has warmed up
+        reseed(self._state.seed, "tracked")
 
     def epochs(self, n: int) -> Iterator[int]:
         """Epochs 0 … n - 1, beginning with the restored one, even if all steps of that epoch are done."""
-        self._epochs = n
+        if self.epoch > n:  # the script has a further loop over epochs, and was in it
+            return
+        self._epochs, begun = n, self.epoch < n
         for epoch in range(self.epoch, n):
             if epoch != self.epoch:
                 self._state.epoch, self._state.consumed = epoch, 0
+            reseed(self._state.seed, "body", epoch)
             yield epoch
         # The head puts the finished state into the bucket. A job that restores it has no epoch left.
-        self._state.epoch, self._state.consumed = n, 0
+        if begun:
+            self._state.epoch, self._state.consumed = n, 0
         self._boundary.finish()
 
     def steps(self, loader: Any, accumulate: int = 1) -> Iterator[Any]:
@@ -348,7 +357,7 @@ class Run:
         size = getattr(loader, "batch_size", None) or 1
         if sampler is None:
             total, consumed = batches.length_of(loader, accumulate), self._state.consumed
-            self._skip(loader, consumed)
+            self._begin_plain(loader, consumed, accumulate)
             each = size * self.world_size
             self._sizes = (None if total is None else total * each, each)
             self._estimate(None if total is None else -(-total // accumulate), consumed // accumulate)
@@ -357,21 +366,17 @@ class Run:
         sampler.bind(size, drop_last)
         sampler.set_epoch(self.epoch)
         reseed(self._state.seed, self.step, "loader", self.rank)  # seeds of the loader's workers
+        sampler.resume()
         self._iterator = iter(loader)
         self._sizes = (sampler.n, 1)
         done = sampler.position // (size * self.world_size * accumulate)
         self._estimate(batches.steps_in(sampler.n, size, self.world_size, accumulate, drop_last), done)
         return batches.elastic(sampler.position, sampler.n, size, self.world_size, self.rank, accumulate, drop_last)
 
-    def _skip(self, loader: Any, count: int) -> None:
-        """Start a loader without an ElasticSampler, and skip the batches that this epoch has had.
-
-        The loader shuffles when its first batch is fetched. So this happens under the epoch's own seed.
-        """
-        if hasattr(getattr(loader, "sampler", None), "set_epoch"):
-            loader.sampler.set_epoch(self.epoch)
-        reseed(self._state.seed, "epoch", self.epoch, self.rank)
-        self._iterator = iter(loader)
+    def _begin_plain(self, loader: Any, count: int, accumulate: int) -> None:
+        """Start a loader without an ElasticSampler, and skip the batches that this epoch has had."""
+        seed = self._state.seed
+        self._iterator = batches.begin(loader, seed, self.epoch, self.rank)
         self._ahead = [next(self._iterator, _END)]
         if count:
             log.warning(
@@ -380,8 +385,7 @@ class Run:
                 count,
             )
             self._ahead.clear()
-            for _ in range(count - 1):
-                next(self._iterator, None)
+            batches.skip(self._iterator, count, seed, self.step, accumulate, self.rank)
 
     def _next(self) -> Any:
         return self._ahead.pop() if self._ahead else next(self._iterator, _END)

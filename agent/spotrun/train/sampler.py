@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator, Sized
 from typing import Any
 
 import torch
@@ -34,6 +34,14 @@ def share(position: int, n: int, batch: int, world: int, rank: int) -> range:
     return range(position + rank, min(n, position + batch * world), world)
 
 
+_asked: list[Callable[[], None]] = []  # at most one
+
+
+def when_asked(call: Callable[[], None]) -> None:
+    """Have this called each time that a script asks how many samples a rank has, such as by `len(loader)`."""
+    _asked[:] = [call]
+
+
 class ElasticSampler(Sampler[int]):
     """Draws each sample exactly once an epoch, even if the number of workers changes.
 
@@ -55,6 +63,7 @@ class ElasticSampler(Sampler[int]):
         self.batch = 1
         self.drop_last = False
         self._order: tuple[tuple[int, int], torch.Tensor] | None = None
+        self._start = 0  # where the next pass begins
 
     def bind(self, batch: int, drop_last: bool) -> None:
         """Set the loader's options. The end of an epoch depends on them."""
@@ -64,6 +73,10 @@ class ElasticSampler(Sampler[int]):
         """Start an epoch, unless it is the current one."""
         if epoch != self.epoch:
             self.epoch, self.position = epoch, 0
+
+    def resume(self) -> None:
+        """Have the next pass begin at `position`. Other passes, such as one of `update_bn`, are of a whole epoch."""
+        self._start = self.position
 
     def indices(self, positions: range) -> list[int]:
         """The samples at these positions of the epoch's permutation."""
@@ -77,12 +90,13 @@ class ElasticSampler(Sampler[int]):
         return found
 
     def __iter__(self) -> Iterator[int]:
-        return itertools.chain.from_iterable(self._parts())
+        start, self._start = self._start, 0
+        return itertools.chain.from_iterable(self._parts(start))
 
-    def _parts(self) -> Iterator[list[int]]:
-        """This rank's samples from `position` on, in lists of one or more steps."""
+    def _parts(self, position: int) -> Iterator[list[int]]:
+        """This rank's samples from there on, in lists of one or more steps."""
         rank, world = rank_and_world()
-        position, whole = self.position, self.batch * world
+        whole = self.batch * world
         while count := taken(position, self.n, self.batch, world, self.drop_last):
             if steps := min((self.n - position) // whole, max(1, AT_ONCE // self.batch)):
                 # This rank's positions are `world` apart, also from one whole step to the next.
@@ -96,6 +110,8 @@ class ElasticSampler(Sampler[int]):
 
     def __len__(self) -> int:
         """Samples of one rank in a whole epoch, so that `len(loader)` is its number of steps."""
+        for call in _asked:
+            call()
         return -(-self.n // rank_and_world()[1])
 
     def state_dict(self) -> dict[str, Any]:

@@ -96,21 +96,46 @@ def load(item: Stateful, saved: Any, tensors: Tensors, own: Mapping[str, torch.T
     own: the object's tensors that receive the values, by name; the object keeps them.
     """
     if _copies(item):
-        item.load_state_dict(decode(saved, tensors.view))
+        _give(item, decode(saved, tensors.view))
         loaded = Encoder()
         loaded.encode(item.state_dict(), "state")
         if not any(tensors.holds(tensor) for tensor in loaded.tensors.values()):
             return
-    item.load_state_dict(decode(saved, partial(_fill, tensors, own)))
+    _give(item, decode(saved, partial(_fill, tensors, own)))
+
+
+def _give(item: Stateful, saved: Any) -> None:
+    item.load_state_dict(saved)
+    if isinstance(item, torch.optim.Optimizer) and type(item).load_state_dict is torch.optim.Optimizer.load_state_dict:
+        _keep_types(item, saved)
 
 
 def _keep_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
-    """Give the optimizer its own dicts again, with the loaded values: the script may hold a reference to them."""
-    for own, loaded in zip(groups, optimizer.param_groups, strict=True):
-        if own is not loaded:
+    """Give the optimizer its own dicts again, with the loaded values: the script may hold a reference to them.
+
+    An optimizer inside of it may hold the loaded list, so that list gets the dicts, too.
+    """
+    loaded = optimizer.param_groups
+    for own, other in zip(groups, loaded, strict=True):
+        if own is not other:
             own.clear()
-            own.update(loaded)
+            own.update(other)
+    loaded[:] = groups
     optimizer.param_groups = groups
+
+
+def _keep_types(optimizer: torch.optim.Optimizer, saved: Any) -> None:
+    """Put back what has lost precision: torch (2.13) converts a state to the type of its parameter when it loads it.
+
+    saved: the state that was loaded, with its tensors.
+    """
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    for index, values in saved["state"].items():
+        state = optimizer.state[parameters[index]]
+        for name, value in values.items():
+            now = state.get(name)
+            if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and value.dtype != now.dtype:
+                state[name] = value.to(now.device, copy=True)
 
 
 def _fill(tensors: Tensors, own: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:

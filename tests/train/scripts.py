@@ -1,0 +1,210 @@
+"""Training scripts of other kinds than that of `tests.train.generations`. A plan names one of them.
+
+Each takes the plan and the folder for what it leaves: `final-<rank>.pt`, and lines of `seen-<pid>.jsonl`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+import spotrun
+
+SAMPLES, BATCH, EPOCHS = 104, 8, 3
+Data = Any
+
+
+class Numbered(Dataset[Any]):
+    """Samples with their numbers."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.randn(16, generator=torch.Generator().manual_seed(index)), index
+
+
+class Buffered(IterableDataset[Any]):
+    """The same in an order that a buffer makes, as WebDataset does, with the global generator."""
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, int]]:
+        data, buffer = Numbered(), list[int]()
+        for index in range(SAMPLES):
+            buffer.append(index)
+            if len(buffer) > 20:
+                yield data[buffer.pop(random.randrange(len(buffer)))]
+        random.shuffle(buffer)
+        yield from map(data.__getitem__, buffer)
+
+
+class Script:
+    """What these scripts have in common: a model with a BatchNorm, an optimizer, a loader, and notes."""
+
+    def __init__(self, plan: Any, out: Path) -> None:
+        self.run, self.plan, self.out = spotrun.init(seed=5), plan, out
+        self.model = self.run.ddp(nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4)))
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        data = Numbered()
+        self.sampler = spotrun.ElasticSampler(data, seed=1)
+        self.loader: Any = DataLoader(data, batch_size=BATCH, sampler=self.sampler)
+
+    def track(self, **more: Any) -> None:
+        self.run.track(model=self.model, optimizer=self.optimizer, sampler=self.sampler, **more)
+
+    def step(self, model: Any, x: torch.Tensor, index: torch.Tensor, **note: Any) -> None:
+        loss = nn.functional.cross_entropy(model(x).float(), index % 4)
+        if self.run.step == self.plan.die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.run.backward(loss)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.note(ids=index.tolist(), **note)
+
+    def note(self, **values: Any) -> None:
+        with (self.out / f"seen-{os.getpid()}.jsonl").open("a") as file:
+            place = {"generation": self.run.generation, "rank": self.run.rank, "step": self.run.step}
+            print(json.dumps({**place, "epoch": self.run.epoch, **values}), file=file)
+
+    def train(self, model: Any = None, after: Callable[[], None] = lambda: None) -> None:
+        for _ in self.run.epochs(EPOCHS):
+            for x, index in self.run.steps(self.loader):
+                self.step(model or self.model, x, index)
+                after()
+
+    def save(self, **more: Any) -> None:
+        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        torch.save({**state, **more}, self.out / f"final-{self.run.rank}.pt")
+
+
+def frozen(plan: Any, out: Path) -> None:
+    """As a GAN: each step ends with its first model frozen."""
+    script = Script(plan, out)
+    other = script.run.ddp(nn.Linear(4, 1))
+    its = torch.optim.Adam(other.parameters())
+    script.track(other=other, its=its)
+    for _ in script.run.epochs(EPOCHS):
+        for x, index in script.run.steps(script.loader):
+            script.model.requires_grad_(True)
+            script.step(script.model, x, index)
+            script.model.requires_grad_(False)
+            script.run.backward(other(script.model.module(x)).square().mean())
+            its.step()
+            its.zero_grad()
+    script.model.requires_grad_(True)
+    script.save(other=other.state_dict())
+
+
+def averaged(plan: Any, out: Path) -> None:
+    """An average of the weights that contains a copy of what `run.ddp` has returned."""
+    script = Script(plan, out)
+    mean = torch.optim.swa_utils.AveragedModel(
+        script.model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+    )
+    script.track(mean=mean)
+    script.train(after=lambda: mean.update_parameters(script.model))
+    script.save(mean=mean.state_dict())
+
+
+def wrapped(plan: Any, out: Path) -> None:
+    """What is tracked is a module around the one that `run.ddp` has returned."""
+    script = Script(plan, out)
+    outer = nn.Sequential(script.model)
+    script.run.track(outer=outer, optimizer=script.optimizer, sampler=script.sampler)
+    script.train(outer)
+    script.save()
+
+
+def evaluating(plan: Any, out: Path) -> None:
+    """Rank 0 leaves each second step in the mode for evaluation."""
+    script = Script(plan, out)
+    script.track()
+
+    def evaluate() -> None:
+        script.model.train(script.run.step % 2 == 0 or not script.run.is_main)
+
+    for _ in script.run.epochs(EPOCHS):
+        for x, index in script.run.steps(script.loader):
+            script.model.train()
+            script.step(script.model, x, index)
+            evaluate()
+    script.save()
+
+
+def drawing(plan: Any, out: Path) -> None:
+    """It draws random numbers after `run.track`, and at the beginning of each epoch."""
+    script = Script(plan, out)
+    script.track()
+    noise = torch.randn(16)
+    for _ in script.run.epochs(EPOCHS):
+        scale = random.choice([0.5, 1.0, 2.0, 4.0, 8.0]) + float(torch.rand(1))
+        for x, index in script.run.steps(script.loader):
+            script.step(script.model, x * scale + noise, index, scale=scale)
+    script.save()
+
+
+def phases(plan: Any, out: Path) -> None:
+    """Two loops over epochs."""
+    script = Script(plan, out)
+    script.track()
+    for epochs in (1, 4):
+        for _ in script.run.epochs(epochs):
+            for x, index in script.run.steps(script.loader):
+                script.step(script.model, x, index)
+    script.save()
+
+
+def with_loader(loader: Callable[[], Any]) -> Callable[[Any, Path], None]:
+    def script(plan: Any, out: Path) -> None:
+        found = Script(plan, out)
+        found.loader = loader()
+        found.run.track(model=found.model, optimizer=found.optimizer)
+        found.train()
+        found.save()
+
+    return script
+
+
+seeded = with_loader(
+    lambda: DataLoader(Numbered(), batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(0))
+)
+buffered = with_loader(lambda: DataLoader(Buffered(), batch_size=BATCH))
+distributed = with_loader(lambda: DataLoader(Numbered(), batch_size=BATCH, sampler=DistributedSampler(Numbered())))
+
+
+def lengths(plan: Any, out: Path) -> None:
+    """Its schedule depends on how many steps a worker makes."""
+    script = Script(plan, out)
+    total = EPOCHS * len(script.loader)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(script.optimizer, lambda step: max(0.0, 1 - step / total))
+    script.track(scheduler=scheduler)
+    script.train(after=scheduler.step)
+    script.save()
+
+
+def low_precision(plan: Any, out: Path) -> None:
+    """The optimizer keeps numbers that are more precise than the parameters."""
+    script = Script(plan, out)
+    model = script.model.bfloat16()
+    script.optimizer = torch.optim.NAdam(model.parameters(), lr=1e-2)
+    script.track()
+    for _ in script.run.epochs(EPOCHS):
+        for x, index in script.run.steps(script.loader):
+            script.step(model, x.bfloat16(), index)
+    script.save()
+
+
+def passing(plan: Any, out: Path) -> None:
+    """It goes through its loader again after training, as `update_bn` does."""
+    script = Script(plan, out)
+    script.track()
+    script.train()
+    script.save(again=sorted(int(index) for _, batch in script.loader for index in batch))

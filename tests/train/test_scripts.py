@@ -1,0 +1,147 @@
+"""Scripts as users may write them: no interruption changes a bit, or a worker says that it must restart."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from spotrun.errors import SpotrunError
+from spotrun.state.control import EXIT_DRAINED, EXIT_PEER
+from spotrun.train import batches
+from spotrun.train.training_state import _keep_groups
+from tests.train.generations import Cluster, flatten
+from tests.train.regroups import Regroups
+from tests.train.scripts import EPOCHS, SAMPLES
+
+NODES = ["a", "b", "c"]
+everything = list(range(SAMPLES))
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Regroups]:
+    (tmp_path / "job").mkdir()
+    found = Regroups(tmp_path / "job")
+    yield found
+    found.close()
+
+
+def undisturbed(path: Path, script: str, nodes: list[str]) -> Cluster:
+    path.mkdir()
+    cluster = Cluster(path)
+    assert cluster.run(nodes, script=script) == [0] * len(nodes), cluster.log()
+    return cluster
+
+
+def restarted(path: Path, script: str, nodes: list[str], lost: str = "", stop_at: int = 7) -> Cluster:
+    """All workers stop after a step, and begin again. lost: nodes that have lost their memory."""
+    path.mkdir()
+    cluster = Cluster(path)
+    assert cluster.run(nodes, stop_at=stop_at, script=script) == [EXIT_DRAINED] * len(nodes), cluster.log()
+    for node in lost:
+        shutil.rmtree(cluster.slots(node))
+    assert cluster.run(nodes, script=script) == [0] * len(nodes), cluster.log()
+    return cluster
+
+
+@pytest.mark.parametrize("script", ["averaged", "wrapped", "drawing", "phases", "low_precision", "passing"])
+def test_a_restart_changes_no_bit(tmp_path: Path, script: str) -> None:
+    before = undisturbed(tmp_path / "before", script, ["a", "b"])
+    after = restarted(tmp_path / "after", script, ["a", "b"], stop_at=10)  # in the second epoch
+    for rank in (0, 1):
+        assert flatten(before.final(rank)) == flatten(after.final(rank))
+    assert before.seen() == after.seen() == dict.fromkeys(before.seen(), everything)
+    if script == "passing":
+        assert sorted(before.final()["again"] + before.final(1)["again"]) == everything
+
+
+@pytest.mark.parametrize("script", ["seeded", "buffered"])
+def test_a_loader_with_another_sampler_gives_each_sample_once(tmp_path: Path, script: str) -> None:
+    before = undisturbed(tmp_path / "before", script, ["a"])
+    after = restarted(tmp_path / "after", script, ["a"])
+    assert after.seen() == dict.fromkeys(range(EPOCHS), everything)
+    assert flatten(before.final()) == flatten(after.final())
+
+
+def test_the_loader_itself_is_not_tracked() -> None:
+    loader: Any = torch.utils.data.DataLoader([1, 2, 3])  # type: ignore[arg-type]
+    with pytest.raises(SpotrunError, match="the loader is tracked: leave it out of"):
+        batches.check(loader, [nn.Linear(1, 1), loader])
+
+
+def test_a_step_may_end_in_the_mode_for_evaluation(tmp_path: Path) -> None:
+    """On one rank only. All nodes have the same buffers then, so a lost one changes nothing."""
+    before = undisturbed(tmp_path / "before", "evaluating", NODES)
+    after = restarted(tmp_path / "after", "evaluating", NODES, lost="a")
+    for rank in range(3):
+        assert flatten(before.final(rank)) == flatten(after.final(rank)) == flatten(before.final(0))
+
+
+@pytest.mark.parametrize("planned", [True, False], ids=["planned", "killed"])
+def test_a_step_may_end_with_a_frozen_model(tmp_path: Path, job: Regroups, planned: bool) -> None:
+    """The survivors' new DDP instances exchange the same gradients as before."""
+    before = undisturbed(tmp_path / "before", "frozen", NODES)
+    plan = {"script": "frozen"}
+    job.begin("abc", 1, stop_at=4 if planned else -1, a=plan, b=plan if planned else {"die_at": 4, **plan}, c=plan)
+    newcomer = job.warm_up("d", 1, **plan)
+    if planned:
+        first, _, last = job.members
+        members = [first, newcomer, last]
+    else:
+        members = [*job.survivors(), newcomer]
+    job.regroup(members)
+    assert job.end() == [0, 0, 0], job.cluster.log()
+    for rank in range(3):
+        assert flatten(job.cluster.final(rank)) == flatten(before.final())
+
+
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        ("lengths", "the script reads len(loader) before run.track"),
+        ("distributed", "the script uses torch's DistributedSampler"),
+    ],
+)
+def test_a_set_up_that_depends_on_the_number_of_workers_needs_a_restart(
+    tmp_path: Path, job: Regroups, script: str, why: str
+) -> None:
+    """A newcomer would have another schedule, or other samples. With a restart, everything is exact."""
+    newcomer = job.warm_up("d", 1, end=EXIT_PEER, script=script)
+    newcomer.process.join(60)
+    assert newcomer.process.exitcode == EXIT_PEER
+    assert f"this worker cannot wait for a generation: {why}" in job.cluster.log()
+    before = undisturbed(tmp_path / "before", script, ["a", "b"])
+    after = restarted(tmp_path / "after", script, ["a", "b"])
+    assert flatten(before.final()) == flatten(after.final())
+
+
+class Around(torch.optim.SGD):
+    """As SAM and Lookahead: it steps by another optimizer, and both have the same list of groups."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=1.0)
+        self.inner = torch.optim.SGD(self.param_groups, lr=1.0)
+        self.param_groups = self.inner.param_groups
+
+    def load_state_dict(self, state: Any) -> None:
+        super().load_state_dict(state)
+        self.inner.param_groups = self.param_groups
+
+
+def test_an_optimizer_in_an_optimizer_keeps_its_groups() -> None:
+    """The scheduler sets the rate in the groups by which the inner one steps."""
+    optimizer = Around(nn.Linear(1, 1).parameters())
+    held = optimizer.param_groups[0]
+    groups, saved = optimizer.param_groups, optimizer.state_dict()
+    saved["param_groups"][0]["lr"] = 0.25
+    optimizer.load_state_dict(saved)
+    _keep_groups(optimizer, groups)
+    assert held["lr"] == 0.25
+    held["lr"] = 0.5
+    assert [group["lr"] for group in optimizer.inner.param_groups] == [0.5]
+    assert optimizer.param_groups[0] is held
