@@ -50,6 +50,14 @@ class SetupError(SpotrunError):
     """A node could not prepare the job's code or packages. Another try may succeed."""
 
 
+class RequirementsError(SetupError):
+    """A job's requirements cannot be met: there is no such package, or two of them conflict. Each node finds this."""
+
+
+class HungError(SetupError):
+    """A step of the preparation took too long, and was ended."""
+
+
 class LinkError(SpotrunError):
     """Head and agent could not agree: wrong certificate, wrong secret, malformed message."""
 

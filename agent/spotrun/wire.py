@@ -80,8 +80,7 @@ class JobOrder(Document):
     bundle: Bundle
     devices: tuple[int, ...] = ()  # the node's devices that the job may use, by index; (): all of them
     generation: Generation | None = None  # None: no workers, but be ready. Workers of others are ended, see `next`
-    # With `generation` None: workers that wait for a generation stay. If there are none, others run the script's set-up
-    # (they warm up), and wait.
+    # With `generation` None: workers that wait for one stay. If there are none, others warm up for one, and wait.
     stand_by: bool = False
     stop_at: int | None = None  # every worker of `generation` snapshots after this step and exits (drain)
     # The generation after a drain. Workers that wait, or have all stopped at `stop_at`, join it without another order.
@@ -134,6 +133,7 @@ class Failure(Document):
     at: float  # epoch seconds
     message: str  # one line
     traceback: str = ""
+    repeats: bool = False  # of a set-up: other nodes and other tries would fail too. False: that is not known
 
 
 class Worker(Document):

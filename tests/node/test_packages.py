@@ -16,15 +16,15 @@ async def test_packages_that_are_there_are_not_installed(tmp_path: Path) -> None
     """pip could ask nobody here, so what it would have to install fails."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
     env = {**own, "PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_RETRIES": "0"}
-    assert await install(("aiohttp>=3", "pydantic"), tmp_path / "packages", env) is None
+    assert await install(("aiohttp>=3", "pydantic"), tmp_path / "packages", env, 60.0) is None
     assert not (tmp_path / "packages").exists()
     for missing in ("aiohttp>=999", "spotrun-no-such-package"):
         with pytest.raises(SetupError, match="pip failed"):
-            await install(("pydantic", missing), tmp_path / "packages", env)
+            await install(("pydantic", missing), tmp_path / "packages", env, 60.0)
     wanted = ("pydantic", f"tiny-package @ file://{wheel(tmp_path)}")
     with pytest.raises(SetupError, match="pip failed"):  # in part there: all of it goes into one folder
-        await install(wanted, tmp_path / "packages", env)
-    assert await install(wanted[1:], tmp_path / "packages", env) is not None
+        await install(wanted, tmp_path / "packages", env, 60.0)
+    assert await install(wanted[1:], tmp_path / "packages", env, 60.0) is not None
 
 
 def test_imports_of_a_script(tmp_path: Path) -> None:

@@ -199,6 +199,27 @@ async def test_a_template_that_dies_while_it_imports(tmp_path: Path) -> None:
         assert template not in templates()
 
 
+async def test_a_template_that_hangs_while_it_imports_is_ended_with_its_launcher(tmp_path: Path) -> None:
+    async with node(tmp_path) as n:
+        waiting = await n.begin(ready=False)
+        (template,) = await await_for(templates, what="a template")
+        os.kill(template, signal.SIGSTOP)
+        waiting.launcher.give_up()
+        assert await code(waiting) == -signal.SIGKILL
+        await n.begin()
+        assert template not in templates()
+
+
+async def test_a_launcher_that_hangs_leaves_the_template_to_others(tmp_path: Path) -> None:
+    async with node(tmp_path) as n:
+        first = await n.begin()
+        (template,) = templates()
+        first.launcher.give_up()
+        assert await code(first) == -signal.SIGKILL
+        await n.begin()
+        assert templates() == [template]
+
+
 async def test_a_template_that_ends_before_it_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def late(*values: Any) -> None:
         wait_for(lambda: not templates(), what="the end of the template")

@@ -16,9 +16,9 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from spotrun.backoff import Backoff
-from spotrun.errors import CorruptError, SpotrunError, StoreError
+from spotrun.errors import CorruptError, SpotrunError
 from spotrun.machine.metadata import Identity
-from spotrun.node import by_hand, kept_folders, trackers
+from spotrun.node import by_hand, kept_folders, preparing, trackers
 from spotrun.node.bundle import copy, fetch
 from spotrun.node.claims import Claims
 from spotrun.node.launch.client import Launcher
@@ -38,7 +38,6 @@ log = logging.getLogger(__name__)
 RETRY = (1.0, 30.0)  # seconds between tries to prepare: the first pause, the longest
 RESTARTS = "SPOTRUN_RESTARTS"  # the variable: how many generations of the job were begun before this one
 WARM_UP = Generation.model_construct(number=0, members=(), store="", checkpoints=(), regroup=False)
-QUIET_TRIES = 3  # tries before a bucket that does not answer is reported as a failure: it may be away for a moment
 
 
 @dataclass
@@ -79,6 +78,8 @@ class Job:
         self._spec: JobSpec | None = None
         self._env: dict[str, str] = {}  # of the launcher
         self._ready = self._ended = False
+        self._moved = asyncio.Event()  # set when the launcher begins another step, is ready, or has ended
+        self._hung = False  # whether the launcher was killed before it was ready
         self._warm_ups = 0  # how many times workers were started to warm up
 
     @property
@@ -224,17 +225,18 @@ class Job:
             await asyncio.sleep(pause)
             try:
                 await self._prepare()
-                return
+                break
             except Exception as error:  # the job's files and the bucket may cause any error
                 pause = backoff.next()
                 if not isinstance(error, SpotrunError | OSError):
                     log.exception("job %s: unexpected error", self.bundle.id)
-                if isinstance(error, StoreError) and backoff.tries < QUIET_TRIES:
+                if preparing.may_pass(error) and backoff.tries < preparing.QUIET_TRIES:
                     log.warning("job %s is not ready, trying again: %s", self.bundle.id, error)
                 else:
-                    self._fail(str(error) or repr(error))
+                    self._fail(str(error) or repr(error), preparing.repeats(error))
                 if isinstance(error, CorruptError):
                     return  # another try would fail the same way
+        await self._watch_imports()
 
     async def _prepare(self) -> None:
         bundle, node = self.bundle, self._node
@@ -247,7 +249,7 @@ class Job:
         env = {**node.environment, **os.environ, **trackers.variables(bundle.id, spec.env), **spec.env}
         if spec.requirements:
             self._now("installing requirements")
-        packages = await install(spec.requirements, node.scratch / "packages", env)
+        packages = await install(spec.requirements, node.scratch / "packages", env, preparing.pip_limit(spec))
         paths = [str(packages or ""), spec.env.get("PYTHONPATH", ""), os.environ.get("PYTHONPATH", "")]
         env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         if threads := _threads(self.procs, len(self.devices) or node.devices, node.devices):
@@ -257,7 +259,29 @@ class Job:
         modules = await asyncio.to_thread(imported_modules, self.root, spec.script)
         self._now("importing torch")
         private = bool(spec.env or packages)
-        await self._launcher.start(node.identity.address, env, modules, private)
+        self._stacks.unlink(missing_ok=True)
+        watch = f"{preparing.import_limit(spec):g} {self._stacks}"
+        await self._launcher.start(node.identity.address, env, modules, private, watch)
+
+    @property
+    def _stacks(self) -> Path:
+        """The file in which the fork server writes where it is, if the imports take too long."""
+        return self.root.parent / "imports"
+
+    async def _watch_imports(self) -> None:
+        """Wait until the launcher is ready or has ended. If one of its steps takes too long, kill it and say so."""
+        assert self._spec is not None
+        limit = preparing.import_limit(self._spec)
+        while self._launcher.alive and not self._ready and not self._hung:
+            self._moved.clear()
+            try:
+                async with asyncio.timeout(limit + preparing.LATE):
+                    await self._moved.wait()
+            except TimeoutError:
+                calls = preparing.innermost_calls(self._stacks)
+                self._hung = True
+                self._fail(f"{self.doing} has not ended after {limit:g} s: killed{calls}")
+                self._launcher.give_up()
 
     def _fetch_inputs(self, root: Path) -> None:
         """Fetch the folders of other jobs. Called in another thread."""
@@ -269,13 +293,14 @@ class Job:
         self.doing, self.doing_since = doing, time.time() if doing else 0.0
         self._changed()
 
-    def _fail(self, message: str) -> None:
+    def _fail(self, message: str, repeats: bool = False) -> None:
         log.error("job %s cannot be prepared: %s", self.bundle.id, message)
-        self.failure = Failure(kind="setup", rank=0, at=time.time(), message=message[:1000])
+        self.failure = Failure(kind="setup", rank=0, at=time.time(), message=message[:1000], repeats=repeats)
         self._changed()
 
     def _on_event(self, event: dict[str, Any]) -> None:
         """Take an event of the launcher."""
+        self._moved.set()
         kind, group = event["type"], self.group
         mine = group is not None and event.get("generation") == (group.origin or group.number)
         if kind == "importing":
@@ -302,8 +327,10 @@ class Job:
         if status == NOT_FORKED:
             pause = 0.0  # the agent starts a template of its own: nothing is wrong with the job
         elif not self._ready:
-            self._fail(f"the launcher of the workers does not start (status {status}); the agent's log says why")
+            if not self._hung:
+                self._fail(f"the launcher of the workers does not start (status {status}); the agent's log says why")
             pause = RETRY[1]
+        self._hung = False
         log.warning("the launcher ended (status %s); starting another", status)
         self._preparation = asyncio.create_task(self._prepare_until_done(pause))
         self._ready = False

@@ -9,50 +9,65 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from spotrun.errors import SetupError
+from spotrun.errors import HungError, RequirementsError, SetupError
+from spotrun.machine.processes import descendants, kill
 from spotrun.node.bundle import move
 
 # pip takes the launcher's own versions of these: `pip install --target` would install other versions beside them.
 PINNED = ("torch", "numpy", "safetensors")
+# pip says one of these if no try can succeed. It says the first one too if the index does not answer.
+WRONG = ("No matching distribution found", "ResolutionImpossible", "Invalid requirement")
+UNREACHABLE = ("Retrying (", "Could not fetch URL")
 
 
-async def install(requirements: tuple[str, ...], folder: Path, env: dict[str, str]) -> Path | None:
-    """The folder with these packages, installed once; None: the agent's environment has them. Raises `SetupError`."""
+async def install(requirements: tuple[str, ...], folder: Path, env: dict[str, str], limit: float) -> Path | None:
+    """The folder with these packages, installed once; None: the agent's environment has them.
+
+    limit: seconds after which a pip that has not ended is killed. Raises `SetupError`: `RequirementsError` if the
+    requirements are wrong, `HungError` after the limit.
+    """
     if not requirements:
         return None
     target = folder / hashlib.sha256("\n".join(requirements).encode()).hexdigest()[:16]
     if target.is_dir():
         return target
-    if await _are_installed(requirements, env):
+    if await _are_installed(requirements, env, limit):
         return None
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="new-", dir=folder) as scratch:
         pins = Path(scratch, "constraints.txt")
         pins.write_text("".join(f"{name}=={version}\n" for name, version in _installed_versions(PINNED)))
         content = Path(scratch, "content")
-        code, output = await _pip("install", "--target", str(content), "-c", str(pins), *requirements, env=env)
+        args = ("install", "--target", str(content), "-c", str(pins))
+        code, output = await _pip(*args, requirements=requirements, env=env, limit=limit)
         if code != 0:
-            said = output.strip().splitlines()[-5:]
-            raise SetupError(f"requirements {', '.join(requirements)}: pip failed: {' '.join(said)}")
+            said = " ".join(output.strip().splitlines()[-5:])
+            wrong = any(each in output for each in WRONG) and not any(each in output for each in UNREACHABLE)
+            kind = RequirementsError if wrong else SetupError
+            raise kind(f"requirements {', '.join(requirements)}: pip failed: {said}")
         move(content, target)
     return target
 
 
-async def _are_installed(requirements: tuple[str, ...], env: dict[str, str]) -> bool:
+async def _are_installed(requirements: tuple[str, ...], env: dict[str, str], limit: float) -> bool:
     """Whether the environment has all of them. If an image has a job's packages, no node downloads them."""
-    code, output = await _pip("install", "--dry-run", "--no-index", "--report", "-", *requirements, env=env)
+    args = ("install", "--dry-run", "--no-index", "--report", "-")
+    code, output = await _pip(*args, requirements=requirements, env=env, limit=limit)
     with contextlib.suppress(ValueError, KeyError, TypeError):
         return code == 0 and json.loads(output)["install"] == []
     return False
 
 
-async def _pip(command: str, *args: str, env: dict[str, str]) -> tuple[int, str]:
-    """Run pip; return its exit status and its output."""
+async def _pip(
+    command: str, *args: str, requirements: tuple[str, ...], env: dict[str, str], limit: float
+) -> tuple[int, str]:
+    """Run pip; return its exit status and its output. Raises `HungError`."""
     # The kernel kills pip when the agent ends.
     wrapper = (
         f"from spotrun.machine.processes import die_with_parent; die_with_parent({os.getpid()});"
@@ -60,13 +75,21 @@ async def _pip(command: str, *args: str, env: dict[str, str]) -> tuple[int, str]
     )
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", wrapper, command, "--no-input", "--disable-pip-version-check", "--quiet", *args,
-        stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, env=env,
+        *requirements, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT, env=env, process_group=0,
     )  # fmt: skip
     try:
-        output, _ = await process.communicate()
+        async with asyncio.timeout(limit):
+            output, _ = await process.communicate()
+    except TimeoutError:
+        raise HungError(
+            f"requirements {', '.join(requirements)}: pip has not ended after {limit:g} s: killed"
+        ) from None
     finally:
         if process.returncode is None:
-            process.kill()
+            kill(descendants(process.pid))  # a package's build may have made process groups of its own
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
     return process.returncode or 0, output.decode(errors="replace")
 

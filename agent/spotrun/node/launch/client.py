@@ -42,10 +42,13 @@ class Launcher:
         """Whether a generation may still get `store`."""
         return self.store != self._taken
 
-    async def start(self, address: str, env: Mapping[str, str], modules: Sequence[str], private: bool = False) -> None:
+    async def start(
+        self, address: str, env: Mapping[str, str], modules: Sequence[str], private: bool = False, watch: str = ""
+    ) -> None:
         """Start the process. It imports `modules` before it forks the first worker. Raises OSError.
 
         private: whether a job has set variables of `env`, or brings packages. Then no other job uses its template.
+        watch: as `preload.WATCH`.
         """
         variables = {name: value for name, value in env.items() if name != SOCKETS}
         loop, reader = asyncio.get_running_loop(), asyncio.StreamReader(limit=1 << 20)
@@ -53,7 +56,7 @@ class Launcher:
         with input, output:
             self._commands, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, commands)
             self._events, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), events)
-            request = Request(address, tuple(modules), sockets=env.get(SOCKETS, ""))
+            request = Request(address, tuple(modules), sockets=env.get(SOCKETS, ""), watch=watch)
             try:
                 self._process = self._templates.launch(variables, private, request, (input.fileno(), output.fileno()))
             except OSError:
@@ -94,6 +97,17 @@ class Launcher:
             self._events.close()  # the request for the launcher has the other end
         process.kill()  # the kernel then kills the forkserver and the workers
         await self._reader
+
+    def give_up(self) -> None:
+        """Kill a launcher that does not get ready, with all that its imports have started. Its last event says so."""
+        process = self._process
+        if process is None or self._commands is None or self._events is None:
+            return
+        self._templates.give_up(process)
+        self._commands.close()
+        if process.alive and not process.forked:
+            self._events.close()  # the request for the launcher has the other end
+        process.kill()  # the kernel then kills the forkserver
 
     async def _read(self, reader: asyncio.StreamReader, process: LauncherProcess) -> None:
         while line := await reader.readline():

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import faulthandler
 import gc
 import importlib
 import os
 import sys
 import tempfile
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from multiprocessing import forkserver, reduction, resource_tracker, util
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,6 +26,7 @@ from spotrun.machine.processes import die_with_parent
 
 MODULES = "SPOTRUN_PRELOAD"  # the variable: names, separated by spaces
 PARENT = "SPOTRUN_LAUNCHER"  # the variable: the launcher's pid
+WATCH = "SPOTRUN_WATCH"  # the variable: seconds, a space, the file that gets the stacks if MODULES take longer
 SOCKETS = "SPOTRUN_SOCKETS"  # the variable: folder of the socket on which the launcher asks for forks
 LONGEST = 107 - len("/pymp-12345678/listener-12345678")  # bytes of that folder's path (sun_path in unix(7))
 BASE = ("torch", "torch._dynamo", "numpy", "spotrun.node.launch.worker", "spotrun.train.run")
@@ -97,9 +99,25 @@ def _serve(launcher: int, code: str, descriptors: Sequence[int]) -> NoReturn:
 def _import_all() -> None:
     global used_cuda
     import_base()
-    _import(os.environ.get(MODULES, "").split())
+    with _watched():
+        _import(os.environ.get(MODULES, "").split())
     torch = sys.modules.get("torch")
     used_cuda = (torch is not None and torch.cuda.is_initialized()) or driver_in_use()
+
+
+@contextlib.contextmanager
+def _watched() -> Iterator[None]:
+    """If this takes too long, write the stacks of all threads into a file. The process goes on."""
+    seconds, _, path = os.environ.pop(WATCH, "").partition(" ")
+    file = None
+    with contextlib.suppress(OSError, ValueError):
+        if path:
+            file = open(path, "w")  # noqa: SIM115
+            faulthandler.dump_traceback_later(float(seconds), file=file)  # its thread needs no GIL
+    yield
+    if file is not None:
+        faulthandler.cancel_dump_traceback_later()  # no fork has that thread
+        file.close()
 
 
 def _import(names: Sequence[str]) -> None:

@@ -3,7 +3,7 @@
 A new Python needs seconds to import torch. A fork of this process has torch already. Agent and template exchange
 packets of JSON over a Unix socket (unix(7), SOCK_SEQPACKET):
 
-    agent → template   fork(launcher, address, modules, sockets), with the launcher's ends of two pipes (see `server`)
+    agent → template   fork(launcher, and the fields of `Request`), with the launcher's ends of two pipes (see `server`)
     template → agent   forked(launcher), with a pidfd of the launcher · ended(launcher, code)
 
 A launcher is a child of this process. It is killed when this process ends, and this process reads its exit code. The
@@ -41,6 +41,7 @@ class Request:
     address: str  # of this node
     modules: Sequence[str]  # that are imported before the first worker is forked
     sockets: str  # folder of the launcher's socket; empty: the folder for temporary files
+    watch: str = ""  # as `preload.WATCH`
 
 
 def main() -> None:
@@ -150,6 +151,8 @@ def _become_launcher(template: int, request: Request, lines: Sequence[int]) -> N
         os.environ[preload.MODULES] = " ".join(request.modules)
         if request.sockets:
             os.environ[preload.SOCKETS] = request.sockets
+        if request.watch:
+            os.environ[preload.WATCH] = request.watch
         importlib.invalidate_caches()  # folders may have come since the template looked for modules
         _draw_new_secrets()
         preload.fork_server()

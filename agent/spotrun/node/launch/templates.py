@@ -12,6 +12,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -19,9 +20,10 @@ import sys
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from spotrun.machine.processes import ZYGOTE
+from spotrun.machine.processes import ZYGOTE, descendants, kill
 from spotrun.node.launch import zygote
 from spotrun.node.launch.template import Request, receive, send
 
@@ -82,6 +84,16 @@ class Templates:
         finally:
             self._sweep()
 
+    def give_up(self, launcher: LauncherProcess) -> None:
+        """Kill the processes below a launcher that does not get ready. The caller kills the launcher itself.
+
+        If the template has forked no launcher, it hangs. Then it is killed, so that the next launcher gets another one.
+        """
+        kill(descendants(launcher.pid) if launcher.forked else [])
+        for each in self._all:
+            if launcher in each.launchers.values() and not any(other.forked for other in each.launchers.values()):
+                each.kill()
+
     async def end(self) -> None:
         """End all templates, and so all launchers."""
         for each in self._all:
@@ -114,6 +126,12 @@ class LauncherProcess:
     @property
     def forked(self) -> bool:
         return self._handle >= 0
+
+    @property
+    def pid(self) -> int:
+        """Its process id; -1 if it has ended, or is not forked."""
+        found = re.search(r"^Pid:\s*(-?\d+)$", Path(f"/proc/self/fdinfo/{self._handle}").read_text(), re.MULTILINE)
+        return int(found[1]) if found else -1
 
     async def wait(self) -> int:
         """The exit code, once the launcher has ended; -N: signal N has ended it; or `NOT_FORKED`."""
