@@ -352,7 +352,7 @@ CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
         (start(A, C, cause=KILL),),
     ),
     "the set-up fails on every node: the job fails": (
-        view(job(), spare(A, failure=failure("setup"), phase="failed")),
+        view(job(), spare(A, failure=failure("setup").replace(repeats=True), phase="failed")),
         (Finish("failed", "set-up failed on a: boom"),),
     ),
     "a dead machine is needed and the cloud still counts it: it is replaced": (

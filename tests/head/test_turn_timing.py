@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from spotrun.head import turn_timing
+from spotrun.head.view import Misfit
 from spotrun.wire import StateRef
 from tests.head.world import World, stepping
 
@@ -95,5 +96,6 @@ async def test_a_set_up_that_failed_counts_from_its_newest_report(tmp_path: Path
     world.receive("a", job=job, phase="failed", failure=failed)
     now = 5050.0
     world.receive("a", job=job, phase="failed", failure=failed)
-    assert world.head.agents.misfits(5100.0) == {(job, "a")}
-    assert world.head.agents.misfits(5120.0) == frozenset()
+    misfit = world.head.fleet_view(now).misfits[job]["a"]
+    assert misfit == Misfit(at=5050.0, times=1)
+    assert [misfit.over(5100.0), misfit.over(5120.0)] == [False, True]

@@ -12,8 +12,7 @@ from spotrun.head.fleet.pools import Fleet
 from spotrun.head.job_state import JobState, as_accepted
 from spotrun.head.orders import JobOrders
 from spotrun.head.planner import notice_fit
-from spotrun.head.timeouts import TIMEOUTS
-from spotrun.head.view import NO_WORK, Machine, Node
+from spotrun.head.view import NO_WORK, Machine, Misfit, Node
 from spotrun.spec import JobSpec
 from spotrun.wire import Bundle, JobReport, Order, Report
 
@@ -43,7 +42,7 @@ class Agents:
         self._long_drains: set[str] = set()  # jobs whose drains do not fit into a notice, as an event has said
         self.known: dict[str, KnownAgent] = {}
         self.ready_at: dict[str, float] = {}  # when an agent last became ready for a job
-        self._misfits: dict[tuple[str, str, str], float] = {}  # job, node, boot: when a set-up last failed
+        self._misfits: dict[str, dict[str, Misfit]] = {}  # by node and job
         self._bundles: dict[str, tuple[JobSpec, Bundle]] = {}
         self._orders: dict[str, JobOrders] = {}
         self._add_event = add_event
@@ -74,6 +73,7 @@ class Agents:
         last = before.report if before and before.report.boot == report.boot else None
         noticed = report.notice is not None and (last is None or last.notice is None)
         if last is None:
+            self._misfits.pop(report.node, None)
             self._add_event("node", f"{report.node} joined")
         for job in _ready_jobs(report) - (_ready_jobs(last) if last else set()):
             self.ready_at[job] = now
@@ -103,8 +103,15 @@ class Agents:
 
     def _note(self, report: Report, work: JobReport, now: float) -> None:
         """Note what a report says about a job, even if it says the same as before."""
+        before = self._misfits.get(report.node, {}).get(work.job)
         if work.failure is not None and work.failure.kind == "setup":
-            self._misfits[(work.job, report.node, report.boot)] = now
+            again = before is None or before.over(now)  # the job has gone back to the node
+            if again:
+                self._add_event("node", f"{report.node}: {work.job} cannot be set up: {work.failure.message}")
+            times = (before.times if before else 0) + again
+            self._misfits.setdefault(report.node, {})[work.job] = Misfit(now, times)
+        elif before is not None and work.store:
+            self._misfits[report.node][work.job] = Misfit(before.at, 0)
         self._add_drain_event(report, work)
 
     def _add_saving_event(self, node: str, work: JobReport, last: JobReport | None) -> None:
@@ -180,21 +187,19 @@ class Agents:
         self._bundles.pop(job, None)
         self._orders.pop(job, None)
         self._long_drains.discard(job)
+        for misfits in self._misfits.values():
+            misfits.pop(job, None)
 
     def forget(self, kept: Collection[str]) -> None:
         """Drop agents that are not connected, except `kept`."""
         for name in [name for name, agent in self.known.items() if agent.send is None and name not in kept]:
             del self.known[name]
+            self._misfits.pop(name, None)
 
     def work(self, job: str) -> list[tuple[str, JobReport]]:
         """What each agent last reported about a job, with the node's name."""
         found = ((name, agent.report.of(job)) for name, agent in self.known.items())
         return [(name, work) for name, work in found if work is not None]
-
-    def misfits(self, now: float) -> frozenset[tuple[str, str]]:
-        """Jobs and nodes on which they could not be set up within the last `TIMEOUTS.setup_again`."""
-        self._misfits = {key: at for key, at in self._misfits.items() if now - at < TIMEOUTS.setup_again}
-        return frozenset((job, node) for job, node, _ in self._misfits)
 
     def busy(self) -> frozenset[str]:
         """Connected agents that still have a job."""
@@ -205,7 +210,9 @@ class Agents:
         found = []
         for name, agent in self.known.items():
             state = fleet.state_of(name, agent.reported_at, agent.report.pool)
-            found.append(Node(agent.report, NO_WORK, agent.send is not None, agent.reported_at, state, agent.since))
+            misfits = dict(self._misfits.get(name, {}))
+            connected, times = agent.send is not None, (agent.reported_at, agent.since)
+            found.append(Node(agent.report, NO_WORK, connected, times[0], state, times[1], misfits=misfits))
         return tuple(found)
 
     def machines(self, fleet: Fleet) -> tuple[Machine, ...]:

@@ -53,7 +53,6 @@ class Allocator:
         head, held = self._head, self.assignment.held
         places = head.scaler.placer.look(view, conditions)
         out = {name for name, each in conditions.items() if each.state in NOT_COMING}
-        pins, misfits = job_queue.pins(head), head.agents.misfits(view.now)
-        asked = question(view, head.cluster, head.fleet.sizes, held, places, out, pins, misfits)
+        asked = question(view, head.cluster, head.fleet.sizes, held, places, out, job_queue.pins(head))
         if asked != self._question:
             self._question, self.assignment = asked, assign(asked)

@@ -28,6 +28,18 @@ NO_WORK = JobReport()  # of a node that does nothing for a job
 
 
 @dataclass(frozen=True)
+class Misfit:
+    """What the head knows about the failed set-ups of a job on a node."""
+
+    at: float  # when the newest report of a failure came
+    times: int  # how often it has failed in succession; a job goes back to the node after each time. 0: it succeeded
+
+    def over(self, now: float) -> bool:
+        """Whether the job may go back to the node."""
+        return now - self.at >= TIMEOUTS.setup_again
+
+
+@dataclass(frozen=True)
 class Node:
     """A node: what its agent has reported, and the state of its machine."""
 
@@ -45,6 +57,7 @@ class Node:
     devices: tuple[int, ...] = ()  # the devices that the job of the view has there; (): all of them
     assigned: bool = True  # whether the job of the view has devices there
     free: bool = True  # whether no other job trains on these devices any more
+    misfits: Mapping[str, Misfit] = field(default_factory=dict)  # by job: those whose set-up has failed here
 
     @property
     def name(self) -> str:
@@ -164,6 +177,15 @@ class FleetView:
         return {job: tuple(names) for job, names in found.items()}
 
     @cached_property
+    def misfits(self) -> Mapping[str, Mapping[str, Misfit]]:
+        """By job and node: the set-ups that have failed."""
+        found: dict[str, dict[str, Misfit]] = {}
+        for node in self.nodes:
+            for job, misfit in node.misfits.items():
+                found.setdefault(job, {})[node.name] = misfit
+        return found
+
+    @cached_property
     def memberships(self) -> Mapping[str, tuple[tuple[JobState, Member], ...]]:
         """By node name: the jobs whose current generation the node is in, and its `Member` there."""
         return _by_node((member.node, (job, member)) for job in self.jobs for member in job.members)
@@ -234,6 +256,7 @@ class View:
     conditions: Mapping[str, Condition] = field(default_factory=dict)  # of machines that it has or will have soon
     dearest: float = 0.0  # USD an hour with all machines that are asked for; 0: not known
     rest_until: float | None = None  # as in its placement
+    misfits: Mapping[str, Misfit] = field(default_factory=dict)  # by node: where the set-up has failed
     queued: str = ""  # why other jobs have the devices that it wants; empty: they do not
 
     @property

@@ -89,6 +89,7 @@ def job_view(
         conditions={name: conditions[name] for name in {**mine, **expected} if name in conditions},
         dearest=placed.hourly if placed else 0.0,
         rest_until=placed.rest_until if placed else None,
+        misfits=view.misfits.get(job.id, {}),
         queued=assignment.reasons.get(job.id, "") if any(id != job.id for id in assignment.held) else "",
     )
 

@@ -48,18 +48,16 @@ def question(
     placements: Placements,
     out: Set[str] = frozenset(),
     parked: Iterable[Claim] = (),
-    avoid: Set[tuple[str, str]] = frozenset(),
 ) -> Question:
     """What to ask now.
 
     sizes: what the cloud was asked for, by pool. before: what the last answer gave the jobs. placements: where each job
-    may train. out: machines that no job can count on. parked: see `pinned`. avoid: pairs of a job and a node, where the
-    job could not be set up on the node a moment ago.
+    may train. out: machines that no job can count on. parked: see `pinned`.
     """
     hosts = _hosts(view, cluster)
     names = {host.name for host in hosts}
     claims = [
-        _claim(view, cluster, job, index, before, placements[job.id], avoid)
+        _claim(view, cluster, job, index, before, placements[job.id])
         for index, job in enumerate(view.jobs)
         if job.id in placements
     ]
@@ -149,14 +147,13 @@ def _claim(
     index: int,
     before: Holdings,
     placement: Placement,
-    avoid: Set[tuple[str, str]],
 ) -> Claim:
     # The members do not matter: a device that was taken from this job is another job's, even while this job drains.
     holds = {node: devices or _all(_count(view, node)) for node, devices in before.get(job.id, {}).items()}
     members = {member.node for member in job.members}
     # All of its pools, also those whose numbers of devices nobody knows yet.
     pools = frozenset(job.spec.pools) if placement.use >= suited(job.spec, cluster) else placement.use
-    avoids = frozenset(node for name, node in avoid if name == job.id)
+    avoids = frozenset(name for name, each in view.misfits.get(job.id, {}).items() if not each.over(view.now))
     return Claim(
         job=job.id,
         order=(job.submitted + job.spec.deadline if job.spec.deadline else math.inf, index),

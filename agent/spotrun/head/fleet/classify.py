@@ -7,7 +7,7 @@ Each machine that the cloud lists has exactly one state:
 - unfit: its agent says that the machine is not fit, but not for long enough for a replacement.
 - silent: its agent had joined and does not report. unknown: in addition, its zone does not answer.
 - replacing: another machine is expected in its place. abandoned: no job can use the machine, and no other
-  machine is expected.
+  machine is expected. Both are also said of a machine on which a job cannot be set up.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Condition:
 
     @property
     def unusable(self) -> bool:
-        """Whether the machine has never served and no job can count on it."""
+        """Whether the machine has never served, or not the job that waits for it: no job can count on it."""
         return self.replacement is not None and self.replacement.unfit
 
 
@@ -52,7 +52,7 @@ def classify(view: FleetView) -> dict[str, Condition]:
     found = {}
     for machine in view.machines:
         node = known.get(machine.name)
-        condition = _ready(view, machine, node)
+        condition = _misfit(view, machine, node) or _ready(view, machine, node)
         if condition is None and machine.name not in view.kept:  # a person uses a kept machine
             condition = (
                 _unknown(view, machine, node)
@@ -67,6 +67,27 @@ def classify(view: FleetView) -> dict[str, Condition]:
 def boot_timeout(kind: str) -> float:
     """Seconds that a machine of this type may boot. Bare metal: `g4dn.metal`, `c7i.metal-24xl`, `c3-…-metal`."""
     return TIMEOUTS.boot_metal if "metal" in kind else TIMEOUTS.boot
+
+
+def _misfit(view: FleetView, machine: Machine, node: Node | None) -> Condition | None:
+    """A machine on which a job cannot be set up, while others are ready for the job and wait for one more."""
+    if node is None or not node.misfits or machine.name in view.kept or _is_member(view, node):
+        return None
+    for job in view.jobs:
+        misfit = node.misfits.get(job.id)
+        if misfit is None or misfit.over(view.now) or misfit.at < machine.created or not _lacks_one(view, job):
+            continue
+        if all(work.job == job.id for work in node.report.jobs) and not _alone_holds_a_state(view, node):
+            why = f"{job.id} cannot be set up on it, but on others"
+            hopeless = machine.pool in exhausted(view.replaced, view.now)
+            state: State = "abandoned" if hopeless else "replacing"
+            return Condition(machine, state, why, misfit.at, _request(machine, why))
+    return None
+
+
+def _lacks_one(view: FleetView, job: JobState) -> bool:
+    """Whether a job waits, and has some of the nodes that it needs, but not all."""
+    return job.current is None and job.wants_nodes and 0 < _eligible(view, job) < job.spec.nodes.min
 
 
 def _ready(view: FleetView, machine: Machine, node: Node | None) -> Condition | None:
@@ -208,7 +229,8 @@ def _eligible(view: FleetView, job: JobState) -> int:
 
 def _serves(node: Node, job: JobState) -> bool:
     work = node.report.of(job.id)
-    return work is not None and bool(work.store) and work.phase not in ("idle", "preparing")
+    serves = work is not None and bool(work.store) and work.phase not in ("idle", "preparing")
+    return serves and (job.id not in node.misfits or node.misfits[job.id].times == 0)
 
 
 def _retired(view: FleetView, machine: Machine, node: Node | None) -> Condition | None:

@@ -88,11 +88,8 @@ def _assemble(view: View) -> tuple[Action, ...]:
     if job.ending is None and (begun := regroup.catch_up(view)):
         return begun
     if job.ending is None:
-        mine = [node for node in view.nodes if node.connected and node.work.job == job.id]
-        broken = [node for node in mine if node.setup_failure]
-        if broken and len(broken) == len(mine) and job.generation == 0:
-            failure = broken[0].work.failure
-            return (Finish("failed", f"set-up failed on {broken[0].name}: {failure.message if failure else ''}"),)
+        if broken := _cannot_be_set_up(view):
+            return (Finish("failed", broken),)
         may = waiting.enough(view, ready) and not view.blind() and not _must_save_first(view, ready)
         if may and (started := _start(view, ready, None)):
             return started
@@ -108,6 +105,25 @@ def _assemble(view: View) -> tuple[Action, ...]:
     if job.ending.deadline == 0:
         return (SetEnding(job.ending.replace(deadline=view.now + TIMEOUTS.save)), *found)
     return found
+
+
+def _cannot_be_set_up(view: View) -> str:
+    """Why the job ends before it has begun: its set-up fails. Empty: it need not end.
+
+    An error that does not repeat may be the fault of one machine. Then the job ends only if no other machine is coming,
+    or if as many machines as it needs have failed, and not only once.
+    """
+    job = view.job
+    mine = [node for node in view.nodes if node.connected and node.work.job == job.id]
+    failures = [(node, node.work.failure) for node in mine if node.setup_failure and node.work.failure]
+    if job.generation > 0 or not failures:
+        return ""
+    (node, failure), *_ = sorted(failures, key=lambda each: not each[1].repeats)
+    coming = view.expected > sum(node.assigned for node, _ in failures) or view.now - view.awake_since < TIMEOUTS.rejoin
+    all_fail = len(failures) == len(mine) and (failure.repeats or not coming)
+    times = [each.times for each in view.misfits.values() if each.times]
+    enough = len(times) >= job.spec.nodes.min and sum(times) > 1 and not eligible(view)
+    return f"set-up failed on {node.name}: {failure.message}" if all_fail or enough else ""
 
 
 def _must_save_first(view: View, ready: list[Node]) -> bool:
