@@ -155,6 +155,56 @@ def test_a_job_as_large_as_the_cluster_fits(keys: dict[str, object]) -> None:
     check_fit(JobSpec.model_validate({"script": "a.py", **keys}), SHARED)
 
 
+EFA = ClusterSpec.model_validate(
+    {
+        "name": "a",
+        "cloud": "aws",
+        "region": "us-west-2",
+        "pools": [
+            {"name": "b", "zone": "us-west-2b", "machine": "p4d.24xlarge", "max": 4},
+            {"name": "also-b", "zone": "us-west-2b", "machine": "p4d.24xlarge", "max": 2},
+            {"name": "c", "zone": "us-west-2c", "machine": "p4d.24xlarge", "max": 4},
+        ],
+        "network": {"efa": True},
+    }
+)
+SOCKET = {"env": {"NCCL_NET": "Socket"}}
+WHY = "cluster a uses EFA, which does not cross zones"
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"zones": "any"}, f"zones: any: {WHY}; set zones: one, or env: {{NCCL_NET: Socket}} for TCP"),
+        (
+            {"nodes": 7},
+            f"nodes: 7: {WHY}, and has at most 6 nodes a zone; lower it, raise max of the pools, or set"
+            " env: {NCCL_NET: Socket} for TCP",
+        ),
+        (
+            {"nodes": 5, "pools": ["b", "c"]},
+            f"nodes: 5: {WHY}, and has at most 4 nodes a zone in pools b, c; lower it, raise max of the pools, or set"
+            " env: {NCCL_NET: Socket} for TCP",
+        ),
+    ],
+    ids=["zones: any", "more nodes than a zone has", "more nodes than its pools have in a zone"],
+)
+def test_with_efa_a_job_in_several_zones_must_choose_tcp(keys: dict[str, object], expected: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        check_fit(JobSpec.model_validate({"script": "a.py", **keys}), EFA)
+    assert str(caught.value) == expected
+    check_fit(JobSpec.model_validate({"script": "a.py", **keys, **SOCKET}), EFA)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{"nodes": {"min": 6, "max": 10}}, {"zones": "any", "pools": ["b", "also-b"]}],
+    ids=["a zone has room for nodes.min", "its pools are in one zone"],
+)
+def test_with_efa_a_job_in_one_zone_fits(keys: dict[str, object]) -> None:
+    check_fit(JobSpec.model_validate({"script": "a.py", **keys}), EFA)
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

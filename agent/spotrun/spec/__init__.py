@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from spotrun.spec.cluster import ClusterSpec, PoolSpec, described, devices_of, digest, load_cluster
-    from spotrun.spec.job import JobSpec, check_fit, load_job
+    from spotrun.spec.job import JobSpec, check_fit, largest_zone, load_job, may_cross_zones
 else:
 
     def __getattr__(name: str) -> object:
@@ -30,6 +30,8 @@ __all__ = [
     "described",
     "devices_of",
     "digest",
+    "largest_zone",
     "load_cluster",
     "load_job",
+    "may_cross_zones",
 ]

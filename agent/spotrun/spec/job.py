@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal, Self
 
@@ -18,7 +19,7 @@ from pydantic import (
 )
 
 from spotrun.errors import SpecError
-from spotrun.spec.cluster import ClusterSpec, devices_of
+from spotrun.spec.cluster import ClusterSpec, PoolSpec, devices_of
 from spotrun.spec.fields import (
     DURATION,
     FOLDER,
@@ -267,6 +268,38 @@ def check_fit(job: JobSpec, cluster: ClusterSpec) -> None:
         raise SpecError(
             f"nodes: {job.nodes.min}: cluster {cluster.name} has at most {most} nodes{such}{where}; lower it, or raise"
             " max of the pools"
+        )
+    if not may_cross_zones(job, cluster):
+        _check_zones(job, cluster, fit, f"{such}{where}")
+
+
+def may_cross_zones(job: JobSpec, cluster: ClusterSpec) -> bool:
+    """Whether machines of several zones can train together.
+
+    EFA's traffic stays within a zone (https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/efa.html#efa-limits). NCCL
+    uses one network for all ranks, so a job that crosses zones must choose TCP. NCCL ignores the case of the name.
+    """
+    return not cluster.network.efa or job.env.get("NCCL_NET", "").lower() == "socket"
+
+
+def largest_zone(pools: Iterable[PoolSpec]) -> int:
+    """The most machines that these pools have in one zone."""
+    zones: Counter[str] = Counter()
+    for pool in pools:
+        zones[pool.zone] += pool.max
+    return max(zones.values(), default=0)
+
+
+def _check_zones(job: JobSpec, cluster: ClusterSpec, pools: list[PoolSpec], which: str) -> None:
+    """Raise `SpecError` if the job asks for one generation in several zones, which these pools cannot give it."""
+    why, tcp = f"cluster {cluster.name} uses EFA, which does not cross zones", "env: {NCCL_NET: Socket} for TCP"
+    if job.zones == "any" and len({pool.zone for pool in pools}) > 1:
+        raise SpecError(f"zones: any: {why}; set zones: one, or {tcp}")
+    most = largest_zone(pools)
+    if job.nodes.min > most:
+        raise SpecError(
+            f"nodes: {job.nodes.min}: {why}, and has at most {most} nodes a zone{which}; lower it, raise max of the"
+            f" pools, or set {tcp}"
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 
 from spotrun.cloud.base import Advice
 from spotrun.head.capacity.situation import NO_ADVICE, Demand, History, Offer, Situation
@@ -13,7 +13,7 @@ from spotrun.head.job_state import JobState
 from spotrun.head.planner import patience
 from spotrun.head.speeds import LEAST
 from spotrun.head.view import FleetView
-from spotrun.spec import ClusterSpec, JobSpec, devices_of
+from spotrun.spec import ClusterSpec, JobSpec, devices_of, largest_zone, may_cross_zones
 
 SCALING = 0.956
 """n nodes are as fast as n ** SCALING: 97 % for each doubling. An assumption in the range that PyTorch's DDP paper
@@ -68,17 +68,10 @@ def suited(job: JobSpec, cluster: ClusterSpec) -> frozenset[str]:
     return frozenset(name for name in fit if not job.pools or name in job.pools)
 
 
-def largest_zone(cluster: ClusterSpec, pools: Set[str]) -> int:
-    """The most machines that these pools have in one zone."""
-    zones: Counter[str] = Counter()
-    for pool in cluster.pools:
-        zones[pool.zone] += pool.max if pool.name in pools else 0
-    return max(zones.values())
-
-
 def demand(view: FleetView, cluster: ClusterSpec, job: JobState, index: int) -> Demand:
     """The demand of one job. index: its place in the queue."""
     spec, pools, members = job.spec, suited(job.spec, cluster), [member.node for member in job.members]
+    wide = spec.zones == "any" or spec.nodes.min > largest_zone(pool for pool in cluster.pools if pool.name in pools)
     restart = spec.restart_time
     # From the order of a generation to its first step: not the time in which it waited for machines.
     measured = [each.phases[-1] - each.phases[0] for each in job.interruptions[-RECENT:] if len(each.phases) > 1]
@@ -94,7 +87,7 @@ def demand(view: FleetView, cluster: ClusterSpec, job: JobState, index: int) -> 
         spares=spec.nodes.spares,
         devices=spec.devices,
         cheapest=spec.policy == "cheapest",
-        across=spec.zones == "any" or spec.nodes.min > largest_zone(cluster, pools),
+        across=wide and may_cross_zones(spec, cluster),
         members=Counter(view.pools.get(name, "") for name in members),
         leaving=Counter(node.report.pool for node in map(view.by_name.get, members) if node and node.leaving),
         left=_left(job, _reached(view, job)),
