@@ -41,7 +41,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Cluster:
 def fabric(tmp_path_factory: pytest.TempPathFactory) -> Cluster:
     """One with a pool of each machine type that has EFA."""
     pools = "".join(
-        f"  - {{name: {machine.replace('.', '-')}, zone: us-east-1a, machine: {machine}}}\n" for machine in EFAS
+        f"  - {{name: {machine.replace('.', '-')}, zone: us-east-1{zone}, machine: {machine}}}\n"
+        for machine in EFAS
+        for zone in ("b" if machine.startswith("p4d") else "a")
     )
     text = f"{HEADER}image: mine\nnetwork: {{efa: true}}\npools:\n{pools}"
     return of(described(text, tmp_path_factory.mktemp("fabric")))

@@ -253,6 +253,17 @@ CLUSTER_MISTAKES = {
             + ", ".join(sorted(EFAS, key=lambda each: not each.startswith("g5.")))
         ],
     ),
+    "machines that EFA does not connect": (
+        AWS.replace("g5.2xlarge", "p4d.24xlarge")
+        + "- {name: q, zone: us-east-1c, machine: p5.48xlarge}\n"
+        + "- {name: r, zone: us-east-1b, machine: p4de.24xlarge}\n"
+        + "- {name: s, zone: us-east-1b, machine: p5.48xlarge}\n"
+        + "network: {efa: true}\n",
+        [
+            ":8: pools[3].machine: 'p5.48xlarge': EFA does not connect it with p4d.24xlarge of pool p, which is in the"
+            " same zone; put one of the two into another zone or another cluster"
+        ],
+    ),
     "pool twice": (
         CLUSTER + "- {name: p, zone: local-b}\n",
         [":5: pools[1].name: 'p': is already the name of pools[0]"],

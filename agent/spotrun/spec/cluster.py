@@ -23,7 +23,7 @@ from pydantic import (
 from spotrun.errors import SpecError
 from spotrun.spec.fields import DURATION, INTERVAL, LABEL, Bool, Duration, Int, Interval, Spec, Str, label
 from spotrun.spec.file import Conflict, File, Place, nearest, refuse
-from spotrun.spec.machine_types import EFAS, GPUS, OLD_GPUS
+from spotrun.spec.machine_types import EFA_ISLAND, EFAS, GPUS, OLD_GPUS
 from spotrun.spec.notices import GCE_LONG_NOTICE
 
 FORMAT = 1  # of the description in the bucket; a new key does not change it
@@ -259,6 +259,7 @@ def _cluster_conflicts(spec: ClusterSpec, region: str) -> Iterator[Conflict]:
         if pool.name in seen:
             yield ("pools", index, "name"), f"is already the name of pools[{seen[pool.name]}]"
         seen.setdefault(pool.name, index)
+    yield from _efa_conflicts(spec)
     yield from _market_conflicts(spec)
 
 
@@ -343,6 +344,16 @@ def _pool_conflicts(spec: ClusterSpec, pool: PoolSpec, place: Place) -> Iterator
         family = pool.machine.partition(".")[0] + "."
         near = sorted(EFAS, key=lambda each: not each.startswith(family))
         yield (*place, "machine"), f"has no EFA, and network.efa is true; those that have one: {', '.join(near)}"
+
+
+def _efa_conflicts(spec: ClusterSpec) -> Iterator[Conflict]:
+    """Machine types of one zone that EFA does not connect. A generation may have machines of all pools of a zone."""
+    first: dict[str, int] = {}
+    for index, pool in enumerate(spec.pools if spec.network.efa else ()):
+        other = spec.pools[first.setdefault(pool.zone, index)]
+        if (pool.machine.partition(".")[0] in EFA_ISLAND) != (other.machine.partition(".")[0] in EFA_ISLAND):
+            what = f"EFA does not connect it with {other.machine} of pool {other.name}, which is in the same zone"
+            yield ("pools", index, "machine"), f"{what}; put one of the two into another zone or another cluster"
 
 
 def _notice_conflict(pool: PoolSpec, place: Place) -> Iterator[Conflict]:

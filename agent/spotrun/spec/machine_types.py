@@ -149,6 +149,10 @@ GPUS: dict[str, int] = {
 # The most EFAs that a machine can have, by machine type. Types without EFAs are absent.
 EFAS: dict[str, int] = {machine: found.efas for machine, found in AWS.items() if found.efas}
 
+# Families that EFA connects with each other, and with no other family.
+# https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/efa.html#efa-limits
+EFA_ISLAND = {"p4d", "p4de"}
+
 
 def aws_architecture(machine: str) -> str:
     """The processor of an AWS machine type, in the words of machine images."""
