@@ -25,7 +25,7 @@ POOLS = """
   - {name: cpu, zone: us-central1-a, machine: n2-standard-8, market: on-demand, max_run_duration: 2h}
   - {name: t4, zone: us-central1-a, machine: n1-standard-8, accelerator: {type: nvidia-tesla-t4, count: 2}}
   - {name: flex, zone: us-central1-b, machine: g2-standard-8, market: flex, max_run_duration: 3d}
-  - {name: b200, zone: us-central1-a, machine: a4-highgpu-8g}
+  - {name: h200, zone: us-central1-a, machine: a3-ultragpu-8g}
 """
 HEADER = "name: demo\ncloud: gcp\nregion: us-central1\nproject: my-project\n"
 
@@ -259,7 +259,7 @@ def test_the_clusters_description_is_where_the_head_looks(cluster: Cluster) -> N
         ("steady", {"spotrun-gpus": "1", "spotrun-maintenance-notice": "3600"}),
         ("cpu", {}),
         ("t4", {"spotrun-gpus": "2"}),  # attached ones: the machine type has none
-        ("b200", {"spotrun-gpus": "8"}),
+        ("h200", {"spotrun-gpus": "8"}),
     ],
 )
 def test_every_machine_is_shielded_private_and_known(cluster: Cluster, pool: str, has: dict[str, str]) -> None:
@@ -366,14 +366,14 @@ def test_machines_are_told_of_the_notice_they_get(cluster: Cluster) -> None:
 def test_machines_disks_and_gpus_are_the_pools(cluster: Cluster) -> None:
     found = {
         pool: (made["machine_type"], made["disk"][0]["disk_type"], made["disk"][0].get("disk_size_gb"))
-        for pool in ("head", "spot", "t4", "b200")
+        for pool in ("head", "spot", "t4", "h200")
         for made in [template(cluster, pool)]
     }
     assert found == {
         "head": ("e2-small", "pd-balanced", None),  # the image's own size
         "spot": ("g2-standard-8", "pd-balanced", 250),
         "t4": ("n1-standard-8", "pd-balanced", 100),
-        "b200": ("a4-highgpu-8g", "hyperdisk-balanced", 100),
+        "h200": ("a3-ultragpu-8g", "hyperdisk-balanced", 100),
     }
     assert template(cluster, "t4")["guest_accelerator"] == [{"type": "nvidia-tesla-t4", "count": 2}]
     assert "guest_accelerator" not in template(cluster, "spot")
@@ -393,7 +393,7 @@ def test_the_image_is_looked_up_once_and_used_throughout(cluster: Cluster, near:
 # Groups.
 
 
-@pytest.mark.parametrize("pool", ["spot", "steady", "cpu", "t4", "b200"])
+@pytest.mark.parametrize("pool", ["spot", "steady", "cpu", "t4", "h200"])
 def test_pools_start_at_none_and_their_size_is_the_heads_to_set(cluster: Cluster, pool: str) -> None:
     made = group(cluster, pool)
     spec = cluster.spec.pool(pool)
@@ -448,9 +448,9 @@ def test_placement_is_on_machines_or_on_large_ones_group(cluster: Cluster, near:
     }
     assert template(near, "spot")["resource_policies"] == [policy % "spot"]
     assert "resource_policies" not in group(near, "spot")
-    assert policies["b200-placement"] == {"name": "demo--b200", "workload_policy": {"type": "HIGH_THROUGHPUT"}}
-    assert group(near, "b200")["resource_policies"] == {"workload_policy": policy % "b200"}
-    assert "resource_policies" not in template(near, "b200")
+    assert policies["h200-placement"] == {"name": "demo--h200", "workload_policy": {"type": "HIGH_THROUGHPUT"}}
+    assert group(near, "h200")["resource_policies"] == {"workload_policy": policy % "h200"}
+    assert "resource_policies" not in template(near, "h200")
     assert template(near, "cpu")["resource_policies"] == [policy % "cpu"]
     assert template(near, "cpu")["scheduling"]["on_host_maintenance"] == "TERMINATE"  # placed ones cannot be moved
 

@@ -15,8 +15,8 @@ pytestmark = pytest.mark.clouds
 
 def pool(machine: str, **keys: Any) -> PoolSpec:
     text = {"name": "x", "zone": "us-central1-a", "machine": machine, **keys}
-    spec = {"name": "c", "cloud": "gcp", "region": "us-central1", "project": "my-project", "pools": [text]}
-    return ClusterSpec.model_validate(spec).pools[0]
+    spec = {"name": "c", "cloud": "gcp", "region": "us-central1", "project": "my-project", "image": "of-mine"}
+    return ClusterSpec.model_validate({**spec, "pools": [text]}).pools[0]
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ name: closed
 cloud: aws
 region: us-east-1
 head: {machine: t4g.small, zone: us-east-1c}
+image: spotrun-*
 pools: [{name: spot, zone: us-east-1a, machine: p6-b300.48xlarge}, {name: cpu, zone: us-east-1b, machine: g4dn.metal}]
 network: {nat: false, efa: true, cidr: 10.1.16.0/20}
 labels: {team: vision}

@@ -11,6 +11,10 @@ from spotrun.spec.machine_types import EFAS
 from tests.spec.texts import AWS, CLUSTER, GCP, LABEL, refusal
 
 CIDR = "a private IPv4 range from /16 to /20, such as 10.77.0.0/16"
+NVLINK = (
+    "has GPUs with NVLink 5, which need NVIDIA's subnet manager; spotrun's own image does not have it; set image, or"
+    " take another machine"
+)
 # Text of the file, then the lines of the message without the file's name.
 CLUSTER_MISTAKES = {
     "empty": ("", [": this cluster file is empty"]),
@@ -230,6 +234,14 @@ CLUSTER_MISTAKES = {
             ":6: pools[0].accelerator: {'type': 'nvidia-tesla-p4-vws'}: has GPUs older than Turing (P4);"
             " spotrun's own image cannot use them; set image"
         ],
+    ),
+    "GPUs with NVLink 5 on AWS": (
+        AWS.replace("g5.2xlarge", "p6-b300.48xlarge"),
+        [f":5: pools[0].machine: 'p6-b300.48xlarge': {NVLINK}"],
+    ),
+    "GPUs with NVLink 5 on Google Cloud": (
+        GCP.replace("g2-standard-8}", "a4-highgpu-8g}\n- {name: q, zone: us-central1-b, machine: a4x-highgpu-4g}"),
+        [f":6: pools[0].machine: 'a4-highgpu-8g': {NVLINK}", f":7: pools[1].machine: 'a4x-highgpu-4g': {NVLINK}"],
     ),
     "state without a folder": (
         AWS + "state: s3://bucket\n",

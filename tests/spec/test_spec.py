@@ -268,6 +268,8 @@ def test_the_example_files_are_valid() -> None:
     [
         AWS.replace("g5.2xlarge}", "g5.2xlarge, disk: 30}"),
         AWS.replace("g5.2xlarge}", "g5.2xlarge, disk: 20}") + "image: ami-0123456789abcdef0\n",
+        AWS.replace("g5.2xlarge", "p6-b200.48xlarge") + "image: ami-0123456789abcdef0\n",
+        GCP.replace("g2-standard-8", "a4-highgpu-8g") + "image: of-mine\n",
         CLUSTER.replace("max: 2", "disk: 20"),
         AWS.replace("g5.2xlarge", "p3.8xlarge") + "image: ami-0123456789abcdef0\n",
         GCP.replace("g2-standard-8}", "n1-standard-8, accelerator: {type: nvidia-tesla-v100}}") + "image: of-mine\n",

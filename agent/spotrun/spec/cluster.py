@@ -23,7 +23,7 @@ from pydantic import (
 from spotrun.errors import SpecError
 from spotrun.spec.fields import DURATION, INTERVAL, LABEL, Bool, Duration, Int, Interval, Spec, Str, label
 from spotrun.spec.file import Conflict, File, Place, nearest, refuse
-from spotrun.spec.machine_types import EFA_ISLAND, EFAS, GPUS, OLD_GPUS
+from spotrun.spec.machine_types import EFA_ISLAND, EFAS, GPUS, NVLINK_5, OLD_GPUS
 from spotrun.spec.notices import GCE_LONG_NOTICE
 
 FORMAT = 1  # of the description in the bucket; a new key does not change it
@@ -368,6 +368,9 @@ def _unfit_for_the_image(pool: PoolSpec, place: Place) -> Iterator[Conflict]:
     """What spotrun's own image cannot run on, though another image may."""
     if pool.disk < IMAGE_GB:
         yield (*place, "disk"), f"is smaller than spotrun's own image of {IMAGE_GB} GB"
+    if pool.machine.startswith(NVLINK_5):
+        what = "has GPUs with NVLink 5, which need NVIDIA's subnet manager"
+        yield (*place, "machine"), f"{what}; spotrun's own image does not have it; set image, or take another machine"
     accelerator = pool.accelerator.type.removesuffix("-vws") if pool.accelerator else ""
     for key, kind in (("machine", pool.machine.partition(".")[0]), ("accelerator", accelerator)):
         if kind in OLD_GPUS:

@@ -149,6 +149,9 @@ GPUS: dict[str, int] = {
 # The most EFAs that a machine can have, by machine type. Types without EFAs are absent.
 EFAS: dict[str, int] = {machine: found.efas for machine, found in AWS.items() if found.efas}
 
+# How machine types begin whose GPUs need NVIDIA's subnet manager for NVLink 5, in addition to fabric manager. Without
+# it, CUDA does not start. https://docs.nvidia.com/datacenter/tesla/fabric-manager-user-guide/index.html
+NVLINK_5 = ("p6-b200.", "p6-b300.", "p6e-", "a4-", "a4x-")
 # Families that EFA connects with each other, and with no other family.
 # https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/efa.html#efa-limits
 EFA_ISLAND = {"p4d", "p4de"}
