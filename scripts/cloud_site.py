@@ -58,6 +58,7 @@ class CloudSite:
         preflight.check_offers(cluster, self.file)
         with cloud.asking(cluster) as ask:
             preflight.check_quotas(cluster, ask)
+            preflight.check_disk_key(cluster)
             terraform = self._stacks(store.url)
             if not terraform.exists("pools") and _machines(ask):
                 raise SpotrunError(

@@ -10,7 +10,7 @@ from scripts.make_command import make_command
 from scripts.transports import require
 from spotrun import cloud
 from spotrun.cloud import Shortfall
-from spotrun.errors import QuotaError, SpotrunError
+from spotrun.errors import CloudError, QuotaError, SpotrunError
 from spotrun.spec import ClusterSpec
 
 _QUOTAS = {"gcp": "console.cloud.google.com/iam-admin/quotas", "aws": "console.aws.amazon.com/servicequotas"}
@@ -46,6 +46,28 @@ def check_offers(cluster: ClusterSpec, file: str) -> None:
         from spotrun.cloud.aws.offers import missing
     if lacks := missing(cluster):
         raise SpotrunError("\n".join(f"{file}: {lack.text()}" for lack in lacks))
+
+
+def check_disk_key(cluster: ClusterSpec) -> None:
+    """Say on stderr if AWS may be unable to encrypt the machines' disks. Without an answer of AWS: say nothing.
+
+    https://docs.aws.amazon.com/autoscaling/ec2/userguide/key-policy-requirements-EBS-encryption.html
+    """
+    if cluster.cloud != "aws":
+        return
+    from spotrun.cloud.aws.disk_key import AWS_OWN, default
+
+    try:
+        key = default(cluster.region)
+    except CloudError:
+        return  # the right to ask may be missing, and `make up` does without
+    if not key.endswith(AWS_OWN):
+        console.warn(
+            f"spotrun: the account's default key for disks in {cluster.region} is {key}, not {AWS_OWN}. If the policy"
+            " of this key does not allow role AWSServiceRoleForAutoScaling to use it, each machine ends seconds after"
+            " its start (Client.InvalidKMSKey.InvalidState). Allow this role kms:CreateGrant, kms:Decrypt,"
+            " kms:DescribeKey, kms:Encrypt, kms:GenerateDataKey* and kms:ReEncrypt* there"
+        )
 
 
 def check_images(cluster: ClusterSpec, pools: dict[str, Any], file: str) -> None:

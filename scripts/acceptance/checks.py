@@ -32,6 +32,7 @@ def _offers(rig: Rig, _: Step) -> Facts:
 def _quotas(rig: Rig, _: Step) -> Facts:
     with cloud.asking(rig.cluster) as ask:
         preflight.check_quotas(rig.cluster, ask)
+        preflight.check_disk_key(rig.cluster)
     return {"pools": len(rig.cluster.pools)}
 
 

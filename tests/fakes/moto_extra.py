@@ -2,6 +2,7 @@
 
     placement scores            of spot machines; see `moto_scores`
     placement groups            create, describe, delete; refused while machines are in them
+    the default key of disks    moto knows how to change it, but not how to tell it
     spot interruptions          FIS's aws:ec2:send-spot-instance-interruptions does nothing in moto
     scaling groups              their machines are spot if the policy says so, are in the placement group, and failed
                                 launches (see `motoserver.Moto.ration`) show in DescribeScalingActivities
@@ -134,6 +135,10 @@ def register_image(self: Any) -> ActionResult:
     image.root_device_name = self._get_param("RootDeviceName") or image.root_device_name
     image.root_device_type = "ebs"
     return ActionResult({"ImageId": image.id})
+
+
+def get_ebs_default_kms_key_id(self: Any) -> ActionResult:
+    return ActionResult({"KmsKeyId": getattr(self.ec2_backend, "default_kms_key_id", None) or "alias/aws/ebs"})
 
 
 class Disks:
@@ -332,6 +337,7 @@ def extend() -> None:
         setattr(EC2Response, action, getattr(Placements, action))
     _set(
         EC2Response,
+        get_ebs_default_kms_key_id=get_ebs_default_kms_key_id,
         register_image=register_image,
         get_spot_placement_scores=moto_scores.Scores.get_spot_placement_scores,
     )

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
+from botocore.exceptions import ClientError
 
 from scripts import cloud_site, preflight, stacks
 from scripts import site as sites
 from scripts.stacks import Place
 from spotrun.cloud import Shortfall, asking
+from spotrun.cloud.aws import api
 from spotrun.errors import CloudError, CredentialsError, QuotaError, SpotrunError
 from spotrun.store import (
     cluster_key,
@@ -140,6 +142,27 @@ def test_a_quota_that_is_too_small(aws: Moto, tmp_path: Path, capsys: pytest.Cap
 def test_a_quota_that_the_cloud_may_not_apply_stops_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     preflight.check_quotas(spec(tmp_path), lambda _: [Shortfall("spot", "LOCAL_SSD", 500, 6000, certain=False)])
     assert "pool spot: quota LOCAL_SSD in us-east-1 is 500; the pool's max takes 6000" in capsys.readouterr().err
+
+
+def test_disks_that_auto_scaling_may_be_unable_to_encrypt(
+    aws: Moto, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A word, and not an error: nobody but the key's policy knows."""
+    preflight.check_disk_key(spec(tmp_path))
+    assert capsys.readouterr().err == ""
+    key = aws.client("kms").create_key()["KeyMetadata"]["Arn"]
+    aws.client("ec2").modify_ebs_default_kms_key_id(KmsKeyId=key)
+    preflight.check_disk_key(spec(tmp_path))
+    said = capsys.readouterr().err
+    assert said.startswith(f"spotrun: the account's default key for disks in us-east-1 is {key}, not alias/aws/ebs. ")
+    assert "allow role AWSServiceRoleForAutoScaling" in said
+    monkeypatch.setattr(api.Clients, "ec2", property(lambda _: _denied()))
+    preflight.check_disk_key(spec(tmp_path))
+    assert capsys.readouterr().err == ""
+
+
+def _denied() -> NoReturn:
+    raise ClientError({"Error": {"Code": "UnauthorizedOperation", "Message": "no"}}, "GetEbsDefaultKmsKeyId")
 
 
 def test_a_wrong_cluster_file_never_reaches_terraform(aws: Moto, tmp_path: Path) -> None:
