@@ -91,6 +91,22 @@ def test_a_cluster_whose_name_goes_on_is_another(policy: str) -> None:
                 assert not like(pattern, re.sub(r"\*|\?", "x", pattern.replace("g5", "g50"))), pattern
 
 
+def test_the_plans_role_may_read_what_terraform_refreshes() -> None:
+    """What the AWS provider asks about resources aws_s3_bucket, aws_s3_bucket_* and aws_s3_object.
+
+    https://docs.aws.amazon.com/service-authorization/latest/reference/list_amazons3.html
+    """
+    text = (ROOT / "docs/aws.md").read_text()
+    rights = text.partition("`spotrun-plan` needs:")[2].partition("Give `spotrun-plan` no more rights")[0]
+    granted = re.findall(r"`(s3:[A-Za-z*]+)`", rights)
+    kinds = ("Acl", "CORS", "Location", "Logging", "ObjectLockConfiguration", "OwnershipControls", "Policy")
+    more = ("PublicAccessBlock", "RequestPayment", "Tagging", "Versioning", "Website")
+    others = ("Accelerate", "Encryption", "Lifecycle", "Replication")
+    wanted = [f"s3:GetBucket{kind}" for kind in (*kinds, *more)] + [f"s3:Get{kind}Configuration" for kind in others]
+    for action in (*wanted, "s3:GetObject", "s3:GetObjectTagging", "s3:ListBucket"):
+        assert any(like(pattern, action) for pattern in granted), action
+
+
 def rights() -> Iterator[tuple[str, str, dict[str, str]]]:
     """Each action that a role of cluster g5 may do, on what, in which context."""
     cluster = synthesized.of(load_cluster(ROOT / "clusters/aws-g5.yaml").model_copy(update={"name": "g5"}))
