@@ -61,6 +61,7 @@ def utc(at: float) -> str:
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same program with shorter pauses."""
     monkeypatch.setattr(notice_module, "EC2_POLL_SECONDS", 0.05)
+    monkeypatch.setattr(notice_module, "EC2_EVENTS_SECONDS", 0.05)
     monkeypatch.setattr(notice_module, "BACKOFF", (0.02, 0.1))
     monkeypatch.setattr(metadata_module, "BACKOFF", (0.2, 0.2))
 
@@ -199,7 +200,7 @@ def test_operators_are_told_at_once_of_a_notice_that_counts_later() -> None:
         assert not agents.receive(report.model_copy(update={"coming": later}), send, 1.0)
         assert agents.known["a"].report.notice is None, "the node is not leaving yet"
     assert [text for kind, text in said if kind == "notice"] == [
-        "a will be taken at 14:05 UTC: maintenance; it trains on until shortly before"
+        "a will be taken at 2026-11-22 14:05 UTC: maintenance; it trains on until shortly before"
     ]
     assert agents.receive(report.model_copy(update={"notice": later}), send, 2.0)
     assert agents.known["a"].report.notice == later
@@ -222,6 +223,61 @@ async def test_ec2_notices(monkeypatch: pytest.MonkeyPatch) -> None:
         server.files["spot/instance-action"] = json.dumps({"action": "terminate", "time": utc(at)})
         await await_for(lambda: len(received) == 2, what="the notice")
         assert received[-1] == Notice(kind="preempt", deadline=at)
+
+
+def event(at: float, code: str = "instance-retirement", state: str = "active") -> dict[str, str]:
+    """As in https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/viewing_scheduled_events.html."""
+    shown = datetime.fromtimestamp(at, UTC).strftime("%d %b %Y %H:%M:%S GMT")
+    return {"Code": code, "State": state, "NotBefore": shown, "EventId": "instance-event-0d59", "Description": "d"}
+
+
+DAY = 86400.0
+NOW = datetime(2026, 1, 1, tzinfo=UTC).timestamp()
+LATER = event(NOW + 3 * DAY)
+
+
+@pytest.mark.parametrize(
+    ("events", "deadline"),
+    [
+        ([], None),
+        ([{**LATER, "NotBefore": "04 Jan 2026 00:00:00 GMT"}], NOW + 3 * DAY),
+        ([LATER, event(NOW + 2 * DAY, "system-reboot"), event(NOW + 5 * DAY, "instance-stop")], NOW + 2 * DAY),
+        ([event(NOW + DAY, state="completed"), event(NOW + DAY, state="canceled"), LATER], NOW + 3 * DAY),
+        ([event(NOW + DAY, "instance-celebration"), {}, {**LATER, "Code": []}, LATER], NOW + 3 * DAY),
+        ([event(NOW - 600.0, "instance-reboot"), LATER], NOW - 600.0),
+        ([event(NOW - 2 * DAY), LATER], NOW + 3 * DAY),
+        ([event(NOW - 2 * DAY)], None),
+    ],
+    ids=["none", "one", "the first of three", "over", "of another kind", "begun", "long past", "only long past"],
+)
+def test_the_scheduled_event_that_begins_first_is_the_notice(
+    events: list[dict[str, str]], deadline: float | None
+) -> None:
+    expected = None if deadline is None else Notice(kind="maintenance", deadline=deadline)
+    assert parse_ec2("maintenance", json.dumps(events), NOW) == expected
+
+
+async def test_ec2_maintenance_counts_shortly_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """AWS announces it days before, and may move it or call it off."""
+    path, at = "events/maintenance/scheduled", float(int(time.time()))
+    received, coming = list[Notice | None](), list[Notice | None]()
+    async with served("ec2", monkeypatch) as (server, client):
+        task = asyncio.create_task(watch(client, received.append, Terms(), coming.append))
+        for days in (3, 5):
+            coming.clear()
+            server.files[path] = json.dumps([event(at + days * DAY)])
+            await await_for(lambda: coming, what=f"maintenance in {days} days")
+            assert coming == [Notice(kind="maintenance", deadline=at + days * DAY)]
+        assert received == []
+        server.files[path] = json.dumps([event(at + RETIRE_LEAD)])
+        await await_for(lambda: received, what="maintenance, now that it counts")
+        assert received == [Notice(kind="maintenance", deadline=at + RETIRE_LEAD)]
+        assert coming[-1] is None
+        server.files[path] = "[]"
+        await await_for(lambda: received[-1] is None, what="its end")
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
 
 
 @pytest.mark.parametrize("fault", ["down", "junk", "hang"])
@@ -276,9 +332,29 @@ def test_ec2_junk(text: str) -> None:
         parse_ec2("preempt", text, datetime(2026, 1, 1, tzinfo=UTC).timestamp())
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}",
+        "null",
+        "[1]",
+        "[" * 100_000,
+        json.dumps([{**LATER, "NotBefore": "soon"}]),
+        json.dumps([{**LATER, "NotBefore": 5}]),
+        json.dumps([{**LATER, "NotBefore": "2026-01-01T00:00:00Z"}]),
+    ],
+    ids=["nothing", "an object", "null", "a number", "lists too deep", "a word", "no text", "another form"],
+)
+def test_junk_for_scheduled_events(text: str) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        parse_ec2("maintenance", text, NOW)
+
+
 async def test_ec2_junk_does_not_hide_the_notice(monkeypatch: pytest.MonkeyPatch) -> None:
     async with served("ec2", monkeypatch) as (server, client), watching(client) as received:
         server.files["events/recommendations/rebalance"] = "junk"
+        server.files["events/maintenance/scheduled"] = "junk"
         server.files["spot/instance-action"] = json.dumps({"action": "terminate", "time": utc(time.time() + 60)})
         await await_for(lambda: received, what="the notice")
 

@@ -128,7 +128,7 @@ def test_shared_memory_that_killed_workers_left() -> None:
 
 
 MAINTENANCE = {"probe": "notice", "key": "maintenance-event", "value": "TERMINATE_ON_HOST_MAINTENANCE", "at": 1.0}
-COMING = "c--gpu-0 will be taken at 16:40 UTC: maintenance; it trains on until shortly before"
+COMING = "c--gpu-0 will be taken at 2026-11-21 16:40 UTC: maintenance; it trains on until shortly before"
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ class Agents:
         if report.notice and noticed:
             self._add_event("notice", f"{report.node} will be taken: {report.notice.kind}")
         if report.coming and (last is None or last.coming is None):
-            taken = f"will be taken at {time.strftime('%H:%M', time.gmtime(report.coming.deadline))} UTC"
+            taken = f"will be taken at {time.strftime('%Y-%m-%d %H:%M', time.gmtime(report.coming.deadline))} UTC"
             text = f"{report.node} {taken}: {report.coming.kind}; it trains on until shortly before"
             self._add_event("notice", text)
         for work in report.jobs:

@@ -6,7 +6,9 @@ an hour to maintenance with GPUs (https://cloud.google.com/compute/docs/gpus/gpu
 Without GPUs, GCE announces maintenance only to machines that it moves to another host:
 https://cloud.google.com/compute/docs/metadata/getting-live-migration-notice.
 EC2: a poll of `spot/instance-action`, as AWS advises. The answer has the time
-(https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html).
+(https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html). Less often, a poll of
+`events/maintenance/scheduled`: AWS says days before that it will stop or reboot a machine
+(https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/monitoring-instances-status-check_sched.html).
 """
 
 from __future__ import annotations
@@ -34,7 +36,12 @@ GCE_MAINTENANCE_SECONDS = 60.0
 LOOK = 30.0  # seconds until a notice's time is compared with the clock again: the clock may have been set
 LONG_POLL_SECONDS = 10  # the longest time until a silent server is noticed
 EC2_POLL_SECONDS = 1.0
-EC2_HORIZON = 86400.0  # seconds; a notice's time that is further away is junk
+EC2_EVENTS_SECONDS = 60.0
+EC2_HORIZON = 86400.0  # seconds; a notice's time that is further away is junk, and so is the past time of an event
+# Events that end or interrupt what runs on the machine.
+EC2_EVENTS = {"instance-reboot", "instance-retirement", "instance-stop", "system-maintenance", "system-reboot"}
+EC2_PATHS = {"preempt": "/spot/instance-action", "rebalance": "/events/recommendations/rebalance"}
+EC2_SLOW_PATHS = {"maintenance": "/events/maintenance/scheduled"}
 BACKOFF = (0.2, 5.0)  # seconds between tries while the server does not answer: the first pause, the longest
 RANK = {"preempt": 2, "maintenance": 1, "rebalance": 0}  # the highest is the most serious
 
@@ -88,8 +95,12 @@ class _Notices:
         if notice is None:
             self._found.pop(kind, None)
         else:
-            self._found.setdefault(kind, notice)  # GCE's deadline counts from the first time the notice was seen
+            self._found[kind] = notice
         self._tell()
+
+    def put_first(self, kind: str, notice: Notice | None) -> None:
+        """As `put`, but an earlier notice stays: GCE's deadline counts from the first time the notice was seen."""
+        self.put(kind, notice and self._found.get(kind, notice))
 
     def close(self) -> None:
         if self._timer is not None:
@@ -123,9 +134,10 @@ async def watch(
     try:
         if isinstance(metadata, GceMetadata):
             paths = ("preempted", "maintenance-event")
-            await asyncio.gather(*(_watch_gce(metadata, path, terms, notices.put) for path in paths))
+            await asyncio.gather(*(_watch_gce(metadata, path, terms, notices.put_first) for path in paths))
         else:
-            await _watch_ec2(metadata, notices.put)
+            often = _watch_ec2(metadata, EC2_PATHS, EC2_POLL_SECONDS, notices.put)
+            await asyncio.gather(often, _watch_ec2(metadata, EC2_SLOW_PATHS, EC2_EVENTS_SECONDS, notices.put))
     finally:
         notices.close()
 
@@ -143,12 +155,14 @@ def parse_gce(path: str, text: str, now: float, terms: Terms = USUAL) -> Notice 
     return Notice(kind="maintenance", deadline=now + terms.maintenance)
 
 
-def parse_ec2(kind: str, text: str, now: float) -> Notice:
-    """The notice in an answer of EC2's server. Raises ValueError for junk."""
+def parse_ec2(kind: str, text: str, now: float) -> Notice | None:
+    """The notice in an answer of EC2's server; None: there is none. Raises ValueError for junk."""
     try:
         value = json.loads(text)
     except RecursionError:
         raise ValueError("lists too deep") from None
+    if kind == "maintenance":
+        return _first_event(value, now)
     if not isinstance(value, dict):
         raise ValueError("not an object")
     if kind == "preempt" and value.get("action") not in ("terminate", "stop", "hibernate"):
@@ -159,6 +173,16 @@ def parse_ec2(kind: str, text: str, now: float) -> Notice:
     if kind == "preempt":
         return Notice(kind="preempt", deadline=at)
     return Notice(kind="rebalance", deadline=at + EC2_NOTICE)  # as if EC2's notice came at this time
+
+
+def _first_event(events: object, now: float) -> Notice | None:
+    """The notice of the scheduled event that begins first. Raises ValueError for junk."""
+    if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
+        raise ValueError("not a list of events")
+    ours = [each for each in events if each.get("State") == "active" and str(each.get("Code")) in EC2_EVENTS]
+    times = [_event_time(event.get("NotBefore")) for event in ours]
+    deadline = min((at for at in times if at >= now - EC2_HORIZON), default=None)
+    return None if deadline is None else Notice(kind="maintenance", deadline=deadline)
 
 
 async def _watch_gce(metadata: GceMetadata, path: str, terms: Terms, put: Put) -> None:
@@ -186,8 +210,7 @@ async def _watch_gce(metadata: GceMetadata, path: str, terms: Terms, put: Put) -
             await asyncio.sleep(EC2_POLL_SECONDS)  # a server without ETags answers every request at once
 
 
-async def _watch_ec2(metadata: Ec2Metadata, put: Put) -> None:
-    paths = {"preempt": "/spot/instance-action", "rebalance": "/events/recommendations/rebalance"}
+async def _watch_ec2(metadata: Ec2Metadata, paths: Mapping[str, str], pause: float, put: Put) -> None:
     backoff = Backoff(*BACKOFF)
     junk: dict[str, str] = {}
     while True:
@@ -207,7 +230,14 @@ async def _watch_ec2(metadata: Ec2Metadata, put: Put) -> None:
             await asyncio.sleep(backoff.next())
             continue
         backoff.reset()
-        await asyncio.sleep(EC2_POLL_SECONDS)
+        await asyncio.sleep(pause)
+
+
+def _event_time(text: object) -> float:
+    """The time of a scheduled event, such as `21 Jan 2019 09:00:43 GMT`, epoch seconds. Raises ValueError."""
+    if not isinstance(text, str):
+        raise ValueError("no time")
+    return datetime.strptime(text, "%d %b %Y %H:%M:%S GMT").replace(tzinfo=UTC).timestamp()
 
 
 def _epoch(text: object) -> float:
