@@ -91,6 +91,18 @@ def test_a_cluster_whose_name_goes_on_is_another(policy: str) -> None:
                 assert not like(pattern, re.sub(r"\*|\?", "x", pattern.replace("g5", "g50"))), pattern
 
 
+def test_endpoints_with_private_names_can_be_made() -> None:
+    """EC2 also checks the right to use AWS's hosted zone. Route 53 is global, so the request's region may differ.
+
+    https://docs.aws.amazon.com/service-authorization/latest/reference/list_amazonec2.html (CreateVpcEndpoint)
+    """
+    endpoint = f"arn:aws:ec2:{REGION}:{ACCOUNT}:vpc-endpoint/vpce-0123456789abcdef0"
+    assert allows("up", "ec2:CreateVpcEndpoint", endpoint, **{"aws:RequestedRegion": REGION})
+    zone = "arn:aws:route53:::hostedzone/Z0123456789ABC"
+    assert allows("up", "route53:AssociateVPCWithHostedZone", zone)
+    assert not allows("up", "route53:ChangeResourceRecordSets", zone)
+
+
 def test_the_plans_role_may_read_what_terraform_refreshes() -> None:
     """What the AWS provider asks about resources aws_s3_bucket, aws_s3_bucket_* and aws_s3_object.
 
