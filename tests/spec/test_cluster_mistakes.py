@@ -276,6 +276,14 @@ CLUSTER_MISTAKES = {
             " same zone; put one of the two into another zone or another cluster"
         ],
     ),
+    "a name that begins as ids of EC2's security groups do": (
+        AWS.replace("name: a\n", "name: sg-1\n"),
+        [":1: name: 'sg-1': would begin the names of security groups with sg-, which EC2 refuses; choose another"],
+    ),
+    "a name that makes security groups' names begin as ids do": (
+        AWS.replace("name: a\n", "name: sg\n"),
+        [":1: name: 'sg': would begin the names of security groups with sg-, which EC2 refuses; choose another"],
+    ),
     "pool twice": (
         CLUSTER + "- {name: p, zone: local-b}\n",
         [":5: pools[1].name: 'p': is already the name of pools[0]"],

@@ -265,6 +265,17 @@ def test_the_example_files_are_valid() -> None:
 
 @pytest.mark.parametrize(
     "text",
+    [AWS.replace("name: a\n", "name: sgd\n"), GCP.replace("name: a\n", "name: sg\n")],
+    ids=["another word on AWS", "on Google Cloud"],
+)
+def test_names_that_only_look_like_ids_of_security_groups(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(text)
+    assert load_cluster(path).name.startswith("sg")
+
+
+@pytest.mark.parametrize(
+    "text",
     [
         AWS.replace("g5.2xlarge}", "g5.2xlarge, disk: 30}"),
         AWS.replace("g5.2xlarge}", "g5.2xlarge, disk: 20}") + "image: ami-0123456789abcdef0\n",

@@ -297,6 +297,9 @@ def _address_conflicts(spec: ClusterSpec) -> Iterator[Conflict]:
         yield ("project",), "is missing; cloud gcp needs the project's id"
     elif spec.cloud == "gcp" and not re.fullmatch(r"([a-z0-9.-]+:)?[a-z][-a-z0-9]{4,28}[a-z0-9]", spec.project or ""):
         yield ("project",), "is not a project's id (not its name and not its number)"
+    # https://docs.aws.amazon.com/AWSEC2/latest/APIReference/API_CreateSecurityGroup.html
+    if spec.cloud == "aws" and f"{spec.name}-".startswith("sg-"):
+        yield ("name",), "would begin the names of security groups with sg-, which EC2 refuses; choose another"
     scheme = spec.bucket.partition("://")[0] if spec.bucket and "://" in spec.bucket else "file"
     bucket = rf"{_SCHEMES[spec.cloud]}://[a-z0-9][a-z0-9._-]{{1,61}}[a-z0-9]"
     if spec.bucket and (
