@@ -65,7 +65,9 @@ class CloudSite:
                     f"cluster {cluster.name} is up, but Terraform knows nothing of it here: {self._other_state()}."
                     " Terraform would make a second cluster beside it"
                 )
-            preflight.check_images(cluster, terraform.document("pools"), self.file)
+            document = terraform.document("pools")
+            preflight.check_images(cluster, document, self.file)
+            preflight.check_endpoints(cluster, document, self.file)
             if not terraform.has_head():  # true also after an interrupted `down`
                 queue.hold(store, cluster.name)
             terraform.apply()

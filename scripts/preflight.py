@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from scripts import console, stacks
@@ -81,6 +81,30 @@ def check_images(cluster: ClusterSpec, pools: dict[str, Any], file: str) -> None
         else:
             what = f"`{image}` bakes one"
         raise SpotrunError(f"{file}: there is no image {name}: {what}")
+
+
+def check_endpoints(cluster: ClusterSpec, pools: dict[str, Any], file: str) -> None:
+    """Raise `SpotrunError` if the head's zone lacks an endpoint of stack pools. pools: what Terraform reads of it."""
+    wanted = {each["service_name"] for each in pools.get("resource", {}).get("aws_vpc_endpoint", {}).values()}
+    if not wanted:
+        return
+    from spotrun.cloud.aws.offers import endpoint_zones
+
+    if problem := missing_endpoints(cluster.head.zone, sorted(wanted), endpoint_zones(cluster.region)):
+        raise SpotrunError(f"{file}: {problem}")
+
+
+def missing_endpoints(zone: str, services: list[str], known: Mapping[str, frozenset[str]]) -> str:
+    """What to do if this zone lacks an endpoint of these services; empty if it has all. known: their zones. Pure."""
+    found = {service: known.get(service, frozenset[str]()) for service in services}
+    lacking = ", ".join(service for service, zones in found.items() if zone not in zones)
+    if not lacking:
+        return ""
+    whole = ", ".join(sorted(frozenset.intersection(*found.values())))
+    what = f"zone {zone} has no endpoint of {lacking}, and network.nat is false"
+    if not whole:
+        return f"{what}: no zone of the region has all endpoints, so set network.nat to true"
+    return f"{what}: set head.zone to a zone with all endpoints ({whole}), or network.nat to true"
 
 
 def _google(cluster: ClusterSpec, pools: dict[str, Any]) -> Iterator[tuple[str, bool]]:

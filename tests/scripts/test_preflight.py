@@ -287,6 +287,58 @@ def test_images_on_aws(aws: Moto, tmp_path: Path) -> None:
             preflight.check_images(about, absent, path)
 
 
+def endpoints(*services: str) -> dict[str, Any]:
+    """The part of AWS's stack pools that is about endpoints."""
+    made = {name: {"service_name": f"com.amazonaws.us-east-1.{name}"} for name in services}
+    return {"resource": {"aws_vpc_endpoint": made}}
+
+
+AB, BC = frozenset({"z-a", "z-b"}), frozenset({"z-b", "z-c"})
+
+
+@pytest.mark.parametrize(
+    ("known", "said"),
+    [
+        ({"x": AB, "y": AB, "other": BC}, ""),
+        (
+            {"x": AB, "y": BC},
+            "zone z-a has no endpoint of y, and network.nat is false: set head.zone to a zone with all endpoints (z-b),"
+            " or network.nat to true",
+        ),
+        (
+            {"other": AB},
+            "zone z-a has no endpoint of x, y, and network.nat is false: no zone of the region has all endpoints, so"
+            " set network.nat to true",
+        ),
+    ],
+    ids=["the zone has all", "another zone has all", "the region does not have them"],
+)
+def test_endpoints_that_the_heads_zone_lacks(known: dict[str, frozenset[str]], said: str) -> None:
+    assert preflight.missing_endpoints("z-a", ["x", "y"], known) == said
+
+
+def test_endpoints_on_aws(aws: Moto, tmp_path: Path) -> None:
+    described, path = spec(tmp_path), file(tmp_path)
+    preflight.check_endpoints(described, {}, path)
+    preflight.check_endpoints(described, endpoints("ec2", "ssm"), path)
+
+
+def test_up_without_an_endpoint(
+    aws: Moto, made: stacks.Stacks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is told before Terraform makes anything."""
+    monkeypatch.setattr(cloud_site, "BOOT", 0.0)  # not to wait for a head if it goes on
+    monkeypatch.setattr(stacks, "synthesize", lambda *_: made)
+    aws.image("mine-1")
+    document = images(name="mine-1", owners=["self"]) | endpoints("nothing")
+    (made.folder / "stacks/c-pools/cdk.tf.json").write_text(json.dumps(document))
+    for code in ("L-3819A6DF", "L-DB2E81BA"):
+        aws.quota(code, 64)
+    with pytest.raises(SpotrunError, match=r"no endpoint of com\.amazonaws\.us-east-1\.nothing"):
+        at(tmp_path).up()
+    assert {call.split()[1] for call in calls(tmp_path)} == {"init", "state"}
+
+
 def test_images_on_google(gce: FakeGce, tmp_path: Path) -> None:
     def taking(image: str) -> dict[str, Any]:
         family, _, name = image.rpartition("/")

@@ -1,7 +1,8 @@
-"""Which zones offer a cluster's machine types. Operators ask before `make up`; a head never does.
+"""Which zones offer a cluster's machine types and endpoints. Operators ask before `make up`; a head never does.
 
 The letters of zones differ between accounts, so a shipped list cannot tell.
 https://docs.aws.amazon.com/AWSEC2/latest/APIReference/API_DescribeInstanceTypeOfferings.html
+https://docs.aws.amazon.com/vpc/latest/privatelink/interface-endpoints.html#aws-services-azs
 """
 
 from __future__ import annotations
@@ -31,3 +32,19 @@ def missing(cluster: ClusterSpec) -> list[Lack]:
 
     with closing(Clients(cluster.region)) as clients:
         return offers.lacks(asked, call(look, clients))
+
+
+def endpoint_zones(region: str) -> dict[str, frozenset[str]]:
+    """By the full name of a service: the zones in which it can have an endpoint. Blocking. Raises `CloudError`."""
+
+    def look(clients: Clients) -> dict[str, frozenset[str]]:
+        pages = clients.ec2.get_paginator("describe_vpc_endpoint_services").paginate()
+        return {
+            each["ServiceName"]: frozenset(each["AvailabilityZones"])
+            for page in pages
+            for each in page["ServiceDetails"]
+            if any(kind["ServiceType"] == "Interface" for kind in each["ServiceType"])
+        }
+
+    with closing(Clients(region)) as clients:
+        return call(look, clients)
