@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts import control, preflight, queue, stacks
+from scripts import console, control, preflight, queue, stacks
 from scripts.home import home
 from scripts.make_command import make_command
 from scripts.ssh import HEAD, Access, Unreachable
@@ -20,6 +21,9 @@ from spotrun.spec.names import bucket_url
 from spotrun.store import Store, cluster_key, head_key, host_key, replaced_key
 
 BOOT = 900.0  # seconds to wait for a new head: its machine is made and boots, and it reads the bucket
+END = 1200.0  # seconds to wait for machines that shut down; those with 8 GPUs take many minutes
+PAUSE = 10.0  # seconds between two looks at these machines
+TRIES = 3  # to destroy stack pools
 _LISTED = 10  # names in a message
 
 
@@ -84,8 +88,8 @@ class CloudSite:
         if everything:
             self._refuse_contents()
         terraform = self._stacks(store.url)
-        terraform.destroy("pools")
         with cloud.asking(cluster) as ask:
+            _destroy_pools(cluster, terraform, ask)
             if left := _machines(ask):
                 raise CloudError(
                     f"cluster {cluster.name} still has machines ({', '.join(left)}), and Terraform knows nothing of"
@@ -195,6 +199,35 @@ def rebuilds(before: ClusterSpec, after: ClusterSpec) -> list[str]:
     zones = {after.head.zone, *(pool.zone for pool in after.pools)}
     left = sorted({before.head.zone, *(pool.zone for pool in before.pools)} - zones)
     return [*changed, *(f"zone {zone} is not used any more" for zone in left)]
+
+
+def _destroy_pools(cluster: ClusterSpec, terraform: stacks.Stacks, ask: cloud.Ask) -> None:
+    """Destroy stack pools, on AWS again after the last machine has ended. Raises `CloudError`.
+
+    AWS keeps a placement group until its machines have ended. Terraform waits for that for a few minutes only
+    (https://github.com/hashicorp/terraform-provider-aws/issues/21460).
+    """
+    for tries in range(1, TRIES + 1):
+        try:
+            return terraform.destroy("pools")
+        except CloudError:
+            if cluster.cloud != "aws" or tries == TRIES or not _await_ends(ask):
+                raise
+
+
+def _await_ends(ask: cloud.Ask) -> bool:
+    """Wait for machines that shut down. Whether there were some and all have ended. Raises `CloudError`."""
+    begun, told = time.monotonic(), False
+    while nodes := ask(lambda each: each.nodes()):
+        if any(node.state != "stopping" for node in nodes) or time.monotonic() - begun > END:
+            return False
+        if not told:
+            names = _some(sorted(node.name for node in nodes))
+            why = "AWS keeps their placement groups until then, and then Terraform tries again"
+            console.warn(f"spotrun: waits up to {END / 60:.0f} minutes for machines that shut down ({names}): {why}")
+        told = True
+        time.sleep(PAUSE)
+    return told
 
 
 def _place(cluster: ClusterSpec, bucket: str) -> stacks.Place:

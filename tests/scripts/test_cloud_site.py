@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from spotrun.store import (
 )
 from tests.fakes.moto_server import Moto
 from tests.helpers import wait_for
-from tests.scripts.cloud_files import AWS, GCP, VPC, Say, at, bucket, calls, file, images, known, spec
+from tests.scripts.cloud_files import AWS, GCP, TERRAFORM, VPC, Say, at, bucket, calls, file, images, known, spec
 
 
 def test_not_up(aws: Moto, tmp_path: Path) -> None:
@@ -165,6 +166,40 @@ def test_down_that_finds_machines_left(
     with pytest.raises(CloudError, match=rf"still has machines \({machine}\), and Terraform knows nothing of them"):
         sites.take_down(at(tmp_path), force=True)
     assert store.exists(head_key("c"))
+
+
+@pytest.mark.parametrize("state", ["stopping", "running"])
+def test_down_waits_for_machines_that_shut_down(
+    state: str,
+    aws: Moto,
+    made: stacks.Stacks,
+    machine: str,
+    programs: Say,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Their placement group cannot be deleted before. A machine that runs is no reason to wait."""
+    monkeypatch.setattr(stacks, "synthesize", lambda *_: made)
+    monkeypatch.setattr(cloud_site, "PAUSE", 0.05)
+    once = 'if [ "$1" = destroy ] && [ ! -e "$CALLS.once" ]; then touch "$CALLS.once"; exit 1; fi'
+    programs(terraform=TERRAFORM.replace("exit 0\n", f"{once}\nexit 0\n"))
+    client, pause = aws.client("ec2"), time.sleep
+    if state == "stopping":
+        client.stop_instances(InstanceIds=[machine])  # moto's machines shut down in no time: this one does not end
+
+    def sleep(seconds: float) -> None:
+        client.terminate_instances(InstanceIds=[machine])
+        pause(seconds)
+
+    monkeypatch.setattr("time.sleep", sleep)
+    if state == "running":
+        with pytest.raises(CloudError, match="terraform destroy of stack c-pools failed"):
+            sites.take_down(at(tmp_path), force=True)
+    else:
+        assert sites.take_down(at(tmp_path), force=True).startswith("cluster c is down; ")
+        assert f"waits up to 20 minutes for machines that shut down ({machine}): AWS keeps" in capfd.readouterr().err
+    assert len([call for call in calls(tmp_path) if "destroy" in call]) == (2 if state == "stopping" else 1)
 
 
 def test_up_of_a_cluster_that_another_checkout_made(
