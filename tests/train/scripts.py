@@ -49,9 +49,12 @@ class Buffered(IterableDataset[Any]):
 class Script:
     """What these scripts have in common: a model with a BatchNorm, an optimizer, a loader, and notes."""
 
-    def __init__(self, plan: Any, out: Path) -> None:
+    def __init__(self, plan: Any, out: Path, frozen: int = 0) -> None:
+        """frozen: how many layers are frozen at first."""
         self.run, self.plan, self.out = spotrun.init(seed=5), plan, out
-        self.model = self.run.ddp(nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4)))
+        layers = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
+        layers[:frozen].requires_grad_(False)
+        self.model = self.run.ddp(layers)
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         data = Numbered()
         self.sampler = spotrun.ElasticSampler(data, seed=1)
@@ -159,6 +162,18 @@ def phases(plan: Any, out: Path) -> None:
         for _ in script.run.epochs(epochs):
             for x, index in script.run.steps(script.loader):
                 script.step(script.model, x, index)
+    script.save()
+
+
+def unfreezing(plan: Any, out: Path) -> None:
+    """The last layer first, then all of them."""
+    script = Script(plan, out, frozen=3)
+    script.track()
+    for epochs in (1, EPOCHS):
+        for _ in script.run.epochs(epochs):
+            for x, index in script.run.steps(script.loader):
+                script.step(script.model, x, index)
+        script.model.requires_grad_(True)
     script.save()
 
 

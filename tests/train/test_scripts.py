@@ -100,6 +100,21 @@ def test_a_step_may_end_with_a_frozen_model(tmp_path: Path, job: Regroups, plann
         assert flatten(job.cluster.final(rank)) == flatten(before.final())
 
 
+def test_layers_that_are_unfrozen_later(tmp_path: Path, job: Regroups) -> None:
+    """Their gradients are exchanged from then on, also after a change of nodes, and with a newcomer."""
+    before = undisturbed(tmp_path / "before", "unfreezing", NODES)
+    first = flatten(before.final())
+    assert flatten(before.final(1)) == flatten(before.final(2)) == first
+    assert flatten(restarted(tmp_path / "after", "unfreezing", NODES).final()) == first
+    plan = {"script": "unfreezing"}
+    job.begin("abc", 1, a=plan, b={"die_at": 8, **plan}, c=plan)
+    newcomer = job.warm_up("d", 1, **plan)
+    job.regroup([*job.survivors(), newcomer])
+    assert job.end() == [0, 0, 0], job.cluster.log()
+    for rank in range(3):
+        assert flatten(job.cluster.final(rank)) == first
+
+
 @pytest.mark.parametrize(
     ("script", "why"),
     [

@@ -91,6 +91,17 @@ class Parallel(nn.Module):
         with _trainable(self.module, self._trained):
             self.__dict__["_ddp"] = self._wrap(equal)
 
+    def include(self) -> None:
+        """Exchange the gradients of further parameters, which the script has unfrozen. Every rank must call this.
+
+        A DDP instance never exchanges those of parameters that were frozen when it was made.
+        """
+        known = set(map(id, self._trained))
+        if more := [each for each in self.module.parameters() if each.requires_grad and id(each) not in known]:
+            self._trained.extend(more)
+            self.unwrap()
+            self.rebuild(equal=True)
+
     def _wrap(self, equal: bool) -> DistributedDataParallel | None:
         ddp = None
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:

@@ -220,6 +220,8 @@ class Run:
         the optimizer when `run.completes_step`. A step left by `break` does not count.
         """
         self._check_steps(loader)
+        for model in self._models:
+            model.include()
         boundary, state, on_cpu = self._boundary, self._state, self.device.type == "cpu"
         boundary.clock.resume()
         with boundary.loop, boundary.guard or nullcontext():  # the code after the loop may change the state in any way
@@ -246,7 +248,7 @@ class Run:
                 if boundary.must_regroup:
                     feed = self._regroup(loader, accumulate)
         boundary.profiling.end_loop()
-        self._next()  # lets the loader end its workers
+        next(self._iterator, None)  # lets the loader end its workers
         self._iterator = iter(())
         reseed(self._state.seed, self.step, 0, self.rank)  # after a restart, the code after the loop draws the same
         self._boundary.metrics.flush()
@@ -386,9 +388,6 @@ class Run:
             )
             self._ahead.clear()
             batches.skip(self._iterator, count, seed, self.step, accumulate, self.rank)
-
-    def _next(self) -> Any:
-        return self._ahead.pop() if self._ahead else next(self._iterator, _END)
 
     def _estimate(self, in_epoch: int | None, done: int) -> None:
         """Tell the agent how many steps the job has, if that is known."""
