@@ -134,7 +134,7 @@ preempt: $(READY) ## have the cloud take a node away, with notice, as a test: NO
 kill: $(READY) ## have the cloud take a node away without notice, as a test: NODE=
 	@$(FAB) kill $(cluster) --node " $$NODE"
 
-relaunch: $(READY) ## continue an ended or held job from its checkpoint, or restart the workers of a running job [ID=job]
+relaunch: $(READY) ## continue a failed, stopped or held job from its checkpoint, or restart the workers of a running job [ID=job]
 	@$(FAB) relaunch $(cluster) $(job_id)
 
 stop: $(READY) ## stop the job, or all jobs of a group; their state goes into the bucket. Also lets go of a node that a failed job keeps [ID=job, or GROUP=group]

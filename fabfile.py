@@ -247,7 +247,7 @@ def kill(_: Context, cluster: str = LOCAL, node: str = "", json: bool = False) -
 
 @command
 def relaunch(_: Context, cluster: str = LOCAL, id: str = "", json: bool = False) -> None:
-    """Continue an ended or held job from its checkpoint, or restart the workers of a running job."""
+    """Continue a failed, stopped or held job from its checkpoint, or restart the workers of a running job."""
     answer = _change(cluster, "relaunch", id)
     _print(answer, json, f"job {answer['job']} relaunched; {_follow(cluster, answer)}")
 

@@ -18,9 +18,12 @@ from typing import TYPE_CHECKING, Any
 from spotrun.errors import JobNotFound, SpecError, SpotrunError, StoreError, UnreadableError
 from spotrun.head.allocation.allocate import Claim
 from spotrun.head.allocation.demand import pinned
+from spotrun.head.capacity.observe import suited
 from spotrun.head.job_state import Cause, EndGeneration, Finish, JobState, Stop, apply
+from spotrun.head.planner import spending
 from spotrun.head.predecessors import awaited, settle
 from spotrun.head.status import held, row
+from spotrun.head.view import View
 from spotrun.spec import JobSpec, check_fit
 
 if TYPE_CHECKING:
@@ -221,6 +224,8 @@ async def relaunch(head: Head, job: str) -> None:
             raise SpotrunError(f"job {job} does not train now; {how}")
         await head.change(lambda active, now: apply(active, EndGeneration(cause=Cause(kind="relaunch")), now), job)
         return
+    if refused := _nothing_left(head, state):
+        raise SpotrunError(refused)
     if job in head.states and state.kept_node:
         await head.change(lambda failed, now: apply(failed, Stop("the job is relaunched"), now), job, kept=True)
     while job in await head.journal.read_queue():  # its end is not in the bucket yet
@@ -232,6 +237,18 @@ async def relaunch(head: Head, job: str) -> None:
     if head.ended is not None and head.ended.id == job:
         head.ended = None
     await head.enqueue(job)
+
+
+def _nothing_left(head: Head, state: JobState) -> str:
+    """Why an ended job cannot be continued, and how to go on; empty if it can. Its machines would cost for nothing."""
+    if state.phase == "succeeded":
+        return f"job {state.id} has succeeded: nothing is left to do; `make rerun ID={state.id}` runs it as a new job"
+    prices = [head.fleet.prices.get(pool, 0.0) for pool in suited(state.spec, head.cluster)]
+    hourly = state.spec.nodes.min * min(prices, default=0.0)  # at least
+    if spent := spending.exhausted(View(head.clock(), state, (), dearest=hourly)):
+        how = "set a larger budget in the job file, and submit it as a new job, which begins at step 0"
+        return f"job {state.id} cannot be continued: {spent}; {how}: `make train JOB=`"
+    return ""
 
 
 async def take_out(head: Head, job: str) -> bool:
