@@ -9,10 +9,11 @@ from scripts.columns import aligned, duration
 from scripts.job_table import money
 from scripts.kept import utc
 from spotrun.errors import SpotrunError
+from spotrun.head import events
 from spotrun.head.job_state import JobState
 from spotrun.history.provenance import RECORD, NodeRecord
 from spotrun.history.reader import read_headers
-from spotrun.store import Store, system_folder
+from spotrun.store import Store, job_key, system_folder
 
 Found = dict[str, Any]
 
@@ -51,21 +52,23 @@ def nodes(store: Store, job: str, keys: list[str]) -> list[NodeRecord]:
 
 
 def generations(store: Store, job: str, state: JobState, sizes: dict[str, int]) -> list[Found]:
-    """Each generation: its members, by the logs in the bucket, its base, and what ended it."""
-    members: dict[int, dict[str, list[int]]] = {}
-    for log in logs.named(sizes):
-        members.setdefault(log.generation, {}).setdefault(log.node, []).append(int(log.rank))
+    """Each generation that has begun: its members in rank order, its base, and what ended it.
+
+    The events say which have begun, and with which members. Those of a very long job do not go back to its beginning:
+    of earlier generations, the members are those that have left a log.
+    """
+    told, logged = events.members(events.read_events(store.find(job_key(job, "events.jsonl")))), _logged(sizes)
     headers = read_headers(store, job)
     ended = {each.generation: each for each in state.interruptions}
     found = []
     for number in range(1, state.generation + 1):
         header, end = headers.get(number), ended.get(number)
-        nodes = members.get(number, {})
-        order = sorted(nodes, key=lambda node: min(nodes[node]))
+        if number not in told and number > min(told, default=number) and not header and not end:
+            continue  # a drain has named it, and then another one has begun
         found.append(
             {
                 "generation": number,
-                "members": order,
+                "members": told.get(number) or logged.get(number, []),
                 "base": header.base if header else None,
                 "ended_by": end.kind if end else None,
                 "node": end.node if end else None,
@@ -73,6 +76,15 @@ def generations(store: Store, job: str, state: JobState, sizes: dict[str, int]) 
             }
         )
     return found
+
+
+def _logged(sizes: dict[str, int]) -> dict[int, list[str]]:
+    """The nodes with logs of each generation, in rank order. A worker that prints nothing has no log."""
+    ranks: dict[int, dict[str, int]] = {}
+    for log in logs.named(sizes):
+        mine = ranks.setdefault(log.generation, {})
+        mine[log.node] = min(int(log.rank), mine.get(log.node, int(log.rank)))
+    return {generation: sorted(mine, key=mine.__getitem__) for generation, mine in ranks.items()}
 
 
 def objects(job: str, sizes: dict[str, int]) -> dict[str, Found]:

@@ -31,8 +31,9 @@ from scripts import control, display, faults, logs, report, ssh
 from spotrun import text
 from spotrun.errors import CorruptError, SpecError, SpotrunError
 from spotrun.head.code_sweep import Sweeper
+from spotrun.head.events import _event
 from spotrun.head.job_state import JobState
-from spotrun.head.journal import Journal, _event
+from spotrun.head.journal import Journal
 from spotrun.head.server import agent_server
 from spotrun.node import bundle, notice
 from spotrun.spec import check_fit, described, load_cluster, load_job

@@ -13,6 +13,7 @@ import pytest
 from scripts import bundle, provenance, run_changes, run_diff, run_show, runs
 from scripts.local_site import LocalSite
 from spotrun.errors import SpotrunError
+from spotrun.head import events
 from spotrun.head.job_state import Interruption, JobState, Progress
 from spotrun.history.provenance import NodeRecord, Provenance, Remarks
 from spotrun.spec import ClusterSpec
@@ -190,6 +191,20 @@ def test_show(two: Store) -> None:
         assert wanted in text
     with pytest.raises(SpotrunError, match="has no such run"):
         run_show.document(two, "another", A)
+
+
+def test_show_takes_the_members_of_generations_from_the_events(two: Store) -> None:
+    """After a regroup, a worker that prints nothing has no log. Generation 3 was named by a drain, and never began."""
+    state = runs.state(two, "c", A).replace(generation=4)
+    two.put(job_key(A, "state.json"), state.model_dump_json().encode())
+    two.put(log_key(A, 3, "spot-7", 0), b"text")
+    two.put(log_key(A, 4, "spot-2", 1), b"text")
+    texts = [events.begun(2, ["spot-2", "spot-0"]) + " (preempt: spot-1)", "none; waiting for nodes (grow)"]
+    texts += [events.begun(4, ["spot-2"])]
+    lines = [json.dumps({"at": 1.0, "kind": "generation", "text": text}) for text in (*texts, "5: junk")]
+    two.put(job_key(A, "events.jsonl"), "\n".join([*lines, "junk"]).encode())
+    found = {each["generation"]: each["members"] for each in run_show.document(two, "c", A)["generation_members"]}
+    assert found == {1: ["spot-0", "spot-1"], 2: ["spot-2", "spot-0"], 4: ["spot-2"]}
 
 
 def test_diff(two: Store) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -12,6 +13,7 @@ from spotrun.head.job_state import JobState
 
 log = logging.getLogger(__name__)
 
+BEGUN = "generation"  # the kind of the events that say which generation has begun
 MOST = 1000  # newest ones of the cluster, and of each job, that are kept
 
 
@@ -69,3 +71,30 @@ class Events:
     def forget(self, job: str) -> None:
         """Drop the events of a job that has ended."""
         self._jobs.pop(job, None)
+
+
+def read_events(lines: bytes | None) -> list[Event]:
+    """The events of an `events.jsonl`, without junk."""
+    return [event for line in (lines or b"").splitlines() if (event := _event(line))]
+
+
+def begun(number: int, members: Sequence[str]) -> str:
+    """The text of the event that a generation has begun. members: names of its nodes, in rank order."""
+    nodes = "1 node" if len(members) == 1 else f"{len(members)} nodes"
+    return f"{number}: {nodes} ({', '.join(members)})"
+
+
+def members(events: Iterable[Event]) -> dict[int, list[str]]:
+    """The nodes of each generation that has begun, by its number. It reads the texts of `begun`."""
+    texts = (event["text"] for event in events if event["kind"] == BEGUN)
+    found = (re.match(r"([0-9]{1,9}): [0-9]+ nodes? \(([^()]*)\)", text) for text in texts)
+    return {int(each[1]): each[2].split(", ") for each in found if each}
+
+
+def _event(line: bytes) -> Event | None:
+    """The event on a line; None if it is junk."""
+    try:
+        event = json.loads(line)
+        return Event(at=float(event["at"]), kind=str(event["kind"]), text=str(event["text"]))
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return None

@@ -14,7 +14,7 @@ from operator import attrgetter
 from weakref import WeakValueDictionary
 
 from spotrun.errors import JobNotFound, UnreadableError
-from spotrun.head.events import Event
+from spotrun.head.events import Event, read_events
 from spotrun.head.fenced import FencedStore
 from spotrun.head.job_state import ENDED, JobState
 from spotrun.head.timeline import Timeline, read
@@ -208,7 +208,7 @@ class Journal:
         """
         async with self._lock(job):
             state = await self._read(job, own=True)
-            events = _events(await self._fenced.find(job_key(job, "events.jsonl")))
+            events = read_events(await self._fenced.find(job_key(job, "events.jsonl")))
             timeline = read(await self._fenced.find(job_key(job, "timeline.json")), state.counted_at)
         complete = await asyncio.to_thread(checkpoints.list_complete, self.store, job, strict=True)
         self._written.pop(job, None)
@@ -221,7 +221,7 @@ class Journal:
 
     async def events(self, job: str) -> list[Event]:
         """The events of a job as the bucket has them."""
-        return _events(await asyncio.to_thread(self.store.find, job_key(job, "events.jsonl")))
+        return read_events(await asyncio.to_thread(self.store.find, job_key(job, "events.jsonl")))
 
     async def write(self, job: JobState, events: list[Event], now: float) -> None:
         """Write the job's state if it has changed. If only progress has changed, write every PROGRESS_EVERY."""
@@ -324,19 +324,6 @@ def stamped(keys: Iterable[str]) -> list[tuple[str, int, str]]:
 _essence: Callable[[JobState], tuple[object, ...]] = attrgetter(
     *(name for name in JobState.model_fields if name not in PROGRESS)
 )
-
-
-def _events(lines: bytes | None) -> list[Event]:
-    return [event for line in (lines or b"").splitlines() if (event := _event(line))]
-
-
-def _event(line: bytes) -> Event | None:
-    """The event on a line; None if it is junk."""
-    try:
-        event = json.loads(line)
-        return Event(at=float(event["at"]), kind=str(event["kind"]), text=str(event["text"]))
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        return None
 
 
 def without(queue: QueueRecord, job: str) -> QueueRecord:

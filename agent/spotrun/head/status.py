@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spotrun.cloud.base import Instance
-from spotrun.head import stragglers
+from spotrun.head import events, stragglers
 from spotrun.head.capacity.place import Placements
 from spotrun.head.capacity.situation import Placement
 from spotrun.head.costs import job_totals, node_time
@@ -266,10 +266,8 @@ def event(job: JobState, action: Action) -> tuple[str, str] | None:
     """(kind, text) that tells operators about an action; None if there is nothing to tell."""
     match action:
         case Start():
-            names = ", ".join(member.node for member in action.members)
-            nodes = "1 node" if len(action.members) == 1 else f"{len(action.members)} nodes"
             number = job.following.number if action.planned and job.following else job.next_number
-            return "generation", f"{number}: {nodes} ({names}){_why(action)}"
+            return events.BEGUN, f"{events.begun(number, [member.node for member in action.members])}{_why(action)}"
         case EndGeneration() if action.ending:
             return "generation", "the job is done"
         case EndGeneration() if action.cause:  # without one the job has failed, which its own event says
