@@ -99,7 +99,7 @@ def _interruptions(interruptions: list[Status]) -> list[str]:
         return ["  no interruptions"]
     rows = [("interruption", "node", "seconds to the next step", "steps lost")]
     for each in interruptions:
-        seconds = "" if each["seconds"] is None else f"{each['seconds']:.1f}"
+        seconds = "" if each["seconds"] is None else f"{each['seconds'] - each.get('held', 0.0):.1f}"
         lost = "" if each["steps_lost"] is None else str(each["steps_lost"])
         rows.append((each["kind"], each["node"] or "", seconds, lost))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]

@@ -1,13 +1,18 @@
-"""Relaunching a job that has ended: the real head, and nodes that obey it without processes."""
+"""Continuing a job that has ended or is paused: the real head, and nodes that obey it without processes."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
+from scripts import queue
 from spotrun.errors import SpotrunError
-from tests.head.puppets import Theatre
+from tests.head.puppets import Puppet, Theatre
+from tests.head.world import asked
+from tests.helpers import await_for
 
 
 @pytest.fixture
@@ -55,3 +60,55 @@ async def test_a_job_that_was_stopped_within_its_budget_is_continued(stage: Thea
     await stage.head.relaunch(job)
     await stage.round(60)
     assert stage.written(job).phase == "succeeded"
+
+
+async def command(stage: Theatre, verb: str, job: str) -> None:
+    """What an operator's command does, while the head goes on."""
+    answer = asyncio.create_task(asked(stage, stage.head, verb, job))
+    await await_for(lambda: stage.head.requests._new, what="the request")
+    await stage.round()
+    await answer
+
+
+async def stopped_and_relaunched(stage: Theatre, job: str) -> None:
+    await command(stage, "stop", job)
+    await stage.round(10)
+    stage.now += 3600.0
+    await stage.head.relaunch(job)
+
+
+async def paused_and_resumed(stage: Theatre, job: str) -> None:
+    await command(stage, "pause", job)
+    await stage.round(10)
+    stage.now += 3600.0
+    await command(stage, "resume", job)
+
+
+async def held_and_relaunched(stage: Theatre, job: str) -> None:
+    queue.hold(stage.store, "c")
+    stage.now += 3600.0
+    for name in stage.puppets:  # the machines went with the cluster
+        stage.cloud.made[name], stage.puppets[name] = stage.now, Puppet(name, 1)
+        stage.puppets[name].boot = "another"
+    stage.restart_head()
+    await stage.round()
+    await stage.head.relaunch(job)
+
+
+@pytest.mark.parametrize("meanwhile", [stopped_and_relaunched, paused_and_resumed, held_and_relaunched])
+async def test_a_recovery_is_counted_from_when_the_job_could_go_on(
+    stage: Theatre, meanwhile: Callable[[Theatre, str], Awaitable[None]]
+) -> None:
+    job = await stage.queue_job("job")
+    await stage.round(15)
+    await meanwhile(stage, job)
+    await stage.round(100)
+    state = stage.written(job)
+    assert state.phase == "succeeded"
+    (each,) = state.interruptions
+    assert each.seconds is not None
+    assert each.seconds > 3600.0
+    assert each.recovery is not None
+    assert 0.0 < each.recovery < 30.0
+    (said,) = [event["text"] for event in await stage.head.journal.events(job) if event["kind"] == "recovered"]
+    assert said.startswith(f"after {each.recovery:.1f} s, ")

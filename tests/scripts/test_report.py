@@ -70,6 +70,7 @@ def test_machines_that_take_no_job_are_shown_with_the_reason() -> None:
 def test_the_closing_report() -> None:
     interruptions = [
         {"kind": "preempt", "node": "spot-2", "seconds": 0.43, "steps_lost": 0, "at": 1.0, "generation": 1},
+        {"kind": "pause", "node": "", "seconds": 36000.0, "held": 35997.0, "steps_lost": 0, "at": 1.5, "generation": 2},
         {"kind": "kill", "node": "spot-1", "seconds": None, "steps_lost": None, "at": 2.0, "generation": 2},
     ]
     text = report.report(status(**SUCCEEDED, interruptions=interruptions, generation=3, cost=0.5)["job"])
@@ -78,6 +79,7 @@ def test_the_closing_report() -> None:
         "  last values: loss 0.3123",
         "  interruption  node    seconds to the next step  steps lost",
         "  preempt       spot-2  0.4                       0",
+        "  pause                 3.0                       0",
         "  kill          spot-1",
         "  goodput 91.2% (share of node time that went into steps that counted)",
         "  node time 12.0 s, cost $0.50; where it went is not known",  # a head of version 0.1 does not say

@@ -79,7 +79,7 @@ def _marks(job: JobState, interruptions: Sequence[Interruption], timeline: Timel
             "at": each.at,
             "step": each.step,
             "generation": each.generation,
-            "seconds": each.seconds,
+            "seconds": each.recovery,
             "steps_lost": each.steps_lost,
             "dollars": (void + max(0.0, paused(end) - paused(each.at))) * price if job.cost and counted else None,
             "counted": counted,

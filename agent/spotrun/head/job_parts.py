@@ -27,8 +27,14 @@ class Interruption(Document):
     step_cost: float = 0.0  # node-seconds of one step at that time
     nodes: float = 0.0  # how many nodes trained then; 0: not known, because an older head wrote it
     seconds: float | None = None  # from the last step before to the first step after; None while it lasts
+    held: float = 0.0  # the part of `seconds` before an operator resumed or relaunched the job
     steps_lost: int | None = None
     phases: tuple[float, ...] = ()  # of the generation after it: ordered, then as in wire.Worker.phases
+
+    @property
+    def recovery(self) -> float | None:
+        """Seconds to the next step, from when the job could go on; None while it lasts."""
+        return None if self.seconds is None else self.seconds - self.held
 
 
 class Draining(Document):

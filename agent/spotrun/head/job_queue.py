@@ -216,6 +216,8 @@ async def _take_up_one(head: Head, job: str) -> None:
 async def relaunch(head: Head, job: str) -> None:
     """See `Head.relaunch`, which never runs this twice at the same time."""
     if job in head.journal.held:
+        with contextlib.suppress(JobNotFound, UnreadableError):  # `take_up` says that it cannot be read
+            await head.journal.replace((await head.load(job)).replace(resumed_at=head.clock()))
         return await head.enqueue(job)
     state = await head.load(job)
     if not state.ended_already and not _is_missing(head, state):
@@ -233,7 +235,8 @@ async def relaunch(head: Head, job: str) -> None:
             await head.published.wait()
     state = (await head.load(job)).replace(kept_node=None)
     state = state.replace(phase="queued", reason="", ended=None, restarts=0, failure=None, stopping="", ending=None)
-    await head.journal.replace(state.replace(counted_at=0.0, ordered_at=head.clock(), paused=""))
+    now = head.clock()
+    await head.journal.replace(state.replace(counted_at=0.0, ordered_at=now, resumed_at=now, paused=""))
     if head.ended is not None and head.ended.id == job:
         head.ended = None
     await head.enqueue(job)

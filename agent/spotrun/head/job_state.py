@@ -94,6 +94,7 @@ class JobState(Kept):
     ending: Ending | None = None
     idle: Idle | None = None
     paused: str = ""  # why the job should not train until an operator resumes it; empty: it should
+    resumed_at: float = 0.0  # when an operator last resumed or relaunched it
     after: tuple[str, ...] = ()  # ids of the jobs that it still waits for, see `JobSpec.after`
     blocked: str = ""  # the same, as a text for operators; empty: it waits for none
     inputs: tuple[Input, ...] = ()  # folders of the jobs that it waited for

@@ -301,9 +301,9 @@ def recovery(before: JobState, after: JobState) -> str:
     """What tells operators that an interruption is over; empty if none has ended between these two."""
     last = after.interruptions[-1] if after.interruptions else None
     lasted = before.interruptions and before.interruptions[-1].seconds is None
-    if last is None or last.seconds is None or not lasted:
+    if last is None or last.recovery is None or not lasted:
         return ""
-    return f"after {last.seconds:.1f} s, {last.steps_lost} steps lost ({last.kind})"
+    return f"after {last.recovery:.1f} s, {last.steps_lost} steps lost ({last.kind})"
 
 
 def _why(action: Start | EndGeneration | Drain) -> str:

@@ -191,5 +191,7 @@ def _close(job: JobState, workers: Sequence[Worker]) -> JobState:
     lost = max(0, last.step - job.progress.base)
     good = max(0.0, job.good_seconds - lost * last.step_cost)
     ordered = min(job.ordered_at, phases[0] or job.ordered_at)  # after a drain, workers join before the head's turn
-    closed = last.replace(seconds=max(0.0, phases[4] - last.at), steps_lost=lost, phases=(ordered, *phases))
+    seconds = max(0.0, phases[4] - last.at)
+    held = min(seconds, max(0.0, job.resumed_at - last.at))
+    closed = last.replace(seconds=seconds, held=held, steps_lost=lost, phases=(ordered, *phases))
     return job.replace(interruptions=(*job.interruptions[:-1], closed), good_seconds=good)

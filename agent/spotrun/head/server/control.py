@@ -105,10 +105,10 @@ class ControlServer:
         return await self._change(request, pause)
 
     async def _resume(self, request: web.Request) -> web.Response:
-        def resume(job: JobState, _: float) -> JobState:
+        def resume(job: JobState, now: float) -> JobState:
             if not job.paused:
                 raise SpotrunError(f"job {job.id} is not paused")
-            return job.replace(paused="")
+            return job.replace(paused="", resumed_at=now)
 
         return await self._change(request, resume)
 
