@@ -28,7 +28,9 @@ from spotrun.train.parallel import Parallel
 TIMEOUT = timedelta(minutes=30)
 CONNECT = timedelta(seconds=30)  # to an agent's store. It is there before a worker is told of it, or it is gone
 TRY = timedelta(seconds=1)  # limit of one try to connect: between two tries, a worker looks whether to give up
-LOOK = timedelta(milliseconds=100)  # between two looks whether the group is given up
+# Seconds between two looks whether all are here: at least, for each worker of the group, and at most. All workers look
+# at one store, which answers in about 30 µs.
+LOOK, LOOK_EACH, LOOK_MOST = 0.002, 0.0001, 0.1
 MEETING = "spotrun/meet"  # first part of the keys of a meeting in an agent's store
 # For NCCL groups, unless the variables are set already. No thread of torch then ends this process after a failure
 # (ProcessGroupNCCL.cpp, `Watchdog` and `HeartbeatMonitor`). `Membership` looks for failures.
@@ -163,9 +165,10 @@ def _meet(world: int, meeting: Meeting) -> dist.Store:
         if store.add(f"{MEETING}/{meeting.name}/here", 1) == world:
             store.set(f"{MEETING}/{meeting.name}/all", "")
         while not meeting.given_up() and time.monotonic() < until:
-            with contextlib.suppress(dist.DistStoreError):  # not all are here
-                store.wait([f"{MEETING}/{meeting.name}/all"], LOOK)
+            # Not `store.wait`: it prints two warnings each time when its limit is over (torch 2.13).
+            if store.check([f"{MEETING}/{meeting.name}/all"]):
                 return store
+            time.sleep(min(LOOK_MOST, max(LOOK, LOOK_EACH * world)))
     except dist.DistError:
         if not meeting.given_up():
             raise
