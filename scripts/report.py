@@ -14,7 +14,7 @@ from spotrun.text import tidy
 
 NODE_TIME = {  # the kinds of `spotrun.head.costs.node_time`, for the report
     "counted": "steps that counted",
-    "lost": "steps lost, and the time until an interruption was noticed",
+    "lost": "steps lost, and the time from the last step of a generation to its end",
     "starting": "starting: machines boot, are checked, install packages, import torch",
     "waiting": "waiting: ready, but fewer machines than the job needs",
     "recovery": "recovery: from an interruption to the next step",
@@ -88,6 +88,8 @@ def _node_time(job: Status) -> list[str]:
 
 
 def _told(kind: str, job: Status) -> str:
+    if kind == "lost" and not job["interruptions"]:
+        return "after the last step: the end of the script"
     text = NODE_TIME.get(kind, kind)
     if kind != "counted" or not job.get("snapshot_seconds"):
         return text

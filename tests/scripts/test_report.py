@@ -96,14 +96,18 @@ def test_a_job_that_had_no_machine_has_no_node_time() -> None:
 
 def test_the_closing_report_says_where_the_node_time_went() -> None:
     times = {"counted": 6.0, "lost": 0.6, "starting": 3.6, "recovery": 0.6, "spare": 1.2, "unfit": 0.0, "napping": 0.0}
-    job = status(**SUCCEEDED, node_time=times, snapshot_seconds=0.06)["job"]
+    lost = [{"kind": "kill", "node": "spot-1", "seconds": 0.4, "steps_lost": 2, "at": 2.0, "generation": 2}]
+    job = status(**SUCCEEDED, node_time=times, snapshot_seconds=0.06, interruptions=lost)["job"]
     assert report.report(job).splitlines()[-6:] == [
         "  node time 12.0 s, of which:",
         "    50.0%  steps that counted; of it copying snapshots 0.50%",
         "    30.0%  starting: machines boot, are checked, install packages, import torch",
         "    10.0%  idle spares: ready, not needed now",
-        "     5.0%  steps lost, and the time until an interruption was noticed",
+        "     5.0%  steps lost, and the time from the last step of a generation to its end",
         "     5.0%  recovery: from an interruption to the next step",
     ]
+    calm = report.report({**job, "interruptions": []}).splitlines()
+    assert "  no interruptions" in calm
+    assert "     5.0%  after the last step: the end of the script" in calm
     newer = report.report({**job, "node_time": {"napping": 12.0}})
     assert newer.endswith("\n   100.0%  napping"), "a kind that this version does not know"

@@ -2,7 +2,7 @@
 import { badge, clock, el, money, number, span, table } from "./dom.js";
 
 export const KINDS = {
-  counted: "steps that counted", lost: "void: lost steps, and the time until an interruption was noticed",
+  counted: "steps that counted", lost: "void: lost steps, and the time from the last step of a generation to its end",
   booting: "booting", starting: "warming up: checks, packages, imports, first workers", recovery: "recovering",
   waiting: "idle: too few machines", spare: "idle: spare", leaving: "leaving", unfit: "unfit",
   kept: "kept for SSH", saving: "saving the last state", unknown: "not known", mixed: "long ago: several kinds together",

@@ -9,7 +9,7 @@ from spotrun.head.view import Node, View
 
 TRAINING = "training"  # member of a generation that has completed a step
 COUNTED = "counted"  # the part of TRAINING that went into steps that counted
-LOST = "lost"  # the rest of TRAINING: lost steps, and the time until an interruption was noticed
+LOST = "lost"  # the rest of TRAINING: lost steps, and the time from the last step of a generation to its end
 STARTING = "starting"  # boot, health checks, packages, and the first workers until their first step
 WAITING = "waiting"  # ready, while the job has fewer machines than it needs
 RECOVERY = "recovery"  # from an interruption to the next step
