@@ -35,10 +35,19 @@ class KnownAgent:
 
 
 class Agents:
-    """All agents that this head knows. notice: seconds of notice that the machines of a pool get."""
+    """All agents that this head knows.
 
-    def __init__(self, add_event: AddEvent, notice: Callable[[str], float] = lambda _: 0.0) -> None:
-        self._notice = notice
+    notice: seconds of notice that the machines of a pool get. asked_to_go: whether this node's machine should end.
+    """
+
+    def __init__(
+        self,
+        add_event: AddEvent,
+        notice: Callable[[str], float] = lambda _: 0.0,
+        asked_to_go: Callable[[str], bool] = lambda _: False,
+    ) -> None:
+        self._notice, self._asked_to_go = notice, asked_to_go
+        self._away: dict[str, set[str]] = {}  # nodes that are not connected, as an event has said, and their jobs
         self._long_drains: set[str] = set()  # jobs whose drains do not fit into a notice, as an event has said
         self.known: dict[str, KnownAgent] = {}
         self.ready_at: dict[str, float] = {}  # when an agent last became ready for a job
@@ -74,7 +83,7 @@ class Agents:
         noticed = report.notice is not None and (last is None or last.notice is None)
         if last is None:
             self._misfits.pop(report.node, None)
-            self._add_event("node", f"{report.node} joined")
+        self._add_joined_event(report.node, before, last)
         for job in _ready_jobs(report) - (_ready_jobs(last) if last else set()):
             self.ready_at[job] = now
         if report.unfit and (last is None or _words(last.unfit) != _words(report.unfit)):
@@ -114,6 +123,14 @@ class Agents:
             self._misfits[report.node][work.job] = Misfit(before.at, 0)
         self._add_drain_event(report, work)
 
+    def _add_joined_event(self, node: str, before: KnownAgent | None, last: Report | None) -> None:
+        """An event when a node joins, and when one is back that was not connected. last: of the same boot."""
+        if last is None:
+            self._away.pop(node, None)
+            self._add_event("node", f"{node} joined")
+        elif before and before.send is None and self._away.pop(node, None) is not None:
+            self._add_event("connection", f"{node} is connected again")
+
     def _add_saving_event(self, node: str, work: JobReport, last: JobReport | None) -> None:
         """An event when a node starts to fail at saving, when the reason changes, and when it succeeds again."""
         now, before = work.trouble, last.trouble if last else None
@@ -137,7 +154,9 @@ class Agents:
         if agent is None or agent.send is not send:
             return False
         agent.send, agent.sent = None, None
-        self._add_event("connection", f"{node} is not connected")
+        if not self._asked_to_go(node):
+            self._away[node] = {work.job for work in agent.report.jobs}
+            self._add_event("connection", f"{node} is not connected")
         return True
 
     def lost_a_peer(self, node: str) -> bool:
@@ -189,12 +208,17 @@ class Agents:
         self._long_drains.discard(job)
         for misfits in self._misfits.values():
             misfits.pop(job, None)
+        for node in [node for node, jobs in self._away.items() if job in jobs]:
+            self._away[node].discard(job)
+            if not self._away[node]:
+                del self._away[node]  # nobody waits for it any more
 
     def forget(self, kept: Collection[str]) -> None:
         """Drop agents that are not connected, except `kept`."""
         for name in [name for name, agent in self.known.items() if agent.send is None and name not in kept]:
             del self.known[name]
             self._misfits.pop(name, None)
+            self._away.pop(name, None)
 
     def work(self, job: str) -> list[tuple[str, JobReport]]:
         """What each agent last reported about a job, with the node's name."""

@@ -84,10 +84,11 @@ class Head:
         self.events = Events(self.clock)
         self.add_event = self.events.add
         self.progress_writes = ProgressWrites(self.journal, self.events, lambda: self.states)
-        self.agents = Agents(self.add_event, partial(notice_fit.notice_of, cluster))
+        self.scaler = Scaler(self, poll_seconds)
+        notice, going = partial(notice_fit.notice_of, cluster), self.scaler.asked_to_go
+        self.agents = Agents(self.add_event, notice, going)
         self.signs = Signs(store, cluster.name, self.fleet.listed, self.clock)
         self.news = News()
-        self.scaler = Scaler(self, poll_seconds)
         asks = self.fleet.recreate, self.scaler.still_wanted
         self.replacements = Replacements(cluster.name, self.description, store, *asks, self.wake)
         self.states: dict[str, JobState] = {}  # the jobs that this head runs, in order of submission

@@ -33,6 +33,7 @@ class Scaler:
     def __init__(self, head: Head, poll_seconds: float) -> None:
         self.look_now = asyncio.Event()  # ask the cloud now, because its last answer may be out of date
         self.removing: frozenset[str] = frozenset()  # machines that the last change of sizes removes
+        self._going: dict[str, float] = {}  # machines that no job wants, and that should end: when each was made
         self.placer = Placer(head)
         self._head, self._poll_seconds = head, poll_seconds
         self._exhausted: frozenset[str] = frozenset()  # pools where no more machines are replaced, as an event has said
@@ -94,12 +95,17 @@ class Scaler:
         view = self._head.fleet_view(self._head.clock())
         return any((e.node, e.created) == (action.node, action.created) for e in wanted(view, classify(view)))
 
+    def asked_to_go(self, node: str) -> bool:
+        """Whether the cloud was asked to end this machine, because no job wants it."""
+        return node in self._going and self._head.fleet.made(node) in (0.0, self._going[node])
+
     def forget(self) -> None:
         """Forget agents whose machines are gone for ever, unless these are members of a generation."""
         head = self._head
         members = {member.node for job in head.states.values() for member in job.members}
         unknown = {name for name, seen in head.agents.known.items() if seen.report.pool in head.fleet.away}
         head.agents.forget(head.fleet.names() | members | unknown)
+        self._going = {name: made for name, made in self._going.items() if name in head.agents.known}
 
     async def _scale(self, now: float) -> None:
         head = self._head
@@ -120,4 +126,6 @@ class Scaler:
         if head.parked:  # a parked job keeps its machines, and the head may not know which these are
             resize, remove = {pool: n for pool, n in resize.items() if n > head.fleet.sizes.get(pool, 0)}, ()
         self._exhausted, self.removing = spent, frozenset(remove)
+        emptied = [name for pool, size in resize.items() if size == 0 for name in head.fleet.names(pool)]
+        self._going |= {name: head.fleet.made(name) for name in (*remove, *emptied)}
         await head.fleet.scale(resize, remove)
