@@ -125,10 +125,10 @@ tensorboard: $(READY) ## open TensorBoard on runs, while they train too; Ctrl-C 
 ssh: $(READY) ## a shell on a node, or on the head [NODE=: default head]
 	@$(FAB) ssh $(cluster) $(call flag,NODE,node)
 
-run: $(READY) ## run a command on all nodes, or on one: CMD='df -h' [NODE= TIMEOUT=seconds]
+run: $(READY) ## run a command on all nodes, or on one: CMD='df -h' [NODE= TIMEOUT=90s]
 	@$(FAB) run $(cluster) --cmd " $$CMD" $(call flag,NODE,node) $(call flag,TIMEOUT,timeout)
 
-preempt: $(READY) ## have the cloud take a node away, with notice, as a test: NODE= [NOTICE=seconds]
+preempt: $(READY) ## have the cloud take a node away, with notice, as a test: NODE= [NOTICE=30s]
 	@$(FAB) preempt $(cluster) --node " $$NODE" $(call flag,NOTICE,notice)
 
 kill: $(READY) ## have the cloud take a node away without notice, as a test: NODE=

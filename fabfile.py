@@ -168,8 +168,13 @@ def logs(
         return log_lines.show(sites.of_file(cluster), wanted, follow, raw, json)
     which = inputs.job(id, cluster), inputs.node(node, cluster) if node else None, inputs.number("RANK", rank)
     lines = inputs.number("TAIL", tail, least=1)
-    access = _access(cluster)
-    joblogs.show(access, joblogs.find(access, *which), int(lines) if lines else None, raw, json)
+    try:
+        access = _access(cluster)
+        found = joblogs.find(access, *which)
+    except remote.Unreachable as error:
+        more = f"`{make_command(cluster, 'logs', 'RANK=all')}` also prints logs while the cluster is down"
+        raise remote.Unreachable(f"{error}; {more}") from error
+    joblogs.show(access, found, int(lines) if lines else None, raw, json)
 
 
 @command

@@ -24,7 +24,7 @@ def train(cluster: str, job: str, faults: str, json: bool) -> int:
     site = of_file(cluster)
     jobs.check(site.cluster, job)
     say = functools.partial(console.say, out=sys.stderr if json else sys.stdout)
-    say(f"bringing cluster {site.cluster.name} up")
+    say(f"making sure that cluster {site.cluster.name} is up")
     site.ready()
     return follow(site, jobs.submit(site.access(), site.cluster, job, say), json, plan)
 

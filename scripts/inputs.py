@@ -173,13 +173,8 @@ def group(text: str, job: str, file: str) -> str | None:
 
 
 def interval(name: str, text: str) -> float | None:
-    """Seconds, also as 90s or 2m; None if none are given. Raises `SpotrunError`."""
-    if not text:
-        return None
-    try:
-        return seconds(name, str(parse_duration(text if text[-1:].isalpha() else float(text))))
-    except ValueError:
-        raise SpotrunError(f"{name}: {text!r}: allowed: {INTERVAL}") from None
+    """As `seconds`; None if none are given. Raises `SpotrunError`."""
+    return seconds(name, text) if text else None
 
 
 def rate(text: str) -> float | None:
@@ -215,17 +210,15 @@ def number(name: str, text: str, least: int = 0, most: int = 10**9) -> str | Non
 
 
 def seconds(name: str, text: str, default: float | None = None) -> float:
-    """Seconds, more than zero and at most a week; `default` if none are given. Raises `SpotrunError`."""
+    """Seconds, also as 90s or 2m, at most a week; `default` if none are given. Raises `SpotrunError`."""
     if not text and default is not None:
         return default
     try:
-        value = float(text)
+        value = parse_duration(text if text[-1:].isalpha() else float(text))
     except ValueError:
         value = math.nan
     if not 0 < value <= _LONGEST:  # also NaN
-        raise SpotrunError(
-            f"{name}: {text!r}: allowed: seconds, a number more than 0 and at most {_LONGEST:.0f} (a week)"
-        )
+        raise SpotrunError(f"{name}: {text!r}: allowed: {INTERVAL} and at most a week")
     return value
 
 

@@ -47,7 +47,7 @@ def show(access: Access, job: str | None, node: str | None, rank: int | None, st
     rank = 0 if rank is None and node is None else rank
     if not json:
         console.warn(
-            f"spotrun: profile: {job} records {steps} steps; this ends after {SECONDS + LAST:g} s at the latest"
+            f"spotrun: profile: asks {job} for {steps} steps; this ends after {SECONDS + LAST:g} s at the latest"
         )
     traces, missing = ask(access, job, nodes, rank, steps)
     if rank is not None and traces:

@@ -67,7 +67,7 @@ def note(_: Context, cluster: str = LOCAL, id: str = "", text: str = "", json: b
     site, job = sites.of_file(cluster), inputs.run("ID", id, cluster)
     said = run_changes.note(site.bucket(), site.cluster.name, job, text)
     notes = [each.model_dump(mode="json") for each in said.notes]
-    _print({"job": job, "notes": notes}, json, f"{job} has {len(notes)} notes")
+    _print({"job": job, "notes": notes}, json, f"{job} has {len(notes)} note{'' if len(notes) == 1 else 's'}")
 
 
 @command

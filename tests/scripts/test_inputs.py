@@ -11,14 +11,15 @@ from invoke.context import Context
 from invoke.exceptions import Exit
 
 import fabfile
-from scripts import inputs
-from scripts.make_command import make_command
+from scripts import inputs, local_site
+from scripts.make_command import LOCAL, make_command
 from spotrun.cloud.local import cloud
 from spotrun.cloud.local.layout import Layout
 from spotrun.errors import SpotrunError, StoreError
 from spotrun.spec import load_cluster
-from spotrun.store import Store
+from spotrun.store import Store, job_key
 from tests.fakes.cluster import Machines, machines
+from tests.scripts.accounts import job
 from tests.scripts.statuses import shared, status
 
 Fab = Callable[..., tuple[int, str, str]]
@@ -72,7 +73,7 @@ WRONG = [
     ("logs", {"rank": "first"}, "RANK: 'first': allowed: a whole number, at least 0"),
     ("logs", {"tail": "0"}, "TAIL: '0': allowed: a whole number, at least 1"),
     ("dashboard", {"port": "70000"}, "PORT: '70000': allowed: a whole number from 0 to 65535"),
-    ("run", {"cmd": "id", "timeout": "abc"}, "TIMEOUT: 'abc': allowed: seconds, a number more than 0 and at most"),
+    ("run", {"cmd": "id", "timeout": "abc"}, "TIMEOUT: 'abc': allowed: seconds, or a number with s, m,"),
     ("run", {"cmd": "id", "timeout": "-5"}, "TIMEOUT: '-5': allowed: seconds"),
     ("run", {"cmd": "id", "timeout": "nan"}, "TIMEOUT: 'nan': allowed: seconds"),
     ("run", {"cmd": "id", "timeout": "0"}, "TIMEOUT: '0': allowed: seconds"),
@@ -290,9 +291,29 @@ def test_an_id_is_checked_before_the_cluster_is_reached(
         assert (code, "ID: 'digits.x': is not a job's id" in err) == (2, True), task
 
 
+def test_logs_of_a_cluster_that_is_down_say_what_works_then(
+    fab: Fab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPOTRUN_HOME", str(tmp_path / "never up"))
+    code, _, err = fab("logs", cluster=LOCAL, id="digits-20260101-000000")
+    assert code == 3
+    assert "is not up; `make up` brings it up; `make logs RANK=all` also prints logs while the cluster is down" in err
+
+
+def test_one_note_is_one(fab: Fab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPOTRUN_HOME", str(tmp_path))
+    state = job(1).replace(cluster="local")
+    local_site.LocalSite(load_cluster(LOCAL), LOCAL).bucket().put(
+        job_key(state.id, "state.json"), state.model_dump_json().encode()
+    )
+    said = [fab("note", cluster=LOCAL, id=state.id, text="a word") for _ in range(2)]
+    assert [(code, out) for code, out, _ in said] == [(0, f"{state.id} has 1 note\n"), (0, f"{state.id} has 2 notes\n")]
+
+
 def test_times() -> None:
     assert inputs.seconds("TIMEOUT", "", default=60.0) == 60
     assert inputs.seconds("TIMEOUT", "0.5") == 0.5
+    assert [inputs.seconds("TIMEOUT", text) for text in ("2s", "1.5m", "2h")] == [2.0, 90.0, 7200.0]
     with pytest.raises(SpotrunError):
         inputs.seconds("NOTICE", "")
 
