@@ -20,10 +20,10 @@ def runs(_: Context, cluster: str = LOCAL, where: str = "", sort: str = "", json
 
     where: conditions such as "phase=succeeded loss<0.5 tag=best". sort: a column; with - in front: the greatest first.
     """
-    table.conditions(where)
+    asked = [*(name for name, _, _ in table.conditions(where)), sort.removeprefix("-")]
     site = sites.of_file(cluster)
     found = table.filtered(table.rows(site.bucket(), site.cluster.name), where, sort)
-    _print(found, json, "" if json else table.text(tidy(found), time.time()))
+    _print(found, json, "" if json else table.text(tidy(found), time.time(), asked))
 
 
 @command

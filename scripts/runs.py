@@ -11,6 +11,7 @@ import math
 import operator
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -32,6 +33,8 @@ Found = TypeVar("Found", bound=Kept)
 _CONDITION = re.compile(
     r"\s*([A-Za-z_][\w./ -]*?)\s*(!=|<=|>=|=|<|>|~)\s*(\"[^\"]*\"|'[^']*'|[^\s,]+)(?:\s*,\s*|\s+and\s+|\s+|$)"
 )
+METRICS = 3  # that are shown, if no more are asked for
+_RESULT = re.compile(r"(?:^|[^a-z])(?:val|valid|validation|test|eval|acc|accuracy|loss)(?:$|[^a-z])", re.IGNORECASE)
 _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
     "<": operator.lt,
     "<=": operator.le,
@@ -203,11 +206,11 @@ def _order(value: Any) -> tuple[int, Any]:
     return (2, str(value))
 
 
-def text(found: Sequence[Row], now: float) -> str:
-    """The rows as a table. now: epoch seconds."""
+def text(found: Sequence[Row], now: float, asked: Sequence[str] = ()) -> str:
+    """The rows as a table. now: epoch seconds. asked: names of columns; metrics among them are shown in any case."""
     if not found:
         return "no runs"
-    names = _metric_names(found)
+    names, more = _metric_names(found, asked)
     head = ["run", "phase", "submitted", "took", "step", "gen", "cost", *names, "by", "tags"]
     lines = [head]
     for each in found:
@@ -217,16 +220,19 @@ def text(found: Sequence[Row], now: float) -> str:
         first = [each["id"], each["phase"], begun, duration(max(0.0, took)), str(each["step"])]
         rest = [each["user"], " ".join(each["tags"])]
         lines.append([*first, str(each["generations"]), money(each["cost"] or None), *numbers, *rest])
-    return "\n".join(aligned(lines, indent=""))
+    table = aligned(lines, indent="")
+    if more:
+        told = ", ".join(more[:METRICS]) + (", …" if len(more) > METRICS else "")
+        table += ["", f"also logged: {told}; SORT= or WHERE= with a name shows it, `make show ID=` shows all of a run"]
+    return "\n".join(table)
 
 
-def _metric_names(found: Sequence[Row]) -> list[str]:
-    """The metrics that most runs have, at most three."""
-    counts: dict[str, int] = {}
-    for each in found:
-        for name in each["metrics"]:
-            counts[name] = counts.get(name, 0) + 1
-    return sorted(sorted(counts, key=lambda name: -counts[name])[:3])
+def _metric_names(found: Sequence[Row], asked: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The metrics that are shown, and the others. Results come first, then the metrics that most runs have."""
+    counts = Counter(name for each in found for name in each["metrics"])
+    ordered = sorted(counts, key=lambda name: (name not in asked, not _RESULT.search(name), -counts[name]))
+    shown = max(METRICS, sum(name in asked for name in counts))
+    return sorted(ordered[:shown]), sorted(ordered[shown:])
 
 
 def number(value: float | None) -> str:

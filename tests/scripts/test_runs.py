@@ -101,6 +101,17 @@ def test_a_run_that_cannot_be_read_is_listed(four: Store) -> None:
     assert "unreadable" in runs.text(runs.rows(four, "c"), 100.0)
 
 
+def test_the_table_shows_results_first_and_what_is_asked_for(tmp_path: Path) -> None:
+    logged = dict.fromkeys(("grad", "latest", "loss", "lr", "scale", "val_acc"), 0.5)
+    found = runs.rows(store(tmp_path, job(1, progress=Progress(metrics=logged))), "c")
+    shown = runs.text(found, 100.0).splitlines()
+    assert shown[0].split()[7:-2] == ["grad", "loss", "val_acc"]
+    assert shown[-1].startswith("also logged: latest, lr, scale; SORT= or WHERE= with a name shows it")
+    assert runs.text(found, 100.0, ["lr", "scale"]).splitlines()[0].split()[7:-2] == ["loss", "lr", "scale"]
+    few = runs.rows(store(tmp_path, job(1, progress=Progress(metrics={"loss": 0.5}))), "c")
+    assert "also logged" not in runs.text(few, 100.0)
+
+
 def test_tags_and_notes_of_several_people_at_once(four: Store) -> None:
     def say(number: int) -> None:
         run_changes.tag(four, "c", "train-20261122-000003", f"t{number}")
