@@ -14,9 +14,9 @@ from spotrun.head.costs.meter import running
 from spotrun.head.fleet.classify import classify
 from spotrun.head.job_state import Cause, JobState, Start, Stop, apply
 from spotrun.head.planner.plan import plan
-from spotrun.head.view import Machine
+from spotrun.head.view import FleetView, Machine
 from spotrun.wire import StateRef, Worker
-from tests.head.views import NOW, A, B, C, Seen, fleet, job, node, spec, start, view
+from tests.head.views import NOW, A, B, C, Seen, fleet, job, listed, node, spec, start, view
 
 
 def at(step: int, base: int, restored: float, stepped: float, **changes: object) -> Worker:
@@ -104,6 +104,20 @@ def test_a_job_pays_for_machines_that_are_ready_for_its_move_or_keep_its_state()
     saved = replace(seen, jobs=(state.replace(checkpoints=(StateRef(generation=1, step=48),)),))
     found = job_totals.shares(saved, expected, classify(saved))
     assert {payer: set(of) for payer, of in found.items()} == {"j": {A, B}, "": {C, "d", "e"}}
+
+
+def test_the_job_that_asked_for_a_machine_pays_for_its_boot() -> None:
+    """Another job wants more nodes too, but of another pool."""
+    first, second = job(A, id="i"), job(id="j", spec=spec(nodes=1))
+    booting = Machine("q0", "q", "running", NOW - 10)
+    member = node(A, job="i")
+    seen = FleetView(now=NOW, jobs=(first, second), nodes=(member,), machines=(booting, *listed(A)))
+    places = {
+        "i": Placement(frozenset("p"), (Need(2, frozenset("p")),)),
+        "j": Placement(frozenset("q"), (Need(1, frozenset("q")),)),
+    }
+    found = job_totals.shares(seen, {"i": {A: ()}}, classify(seen), places)
+    assert {payer: set(of) for payer, of in found.items()} == {"i": {A}, "j": {"q0"}, "": set()}
 
 
 def test_what_ran_before_its_price_was_known_is_paid_for() -> None:

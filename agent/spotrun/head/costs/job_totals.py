@@ -106,9 +106,9 @@ def shares(
 
     The parts of a machine add up to 1. A job pays for the devices that it has or that boot for it, for the nodes that
     save its last state, and for the node that is kept after it has failed. For a machine that serves no job, because it
-    is unfit, boots or ends, the first job that wants more nodes pays, or else the first job that wants nodes. A job
-    pays for machines that are kept because they hold a state which the bucket lacks, and for those that are ready for
-    its move. The cluster pays for idle devices.
+    is unfit, boots or ends, the first job that wants more nodes pays, or else the first job that wants nodes; but if a
+    job asks for machines of this pool, that job. A job pays for machines that are kept because they hold a state which
+    the bucket lacks, and for those that are ready for its move. The cluster pays for idle devices.
     """
     found: dict[str, dict[str, float]] = {NOBODY: {}, **{job.id: {} for job in view.jobs}}
     counts = {node.name: node.report.devices for node in view.nodes}
@@ -123,11 +123,13 @@ def shares(
                 found[job.id][name], left[name] = share, left[name] - share
     wanting = [job for job in view.jobs if job.wants_nodes]
     lacking = [job for job in wanting if len(found[job.id]) < job.spec.nodes.max]
-    first = next((job.id for job in (*lacking, *wanting)), NOBODY)  # a job that moves may have more than its `max`
-    movers = {pool: job.id for job in reversed(wanting) for pool in _moves_to((placements or {}).get(job.id))}
+    order = [job.id for job in (*lacking, *wanting)]  # a job that moves may have more than its `max`
+    places, pools = placements or {}, running(view)
+    movers = {pool: job.id for job in reversed(wanting) for pool in _moves_to(places.get(job.id))}
     for name, share in left.items():
         if share > 1e-9:
-            payer = NOBODY if share < 1 else first
+            asking = (job for job in order if pools[name] in _asks(places.get(job)))
+            payer = NOBODY if share < 1 else next(asking, next(iter(order), NOBODY))
             if share == 1 and name in conditions and conditions[name].state == "ready":
                 payer = _kept_for(view, name) or movers.get(conditions[name].machine.pool, NOBODY)
             found[payer][name] = share
@@ -141,11 +143,14 @@ def _kept_for(view: FleetView, name: str) -> str:
     return next((job.id for job in jobs if node and not job.ended_already and holds_unsaved(node, job)), "")
 
 
+def _asks(placement: Placement | None) -> frozenset[str]:
+    """Pools in which a job wants machines."""
+    return frozenset[str]().union(*(need.pools for need in placement.needs)) if placement else frozenset()
+
+
 def _moves_to(placement: Placement | None) -> frozenset[str]:
     """Pools in which a job wants machines, but does not train yet."""
-    return (
-        frozenset[str]().union(*(need.pools for need in placement.needs)) - placement.use if placement else frozenset()
-    )
+    return _asks(placement) - placement.use if placement else frozenset()
 
 
 def goodput(job: JobState) -> float | None:
