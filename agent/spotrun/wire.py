@@ -211,8 +211,7 @@ class JobReport(Document):
     # early. succeeded: all workers exited 0. Phases from starting on are about `generation`.
     phase: Literal["idle", "preparing", "ready", "starting", "running", "drained", "failed", "succeeded"] = "idle"
     devices: tuple[int, ...] = ()  # those that its living workers use; (): no worker lives
-    # What the job is at, such as "importing torch", while it prepares or starts. In phase ready: what it waits for.
-    doing: str = ""
+    doing: str = ""  # what the job is at while it prepares or starts. In phase ready: what it waits for
     doing_since: float = Field(default=0.0, ge=0, le=253402300799)  # since when, epoch seconds by the node's clock
     generation: int = 0  # the newest generation of this job that this agent took part in
     store: str = ""  # "host:port" for the next generation, if this node is its first member
@@ -226,6 +225,7 @@ class JobReport(Document):
     snapshot: StateRef | None = None  # the newest committed snapshot in this node's memory
     parts: tuple[Part, ...] = ()  # uploaded, but the manifest has not been seen
     late: int | None = None  # stop or save step that arrived too late for a worker here: choose a later one
+    stops: int | None = None  # stop step that arrived in time for all workers here; None also from older agents
     trouble: Trouble | None = None  # with uploads of parts to the bucket; None after one has succeeded
     keeping: Keeping | None = None  # the folders that the order says to keep
     stacks: str = ""  # bucket key of the stacks written on `dump`
@@ -292,8 +292,8 @@ class Report(Document):
         if version > 1:
             return self.model_dump_json()
         # A head of version 1 knows one job. It ignores `jobs`.
-        works = [each.model_dump(mode="json", exclude={"devices"}) for each in self.jobs]
-        first = works[0] if works else {"job": None, "phase": "idle"}
+        work = self.jobs[0] if self.jobs else None
+        first = work.model_dump(mode="json", exclude={"devices"}) if work else {"job": None, "phase": "idle"}
         own = {} if self.phase == "ready" else {"phase": self.phase}
         return json.dumps(self.model_dump(mode="json") | first | own)
 

@@ -412,8 +412,8 @@ cases: dict[str, tuple[View, tuple[Action, ...]]] = {
         (start(A, C),),
     ),
     "the stop step came too late for a member: the next generation stays the same": (
-        view(growing(A, B), trains(A, late=56), trains(B), ahead(C)),
-        (Drain(65, GROW, NOW - 0.2 + 60),),
+        view(growing(A, B), trains(A, late=56, step=57), trains(B), ahead(C)),
+        (Drain(72, GROW, NOW - 0.2 + 60),),
     ),
     "a node that warms up does not disturb the others": (view(able(A, B), trains(A), trains(B), warming(C)), ()),
 }

@@ -180,6 +180,35 @@ async def test_workers_on_gpus_are_released_from_a_collective(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("args", [[], ["gpu"]], ids=["on the CPU", "on GPUs"])
+async def test_a_stop_that_comes_too_late_for_one_of_two_nodes_is_told_and_ends(
+    tmp_path: Path, args: list[str]
+) -> None:
+    """The other node says that it stops there. Both workers are released, and go on from the state after that stop."""
+    async with world(tmp_path, A, B) as w:
+        bundle = w.bundle(*args, files={"train.py": SCRIPT})
+        await w.ready(bundle, [A, B])
+        order = await w.begin(bundle, 1, [A, B])
+        first = await w.steps([A, B], 1, 5)
+        stop = max(w.head.reports[name].workers[0].step for name in (A, B)) + 60
+        await w.head.order(A, changed(order, stop_at=1))
+        await w.head.order(B, changed(order, stop_at=stop))
+        await w.head.wait(A, lambda r: (r.late, r.stops) == (1, None), "A is late")
+        await w.head.wait(B, lambda r: (r.late, r.stops) == (None, stop), "B will stop")
+        stopped = await w.head.wait(B, lambda r: r.snapshot == StateRef(generation=1, step=stop), "B has stopped")
+        assert stopped.phase == "running"
+        released_at = time.time()
+        for name in (A, B):
+            await w.head.order(name, changed(order, release=True))
+        for name in (A, B):
+            await waiting(w, name)
+        assert time.time() - released_at < 3  # by itself, B would wait for A for 5 s
+        await w.begin(bundle, 2, [A, B], regroup=True)
+        second = await w.steps([A, B], 2, stop + 3)
+        assert [pids(report) for report in second] == [pids(report) for report in first]
+        assert [report.workers[0].base for report in second] == [stop, stop]
+
+
+@pytest.mark.parametrize("args", [[], ["gpu"]], ids=["on the CPU", "on GPUs"])
 async def test_several_workers_of_a_node_go_on_together(tmp_path: Path, args: list[str]) -> None:
     async with world(tmp_path, A, B) as w:
         bundle = w.bundle(*args, files={"train.py": SCRIPT}, procs_per_node=2)

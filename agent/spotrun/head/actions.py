@@ -71,13 +71,14 @@ class DumpStacks:
 
 @dataclass(frozen=True)
 class Release:
-    """Tell the workers of this generation to leave it: they wait for members that are gone or silent.
+    """Tell the workers of this generation to leave it: they wait for members that are gone or silent, or have stopped.
 
-    Without this, they would wait for a long time. node: names of these members. kind: what happened to them.
+    Without this, they would wait for a long time. node, kind: as in the `Cause` for which the generation ends.
     """
 
     node: str
     kind: str = "silent"
+    reason: str = field(default="", compare=False)  # for operators; empty: `node` is gone or silent
 
 
 @dataclass(frozen=True)

@@ -276,7 +276,8 @@ def event(job: JobState, action: Action) -> tuple[str, str] | None:
             more = f"; {action.reason}" if action.reason else ""
             return "drain", f"all stop after step {action.step}{_why(action)}{more}"
         case Release():
-            return "generation", f"the workers leave the generation, because {action.node} is gone or silent"
+            why = action.reason or f"{action.node} is gone or silent"
+            return "generation", f"the workers leave the generation, because {why}"
         case CountFailure():
             return "failure", f"{action.node} rank {action.failure.rank}: {action.failure.message}"
         case AbortSave():

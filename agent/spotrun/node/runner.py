@@ -361,6 +361,7 @@ class Runner:
             failure=job.failure or (group.failure if group and trains else self._generations.not_started),
             snapshot=self._snapshot,
             late=group.late if group and group.late is not None else self._part_uploader.late,
+            stops=group.stops if group else None,
             stacks=group.stacks if group else "",
             keeping=self._keeper.keeping,
             place=job.place,

@@ -77,6 +77,7 @@ class WorkerGroup:
     group_failure: Failure | None = None  # why the whole group ended, if no worker caused it
     stacks: str = ""  # bucket key of the stacks of workers that hang
     late: int | None = None  # a stop or save step that a worker had already passed when it was ordered
+    stops: int | None = None  # a stop step that no worker had passed when it was ordered: all of them stop there
     previous: int = 0  # the generation in which the same workers were before; 0: they were in none
     before: tuple[Worker, ...] = ()  # what these workers reported at the end of `previous`
     released_at: float = 0.0  # when the workers were told to leave the generation, epoch seconds; 0: they were not
@@ -207,7 +208,10 @@ class WorkerGroup:
         self._check_exited()
 
     def set_steps(self, stop_at: int | None, save_at: int | None) -> None:
-        """Tell the workers where to stop and where to save. Sets `late` if a worker has passed that step already."""
+        """Tell the workers where to stop and where to save. Sets `late` if a worker has passed that step already.
+
+        Otherwise `stops` says that all workers will stop there.
+        """
         wanted = (NONE if stop_at is None else stop_at, NONE if save_at is None else save_at)
         for name, value, before in zip(("stop_at", "snapshot_at"), wanted, self._steps, strict=True):
             if value == before:
@@ -216,7 +220,10 @@ class WorkerGroup:
                 for each in self.workers:
                     setattr(each.control, name, value)
             # Write first, then read: a worker that passes the step in between is seen here, or sees the step itself.
-            if value != NONE and any(each.control.step >= value for each in self.workers):
+            late = value != NONE and any(each.control.step >= value for each in self.workers)
+            if name == "stop_at":
+                self.stops = None if late or value == NONE else value
+            if late:
                 self.late = value
                 for each in self.workers if name == "stop_at" else ():
                     each.control.stop_at = NONE  # or the workers would stop at the next step, each at another one

@@ -26,6 +26,7 @@ from spotrun.head.job_state import (
 from spotrun.head.planner import (
     checkpointing,
     departure,
+    drains,
     idle,
     keeping,
     kept_node,
@@ -203,22 +204,18 @@ def _restart(view: View, cause: Cause) -> tuple[Action, ...]:
 
 
 def _drain_on(view: View, reporting: list[Node], size: int) -> tuple[Action, ...]:
-    """Restart when every member has stopped, or at the deadline of the drain.
+    """Restart when every member has stopped, or at the deadline of the drain, or if not all can stop together.
 
-    If a worker had already passed the drain's step when the order arrived, choose a later step.
+    If the order came too late for all members, choose a later step.
     """
     job = view.job
     assert job.draining is not None
-    settled = [node for node in reporting if node.phase in ("drained", "failed", "succeeded")]
-    joined = [node for node in regroup.gone_on(view) if node in view.members()]
     sees = any(node is not None and reports(view, node) for node in view.members()) and not view.blind()
-    if len(settled) + len(joined) == size or (view.now > job.draining.deadline and sees):
+    if len(drains.settled(view, reporting)) == size or (view.now > job.draining.deadline and sees):
         return _restart(view, job.draining.cause)
-    if any(node.work.late == job.draining.step for node in reporting):
-        step = checkpointing.ahead(view, reporting, 4 * DRAIN_AHEAD)
-        if step > job.draining.step:
-            return (Drain(step, job.draining.cause, job.draining.deadline),)
-    return ()
+    if drains.split(view, reporting):
+        return drains.release(view, reporting) or _restart(view, job.draining.cause)
+    return drains.later(view, reporting)
 
 
 def _reason_to_drain(view: View, reporting: list[Node], leaving: Departure | None) -> tuple[Action, ...]:

@@ -134,6 +134,11 @@ def must_release(view: View, gone: dict[str, str]) -> bool:
     return quiet and view.job.released is None and bool(late)
 
 
+def could_leave(view: View) -> bool:
+    """Whether a member's workers could leave the generation now, and go on in another one."""
+    return any(_late(view, _survivors(view, {})))
+
+
 def awaited(view: View, gone: dict[str, str]) -> bool:
     """Whether survivors will soon wait. They notice the end of a peer a moment before or after the head does."""
     survivors = _survivors(view, gone)

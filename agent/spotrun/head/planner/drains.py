@@ -1,0 +1,76 @@
+"""A drain: whether all members can still stop after its step, and what happens if they cannot. Pure.
+
+An order can come too late for a member: its workers have passed the step, and go on. Then either all members have
+passed the step, and stop after a later one, or another member stops after the ordered step. In this second case nobody
+gets to any later step, because each step needs all members. So this generation ends at once.
+"""
+
+from __future__ import annotations
+
+from spotrun.head.job_state import Action, Drain, Release
+from spotrun.head.planner import checkpointing, patience, regroup
+from spotrun.head.planner.checkpointing import DRAIN_AHEAD
+from spotrun.head.view import Node, View
+
+
+def settled(view: View, reporting: list[Node]) -> list[Node]:
+    """The members that have stopped, or ended, or have already joined the generation after the drain."""
+    return [node for node in reporting if node.phase in ("drained", "failed", "succeeded")] + _joined(view)
+
+
+def split(view: View, reporting: list[Node]) -> bool:
+    """Whether some members have passed the step, others stop after it, and the state after it is safe.
+
+    An agent of an older version does not say that its workers will stop. Then they have stopped when they are drained.
+    """
+    late, stopped = _late(view, reporting), _stopped(view, reporting)
+    return bool(late) and bool(stopped or _joined(view)) and all(_has_state(view, node) for node in stopped)
+
+
+def release(view: View, reporting: list[Node]) -> tuple[Release, ...]:
+    """Free the workers of a drain that is `split`, as they wait for each other. (): none of them could go on."""
+    job = view.job
+    assert job.draining is not None
+    if not regroup.could_leave(view):
+        return ()
+    names = ", ".join(node.name for node in _late(view, reporting))
+    cause = job.draining.cause
+    return (Release(cause.node, cause.kind, f"the stop after step {job.draining.step} came too late for {names}"),)
+
+
+def later(view: View, reporting: list[Node]) -> tuple[Action, ...]:
+    """Choose a later step if all members have passed this one."""
+    job = view.job
+    assert job.draining is not None
+    late = _late(view, reporting)
+    newest = max((worker.step for node in reporting for worker in node.work.workers), default=-1)
+    # No worker completes the step after this one if another worker has stopped before it.
+    passed = len(late) == len(job.members) or newest > job.draining.step
+    if not late or not passed or _stopped(view, reporting) or _joined(view):
+        return ()
+    step = checkpointing.ahead(view, reporting, 4 * DRAIN_AHEAD)
+    return (Drain(step, job.draining.cause, job.draining.deadline),) if step > job.draining.step else ()
+
+
+def _joined(view: View) -> list[Node]:
+    """The members that have already joined the generation after the drain. It may have newcomers too."""
+    return [node for node in regroup.gone_on(view) if node in view.members()]
+
+
+def _late(view: View, reporting: list[Node]) -> list[Node]:
+    """The members for which the order came too late."""
+    assert view.job.draining is not None
+    return [node for node in reporting if node.work.late == view.job.draining.step]
+
+
+def _stopped(view: View, reporting: list[Node]) -> list[Node]:
+    """The members of this generation whose workers have stopped after the step, or will."""
+    assert view.job.draining is not None
+    step = view.job.draining.step
+    return [node for node in reporting if node.work.stops == step or node.phase == "drained"]
+
+
+def _has_state(view: View, node: Node) -> bool:
+    """Whether the node holds the state after the step."""
+    assert view.job.draining is not None
+    return node.phase == "drained" or patience.state(node) >= (view.job.generation, view.job.draining.step)
