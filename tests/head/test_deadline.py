@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from spotrun.head.capacity.observe import demand
 from spotrun.head.capacity.place import place
 from spotrun.head.capacity.policies.deadline import MARGIN
+from spotrun.head.capacity.policies.zones import need
 from spotrun.head.capacity.promise import refusal
 from spotrun.head.capacity.situation import Demand, Offer, Placement, Situation
 from spotrun.head.capacity.sizes import Pool
@@ -74,6 +75,18 @@ def test_a_deadline_that_was_feasible_is_met_on_any_market(
     assert found.finished is not None
     assert one.deadline is not None
     assert START + found.finished <= one.deadline + POLL
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.floats(0.2, 2), st.floats(0.01, 0.98), st.integers(1, 3), st.floats(0.5, 1.0))
+def test_a_deadline_that_nothing_can_meet_makes_a_job_neither_later_nor_dearer(
+    hours: float, share: float, most: int, scaling: float
+) -> None:
+    """share: of the time that the work takes on all safe machines."""
+    one = job(hours, share * hours / most**scaling, max=most, scaling=scaling)
+    found, plain = (work(each, market([], [], most), 24 * HOUR) for each in (one, replace(one, deadline=None)))
+    assert found.trail == plain.trail == [("spot-a",)]
+    assert (found.finished, found.cost) == (plain.finished, pytest.approx(plain.cost))
 
 
 def test_without_spot_machines_the_job_ends_on_on_demand_machines() -> None:
@@ -140,6 +153,106 @@ def test_a_deadline_that_will_be_missed_is_told() -> None:
     assert fallen(-10).reason == "the point of no return: 8.0 h of work on safe machines, 0 s to spare"
     late = "the point of no return: 8.0 h of work on safe machines, 90 s too long for the deadline"
     assert fallen(-90 - MARGIN).reason == late
+
+
+ASKED = Placement(frozenset({"spot-a"}), (need(1, (Offer(Pool("steady", 1, 0), "c", "on-demand"),)),))
+
+
+def hurried(spare: float, before: Placement | None = None, *, spot: int = 2, **changes: Any) -> Placement:
+    """Where a job goes that one safe machine would end in 7 min, with so many seconds to spare.
+
+    spot: machines in its spot pool, on which it trains if `members` is not in `changes`. Each is as fast as a safe one.
+    """
+    states = {f"spot-a-{index}": "ready" for index in range(spot)}
+    pool = Pool("spot-a", 2, 2, states, "open" if spot == 2 else "short")
+    found = (
+        Offer(pool, "a", price=1.0, usable=spot, speed=changes.pop("speed", 1.0)),
+        Offer(Pool("steady", 1, changes.pop("steady", 0)), "c", "on-demand", price=3.0),
+    )
+    members = changes.pop("members", {"spot-a": spot})
+    one = job(7 / 60, 7 / 60 + (spare + MARGIN) / HOUR, max=2, pools=frozenset({"spot-a", "steady"}), members=members)
+    one = replace(one, restart=60.0, move=30.0, unsaved=20.0, **changes)
+    return place(Situation(START, found, (one,)), {"j": before} if before else {})["j"]
+
+
+SPOT, STEADY = ["spot-a"], ["steady"]
+LATE = -90 - MARGIN
+# The pools that it asks, and the beginning of the reason.
+HURRIED: dict[str, tuple[Placement, list[str], str]] = {
+    "safe machines end in time: they are asked for, and the spot machines serve until then": (
+        hurried(20),
+        [*STEADY, *SPOT],
+        "the point of no return: 7 min of work on safe machines, 20 s to spare",
+    ),
+    "safe machines may just end in time: the same": (
+        hurried(1 - MARGIN + 30),
+        [*STEADY, *SPOT],
+        "the point of no return: ",
+    ),
+    "safe machines are too late, and spot machines end in time: the job stays": (
+        hurried(LATE),
+        SPOT,
+        "safe machines would be 2 min too late; spot machines end in time if none is lost; spot-a in a: 2 machines",
+    ),
+    "spot machines are too late too, but less: the job stays": (
+        hurried(-300),
+        SPOT,
+        "safe machines would be 5 min too late; spot machines end no later if none is lost",
+    ),
+    "the deadline is over: the job stays": (
+        hurried(-1000),
+        SPOT,
+        "safe machines would be 17 min too late; spot machines end no later if none is lost",
+    ),
+    "one spot machine is as fast as one safe machine: the job stays": (
+        hurried(LATE, spot=1),
+        SPOT,
+        "safe machines would be 2 min too late; spot machines end no later",
+    ),
+    "spot machines are so slow that safe ones end sooner": (
+        hurried(LATE, spot=1, speed=0.5),
+        [*STEADY, *SPOT],
+        "the point of no return: 7 min of work on safe machines, 90 s too long for the deadline",
+    ),
+    "the spot machines are under notice": (
+        hurried(LATE, leaving={"spot-a": 2}),
+        [*STEADY, *SPOT],
+        "the point of no return: ",
+    ),
+    "between two generations, spot machines are ready: the job uses them": (
+        hurried(LATE, members={}),
+        SPOT,
+        "safe machines would be 2 min too late; spot machines end in time",
+    ),
+    "the job has no machines, and the spot pool has none: safe machines": (
+        hurried(LATE, spot=0, members={}),
+        STEADY,
+        "the point of no return: ",
+    ),
+    "safe machines boot, and a spot machine is ready first: the job uses it": (
+        hurried(LATE, ASKED, spot=1, members={}, steady=1),
+        SPOT,
+        "safe machines would be 2 min too late; spot machines end no later",
+    ),
+    "the job is on safe machines already: it stays there": (
+        hurried(LATE, members={"steady": 1}, steady=1),
+        STEADY,
+        "the point of no return: ",
+    ),
+    "safe machines are asked for, and what was measured has changed a little: they are still asked for": (
+        hurried(-20, ASKED),
+        [*STEADY, *SPOT],
+        "the point of no return: ",
+    ),
+    "the same without an order for safe machines: the job stays": (hurried(-20), SPOT, "safe machines would be 20 s"),
+}
+
+
+@pytest.mark.parametrize("name", HURRIED)
+def test_safe_machines_that_are_too_late(name: str) -> None:
+    found, pools, reason = HURRIED[name]
+    assert [pool for need in found.needs for pool in need.order or sorted(need.pools)] == pools
+    assert found.reason.startswith(reason)
 
 
 def test_flex_machines_that_are_there_are_safe_machines() -> None:

@@ -4,11 +4,13 @@ Safe machines are those that the cloud does not take: on-demand machines, and fl
 machines cost less, but the job may have to wait for them. So it asks for them first, and on-demand machines stand in
 while there are none. The point of no return is the last moment at which a start on on-demand machines still ends in
 time. From then on the job asks for both, and uses the first ones that are ready. Before that, `waiting_game` says what
-costs least: wait for spot machines, train on spot, or train on safe machines and return to spot.
+costs least: wait for spot machines, train on spot, or train on safe machines and return to spot. If safe machines are
+too late already, they are used only if they end sooner than spot machines.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -62,6 +64,8 @@ def _place(seen: Situation, job: Demand, before: Placement | None, view: Outlook
     ready = spot.ready >= job.min or held(job, spot.pools) >= job.min
     limit = job.restart + (_at_safe(job, view, job.unsaved) if view.on == "spot" else 0.0)
     if view.spare <= limit:
+        if (instead := _too_late(seen, job, before, view)) is not None:
+            return instead
         needs: tuple[Need, ...] = (need(view.nodes, view.queue),) if view.queue else ()
         found = _safe(job, replace(view, queue=()), needs, f"the point of no return: {left}")
         found = replace(found, rest_until=seen.now)
@@ -83,6 +87,45 @@ def _place(seen: Situation, job: Demand, before: Placement | None, view: Outlook
     return replace(found, reason=reason, wake=min(wake, found.wake or wake), rest_until=wake)
 
 
+def _too_late(seen: Situation, job: Demand, before: Placement | None, view: Outlook) -> Placement | None:
+    """Spot machines, if safe ones cannot end in time any more and would not end sooner. None: safe machines.
+
+    Such safe machines would cost more for nothing. A job that is on safe machines keeps them.
+    """
+    late = job.move - MARGIN - view.spare
+    asked = before is not None and any(need.pools & (view.safe.pools | _names(view.queue)) for need in before.needs)
+    # What was measured may be a little wrong. If safe machines are asked for, a small change must not stop that.
+    if late <= (max(MARGIN, view.work / 50) if asked else 0.0):
+        return None
+    first = 0.0 if view.on == "spot" else job.restart
+    took = first + _seconds_on_spot(seen, job, view)
+    if took > view.work + (first or job.move):
+        return None
+    ends = "end in time" if took <= view.work + view.spare + MARGIN else "end no later"
+    found, again = view.wish, seen.now + MARGIN
+    reason = f"safe machines would be {duration(late)} too late; spot machines {ends} if none is lost; {found.reason}"
+    return replace(found, reason=reason, wake=min(again, found.wake or again), rest_until=seen.now)
+
+
+def _seconds_on_spot(seen: Situation, job: Demand, view: Outlook) -> float:
+    """How long the spot machines take for the work that are there, or that the job can expect. Infinite: too few."""
+    spot, nodes = view.spot, 0.0
+    speeds = [offer.speed for offer in seen.offers if job.members.get(offer.name)]
+    if view.on == "spot":
+        nodes = float(sum(job.members.values()) - sum(job.leaving.values()))
+    elif view.on == "" and spot is not None:
+        speeds = [offer.speed for offer in spot.offers]
+        nodes = float(spot.ready) if _asked_for_safe(view) else min(float(job.max), max(spot.ready, spot.hope))
+    if job.left is None or nodes < job.min or not speeds:
+        return math.inf
+    return job.left / rate(job, nodes, min(speeds))
+
+
+def _asked_for_safe(view: Outlook) -> bool:
+    """Whether safe machines were asked for."""
+    return any(offer.pool.size - offer.others >= 1 for offer in (*view.queue, *view.safe.offers))
+
+
 def _choose(game: Game, job: Demand, view: Outlook, up: bool, before: Placement | None) -> str:
     """`spot`, which includes waiting for spot machines, or `safe`. up: enough spot machines are ready.
 
@@ -95,7 +138,7 @@ def _choose(game: Game, job: Demand, view: Outlook, up: bool, before: Placement 
         return "spot" if up and _would_move(game, job, view) else "safe"
     if up and before is not None and before.use and before.use.isdisjoint(view.safe.pools):
         return "spot"  # the job is on its way there: between two generations it has no members
-    if any(offer.pool.size - offer.others >= 1 for offer in (*view.queue, *view.safe.offers)):
+    if _asked_for_safe(view):
         return "safe"  # they were asked for: another choice while they boot would waste the time spent
     if up or (view.spot is not None and view.spot.hope >= job.min):  # spot machines are there, or probably come
         if not _affords(job, view, job.restart):
