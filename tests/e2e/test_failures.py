@@ -10,6 +10,7 @@ def test_user_code_that_raises(cluster: Harness) -> None:
     cluster.submit(nodes={"min": 2, "max": 2}, epochs=1, samples=600, fail="1@20", max_restarts=2)
     final = cluster.until_ended()
     assert (final["phase"], final["restarts"]) == ("failed", 3)
+    assert 0 < final["checkpoint"] <= 20, "its newest snapshot is in the bucket"
     assert {each["kind"] for each in final["interruptions"]} == {"crash"}
     failure = final["failure"]
     assert (failure["kind"], failure["rank"]) == ("user", 1)

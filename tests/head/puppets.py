@@ -333,6 +333,6 @@ def _job_report(puppet: Puppet, job: str, work: Work, now: float) -> JobReport:
             "parts": tuple(work.parts.values()),
             "keeping": _keeping(job, work),
             "failure": work.failure if stepping else None,
-            "place": place_of(job) if stepping else None,
+            "place": place_of(job) if work.generation > 0 else None,
         }
     )

@@ -191,9 +191,12 @@ CASES: dict[str, tuple[View, tuple[Any, ...]]] = {
         view(job(A, B, C), failed(A, "peer"), failed(B, "user", at=NOW - 0.2), node(C)),
         (CountFailure(failure("user", at=NOW - 0.2), B), start(A, B, C, cause=Cause(kind="crash", node=B))),
     ),
-    "the script fails more often than max_restarts: the job fails": (
+    "the script fails more often than max_restarts: the job will fail when its last state is saved": (
         view(job(A, B, C, restarts=3), node(A), failed(B, "user"), node(C)),
-        (CountFailure(failure("user"), B), EndGeneration(), Finish("failed", "boom")),
+        (
+            CountFailure(failure("user"), B),
+            EndGeneration(ending=Ending(phase="failed", reason="boom", state=StateRef(generation=1, step=48))),
+        ),
     ),
     "the script fails on two members: the earlier failure counts": (
         view(job(A, B, C), failed(A, "user", at=NOW - 0.5), failed(B, "user"), node(C)),

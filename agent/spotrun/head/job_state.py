@@ -166,10 +166,17 @@ class JobState(Kept):
         return self.current.members if self.current else ()
 
     @property
+    def kept(self) -> Member | None:
+        """The node that is kept for a person, or will be when the job's last state is in the bucket."""
+        if self.kept_node:
+            return self.kept_node.member
+        due = self.ending is not None and self.ending.phase == "failed" and self.spec.keep_on_failure is not None
+        return next((member for member in self.last if member.node == self.failed_node), None) if due else None
+
+    @property
     def bound(self) -> tuple[Member, ...]:
         """The nodes that must stay the job's: its members, the one with its folders, the one kept for a person."""
-        kept = self.kept_node.member if self.kept_node else None
-        return (*self.members, *filter(None, [self.keeper, kept]))
+        return (*self.members, *filter(None, [self.keeper, self.kept]))
 
     @property
     def size(self) -> float:

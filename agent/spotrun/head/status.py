@@ -269,7 +269,11 @@ def event(job: JobState, action: Action) -> tuple[str, str] | None:
             number = job.following.number if action.planned and job.following else job.next_number
             return events.BEGUN, f"{events.begun(number, [member.node for member in action.members])}{_why(action)}"
         case EndGeneration() if action.ending:
-            return "generation", "the job is done"
+            failed = action.ending.phase == "failed"
+            return (
+                "generation",
+                "the job has failed; its last state goes into the bucket" if failed else "the job is done",
+            )
         case EndGeneration() if action.cause:  # without one the job has failed, which its own event says
             return "generation", f"none; waiting for nodes{_why(action)}"
         case Drain():

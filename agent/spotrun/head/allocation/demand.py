@@ -18,6 +18,7 @@ from spotrun.head.timeouts import TIMEOUTS
 from spotrun.head.view import ENDING_STATES, NO_WORK, FleetView, Node
 from spotrun.spec import ClusterSpec, devices_of
 from spotrun.spec.fields import PRIORITY
+from spotrun.wire import Member
 
 Devices = tuple[int, ...]
 Holdings = Mapping[str, Mapping[str, Devices]]  # the devices by job and node
@@ -61,7 +62,7 @@ def question(
         for index, job in enumerate(view.jobs)
         if job.id in placements
     ]
-    kept = (_keeping_claim(view, job) for job in view.jobs if job.kept_node)
+    kept = (_keeping_claim(view, job.id, job.kept) for job in view.jobs if job.kept)
     return Question(
         claims=(*claims, *(claim for claim in (*parked, *kept) if claim.holds.keys() <= names)),
         hosts=tuple(hosts),
@@ -93,7 +94,7 @@ def wish(
         if claims(job):
             keep |= held.get(job.id, {}).keys()
         keep |= {member.node for member in job.bound} | _holders(view, job)
-    asking = [job for job in view.jobs if claims(job) or job.kept_node]
+    asking = [job for job in view.jobs if claims(job) or job.kept]
     needs = _needs(asking, cluster, held, placements, [pin for pin in pins if pin.devices])
     return Wish((*needs, Need(len(parked), has=frozenset(parked))) if parked else needs, frozenset(keep))
 
@@ -133,11 +134,9 @@ def free(view: FleetView, node: Node, job: JobState, devices: Devices) -> bool:
     return set(devices or _all(node.report.devices)).isdisjoint(device for each in taken for device in each)
 
 
-def _keeping_claim(view: FleetView, job: JobState) -> Claim:
+def _keeping_claim(view: FleetView, job: str, member: Member) -> Claim:
     """The claim of a failed job on the devices of its kept node."""
-    assert job.kept_node is not None
-    member = job.kept_node.member
-    return pinned(job.id, member.node, member.devices or _all(_count(view, member.node)))
+    return pinned(job, member.node, member.devices or _all(_count(view, member.node)))
 
 
 def _claim(
@@ -212,7 +211,7 @@ def _needs(
     shared: dict[frozenset[str], list[tuple[JobState, int]]] = {}
     orders: dict[frozenset[str], tuple[str, ...]] = {}
     for job in jobs:
-        kept = (Need(1, suited(job.spec, cluster)),) if job.kept_node else ()
+        kept = (Need(1, suited(job.spec, cluster)),) if job.kept else ()
         for need in placements[job.id].needs if job.id in placements else kept:
             if job.spec.devices is None:
                 found.append(replace(need, has=_has(job, held)))
@@ -245,7 +244,7 @@ def _machines(jobs: Iterable[tuple[int, str, int]], devices: int) -> int:
 
 
 def _has(job: JobState, held: Holdings) -> frozenset[str]:
-    return frozenset(held.get(job.id, ())) | ({job.kept_node.member.node} if job.kept_node else set())
+    return frozenset(held.get(job.id, ())) | ({job.kept.node} if job.kept else set())
 
 
 def _devices(cluster: ClusterSpec, pool: str) -> int:

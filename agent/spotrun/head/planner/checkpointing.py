@@ -69,7 +69,7 @@ def closing(view: View) -> Finish | Resume:
     ending = job.ending
     last = max([(-1, -1), *map(patience.state, holders), *([(s.generation, s.step)] if (s := ending.state) else [])])
     if last <= job.newest:
-        missing = patience.unreported(view) if ending.phase == "stopped" else ""
+        missing = patience.unreported(view) if ending.phase != "succeeded" else ""
         return Finish(ending.phase, "; ".join(filter(None, [ending.reason, missing])))
     reachable = [node for node in holders if reports(view, node)]
     kept = f"the newest checkpoint is of step {job.newest[1]}" if job.checkpoints else "there is no checkpoint"

@@ -10,13 +10,19 @@ from spotrun.head.timeouts import TIMEOUTS
 from spotrun.head.view import Node, View
 
 
+def keep_last(view: View) -> tuple[KeepNode, ...]:
+    """Keep the node on which the script has failed, once the last state of the job is in the bucket."""
+    node = next((each for each in view.nodes if each.name == view.job.failed_node), None)
+    return keep(view, node) if node is not None else ()
+
+
 def keep(view: View, node: Node) -> tuple[KeepNode, ...]:
     """Keep this node, on which the script has failed first; nothing if the job file does not ask for it.
 
     A node that leaves is not kept, and an operator who has stopped the job wants no node of it.
     """
     job, seconds = view.job, view.job.spec.keep_on_failure
-    member = next((m for m in job.members if (m.node, m.boot) == (node.name, node.report.boot)), None)
+    member = next((m for m in job.last if (m.node, m.boot) == (node.name, node.report.boot)), None)
     if seconds is None or member is None or job.stopping or node.leaving or node.gone:
         return ()
     made = next((each.created for each in view.machines if each.name == node.name), 0.0)

@@ -19,6 +19,7 @@ from spotrun.head.job_state import (
     EndGeneration,
     Ending,
     Finish,
+    JobState,
     Release,
     SetEnding,
     Stop,
@@ -81,10 +82,8 @@ def _actions(view: View) -> tuple[Action, ...]:
 def _assemble(view: View) -> tuple[Action, ...]:
     """The job has no generation. Begin one, end the job, or save the newest snapshot in the bucket."""
     job = view.job
-    if job.failure and job.restarts > job.spec.max_restarts:
-        return (Finish("failed", job.failure.message),)
-    if job.stopping and job.ending is None:
-        return (SetEnding(Ending(phase="stopped", reason=job.stopping, state=patience.newest(patience.unsaved(view)))),)
+    if job.ending is None and (job.stopping or _failed_for_good(job)):
+        return (SetEnding(_ending(view)),)
     ready = eligible(view)
     if job.ending is None and (begun := regroup.catch_up(view)):
         return begun
@@ -102,7 +101,8 @@ def _assemble(view: View) -> tuple[Action, ...]:
     if job.keeper is not None and (kept := keeping.decide(view, job.keeper, found)) is not None:
         return kept
     if found is None or spending.over(job) or patience.overdue(view) or patience.out_of_reach(view, TIMEOUTS.save):
-        return (checkpointing.closing(view),)
+        end = checkpointing.closing(view)
+        return (end, *kept_node.keep_last(view)) if job.ending.phase == "failed" else (end,)
     if job.ending.deadline == 0:
         return (SetEnding(job.ending.replace(deadline=view.now + TIMEOUTS.save)), *found)
     return found
@@ -125,6 +125,16 @@ def _cannot_be_set_up(view: View) -> str:
     times = [each.times for each in view.misfits.values() if each.times]
     enough = len(times) >= job.spec.nodes.min and sum(times) > 1 and not eligible(view)
     return f"set-up failed on {node.name}: {failure.message}" if all_fail or enough else ""
+def _failed_for_good(job: JobState) -> bool:
+    return job.failure is not None and job.restarts > job.spec.max_restarts
+
+
+def _ending(view: View) -> Ending:
+    """What a job without a generation becomes that should stop, or whose script has failed for good."""
+    job, state = view.job, patience.newest(patience.unsaved(view))
+    if job.failure is not None and _failed_for_good(job):
+        return Ending(phase="failed", reason=job.failure.message, state=state)
+    return Ending(phase="stopped", reason=job.stopping, state=state)
 
 
 def _must_save_first(view: View, ready: list[Node]) -> bool:
@@ -182,10 +192,12 @@ def _supervise(view: View) -> tuple[Action, ...]:
 
 
 def _after_failure(view: View, failure: Failure, node: Node) -> tuple[Action, ...]:
-    """Count the failure. Restart from the newest snapshot, or end the job after too many."""
+    """Count the failure. Restart from the newest snapshot, or end the job after too many: with its last state saved."""
     fail = CountFailure(failure, node.name, node.work.stacks)
     cause = Cause(kind="hang" if failure.kind == "hang" else "crash", node=node.name)
     if view.job.restarts + 1 > view.job.spec.max_restarts:
+        if newest := patience.newest(patience.unsaved(view)):
+            return (fail, EndGeneration(ending=Ending(phase="failed", reason=failure.message, state=newest)))
         return (fail, EndGeneration(), Finish("failed", failure.message), *kept_node.keep(view, node))
     return (fail, *_restart(view, cause))
 
