@@ -125,6 +125,8 @@ def _cannot_be_set_up(view: View) -> str:
     times = [each.times for each in view.misfits.values() if each.times]
     enough = len(times) >= job.spec.nodes.min and sum(times) > 1 and not eligible(view)
     return f"set-up failed on {node.name}: {failure.message}" if all_fail or enough else ""
+
+
 def _failed_for_good(job: JobState) -> bool:
     return job.failure is not None and job.restarts > job.spec.max_restarts
 
