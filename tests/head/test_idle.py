@@ -14,7 +14,7 @@ from spotrun.head.capacity.observe import situation
 from spotrun.head.capacity.place import place
 from spotrun.head.capacity.sizes import Pool
 from spotrun.head.fleet.record import Recreate
-from spotrun.head.job_state import Idle, JobState, Progress, SetIdle, Start, apply
+from spotrun.head.job_state import Ending, Idle, JobState, Progress, SetIdle, Start, apply
 from spotrun.head.planner import idle
 from spotrun.head.status import conditions
 from spotrun.head.timeouts import TIMEOUTS
@@ -211,6 +211,24 @@ def test_no_machine_is_asked_for_while_they_are_given_back() -> None:
     assert machines(short(idle=GIVEN)) == 0
     assert machines(short(idle=RESTING.model_copy(update={"until": NOW + 1}))) == 2
     assert machines(job(A, B, spec=TWO, idle=GIVEN)) == 2
+
+
+def test_the_end_of_a_job_has_a_limit_of_its_own() -> None:
+    ending = Ending(phase="succeeded", deadline=NOW + 1000, state=HELD)
+    state = job(spec=TWO, ending=ending, reached=40, pace=1.0, progress=Progress())
+    node = reporting(A, snapshot=HELD, trouble=trouble(900))
+    fleet = FleetView(now=NOW, jobs=(state,), nodes=(node,), machines=(machine(A),))
+    assert wish(fleet, SAFE, {}, {}).keep == {A}
+
+
+def test_a_job_rests_again_when_no_machine_can_meet_its_deadline() -> None:
+    """It has spot machines too few, and on-demand machines cannot be had."""
+    state = short(7000, spec=spec(nodes=2, deadline=7000.0, work=HOUR), submitted=NOW - 7000)
+    nodes = (reporting(A, pool="p"),)
+    pools = [Pool("p", 2, 2, {A: "ready"}, "short"), Pool("od", 2, 0, {}, "short")]
+    fleet = FleetView(now=NOW, jobs=(state,), nodes=nodes, machines=(machine(A),))
+    placed = place(situation(fleet, SAFE, pools, {"p": 1.0, "od": 3.0}))[state.id]
+    assert idle.decide(view(state, *nodes, rest_until=placed.rest_until)) != ()
 
 
 @pytest.mark.parametrize(("seconds", "kept"), [(59, {A}), (61, set())])

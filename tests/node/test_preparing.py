@@ -57,8 +57,8 @@ async def test_a_pip_that_hangs_ends_with_all_that_it_has_started(tmp_path: Path
 @pytest.mark.parametrize(
     ("requirement", "more", "error"),
     [
-        pytest.param("spotrun-no-such-package", {"PIP_NO_INDEX": "1"}, RequirementsError, id="there is none"),
-        pytest.param("numpy==0.0.1", {"PIP_NO_INDEX": "1"}, RequirementsError, id="no such version"),
+        pytest.param("spotrun-no-such-package", {"PIP_NO_INDEX": "1"}, SetupError, id="no version at all"),
+        pytest.param("tiny-package==7", {"PIP_NO_INDEX": "1"}, RequirementsError, id="no such version"),
         pytest.param("spotrun-no-such-package", {"PIP_RETRIES": "1"}, SetupError, id="the index does not answer"),
         pytest.param("tiny-package @ file:///nowhere/tiny_package-1-py3-none-any.whl", {}, SetupError, id="no file"),
     ],
@@ -67,6 +67,8 @@ async def test_only_wrong_requirements_count_as_wrong(
     requirement: str, more: dict[str, str], error: type[SetupError], tmp_path: Path
 ) -> None:
     own = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+    wheel(tmp_path)
+    more = {**more, "PIP_FIND_LINKS": str(tmp_path)}
     env = {**own, "PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": "http://127.0.0.1:9/simple", **more}
     with pytest.raises(SetupError, match="pip failed") as found:
         await install((requirement,), tmp_path / "packages", env, limit=60.0)
@@ -88,6 +90,7 @@ async def test_only_wrong_requirements_count_as_wrong(
 )
 def test_which_errors_may_pass_and_which_repeat(error: Exception, passes: bool, repeats: bool) -> None:
     assert (preparing.may_pass(error), preparing.repeats(error)) == (passes, repeats)
+    assert not preparing.may_pass(error, took=preparing.QUIET + 1), "a build of 20 minutes is not tried three times"
 
 
 async def test_an_import_that_hangs_is_ended_and_named(tmp_path: Path) -> None:
@@ -130,11 +133,13 @@ async def test_an_error_that_passes_is_not_reported(tmp_path: Path) -> None:
 
 
 async def test_a_wrong_requirement_is_reported_at_once_and_as_one_that_repeats(tmp_path: Path) -> None:
-    async with world(tmp_path, A, environment={"PIP_NO_INDEX": "1"}) as w:
-        bundle = w.bundle(requirements=["spotrun-no-such-package"])
+    wheel(tmp_path)
+    environment = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path)}
+    async with world(tmp_path, A, environment=environment) as w:
+        bundle = w.bundle(requirements=["tiny-package==7"])
         await w.head.order(A, order_of(bundle))
         report = await w.head.wait(A, lambda r: r.failure, "a failure")
         assert report.failure is not None
         assert report.failure.repeats
-        assert "No matching distribution found for spotrun-no-such-package" in report.failure.message
+        assert "No matching distribution found for tiny-package==7" in report.failure.message
         assert "trying again" not in w.machines[0].log

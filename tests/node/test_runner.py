@@ -46,9 +46,9 @@ def test_a_worker_that_cannot_be_ended(tmp_path: Path) -> None:
     """Its process is still there long after the agent has killed it, for example because a GPU does not answer."""
     found = group(tmp_path, 3)
     assert not found.stuck
-    found._ending = time.monotonic() - STUCK / 2
+    found._killed_at = time.monotonic() - STUCK / 2
     assert not found.stuck
-    found._ending = time.monotonic() - STUCK
+    found._killed_at = time.monotonic() - STUCK
     assert found.stuck
     found._exited.set()
     assert found.stuck, "only the launcher is gone"

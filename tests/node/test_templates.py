@@ -210,6 +210,22 @@ async def test_a_template_that_hangs_while_it_imports_is_ended_with_its_launcher
         assert template not in templates()
 
 
+async def test_a_template_that_hangs_is_left_to_those_who_still_wait_for_it(tmp_path: Path) -> None:
+    """Their jobs may have longer limits. Nobody else waits for it."""
+    async with node(tmp_path) as n:
+        first = await n.begin(ready=False)
+        (template,) = await await_for(templates, what="a template")
+        os.kill(template, signal.SIGSTOP)
+        second = await n.begin(ready=False)
+        first.launcher.give_up()
+        assert await code(first) == -signal.SIGKILL
+        assert second.launcher.alive
+        await n.begin()
+        assert template in templates()
+        second.launcher.give_up()
+        await await_for(lambda: template not in templates(), what="the end of the template")
+
+
 async def test_a_launcher_that_hangs_leaves_the_template_to_others(tmp_path: Path) -> None:
     async with node(tmp_path) as n:
         first = await n.begin()

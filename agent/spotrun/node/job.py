@@ -223,6 +223,7 @@ class Job:
         backoff = Backoff(*RETRY)
         while True:
             await asyncio.sleep(pause)
+            began = time.monotonic()
             try:
                 await self._prepare()
                 break
@@ -230,7 +231,8 @@ class Job:
                 pause = backoff.next()
                 if not isinstance(error, SpotrunError | OSError):
                     log.exception("job %s: unexpected error", self.bundle.id)
-                if preparing.may_pass(error) and backoff.tries < preparing.QUIET_TRIES:
+                took = time.monotonic() - began
+                if preparing.may_pass(error, took) and backoff.tries < preparing.QUIET_TRIES:
                     log.warning("job %s is not ready, trying again: %s", self.bundle.id, error)
                 else:
                     self._fail(str(error) or repr(error), preparing.repeats(error))
@@ -278,9 +280,12 @@ class Job:
                 async with asyncio.timeout(limit + preparing.LATE):
                     await self._moved.wait()
             except TimeoutError:
+                if self._ready or not self._launcher.alive:
+                    return  # just in time
                 calls = preparing.innermost_calls(self._stacks)
                 self._hung = True
-                self._fail(f"{self.doing} has not ended after {limit:g} s: killed{calls}")
+                longer = "If it needs longer, set start_timeout in the job file"
+                self._fail(f"{self.doing} has not ended after {limit:g} s: killed{calls}. {longer}")
                 self._launcher.give_up()
 
     def _fetch_inputs(self, root: Path) -> None:

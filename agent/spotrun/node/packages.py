@@ -21,9 +21,10 @@ from spotrun.node.bundle import move
 
 # pip takes the launcher's own versions of these: `pip install --target` would install other versions beside them.
 PINNED = ("torch", "numpy", "safetensors")
-# pip says one of these if no try can succeed. It says the first one too if the index does not answer.
+# pip says one of these if no try can succeed. It says the first one too if the index does not answer, or answers with
+# an error: then it knows no version at all. That is also so if there is no such package.
 WRONG = ("No matching distribution found", "ResolutionImpossible", "Invalid requirement")
-UNREACHABLE = ("Retrying (", "Could not fetch URL")
+UNREACHABLE = ("Retrying (", "Could not fetch URL", "(from versions: none)")
 
 
 async def install(requirements: tuple[str, ...], folder: Path, env: dict[str, str], limit: float) -> Path | None:
@@ -83,7 +84,8 @@ async def _pip(
             output, _ = await process.communicate()
     except TimeoutError:
         raise HungError(
-            f"requirements {', '.join(requirements)}: pip has not ended after {limit:g} s: killed"
+            f"requirements {', '.join(requirements)}: pip has not ended after {limit:g} s: killed. "
+            "If it needs longer, set start_timeout in the job file"
         ) from None
     finally:
         if process.returncode is None:

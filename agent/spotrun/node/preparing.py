@@ -12,6 +12,7 @@ QUIET_TRIES = 3  # tries before an error that may pass is reported: the bucket o
 # Seconds for one step; `start_timeout` if that is longer. pip may have to compile packages.
 PIP_LIMIT = 1800.0
 IMPORT_LIMIT = 600.0
+QUIET = 60.0  # seconds: a try that took longer is reported at once, as it is no failure of a moment
 LATE = 1.0  # seconds more until the launcher is killed: meanwhile, the fork server writes where it is
 SHOWN = 4  # calls in a message
 
@@ -26,8 +27,10 @@ def import_limit(spec: JobSpec) -> float:
     return max(IMPORT_LIMIT, spec.start_timeout)
 
 
-def may_pass(error: Exception) -> bool:
-    """Whether the next try may well succeed. A step that has hung has taken long enough."""
+def may_pass(error: Exception, took: float = 0.0) -> bool:
+    """Whether the next try may well succeed. took: seconds; a step that has taken long has had its chance."""
+    if took > QUIET:
+        return False
     return isinstance(error, StoreError | OSError | SetupError) and not isinstance(error, HungError | RequirementsError)
 
 

@@ -86,7 +86,8 @@ class WorkerGroup:
     _left: dict[int, Failure] = field(default_factory=dict)  # as `_peers_gone`, by rank
     _steps: tuple[int, int] = (NONE, NONE)  # where to stop, where to save
     _began: float = field(default_factory=time.time)
-    _ending: float = 0.0  # when the agent began to end the workers, by the monotonic clock; 0: it has not
+    _ending: bool = False  # whether the agent is ending the workers
+    _killed_at: float = 0.0  # when they were first killed, by the monotonic clock; 0: they were not
     _cleaned_up: bool = False  # whether the workers' shared memory has been removed
     _exited: asyncio.Event = field(default_factory=asyncio.Event)  # set when all workers have ended
 
@@ -106,7 +107,7 @@ class WorkerGroup:
     @property
     def stuck(self) -> bool:
         """Whether a worker's process is there long after it was killed. Its devices cannot be used again."""
-        return 0 < self._ending < time.monotonic() - STUCK and self.living
+        return 0 < self._killed_at < time.monotonic() - STUCK and self.living
 
     def ranks(self) -> dict[int, tuple[int, float, float]]:
         """By rank: steps of this generation, the seconds of these steps, and the part before the gradients were due.
@@ -238,6 +239,7 @@ class WorkerGroup:
         """End the workers once a snapshot in progress is safe. Some may survive: see `alive`."""
         if self.alive:
             await self._end()
+        self._killed_at = self._killed_at or time.monotonic()  # also if the kernel has, because the launcher is gone
         if not self.alive and not self._cleaned_up:
             self._cleaned_up = True
             await asyncio.to_thread(cleanup.remove_nccl_segments)
@@ -247,7 +249,7 @@ class WorkerGroup:
         running = [each for each in self.workers if each.code is None and each.left is None]
         limits = [seconds_for_snapshot(each.control, draining) for each in running]
         await _until(lambda: self._settled(draining), max(limits, default=0.0))
-        self._ending = time.monotonic()
+        self._ending, self._killed_at = True, self._killed_at or time.monotonic()
         deadline = time.monotonic() + REAP
         killed: set[int] = set()
         while self.alive and time.monotonic() < deadline:
@@ -268,7 +270,7 @@ class WorkerGroup:
         waiting = [(each, size) for each, size in zip(self.workers, before, strict=True) if each.code is None]
         await _until(lambda: all(log_tail.size(each.log) > size for each, size in waiting), STACKS)
         await _until(log_tail.Quiet([each.log for each in self.workers]), STACKS)
-        self._ending = time.monotonic()
+        self._ending = True
         texts = []
         for each, size in zip(self.workers, before, strict=True):
             text = await asyncio.to_thread(log_tail.read_from, each.log, size)

@@ -99,6 +99,8 @@ def keeps_state(view: View, node: Node) -> bool:
     own = patience.state(node)
     if own <= view.job.newest or view.job.ended_already:
         return False
+    if view.job.ending is not None:
+        return True  # each of them saves a part
     others = (n for n in view.nodes if n.assigned and not n.leaving and n.connected and n.name != node.name)
     return own > max(map(patience.state, others), default=(-1, -1))
 

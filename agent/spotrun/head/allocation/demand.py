@@ -104,10 +104,9 @@ def _holders(view: FleetView, job: JobState) -> set[str]:
     if job.ended_already:
         return set()
     nodes = [view.by_name[name] for name in view.reporting.get(job.id, ())]
-    waits = job.current is None
-    hopeless = {
-        node.name for node in nodes if waits and patience.hopeless(view, job, node.report.of(job.id) or NO_WORK)
-    }
+    waits, works = job.current is None, {node.name: node.report.of(job.id) or NO_WORK for node in nodes}
+    stays = waits and job.ending is None  # the end of a job has a limit of its own
+    hopeless = {name for name, work in works.items() if stays and patience.hopeless(view, job, work)}
     found = {node.name for node in nodes if holds_unsaved(node, job)} - hopeless
     quiet = view.now - max(view.began, view.awake_since)
     if waits and quiet <= patience.patience(job, TIMEOUTS.last_holder):

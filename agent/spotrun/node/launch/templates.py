@@ -72,7 +72,8 @@ class Templates:
         private: whether the environment is a job's own. lines: the launcher's ends of its two pipes.
         """
         environment = Environment(frozenset(variables.items()), _installed(), private)
-        found = next((each for each in self._all if each.environment == environment and each.alive), None)
+        usable = (each for each in self._all if each.environment == environment and each.alive and not each.hangs)
+        found = next(usable, None)
         if found is None:
             found = Template(environment, self._sweep, self._zygote if environment.is_machines else "")
         else:
@@ -87,12 +88,15 @@ class Templates:
     def give_up(self, launcher: LauncherProcess) -> None:
         """Kill the processes below a launcher that does not get ready. The caller kills the launcher itself.
 
-        If the template has forked no launcher, it hangs. Then it is killed, so that the next launcher gets another one.
+        If the template has forked no launcher, it hangs: the next launcher gets another one. It is killed when no other
+        job waits for it.
         """
         kill(descendants(launcher.pid) if launcher.forked else [])
         for each in self._all:
             if launcher in each.launchers.values() and not any(other.forked for other in each.launchers.values()):
-                each.kill()
+                each.hangs = True
+                if len(each.launchers) == 1:
+                    each.kill()
 
     async def end(self) -> None:
         """End all templates, and so all launchers."""
@@ -181,6 +185,7 @@ class Template:
         self.launchers: dict[int, LauncherProcess] = {}
         self.gone = asyncio.Event()  # set when the process has ended
         self.refused = False  # whether the zygote has not forked it
+        self.hangs = False  # whether a launcher has waited for too long: no further one should wait for it
         self._changed, self._killed = changed, False
         self._process: subprocess.Popen[bytes] | None = None  # None: the zygote's child
         self._handle = -1  # the pidfd; -1: the zygote has not forked it yet

@@ -60,7 +60,7 @@ def _place(seen: Situation, job: Demand, before: Placement | None, view: Outlook
     spot, left = view.spot, _time_left(view)
     if spot is None:
         found = _safe(job, view, (), f"only safe machines suit it: {left}")
-        return replace(found, rest_until=seen.now + max(0.0, view.spare - job.restart))
+        return replace(found, rest_until=_may_rest_until(view, seen.now + max(0.0, view.spare - job.restart)))
     ready = spot.ready >= job.min or held(job, spot.pools) >= job.min
     limit = job.restart + (_at_safe(job, view, job.unsaved) if view.on == "spot" else 0.0)
     if view.spare <= limit:
@@ -68,7 +68,7 @@ def _place(seen: Situation, job: Demand, before: Placement | None, view: Outlook
             return instead
         needs: tuple[Need, ...] = (need(view.nodes, view.queue),) if view.queue else ()
         found = _safe(job, replace(view, queue=()), needs, f"the point of no return: {left}")
-        found = replace(found, rest_until=seen.now)
+        found = replace(found, rest_until=_may_rest_until(view, seen.now))
         return replace(found, use=found.use | _names(view.queue)) if not view.on else found
     game = _game(job, view, spot)
     choice = _choose(game, job, view, ready, before)
@@ -104,7 +104,13 @@ def _too_late(seen: Situation, job: Demand, before: Placement | None, view: Outl
     ends = "end in time" if took <= view.work + view.spare + MARGIN else "end no later"
     found, again = view.wish, seen.now + MARGIN
     reason = f"safe machines would be {duration(late)} too late; spot machines {ends} if none is lost; {found.reason}"
-    return replace(found, reason=reason, wake=min(again, found.wake or again), rest_until=seen.now)
+    rest = _may_rest_until(view, seen.now)
+    return replace(found, reason=reason, wake=min(again, found.wake or again), rest_until=rest)
+
+
+def _may_rest_until(view: Outlook, at: float) -> float | None:
+    """`Placement.rest_until`: this time, but if no machine can meet the deadline, the job rests as one without it."""
+    return at if view.spare > -MARGIN else None
 
 
 def _seconds_on_spot(seen: Situation, job: Demand, view: Outlook) -> float:
