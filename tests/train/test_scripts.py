@@ -13,7 +13,8 @@ from torch import nn
 
 from spotrun.errors import SpotrunError
 from spotrun.state.control import EXIT_DRAINED, EXIT_PEER
-from spotrun.train import batches
+from spotrun.train import batches, training_state
+from spotrun.train.parallel import Parallel
 from spotrun.train.training_state import _keep_groups
 from tests.train.generations import Cluster, flatten
 from tests.train.regroups import Regroups
@@ -133,6 +134,51 @@ def test_a_set_up_that_depends_on_the_number_of_workers_needs_a_restart(
     before = undisturbed(tmp_path / "before", script, ["a", "b"])
     after = restarted(tmp_path / "after", script, ["a", "b"])
     assert flatten(before.final()) == flatten(after.final())
+
+
+def test_ranks_that_share_an_order_still_do() -> None:
+    """A sampler that deals out one order draws the same on all ranks. Ranks with seeds of their own draw others."""
+
+    def order(own: int, epoch: int, rank: int) -> list[int]:
+        generator = torch.Generator().manual_seed(own)
+        loader: Any = torch.utils.data.DataLoader(range(50), shuffle=True, generator=generator)  # type: ignore[arg-type]
+        for each in range(epoch + 1):
+            iterator = batches.begin(loader, seed=1, epoch=each, rank=rank)
+        return [int(value) for value in iterator]
+
+    assert order(7, 0, rank=0) == order(7, 0, rank=1)
+    assert order(7, 0, rank=0) != order(8, 0, rank=1)
+    assert order(7, 0, rank=0) != order(7, 1, rank=0)
+
+
+def test_a_model_may_change_after_run_ddp() -> None:
+    """Lazy parameters, a state that brings its own tensors, and a layer that is taken out."""
+    lazy = Parallel(nn.LazyLinear(3), torch.device("cpu"))
+    lazy(torch.ones(1, 4))
+    assert not lazy.include()
+    model = Parallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.device("cpu"))
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    assert model.include()
+    assert not model.include()
+    outer = nn.Sequential(model)
+    del model.module[1]
+    outer.load_state_dict(outer.state_dict())
+
+
+class Counting(torch.optim.SGD):
+    """As MADGRAD: it keeps a number that is no parameter's."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.state.setdefault("k", torch.zeros(1, dtype=torch.int64)).add_(1)  # type: ignore[call-overload]
+        return super().step(closure)
+
+
+def test_an_optimizer_with_a_state_of_its_own() -> None:
+    layer = nn.Linear(1, 1)
+    optimizer, other = Counting(layer.parameters(), lr=1.0), Counting(nn.Linear(1, 1).parameters(), lr=1.0)
+    optimizer.step()
+    training_state._give(other, optimizer.state_dict())
+    assert int(other.state["k"]) == 1  # type: ignore[index]
 
 
 class Around(torch.optim.SGD):

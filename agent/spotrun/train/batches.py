@@ -12,6 +12,8 @@ from spotrun.errors import SpotrunError
 from spotrun.train.rng import derive, reseed
 from spotrun.train.sampler import ElasticSampler, share, taken
 
+_SEEDS: dict[int, tuple[int, torch.Generator]] = {}  # with which the script has made its loaders' generators, by id
+
 
 class Batch(NamedTuple):
     """One batch of one rank."""
@@ -86,10 +88,13 @@ def begin(loader: Any, seed: int, epoch: int, rank: int) -> Iterator[Any]:
     sampler: Any = getattr(loader, "sampler", None)
     if hasattr(sampler, "set_epoch"):
         sampler.set_epoch(epoch)
-    inner = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
-    for number, generator in enumerate(getattr(each, "generator", None) for each in (loader, sampler, inner)):
+    outer: Any = getattr(loader, "batch_sampler", None)
+    for each in (loader, outer, sampler, getattr(outer, "sampler", None)):
+        generator = getattr(each, "generator", None)
         if isinstance(generator, torch.Generator):
-            generator.manual_seed(derive(seed, "loader", number, epoch, rank))
+            # Ranks that have chosen equal seeds still draw the same, and others do not.
+            own, _ = _SEEDS.setdefault(id(generator), (generator.initial_seed(), generator))
+            generator.manual_seed(derive(seed, "loader", own, epoch))
     reseed(seed, "epoch", epoch, rank)
     return iter(loader)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import PurePath
@@ -39,8 +39,8 @@ class Parallel(nn.Module):
         self.__dict__["module"] = module.to(device)
         # A module that contains this one loads its state by these, see `_load_from_state_dict`.
         self.__dict__["_modules"] = module._modules
-        # What DDP exchanges. The next DDP instance may begin while the script has frozen some, as GANs do.
-        self.__dict__["_trained"] = [each for each in module.parameters() if each.requires_grad]
+        # Whether DDP exchanges it, by parameter. The next DDP instance may begin while some are frozen, as in GANs.
+        self.__dict__["_trained"] = {each: each.requires_grad for each in module.parameters()}
         self.__dict__["_options"] = dict(options)
         self.__dict__["_device"] = device
         # DDP has two names for this option.
@@ -91,16 +91,18 @@ class Parallel(nn.Module):
         with _trainable(self.module, self._trained):
             self.__dict__["_ddp"] = self._wrap(equal)
 
-    def include(self) -> None:
-        """Exchange the gradients of further parameters, which the script has unfrozen. Every rank must call this.
+    def include(self) -> bool:
+        """Exchange the gradients of further parameters, which the script has unfrozen or added. True: there are some.
 
-        A DDP instance never exchanges those of parameters that were frozen when it was made.
+        A DDP instance never exchanges those of parameters that were frozen when it was made. Every rank must call this.
         """
-        known = set(map(id, self._trained))
-        if more := [each for each in self.module.parameters() if each.requires_grad and id(each) not in known]:
-            self._trained.extend(more)
+        more = [each for each in self.module.parameters() if each.requires_grad and not self._trained.get(each)]
+        equal = all(each in self._trained for each in more)  # an earlier instance has made them so
+        self._trained.update(dict.fromkeys(more, True))
+        if more:
             self.unwrap()
-            self.rebuild(equal=True)
+            self.rebuild(equal)
+        return bool(more)
 
     def _wrap(self, equal: bool) -> DistributedDataParallel | None:
         ddp = None
@@ -121,6 +123,7 @@ class Parallel(nn.Module):
             ddp = DistributedDataParallel(module, **options)
             for state, hook in self._hooks:
                 ddp.register_comm_hook(state, hook)
+        self._trained.update({each: each.requires_grad for each in self.module.parameters()})
         return ddp
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -172,8 +175,8 @@ class Parallel(nn.Module):
             or ddp.mixed_precision
         ):
             return []
-        ignored, trained = ddp.parameters_to_ignore, set(map(id, self._trained))
-        mine = ((name, each) for name, each in self.module.named_parameters() if id(each) in trained)
+        ignored = ddp.parameters_to_ignore
+        mine = ((name, each) for name, each in self.module.named_parameters() if self._trained.get(each))
         return [each for name, each in mine if each.requires_grad and name not in ignored]
 
     def share_buffers(self) -> None:
@@ -201,6 +204,7 @@ class Parallel(nn.Module):
         return self.module.load_state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, *args: Any) -> None:
+        self.__dict__["_modules"] = self.module._modules  # a container makes another dict when it loses a module
         self.module._load_from_state_dict(*args)
 
     def train(self, mode: bool = True) -> Parallel:
@@ -223,16 +227,23 @@ class Parallel(nn.Module):
         return f"Parallel({self.module!r})"
 
 
+def include_unfrozen(models: Iterable[Parallel], tracked: Collection[object]) -> bool:
+    """`Parallel.include` for each model. True: one that is not tracked has changed, so a newcomer's would differ."""
+    changed = [model for model in models if model.include()]
+    return any(all(each is not model for each in tracked) for model in changed)
+
+
 @contextmanager
-def _trainable(module: nn.Module, trained: list[nn.Parameter]) -> Iterator[None]:
-    """In this context, these parameters of the module require gradients, and no others do."""
-    wanted, before = set(map(id, trained)), [(each, each.requires_grad) for each in module.parameters()]
-    for each, _ in before:
-        each.requires_grad_(id(each) in wanted)
+def _trainable(module: nn.Module, trained: Mapping[nn.Parameter, bool]) -> Iterator[None]:
+    """In this context, the parameters require gradients as `trained` says. New ones stay as they are."""
+    before = [(each, each.requires_grad) for each in module.parameters()]
+    changed = [(each, required) for each, required in before if trained.get(each, required) != required]
+    for each, required in changed:  # only these: a lazy parameter does not allow it
+        each.requires_grad_(not required)
     try:
         yield
     finally:
-        for each, required in before:
+        for each, required in changed:
             each.requires_grad_(required)
 
 

@@ -31,7 +31,7 @@ from spotrun.train.distributed import (
     rank_and_world,
 )
 from spotrun.train.encoding import Stateful
-from spotrun.train.parallel import Parallel
+from spotrun.train.parallel import Parallel, include_unfrozen
 from spotrun.train.regroup import Membership
 from spotrun.train.rng import reseed
 from spotrun.train.sampler import ElasticSampler, when_asked
@@ -220,8 +220,6 @@ class Run:
         the optimizer when `run.completes_step`. A step left by `break` does not count.
         """
         self._check_steps(loader)
-        for model in self._models:
-            model.include()
         boundary, state, on_cpu = self._boundary, self._state, self.device.type == "cpu"
         boundary.clock.resume()
         with boundary.loop, boundary.guard or nullcontext():  # the code after the loop may change the state in any way
@@ -303,12 +301,11 @@ class Run:
         whole, each = self._sizes
         if whole is None and self.epoch:
             return None
+        position = self._state.consumed if self._sampler is None else self._sampler.position
         if self._inside:
             position = self._batch.end
         elif self.epoch >= self._epochs:
             position = 0
-        else:
-            position = self._state.consumed if self._sampler is None else self._sampler.position
         return float(self.epoch * (whole or 0) + position * each)
 
     def _void_if_in_step(self, error: Exception) -> bool:
@@ -346,6 +343,10 @@ class Run:
                 "and through an evaluation loader without run.steps"
             )
         self._stepped = self.epoch
+        with self._boundary.exit_if_a_peer_fails:
+            changed = include_unfrozen(self._models, self._state.objects.values())
+        if changed and self._membership is not None:
+            self._membership.restarts("layers of a model that run.track does not name were unfrozen")
         if self._control is None:
             return
         if not self._state.objects:

@@ -106,7 +106,7 @@ def load(item: Stateful, saved: Any, tensors: Tensors, own: Mapping[str, torch.T
 
 def _give(item: Stateful, saved: Any) -> None:
     item.load_state_dict(saved)
-    if isinstance(item, torch.optim.Optimizer) and type(item).load_state_dict is torch.optim.Optimizer.load_state_dict:
+    if isinstance(item, torch.optim.Optimizer) and _only_reads(item):  # hooks may number the parameters in another way
         _keep_types(item, saved)
 
 
@@ -127,15 +127,20 @@ def _keep_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]])
 def _keep_types(optimizer: torch.optim.Optimizer, saved: Any) -> None:
     """Put back what has lost precision: torch (2.13) converts a state to the type of its parameter when it loads it.
 
-    saved: the state that was loaded, with its tensors.
+    saved: the state that was loaded, with its tensors. An optimizer may also keep something that is no parameter's.
     """
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
-    for index, values in saved["state"].items():
-        state = optimizer.state[parameters[index]]
+    for index, parameter in enumerate(each for group in optimizer.param_groups for each in group["params"]):
+        values, state = saved["state"].get(index), optimizer.state.get(parameter)
+        if not isinstance(values, dict) or not isinstance(state, dict):
+            continue
         for name, value in values.items():
             now = state.get(name)
-            if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and value.dtype != now.dtype:
+            if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and _loses(value.dtype, now.dtype):
                 state[name] = value.to(now.device, copy=True)
+
+
+def _loses(saved: torch.dtype, now: torch.dtype) -> bool:
+    return saved != now and torch.promote_types(saved, now) != now
 
 
 def _fill(tensors: Tensors, own: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
