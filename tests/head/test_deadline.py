@@ -229,22 +229,26 @@ HURRIED: dict[str, tuple[Placement, list[str], str]] = {
         STEADY,
         "the point of no return: ",
     ),
-    "safe machines boot, and a spot machine is ready first: the job uses it": (
-        hurried(LATE, ASKED, spot=1, members={}, steady=1),
+    "safe machines boot, far too late, and a spot machine is ready first: the job uses it": (
+        hurried(-300, ASKED, spot=1, members={}, steady=1),
         SPOT,
-        "safe machines would be 2 min too late; spot machines end no later",
+        "safe machines would be 5 min too late; spot machines end no later",
     ),
     "the job is on safe machines already: it stays there": (
         hurried(LATE, members={"steady": 1}, steady=1),
         STEADY,
         "the point of no return: ",
     ),
-    "safe machines are asked for, and what was measured has changed a little: they are still asked for": (
-        hurried(-20, ASKED),
+    "safe machines are asked for, and the measured pace has changed: they are still asked for": (
+        hurried(LATE, ASKED),
         [*STEADY, *SPOT],
         "the point of no return: ",
     ),
-    "the same without an order for safe machines: the job stays": (hurried(-20), SPOT, "safe machines would be 20 s"),
+    "a little too late, which may be an error of what was measured": (
+        hurried(-20),
+        [*STEADY, *SPOT],
+        "the point of no return: ",
+    ),
 }
 
 

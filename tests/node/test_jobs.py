@@ -116,6 +116,9 @@ async def test_two_jobs_train_side_by_side_and_one_drains(tmp_path: Path) -> Non
         await await_for(lambda: not (machine.tmpfs / one.id).exists(), what="the files of the job that left")
         assert (machine.tmpfs / two.id).exists()
         assert pids(await jobs.step(two)) == pids(second)
+        await await_for(
+            lambda: w.head.newest[A].of(one.id) is None, what="a report without the store of the old launcher"
+        )
         # The same job comes back beside the other one.
         await jobs.change(one, devices=(2,))
         await jobs.begin(one, 2)

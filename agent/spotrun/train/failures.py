@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from typing import NoReturn
@@ -59,6 +60,14 @@ def before_leaving(settle: Callable[[], object]) -> None:
 def before_ending(flush: Callable[[], object]) -> None:
     """Have `flush` called before this process ends, also if the script fails. It must return soon."""
     _flushers.append(flush)
+
+
+def becomes_void(seconds: float) -> bool:
+    """Whether the step under way does not count, or will not within this time: another thread may just learn it."""
+    until = time.monotonic() + seconds
+    while not void and time.monotonic() < until:
+        time.sleep(0.02)
+    return void
 
 
 def flush() -> None:

@@ -22,6 +22,7 @@ from spotrun.head.capacity.situation import Demand, Offer, Placement, Situation
 from spotrun.head.capacity.sizes import Need
 
 MARGIN = 30.0  # seconds for decisions, orders and three looks at the cloud
+WRONG, WRONG_ASKED = 0.1, 0.5  # of the work left: how late safe machines may seem to be until they count as too late
 AGAIN = 8  # a choice is made again when 1 / AGAIN of the work, or of the spare time, is used up
 SAFE: tuple[Market, ...] = ("flex", "on-demand")
 
@@ -94,8 +95,8 @@ def _too_late(seen: Situation, job: Demand, before: Placement | None, view: Outl
     """
     late = job.move - MARGIN - view.spare
     asked = before is not None and any(need.pools & (view.safe.pools | _names(view.queue)) for need in before.needs)
-    # What was measured may be a little wrong. If safe machines are asked for, a small change must not stop that.
-    if late <= (max(MARGIN, view.work / 50) if asked else 0.0):
+    # What was measured may be a little wrong. If safe machines are asked for, only a great change stops that.
+    if late <= max(MARGIN, view.work * (WRONG_ASKED if asked else WRONG)):
         return None
     first = 0.0 if view.on == "spot" else job.restart
     took = first + _seconds_on_spot(seen, job, view)
