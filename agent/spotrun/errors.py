@@ -47,11 +47,15 @@ class CorruptError(SpotrunError):
 
 
 class SetupError(SpotrunError):
-    """A node could not prepare the job's code or packages. Another try may succeed."""
+    """A node could not prepare the job's code or packages. Unless a subclass says something else, try again."""
 
 
 class RequirementsError(SetupError):
-    """A job's requirements cannot be met: there is no such package, or two of them conflict. Each node finds this."""
+    """A job's requirements cannot be met: no such version exists, or two packages conflict. Each node finds this."""
+
+
+class InstallError(SetupError):
+    """pip failed, but not because the index did not answer: a build may have failed. A long try is not made again."""
 
 
 class HungError(SetupError):

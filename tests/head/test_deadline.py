@@ -78,11 +78,11 @@ def test_a_deadline_that_was_feasible_is_met_on_any_market(
 
 
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.floats(0.2, 2), st.floats(0.01, 0.98), st.integers(1, 3), st.floats(0.5, 1.0))
+@given(st.floats(0.2, 2), st.floats(0.01, 0.8), st.integers(1, 3), st.floats(0.5, 1.0))
 def test_a_deadline_that_nothing_can_meet_makes_a_job_neither_later_nor_dearer(
     hours: float, share: float, most: int, scaling: float
 ) -> None:
-    """share: of the time that the work takes on all safe machines."""
+    """share: of the time that the work takes on all safe machines. Over 0.9, what was measured may just be wrong."""
     one = job(hours, share * hours / most**scaling, max=most, scaling=scaling)
     found, plain = (work(each, market([], [], most), 24 * HOUR) for each in (one, replace(one, deadline=None)))
     assert found.trail == plain.trail == [("spot-a",)]
@@ -192,22 +192,22 @@ HURRIED: dict[str, tuple[Placement, list[str], str]] = {
     "safe machines are too late, and spot machines end in time: the job stays": (
         hurried(LATE),
         SPOT,
-        "safe machines would be 2 min too late; spot machines end in time if none is lost; spot-a in a: 2 machines",
+        "on safe machines, the job would end 2 min too late; on spot machines, it ends in time if none is lost; spot",
     ),
     "spot machines are too late too, but less: the job stays": (
         hurried(-300),
         SPOT,
-        "safe machines would be 5 min too late; spot machines end no later if none is lost",
+        "on safe machines, the job would end 5 min too late; on spot machines, it ends no later if none is lost",
     ),
     "the deadline is over: the job stays": (
         hurried(-1000),
         SPOT,
-        "safe machines would be 17 min too late; spot machines end no later if none is lost",
+        "on safe machines, the job would end 17 min too late; on spot machines, it ends no later if none is lost",
     ),
     "one spot machine is as fast as one safe machine: the job stays": (
         hurried(LATE, spot=1),
         SPOT,
-        "safe machines would be 2 min too late; spot machines end no later",
+        "on safe machines, the job would end 2 min too late; on spot machines, it ends no later",
     ),
     "spot machines are so slow that safe ones end sooner": (
         hurried(LATE, spot=1, speed=0.5),
@@ -222,7 +222,7 @@ HURRIED: dict[str, tuple[Placement, list[str], str]] = {
     "between two generations, spot machines are ready: the job uses them": (
         hurried(LATE, members={}),
         SPOT,
-        "safe machines would be 2 min too late; spot machines end in time",
+        "on safe machines, the job would end 2 min too late; on spot machines, it ends in time",
     ),
     "the job has no machines, and the spot pool has none: safe machines": (
         hurried(LATE, spot=0, members={}),
@@ -232,7 +232,7 @@ HURRIED: dict[str, tuple[Placement, list[str], str]] = {
     "safe machines boot, far too late, and a spot machine is ready first: the job uses it": (
         hurried(-300, ASKED, spot=1, members={}, steady=1),
         SPOT,
-        "safe machines would be 5 min too late; spot machines end no later",
+        "on safe machines, the job would end 5 min too late; on spot machines, it ends no later",
     ),
     "the job is on safe machines already: it stays there": (
         hurried(LATE, members={"steady": 1}, steady=1),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from spotrun.errors import CorruptError, HungError, RequirementsError, SetupError, StoreError
+from spotrun.errors import CorruptError, HungError, InstallError, RequirementsError, SetupError, StoreError
 from spotrun.node import preparing
 from spotrun.node.packages import install
 from tests.fakes.launchers import alive
@@ -60,7 +60,7 @@ async def test_a_pip_that_hangs_ends_with_all_that_it_has_started(tmp_path: Path
         pytest.param("spotrun-no-such-package", {"PIP_NO_INDEX": "1"}, SetupError, id="no version at all"),
         pytest.param("tiny-package==7", {"PIP_NO_INDEX": "1"}, RequirementsError, id="no such version"),
         pytest.param("spotrun-no-such-package", {"PIP_RETRIES": "1"}, SetupError, id="the index does not answer"),
-        pytest.param("tiny-package @ file:///nowhere/tiny_package-1-py3-none-any.whl", {}, SetupError, id="no file"),
+        pytest.param("tiny-package @ file:///nowhere/tiny_package-1-py3-none-any.whl", {}, InstallError, id="no file"),
     ],
 )
 async def test_only_wrong_requirements_count_as_wrong(
@@ -78,6 +78,7 @@ async def test_only_wrong_requirements_count_as_wrong(
 @pytest.mark.parametrize(
     ("error", "passes", "repeats"),
     [
+        (InstallError("a build failed"), True, False),
         (StoreError("x"), True, False),
         (OSError(28, "No space left on device"), True, False),
         (SetupError("pip failed: connection reset"), True, False),
@@ -89,8 +90,9 @@ async def test_only_wrong_requirements_count_as_wrong(
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
 def test_which_errors_may_pass_and_which_repeat(error: Exception, passes: bool, repeats: bool) -> None:
-    assert (preparing.may_pass(error), preparing.repeats(error)) == (passes, repeats)
-    assert not preparing.may_pass(error, took=preparing.QUIET + 1), "a build of 20 minutes is not tried three times"
+    assert (preparing.may_pass(error, took=1.0), preparing.repeats(error)) == (passes, repeats)
+    build = isinstance(error, InstallError)
+    assert preparing.may_pass(error, took=1200.0) == (passes and not build), "a long build is not tried three times"
 
 
 async def test_an_import_that_hangs_is_ended_and_named(tmp_path: Path) -> None:

@@ -136,19 +136,33 @@ def test_a_set_up_that_depends_on_the_number_of_workers_needs_a_restart(
     assert flatten(before.final()) == flatten(after.final())
 
 
-def test_ranks_that_share_an_order_still_do() -> None:
-    """A sampler that deals out one order draws the same on all ranks. Ranks with seeds of their own draw others."""
+def order(epoch: int, rank: int, own: int = 7, **loader: Any) -> list[int]:
+    """The order of an epoch. own: the seed that the script has given its generator."""
+    generator = torch.Generator().manual_seed(own)
+    more = {"shuffle": True} if not loader else {name: make(generator) for name, make in loader.items()}
+    found: Any = torch.utils.data.DataLoader(range(50), generator=generator, **more)  # type: ignore[arg-type]
+    return [int(value) for value in batches.begin(found, seed=1, epoch=epoch, rank=rank)]
 
-    def order(own: int, epoch: int, rank: int) -> list[int]:
-        generator = torch.Generator().manual_seed(own)
-        loader: Any = torch.utils.data.DataLoader(range(50), shuffle=True, generator=generator)  # type: ignore[arg-type]
-        for each in range(epoch + 1):
-            iterator = batches.begin(loader, seed=1, epoch=each, rank=rank)
-        return [int(value) for value in iterator]
 
-    assert order(7, 0, rank=0) == order(7, 0, rank=1)
-    assert order(7, 0, rank=0) != order(8, 0, rank=1)
-    assert order(7, 0, rank=0) != order(7, 1, rank=0)
+def test_the_order_of_an_epoch_follows_from_seed_epoch_and_rank() -> None:
+    """Whatever the script's own seed is: a newcomer, or a worker that has another rank now, may have another one."""
+    assert order(0, rank=0) == order(0, rank=0, own=8)
+    assert order(0, rank=0) != order(0, rank=1)
+    assert order(0, rank=0) != order(1, rank=0)
+
+
+class Dealing(torch.utils.data.Sampler[int]):
+    """Deals out one order to all ranks."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(50, generator=self.generator).tolist())
+
+
+def test_a_sampler_that_deals_out_one_order_does_so_on_all_ranks() -> None:
+    assert order(0, rank=0, sampler=Dealing) == order(0, rank=1, sampler=Dealing)
 
 
 def test_a_model_may_change_after_run_ddp() -> None:
@@ -179,6 +193,18 @@ def test_an_optimizer_with_a_state_of_its_own() -> None:
     optimizer.step()
     training_state._give(other, optimizer.state_dict())
     assert int(other.state["k"]) == 1  # type: ignore[index]
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.float64, torch.float8_e5m2])
+def test_the_state_of_an_optimizer_keeps_its_type(dtype: torch.dtype) -> None:
+    """torch converts it to the type of its parameter."""
+    layers = nn.Linear(1, 1, bias=False).bfloat16(), nn.Linear(1, 1, bias=False).bfloat16()
+    first, second = (torch.optim.SGD(each.parameters(), lr=1.0) for each in layers)
+    first.state[layers[0].weight]["mine"] = torch.tensor([[1]]).to(dtype)
+    training_state._give(second, first.state_dict())
+    found = second.state[layers[1].weight]["mine"]
+    assert found.dtype == dtype
+    assert float(found) == 1
 
 
 class Around(torch.optim.SGD):

@@ -12,7 +12,7 @@ from spotrun.head.fleet.pools import Fleet
 from spotrun.head.job_state import JobState, as_accepted
 from spotrun.head.orders import JobOrders
 from spotrun.head.planner import notice_fit
-from spotrun.head.view import NO_WORK, Machine, Misfit, Node
+from spotrun.head.view import Machine, Misfit, Node
 from spotrun.spec import JobSpec
 from spotrun.wire import Bundle, JobReport, Order, Report
 
@@ -234,9 +234,15 @@ class Agents:
         found = []
         for name, agent in self.known.items():
             state = fleet.state_of(name, agent.reported_at, agent.report.pool)
-            misfits = dict(self._misfits.get(name, {}))
-            connected, times = agent.send is not None, (agent.reported_at, agent.since)
-            found.append(Node(agent.report, NO_WORK, connected, times[0], state, times[1], misfits=misfits))
+            node = Node(
+                agent.report,
+                connected=agent.send is not None,
+                reported_at=agent.reported_at,
+                cloud=state,
+                since=agent.since,
+                misfits=dict(self._misfits.get(name, {})),
+            )
+            found.append(node)
         return tuple(found)
 
     def machines(self, fleet: Fleet) -> tuple[Machine, ...]:

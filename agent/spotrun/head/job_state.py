@@ -53,7 +53,7 @@ def _read_spec(values: object) -> JobSpec:
 
 
 def as_accepted(spec: JobSpec) -> dict[str, Any]:
-    """The keys of a job's file that the head has set that accepted the job. Keys of later versions are not in it.
+    """The job file with the keys that it had when a head accepted the job, without defaults of keys that came later.
 
     Agents end a job's workers if its file changes, so a head of a later version must not add its own defaults.
     """

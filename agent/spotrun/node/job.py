@@ -274,7 +274,7 @@ class Job:
         """Wait until the launcher is ready or has ended. If one of its steps takes too long, kill it and say so."""
         assert self._spec is not None
         limit = preparing.import_limit(self._spec)
-        while self._launcher.alive and not self._ready and not self._hung:
+        while self._launcher.alive and not self._ready:
             self._moved.clear()
             try:
                 async with asyncio.timeout(limit + preparing.LATE):
@@ -287,6 +287,7 @@ class Job:
                 longer = "If it needs longer, set start_timeout in the job file"
                 self._fail(f"{self.doing} has not ended after {limit:g} s: killed{calls}. {longer}")
                 self._launcher.give_up()
+                return
 
     def _fetch_inputs(self, root: Path) -> None:
         """Fetch the folders of other jobs. Called in another thread."""

@@ -37,7 +37,7 @@ LOOK = 30.0  # seconds until a notice's time is compared with the clock again: t
 LONG_POLL_SECONDS = 10  # the longest time until a silent server is noticed
 EC2_POLL_SECONDS = 1.0
 EC2_EVENTS_SECONDS = 60.0
-EC2_HORIZON = 86400.0  # seconds; a notice's time that is further away is junk, and so is the past time of an event
+EC2_HORIZON = 86400.0  # seconds; the time of a notice that is further away is junk, or of an event that long ago
 # Events that end or interrupt what runs on the machine.
 EC2_EVENTS = {"instance-reboot", "instance-retirement", "instance-stop", "system-maintenance", "system-reboot"}
 EC2_PATHS = {"preempt": "/spot/instance-action", "rebalance": "/events/recommendations/rebalance"}

@@ -15,11 +15,12 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from spotrun.errors import HungError, RequirementsError, SetupError
+from spotrun.errors import HungError, InstallError, RequirementsError, SetupError
 from spotrun.machine.processes import descendants, kill
 from spotrun.node.bundle import move
 
 # pip takes the launcher's own versions of these: `pip install --target` would install other versions beside them.
+REAP = 10.0  # seconds for a killed pip to be gone
 PINNED = ("torch", "numpy", "safetensors")
 # pip says one of these if no try can succeed. It says the first one too if the index does not answer, or answers with
 # an error: then it knows no version at all. That is also so if there is no such package.
@@ -31,7 +32,7 @@ async def install(requirements: tuple[str, ...], folder: Path, env: dict[str, st
     """The folder with these packages, installed once; None: the agent's environment has them.
 
     limit: seconds after which a pip that has not ended is killed. Raises `SetupError`: `RequirementsError` if the
-    requirements are wrong, `HungError` after the limit.
+    requirements are wrong, `HungError` after the limit, `InstallError` for another error that is not the index's.
     """
     if not requirements:
         return None
@@ -49,8 +50,8 @@ async def install(requirements: tuple[str, ...], folder: Path, env: dict[str, st
         code, output = await _pip(*args, requirements=requirements, env=env, limit=limit)
         if code != 0:
             said = " ".join(output.strip().splitlines()[-5:])
-            wrong = any(each in output for each in WRONG) and not any(each in output for each in UNREACHABLE)
-            kind = RequirementsError if wrong else SetupError
+            wrong = RequirementsError if any(each in output for each in WRONG) else InstallError
+            kind = SetupError if any(each in output for each in UNREACHABLE) else wrong
             raise kind(f"requirements {', '.join(requirements)}: pip failed: {said}")
         move(content, target)
     return target
@@ -92,7 +93,10 @@ async def _pip(
             kill(descendants(process.pid))  # a package's build may have made process groups of its own
             with contextlib.suppress(ProcessLookupError):  # it has just ended
                 os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
+            # A process of the build that cannot be found or killed may hold the pipe.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(REAP):
+                    await process.wait()
     return process.returncode or 0, output.decode(errors="replace")
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from spotrun.errors import CorruptError, HungError, RequirementsError, SetupError, StoreError
+from spotrun.errors import CorruptError, HungError, InstallError, RequirementsError, SetupError, StoreError
 from spotrun.spec import JobSpec
 
 QUIET_TRIES = 3  # tries before an error that may pass is reported: the bucket or pip's index may be away for a moment
 # Seconds for one step; `start_timeout` if that is longer. pip may have to compile packages.
 PIP_LIMIT = 1800.0
 IMPORT_LIMIT = 600.0
-QUIET = 60.0  # seconds: a try that took longer is reported at once, as it is no failure of a moment
+QUIET = 60.0  # seconds: if pip fails by itself after a longer try, that is reported at once
 LATE = 1.0  # seconds more until the launcher is killed: meanwhile, the fork server writes where it is
 SHOWN = 4  # calls in a message
 
@@ -27,11 +27,10 @@ def import_limit(spec: JobSpec) -> float:
     return max(IMPORT_LIMIT, spec.start_timeout)
 
 
-def may_pass(error: Exception, took: float = 0.0) -> bool:
-    """Whether the next try may well succeed. took: seconds; a step that has taken long has had its chance."""
-    if took > QUIET:
-        return False
-    return isinstance(error, StoreError | OSError | SetupError) and not isinstance(error, HungError | RequirementsError)
+def may_pass(error: Exception, took: float) -> bool:
+    """Whether the next try may succeed. took: seconds of this one. A long build that fails would fail again."""
+    never = isinstance(error, HungError | RequirementsError) or (isinstance(error, InstallError) and took > QUIET)
+    return isinstance(error, StoreError | OSError | SetupError) and not never
 
 
 def repeats(error: Exception) -> bool:

@@ -87,7 +87,7 @@ class WorkerGroup:
     _steps: tuple[int, int] = (NONE, NONE)  # where to stop, where to save
     _began: float = field(default_factory=time.time)
     _ending: bool = False  # whether the agent is ending the workers
-    _killed_at: float = 0.0  # when they were first killed, by the monotonic clock; 0: they were not
+    _killed_at: float = 0.0  # when all of them had been killed or were gone, by the monotonic clock; 0: not yet
     _cleaned_up: bool = False  # whether the workers' shared memory has been removed
     _exited: asyncio.Event = field(default_factory=asyncio.Event)  # set when all workers have ended
 
@@ -209,10 +209,7 @@ class WorkerGroup:
         self._check_exited()
 
     def set_steps(self, stop_at: int | None, save_at: int | None) -> None:
-        """Tell the workers where to stop and where to save. Sets `late` if a worker has passed that step already.
-
-        Otherwise `stops` says that all workers will stop there.
-        """
+        """Tell the workers where to stop and to save. Sets `late` if one has passed that step already, else `stops`."""
         wanted = (NONE if stop_at is None else stop_at, NONE if save_at is None else save_at)
         for name, value, before in zip(("stop_at", "snapshot_at"), wanted, self._steps, strict=True):
             if value == before:
@@ -239,7 +236,9 @@ class WorkerGroup:
         """End the workers once a snapshot in progress is safe. Some may survive: see `alive`."""
         if self.alive:
             await self._end()
-        self._killed_at = self._killed_at or time.monotonic()  # also if the kernel has, because the launcher is gone
+        for each in self.workers:  # also one that the launcher does not know any more
+            _signal(each, signal.SIGKILL)
+        self._killed_at = self._killed_at or time.monotonic()
         if not self.alive and not self._cleaned_up:
             self._cleaned_up = True
             await asyncio.to_thread(cleanup.remove_nccl_segments)
@@ -249,7 +248,7 @@ class WorkerGroup:
         running = [each for each in self.workers if each.code is None and each.left is None]
         limits = [seconds_for_snapshot(each.control, draining) for each in running]
         await _until(lambda: self._settled(draining), max(limits, default=0.0))
-        self._ending, self._killed_at = True, self._killed_at or time.monotonic()
+        self._ending = True
         deadline = time.monotonic() + REAP
         killed: set[int] = set()
         while self.alive and time.monotonic() < deadline:
@@ -389,7 +388,7 @@ def _is_gone(pidfd: int) -> bool:
 
 
 def _signal(each: LocalWorker, number: signal.Signals) -> None:
-    if each.code is None and each.pidfd >= 0:
+    if each.pidfd >= 0:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(each.pidfd, number)
 

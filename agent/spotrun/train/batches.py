@@ -7,12 +7,13 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from spotrun.errors import SpotrunError
 from spotrun.train.rng import derive, reseed
 from spotrun.train.sampler import ElasticSampler, share, taken
 
-_SEEDS: dict[int, tuple[int, torch.Generator]] = {}  # with which the script has made its loaders' generators, by id
+_TORCHS = (BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)  # each rank draws for itself
 
 
 class Batch(NamedTuple):
@@ -83,18 +84,16 @@ def plain(consumed: int, total: int | None, batch: int, accumulate: int = 1) -> 
 def begin(loader: Any, seed: int, epoch: int, rank: int) -> Iterator[Any]:
     """An epoch of a loader without an ElasticSampler: its order follows from these numbers.
 
-    The loader shuffles when its first batch is fetched, by its own generators or by the global one.
+    The loader shuffles when its first batch is fetched, by a generator of its own or by the global one. If the sampler
+    is none of torch's, its generator stays as it is: the sampler may deal out one order to all ranks.
     """
     sampler: Any = getattr(loader, "sampler", None)
     if hasattr(sampler, "set_epoch"):
         sampler.set_epoch(epoch)
-    outer: Any = getattr(loader, "batch_sampler", None)
-    for each in (loader, outer, sampler, getattr(outer, "sampler", None)):
-        generator = getattr(each, "generator", None)
-        if isinstance(generator, torch.Generator):
-            # Ranks that have chosen equal seeds still draw the same, and others do not.
-            own, _ = _SEEDS.setdefault(id(generator), (generator.initial_seed(), generator))
-            generator.manual_seed(derive(seed, "loader", own, epoch))
+    if all(type(each) in _TORCHS for each in (sampler, getattr(loader, "batch_sampler", None))):
+        for number, generator in enumerate(getattr(each, "generator", None) for each in (loader, sampler)):
+            if isinstance(generator, torch.Generator):
+                generator.manual_seed(derive(seed, "loader", number, epoch, rank))
     reseed(seed, "epoch", epoch, rank)
     return iter(loader)
 

@@ -388,7 +388,7 @@ class Boundary:
         # A drain without its snapshot loses steps. The exit code must show that.
         lost = self.writer is not None and self.writer.newest_step != self._state.step
         # On a GPU, the end of the group would disturb a worker that still uses it. So this worker leaves only if all
-        # have said that they are done, or if it is released, perhaps a moment after a peer: as after a failure.
+        # have said that they are done, or if the agent releases it, which may come a moment after a peer's release.
         if not lost and able and (together or able != NEEDS_RELEASE or failures.becomes_void(LEAVE_WAIT)):
             self._void = None if together or able != NEEDS_RELEASE else dist.DistError("another worker is gone")
             self.must_regroup = True

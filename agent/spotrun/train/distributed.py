@@ -218,8 +218,8 @@ def leave_process_group() -> None:
     break_connections()
     _connections = frozenset()
     if dist.is_initialized():
-        # The end of a gloo group's thread takes up to 10 ms (torch 2.13), and for as long as a collective may take if a
-        # collective hangs. So another thread drops the last reference, and this process may end before that has.
+        # The end of a gloo group's thread takes up to 10 ms (torch 2.13). If a collective hangs, it takes as long as a
+        # collective may. So another thread drops the last reference. This process may end before that thread.
         old = [dist.group.WORLD]
         dist.destroy_process_group()
         threading.Thread(target=old.clear, name="spotrun-left", daemon=True).start()

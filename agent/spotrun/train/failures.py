@@ -63,7 +63,7 @@ def before_ending(flush: Callable[[], object]) -> None:
 
 
 def becomes_void(seconds: float) -> bool:
-    """Whether the step under way does not count, or will not within this time: another thread may just learn it."""
+    """Whether the step under way is void, or becomes void within this time. Another thread may be about to learn it."""
     until = time.monotonic() + seconds
     while not void and time.monotonic() < until:
         time.sleep(0.02)

@@ -140,7 +140,10 @@ def _keep_types(optimizer: torch.optim.Optimizer, saved: Any) -> None:
 
 
 def _loses(saved: torch.dtype, now: torch.dtype) -> bool:
-    return saved != now and torch.promote_types(saved, now) != now
+    """Whether the conversion may lose something: whole numbers, bits, or precision."""
+    if saved == now or not saved.is_floating_point or saved.itemsize == 1:
+        return saved != now
+    return torch.promote_types(saved, now) != now
 
 
 def _fill(tensors: Tensors, own: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:

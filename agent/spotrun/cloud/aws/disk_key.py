@@ -13,6 +13,6 @@ AWS_OWN = "alias/aws/ebs"  # All services of the account may use this key.
 
 
 def default(region: str) -> str:
-    """The alias or ARN of the key for disks for which nobody names one. Blocking. Raises `CloudError`."""
+    """The alias or ARN of the key that encrypts a disk if nobody names one. Blocking. Raises `CloudError`."""
     with closing(Clients(region)) as clients:
         return call(lambda: clients.ec2.get_ebs_default_kms_key_id())["KmsKeyId"]

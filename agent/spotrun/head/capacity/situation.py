@@ -123,7 +123,7 @@ class Placement:
     reserve: Mapping[str, int] = field(default_factory=dict)  # machines by pool that are kept free for its deadline
     thrifty: bool = False  # whether it is smaller than the job's policy wants, because little of the budget is left
     wake: float | None = None  # when the policy wants to be asked again although nothing changes, epoch seconds
-    rest_until: float | None = None  # until when the job may give its machines back and rest, epoch seconds; None: ever
+    rest_until: float | None = None  # until when the job may rest, without machines, epoch seconds; None: no limit
 
 
 def nothing(job: Demand, reason: str) -> Placement:

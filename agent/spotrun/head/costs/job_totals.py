@@ -105,10 +105,10 @@ def shares(
     """By job: which part of each machine the job pays for. What no job pays for is under `NOBODY`.
 
     The parts of a machine add up to 1. A job pays for the devices that it has or that boot for it, for the nodes that
-    save its last state, and for the node that is kept after it has failed. For a machine that serves no job, because it
-    is unfit, boots or ends, the first job that wants more nodes pays, or else the first job that wants nodes; but if a
-    job asks for machines of this pool, that job. A job pays for machines that are kept because they hold a state which
-    the bucket lacks, and for those that are ready for its move. The cluster pays for idle devices.
+    save its last state, and for the node that is kept after it has failed. A machine may serve no job, because it is
+    unfit, boots or ends. Then a job that asks for machines of this pool pays. If no job does, the first job that wants
+    more nodes pays, or else the first job that wants nodes. A job pays for machines that are kept because they hold a
+    state which the bucket lacks, and for those that are ready for its move. The cluster pays for idle devices.
     """
     found: dict[str, dict[str, float]] = {NOBODY: {}, **{job.id: {} for job in view.jobs}}
     counts = {node.name: node.report.devices for node in view.nodes}

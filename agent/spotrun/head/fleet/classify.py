@@ -41,7 +41,7 @@ class Condition:
 
     @property
     def unusable(self) -> bool:
-        """Whether the machine has never served, or not the job that waits for it: no job can count on it."""
+        """Whether no job can count on it: it has never served, or the job that waits for it cannot be set up there."""
         return self.replacement is not None and self.replacement.unfit
 
 
@@ -75,7 +75,7 @@ def _misfit(view: FleetView, machine: Machine, node: Node | None) -> Condition |
         return None
     for job in view.jobs:
         misfit = node.misfits.get(job.id)
-        if misfit is None or misfit.over(view.now) or misfit.at < machine.created or not _lacks_one(view, job):
+        if misfit is None or misfit.over(view.now) or misfit.at < machine.created or not _lacks_some(view, job):
             continue
         if all(work.job == job.id for work in node.report.jobs) and not _alone_holds_a_state(view, node):
             why = f"{job.id} cannot be set up on it, but on others"
@@ -85,7 +85,7 @@ def _misfit(view: FleetView, machine: Machine, node: Node | None) -> Condition |
     return None
 
 
-def _lacks_one(view: FleetView, job: JobState) -> bool:
+def _lacks_some(view: FleetView, job: JobState) -> bool:
     """Whether a job waits, and has some of the nodes that it needs, but not all."""
     return job.current is None and job.wants_nodes and 0 < _eligible(view, job) < job.spec.nodes.min
 

@@ -19,13 +19,13 @@ class Recreate(Document):
 
     node: str
     pool: str
-    why: str = ""  # what is wrong with a machine that never served a job; empty: it served, and does not answer
+    why: str = ""  # why the machine is unfit, or a job cannot be set up on it; empty: it served, and does not answer
     created: float = 0.0  # when the cloud made the machine: tells it from its successor of the same name
     planned: bool = False  # the machine is well, and its end is known
 
     @property
     def unfit(self) -> bool:
-        """Whether the machine never served a job: such replacements are limited."""
+        """Whether the machine is unfit, or a job cannot be set up on it: such replacements are limited."""
         return bool(self.why) and not self.planned
 
 

@@ -88,8 +88,8 @@ class Templates:
     def give_up(self, launcher: LauncherProcess) -> None:
         """Kill the processes below a launcher that does not get ready. The caller kills the launcher itself.
 
-        If the template has forked no launcher, it hangs: the next launcher gets another one. It is killed when no other
-        job waits for it.
+        A template that has forked no launcher hangs. The next launcher gets a new template. The hanging one is killed
+        when no other job waits for it.
         """
         kill(descendants(launcher.pid) if launcher.forked else [])
         for each in self._all:
@@ -111,7 +111,7 @@ class Templates:
         self._all = [each for each in self._all if not each.gone.is_set()]
         newest = next((each for each in reversed(self._all) if not each.environment.private), None)
         for each in self._all:
-            if each is not newest and not each.launchers:
+            if (each.hangs or each is not newest) and not each.launchers:
                 each.kill()
 
 
@@ -133,7 +133,7 @@ class LauncherProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id; -1 if it has ended, or is not forked."""
+        """Its process id; -1 if it has just ended. Only if `forked`."""
         found = re.search(r"^Pid:\s*(-?\d+)$", Path(f"/proc/self/fdinfo/{self._handle}").read_text(), re.MULTILINE)
         return int(found[1]) if found else -1
 

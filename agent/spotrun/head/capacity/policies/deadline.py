@@ -4,8 +4,8 @@ Safe machines are those that the cloud does not take: on-demand machines, and fl
 machines cost less, but the job may have to wait for them. So it asks for them first, and on-demand machines stand in
 while there are none. The point of no return is the last moment at which a start on on-demand machines still ends in
 time. From then on the job asks for both, and uses the first ones that are ready. Before that, `waiting_game` says what
-costs least: wait for spot machines, train on spot, or train on safe machines and return to spot. If safe machines are
-too late already, they are used only if they end sooner than spot machines.
+costs least: wait for spot machines, train on spot, or train on safe machines and return to spot. If the job would end
+too late on safe machines, it uses them only if it would end sooner on them than on spot machines.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from spotrun.head.capacity.situation import Demand, Offer, Placement, Situation
 from spotrun.head.capacity.sizes import Need
 
 MARGIN = 30.0  # seconds for decisions, orders and three looks at the cloud
-WRONG, WRONG_ASKED = 0.1, 0.5  # of the work left: how late safe machines may seem to be until they count as too late
+WRONG, WRONG_ASKED = 0.1, 0.5  # parts of the work left: safe machines count as too late if they are later than this
 AGAIN = 8  # a choice is made again when 1 / AGAIN of the work, or of the spare time, is used up
 SAFE: tuple[Market, ...] = ("flex", "on-demand")
 
@@ -102,20 +102,21 @@ def _too_late(seen: Situation, job: Demand, before: Placement | None, view: Outl
     took = first + _seconds_on_spot(seen, job, view)
     if took > view.work + (first or job.move):
         return None
-    ends = "end in time" if took <= view.work + view.spare + MARGIN else "end no later"
+    in_time = took <= view.work + view.spare + MARGIN
+    ends = "it ends in time" if in_time else "it ends no later"
     found, again = view.wish, seen.now + MARGIN
-    reason = f"safe machines would be {duration(late)} too late; spot machines {ends} if none is lost; {found.reason}"
-    rest = _may_rest_until(view, seen.now)
+    what = f"on safe machines, the job would end {duration(late)} too late; on spot machines, {ends} if none is lost"
+    reason, rest = f"{what}; {found.reason}", seen.now if in_time else _may_rest_until(view, seen.now)
     return replace(found, reason=reason, wake=min(again, found.wake or again), rest_until=rest)
 
 
 def _may_rest_until(view: Outlook, at: float) -> float | None:
-    """`Placement.rest_until`: this time, but if no machine can meet the deadline, the job rests as one without it."""
+    """`at`, or None if the deadline cannot be met: then the job rests like one without a deadline."""
     return at if view.spare > -MARGIN else None
 
 
 def _seconds_on_spot(seen: Situation, job: Demand, view: Outlook) -> float:
-    """How long the spot machines take for the work that are there, or that the job can expect. Infinite: too few."""
+    """Seconds of the rest of the work on the spot machines that the job has or can expect. Infinite: too few."""
     spot, nodes = view.spot, 0.0
     speeds = [offer.speed for offer in seen.offers if job.members.get(offer.name)]
     if view.on == "spot":
