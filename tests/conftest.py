@@ -93,6 +93,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--gpu"):
         config.option.markexpr = "gpu"
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # tests share this computer's GPUs only if they are made for that
     gc.disable()  # until all modules are imported: they stay, so to search them for garbage takes time for nothing
     # How long an example takes depends on what else runs. Otherwise as hypothesis has it, with its own profile in CI.
     settings.register_profile("tests", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -77,9 +77,17 @@ async def test_a_pool_ends_its_machines_after_a_while(cluster: Cluster) -> None:
     assert head.ends == 0.0
 
 
-async def test_a_machine_has_the_devices_of_its_pool(cluster: Cluster) -> None:
-    count = "import spotrun.machine.gpus as gpus; print(gpus.device_count(), flush=True)"
-    role = (sys.executable, "-c", f"{count}; import time; time.sleep(1e6)")
+@pytest.mark.parametrize("gpus", [None, "0"], ids=["no GPU", "a GPU"])
+async def test_a_machine_has_the_devices_of_its_pool(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, gpus: str | None
+) -> None:
+    """If the shell names GPUs, a pool without devices has them. In all other cases, this computer's stay hidden."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if gpus is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    words = "m.device_count(), m.uses_gpus(), os.environ['CUDA_VISIBLE_DEVICES']"
+    code = f"import os, time, spotrun.machine.gpus as m; print({words}, flush=True); time.sleep(1e6)"
+    role = (sys.executable, "-c", code)
     pools = [{"name": name, "zone": "local-a", "max": 1} for name in ("a", "b")]
     cloud = await cluster.up(role, pools=[{**pools[0], "devices": 4}, pools[1]])
     await cloud.resize("a", 1)
@@ -90,7 +98,8 @@ async def test_a_machine_has_the_devices_of_its_pool(cluster: Cluster) -> None:
         return found if all(found.values()) else {}
 
     await cluster.running("a-0", "b-0")
-    assert await await_for(said, what="the words of all") == {"a-0": "4\n", "b-0": "1\n", "head-0": "1\n"}
+    others = "1 False \n" if gpus is None else "1 True 0\n"
+    assert await await_for(said, what="the words of all") == {"a-0": "4 False \n", "b-0": others, "head-0": others}
 
 
 async def test_a_machine_that_dies_by_itself_is_replaced(cluster: Cluster) -> None:

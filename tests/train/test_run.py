@@ -180,6 +180,7 @@ def test_gpus_that_torch_cannot_use_are_an_error(
         if "driver" in reason:
             raise RuntimeError(f"{reason}\nmore")
 
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(distributed, "gpu_count", lambda: 8)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "init", initialize)
@@ -192,6 +193,14 @@ def test_gpus_that_torch_cannot_use_are_an_error(
     assert reason in caplog.text
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert spotrun.init().device.type == "cpu"
+
+
+def test_a_worker_of_a_local_machine_uses_no_gpu(alone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if torch sees one: a job's devices are numbers there."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv("SPOTRUN_DEVICES", "4")
+    assert distributed.choose_device(0, insist=True).type == "cpu"
 
 
 @pytest.mark.parametrize("kind", ["elastic", "elastic, workers", "plain", "plain, shuffled"])

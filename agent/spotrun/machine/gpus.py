@@ -6,7 +6,8 @@ import os
 import re
 from pathlib import Path
 
-DEVICES = "SPOTRUN_DEVICES"  # how many devices a machine of the local cloud has, if its pool says so
+# Set on a machine of the local cloud that uses no GPU of this computer: how many devices jobs find there.
+DEVICES = "SPOTRUN_DEVICES"
 
 
 def device_count() -> int:
@@ -14,8 +15,15 @@ def device_count() -> int:
     return gpu_count() or int(os.environ.get(DEVICES) or 1)
 
 
+def uses_gpus() -> bool:
+    """Whether jobs may use the GPUs of this computer: not on a machine of the local cloud that has none of them."""
+    return DEVICES not in os.environ
+
+
 def gpu_count(dev: Path = Path("/dev")) -> int:
-    """The number of NVIDIA GPUs, counted by their device files."""
+    """The number of NVIDIA GPUs that jobs may use, counted by their device files."""
+    if not uses_gpus():
+        return 0
     try:
         return sum(1 for path in dev.iterdir() if re.fullmatch(r"nvidia[0-9]+", path.name))
     except OSError:

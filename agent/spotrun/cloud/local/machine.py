@@ -16,6 +16,9 @@ from spotrun.machine.processes import MARK
 
 # The variables that all machines have, besides the daemon's.
 ALL = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+# NCCL does not let two workers share a GPU, as those of two machines on this computer would. So a machine has GPUs only
+# if the shell of `make up` has set this variable.
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass
@@ -60,8 +63,8 @@ class Machine:
             "GCE_METADATA_HOST": server,
             "AWS_EC2_METADATA_SERVICE_ENDPOINT": f"http://{server}/",
         }
-        if self.pool.devices:
-            values[DEVICES] = str(self.pool.devices)
+        if self.pool.devices or not values.get(VISIBLE):
+            values |= {DEVICES: str(self.pool.devices or 1), VISIBLE: ""}
         return values
 
     def instance(self) -> Instance:
