@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from spotrun.state.slots import Record
-from spotrun.train import distributed, transfer
+from spotrun.train import connections, distributed, transfer
 from spotrun.train.slot_files import Reader
 
 
@@ -32,7 +32,7 @@ def leave_in_a_collective_that_hangs(meeting_place: Path, rank: int) -> None:
     if rank == 1:
         signal.pause()
     dist.all_reduce(torch.zeros(1), async_op=True)
-    distributed._connections = frozenset()
+    connections.of_group = frozenset()
     distributed.leave_process_group()
 
 

@@ -78,6 +78,7 @@ class Plan:
     scales: bool = False  # its script uses a GradScaler and does not track it
     compiles: bool = False  # its model is compiled, and each compilation is written down
     freezes: bool = False  # it does not kill itself, but stops, so that its connections stay
+    find_unused: bool = False  # its script has DDP look for unused parameters
     two_models: bool = False  # its script makes a step's second loss before the first one's backward, as GANs do
     together: bool = False  # the workers of a node copy each snapshot together, as soon as they can
     die_sending: bool = False  # it kills itself when it has sent a part of the state to another worker
@@ -110,7 +111,8 @@ def usual(plan: Plan, out: Path) -> None:
     if plan.reads_size:
         print("set up for", run.world_size, "workers", flush=True)
     module = build(plan, out)
-    model: Any = nn.parallel.DistributedDataParallel(module) if plan.own_ddp else run.ddp(module)
+    options = {"find_unused_parameters": True} if plan.find_unused else {}
+    model: Any = nn.parallel.DistributedDataParallel(module) if plan.own_ddp else run.ddp(module, **options)
     if plan.hooks:
         note: Any = out / f"hook-{os.getpid()}"
         model.register_comm_hook(State(note) if plan.stateful else note, hook)

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from spotrun.state import exit_note
-from spotrun.state.control import EXIT_DRAINED, NONE, Context, Control, Invitation
+from spotrun.state.control import EXIT_DRAINED, NONE, Context, Control, Invitation, worker_fifo
+from spotrun.state.wakeup import wake
 from tests.helpers import wait_for
 from tests.train.forks import forked
 from tests.train.generations import Cluster, Plan, train
@@ -25,6 +26,12 @@ class Member:
     control: Control
     context: Context
     gone: bool = False
+
+
+def release(member: Member, generation: int) -> None:
+    """What an agent does to have a worker leave its generation."""
+    member.control.released = generation
+    wake(str(worker_fifo(member.context.control)))
 
 
 class Regroups:

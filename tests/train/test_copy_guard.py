@@ -150,11 +150,11 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Late:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    Control(tmp_path / "control", create=True).close()
-    context = Context("job", 1, "n", str(tmp_path / "control"), str(tmp_path / "slots"), "", 1)
+def folder(memory: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    Control(memory / "control", create=True).close()
+    context = Context("job", 1, "n", str(memory / "control"), str(memory / "slots"), "", 1)
     monkeypatch.setenv(Context.VARIABLE, context.to_env())
-    return tmp_path / "slots"
+    return memory / "slots"
 
 
 def test_what_the_device_waits_makes_snapshots_rarer(
@@ -271,8 +271,8 @@ def test_steps_without_a_guard_are_not_trusted(folder: Path, stage: Late) -> Non
 
 
 @pytest.mark.gpu
-def test_cuda_a_change_before_the_guard_drops_the_snapshot(tmp_path: Path) -> None:
-    writer = Writer(tmp_path, "job", 1, block(), stage=Staging(torch.device("cuda", 0)))
+def test_cuda_a_change_before_the_guard_drops_the_snapshot(memory: Path) -> None:
+    writer = Writer(memory, "job", 1, block(), stage=Staging(torch.device("cuda", 0)))
     x = torch.ones(50_000_000, device="cuda")
     take(writer, 1, x, wait=True)
     writer.guard()
@@ -280,20 +280,20 @@ def test_cuda_a_change_before_the_guard_drops_the_snapshot(tmp_path: Path) -> No
     x.fill_(-1)
     writer.guard()
     writer.settle()
-    assert read(tmp_path)[0] == 1
+    assert read(memory)[0] == 1
     take(writer, 3, x, wait=True)
     x.fill_(-2)
     writer.settle()
-    step, state = read(tmp_path)
+    step, state = read(memory)
     assert step == 3
     assert (state["x"] == -1).all()
 
 
 @pytest.mark.gpu
-def test_cuda_the_wait_at_the_guard_is_measured(tmp_path: Path) -> None:
-    writer = Writer(tmp_path, "job", 1, block(), stage=Staging(torch.device("cuda", 0)))
+def test_cuda_the_wait_at_the_guard_is_measured(memory: Path) -> None:
+    writer = Writer(memory, "job", 1, block(), stage=Staging(torch.device("cuda", 0)))
     x = torch.ones(250_000_000, device="cuda")
-    for step in (1, 2):  # the first one pays for the layout
+    for step in (1, 2, 3):  # the delays of the last three count, and at first they are 0
         take(writer, step, x, wait=True)
         writer.guard()  # at once: the current stream waits for all of the copy
         x.add_(1)

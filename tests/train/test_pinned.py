@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spotrun.state import slots
-from spotrun.train import snapshot
+from spotrun.train import pinned, snapshot
 from spotrun.train.pinned import PinnedMemory
 from spotrun.train.snapshot import Writer
 from spotrun.train.staging import Copy, Staging
@@ -66,6 +68,33 @@ def test_memory_that_cannot_be_locked_is_used_as_it_is(caplog: pytest.LogCapture
     assert driver.locked == {}  # half of it locked would help nobody
     assert pins.pieces(4096 + 50, 100) == [range(100)]
     pins.remove(4096)
+
+
+def test_the_driver_is_free_for_half_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training launches kernels meanwhile."""
+    now, pauses = [0.0], list[float]()
+
+    def register(address: int, size: int) -> int:
+        now[0] += size / 100
+        return 0
+
+    monkeypatch.setattr(pinned, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=pauses.append))
+    PinnedMemory(register, lambda address: 0, 100).add(4096, 250)
+    assert pauses == [1.0, 1.0]
+
+
+def test_locked_memory_stays() -> None:
+    """The driver would take what comes to its address for it."""
+    driver = Driver()
+    pins = PinnedMemory(driver.register, driver.unregister)
+    memory = torch.ones(10)
+    held = weakref.ref(memory)
+    pins.add(memory.data_ptr(), memory.nbytes, memory)
+    address = memory.data_ptr()
+    del memory
+    assert held() is not None
+    pins.remove(address)
+    assert held() is None
 
 
 class Locking(Late):
@@ -141,15 +170,15 @@ def test_room_for_the_optimizer_is_made_after_the_first_step(tmp_path: Path) -> 
 
 
 @pytest.mark.gpu
-def test_cuda_copies_straight_into_a_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_copies_straight_into_a_slot(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The slot's own memory is locked; a tensor that lies across chunks arrives whole; locking twice breaks nothing."""
     stage = Staging(torch.device("cuda", 0))
     monkeypatch.setattr(stage._pins, "_chunk", 1 << 20)
-    writer = Writer(tmp_path, "job", 1, block(), stage=stage)
+    writer = Writer(memory, "job", 1, block(), stage=stage)
     state = {"x": torch.arange(1_000_000, device="cuda"), "half": torch.randn(999, 1001, device="cuda").half().t()}
     writer.take(1, lambda encoder: encoder.encode(state, "state"), set(), wait=True)
     writer.settle()
-    slot = writer._slots[slots.newest(tmp_path, "job")[0][0]]
+    slot = writer._slots[slots.newest(memory, "job")[0][0]]
     assert slot.flat[: 1 << 20].is_pinned()
     for name, tensor in state.items():
         assert torch.equal(slot.views[f"state.{name}"], tensor.cpu())

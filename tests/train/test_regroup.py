@@ -26,14 +26,13 @@ from spotrun.state.control import (
     Control,
     worker_fifo,
 )
-from spotrun.state.wakeup import wake
 from spotrun.train.parallel import Parallel
 from spotrun.train.regroup import Membership
 from tests.helpers import wait_for
 from tests.train import faults
 from tests.train.forks import forked
 from tests.train.generations import Cluster, everything, flatten
-from tests.train.regroups import Member, Regroups
+from tests.train.regroups import Regroups, release
 
 ON_GPU = {"on_gpu": True}  # the plan of a worker whose device counts as a GPU
 
@@ -80,70 +79,6 @@ def test_a_planned_change_loses_nothing_and_loads_nothing(
     assert [each.control.able for each in job.members] == [able] * 3
     assert job.cluster.seen() == everything
     assert flatten(job.cluster.final()) == flatten(undisturbed)
-
-
-@pytest.mark.gpu
-def test_cuda_workers_go_on_over_gloo(job: Regroups) -> None:
-    """Two of them share a GPU."""
-    plan = {"backend": "gloo"}
-    goes_on(job, "ab", a=plan, b=plan)
-
-
-@pytest.mark.gpu
-def test_a_cuda_worker_goes_on_over_nccl(job: Regroups) -> None:
-    goes_on(job, "a")
-
-
-@pytest.mark.gpu(devices=2)
-def test_cuda_workers_go_on_over_nccl(job: Regroups) -> None:
-    goes_on(job, "ab", a={"gpu": "0"}, b={"gpu": "1"})
-
-
-@pytest.mark.gpu
-def test_a_cuda_worker_goes_on_after_an_abort_of_nccl(job: Regroups) -> None:
-    """The communicator is really aborted, and the same process makes another one."""
-    job.begin("a", 1, a={"nccl_fails_at": 3})
-    job.regroup(job.members)
-    goes_on_alone(job)
-
-
-@pytest.mark.gpu
-def test_a_peers_death_on_cuda_over_gloo(job: Regroups) -> None:
-    """Two workers share a GPU. gloo notices the death."""
-    job.begin("ab", 1, a={"backend": "gloo"}, b={"backend": "gloo", "die_at": 3})
-    job.regroup(job.survivors())
-    goes_on_alone(job)
-
-
-@pytest.mark.gpu(devices=2)
-def test_a_peers_death_on_cuda_over_nccl(job: Regroups) -> None:
-    """NCCL's kernel waits until it is aborted."""
-    job.begin("ab", 1, a={"gpu": "0"}, b={"gpu": "1", "die_at": 3})
-    (survivor,) = job.survivors()
-    release(survivor, job.cluster.generation)
-    job.regroup([survivor])
-    goes_on_alone(job)
-
-
-def goes_on_alone(job: Regroups) -> None:
-    """The only worker goes on in its process, from the snapshot of the step before the failure."""
-    assert job.end() == [0], job.cluster.log()
-    (member,) = job.members
-    assert (member.control.pid, member.control.base) == (member.process.pid, 3)
-    assert job.cluster.seen() == everything
-
-
-def goes_on(job: Regroups, nodes: str, **plans: dict[str, Any]) -> None:
-    """The same processes are in three generations, and serve each sample once an epoch."""
-    job.begin(nodes, stop_at=2, **plans)
-    job.regroup(job.members, stop_at=5)
-    job.regroup(job.members)
-    assert job.end() == [0] * len(nodes), job.cluster.log()
-    assert [each.control.pid for each in job.members] == job.pids()
-    assert [each.control.able for each in job.members] == [NEEDS_RELEASE] * len(nodes)
-    assert job.cluster.seen() == everything
-    final = [flatten(job.cluster.final(rank)) for rank in range(len(nodes))]
-    assert all(each[:-2] == final[0][:-2] for each in final), "but for the random numbers of each rank"
 
 
 def test_a_newcomer_on_a_gpu_takes_the_place_of_one_that_leaves(job: Regroups, undisturbed: Any) -> None:
@@ -560,12 +495,6 @@ def test_a_frozen_peer(job: Regroups, undisturbed: Any, plan: dict[str, Any]) ->
 def end(process: psutil.Process) -> None:
     with contextlib.suppress(psutil.NoSuchProcess):
         process.kill()
-
-
-def release(member: Member, generation: int) -> None:
-    """What an agent does to have a worker leave its generation."""
-    member.control.released = generation
-    wake(str(worker_fifo(member.context.control)))
 
 
 @pytest.mark.parametrize(("collective", "die_in"), [("first", "last"), ("middle", ""), ("last", "middle")])

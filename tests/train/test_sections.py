@@ -254,8 +254,8 @@ def test_a_tensor_that_changes_early_costs_one_snapshot(tmp_path: Path, caplog: 
 
 
 @pytest.mark.gpu
-def test_cuda_workers_copy_together(tmp_path: Path) -> None:
-    node = Node(tmp_path, 2, stage=lambda: Staging(torch.device("cuda", 0)), device="cuda")
+def test_cuda_workers_copy_together(memory: Path) -> None:
+    node = Node(memory, 2, stage=lambda: Staging(torch.device("cuda", 0)), device="cuda")
     node.warm_up()
     for step in (4, 5, 6):
         assert node.writer.announce(step, exact=True)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import mmap
 import os
 import random
 import signal
+import time
 from collections import Counter, OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +27,7 @@ from safetensors.torch import load_file
 from spotrun.errors import CorruptError, SpotrunError
 from spotrun.state import slots
 from spotrun.state.control import SIZE, Control
+from spotrun.train import slot_files
 from spotrun.train.encoding import DTYPES, Encoder, decode
 from spotrun.train.group_health import GroupHealth
 from spotrun.train.slot_files import Reader
@@ -384,6 +388,20 @@ def test_damage_is_found(tmp_path: Path, damage: str) -> None:
         slots.verify(tmp_path, slot, record)
 
 
+def test_training_goes_on_while_a_slot_is_filled_with_pages(memory: Path) -> None:
+    """A thread that held the interpreter's lock in each call would let others run once in 32 MiB."""
+    size = 512 << 20
+    slot_files.map_file(memory / "slot", size).close()
+    with (memory / "slot").open("r+b") as file, ThreadPoolExecutor(1) as pool:
+        mapped = mmap.mmap(file.fileno(), size)
+        filled = pool.submit(slot_files._populate, mapped, 0, size)
+        turns = 0
+        while not filled.done():
+            time.sleep(0)  # gives the lock away, as most of training's calls do
+            turns += 1
+    assert turns > 5 * (size >> 25)
+
+
 def snapshot_for_ever(folder: str) -> None:
     torch.set_num_threads(1)
     folder_path = Path(folder)
@@ -432,8 +450,8 @@ def test_the_interval_keeps_the_stall_under_one_percent(stall: float, step: floa
 
 
 @pytest.mark.gpu
-def test_cuda_snapshot_is_of_the_step_it_was_taken_at(tmp_path: Path) -> None:
-    writer = Writer(tmp_path, "job", 1, block(), stage=Staging(torch.device("cuda", 0)))
+def test_cuda_snapshot_is_of_the_step_it_was_taken_at(memory: Path) -> None:
+    writer = Writer(memory, "job", 1, block(), stage=Staging(torch.device("cuda", 0)))
     optimized, other = torch.ones(50_000_000, device="cuda"), torch.ones(1000, device="cuda")
     state = {"optimized": optimized, "other": other, "half": torch.ones(4, 3, device="cuda", dtype=torch.bfloat16).t()}
     for step in range(1, 5):
@@ -444,7 +462,7 @@ def test_cuda_snapshot_is_of_the_step_it_was_taken_at(tmp_path: Path) -> None:
         writer.guard()
         optimized.fill_(-1)
         writer.settle()
-        found = read(tmp_path)
+        found = read(memory)
         assert (found["optimized"] == step).all()
         assert (found["other"] == step).all()
         assert torch.equal(found["half"], state["half"].cpu())

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import importlib
 import logging
 import os
-import socket
 import sys
 import threading
 import time
@@ -21,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from spotrun.errors import SpotrunError
-from spotrun.machine.gpus import gpu_count
+from spotrun.machine.gpus import gpu_count, uses_gpus
+from spotrun.train import connections
 from spotrun.train.parallel import Parallel
 
 # Of collectives. Long: rank 0 may be downloading a checkpoint, and dead peers are noticed in other ways.
@@ -38,8 +37,8 @@ NCCL_ENVIRONMENT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DUMP_ON_
 LEAVE_WAIT = 5.0  # seconds that a leaving worker waits for the others, which may never come
 log = logging.getLogger(__name__)
 
-_connections: frozenset[str] = frozenset()  # of the process group: names of sockets, see `_sockets`
-_meeting_place: tuple[str, int] | None = None  # (host, port) of the store at which this process waits for others
+_abort: threading.Thread | None = None  # aborts collectives of the process group
+_end: threading.Thread | None = None  # ends the NCCL group that this process has left last
 
 
 class NotBegun(dist.DistError):
@@ -51,7 +50,7 @@ class Meeting:
     """How workers meet before they form a group.
 
     name: differs for each group. given_up: returns whether the group will not be formed. A thread that learns that the
-    group is given up must call `break_connections`: the store may not answer.
+    group is given up must call `connections.break_all`: the store may not answer.
     """
 
     name: str
@@ -72,12 +71,12 @@ def rank_and_world() -> tuple[int, int]:
 
 
 def choose_device(local_rank: int, insist: bool = False) -> torch.device:
-    """This worker's GPU where the machine has GPUs, else the CPU.
+    """This worker's GPU where the machine has GPUs for jobs, else the CPU.
 
     insist: raise `SpotrunError` if torch cannot use the GPUs of this machine; otherwise that is a warning. An empty
     CUDA_VISIBLE_DEVICES asks for the CPU.
     """
-    if not torch.cuda.is_available():
+    if not uses_gpus() or not torch.cuda.is_available():
         if (there := gpu_count()) and os.environ.get("CUDA_VISIBLE_DEVICES", "0") not in ("", "-1"):
             message = (
                 f"this machine has {there} GPUs, but torch {torch.__version__} cannot use them: {_why_no_cuda()}. "
@@ -114,14 +113,13 @@ def join_process_group(
     until all workers are there. Raises `NotBegun` if they do not all come. Either all workers of a group give a
     meeting, or none does.
     """
-    global _connections
     if "WORLD_SIZE" not in os.environ or "RANK" not in os.environ or dist.is_initialized():
         return False
     # The functions of this module keep the group that exists at its import, as a default (torch 2.13). DDP imports the
     # module, so import it while there is no group.
     importlib.import_module("torch.distributed.nn.functional")
     backend = backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    before = _sockets()
+    before = connections.sockets()
     try:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and alone is None:
             rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -135,7 +133,7 @@ def join_process_group(
                 backend, store=dist.FileStore(str(alone), world), rank=rank, world_size=world, timeout=TIMEOUT
             )
     finally:
-        _connections = frozenset(_sockets().keys() - before.keys())
+        connections.of_group = frozenset(connections.sockets().keys() - before.keys())
     return True
 
 
@@ -155,9 +153,8 @@ def _meet(world: int, meeting: Meeting) -> dist.Store:
 
     The wait is here because the forming of a group, which comes next, cannot be interrupted.
     """
-    global _meeting_place
     until = time.monotonic() + TIMEOUT.total_seconds()
-    _meeting_place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    connections.meeting_place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
         if meeting.given_up():  # before anybody could end the wait
             raise NotBegun("the generation does not begin")
@@ -173,7 +170,7 @@ def _meet(world: int, meeting: Meeting) -> dist.Store:
         if not meeting.given_up():
             raise
     finally:
-        _meeting_place = None
+        connections.meeting_place = None
     raise NotBegun("the generation does not begin: not all of its workers have come")
 
 
@@ -214,30 +211,49 @@ def _leave_unless_failed(models: Sequence[Parallel]) -> None:
 
 def leave_process_group() -> None:
     """Leave the process group at once. The collectives in which others wait for this process fail."""
-    global _connections
-    break_connections()
-    _connections = frozenset()
+    global _abort, _end
+    connections.break_all()
+    connections.of_group = frozenset()
     if dist.is_initialized():
-        # The end of a gloo group's thread takes up to 10 ms (torch 2.13). If a collective hangs, it takes as long as a
-        # collective may. So another thread drops the last reference. This process may end before that thread.
-        old = [dist.group.WORLD]
+        world = dist.distributed_c10d._world
+        old = sorted(world.pg_names, key=lambda each: world.pg_names[each], reverse=True)  # as torch sorts them
+        has_nccl, before, _abort = any(map(_has_nccl, old)), _abort, None
+        world.pg_names.clear()  # so that torch does not end the groups now
         dist.destroy_process_group()
-        threading.Thread(target=old.clear, name="spotrun-left", daemon=True).start()
+        ending = _start("spotrun-left", lambda: _end_groups(old, before), "a process group that was left stays")
+        _end = ending if has_nccl else _end
     elif dist.is_available():
         # A group that was never complete has been counted, and the count is part of the keys at which workers meet.
         dist.distributed_c10d._world.group_count = 0
 
 
-def leave_in_time(device: torch.device, aborts: bool, patience: float) -> bool:
-    """Leave the process group, as `leave_process_group`. False: that has failed, or has taken longer than `patience`.
+def _end_groups(groups: list[Any], abort: threading.Thread | None) -> None:
+    """End process groups that this process has left. Nothing waits for it, and this process may end earlier.
 
-    The end of an NCCL group may wait for a device, or for other workers (torch 2.13, `ProcessGroupNCCL::shutdown`).
-    aborts: whether to abort the collectives first, because a peer may be gone.
+    The end of a gloo group's thread takes up to 10 ms (torch 2.13). If a collective hangs, it takes as long as a
+    collective may. The end of an NCCL group takes 0.5 s, or 1 s with an abort: that long its threads sleep
+    (measured with NCCL 2.28 on an H100). It may also wait for other workers (`ProcessGroupNCCL::shutdown`).
+    """
+    if abort is not None:
+        abort.join()
+    for group in groups:
+        group.shutdown()
+    groups.clear()
+
+
+def leave_in_time(device: torch.device, aborts: bool, patience: float) -> bool:
+    """Leave the process group, as `leave_process_group`, when the device has done all work that it has been given.
+
+    aborts: whether to abort the collectives first, because a peer may be gone. False: that has failed, or has taken
+    longer than `patience`.
     """
 
     def leave() -> None:
+        whole: Any = dist.group.WORLD if dist.is_initialized() else None
+        if whole is not None and _has_nccl(whole) and _end is not None:
+            _end.join()  # it holds memory of the device, so there is at most one
         if aborts:
-            abort_collectives(device)
+            _begin_abort(device)
         synchronize(device)
         leave_process_group()
 
@@ -245,16 +261,31 @@ def leave_in_time(device: torch.device, aborts: bool, patience: float) -> bool:
 
 
 def abort_in_time(device: torch.device, patience: float) -> bool:
-    """As `abort_collectives`. False: that has failed, or has taken longer than `patience`. Any thread may call this."""
-    return _in_time(lambda: abort_collectives(device), patience, "the collectives under way do not end")
+    """Abort the collectives, and wait until the device has done all its work. Any thread may call this.
+
+    False: that has failed, or has taken longer than `patience`. NCCL itself needs longer: that is not waited for.
+    """
+
+    def abort() -> None:
+        _begin_abort(device)
+        synchronize(device)
+
+    return _in_time(abort, patience, "the collectives under way do not end")
+
+
+def _begin_abort(device: torch.device) -> None:
+    """Have a thread abort the collectives, unless one does that now. `leave_process_group` takes the thread over."""
+    global _abort
+    if _abort is None or not _abort.is_alive():
+        _abort = _start("spotrun-abort", lambda: abort_collectives(device), "the collectives cannot be aborted")
 
 
 def abort_collectives(device: torch.device) -> None:
     """Abort the process group's collectives on this device, so that they return even if a peer is gone.
 
-    On a GPU, an aborted kernel returns as if it had succeeded, and what it leaves in memory means nothing. Call
-    `abort_in_time`: NCCL may take as long as a collective (ProcessGroupNCCL.cpp, `abort`). A second call does no
-    harm. For gloo's collectives, see `break_connections`.
+    On a GPU, an aborted kernel returns as if it had succeeded, and what it leaves in memory means nothing. NCCL tells
+    its kernels at once, but the call takes a second (measured with NCCL 2.28), or as long as a collective
+    (ProcessGroupNCCL.cpp, `abort`). A second call does no harm. For gloo's collectives, see `connections`.
     """
     whole: Any = dist.group.WORLD
     backend = whole._get_backend(device) if dist.is_initialized() else None
@@ -262,70 +293,41 @@ def abort_collectives(device: torch.device) -> None:
         backend.abort()
 
 
+def _has_nccl(group: Any) -> bool:
+    """Whether a backend of the group is not gloo's."""
+    return any(not isinstance(group._get_backend(each), dist.ProcessGroupGloo) for each in group._device_types)
+
+
 def _in_time(call: Callable[[], None], patience: float, complaint: str) -> bool:
     """Make a call that cannot be interrupted. False: it has failed or takes too long, and a warning says so.
 
     Another thread makes it, so that this one waits for at most `patience` seconds.
     """
-    found: list[Exception | None] = []
+    done: list[bool] = []
+
+    def run() -> None:
+        call()
+        done.append(True)
+
+    thread = _start("spotrun-leave", run, complaint)
+    thread.join(patience)
+    if thread.is_alive():
+        log.warning("%s: not done after %.0f s", complaint, patience)
+    return bool(done)
+
+
+def _start(name: str, call: Callable[[], None], complaint: str) -> threading.Thread:
+    """Make a call in a thread. An error is a warning in the log, which begins with the complaint."""
 
     def run() -> None:
         try:
             call()
-            found.append(None)
         except Exception as error:
-            found.append(error)
+            log.warning("%s: %s", complaint, str(error).partition("\n")[0])
 
-    thread = threading.Thread(target=run, name="spotrun-leave", daemon=True)
+    thread = threading.Thread(target=run, name=name, daemon=True)
     thread.start()
-    thread.join(patience)
-    error = found[0] if found else TimeoutError(f"not done after {patience:.0f} s")
-    if error is not None:
-        log.warning("%s: %s", complaint, str(error).partition("\n")[0])
-    return error is None
-
-
-def break_connections() -> None:
-    """Have all collectives of the process group fail, here and in others, and end a meeting. Any thread may call this.
-
-    Neither the end of a gloo group nor its abort closes connections on which a collective waits. This ends the reading
-    from them, and gloo closes them. If the writing ended too, more collectives would hang: when a connection breaks,
-    gloo does not tell a send that waits for the socket (torch 2.13; gloo/transport/tcp/pair.cc, `signalException`).
-    After a hang, which is rare, the agent ends the worker. If this process meets others, this returns when the meeting
-    has ended.
-    """
-    _shut_down_sockets()
-    while _meeting_place is not None:  # torch connects again, and waits for an answer without a limit (torch 2.13)
-        time.sleep(0.05)
-        _shut_down_sockets()
-
-
-def _shut_down_sockets() -> None:
-    for name, descriptor in _sockets().items():
-        if name in _connections or _meeting_place is not None:
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-                # Raises for a socket that listens: gloo ends the process if that one closes.
-                peer = connection.getpeername()
-                if _is_meeting_place(peer):
-                    connection.shutdown(socket.SHUT_RDWR)
-                elif name in _connections:
-                    connection.shutdown(socket.SHUT_RD)
-
-
-def _is_meeting_place(peer: Any) -> bool:
-    """Whether this address is that of the store."""
-    return len(peer) > 1 and (str(peer[0]).removeprefix("::ffff:"), peer[1]) == _meeting_place
-
-
-def _sockets() -> dict[str, int]:
-    """The sockets of this process: the kernel's name of each, and its descriptor."""
-    found = {}
-    with contextlib.suppress(OSError):  # there is no /proc
-        for each in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):  # the listing's own descriptor is closed by now
-                if (name := os.readlink(f"/proc/self/fd/{each}")).startswith("socket:"):
-                    found[name] = int(each)
-    return found
+    return thread
 
 
 def cpu_group(device: torch.device) -> dist.ProcessGroup | None:

@@ -41,12 +41,11 @@ from spotrun.state.control import (
     worker_fifo,
 )
 from spotrun.state.wakeup import wake
-from spotrun.train import failures, group_health
+from spotrun.train import connections, failures, group_health
 from spotrun.train.distributed import (
     LEAVE_WAIT,
     Meeting,
     abort_in_time,
-    break_connections,
     join_process_group,
     leave_in_time,
     leave_process_group,
@@ -285,10 +284,10 @@ class Membership:
         nothing: the process ends.
         """
         if self.survives or self._has_left:
-            break_connections()
+            connections.break_all()
             return
         failures.void = True  # before the abort, and before the look whether the script is in the loop
-        break_connections()
+        connections.break_all()
         can_go_on = self.loop.inside and self.can_go_on()
         if dist.is_initialized() and not (can_go_on and abort_in_time(self._device, LEAVE_WAIT)):
             self._control.able = 0  # now: nobody should wait for this worker

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import mmap
 import os
 from collections.abc import Collection
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +17,9 @@ from spotrun.state import shards, slots
 from spotrun.train.encoding import DTYPES, TORCH
 
 SMALL = 4096  # bytes of a tensor that is not worth sharing
-_POPULATE = 32 << 20  # bytes in one call that fills a map with pages: Python does nothing else meanwhile
+_POPULATE = 32 << 20  # bytes in one call that fills a map with pages: no other thread can map memory meanwhile
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14; not in the mmap module
+_libc = ctypes.CDLL(None)
 
 Entries = tuple[shards.Entry, ...]
 
@@ -158,9 +159,15 @@ def _is_free(handle: int) -> bool:
 
 
 def _populate(mapped: mmap.mmap, start: int, stop: int) -> None:
-    with suppress(OSError, ValueError):
-        for at in range(start, stop, _POPULATE):
-            mapped.madvise(_POPULATE_WRITE, at, min(_POPULATE, stop - at))
+    """Fill this part of the map with pages, if the kernel can. Otherwise the first writes do it.
+
+    Not by `mmap.madvise`: it holds the interpreter's lock, so training would stand still for seconds.
+    """
+    address = torch.frombuffer(mapped, dtype=torch.uint8).data_ptr() if stop > start else 0
+    for at in range(start, stop, _POPULATE):
+        size = ctypes.c_size_t(min(_POPULATE, stop - at))
+        if _libc.madvise(ctypes.c_void_p(address + at), size, _POPULATE_WRITE) != 0:
+            return
 
 
 def _views(flat: torch.Tensor, entries: Entries, begin: int) -> dict[str, torch.Tensor]:

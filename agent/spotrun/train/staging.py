@@ -113,7 +113,7 @@ class Staging:
 
     def pin(self, memory: torch.Tensor) -> None:
         with torch.cuda.device(self._device):  # a new thread would take memory on the first device
-            self._pins.add(memory.data_ptr(), memory.numel())
+            self._pins.add(memory.data_ptr(), memory.numel(), memory)
 
     def unpin(self, memory: torch.Tensor) -> None:
         with torch.cuda.device(self._device):

@@ -5,6 +5,7 @@ succeeded, and the host goes on. Nothing in the device's memory can be trusted f
 the models and the optimizers' states with NaN.
 """
 
+import threading
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -17,12 +18,15 @@ from spotrun.train import distributed, group_health, regroup
 PATIENCE = 60.0  # seconds until a collective that nobody aborts fails
 _memory: list[Any] = []  # models and optimizers
 _aborted: list[Any] = [None]  # the process group whose collectives were aborted last
+_idle = threading.Event()  # no collective is under way
+_idle.set()
 
 
 def imitate() -> None:
     """From now on, this worker's device counts as a GPU."""
     regroup.survives_failure = lambda device: False
     distributed.abort_collectives = _abort
+    distributed.synchronize = _synchronize
 
 
 def hold(models: Iterable[Any], optimizers: Iterable[torch.optim.Optimizer]) -> None:
@@ -37,10 +41,15 @@ def _abort(device: torch.device) -> None:
     _aborted[0] = dist.group.WORLD
 
 
+def _synchronize(device: torch.device) -> None:
+    _idle.wait()
+
+
 def _exchange(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """As DDP does it: the mean over all workers."""
     group: Any = dist.group.WORLD
     buffer = bucket.buffer().mul_(1 / dist.get_world_size())
+    _idle.clear()
     try:
         group._get_backend(buffer.device).allreduce([buffer]).get_future().wait()
     except RuntimeError:
@@ -50,6 +59,8 @@ def _exchange(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.
                 raise
             time.sleep(0.002)
         _spoil(buffer)
+    finally:
+        _idle.set()
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     done.set_result(buffer)
     return done

@@ -1,0 +1,55 @@
+"""The connections of the process group, and to the store at which this process meets others: how to break them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from typing import Any
+
+of_group: frozenset[str] = frozenset()  # names of sockets, see `sockets`
+meeting_place: tuple[str, int] | None = None  # (host, port) of the store at which this process waits for others
+
+
+def break_all() -> None:
+    """Have all collectives of the process group fail, here and in others, and end a meeting. Any thread may call this.
+
+    Neither the end of a gloo group nor its abort closes connections on which a collective waits. This ends the reading
+    from them, and gloo closes them. If the writing ended too, more collectives would hang: when a connection breaks,
+    gloo does not tell a send that waits for the socket (torch 2.13; gloo/transport/tcp/pair.cc, `signalException`).
+    After a hang, which is rare, the agent ends the worker. If this process meets others, this returns when the meeting
+    has ended.
+    """
+    _shut_down()
+    while meeting_place is not None:  # torch connects again, and waits for an answer without a limit (torch 2.13)
+        time.sleep(0.05)
+        _shut_down()
+
+
+def _shut_down() -> None:
+    for name, descriptor in sockets().items():
+        if name in of_group or meeting_place is not None:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+                # Raises for a socket that listens: gloo ends the process if that one closes.
+                peer = connection.getpeername()
+                if _is_meeting_place(peer):
+                    connection.shutdown(socket.SHUT_RDWR)
+                elif name in of_group:
+                    connection.shutdown(socket.SHUT_RD)
+
+
+def _is_meeting_place(peer: Any) -> bool:
+    """Whether this address is that of the store."""
+    return len(peer) > 1 and (str(peer[0]).removeprefix("::ffff:"), peer[1]) == meeting_place
+
+
+def sockets() -> dict[str, int]:
+    """The sockets of this process: the kernel's name of each, and its descriptor."""
+    found = {}
+    with contextlib.suppress(OSError):  # there is no /proc
+        for each in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):  # the listing's own descriptor is closed by now
+                if (name := os.readlink(f"/proc/self/fd/{each}")).startswith("socket:"):
+                    found[name] = int(each)
+    return found

@@ -1,0 +1,14 @@
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A folder in a tmpfs, as snapshots are in: CUDA locks no memory of a file on a disk."""
+    with tempfile.TemporaryDirectory(prefix="spotrun-tests-", dir="/dev/shm") as folder:
+        yield Path(folder)

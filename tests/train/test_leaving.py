@@ -1,0 +1,127 @@
+"""The end of a process group that this process has left, which nothing waits for."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from spotrun.train import distributed
+from tests.helpers import wait_for
+
+CPU = torch.device("cpu")
+
+
+class Group:
+    """A process group with a backend like NCCL's: its end takes time."""
+
+    def __init__(self) -> None:
+        self.may_end = threading.Event()
+        self.ended = False
+
+    def shutdown(self) -> None:
+        assert self.may_end.wait(60)
+        self.ended = True
+
+
+@pytest.fixture
+def nccl(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The functions of `distributed`, in a process whose only group acts as one of NCCL."""
+    monkeypatch.setattr(distributed, "_end", None)
+    monkeypatch.setattr(distributed, "_abort", None)
+    monkeypatch.setattr(distributed, "_has_nccl", lambda group: True)
+    return SimpleNamespace(join=join)
+
+
+def join() -> Group:
+    """A new group. Its end is that of the `Group`."""
+    distributed.join_alone()
+    found = Group()
+    names: Any = dist.distributed_c10d._world.pg_names
+    names.clear()
+    names[found] = "0"
+    return found
+
+
+def test_the_next_group_is_formed_while_the_last_one_ends(nccl: Any) -> None:
+    """At most one ends at a time: it holds memory of the device."""
+    first = nccl.join()
+    assert distributed.leave_in_time(CPU, aborts=False, patience=60)
+    assert not dist.is_initialized()
+    second = nccl.join()
+    dist.all_reduce(torch.ones(1))
+    assert not first.ended
+    assert not distributed.leave_in_time(CPU, aborts=False, patience=0.1)
+    first.may_end.set()
+    wait_for(lambda: not dist.is_initialized(), 60)
+    assert first.ended
+    second.may_end.set()
+    assert distributed._end is not None
+    distributed._end.join(60)
+    assert second.ended
+
+
+def test_a_group_ends_when_its_abort_has_ended(nccl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker goes on as soon as the device has nothing to do."""
+    aborted, calls = threading.Event(), []
+
+    def abort(device: torch.device) -> None:
+        calls.append(device)
+        assert aborted.wait(60)
+
+    monkeypatch.setattr(distributed, "abort_collectives", abort)
+    group = nccl.join()
+    group.may_end.set()
+    assert distributed.abort_in_time(CPU, patience=60)
+    assert distributed.abort_in_time(CPU, patience=60)
+    assert distributed.leave_in_time(CPU, aborts=True, patience=60)
+    assert len(calls) == 1, "it is not begun again while it lasts"
+    assert not group.ended
+    aborted.set()
+    assert distributed._end is not None
+    distributed._end.join(60)
+    assert group.ended
+
+
+@pytest.mark.parametrize("fails", ["abort", "end"])
+def test_an_end_that_fails_is_a_warning(
+    nccl: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails: str
+) -> None:
+    def fail(*_: Any) -> None:
+        raise dist.DistBackendError("NCCL says no\nmore")
+
+    monkeypatch.setattr(distributed, "abort_collectives", fail if fails == "abort" else lambda device: None)
+    group = nccl.join()
+    group.may_end.set()
+    if fails == "end":
+        group.shutdown = fail
+    assert distributed.leave_in_time(CPU, aborts=True, patience=60)
+    assert distributed._end is not None
+    distributed._end.join(60)
+    assert group.ended == (fails == "abort")
+    assert "NCCL says no" in caplog.text
+    assert "more" not in caplog.text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("aborts", [False, True])
+def test_cuda_groups_follow_each_other(aborts: bool) -> None:
+    """The next one works while the last one ends, and afterwards."""
+    device, tensor = torch.device("cuda", 0), torch.ones(4, device="cuda")
+    for _ in range(3):
+        dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+        dist.all_reduce(tensor)
+        torch.cuda._sleep(10_000_000)  # type: ignore[no-untyped-call]
+        dist.all_reduce(tensor)
+        if aborts:
+            assert distributed.abort_in_time(device, patience=60)
+        assert distributed.leave_in_time(device, aborts, patience=60)
+        assert not dist.is_initialized()
+    assert distributed._end is not None
+    distributed._end.join(60)
+    assert not distributed._end.is_alive()
+    assert tensor.tolist() == [1.0] * 4
