@@ -41,12 +41,12 @@ override NO      := 0 n no false off N No NO False FALSE Off OFF
 override YES     := 1 y yes true on Y Yes YES True TRUE On ON
 
 .DEFAULT_GOAL := help
-.PHONY: help plan up train jobs status cost advise follow dashboard logs stacks profile runs show diff rerun tag note rm export tensorboard ssh run preempt kill relaunch stop pause resume priority simulate down acceptance image images image-versions image-trial test test-fast test-clouds test-gpu test-image lint bench-recovery bench-overhead bench-footprint bench-synth bench-startup bench-snapshots bench-jobs bench-scale bench-capacity bench-metrics bench-dashboard soak clean
+.PHONY: help plan up train jobs status cost advise follow dashboard logs stacks profile runs show diff rerun tag note rm export tensorboard ssh run preempt kill relaunch stop pause resume priority simulate down acceptance image images image-versions image-trial test test-fast test-clouds test-gpu test-image lint bench-recovery bench-overhead bench-footprint bench-synth bench-startup bench-snapshots bench-jobs bench-scale bench-capacity bench-metrics bench-dashboard bench-gpu soak clean
 
 # No task checks what was typed for these targets. So check it first, if there is anything to check.
 ifneq ($(strip $(SPOTRUN_TYPED) $(word 2,$(MAKECMDGOALS))),)
 image images image-trial: typed-ready
-image-versions test test-fast test-clouds test-gpu test-image lint bench-recovery bench-overhead bench-footprint bench-synth bench-startup bench-snapshots bench-jobs bench-scale bench-capacity bench-metrics bench-dashboard soak: typed-dev
+image-versions test test-fast test-clouds test-gpu test-image lint bench-recovery bench-overhead bench-footprint bench-synth bench-startup bench-snapshots bench-jobs bench-scale bench-capacity bench-metrics bench-dashboard bench-gpu soak: typed-dev
 .PHONY: typed-ready typed-dev
 typed-ready: $(READY)
 typed-dev: $(VENV)/.installed-dev
@@ -227,6 +227,9 @@ bench-dashboard: $(VENV)/.installed-dev ## measure the dashboard with many runs 
 
 bench-capacity: $(VENV)/.installed-dev ## compare policies of capacity on recorded spot markets; writes bench/RESULTS.md
 	@$(VENV)/bin/python -m bench.capacity $(ARGS)
+
+bench-gpu: $(VENV)/.installed-dev ## on a machine with a GPU, measure what only a GPU shows; writes bench/RESULTS.md
+	@$(VENV)/bin/python -m bench.gpu $(ARGS)
 
 soak: $(VENV)/.installed-dev ## start clusters on this machine, and small jobs with random faults on them [RUNS=10 SEED=1 ARGS='--out bench/RESULTS.md']
 	@$(VENV)/bin/python -m bench.soak $(call flag,RUNS,runs) $(call flag,SEED,seed) $(ARGS)

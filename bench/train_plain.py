@@ -39,7 +39,7 @@ def main() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=args.group_timeout))
     work.mark("grouped")
     work.set_up()
-    model = DistributedDataParallel(work.build_model())
+    model = DistributedDataParallel(work.build_model().to(work.DEVICE))
     optimizer = work.build_optimizer(model)
     step = load(args.checkpoints, model, optimizer)
     work.mark("restored", step)
@@ -69,7 +69,7 @@ def train(args: argparse.Namespace, model: nn.Module, optimizer: torch.optim.Opt
         epoch, done = divmod(step, len(loader))
         sampler.set_epoch(epoch)
         for x, y in islice(loader, done, None):
-            loss_fn(model(x), y).backward()
+            loss_fn(model(x.to(work.DEVICE)), y.to(work.DEVICE)).backward()
             optimizer.step()
             optimizer.zero_grad()
             pace.wait()

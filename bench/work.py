@@ -19,6 +19,8 @@ SAMPLES = 1 << 16
 FEATURES, CLASSES = 64, 10
 HIDDEN = int(os.environ.get("BENCH_HIDDEN", "1024"))  # 1024: 1.1 M parameters
 SETUP_SECONDS = float(os.environ.get("BENCH_SETUP", "0"))  # of waiting, as for data and files, before training
+# As on the local cloud: workers share this computer's GPU if the variable is set.
+DEVICE = "cuda" if os.environ.get("CUDA_VISIBLE_DEVICES") else "cpu"
 STEP_SECONDS = 0.05  # the least a step takes; the rest of it is slept, as a CPU sleeps while its accelerator works
 
 

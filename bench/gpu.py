@@ -1,0 +1,357 @@
+"""What only a GPU shows: the cost of a step and of snapshots, what a fault would lose, and how NCCL's groups end.
+
+python -m bench.gpu [--parts gate groups steps snapshots] [--turns 20] [--seconds 40] [--sizes 100M 1B]
+
+Each part is a process of its own, with NCCL and one GPU. Recovery between machines is in `bench.recovery`, which uses
+a GPU if CUDA_VISIBLE_DEVICES is set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from bench.processes import answer
+from bench.report import describe_machine, write_section
+
+WIDTH = 4096  # of each layer: 16.8 million parameters
+LAYERS = {"50M": 3, "100M": 6, "1B": 60}
+BATCH = {"50M": 2048, "100M": 4096, "1B": 4096}  # rows; the smallest makes steps of about 5 ms on an H100
+TURN, FIRST = 40, 5  # steps of a loop in its turn; the first ones, which do not count
+WARM = 2  # turns of each loop that do not count
+GROUPS = 5  # process groups that are made and ended
+PATIENCE = 300.0  # seconds for a part
+KINDS = ("bare", "bare, the same again", "bare, the host waits for each backward pass", "**under spotrun**")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Snapshots of one model while it trains.
+
+    bare, step: mean seconds of a step, without spotrun and with it. longest: seconds of a step. state: bytes. ready:
+    seconds from the first step until the first snapshot has its record. commit: median seconds from a snapshot's begin
+    to its record. lost: seconds of training since the newest snapshot, seen at the end of each step.
+    """
+
+    size: str
+    bare: float
+    step: float
+    longest: float
+    state: int
+    ready: float
+    commit: float
+    lost: list[float]
+
+
+@dataclass(frozen=True)
+class Group:
+    """An NCCL process group of one process. Seconds to make it, to have the device idle, and to leave it after that."""
+
+    made: float
+    idle: float
+    left: float
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="bench.gpu", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--turns", type=int, default=20, help="of each loop, for the cost of a step")
+    parser.add_argument("--seconds", type=float, default=40, help="of training with snapshots, for each size")
+    parser.add_argument("--sizes", nargs="+", choices=LAYERS, default=["100M", "1B"], help="models with snapshots")
+    parser.add_argument("--out", type=Path, default=Path("bench/RESULTS.md"))
+    args = parser.parse_args()
+    import torch
+
+    if not torch.cuda.device_count():  # asks NVML, and does not initialise CUDA
+        print("bench-gpu: torch finds no CUDA device on this machine: `nvidia-smi` says why", file=sys.stderr)
+        return 1
+    where = f"{datetime.now(UTC).date().isoformat()}, {torch.cuda.get_device_name()}, {describe_machine()}"
+    text = f"## On a GPU\n\n{where}. One process with NCCL, fp32 with TF32, AdamW.\n"
+    print(f"\n{text}")
+    with tempfile.TemporaryDirectory(prefix="spotrun-gpu-", dir="/dev/shm") as folder:
+        for name in args.parts:
+            found = PARTS[name](args, folder)
+            print(found, flush=True)
+            text += f"\n{found}"
+            write_section(args.out, "gpu", text)  # at once: a rented machine may not stay for the rest
+    print(f"\nwritten to {args.out}")
+    return 0
+
+
+def part(work: Callable[..., None], *args: Any) -> Any:
+    """What a process of its own finds."""
+    found = answer(work, 1, args, PATIENCE)
+    if found is None:
+        raise SystemExit(f"bench-gpu: {work.__name__.strip('_')} failed: the output is above")
+    return found
+
+
+def steps(args: argparse.Namespace, folder: str) -> str:
+    """What a step costs."""
+    found: list[list[float]] = part(_steps, folder, args.turns)
+    rows = [
+        f"| {name} | {statistics.median(turn[at] for turn in found) * 1e3:.3f} | {_added(found, at)} |\n"
+        for at, name in enumerate(KINDS)
+    ]
+    return (
+        f"What a step costs: four loops make {TURN} steps in turn, {len(found)} times, with a model of 50 M "
+        f"parameters. The device has finished before and after a turn's last {TURN - FIRST} steps, whose time counts. "
+        "More: the median over the turns of the difference to the bare loop. The third loop does what a mode would "
+        "have to do that keeps the parameters in the GPU's memory after a failure: the host waits until the device has "
+        "finished the backward pass before it starts the optimizer.\n\n"
+        "| loop | ms a step | more, µs (share) |\n|---|---|---|\n" + "".join(rows)
+    )
+
+
+def snapshots(args: argparse.Namespace, folder: str) -> str:
+    """What snapshots cost, and what a fault would lose."""
+    rows = [_row(part(_snapshots, folder, size, args.seconds)) for size in args.sizes]
+    return (
+        "Snapshots with the adaptive interval. With snapshots: the mean of the second half of the steps. Lost: what a "
+        "fault at the end of a step would cost, in seconds of training since the newest snapshot. First snapshot: from "
+        "the end of the first step until it has its record; the host's memory is laid out and locked meanwhile.\n\n"
+        "| parameters | state, GB | step without spotrun, ms | with snapshots, ms | more | longest step, s | "
+        "first snapshot, s | snapshot, s | lost, s: median | most |\n|---|---|---|---|---|---|---|---|---|---|\n"
+        + "".join(rows)
+    )
+
+
+def groups(args: argparse.Namespace, folder: str) -> str:
+    """How long NCCL's groups take to begin and end."""
+    found: list[Group] = part(_groups, folder)
+    names = ("made", "made, with a first all-reduce"), ("idle", "the device idle after an abort"), ("left", "left")
+    return (
+        f"An NCCL group of one process, while a kernel is under way, {len(found)} times; the one before ends "
+        "meanwhile: " + "; ".join(f"{name} {_span([getattr(each, key) for each in found])}" for key, name in names)
+    ) + ".\n"
+
+
+def gate(args: argparse.Namespace, folder: str) -> str:
+    """How long the health gate takes, and what it says against this machine."""
+    seconds, problems = asyncio.run(_gate())
+    return (
+        f"The health gate's questions about GPUs (nvidia-smi twice, a matrix product, the import of torch) took "
+        f"{seconds:.1f} s. It found {'; '.join(problems) or 'nothing against the machine'}.\n"
+    )
+
+
+PARTS = {"gate": gate, "groups": groups, "steps": steps, "snapshots": snapshots}
+
+
+async def _gate() -> tuple[float, tuple[str, ...]]:
+    from spotrun.node.health.probe import Programs, probe_hardware
+    from spotrun.node.health.verdict import Facts, judge
+
+    began = time.monotonic()
+    until = asyncio.get_running_loop().time() + PATIENCE
+    facts = await probe_hardware(Facts(disk=1 << 50), "10.0.0.1", Programs(), until)
+    return time.monotonic() - began, judge(facts)
+
+
+def _added(found: list[list[float]], kind: int) -> str:
+    if kind == 0:
+        return ""
+    more = statistics.median(turn[kind] - turn[0] for turn in found)
+    return f"{more * 1e6:.0f} ({more / statistics.median(turn[0] for turn in found):.2%})"
+
+
+def _row(kept: Kept) -> str:
+    cells = [kept.size, f"{kept.state / 1e9:.1f}", f"{kept.bare * 1e3:.1f}", f"{kept.step * 1e3:.1f}"]
+    cells += [f"{kept.step / kept.bare - 1:.2%}", f"{kept.longest:.2f}", f"{kept.ready:.2f}", f"{kept.commit:.2f}"]
+    cells += [f"{statistics.median(kept.lost):.2f}", f"{max(kept.lost):.2f}"]
+    return f"| {' | '.join(cells)} |\n"
+
+
+def _span(seconds: list[float]) -> str:
+    return f"{statistics.median(seconds):.3f} s ({min(seconds):.3f} to {max(seconds):.3f})"
+
+
+def _steps(rank: int, port: int, folder: str, turns: int, results: Any) -> None:
+    """For each turn, the seconds of a step of each kind."""
+    import torch
+
+    _prepare(folder, port, interval=1 << 40)
+    loops = [_bare("50M", waits=False), _bare("50M", waits=False), _bare("50M", waits=True), _spotrun("50M")]
+    found = []
+    for number in range(WARM + turns):
+        turn = [0.0] * len(loops)
+        for at in range(len(loops)):
+            kind = (number + at) % len(loops)
+            turn[kind] = _turn(loops[kind])
+        found.append(turn)
+    results.put(found[WARM:])
+    torch.cuda.synchronize()
+    os._exit(0)
+
+
+def _snapshots(rank: int, port: int, folder: str, size: str, seconds: float, results: Any) -> None:
+    """One `Kept`."""
+    import torch
+
+    control = _prepare(folder, port, interval=0)
+    bare = _bare(size, waits=False)
+    alone = _mean_step([end for end, _ in zip(_paced(bare), range(2 * TURN), strict=False)])
+    bare.close()
+    torch.cuda.empty_cache()
+    ends, lost, took = list[float](), list[float](), list[float]()
+    ready, newest = None, control.committed
+    for end in _paced(_spotrun(size)):
+        ends.append(end)
+        if control.committed != newest:
+            newest = control.committed
+            ready = ready or end - ends[0]
+            took.append(control.took)
+        if ready is not None:
+            lost.append(end - ends[newest - 1])
+        if end > ends[0] + seconds:
+            break
+    state = 3 * 4 * (LAYERS[size] * WIDTH * (WIDTH + 1))
+    times = ready or seconds, statistics.median(took or [seconds]), lost or [seconds]
+    longest = max(after - before for before, after in pairwise(ends))
+    results.put(Kept(size, alone, _mean_step(ends), longest, state, *times))
+    os._exit(0)
+
+
+def _paced(loop: Iterator[None]) -> Iterator[float]:
+    """When each step ended. The host is one step ahead of the device."""
+    import torch
+
+    before: Any = None
+    for _ in loop:
+        event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record()
+        if before is not None:
+            before.synchronize()
+            yield time.monotonic()
+        before = event
+
+
+def _mean_step(ends: list[float]) -> float:
+    """Of the second half of the steps."""
+    half = ends[len(ends) // 2 :]
+    return (half[-1] - half[0]) / (len(half) - 1)
+
+
+def _groups(rank: int, port: int, folder: str, results: Any) -> None:
+    """Some `Group`s."""
+    import torch
+    import torch.distributed as dist
+
+    from spotrun.train.distributed import NCCL_ENVIRONMENT, abort_in_time, leave_in_time
+
+    os.environ |= NCCL_ENVIRONMENT
+    device = torch.device("cuda", 0)
+    found, tensor = [], torch.ones(1 << 20, device=device)
+    for _ in range(GROUPS):
+        began = time.monotonic()
+        dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+        dist.all_reduce(tensor)
+        torch.cuda.synchronize()
+        made = time.monotonic()
+        torch.cuda._sleep(100_000_000)  # type: ignore[no-untyped-call]  # about 0.05 s
+        dist.all_reduce(tensor)
+        if not abort_in_time(device, 60.0):
+            raise SystemExit(1)
+        idle = time.monotonic()
+        if not leave_in_time(device, aborts=True, patience=60.0):
+            raise SystemExit(1)
+        found.append(Group(made - began, idle - made, time.monotonic() - idle))
+    results.put(found)
+    os._exit(0)
+
+
+def _prepare(folder: str, port: int, interval: int) -> Any:
+    """Make this process a worker under spotrun, with NCCL. Returns its control block."""
+    from spotrun.state.control import Context, Control
+
+    place = Path(tempfile.mkdtemp(dir=folder))
+    control = Control(place / "control", create=True)
+    context = Context("job", 1, "n0", str(place / "control"), str(place / "slots"), folder, snapshot_interval=interval)
+    os.environ |= {Context.VARIABLE: context.to_env(), "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    import torch
+    import torch.distributed as dist
+
+    torch.backends.cuda.matmul.allow_tf32 = True
+    torch.cuda.set_device(0)
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    return control
+
+
+def _network(size: str) -> Any:
+    from torch import nn
+
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS[size]))).cuda()
+
+
+def _turn(loop: Iterator[None]) -> float:
+    """Seconds of a step."""
+    import torch
+
+    for _ in range(FIRST):
+        next(loop)
+    torch.cuda.synchronize()
+    began = time.monotonic()
+    for _ in range(TURN - FIRST):
+        next(loop)
+    torch.cuda.synchronize()
+    return (time.monotonic() - began) / (TURN - FIRST)
+
+
+def _bare(size: str, waits: bool) -> Generator[None]:
+    """A step each time, without DDP, which one worker does not need. waits: for the device, after the backward pass."""
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    model, x = _network(size), torch.randn(BATCH[size], WIDTH, device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters())
+    event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    while True:
+        for (number,) in DataLoader(TensorDataset(torch.arange(1 << 20)), 64):
+            number.to("cuda")
+            model(x).square().mean().backward()
+            if waits:
+                event.record()
+                while not event.query():
+                    time.sleep(0)
+            optimizer.step()
+            optimizer.zero_grad()
+            yield
+
+
+def _spotrun(size: str) -> Iterator[None]:
+    """The same under spotrun."""
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    import spotrun
+
+    run = spotrun.init()
+    model, x = run.ddp(_network(size)), torch.randn(BATCH[size], WIDTH, device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters())
+    data = TensorDataset(torch.arange(1 << 20))
+    sampler = spotrun.ElasticSampler(data, seed=0)
+    run.track(model=model, optimizer=optimizer, sampler=sampler)
+    for _ in run.epochs(1000):
+        for (_number,) in run.steps(DataLoader(data, 64, sampler=sampler)):
+            run.backward(model(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            yield
+
+
+if __name__ == "__main__":
+    with suppress(KeyboardInterrupt):
+        sys.exit(main())
