@@ -177,7 +177,7 @@ def prepare(plan: Plan, out: Path) -> None:
     if plan.device_fails:
         training_state.TrainingState.load = faults.fail_on_device  # type: ignore[assignment,method-assign]
     if plan.abort_takes:
-        distributed.abort_collectives = lambda device: time.sleep(plan.abort_takes)
+        distributed.abort_collectives = lambda group, device: time.sleep(plan.abort_takes)
         regroup.LEAVE_WAIT = 1.0  # type: ignore[attr-defined]
     if plan.stays:
         distributed.leave_process_group = functools.partial(faults.fail_after, plan.stays)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -228,11 +229,13 @@ def leave_process_group() -> None:
 
 
 def _end_groups(groups: list[Any], abort: threading.Thread | None) -> None:
-    """End process groups that this process has left. Nothing waits for it, and this process may end earlier.
+    """End process groups that this process has left. Only the end of the next NCCL group waits for it.
+
+    This process may end earlier.
 
     The end of a gloo group's thread takes up to 10 ms (torch 2.13). If a collective hangs, it takes as long as a
-    collective may. The end of an NCCL group takes 0.5 s, or 1 s with an abort: that long its threads sleep
-    (measured with NCCL 2.28 on an H100). It may also wait for other workers (`ProcessGroupNCCL::shutdown`).
+    collective may. The end of an NCCL group takes 0.5 s, or 1 s with an abort, because its threads sleep that
+    long (measured with NCCL 2.28 on an H100). It may also wait for other workers (`ProcessGroupNCCL::shutdown`).
     """
     if abort is not None:
         abort.join()
@@ -276,25 +279,26 @@ def abort_in_time(device: torch.device, patience: float) -> bool:
 def _begin_abort(device: torch.device) -> None:
     """Have a thread abort the collectives, unless one does that now. `leave_process_group` takes the thread over."""
     global _abort
-    if _abort is None or not _abort.is_alive():
-        _abort = _start("spotrun-abort", lambda: abort_collectives(device), "the collectives cannot be aborted")
+    whole: Any = dist.group.WORLD if dist.is_initialized() else None
+    if whole is not None and (_abort is None or not _abort.is_alive()):
+        call = partial(abort_collectives, whole, device)  # of this group: the thread may run when there is another one
+        _abort = _start("spotrun-abort", call, "the collectives cannot be aborted")
 
 
-def abort_collectives(device: torch.device) -> None:
-    """Abort the process group's collectives on this device, so that they return even if a peer is gone.
+def abort_collectives(group: Any, device: torch.device) -> None:
+    """Abort the group's collectives on this device, so that they return even if a peer is gone.
 
     On a GPU, an aborted kernel returns as if it had succeeded, and what it leaves in memory means nothing. NCCL tells
     its kernels at once, but the call takes a second (measured with NCCL 2.28), or as long as a collective
     (ProcessGroupNCCL.cpp, `abort`). A second call does no harm. For gloo's collectives, see `connections`.
     """
-    whole: Any = dist.group.WORLD
-    backend = whole._get_backend(device) if dist.is_initialized() else None
-    if not isinstance(backend, dist.ProcessGroupGloo | None):
+    backend = group._get_backend(device)
+    if not isinstance(backend, dist.ProcessGroupGloo):
         backend.abort()
 
 
 def _has_nccl(group: Any) -> bool:
-    """Whether a backend of the group is not gloo's."""
+    """Whether the group has a backend that is not gloo, which here means NCCL."""
     return any(not isinstance(group._get_backend(each), dist.ProcessGroupGloo) for each in group._device_types)
 
 

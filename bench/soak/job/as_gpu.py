@@ -36,9 +36,9 @@ def hold(models: Iterable[Any], optimizers: Iterable[torch.optim.Optimizer]) -> 
         model.register_comm_hook(None, _exchange)
 
 
-def _abort(device: torch.device) -> None:
+def _abort(group: Any, device: torch.device) -> None:
     group_health._aborts += 1
-    _aborted[0] = dist.group.WORLD
+    _aborted[0] = group
 
 
 def _synchronize(device: torch.device) -> None:
