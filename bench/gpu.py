@@ -28,7 +28,7 @@ from bench.report import describe_machine, write_section
 
 WIDTH = 4096  # of each layer: 16.8 million parameters
 LAYERS = {"50M": 3, "100M": 6, "1B": 60}
-BATCH = {"50M": 2048, "100M": 4096, "1B": 4096}  # rows; the smallest makes steps of about 5 ms on an H100
+BATCH = {"50M": 2048, "100M": 4096, "1B": 4096}  # rows; the smallest makes steps of 4 ms on an H100
 TURN, FIRST = 40, 5  # steps of a loop in its turn; the first ones, which do not count
 WARM = 2  # turns of each loop that do not count
 GROUPS = 5  # process groups that are made and ended
@@ -40,9 +40,9 @@ KINDS = ("bare", "bare, the same again", "bare, the host waits for each backward
 class Kept:
     """Snapshots of one model while it trains.
 
-    bare, step: mean seconds of a step, without spotrun and with it. longest: seconds of a step. state: bytes. ready:
-    seconds from the first step until the first snapshot has its record. commit: median seconds from a snapshot's begin
-    to its record. lost: seconds of training since the newest snapshot, seen at the end of each step.
+    bare, step: mean seconds of a step, without spotrun and with it. longest: seconds of the longest step. state:
+    bytes. ready: seconds from the first step until the first snapshot has its record. commit: median seconds from a
+    snapshot's begin to its record. lost: seconds of training since the newest snapshot, seen at the end of each step.
     """
 
     size: str
@@ -66,11 +66,11 @@ class Group:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="bench.gpu", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure")
     parser.add_argument("--turns", type=int, default=20, help="of each loop, for the cost of a step")
     parser.add_argument("--seconds", type=float, default=40, help="of training with snapshots, for each size")
     parser.add_argument("--sizes", nargs="+", choices=LAYERS, default=["100M", "1B"], help="models with snapshots")
-    parser.add_argument("--out", type=Path, default=Path("bench/RESULTS.md"))
+    parser.add_argument("--out", type=Path, default=Path("bench/RESULTS.md"), help="its section is replaced")
     args = parser.parse_args()
     import torch
 
@@ -85,7 +85,7 @@ def main() -> int:
             found = PARTS[name](args, folder)
             print(found, flush=True)
             text += f"\n{found}"
-            write_section(args.out, "gpu", text)  # at once: a rented machine may not stay for the rest
+            write_section(args.out, "gpu", text)  # at once: the machine may be taken away before the rest
     print(f"\nwritten to {args.out}")
     return 0
 
@@ -108,9 +108,10 @@ def steps(args: argparse.Namespace, folder: str) -> str:
     return (
         f"What a step costs: four loops make {TURN} steps in turn, {len(found)} times, with a model of 50 M "
         f"parameters. The device has finished before and after a turn's last {TURN - FIRST} steps, whose time counts. "
-        "More: the median over the turns of the difference to the bare loop. The third loop does what a mode would "
-        "have to do that keeps the parameters in the GPU's memory after a failure: the host waits until the device has "
-        "finished the backward pass before it starts the optimizer.\n\n"
+        "More: how much longer than the bare loop, the median over the turns. In the third loop, the host waits until "
+        "the device has finished the backward pass before it starts the optimizer. A mode that keeps the parameters in "
+        "the GPU's memory after a failure would have to do this. The last loop takes no snapshots, and has run.ddp's "
+        "wrapper around the model.\n\n"
         "| loop | ms a step | more, µs (share) |\n|---|---|---|\n" + "".join(rows)
     )
 
@@ -121,7 +122,7 @@ def snapshots(args: argparse.Namespace, folder: str) -> str:
     return (
         "Snapshots with the adaptive interval. With snapshots: the mean of the second half of the steps. Lost: what a "
         "fault at the end of a step would cost, in seconds of training since the newest snapshot. First snapshot: from "
-        "the end of the first step until it has its record; the host's memory is laid out and locked meanwhile.\n\n"
+        "the end of the first step until it has its record. The host's memory is laid out and locked meanwhile.\n\n"
         "| parameters | state, GB | step without spotrun, ms | with snapshots, ms | more | longest step, s | "
         "first snapshot, s | snapshot, s | lost, s: median | most |\n|---|---|---|---|---|---|---|---|---|---|\n"
         + "".join(rows)
@@ -131,7 +132,11 @@ def snapshots(args: argparse.Namespace, folder: str) -> str:
 def groups(args: argparse.Namespace, folder: str) -> str:
     """How long NCCL's groups take to begin and end."""
     found: list[Group] = part(_groups, folder)
-    names = ("made", "made, with a first all-reduce"), ("idle", "the device idle after an abort"), ("left", "left")
+    names = (
+        ("made", "made, with a first all-reduce"),
+        ("idle", "the device idle after an abort"),
+        ("left", "left, with the wait until the group before has ended"),
+    )
     return (
         f"An NCCL group of one process, while a kernel is under way, {len(found)} times; the one before ends "
         "meanwhile: " + "; ".join(f"{name} {_span([getattr(each, key) for each in found])}" for key, name in names)
@@ -218,7 +223,9 @@ def _snapshots(rank: int, port: int, folder: str, size: str, seconds: float, res
         if end > ends[0] + seconds:
             break
     state = 3 * 4 * (LAYERS[size] * WIDTH * (WIDTH + 1))
-    times = ready or seconds, statistics.median(took or [seconds]), lost or [seconds]
+    if ready is None:
+        raise SystemExit(f"no snapshot of {size} was ready after {seconds:g} s: give more --seconds")
+    times = ready, statistics.median(took), lost
     longest = max(after - before for before, after in pairwise(ends))
     results.put(Kept(size, alone, _mean_step(ends), longest, state, *times))
     os._exit(0)

@@ -156,7 +156,8 @@ def write(args: argparse.Namespace, runs: list[Run]) -> None:
     """Write the sections of the report for which there are runs."""
     if args.record is not None:
         runs = record.read(args.record)
-    device = "All workers share one GPU, with gloo." if os.environ.get("CUDA_VISIBLE_DEVICES") else "No GPU was used."
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
+    device = f"All workers share the GPUs {gpus}, with gloo." if gpus else "No GPU was used."
     machine = " ".join([f"{describe_machine()}.", device, args.note]).strip(". ")
     day = datetime.now(UTC).date()
     main_runs = [run for run in runs if run.workload == Workload() and run.scenario != "join"]

@@ -135,8 +135,8 @@ def render(rows: dict[str, list[float]], machine: str, day: str) -> str:
         "health gate has passed. Here the gate had little to do, because there were no GPUs. On a machine with GPUs, "
         "**every** start of the agent also runs nvidia-smi twice, and a matrix product on each GPU. For this "
         "product, a process imports torch (below, from a warm disk). With EFA, it also runs fi_info and loads NCCL's "
-        "plugin. On an H100 that took 2.4 s, without EFA. A first boot adds the machine's own boot, and reads all "
-        "of this from a cold disk.",
+        "plugin. With one H100 and without EFA, all of this took 2.4 s. A first boot adds the machine's own boot, and "
+        "reads all of this from a cold disk.",
         "",
         "| what | seconds | range |",
         "|---|---|---|",

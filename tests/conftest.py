@@ -1,6 +1,6 @@
 """Which tests run, and how many at a time.
 
-Tests marked `gpu` need CUDA devices. Without one they are skipped; under `--gpu` that is an error.
+Tests marked `gpu` run only under `--gpu`: other runs hide the GPUs. Under `--gpu`, a machine without one is an error.
 """
 
 from __future__ import annotations
@@ -167,7 +167,9 @@ def spread(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
 
 
 def missing(needs: int, devices: int) -> str:
-    """Why a test that needs so many devices cannot run; empty if it can."""
+    """Why a test that needs so many devices cannot run; empty if it can. devices: 0 also means that they are hidden."""
     if needs <= devices:
         return ""
-    return f"needs {'a CUDA device' if needs == 1 else f'{needs} CUDA devices'}; this machine has {devices}"
+    if not devices:
+        return f"needs {'a CUDA device' if needs == 1 else f'{needs} CUDA devices'}: `make test-gpu` runs it"
+    return f"needs {needs} CUDA devices; this machine has {devices}"

@@ -81,7 +81,7 @@ async def test_a_pool_ends_its_machines_after_a_while(cluster: Cluster) -> None:
 async def test_a_machine_has_the_devices_of_its_pool(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, gpus: str | None
 ) -> None:
-    """If the shell names GPUs, a pool without devices has them. In all other cases, this computer's stay hidden."""
+    """If the shell names GPUs, a pool that does not set `devices` uses them. Otherwise they stay hidden."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if gpus is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)

@@ -36,7 +36,7 @@ def run(folder: Path, devices: int, *words: str) -> subprocess.CompletedProcess[
 @pytest.mark.parametrize(
     ("needs", "devices", "reason"),
     [
-        (1, 0, "needs a CUDA device; this machine has 0"),
+        (1, 0, "needs a CUDA device: `make test-gpu` runs it"),
         (2, 1, "needs 2 CUDA devices; this machine has 1"),
         (2, 2, ""),
     ],

@@ -84,7 +84,7 @@ def test_the_driver_is_free_for_half_of_the_time(monkeypatch: pytest.MonkeyPatch
 
 
 def test_locked_memory_stays() -> None:
-    """The driver would take what comes to its address for it."""
+    """Otherwise the driver would take new memory at this address for the old memory."""
     driver = Driver()
     pins = PinnedMemory(driver.register, driver.unregister)
     memory = torch.ones(10)

@@ -18,7 +18,7 @@ from tests.train.regroups import Regroups, release
 
 gpu, gpus = pytest.mark.gpu, pytest.mark.gpu(devices=2)
 GLOO = {"backend": "gloo"}
-# Otherwise DDP rearranges its buckets, which changes the order in which three workers are added.
+# Otherwise DDP rearranges its buckets, which changes the order in which the gradients of three workers are added.
 KEEPS_BUCKETS = {"find_unused": True, **GLOO}
 
 
@@ -137,7 +137,7 @@ def test_a_spare_on_cuda_takes_the_place_of_a_dead_peer(job: Regroups, undisturb
     ids=str,
 )
 def test_scripts_on_cuda_are_exact_after_a_death(job: Regroups, memory: Path, more: dict[str, Any]) -> None:
-    """As an undisturbed job of the same script."""
+    """The result equals that of an undisturbed job."""
     plan = {**GLOO, **more}
     job.begin("ab", 1, a=plan, b={"die_at": 3, **plan})
     (survivor,) = job.survivors()

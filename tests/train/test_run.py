@@ -196,7 +196,7 @@ def test_gpus_that_torch_cannot_use_are_an_error(
 
 
 def test_a_worker_of_a_local_machine_uses_no_gpu(alone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if torch sees one: a job's devices are numbers there."""
+    """Even if torch sees one: the devices of such a machine are only numbers."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setenv("SPOTRUN_DEVICES", "4")

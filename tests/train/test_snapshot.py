@@ -389,7 +389,7 @@ def test_damage_is_found(tmp_path: Path, damage: str) -> None:
 
 
 def test_training_goes_on_while_a_slot_is_filled_with_pages(memory: Path) -> None:
-    """A thread that held the interpreter's lock in each call would let others run once in 32 MiB."""
+    """A thread that held the interpreter's lock in each call would let others run only once per 32 MiB."""
     size = 512 << 20
     slot_files.map_file(memory / "slot", size).close()
     with (memory / "slot").open("r+b") as file, ThreadPoolExecutor(1) as pool:

@@ -11,7 +11,11 @@ DEVICES = "SPOTRUN_DEVICES"
 
 
 def device_count() -> int:
-    """The devices of this machine: its GPUs; without GPUs, what its local pool says, or one."""
+    """The devices of this machine: its GPUs, those of CUDA_VISIBLE_DEVICES alone if that names some; without GPUs, what
+    its local pool says, or one.
+    """
+    if uses_gpus() and (named := os.environ.get("CUDA_VISIBLE_DEVICES")):
+        return len(named.split(","))
     return gpu_count() or int(os.environ.get(DEVICES) or 1)
 
 

@@ -17,7 +17,7 @@ from spotrun.machine.processes import MARK
 # The variables that all machines have, besides the daemon's.
 ALL = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 # NCCL does not let two workers share a GPU, as those of two machines on this computer would. So a machine has GPUs only
-# if the shell of `make up` has set this variable.
+# if this variable names some in the shell of `make up`, and if its pool has no `devices`.
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
