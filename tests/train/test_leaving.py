@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from spotrun.train import distributed
+from spotrun.train import distributed, group_health
+from spotrun.train.group_health import GroupHealth
 from tests.helpers import wait_for
 
 CPU = torch.device("cpu")
@@ -60,9 +61,7 @@ def test_the_next_group_is_formed_while_the_last_one_ends(nccl: Any) -> None:
     wait_for(lambda: not dist.is_initialized(), 60)
     assert first.ended
     second.may_end.set()
-    assert distributed._end is not None
-    distributed._end.join(60)
-    assert second.ended
+    wait_for(lambda: second.ended, 60)
 
 
 def test_a_group_ends_when_its_abort_has_ended(nccl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,6 +84,56 @@ def test_a_group_ends_when_its_abort_has_ended(nccl: Any, monkeypatch: pytest.Mo
     assert distributed._end is not None
     distributed._end.join(60)
     assert group.ended
+
+
+@pytest.mark.parametrize("free", [1 << 30, 10 << 30], ids=["little memory", "much memory"])
+def test_a_device_with_little_memory_gets_no_second_group(
+    nccl: Any, monkeypatch: pytest.MonkeyPatch, free: int
+) -> None:
+    """Otherwise NCCL would find no room, and all workers would restart."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 80 << 30))
+    monkeypatch.setattr(distributed, "LEAVE_WAIT", 0.5)
+    waited = list[float]()
+    monkeypatch.setattr(distributed, "_end", SimpleNamespace(join=waited.append))
+    distributed.make_room(CPU)
+    assert not waited
+    distributed.make_room(torch.device("cuda", 0))
+    assert waited == ([0.5] if free < distributed.ROOM else [])
+
+
+def test_an_abort_counts_at_once_and_once(nccl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Snapshots of the next generation do not count it, however late its thread runs."""
+    may_begin, backend = threading.Event(), Backend()
+
+    def abort(group: Any, device: torch.device) -> None:
+        assert may_begin.wait(60)
+        backend.abort()
+
+    monkeypatch.setattr(distributed, "abort_collectives", abort)
+    nccl.join().may_end.set()
+    old = GroupHealth()
+    assert distributed.abort_in_time(CPU, patience=60)
+    assert old.trouble() == "a process group was aborted"
+    assert distributed.leave_in_time(CPU, aborts=True, patience=60)
+    new = GroupHealth()
+    may_begin.set()
+    assert distributed._end is not None
+    distributed._end.join(60)
+    assert backend.aborted
+    assert not new.trouble()
+    backend.abort()  # a script's own
+    assert new.trouble()
+
+
+class Backend:
+    """Its aborts count, as those of torch's do."""
+
+    aborted = False
+
+    def _abort(self) -> None:
+        self.aborted = True
+
+    abort = group_health._counted(_abort)
 
 
 @pytest.mark.parametrize("fails", ["abort", "end"])

@@ -75,12 +75,14 @@ def test_the_driver_is_free_for_half_of_the_time(monkeypatch: pytest.MonkeyPatch
     now, pauses = [0.0], list[float]()
 
     def register(address: int, size: int) -> int:
-        now[0] += size / 100
+        now[0] += size / 2000
         return 0
 
     monkeypatch.setattr(pinned, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=pauses.append))
-    PinnedMemory(register, lambda address: 0, 100).add(4096, 250)
-    assert pauses == [1.0, 1.0]
+    PinnedMemory(register, lambda address: 0, 100).add(4096, 450)
+    assert pauses == pytest.approx([0.05] * 4)
+    PinnedMemory(register, lambda address: 0, 1000).add(4096, 2000)
+    assert pauses[4:] == [0.1], "at most: the process may have been stopped"
 
 
 def test_locked_memory_stays() -> None:

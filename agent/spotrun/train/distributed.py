@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ import torch.distributed as dist
 
 from spotrun.errors import SpotrunError
 from spotrun.machine.gpus import gpu_count, uses_gpus
-from spotrun.train import connections
+from spotrun.train import connections, group_health
 from spotrun.train.parallel import Parallel
 
 # Of collectives. Long: rank 0 may be downloading a checkpoint, and dead peers are noticed in other ways.
@@ -35,6 +34,9 @@ MEETING = "spotrun/meet"  # first part of the keys of a meeting in an agent's st
 # For NCCL groups, unless the variables are set already. No thread of torch then ends this process after a failure
 # (ProcessGroupNCCL.cpp, `Watchdog` and `HeartbeatMonitor`). `Membership` looks for failures.
 NCCL_ENVIRONMENT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+# Bytes of a device's memory in which another NCCL group has room: with up to 32 channels, and 4 MiB for each of their
+# connections (NCCL_BUFFSIZE), it has rarely more than 1 GiB.
+ROOM = 2 << 30
 LEAVE_WAIT = 5.0  # seconds that a leaving worker waits for the others, which may never come
 log = logging.getLogger(__name__)
 
@@ -252,15 +254,20 @@ def leave_in_time(device: torch.device, aborts: bool, patience: float) -> bool:
     """
 
     def leave() -> None:
-        whole: Any = dist.group.WORLD if dist.is_initialized() else None
-        if whole is not None and _has_nccl(whole) and _end is not None:
-            _end.join()  # it holds memory of the device, so there is at most one
         if aborts:
             _begin_abort(device)
+        if dist.is_initialized() and _has_nccl(dist.group.WORLD) and _end is not None:
+            _end.join()  # it holds memory of the device, so there is at most one
         synchronize(device)
         leave_process_group()
 
     return _in_time(leave, patience, "the process group does not end")
+
+
+def make_room(device: torch.device) -> None:
+    """If the device has little memory left, wait until the NCCL group that was left has given its memory back."""
+    if device.type == "cuda" and _end is not None and torch.cuda.mem_get_info(device)[0] < ROOM:
+        _end.join(LEAVE_WAIT)
 
 
 def abort_in_time(device: torch.device, patience: float) -> bool:
@@ -280,9 +287,15 @@ def _begin_abort(device: torch.device) -> None:
     """Have a thread abort the collectives, unless one does that now. `leave_process_group` takes the thread over."""
     global _abort
     whole: Any = dist.group.WORLD if dist.is_initialized() else None
-    if whole is not None and (_abort is None or not _abort.is_alive()):
-        call = partial(abort_collectives, whole, device)  # of this group: the thread may run when there is another one
-        _abort = _start("spotrun-abort", call, "the collectives cannot be aborted")
+    if whole is None or (_abort is not None and _abort.is_alive()):
+        return
+    group_health.count_abort()  # now: when the thread runs, the process may be in the next group
+
+    def abort() -> None:
+        with group_health.counted():
+            abort_collectives(whole, device)
+
+    _abort = _start("spotrun-abort", abort, "the collectives cannot be aborted")
 
 
 def abort_collectives(group: Any, device: torch.device) -> None:

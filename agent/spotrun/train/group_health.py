@@ -9,12 +9,16 @@ group reports an error. torch's NCCL watchdog records an error before it aborts 
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 _aborts = 0  # of all groups in this process
+_own = threading.local()  # counted: whether this thread's aborts are counted already
 _watched = False
 
 
@@ -30,6 +34,22 @@ class GroupHealth:
         if _aborts != self._before:
             return "a process group was aborted"
         return f"a process group reports an error: {found}" if (found := error()) else ""
+
+
+def count_abort() -> None:
+    """Count an abort that another thread is about to begin."""
+    global _aborts
+    _aborts += 1
+
+
+@contextmanager
+def counted() -> Iterator[None]:
+    """The aborts of this thread in this context are counted already."""
+    _own.counted = True
+    try:
+        yield
+    finally:
+        _own.counted = False
 
 
 def error() -> str:
@@ -62,8 +82,8 @@ def _watch() -> None:
 
 def _counted(abort: Any) -> Any:
     def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        global _aborts
-        _aborts += 1
+        if not getattr(_own, "counted", False):
+            count_abort()
         return abort(self, *args, **kwargs)
 
     return counted

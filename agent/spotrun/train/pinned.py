@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 # Bytes locked in one call. Other calls of the driver wait for it, so a pause of the same length follows. Then a kernel
 # comes at most 2 ms later; with 256 MiB at a time and without pauses, up to 0.31 s for 6 GiB (an H100, driver 580).
 CHUNK = 32 << 20
+LONGEST = 0.1  # seconds of a pause: the process may have been stopped meanwhile
 
 
 class PinnedMemory:
@@ -40,7 +41,7 @@ class PinnedMemory:
         memory at its address for the old one.
         """
         self._regions[address], self._owners[address] = size, owner
-        for at in self._chunks(size):
+        for at in self._chunks_with_pauses(size):
             if code := self._register(address + at, min(self._chunk, size - at)):
                 log.warning(
                     "cannot lock %d MB of memory for snapshots (cudaHostRegister: error %d). Training waits during "
@@ -68,14 +69,14 @@ class PinnedMemory:
         return [range(start, stop) for start, stop in pairwise(cuts)]
 
     def _unlock(self, address: int, size: int) -> None:
-        for at in self._chunks(size):
+        for at in range(0, size, self._chunk):
             self._unregister(address + at)
 
-    def _chunks(self, size: int) -> Iterator[int]:
+    def _chunks_with_pauses(self, size: int) -> Iterator[int]:
         """Where each chunk begins. After each, this waits for as long as the caller took for it."""
         began = time.monotonic()
         for at in range(0, size, self._chunk):
             if at:
-                time.sleep(time.monotonic() - began)
+                time.sleep(min(LONGEST, time.monotonic() - began))
                 began = time.monotonic()
             yield at

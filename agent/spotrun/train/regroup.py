@@ -49,6 +49,7 @@ from spotrun.train.distributed import (
     join_process_group,
     leave_in_time,
     leave_process_group,
+    make_room,
     rank_and_world,
 )
 from spotrun.train.parallel import Parallel
@@ -174,9 +175,13 @@ class Membership:
             if self.survives:
                 leave_process_group()
                 return True
-            steps = self._control.step - max(self._control.base, 0)
-            queued = 2 * self._control.stepping / steps if steps > 0 else 0.0
-            return leave_in_time(self._device, failed, LEAVE_WAIT + min(queued, QUEUED))
+            return leave_in_time(self._device, failed, self._patience())
+
+    def _patience(self) -> float:
+        """Seconds in which a device must have done its work: it may still work on steps that the host has queued."""
+        steps = self._control.step - max(self._control.base, 0)
+        queued = 2 * self._control.stepping / steps if steps > 0 else 0.0
+        return LEAVE_WAIT + min(queued, QUEUED)
 
     def wait(self, step: int, error: BaseException | None) -> None:
         """Say that this worker has left, and wait until the agent lets it join the next generation.
@@ -211,6 +216,7 @@ class Membership:
         _print_to(invitation.log)
         self._control.entered = time.time()
         meeting = Meeting(str(self.context.generation), self._is_released)
+        make_room(self._device)
         join_process_group(self._device, self._backend, meeting=meeting)
         if self._is_released():  # while the group was formed, which cannot be interrupted
             raise dist.DistError("the generation has been given up")
@@ -289,7 +295,7 @@ class Membership:
         failures.void = True  # before the abort, and before the look whether the script is in the loop
         connections.break_all()
         can_go_on = self.loop.inside and self.can_go_on()
-        if dist.is_initialized() and not (can_go_on and abort_in_time(self._device, LEAVE_WAIT)):
+        if dist.is_initialized() and not (can_go_on and abort_in_time(self._device, self._patience())):
             self._control.able = 0  # now: nobody should wait for this worker
             what = f"step {self._control.step}: a collective has failed"
             why = dist.DistError(self.why_not() or "this worker cannot go on in the same process")

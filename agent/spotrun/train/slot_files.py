@@ -70,8 +70,9 @@ class SlotFile:
     def fill_pages(self) -> torch.Tensor:
         """Fill the map with pages where `views` are. Returns that part of the map, in whole pages."""
         begin = self.flat.data_ptr()
-        starts = [view.data_ptr() - begin for view in self.views.values()]
-        stops = [view.data_ptr() - begin + view.nbytes for view in self.views.values()]
+        views = [view for view in self.views.values() if view.nbytes]  # an empty one has no address
+        starts = [view.data_ptr() - begin for view in views]
+        stops = [view.data_ptr() - begin + view.nbytes for view in views]
         start, stop = min(starts, default=0) // mmap.PAGESIZE * mmap.PAGESIZE, max(stops, default=0)
         _populate(self.mapped, start, stop)
         return self.flat[start:stop]

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from spotrun.train import distributed, group_health, regroup
+from spotrun.train import distributed, regroup
 
+ABORT, END = 1.0, 0.5  # seconds that an abort, and the end of a group, take
 PATIENCE = 60.0  # seconds until a collective that nobody aborts fails
 _memory: list[Any] = []  # models and optimizers
 _aborted: list[Any] = [None]  # the process group whose collectives were aborted last
+_really_end_groups = distributed._end_groups
 _idle = threading.Event()  # no collective is under way
 _idle.set()
 
@@ -27,6 +29,8 @@ def imitate() -> None:
     regroup.survives_failure = lambda device: False
     distributed.abort_collectives = _abort
     distributed.synchronize = _synchronize
+    distributed._has_nccl = lambda group: group.size() > 1
+    distributed._end_groups = _end_groups
 
 
 def hold(models: Iterable[Any], optimizers: Iterable[torch.optim.Optimizer]) -> None:
@@ -37,8 +41,14 @@ def hold(models: Iterable[Any], optimizers: Iterable[torch.optim.Optimizer]) -> 
 
 
 def _abort(group: Any, device: torch.device) -> None:
-    group_health._aborts += 1
+    """Kernels are told at once. The call takes longer, and the worker may be in the next group when it returns."""
     _aborted[0] = group
+    time.sleep(ABORT)
+
+
+def _end_groups(groups: list[Any], abort: threading.Thread | None) -> None:
+    time.sleep(END)
+    _really_end_groups(groups, abort)
 
 
 def _synchronize(device: torch.device) -> None:
