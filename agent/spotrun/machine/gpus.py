@@ -11,8 +11,9 @@ DEVICES = "SPOTRUN_DEVICES"
 
 
 def device_count() -> int:
-    """The devices of this machine: its GPUs, those of CUDA_VISIBLE_DEVICES alone if that names some; without GPUs, what
-    its local pool says, or one.
+    """How many devices jobs find on this machine.
+
+    Its GPUs, or only those that CUDA_VISIBLE_DEVICES names; without GPUs, what its local pool says, or one.
     """
     if uses_gpus() and (named := os.environ.get("CUDA_VISIBLE_DEVICES")):
         return len(named.split(","))

@@ -233,11 +233,10 @@ def leave_process_group() -> None:
 def _end_groups(groups: list[Any], abort: threading.Thread | None) -> None:
     """End process groups that this process has left. Only the end of the next NCCL group waits for it.
 
-    This process may end earlier.
-
     The end of a gloo group's thread takes up to 10 ms (torch 2.13). If a collective hangs, it takes as long as a
     collective may. The end of an NCCL group takes 0.5 s, or 1 s with an abort, because its threads sleep that
-    long (measured with NCCL 2.28 on an H100). It may also wait for other workers (`ProcessGroupNCCL::shutdown`).
+    long (measured with NCCL 2.28 on an H100). It may also wait for other workers (`ProcessGroupNCCL::shutdown`). This
+    process may end earlier.
     """
     if abort is not None:
         abort.join()
