@@ -181,7 +181,7 @@ def test_down_waits_for_machines_that_shut_down(
 ) -> None:
     """Their placement group cannot be deleted before. A machine that runs is no reason to wait."""
     monkeypatch.setattr(stacks, "synthesize", lambda *_: made)
-    monkeypatch.setattr(cloud_site, "PAUSE", 0.0501)
+    monkeypatch.setattr(cloud_site, "PAUSE", 0.0501)  # a time for which nothing else sleeps
     once = 'if [ "$1" = destroy ] && [ ! -e "$CALLS.once" ]; then touch "$CALLS.once"; exit 1; fi'
     programs(terraform=TERRAFORM.replace("exit 0\n", f"{once}\nexit 0\n"))
     client, pause = aws.client("ec2"), time.sleep
@@ -189,7 +189,7 @@ def test_down_waits_for_machines_that_shut_down(
         client.stop_instances(InstanceIds=[machine])  # moto's machines shut down in no time: this one does not end
 
     def sleep(seconds: float) -> None:
-        if seconds == cloud_site.PAUSE:  # `subprocess` sleeps, too
+        if seconds == cloud_site.PAUSE:  # on a busy machine, `subprocess` sleeps, too
             client.terminate_instances(InstanceIds=[machine])
         pause(seconds)
 

@@ -6,9 +6,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.train.regroups import Regroups
+
 
 @pytest.fixture
 def memory() -> Iterator[Path]:
     """A folder in a tmpfs, as snapshots are in: CUDA locks no memory of a file on a disk."""
     with tempfile.TemporaryDirectory(prefix="spotrun-tests-", dir="/dev/shm") as folder:
         yield Path(folder)
+
+
+@pytest.fixture
+def job(memory: Path) -> Iterator[Regroups]:
+    found = Regroups(memory)
+    yield found
+    found.close()

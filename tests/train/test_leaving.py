@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,12 +31,12 @@ class Group:
 
 
 @pytest.fixture
-def nccl(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The functions of `distributed`, in a process whose only group acts as one of NCCL."""
+def nccl(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Group]:
+    """Forms a group that counts as one of NCCL."""
     monkeypatch.setattr(distributed, "_end", None)
     monkeypatch.setattr(distributed, "_abort", None)
     monkeypatch.setattr(distributed, "_has_nccl", lambda group: True)
-    return SimpleNamespace(join=join)
+    return join
 
 
 def join() -> Group:
@@ -48,12 +49,12 @@ def join() -> Group:
     return found
 
 
-def test_the_next_group_is_formed_while_the_last_one_ends(nccl: Any) -> None:
+def test_the_next_group_is_formed_while_the_last_one_ends(nccl: Callable[[], Group]) -> None:
     """At most one ends at a time: it holds memory of the device."""
-    first = nccl.join()
+    first = nccl()
     assert distributed.leave_in_time(CPU, aborts=False, patience=60)
     assert not dist.is_initialized()
-    second = nccl.join()
+    second = nccl()
     dist.all_reduce(torch.ones(1))
     assert not first.ended
     assert not distributed.leave_in_time(CPU, aborts=False, patience=0.1)
@@ -64,7 +65,7 @@ def test_the_next_group_is_formed_while_the_last_one_ends(nccl: Any) -> None:
     wait_for(lambda: second.ended, 60)
 
 
-def test_a_group_ends_when_its_abort_has_ended(nccl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_ends_when_its_abort_has_ended(nccl: Callable[[], Group], monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker goes on as soon as the device has nothing to do."""
     aborted, calls = threading.Event(), []
 
@@ -73,7 +74,7 @@ def test_a_group_ends_when_its_abort_has_ended(nccl: Any, monkeypatch: pytest.Mo
         assert aborted.wait(60)
 
     monkeypatch.setattr(distributed, "abort_collectives", abort)
-    group, whole = nccl.join(), dist.group.WORLD
+    group, whole = nccl(), dist.group.WORLD
     group.may_end.set()
     assert distributed.abort_in_time(CPU, patience=60)
     assert distributed.abort_in_time(CPU, patience=60)
@@ -88,7 +89,7 @@ def test_a_group_ends_when_its_abort_has_ended(nccl: Any, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("free", [1 << 30, 10 << 30], ids=["little memory", "much memory"])
 def test_a_device_with_little_memory_gets_no_second_group(
-    nccl: Any, monkeypatch: pytest.MonkeyPatch, free: int
+    nccl: Callable[[], Group], monkeypatch: pytest.MonkeyPatch, free: int
 ) -> None:
     """Otherwise NCCL would find no room, and all workers would restart."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 80 << 30))
@@ -101,7 +102,7 @@ def test_a_device_with_little_memory_gets_no_second_group(
     assert waited == ([0.5] if free < distributed.ROOM else [])
 
 
-def test_an_abort_counts_at_once_and_once(nccl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_abort_counts_at_once_and_once(nccl: Callable[[], Group], monkeypatch: pytest.MonkeyPatch) -> None:
     """Snapshots of the next generation do not count it, however late its thread runs."""
     may_begin, backend = threading.Event(), Backend()
 
@@ -110,7 +111,7 @@ def test_an_abort_counts_at_once_and_once(nccl: Any, monkeypatch: pytest.MonkeyP
         backend.abort()
 
     monkeypatch.setattr(distributed, "abort_collectives", abort)
-    nccl.join().may_end.set()
+    nccl().may_end.set()
     old = GroupHealth()
     assert distributed.abort_in_time(CPU, patience=60)
     assert old.trouble() == "a process group was aborted"
@@ -138,16 +139,16 @@ class Backend:
 
 @pytest.mark.parametrize("fails", ["abort", "end"])
 def test_an_end_that_fails_is_a_warning(
-    nccl: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails: str
+    nccl: Callable[[], Group], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails: str
 ) -> None:
     def fail(*_: Any) -> None:
         raise dist.DistBackendError("NCCL says no\nmore")
 
     monkeypatch.setattr(distributed, "abort_collectives", fail if fails == "abort" else lambda *_: None)
-    group = nccl.join()
+    group = nccl()
     group.may_end.set()
     if fails == "end":
-        group.shutdown = fail
+        group.shutdown = fail  # type: ignore[method-assign]
     assert distributed.leave_in_time(CPU, aborts=True, patience=60)
     assert distributed._end is not None
     distributed._end.join(60)

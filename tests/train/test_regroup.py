@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,13 +35,6 @@ from tests.train.generations import Cluster, everything, flatten
 from tests.train.regroups import Regroups, release
 
 ON_GPU = {"on_gpu": True}  # the plan of a worker whose device counts as a GPU
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[Regroups]:
-    found = Regroups(tmp_path)
-    yield found
-    found.close()
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ NCCL does not let two workers share a GPU. With gloo they can: it sums CUDA tens
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,6 @@ gpu, gpus = pytest.mark.gpu, pytest.mark.gpu(devices=2)
 GLOO = {"backend": "gloo"}
 # Otherwise DDP rearranges its buckets, which changes the order in which the gradients of three workers are added.
 KEEPS_BUCKETS = {"find_unused": True, **GLOO}
-
-
-@pytest.fixture
-def job(memory: Path) -> Iterator[Regroups]:
-    found = Regroups(memory)
-    yield found
-    found.close()
 
 
 @pytest.fixture(scope="module")

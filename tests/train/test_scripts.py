@@ -24,14 +24,6 @@ NODES = ["a", "b", "c"]
 everything = list(range(SAMPLES))
 
 
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[Regroups]:
-    (tmp_path / "job").mkdir()
-    found = Regroups(tmp_path / "job")
-    yield found
-    found.close()
-
-
 def undisturbed(path: Path, script: str, nodes: list[str]) -> Cluster:
     path.mkdir()
     cluster = Cluster(path)

@@ -31,8 +31,7 @@ class PinnedMemory:
         self, register: Callable[[int, int], int], unregister: Callable[[int], int], chunk: int = CHUNK
     ) -> None:
         self._register, self._unregister, self._chunk = register, unregister, chunk
-        self._regions: dict[int, int] = {}  # size, by address
-        self._owners: dict[int, Any] = {}  # what keeps the mapping, by address
+        self._regions: dict[int, tuple[int, Any]] = {}  # by address: size, and what keeps the mapping
 
     def add(self, address: int, size: int, owner: Any = None) -> None:
         """Lock a mapping that begins at a page. If this fails, the mapping stays unlocked, and copies to it block.
@@ -40,7 +39,7 @@ class PinnedMemory:
         owner: an object that keeps the mapping. If the mapping ended before `remove`, the driver would take later
         memory at its address for the old one.
         """
-        self._regions[address], self._owners[address] = size, owner
+        self._regions[address] = size, owner
         for at in self._chunks_with_pauses(size):
             if code := self._register(address + at, min(self._chunk, size - at)):
                 log.warning(
@@ -50,18 +49,18 @@ class PinnedMemory:
                     code,
                 )
                 self._unlock(address, at)
-                del self._regions[address], self._owners[address]
+                del self._regions[address]
                 return
 
     def remove(self, address: int) -> None:
         """Unlock a mapping. Call it before the mapping is closed."""
-        if (size := self._regions.pop(address, None)) is not None:
-            self._unlock(address, size)
-            del self._owners[address]
+        if address in self._regions:
+            self._unlock(address, self._regions[address][0])
+            del self._regions[address]
 
     def pieces(self, address: int, size: int) -> list[range]:
         """Cut `size` bytes at `address` into ranges within one chunk each: one CUDA copy cannot span two chunks."""
-        base = next((base for base, length in self._regions.items() if base <= address < base + length), None)
+        base = next((base for base, (length, _) in self._regions.items() if base <= address < base + length), None)
         if base is None or size == 0:
             return [range(size)]
         first = (base - address) % self._chunk or self._chunk  # bytes up to the next chunk
