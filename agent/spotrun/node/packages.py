@@ -19,8 +19,8 @@ from spotrun.errors import HungError, InstallError, RequirementsError, SetupErro
 from spotrun.machine.processes import descendants, kill
 from spotrun.node.bundle import move
 
-# pip takes the launcher's own versions of these: `pip install --target` would install other versions beside them.
 REAP = 10.0  # seconds for a killed pip to be gone
+# pip takes the launcher's own versions of these: `pip install --target` would install other versions beside them.
 PINNED = ("torch", "numpy", "safetensors")
 # pip says one of these if no try can succeed. It says the first one too if the index does not answer, or answers with
 # an error: then it knows no version at all. That is also so if there is no such package.
