@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from spotrun.state.slots import Record
 from spotrun.train import connections, distributed, transfer
-from spotrun.train.slot_files import Reader
 
 
 def fail_on_device(*_: Any) -> NoReturn:
@@ -36,7 +35,7 @@ def leave_in_a_collective_that_hangs(meeting_place: Path, rank: int) -> None:
     distributed.leave_process_group()
 
 
-def send_a_part(record: Record, reader: Reader, hop: transfer.Hop) -> NoReturn:
-    transfer.send(record, reader, hop)[0].wait()
+def send_a_part(record: Record, source: transfer.Source, hop: transfer.Hop) -> NoReturn:
+    transfer.send(record, source, hop)[0][0].wait()
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError

@@ -37,6 +37,7 @@ from spotrun.train import (
     training_state,
 )
 from spotrun.train.copier import Copier
+from spotrun.train.schedule import Snapshots
 from tests.helpers import wait_for
 from tests.train import faults, scripts
 from tests.train.forks import forked
@@ -167,6 +168,7 @@ def prepare(plan: Plan, out: Path) -> None:
     torch.set_num_threads(1)
     out.mkdir(exist_ok=True)
     print_to(out / "log.txt")
+    boundary.WORTH = 0.0  # the steps of these scripts are short
     boundary.leave_together = functools.partial(leave_together, plan)  # type: ignore[attr-defined]
     if plan.together:
         copy_together(plan)
@@ -183,7 +185,7 @@ def prepare(plan: Plan, out: Path) -> None:
         distributed.leave_process_group = functools.partial(faults.fail_after, plan.stays)
         regroup.LEAVE_WAIT, regroup.QUEUED = 2.0, 0.0  # type: ignore[attr-defined]
     if plan.die_sending:
-        restore.send = faults.send_a_part  # type: ignore[attr-defined]
+        restore.send = faults.send_a_part  # type: ignore[assignment,attr-defined]
 
 
 @dataclass
@@ -277,9 +279,9 @@ def flatten(value: Any) -> list[Any]:
 def copy_together(plan: Plan) -> None:
     """Share snapshots of any size, all but the first two. Each boundary waits for what runs beside training."""
     sections.MINIMUM = 0
-    take_snapshot, copied = boundary.Boundary._snapshot, Copier._copy
+    take_snapshot, copied = Snapshots.end_step, Copier._copy
 
-    def snapshot(self: boundary.Boundary, *args: Any, **kwargs: Any) -> None:
+    def snapshot(self: Snapshots, *args: Any, **kwargs: Any) -> None:
         for each in filter(None, (self.writer, self.section)):
             Copier.settle(each)
         take_snapshot(self, *args, **kwargs)
@@ -292,7 +294,7 @@ def copy_together(plan: Plan) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return found
 
-    boundary.Boundary._snapshot = snapshot  # type: ignore[method-assign]
+    Snapshots.end_step = snapshot  # type: ignore[method-assign]
     Copier._copy = copy  # type: ignore[assignment, method-assign]
 
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 import spotrun
 from spotrun.state import slots
 from spotrun.state.control import Context, Control
-from spotrun.train import boundary
+from spotrun.train import schedule
 from spotrun.train.encoding import decode
 from spotrun.train.slot_files import Reader
 from spotrun.train.snapshot import Writer
@@ -135,8 +135,8 @@ class Job:
 
     def look(self, folder: Path) -> int:
         """The newest snapshot's step; its weight is that step's."""
-        assert self.run._boundary.writer is not None
-        self.run._boundary.writer.settle()
+        assert self.run._boundary.snapshots.writer is not None
+        self.run._boundary.snapshots.writer.settle()
         step, state = read(folder)
         assert torch.equal(state["objects"]["model"]["weight"], self.truth[step])
         return step
@@ -145,7 +145,7 @@ class Job:
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch) -> Late:
     stage = Late()
-    monkeypatch.setattr(boundary, "stage_for", lambda device: stage)
+    monkeypatch.setattr(schedule, "stage_for", lambda device: stage)
     return stage
 
 
@@ -168,8 +168,8 @@ def test_what_the_device_waits_makes_snapshots_rarer(
     job = Job()
     for x in job.run.steps(job.loader):
         job.step(x)
-        assert job.run._boundary.writer is not None
-        job.run._boundary.writer.settle()  # or the next one would not be taken
+        assert job.run._boundary.snapshots.writer is not None
+        job.run._boundary.snapshots.writer.settle()  # or the next one would not be taken
         job.keep()
     assert job.look(folder) == 3
     assert 3000 < Control(Path(context.control)).stall < 4000  # what the agent reports
@@ -247,8 +247,8 @@ def test_an_optimizer_in_a_graph_is_not_trusted(folder: Path, stage: Late) -> No
         job.step(x)
         if stage.graph:
             stage.arrive()
-            assert job.run._boundary.writer is not None
-            job.run._boundary.writer.settle()
+            assert job.run._boundary.snapshots.writer is not None
+            job.run._boundary.snapshots.writer.settle()
             assert read(folder)[0] == 1  # that of step 2 was in flight
         stage.graph = False
         job.keep()
@@ -317,8 +317,9 @@ def test_cuda_a_captured_step_changes_no_snapshot(folder: Path) -> None:
         else:
             if job.run.step == 3:
                 job.optimizer.zero_grad()
-                assert job.run._boundary.writer is not None
-                job.run._boundary.writer.settle()  # its thread may wait for no event while a graph is recorded
+                assert job.run._boundary.snapshots.writer is not None
+                # Its thread may wait for no event while a graph is recorded.
+                job.run._boundary.snapshots.writer.settle()
                 with torch.cuda.graph(graph):
                     job.step(still)
             graph.replay()

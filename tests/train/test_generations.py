@@ -23,6 +23,7 @@ from spotrun.state.control import EXIT_DRAINED, EXIT_PEER, NONE, Context
 from spotrun.train import failures, restore
 from spotrun.train.encoding import decode
 from spotrun.train.failures import is_peer_failure
+from spotrun.train.restore import NOTHING, Offer
 from spotrun.train.snapshot import Writer
 from spotrun.wire import Failure
 from tests.helpers import wait_for
@@ -149,6 +150,7 @@ def bring(environment: dict[str, str], trusted: restore.Order, gate: str, out: s
 
     found = restore.restore(context, int(os.environ["LOCAL_RANK"]), None, trusted, into)
     assert found is not None
+    assert found.tensors is not None
     state = decode(found.record.state, found.tensors.tensor)
     assert state["x"].equal(torch.arange(100_000))
     assert state["y"].equal(torch.arange(3_000_000) % 7 == 0)
@@ -239,15 +241,26 @@ def test_a_damaged_state_goes_to_nobody(cluster: Cluster, damaged: str) -> None:
 @pytest.mark.parametrize(
     ("offers", "chain"),
     [
-        ([(1, 5, 0), (1, 5, 0)], (0,)),
-        ([(-1, -1, 0), (1, 5, 0), (1, 4, 0)], (1, 0, 2)),
-        ([(1, 5, 0), (-1, -1, 1), (-1, -1, 0), (-1, -1, 1)], (0, 2, 3)),
-        ([(-1, -1, 0), (-1, -1, 1), (1, 5, 0), (-1, -1, 1)], (2, 0, 1)),
+        ([Offer((1, 5), 0), Offer((1, 5), 0)], (0,)),
+        ([Offer(NOTHING, 0), Offer((1, 5), 0), Offer((1, 4), 0)], (1, 0, 2)),
+        ([Offer((1, 5), 0), Offer(NOTHING, 1), Offer(NOTHING, 0), Offer(NOTHING, 1)], (0, 2, 3)),
+        ([Offer(NOTHING, 0), Offer(NOTHING, 1), Offer((1, 5), 0), Offer(NOTHING, 1)], (2, 0, 1)),
+        # In memory: each rank has it, or has it not.
+        (
+            [Offer((1, 4), 0, live=(1, 5)), Offer(NOTHING, 1, live=(1, 5)), Offer(NOTHING, 0), Offer(NOTHING, 1)],
+            (0, 2, 3),
+        ),
+        (
+            [Offer((1, 4), 0), Offer(NOTHING, 1, live=(1, 5)), Offer((1, 4), 0, live=(1, 5)), Offer(NOTHING, 1)],
+            (1, 0, 3),
+        ),
+        ([Offer((1, 5), 0), Offer((1, 3), 0, live=(1, 5)), Offer(NOTHING, 0)], (1, 2)),
+        ([Offer((2, 5), 0), Offer((1, 3), 0, live=(1, 9)), Offer(NOTHING, 0)], (0, 1, 2)),
     ],
 )
-def test_the_way_of_a_state(offers: list[tuple[int, ...]], chain: tuple[int, ...]) -> None:
-    """Local ranks other than 0 offer nothing. They need the state if their node lacks it."""
-    assert restore.route([(*each, 0) for each in offers]) == chain
+def test_the_way_of_a_state(offers: list[Offer], chain: tuple[int, ...]) -> None:
+    """A node's slot is for all its ranks. A rank's memory is for itself, and it may be the donor."""
+    assert restore.route(offers) == chain
 
 
 def test_a_fixed_interval_bounds_what_is_lost(cluster: Cluster) -> None:

@@ -318,6 +318,52 @@ def test_kills_change_no_bit(job: Regroups, undisturbed: Any, plan: dict[str, An
     assert flatten(job.cluster.final()) == flatten(undisturbed)
 
 
+PLANS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulate": {"accumulate": 3},
+    "two models": {"two_models": True},
+    "compiled": {"compiles": True},
+}
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
+def test_a_death_costs_no_step_before_it(job: Regroups, tmp_path: Path, plan: dict[str, Any]) -> None:
+    """The survivors go on from their own memory, and a newcomer gets that state. No snapshot is taken before."""
+    job.begin("ab", 1000, a=plan, b={"die_at": 8, **plan})
+    survivors = job.survivors()
+    job.regroup([*survivors, job.warm_up("d", 1000, **plan)])
+    assert job.end() == [0, 0], job.cluster.log()
+    assert [each.control.base for each in job.members] == [8, 8]
+    assert job.cluster.seen() == everything
+    (tmp_path / "whole").mkdir()
+    whole = Regroups(tmp_path / "whole")
+    try:
+        whole.begin("ab", 1000, a=plan, b=plan)
+        assert whole.end() == [0, 0], whole.cluster.log()
+        assert flatten(job.cluster.final()) == flatten(whole.cluster.final())
+    finally:
+        whole.close()
+
+
+def test_deaths_again_and_again_cost_no_step(job: Regroups, undisturbed: Any) -> None:
+    """Also that of a member that is about to get the state."""
+    job.begin("abc", 1000, a={"die_at": 9}, b={"die_at": 8})
+    survivors = job.survivors()
+    spare = job.warm_up("d", 1000)
+    spare.process.kill()
+    spare.process.join()
+    job.regroup(survivors, missing=1)
+    wait_for(lambda: all(each.control.entered > 0 for each in survivors), 60)
+    job.close_groups()
+    job.regroup([*survivors, job.warm_up("e", 1000)])
+    job.members[0].process.join(60)
+    survivors = job.members[1:]
+    job.regroup([*survivors, job.warm_up("f", 1000)])
+    assert job.end() == [0, 0, 0], job.cluster.log()
+    assert [each.control.base for each in job.members] == [9] * 3
+    assert flatten(job.cluster.final()) == flatten(undisturbed)
+
+
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_an_early_step_is_done_again_by_fewer_workers(job: Regroups, accumulate: int) -> None:
     """Each sample counts once. Snapshots are adaptive, so some steps are done again."""

@@ -88,8 +88,8 @@ def test_the_last_snapshot_is_tried_again(alone: Path, monkeypatch: pytest.Monke
 
 def settle(run: spotrun.Run) -> None:
     """Wait for the snapshot under way, as the end of the process would."""
-    assert run._boundary.writer is not None
-    run._boundary.writer.settle()
+    assert run._boundary.snapshots.writer is not None
+    run._boundary.snapshots.writer.settle()
 
 
 def values(loader: Any, epochs: int, stop: int | None = None, accumulate: int = 1) -> tuple[list[Any], torch.Tensor]:

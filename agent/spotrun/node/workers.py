@@ -245,8 +245,8 @@ class WorkerGroup:
 
     async def _end(self) -> None:
         draining = self._steps[0] != NONE and self.failure is not None
-        running = [each for each in self.workers if each.code is None and each.left is None]
-        limits = [seconds_for_snapshot(each.control, draining) for each in running]
+        running = [each for each in self.workers if each.code is None]
+        limits = [seconds_for_snapshot(each.control, draining and each.left is None) for each in running]
         await _until(lambda: self._settled(draining), max(limits, default=0.0))
         self._ending = True
         deadline = time.monotonic() + REAP
@@ -289,8 +289,9 @@ class WorkerGroup:
 
     def _settled(self, draining: bool) -> bool:
         """Whether no snapshot is under way that a kill would spoil."""
-        alive = [each for each in self.workers if each.code is None and each.left is None]
-        return not (draining and alive) and all(_steps_in_progress(each.control) == 0 for each in alive)
+        alive = [each for each in self.workers if each.code is None]
+        leaves = draining and any(each.left is None for each in alive)
+        return not leaves and all(_steps_in_progress(each.control) == 0 for each in alive)
 
     def _peers_gone(self) -> list[Failure]:
         """Why workers have left this generation, and wait for the next one."""

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
 from spotrun.errors import SpotrunError
-from spotrun.state.control import EXIT_DRAINED, EXIT_PEER, NEEDS_RELEASE, NONE, Context, Control
+from spotrun.state import slots
+from spotrun.state.control import ABLE, EXIT_DRAINED, EXIT_PEER, NEEDS_RELEASE, NONE, Context, Control
 from spotrun.state.points import Header, is_substitute
 from spotrun.train import distributed, failures, optimizer_state
-from spotrun.train.copy_guard import CopyGuard
 from spotrun.train.distributed import LEAVE_WAIT, NotBegun, cpu_group, join_alone, leave_together, rank_and_world
 from spotrun.train.encoding import Encoder, refuse_sharded
 from spotrun.train.group_health import GroupHealth
@@ -25,12 +23,13 @@ from spotrun.train.metrics import Clock, Metrics
 from spotrun.train.parallel import Parallel
 from spotrun.train.profiling import Profiling
 from spotrun.train.regroup import Loop, Membership
-from spotrun.train.restore import NOTHING, Found, restore
+from spotrun.train.restore import NOTHING, Found, Order, restore
 from spotrun.train.rng import reseed
-from spotrun.train.sections import Place, Section, Sections, equal_tensors
-from spotrun.train.snapshot import EAGER, PATIENCE, Writer, next_interval
-from spotrun.train.staging import stage_for
+from spotrun.train.schedule import Snapshots
+from spotrun.train.slot_files import layout
 from spotrun.train.training_state import TrainingState
+from spotrun.train.transfer import Live
+from spotrun.train.unchanged import Unchanged
 
 log = logging.getLogger(__name__)
 
@@ -38,14 +37,14 @@ LAST = 60.0  # seconds for which the last snapshot is tried again
 AGAIN = 1.0  # seconds between two tries
 TOGETHER = 600.0  # seconds that workers on GPUs wait for each other, at most; the head has shorter limits for a drain
 LOGGED = 0.1  # seconds that a snapshot waits until what was logged before it is on the disk
+WORTH = 0.02  # seconds of a step from which on it is worth 10 microseconds that a failure costs no step before it
 
 
 class Boundary:
     """What a worker does between two steps. Without spotrun (context and control are None) it does nothing.
 
     metrics: what the script logs. clock: measures steps. profiling: records some steps, if an operator asks for it.
-    writer: takes snapshots, on local rank 0. section: copies a part of them, on the other ranks. guard: protects the
-    copies of a GPU's state. models: what `run.ddp` made.
+    snapshots: this worker's part in them. models: what `run.ddp` made.
     """
 
     def __init__(
@@ -62,15 +61,12 @@ class Boundary:
         self.metrics = Metrics(control, context.metrics if context is not None else "")
         self.clock = Clock()
         self.profiling = Profiling(control, context, device)
-        self.writer: Writer | None = None
-        self.section: Section | None = None
-        self.guard: CopyGuard | None = None
+        self.snapshots = Snapshots(state, device, local_rank, models, self.clock, self._trouble)
         self._context, self._control, self._state = context, control, state
         self._device, self._local_rank, self._group, self._models = device, local_rank, group, models
         self._rank = rank_and_world()[0]
-        self._snapped = 0  # step of the newest snapshot
-        self._base = 0  # step at which this process, or its newest generation, began
         self._membership = membership
+        self._unchanged: Unchanged | None = None  # None: after a failure, the state comes from a snapshot
         self._health = GroupHealth()
         self.loop = Loop(self._leave_loop)
         self.must_regroup = False  # whether this worker must join another generation before it goes on
@@ -98,6 +94,8 @@ class Boundary:
             self._membership.loop = self.loop
             self._membership.look_at(state.objects.values(), encoder.tensors.values())
             control.able = self._membership.able()
+            if control.able == ABLE:
+                self._unchanged = Unchanged.of(state.objects.values(), self._models)
         if self._context.warm_up:
             self._enter(control)
             return
@@ -107,7 +105,7 @@ class Boundary:
                 self._load(found)
                 found.settle()
                 reseed(state.seed, state.step, 0, self._rank)
-            self._prepare_snapshots(self._context, control, new=found is None)
+            self.snapshots.prepare(self._context, control, new=found is None)
         self._tell_restored(control, found)
 
     def end_step(self) -> None:
@@ -118,7 +116,7 @@ class Boundary:
         stop_at, snapshot_at, profile = self.clock.tick(control, step)
         draining = step == stop_at
         try:
-            self._snapshot(draining or step == snapshot_at, alone=draining)
+            self.snapshots.end_step(draining or step == snapshot_at, alone=draining)
         except Exception as error:
             handled = self._end if draining or self._membership is None else self.void_if_a_peer_fails.handle
             if not handled(error):
@@ -128,10 +126,12 @@ class Boundary:
             self._leave(control)
         elif profile != NONE or self.profiling.profiler is not None:
             self.profiling.end_step(step)
+        if self._unchanged is not None and not 0 < self.clock.step_seconds < WORTH:
+            self._unchanged.note(step)
         self.clock.resume()
 
     def regroup(self) -> None:
-        """Leave this generation and join the next one. Afterwards the state is that of the newest snapshot.
+        """Leave this generation and join the next one. Afterwards the state is the newest one that a member has.
 
         The process ends instead if it cannot go on from that state: a restarted one can.
         """
@@ -139,6 +139,7 @@ class Boundary:
         assert self._control is not None
         assert self._context is not None
         error, self._void, self.must_regroup, self._doubt = self._void, None, False, False
+        own, live = self._keep(self._context, error)
         if self._membership.survives:  # on a GPU, it stays true until this worker joins another generation
             failures.void = False
         self.profiling.drop("the generation has ended; ask again when the job trains")
@@ -148,17 +149,15 @@ class Boundary:
         while True:
             if not self._membership.disconnect(failed=error is not None):
                 self._exit(self._control, EXIT_PEER if error or self._context.warm_up else EXIT_DRAINED)
-            if self.section is not None:
-                self.section.refuse()
-            for each in filter(None, (self.writer, self.section)):
-                with contextlib.suppress(Exception):  # as in `failures.leave`
-                    each.settle()
+            self.snapshots.refuse()
+            if live is None:
+                self.snapshots.give_up()
             self.metrics.flush()  # the agent takes the block once this worker waits
             self._membership.wait(self._state.step, error)
             self._health = GroupHealth()
             try:
                 self._membership.join()
-                self._continue(self._membership.context, self._control, as_it_is=error is None)
+                self._continue(self._membership.context, self._control, own, live)
                 return
             except Exception as failed:
                 failures.void |= isinstance(failed, torch.AcceleratorError | torch.OutOfMemoryError)  # a fork follows
@@ -168,15 +167,16 @@ class Boundary:
                     if not self._membership.survives:
                         self._end(failed)
                     error, self._doubt = failed, True
+                    own, live = NOTHING, None
 
     def finish(self) -> None:
         """Snapshot the finished state, and wait until the snapshot is committed."""
         deadline = time.monotonic() + LAST
         while True:
             with self.exit_if_a_peer_fails:
-                self._snapshot(forced=True, alone=True)
+                self.snapshots.end_step(forced=True, alone=True)
             self.settle()
-            step, writer = self._state.step, self.writer
+            step, writer = self._state.step, self.snapshots.writer
             if writer is None or (writer.newest_step == step and not writer.dropped):
                 return
             if time.monotonic() > deadline:
@@ -185,12 +185,13 @@ class Boundary:
 
     def settle(self) -> None:
         """Wait until the snapshot under way is committed, or this worker's part of it is copied."""
-        for each in filter(None, (self.writer, self.section)):
-            with self.exit_if_a_peer_fails:
-                each.settle()
+        with self.exit_if_a_peer_fails:
+            self.snapshots.settle()
 
     def _leave_loop(self) -> None:
         """The script leaves its loop over `run.steps`. End this process if the step does not count."""
+        if self._unchanged is not None:  # only in a loop, all that has changed the state is in the steps
+            self._unchanged.forget()
         with self.exit_if_a_peer_fails:
             failures.check(self._void)
 
@@ -230,18 +231,32 @@ class Boundary:
         self._allocated = [each for each in self._state.optimizers if optimizer_state.allocate(each)]
         self.regroup()
 
-    def _continue(self, context: Context, control: Control, as_it_is: bool) -> None:
-        """Go on in a new generation. as_it_is: with the state of this process, if it is the newest snapshot's."""
-        left, state = self._context, self._state
-        assert left is not None
+    def _keep(self, context: Context, error: BaseException | None) -> tuple[Order, Live | None]:
+        """(the order of the state in this process, or `NOTHING` if it may not be whole, that state for others).
+
+        error: why the step under way does not count. On a GPU, others get the state from a snapshot.
+        """
+        state, noted = self._state, self._unchanged
+        if context.warm_up or (error is not None and (noted is None or not noted.put_back(state.step))):
+            return NOTHING, None
+        own = (context.generation, state.step)
+        if self._membership is None or not self._membership.survives:
+            return own, None
+        encoder = Encoder()
+        record = slots.Record(context.job, *own, 0, "", state.encode(encoder))
+        return own, Live(record, layout(encoder.tensors), encoder.tensors)
+
+    def _continue(self, context: Context, control: Control, own: Order, live: Live | None) -> None:
+        """Go on in a new generation. own, live: what `_keep` found."""
+        state = self._state
         self._context, self._rank = context, rank_and_world()[0]
         self._group = cpu_group(self._device)
-        found = self._find(context)
-        begins = self.writer is None and self.section is None  # the script is before its first step
+        found = self._find(context, live)
+        begins = self.snapshots.writer is None and self.snapshots.section is None  # it is before its first step
         if not begins and (found is None or found.record.state["run"]["epoch"] != state.epoch):
             # The script is past the state's place, or its first state is lost. Every member comes to the same result.
             raise dist.DistError("the next generation begins in another epoch: the script must start again")
-        if found is not None and not (as_it_is and found.record.order == (left.generation, state.step)):
+        if found is not None and found.record.order != own:
             self._load(found)
         if found is not None:  # newcomers have no gradients either
             for parameter in (parameter for model in self._models for parameter in model.parameters()):
@@ -253,23 +268,23 @@ class Boundary:
         if found is not None:
             found.settle()
             reseed(state.seed, state.step, 0, self._rank)
-        if self.writer is not None:
-            self.writer.renew(context.generation)
-        elif self.section is not None:
-            self.section.renew()
+        if begins:
+            self.snapshots.prepare(context, control, new=found is None)
         else:
-            self._prepare_snapshots(context, control, new=found is None)
+            self.snapshots.give_up()
+            self.snapshots.renew(context.generation)
         distributed.synchronize(self._device)  # DDP's constructor may have had collectives
         failures.check()
         self._tell_restored(control, found)
 
-    def _find(self, context: Context) -> Found | None:
-        """The state to continue from. Every rank must call this."""
-        trusted = self.writer.written if self.writer is not None and not self._doubt else NOTHING
+    def _find(self, context: Context, live: Live | None = None) -> Found | None:
+        """The state to continue from. Every rank must call this. live: that of this process, if it is whole."""
+        writer = self.snapshots.writer
+        trusted = writer.written if writer is not None and not self._doubt else NOTHING
         # An object that changes what it loads would damage the snapshot.
         may_map = self._device.type == "cpu" and self._state.only_reads()
-        more = {"mapped": self.writer.mapped} if self.writer is not None and may_map else {}
-        found = restore(context, self._local_rank, self._group, trusted, self._destinations, **more)
+        mapped = writer.mapped if writer is not None and may_map else lambda _: None
+        found = restore(context, self._local_rank, self._group, trusted, self._destinations, mapped, live)
         if found is None:
             for each in self._allocated:
                 optimizer_state.clear(each)
@@ -280,113 +295,47 @@ class Boundary:
 
     def _destinations(self) -> dict[str, torch.Tensor]:
         """The tensors that receive a state. From now on, their values are not those that the script gave them."""
+        self.snapshots.guard_copies()
         self._spoiled = True
         return self._state.destinations()
 
     def _load(self, found: Found) -> None:
+        assert found.tensors is not None
+        self.snapshots.guard_copies()
         self._state.load(found.record, found.tensors)
         self._spoiled = False
 
     def _tell_restored(self, control: Control, found: Found | None) -> None:
         """Say at which step this worker begins, and whether a snapshot of this node has that state."""
-        if found is not None and found.kept:
+        writer = self.snapshots.writer
+        if found is not None and (found.kept or (writer is not None and writer.written == found.record.order)):
             control.copied = control.committed = self._state.step
-        self._snapped = self._state.step
+        self.snapshots.begin(found is not None and found.tensors is None)
+        if self._unchanged is not None and self.loop.inside:
+            self._unchanged.note(self._state.step)
         self.clock.begin()
         control.restored = time.time()
-        control.base = control.step = self._base = self._state.step
+        control.base = control.step = self._state.step
         assert self._context is not None
         at = (self._state.step, self._state.epoch)
         substitute = is_substitute(self._rank, self._local_rank, len(self._context.controls))
         self.metrics.begin(Header(self._context.job, self._context.generation, self._rank, *at), substitute)
-
-    def _prepare_snapshots(self, context: Context, control: Control, new: bool) -> None:
-        """new: no state was restored. After a restore others may wait: a large slot is laid out during the steps."""
-        stage, folder = stage_for(self._device), Path(context.slots)
-        workers = [Control(Path(path)) for path in context.controls]
-        copier: Writer | Section
-        if self._local_rank == 0:
-            sections = Sections(control, workers[1:]) if len(workers) > 1 else None
-            copier = self.writer = writer = Writer(
-                folder, context.job, context.generation, control, stage, self._trouble, sections, self._equal
-            )
-            # With a limit: on a GPU, the copy may be queued behind a collective whose peer is gone.
-            failures.before_leaving(lambda: writer.settle(max(PATIENCE, 2 * writer.progress.expected)))
-            encoder = Encoder()
-            self._state.encode(encoder)
-            if new or sum(each.nbytes for each in encoder.tensors.values()) <= EAGER:
-                writer.prepare(encoder.tensors)
-        elif len(workers) > 1:
-            place = (self._local_rank, len(workers))
-            copier = self.section = section = Section(
-                folder, place, control, workers[0], self._state.encode, self._equal, stage, self._trouble
-            )
-            failures.before_leaving(lambda: section.settle(PATIENCE))
-        else:
-            return
-        self.guard = CopyGuard(copier, stage, self._state.optimizers) if stage is not None else None
 
     def _trouble(self) -> str:
         """Why the snapshot that was just copied must not be committed; empty: it may be."""
         self.metrics.flush(LOGGED)  # the steps before a saved state are not done again
         return self._health.trouble()
 
-    def _equal(self) -> set[Place]:
-        return equal_tensors(self._models, self._state.optimizers)
-
-    def _snapshot(self, forced: bool, alone: bool) -> None:
-        """Take a snapshot if it is forced or due. alone: without the node's other workers."""
-        if self.guard is not None:
-            self.guard.end_step()
-        # A forced snapshot must not be dropped: all of it is copied before training goes on.
-        beside = set if forced or self.guard is None else self.guard.beside
-        step, writer = self._state.step, self.writer
-        if self.section is not None:
-            self.section.end_step(step, beside, alone)
-        if writer is None or self._context is None or self._control is None:
-            return
-        fixed, stall = self._context.snapshot_interval, writer.known
-        if stall is None:
-            stall = writer.stall()
-        due, announced = self._due(writer, step, stall), writer.announced if writer.shares else NONE
-        if forced or announced == step or (fixed and due):
-            self._take(writer, beside(), forced or fixed > 0, alone)
-        elif announced != NONE or (writer.shares and self._announce(writer, step + 1, fixed, stall)):
-            return
-        elif due:
-            self._take(writer, beside(), False, alone)
-        elif self._base == step - 1:
-            writer.make_room(self._state.encode)  # the first step has made the optimizer's state
-
-    def _due(self, writer: Writer, step: int, stall: float | None) -> bool:
-        """Whether a snapshot is due at this step. stall: what the last one cost."""
-        fixed = self._context.snapshot_interval if self._context is not None else 0
-        if stall is None:  # not known yet: the host can be steps ahead of a GPU
-            return fixed > 0 and step % fixed == 0
-        if fixed:
-            return writer.dropped or step % fixed == 0
-        return writer.dropped or step - self._snapped >= next_interval(stall, self.clock.step_seconds)
-
-    def _announce(self, writer: Writer, step: int, fixed: int, stall: float | None) -> bool:
-        """Have the node's workers copy the snapshot of the next step together, if one is due then and they can."""
-        wanted = self._control is not None and self._control.snapshot_at == step
-        return (wanted or self._due(writer, step, stall)) and writer.announce(step, exact=wanted or fixed > 0)
-
-    def _take(self, writer: Writer, beside: set[int], wait: bool, alone: bool) -> None:
-        if writer.take(self._state.step, self._state.encode, beside, wait, alone):
-            self._snapped = self._state.step
-        elif wait:
-            log.warning("no snapshot of step %d: its slot is still being read", self._state.step)
-
     def _leave(self, control: Control) -> None:
         """Leave the generation at the stop step: to wait for another one, or to end this process."""
-        able = self._membership.able() if self._membership is not None else 0
+        able, writer = self._membership.able() if self._membership is not None else 0, self.snapshots.writer
         if able == NEEDS_RELEASE:  # the others wait for local rank 0, as in `_enter`
             self.settle()
         together = leave_together(self._device, self._group, TOGETHER if able == NEEDS_RELEASE else LEAVE_WAIT)
-        self.settle()
+        if able != ABLE:  # others can have the state from the memory of this process
+            self.settle()
         # A drain without its snapshot loses steps. The exit code must show that.
-        lost = self.writer is not None and self.writer.newest_step != self._state.step
+        lost = able != ABLE and writer is not None and writer.newest_step != self._state.step
         # On a GPU, the end of the group would disturb a worker that still uses it. So this worker leaves only if all
         # have said that they are done, or if the agent releases it, which may come a moment after a peer's release.
         if not lost and able and (together or able != NEEDS_RELEASE or failures.becomes_void(LEAVE_WAIT)):

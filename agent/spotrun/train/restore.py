@@ -1,9 +1,9 @@
 """Agreeing on the state to continue from, and bringing it to every node.
 
-Each node offers its newest whole snapshot. Rank 0 looks for a newer checkpoint. The best offer by (generation, step)
-wins. The ranks of the nodes that lack this state receive it in their own memory (see `train/transfer.py`). It goes from
-rank to rank in a chain, so no rank sends it twice. Ranks that need nothing take no part. A snapshot that this process
-has not written itself is verified meanwhile.
+Each node offers its newest whole snapshot, and each rank the state in its own memory, if that is known to be whole.
+Rank 0 looks for a newer checkpoint. The best offer by (generation, step) wins. The ranks that lack this state receive
+it in their own memory (see `train/transfer.py`). It goes from rank to rank in a chain, so no rank sends it twice. Ranks
+that need nothing take no part. A snapshot that this process has not written itself is verified meanwhile.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from spotrun.state import slots
 from spotrun.state.control import Context
 from spotrun.train.distributed import rank_and_world
 from spotrun.train.slot_files import Reader, SlotFile
-from spotrun.train.transfer import Received, chain_place, receive, send
+from spotrun.train.transfer import Live, Received, chain_place, receive, send
 
 log = logging.getLogger(__name__)
 
@@ -50,29 +50,46 @@ class Found:
     """The state to continue from."""
 
     record: slots.Record
-    tensors: Reader | Received
+    tensors: Reader | Received | None  # None: the state is that of this process already
     kept: bool  # whether this node has it in a slot
-    sending: list[Any]  # what goes to another rank; see `settle`
+    sending: list[tuple[Any, torch.Tensor]]  # what goes to another rank; see `settle`
 
     def settle(self) -> None:
         """Wait until the next rank has the state. Raises if that rank is gone."""
-        for work in self.sending:
+        for work, _ in self.sending:
             work.wait()
         self.sending.clear()
 
 
-def route(offers: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The ranks that pass the best state on: the donor, then every rank of each node that lacks the state.
-
-    offers: (generation, step, local rank, whether it is trusted) of every rank, in order. Only local rank 0 offers the
-    state of its node.
+@dataclass(frozen=True)
+class Offer:
+    """What a rank has. slot: its node's newest snapshot, which only local rank 0 offers. trusted: this process wrote
+    it. live: the state in the rank's own memory.
     """
-    best, donor = best_of([(offer[0], offer[1]) for offer in offers])
+
+    slot: Order
+    local_rank: int
+    trusted: bool = False
+    live: Order = NOTHING
+
+    @property
+    def best(self) -> Order:
+        return max(self.slot, self.live)
+
+
+def route(offers: Sequence[Offer]) -> tuple[int, ...]:
+    """The ranks that pass the best state on: the donor, then every rank that has it neither in memory nor in a slot.
+
+    offers: of every rank, in order. A rank that has the state in its memory is the donor, if there is one.
+    """
+    best, donor = best_of([offer.best for offer in offers])
+    if any(offer.live == best for offer in offers):
+        _, donor = best_of([offer.live for offer in offers])
     chain, lacks = [donor], False
-    for rank, (generation, step, local_rank, _) in enumerate(offers):
-        if local_rank == 0:
-            lacks = (generation, step) != best
-        if lacks:
+    for rank, offer in enumerate(offers):
+        if offer.local_rank == 0:
+            lacks = offer.slot != best
+        if lacks and offer.live != best:
             chain.append(rank)
     return tuple(chain)
 
@@ -84,29 +101,34 @@ def restore(
     trusted: Order = NOTHING,
     into: Callable[[], Mapping[str, torch.Tensor]] = dict,
     mapped: Callable[[int], SlotFile | None] = lambda _: None,
+    live: Live | None = None,
 ) -> Found | None:
     """Find the best state, on every rank. None: there is none. Every rank must call this.
 
     group: takes CPU tensors; None: the default group. trusted: the newest snapshot here, if this process wrote it.
     into: returns the tensors, by name, into which a received state goes. mapped: returns a slot's file, if this process
-    has mapped it; else None. Raises `DistError` if a state that another worker trusted arrives damaged.
+    has mapped it; else None. live: the state in this process's memory, if it is whole. Raises `DistError` if a state
+    that another worker trusted arrives damaged.
     """
-    folder = Path(context.slots)
+    folder, mine = Path(context.slots), NOTHING if live is None else live.record.order
     folder.mkdir(parents=True, exist_ok=True)
     for _ in range(ROUNDS):
         # One process of each node looks. The others find the result in the same folder.
         own = _offer(folder, context.job) if local_rank == 0 else NOTHING
-        best, _ = best_of([(each[0], each[1]) for each in _gather(own, group)])
+        best, _ = best_of([(each[0], each[1]) for each in _gather(max(own, mine), group)])
         if rank_and_world()[0] == 0 and (fetched := _newer_checkpoint(context, folder, best)):
             own = trusted = fetched  # the download has compared its checksums with the manifest's
-        offers = _gather((*own, local_rank, int(own == trusted)), group)
-        best, _ = best_of([(each[0], each[1]) for each in offers])
+        told = _gather((*own, local_rank, int(own == trusted), *mine), group)
+        offers = [Offer((each[0], each[1]), each[2], bool(each[3]), (each[4], each[5])) for each in told]
+        best, _ = best_of([each.best for each in offers])
         if best == NOTHING:
             return None
-        doubtful = any((each[0], each[1]) == best and not each[3] for each in offers)
+        doubtful = any(each.slot == best != each.live and not each.trusted for each in offers)
+        reads = own == best != mine  # this process reads a slot, which `trusted` may not vouch for
         with ThreadPoolExecutor(1, thread_name_prefix="verify") as beside:
-            verified = beside.submit(_verify, folder, context.job, best) if best == own != trusted else None
-            found, whole = _bring(folder, context.job, best, route(offers), group, into, mapped)
+            verified = beside.submit(_verify, folder, context.job, best) if reads and own != trusted else None
+            source = live if mine == best else None
+            found, whole = _bring(folder, context.job, best, route(offers), group, into, mapped, source)
         damage = None if verified is None else verified.result()
         whole = whole and damage is None
         if not doubtful and not whole:
@@ -164,16 +186,19 @@ def _bring(
     group: dist.ProcessGroup | None,
     into: Callable[[], Mapping[str, torch.Tensor]],
     mapped: Callable[[int], SlotFile | None],
+    live: Live | None,
 ) -> tuple[Found, bool]:
     """Do this rank's part of the transfer, if it has one: (the best state, whether what was received is whole)."""
     hop = chain_place(chain, rank_and_world()[0], group)
+    if live is not None:
+        return Found(live.record, None, False, [] if hop is None else send(live.record, live, hop)), True
     if hop is not None and hop.before is not None:
         record, received, whole = receive(into(), hop)
         if not whole:
             log.warning("the state of step %d that rank %d has sent is damaged", record.step, hop.before)
         return Found(record, received, kept=False, sending=[]), whole
     slot, record = _slot_of(folder, job, best)
-    reader = Reader(folder, slot, mapped(slot))
+    reader = Reader(folder, slot, mapped(slot), record.xxh3)
     return Found(record, reader, kept=True, sending=[] if hop is None else send(record, reader, hop)), True
 
 

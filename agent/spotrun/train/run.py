@@ -222,7 +222,10 @@ class Run:
         self._check_steps(loader)
         boundary, state, on_cpu = self._boundary, self._state, self.device.type == "cpu"
         boundary.clock.resume()
-        with boundary.loop, boundary.guard or nullcontext():  # the code after the loop may change the state in any way
+        with (
+            boundary.loop,
+            boundary.snapshots.guard or nullcontext(),
+        ):  # the code after the loop may change the state in any way
             feed = self._feed(loader, accumulate)
             while (current := next(feed, None)) is not None:
                 self._batch = current
@@ -266,8 +269,8 @@ class Run:
         except Exception as error:
             if not boundary.void_if_a_peer_fails.handle(error):
                 raise
-        if boundary.guard is not None and self._batch.last:
-            boundary.guard()
+        if (guard := boundary.snapshots.guard) is not None and self._batch.last:
+            guard()
 
     def log(self, **values: Any) -> None:
         """Keep numbers (0-dim tensors too) in the job's metrics, and show the newest ones in its display.

@@ -6,7 +6,7 @@ import ctypes
 import fcntl
 import mmap
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,11 +82,11 @@ class Reader:
     """Reads a committed slot. The slot may be overwritten soon: copy what is kept.
 
     mapped: the slot's file, if this process has mapped it. To map a large file again takes long. With this map, a write
-    into a view changes the snapshot.
+    into a view changes the snapshot. xxh3: the checksum of the file in its record.
     """
 
-    def __init__(self, folder: Path, slot: int, mapped: SlotFile | None = None) -> None:
-        self._path = slots.data_path(folder, slot)
+    def __init__(self, folder: Path, slot: int, mapped: SlotFile | None = None, xxh3: str = "") -> None:
+        self._path, self._xxh3 = slots.data_path(folder, slot), xxh3
         self.entries, self._begin = shards.read_header(self._path)
         self._flat = _map_to_read(self._path) if mapped is None else mapped.flat
         self._views = _views(self._flat, self.entries, self._begin)
@@ -96,10 +96,13 @@ class Reader:
         """The bytes before the first tensor."""
         return self._flat[: self._begin].numpy().tobytes()
 
-    @property
-    def data(self) -> torch.Tensor:
-        """The bytes of all tensors, in the map."""
-        return self._flat[self._begin :]
+    def bytes_of(self, start: int, stop: int, entries: Entries) -> torch.Tensor:
+        """A range of the bytes after the header, in the map."""
+        return self._flat[self._begin + start : self._begin + stop]
+
+    def digest(self, parts: Sequence[torch.Tensor]) -> str:
+        """The checksum that the slot's record has."""
+        return self._xxh3
 
     def tensor(self, name: str) -> torch.Tensor:
         """A copy of the tensor."""

@@ -26,7 +26,7 @@ from spotrun.train.encoding import Encoder
 from spotrun.train.progress import Progress
 from spotrun.train.sections import Place, Plan, Sections
 from spotrun.train.slot_files import Entries, SlotFile, layout
-from spotrun.train.staging import Copying, Stage
+from spotrun.train.staging import Copying, Delayed, Stage
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class _Snapshot:
     step: int
     tree: Any  # what is not a tensor, as JSON values
     entries: Entries
-    copying: Copying | None  # copies under way; None: those of this worker are complete
+    copying: Copying | Delayed | None  # copies under way; None: those of this worker are complete
     together: bool  # whether other workers copy a part of it
 
 
@@ -177,7 +177,8 @@ class Writer(Copier):
 
         beside: data pointers of tensors that nothing changes before the next `guard`. wait: the snapshot is urgent, so
         wait for the last commit, and up to `PATIENCE` seconds for the reader. alone: this worker copies everything,
-        even if the node's other workers could copy a part.
+        even if the node's other workers could copy a part. On the CPU, a thread makes these copies: call `guard` or
+        `settle` before anything changes a tensor.
         """
         shared, self._shared = self._shared, None
         if shared is None:
@@ -189,7 +190,7 @@ class Writer(Copier):
         with held:
             target = self._claim(held, wait) if shared is None else shared.slot
             together = shared is not None and shared.step == step and not alone
-            return target is not None and self._begin(held, target, step, state, beside, wait, together)
+            return target is not None and self._begin(held, target, step, state, beside, wait, together, alone)
 
     def settle(self, timeout: float | None = None) -> None:
         """Wait until the snapshot under way is committed. Raises its error, or `TimeoutError`.
@@ -211,6 +212,7 @@ class Writer(Copier):
         beside: set[int],
         wait: bool,
         together: bool,
+        later: bool,
     ) -> bool:
         """Copy the state into a slot whose lock is in `held`, and have it committed. See `take`."""
         started = time.monotonic()
@@ -229,7 +231,7 @@ class Writer(Copier):
         self.progress.begin(step, len(self._slots[target].mapped))
         slots.revoke(self._folder, target)
         own = self._own(encoder.tensors, plan) if together else encoder.tensors
-        self._copying = copying = self._copy(own, self._slots[target].views, beside)
+        self._copying = copying = self._copy(own, self._slots[target].views, beside, later)
         self.dropped, self._together = False, together
         if copying is None and not together:
             self.progress.copied(step)

@@ -88,6 +88,33 @@ class Copying:
             return self._changed
 
 
+class Delayed:
+    """Copies between tensors of the CPU, which `land` makes: another thread calls it. pairs: (source, target)."""
+
+    def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._pairs, self._over = list(pairs), threading.Event()
+
+    def guard(self) -> None:
+        """Call before the sources may change: wait until they are copied."""
+        self._over.wait()
+
+    doubt = guard
+
+    def seconds(self) -> float:
+        """Training has not waited for the copies, as far as they know."""
+        return 0.0
+
+    def land(self) -> list[str]:
+        """Make the copies."""
+        try:
+            for source, target in self._pairs:
+                target.copy_(source)
+        finally:
+            self._pairs.clear()
+            self._over.set()
+        return []
+
+
 def stage_for(device: torch.device) -> Stage | None:
     """The `Stage` of this device; None for the CPU, whose tensors are copied at once."""
     return Staging(device) if device.type == "cuda" else None

@@ -1,7 +1,8 @@
-"""Sending a snapshot from worker to worker, straight into the tensors of those who lack it.
+"""Sending a state from worker to worker, straight into the tensors of those who lack it.
 
-The bytes travel as they lie in the donor's slot, so a receiver can compare their checksum with the record's. It hashes
-what has arrived while the rest arrives, and writes no file: its next snapshot fills its slot.
+The donor reads it from a slot, or from its own tensors. The bytes travel as they lie in a slot, and their checksum
+follows them. A receiver hashes what has arrived while the rest arrives, and writes no file: its next snapshot fills its
+slot.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,10 +20,11 @@ import xxhash
 from spotrun.errors import CorruptError
 from spotrun.state import shards, slots
 from spotrun.train.encoding import TORCH
-from spotrun.train.slot_files import Entries, Reader
+from spotrun.train.slot_files import Entries
 
 CHUNK = 64 << 20  # bytes in one message, at most
 ALONE = 1 << 20  # bytes of a tensor that has messages of its own; smaller ones share them
+DIGEST = 32  # characters of a checksum
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,49 @@ class Message:
     start: int
     stop: int
     entries: Entries
+
+
+class Source(Protocol):
+    """What a donor sends."""
+
+    entries: Entries
+
+    @property
+    def header(self) -> bytes:
+        """The bytes before the first tensor."""
+
+    def bytes_of(self, start: int, stop: int, entries: Entries) -> torch.Tensor:
+        """A range of the bytes after the header, which has only bytes of these entries."""
+
+    def digest(self, parts: Sequence[torch.Tensor]) -> str:
+        """The checksum of the header and all bytes after it. parts: these bytes."""
+
+
+class Live:
+    """The state in this process's own tensors, all of them on the CPU. Nothing may change them while it is sent.
+
+    record: has no checksum.
+    """
+
+    def __init__(self, record: slots.Record, entries: Entries, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.record, self.entries, self._tensors = record, entries, tensors
+
+    @property
+    def header(self) -> bytes:
+        return shards.header(self.entries)
+
+    def bytes_of(self, start: int, stop: int, entries: Entries) -> torch.Tensor:
+        parts = []
+        for entry in (each for each in entries if each.stop > each.start):
+            tensor = self._tensors[entry.name].detach().resolve_conj().resolve_neg().contiguous()
+            parts.append(_bytes(tensor)[max(0, start - entry.start) : stop - entry.start])
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def digest(self, parts: Sequence[torch.Tensor]) -> str:
+        hashed = xxhash.xxh3_128(self.header)
+        for each in parts:
+            hashed.update(each.numpy().data)
+        return hashed.hexdigest()
 
 
 class Received:
@@ -85,17 +130,24 @@ def messages(entries: Entries) -> list[Message]:
     return found
 
 
-def send(record: slots.Record, reader: Reader, hop: Hop) -> list[Any]:
-    """Begin to send a committed slot. Returns the sends under way: the slot must not change before they have ended."""
+def send(record: slots.Record, source: Source, hop: Hop) -> list[tuple[Any, torch.Tensor]]:
+    """Begin to send a state. Returns the sends under way with what they send: the source must not change before."""
     relay(json.dumps(asdict(record)).encode(), hop)
-    relay(reader.header, hop)
+    relay(source.header, hop)
+    parts = [source.bytes_of(each.start, each.stop, each.entries) for each in messages(source.entries)]
+    sends = [_begin(each, hop) for each in parts]
+    # Other threads send meanwhile.
+    return [*sends, _begin(torch.frombuffer(bytearray(source.digest(parts).encode()), dtype=torch.uint8), hop)]
+
+
+def _begin(data: torch.Tensor, hop: Hop) -> tuple[Any, torch.Tensor]:
+    """Begin to send to the next rank."""
     assert hop.after is not None
-    data = reader.data
-    return [dist.isend(data[each.start : each.stop], hop.after, group=hop.group) for each in messages(reader.entries)]
+    return dist.isend(data, hop.after, group=hop.group), data
 
 
 def receive(into: Mapping[str, torch.Tensor], hop: Hop) -> tuple[slots.Record, Received, bool]:
-    """Receive a state, and pass it on: (record, tensors, whether the bytes are those of the record).
+    """Receive a state, and pass it on: (record, tensors, whether the bytes have the donor's checksum).
 
     into: tensors by name. Those of the right shape and type receive the values; the others are made.
     """
@@ -111,13 +163,17 @@ def receive(into: Mapping[str, torch.Tensor], hop: Hop) -> tuple[slots.Record, R
             # One at a time: with several, gloo (torch 2.13) does not always notice the sender's death.
             dist.recv(data, hop.before, group=hop.group)
             if hop.after is not None:
-                passed_on.append((dist.isend(data, hop.after, group=hop.group), data))
+                passed_on.append(_begin(data, hop))
             beside.submit(hashed.update, data.numpy().data)
             if not _is_alone(each.entries[0]):
                 _unpack(each, data, tensors)
+        digest = torch.empty(DIGEST, dtype=torch.uint8)
+        dist.recv(digest, hop.before, group=hop.group)
+        if hop.after is not None:
+            passed_on.append(_begin(digest, hop))
         for work, _ in passed_on:
             work.wait()
-    return record, Received(tensors), hashed.hexdigest() == record.xxh3
+    return record, Received(tensors), hashed.hexdigest() == digest.numpy().tobytes().decode(errors="replace")
 
 
 def relay(data: bytes | None, hop: Hop) -> bytes:

@@ -1,0 +1,182 @@
+"""Whether the tracked state is still that of the last step, after a step that does not count.
+
+gloo fails before it changes a parameter. So if neither an optimizer nor the script has changed the state in the step,
+the step was for nothing, and no other is lost: the state need not come back from a snapshot. What is small and changes
+before the gradients are exchanged, such as the statistics of BatchNorm, is put back.
+
+Every in-place operation on a tensor raises its `_version`, but not one on its `data`. So a script that uses the `data`
+of a parameter in the step gets its state from a snapshot. So does a script that tracks objects of its own.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+from spotrun.train import failures
+from spotrun.train.encoding import Stateful
+from spotrun.train.parallel import Parallel
+from spotrun.train.sampler import ElasticSampler
+
+SMALL = 1 << 20  # bytes of all buffers together, up to which they are copied in each step
+
+_touched = False  # whether an optimizer, or the script by a parameter's `data`, may have changed the state in this step
+_watches = False
+
+
+class Unchanged:
+    """Notes the state of a step, and tells later whether it is still the same. For objects that are known: see `of`."""
+
+    @classmethod
+    def of(cls, objects: Collection[Stateful], models: Sequence[Parallel]) -> Unchanged | None:
+        """None if an object may change in any way while a step computes gradients.
+
+        objects: what `run.track` names. models: what `run.ddp` made.
+        """
+        return cls(objects, models) if all(map(_is_known, [*models, *objects])) else None
+
+    def __init__(self, objects: Collection[Stateful], models: Sequence[Parallel]) -> None:
+        self._modules = [*models, *(each for each in objects if isinstance(each, nn.Module))]
+        self._optimizers = [each for each in objects if isinstance(each, torch.optim.Optimizer)]
+        self._schedulers = [each for each in objects if isinstance(each, lr_scheduler.LRScheduler)]
+        self._schedulers += [inner for each in self._schedulers for inner in _inside(each)]
+        self._scalers = [each for each in objects if isinstance(each, torch.amp.GradScaler)]
+        self._step = -1  # of the noted state; -1: none is noted
+        _watch()
+        for each in self._optimizers:
+            each.register_step_pre_hook(_touch)
+        buffers = _buffers(self._modules)
+        small = sum(each.nbytes for each in buffers) <= SMALL
+        self._copied = buffers if small else []
+        self._copies = [torch.empty_like(each) for each in self._copied]
+        self._fixed = _parameters(self._modules) + ([] if small else buffers)
+        self._versions: list[int] = []
+        self._groups: list[dict[str, Any]] = []
+        self._fields: list[dict[str, Any]] = []
+        self._scales: list[list[Any]] = []
+
+    def note(self, step: int) -> None:
+        """Note the state, which is that of this step."""
+        global _touched
+        self._step, _touched = step, False
+        self._versions = [each._version for each in self._fixed]
+        if self._copied:
+            torch._foreach_copy_(self._copies, [each.detach() for each in self._copied])
+        self._groups = [
+            {key: value for key, value in group.items() if key != "params"} for group in _groups(self._optimizers)
+        ]
+        self._fields = [dict(vars(each)) for each in self._schedulers]
+        self._scales = [[None if each is None else each.clone() for each in _scale(item)] for item in self._scalers]
+
+    def forget(self) -> None:
+        """No state is noted any more."""
+        self._step = -1
+
+    def put_back(self, step: int) -> bool:
+        """Put back what is small. Returns whether all of the state is that of this step then."""
+        buffers, parameters = _buffers(self._modules), _parameters(self._modules)
+        fixed = parameters if self._copied else parameters + buffers
+        groups = _groups(self._optimizers)
+        if (
+            step != self._step
+            or _touched
+            or not _same(fixed, self._fixed)
+            or not _same(buffers if self._copied else [], self._copied)
+            or [each._version for each in fixed] != self._versions
+            or len(groups) != len(self._groups)
+        ):
+            return False
+        if self._copied:
+            torch._foreach_copy_([each.detach() for each in self._copied], self._copies)
+        for group, values in zip(groups, self._groups, strict=True):
+            group.update(values)
+        for scheduler, fields in zip(self._schedulers, self._fields, strict=True):
+            vars(scheduler).clear()
+            vars(scheduler).update(fields)
+        for scaler, noted in zip(self._scalers, self._scales, strict=True):
+            scaler._scale, scaler._growth_tracker = noted
+        return True
+
+
+def _same(found: Sequence[torch.Tensor], noted: Sequence[torch.Tensor]) -> bool:
+    return len(found) == len(noted) and all(one is other for one, other in zip(found, noted, strict=True))
+
+
+def _parameters(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
+    return list(dict.fromkeys(each for module in modules for each in module.parameters()))
+
+
+def _buffers(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
+    return list(dict.fromkeys(each for module in modules for each in module.buffers()))
+
+
+def _groups(optimizers: Iterable[torch.optim.Optimizer]) -> list[dict[str, Any]]:
+    return [group for each in optimizers for group in each.param_groups]
+
+
+def _scale(scaler: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The state of a `GradScaler` (torch 2.13). Both are None until it is used for the first time."""
+    return (scaler._scale, scaler._growth_tracker) if scaler.is_enabled() else (None, None)
+
+
+def _inside(scheduler: Any) -> list[Any]:
+    """The schedulers that this one calls."""
+    inner = getattr(scheduler, "_schedulers", [])
+    return [*inner, *(deeper for each in inner for deeper in _inside(each))]
+
+
+def _is_known(item: object) -> bool:
+    """Whether nothing of it but its tensors, and what `Unchanged` notes, changes while a step computes gradients."""
+    if isinstance(item, nn.Module):
+        return type(item).state_dict in (nn.Module.state_dict, Parallel.state_dict) and not any(
+            map(_has_more, item.modules())
+        )
+    if isinstance(item, torch.optim.Optimizer):
+        values = [value for group in item.param_groups for key, value in group.items() if key != "params"]
+        plain = type(item).state_dict is torch.optim.Optimizer.state_dict and not item._optimizer_state_dict_post_hooks
+        return plain and not any(isinstance(value, torch.Tensor) for value in values)
+    if isinstance(item, lr_scheduler.LRScheduler):
+        calls = getattr(item, "lr_lambdas", [])
+        plain = all(each is None or isinstance(each, types.FunctionType) for each in calls)
+        return plain and type(item).__module__ == lr_scheduler.__name__ and all(map(_is_known, _inside(item)))
+    return type(item) is ElasticSampler or isinstance(item, torch.amp.GradScaler)
+
+
+def _has_more(module: nn.Module) -> bool:
+    """Whether the module's state has more than parameters and buffers."""
+    return type(module).get_extra_state is not nn.Module.get_extra_state or bool(module._state_dict_hooks)
+
+
+def _touch(*_: object) -> None:
+    global _touched
+    if not failures.void:  # such a step of an optimizer changes nothing: see `IdleOptimizer`
+        _touched = True
+
+
+def _watch() -> None:
+    """From now on, notice each use of a parameter's `data`."""
+    global _watches
+    if _watches:
+        return
+    _watches = True
+    data: Any = torch.Tensor.data
+
+    def read(parameter: nn.Parameter) -> Any:
+        _touch_data()
+        return data.__get__(parameter)
+
+    def write(parameter: nn.Parameter, value: torch.Tensor) -> None:
+        _touch_data()
+        data.__set__(parameter, value)
+
+    nn.Parameter.data = property(read, write)  # type: ignore[assignment]
+
+
+def _touch_data() -> None:
+    global _touched
+    _touched = True

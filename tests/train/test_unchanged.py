@@ -1,0 +1,205 @@
+"""After a step that does not count: whether the state in memory is still that of the step before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.optim.swa_utils import AveragedModel
+
+from spotrun.train import failures, unchanged
+from spotrun.train.idle_optimizer import IdleOptimizer
+from spotrun.train.parallel import Parallel
+from spotrun.train.unchanged import Unchanged
+from tests.train.generations import flatten
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": torch.optim.AdamW,
+    "foreach": lambda parameters: torch.optim.Adam(parameters, foreach=True),
+    "one by one": lambda parameters: torch.optim.Adam(parameters, foreach=False),
+    "fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+}
+
+
+class Script:
+    """A script's objects, and a step of it."""
+
+    def __init__(self, make: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW) -> None:
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+        self.model = Parallel(layers, torch.device("cpu"))
+        self.mean = AveragedModel(layers)
+        self.optimizer = make(self.model.parameters())
+        inner = [lr_scheduler.LinearLR(self.optimizer), lr_scheduler.ConstantLR(self.optimizer)]
+        self.scheduler = lr_scheduler.SequentialLR(self.optimizer, inner, [2])
+        self.scaler = torch.amp.GradScaler("cpu")
+        self.data = iter(torch.randn(9, 3, 4))
+        self.step()
+        self.noted = Unchanged(self.objects, [self.model])
+        assert Unchanged.of(self.objects, [self.model])
+
+    @property
+    def objects(self) -> list[Any]:
+        return [self.model, self.mean, self.optimizer, self.scheduler, self.scaler]
+
+    def backward(self) -> None:
+        self.scaler.scale(self.model(next(self.data)).square().mean()).backward()
+
+    def optimize(self) -> None:
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+
+    def step(self) -> None:
+        self.backward()
+        self.optimize()
+
+    def state(self) -> list[Any]:
+        return [flatten({str(key): value for key, value in each.state_dict().items()}) for each in self.objects]
+
+
+@pytest.fixture
+def script() -> Iterator[Script]:
+    yield Script()
+    failures.void = False
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+def test_a_step_up_to_its_gradients_changes_nothing_that_stays(make: Any) -> None:
+    script = Script(make)
+    for step in (1, 2):
+        script.noted.note(step)
+        before = script.state()
+        for group in script.optimizer.param_groups:
+            group["lr"] = 0.7
+        script.backward()
+        assert script.state() != before
+        assert script.noted.put_back(step)
+        assert script.state() == before
+        script.step()
+        assert not script.noted.put_back(step)
+
+
+def test_the_rest_of_a_void_step_is_put_back(script: Script) -> None:
+    """Its optimizer does nothing, but its scheduler and its scaler go on."""
+    script.noted.note(1)
+    before = script.state()
+    script.backward()
+    failures.void = True
+    idle = IdleOptimizer(script.optimizer)
+    script.optimize()
+    idle.end()
+    assert script.state() != before
+    assert script.noted.put_back(1)
+    assert script.state() == before
+
+
+def scale_data(script: Script) -> None:
+    next(script.model.parameters()).data.mul_(2)
+
+
+def replace_data(script: Script) -> None:
+    next(script.model.parameters()).data = torch.ones(8, 4)
+
+
+def read_data(script: Script) -> None:
+    float(next(script.model.parameters()).data.sum())  # it may change it later
+
+
+@torch.no_grad()
+def scale(script: Script) -> None:
+    next(script.model.parameters()).mul_(2)
+
+
+def average(script: Script) -> None:
+    script.mean.update_parameters(script.model)
+
+
+def replace_buffer(script: Script) -> None:
+    script.model.module[1].running_mean = torch.ones(8)
+
+
+def add_layer(script: Script) -> None:
+    script.model.module.append(nn.Linear(2, 2))
+
+
+def add_group(script: Script) -> None:
+    script.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+
+
+def forget(script: Script) -> None:
+    script.noted.forget()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [scale_data, replace_data, read_data, scale, average, replace_buffer, add_layer, add_group, Script.step, forget],
+)
+def test_what_may_have_changed_the_state(script: Script, change: Callable[[Script], None]) -> None:
+    script.noted.note(1)
+    change(script)
+    assert not script.noted.put_back(1)
+    script.noted.note(2)
+    assert not script.noted.put_back(1)
+
+
+def test_large_buffers_must_not_change(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No copy of them is made in each step."""
+    monkeypatch.setattr(unchanged, "SMALL", 10)
+    script.noted = Unchanged(script.objects, [script.model])
+    script.noted.note(1)
+    script.model.eval()
+    script.backward()
+    assert script.noted.put_back(1)
+    script.model.train()
+    script.backward()
+    assert not script.noted.put_back(1)
+
+
+class Own:
+    """An object that a script tracks. It may change at any time."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def __call__(self, epoch: int) -> float:
+        return 1.0
+
+
+class Extra(nn.Linear):
+    def get_extra_state(self) -> int:
+        return 3
+
+
+def with_lambda(script: Script, call: Any) -> Any:
+    return lr_scheduler.LambdaLR(script.optimizer, call)
+
+
+def with_tensor(script: Script, value: torch.Tensor) -> Any:
+    return torch.optim.AdamW(script.model.parameters(), lr=value)
+
+
+@pytest.mark.parametrize(
+    ("more", "known"),
+    [
+        (lambda _: Own(), False),
+        (lambda _: Extra(2, 2), False),
+        (lambda script: with_lambda(script, Own()), False),
+        (lambda script: with_lambda(script, lambda epoch: 0.9), True),
+        (lambda script: with_tensor(script, torch.tensor(0.1)), False),
+        (lambda _: nn.Linear(2, 2), True),
+    ],
+)
+def test_objects_of_the_script_s_own_may_change_at_any_time(
+    script: Script, more: Callable[[Script], Any], known: bool
+) -> None:
+    found = Unchanged.of([*script.objects, more(script)], [script.model])
+    assert (found is not None) == known
