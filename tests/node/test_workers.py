@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 from pathlib import Path
@@ -10,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from spotrun.node import cleanup, worker_failure, workers
+from spotrun.node import cleanup, snapshot_limits, worker_failure
 from spotrun.node.phase import phase_of
 from spotrun.node.workers import create
-from spotrun.state.control import EXIT_DRAINED, EXIT_PEER, NONE, Control
+from spotrun.state.control import ABLE, EXIT_DRAINED, EXIT_PEER, NONE, Control
 from spotrun.wire import Failure, Generation
 from tests.fakes.nccl import NCCL_SHORT, WATCHDOG
 
@@ -91,12 +92,12 @@ def test_a_worker_that_nccl_aborts_has_lost_a_peer(log: str, message: str, tmp_p
 @pytest.mark.parametrize(
     ("expected", "committed", "draining", "seconds"),
     [
-        pytest.param(0.0, 8, False, workers.SETTLE, id="none is under way"),
-        pytest.param(0.5, 6, False, workers.SETTLE, id="a small one"),
+        pytest.param(0.0, 8, False, snapshot_limits.SETTLE, id="none is under way"),
+        pytest.param(0.5, 6, False, snapshot_limits.SETTLE, id="a small one"),
         pytest.param(7.0, 6, False, 14.0, id="a large one: twice what it takes"),
         pytest.param(70.0, 6, False, 20.0, id="not longer than the two steps that it is worth"),
         pytest.param(70.0, NONE, False, 80.0, id="the first one is worth all steps of this process"),
-        pytest.param(0.5, 6, True, workers.LEAVE, id="a worker that leaves a drain"),
+        pytest.param(0.5, 6, True, snapshot_limits.LEAVE, id="a worker that leaves a drain"),
         pytest.param(70.0, 6, True, 140.0, id="a drain with a large one"),
     ],
 )
@@ -107,19 +108,51 @@ def test_a_snapshot_gets_the_time_that_its_size_takes(
     control = Control(tmp_path / "control", create=True)
     control.base, control.step, control.begun, control.stepping = 0, 8, 8, 80.0
     control.expected, control.committed = expected, committed
-    assert workers.seconds_for_snapshot(control, draining) == seconds
+    assert snapshot_limits.seconds_for_snapshot(control, draining) == seconds
     control.close()
 
 
+def test_a_worker_that_joins_another_generation_keeps_the_time_for_its_snapshot(tmp_path: Path) -> None:
+    control = Control(tmp_path / "control", create=True)
+    control.base, control.step, control.begun, control.committed, control.expected = 0, 8, 8, 6, 70.0
+    control.renew(2)
+    assert (control.begun, control.committed, control.step) == (8, 6, NONE)
+    assert snapshot_limits.seconds_for_snapshot(control, draining=False) == 140.0
+    control.committed = 8
+    control.renew(3)
+    assert (control.begun, control.committed, control.expected) == (NONE, NONE, 0.0)
+    control.close()
+
+
+def test_a_drain_is_over_when_its_snapshot_is_committed(tmp_path: Path) -> None:
+    """The worker has left before, and may join the next generation meanwhile."""
+    found = create(Generation(number=1, members=(), store="h:1"), 0, 1, tmp_path / "control", tmp_path / "logs")
+    found.started([os.getpid()])
+    control = found.workers[0].control
+    control.able, control.base, control.step, control.committed, control.begun = ABLE, 0, 8, 6, 8
+    control.left = EXIT_DRAINED
+    assert (found.phase, found.regroup, found.stopped_in(1), found.writes_snapshot) == (
+        "running",
+        "waiting",
+        True,
+        True,
+    )
+    control.committed = 8
+    assert (found.phase, found.writes_snapshot) == ("drained", False)
+    found.close()
+
+
+@pytest.mark.parametrize("left", [NONE, EXIT_DRAINED])
 async def test_a_worker_is_not_ended_in_the_middle_of_a_large_snapshot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: int
 ) -> None:
-    monkeypatch.setattr(workers, "SETTLE", 0.0)
+    monkeypatch.setattr(snapshot_limits, "SETTLE", 0.0)
     found = create(Generation(number=1, members=(), store="h:1"), 0, 1, tmp_path / "control", tmp_path / "logs")
     worker = await asyncio.create_subprocess_exec("sleep", "600")
     found.started([worker.pid])
     control = found.workers[0].control
     control.base, control.step, control.begun, control.stepping, control.expected = 0, 8, 8, 8000.0, 4000.0
+    control.left = left
     ending = asyncio.create_task(found.end())
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(worker.wait(), 0.5)

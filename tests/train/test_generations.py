@@ -21,10 +21,12 @@ from spotrun.errors import SpotrunError
 from spotrun.state import exit_note, slots
 from spotrun.state.control import EXIT_DRAINED, EXIT_PEER, NONE, Context
 from spotrun.train import failures, restore
-from spotrun.train.encoding import decode
+from spotrun.train.encoding import Encoder, decode
 from spotrun.train.failures import is_peer_failure
 from spotrun.train.restore import NOTHING, Offer
+from spotrun.train.slot_files import layout
 from spotrun.train.snapshot import Writer
+from spotrun.train.transfer import Live
 from spotrun.wire import Failure
 from tests.helpers import wait_for
 from tests.train.blocks import block
@@ -236,6 +238,44 @@ def test_a_damaged_state_goes_to_nobody(cluster: Cluster, damaged: str) -> None:
     assert [process.exitcode for process in processes] == [0, 0, 0]
     assert [record.step for _, record in slots.newest(cluster.slots("b"), "job")] == []
     assert cluster.newest("c").step == (6 if damaged == "bc" else 7)
+
+
+def agree(environment: dict[str, str], step: int, out: str) -> None:
+    """Restore the state. step: of that in this process's memory; 0: it has none. Say what the process has then."""
+    os.environ.update(environment)
+    dist.init_process_group("gloo")
+    context, own, encoder = Context.from_env(), torch.full((3_000_000,), float(step)), Encoder()
+    assert context is not None
+    tree = encoder.encode({"x": own}, "state")
+    live = Live(slots.Record("job", 1, step, 0, "", tree), layout(encoder.tensors), encoder.tensors) if step else None
+    found = restore.restore(context, 0, None, NOTHING, lambda: {"state.x": own}, live=live)
+    assert found is not None
+    x = own if found.tensors is None else decode(found.record.state, found.tensors.tensor)["x"]
+    found.settle()
+    Path(out).write_text(f"{found.record.step} {float(x.min())} {float(x.max())}")
+    os._exit(0)
+
+
+def test_a_state_in_memory_does_not_count_once_another_has_been_written_over_it(cluster: Cluster) -> None:
+    """That other one was newer, and damaged."""
+    writer = Writer(cluster.slots("b"), "job", 1, block())
+    for step in (4, 6):
+        state = {"x": torch.full((3_000_000,), float(step))}
+        assert writer.take(step, lambda encoder, state=state: encoder.encode(state, "state"), set(), wait=True)  # type: ignore[misc]
+        writer.settle()
+    with slots.data_path(cluster.slots("b"), slots.newest(cluster.slots("b"), "job")[0][0]).open("r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        file.write(b"\0\0\0A")
+    processes, out = [], [cluster.path / f"found-{rank}" for rank in range(2)]
+    with meeting(2) as group:
+        for rank, step in enumerate((5, 0)):
+            environment = {**group, "RANK": str(rank), "LOCAL_RANK": "0"}
+            environment[Context.VARIABLE] = cluster.context("ab"[rank], rank, 0).to_env()
+            processes.append(forked.Process(target=agree, args=(environment, step, str(out[rank])), daemon=True))
+            processes[-1].start()
+        for process in processes:
+            process.join(120)
+    assert [path.read_text() for path in out] == ["4 4.0 4.0"] * 2
 
 
 @pytest.mark.parametrize(

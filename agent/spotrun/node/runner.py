@@ -276,12 +276,14 @@ class Runner:
         if save is None or ref is None:
             self._part_uploader.want(None)
             return
-        saving = group is not None and group.alive and group.number == ref.generation
+        saving = False
+        if group is not None and group.alive:  # the workers may be in the next generation before it is committed
+            in_time = group.number == ref.generation and group.committed < ref.step
+            saving = in_time or (group.previous == ref.generation and group.writes_snapshot)
         if self._part_uploader.part is not None and self._saved != ref:
             self._saved = ref
             self._metrics.soon()  # what was logged up to a state should be in the bucket with the state
-        awaited = group is not None and saving and group.committed < ref.step
-        self._part_uploader.want(WantedPart(self.id, self._slots, ref, save.index, save.parts), awaited)
+        self._part_uploader.want(WantedPart(self.id, self._slots, ref, save.index, save.parts), saving)
 
     def _apply_keep(self, order: JobOrder) -> None:
         """Upload the folders that the ordered generation has left here."""

@@ -18,6 +18,7 @@ from typing import Literal
 from spotrun.machine.processes import descendants, kill
 from spotrun.node import cleanup, log_tail, worker_failure
 from spotrun.node.phase import Phase, phase_of
+from spotrun.node.snapshot_limits import pace, seconds_for_snapshot, steps_in_progress
 from spotrun.state import exit_note
 from spotrun.state.control import (
     EXIT_DRAINED,
@@ -33,8 +34,6 @@ from spotrun.wire import Failure, Generation, Worker
 
 log = logging.getLogger(__name__)
 
-SETTLE = 2.0  # seconds that a worker gets at least to finish a snapshot before it is killed
-LEAVE = 6.0  # seconds that a worker gets at least to leave a drain: it waits for the others and for its snapshot
 # Seconds, besides those of two steps, from a peer's end until all workers of a node have noticed the end, and wait.
 GRACE = 1.0
 GRACE_MOST = 10.0  # the same, at most, with the two steps
@@ -131,7 +130,9 @@ class WorkerGroup:
     @property
     def phase(self) -> Phase:
         restored = all(each.control.step != NONE for each in self.workers)
-        codes = [each.left if each.code is None else each.code for each in self.workers]
+        # Those that have left are done when the snapshot of their last step is safe.
+        left = [None if steps_in_progress(each.control) else each.left for each in self.workers]
+        codes = [gone if each.code is None else each.code for each, gone in zip(self.workers, left, strict=True)]
         return phase_of(codes, self.failure, self.group_failure is not None, restored)
 
     @property
@@ -164,8 +165,13 @@ class WorkerGroup:
         if self.group_failure or self.regroup == "no":
             return True
         # The others of this node notice it, too, and then all of them wait.
-        grace = min(GRACE + 2 * max(_pace(each.control) for each in self.workers), GRACE_MOST)
+        grace = min(GRACE + 2 * max(pace(each.control) for each in self.workers), GRACE_MOST)
         return self.regroup == "able" and time.time() - self.failure.at > grace + ABORT * self.needs_release
+
+    @property
+    def writes_snapshot(self) -> bool:
+        """Whether a snapshot is under way."""
+        return any(steps_in_progress(each.control) for each in self.workers)
 
     @property
     def committed(self) -> int:
@@ -246,7 +252,7 @@ class WorkerGroup:
     async def _end(self) -> None:
         draining = self._steps[0] != NONE and self.failure is not None
         running = [each for each in self.workers if each.code is None]
-        limits = [seconds_for_snapshot(each.control, draining and each.left is None) for each in running]
+        limits = [seconds_for_snapshot(each.control, draining or each.left == EXIT_DRAINED) for each in running]
         await _until(lambda: self._settled(draining), max(limits, default=0.0))
         self._ending = True
         deadline = time.monotonic() + REAP
@@ -291,7 +297,7 @@ class WorkerGroup:
         """Whether no snapshot is under way that a kill would spoil."""
         alive = [each for each in self.workers if each.code is None]
         leaves = draining and any(each.left is None for each in alive)
-        return not leaves and all(_steps_in_progress(each.control) == 0 for each in alive)
+        return not leaves and all(steps_in_progress(each.control) == 0 for each in alive)
 
     def _peers_gone(self) -> list[Failure]:
         """Why workers have left this generation, and wait for the next one."""
@@ -334,25 +340,6 @@ def move(group: WorkerGroup, generation: Generation, node_rank: int, logs: Path)
         each.log = logs / f"{each.rank}.log"
         each.control.renew(generation.number)
     return found
-
-
-def seconds_for_snapshot(control: Control, draining: bool) -> float:
-    """How long to wait for a snapshot in progress: twice its usual time, but not longer than its steps took."""
-    if draining:  # the worker leaves by itself once its snapshot is committed
-        return max(LEAVE, 2 * control.expected)
-    return max(SETTLE, min(2 * control.expected, _steps_in_progress(control) * _pace(control)))
-
-
-def _pace(control: Control) -> float:
-    """Seconds of a step in this generation; 0: none is done."""
-    done = control.step - max(control.base, 0)
-    return control.stepping / done if done > 0 else 0.0
-
-
-def _steps_in_progress(control: Control) -> int:
-    """How many steps a snapshot in progress is ahead of the newest safe state; 0: none is in progress."""
-    newest = max(control.begun, control.copied)
-    return newest - max(control.committed, control.base, 0) if newest > control.committed else 0
 
 
 def _report(each: LocalWorker) -> Worker:

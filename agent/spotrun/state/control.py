@@ -99,10 +99,14 @@ class Control:
                 setattr(self, name, NONE)
 
     def renew(self, generation: int) -> None:
-        """Begin another generation with the same worker, which waits for it (`left`) and writes nothing meanwhile."""
-        for name in _INT_AT.keys() - _KEPT:
+        """Begin another generation with the same worker, which waits for it (`left`).
+
+        Meanwhile, the worker may only write the snapshot of its last step. Then what it says of this snapshot stays.
+        """
+        kept = _SNAPSHOT if self.begun > self.committed else set[str]()
+        for name in _INT_AT.keys() - _KEPT - kept:
             setattr(self, name, 0 if name in _FROM_ZERO else NONE)
-        for name in _FLOAT_AT:
+        for name in _FLOAT_AT.keys() - kept:
             setattr(self, name, 0.0)
         self.generation, self.forked = generation, time.time()
 
@@ -184,6 +188,7 @@ for _kind, _places in ((_int, _INT_AT), (_float, _FLOAT_AT)):
 _FROM_ZERO = {"generation", "pid", "rank", "total_steps"}
 # What lasts as long as the worker's process.
 _KEPT = {"pid", "able", "layout_0", "layout_1", "joins", "seed"}
+_SNAPSHOT = {"begun", "copied", "committed", "expected"}
 
 
 def _is_number(value: object) -> bool:

@@ -66,6 +66,8 @@ class Boundary:
         self._device, self._local_rank, self._group, self._models = device, local_rank, group, models
         self._rank = rank_and_world()[0]
         self._membership = membership
+        self._own: Order = NOTHING  # the generation and the step of the state in this process, if it is whole
+        self._live: Live | None = None  # that state, if others can have it from here
         self._unchanged: Unchanged | None = None  # None: after a failure, the state comes from a snapshot
         self._health = GroupHealth()
         self.loop = Loop(self._leave_loop)
@@ -139,7 +141,7 @@ class Boundary:
         assert self._control is not None
         assert self._context is not None
         error, self._void, self.must_regroup, self._doubt = self._void, None, False, False
-        own, live = self._keep(self._context, error)
+        self._keep(self._context, error)
         if self._membership.survives:  # on a GPU, it stays true until this worker joins another generation
             failures.void = False
         self.profiling.drop("the generation has ended; ask again when the job trains")
@@ -150,14 +152,14 @@ class Boundary:
             if not self._membership.disconnect(failed=error is not None):
                 self._exit(self._control, EXIT_PEER if error or self._context.warm_up else EXIT_DRAINED)
             self.snapshots.refuse()
-            if live is None:
+            if self._live is None:
                 self.snapshots.give_up()
             self.metrics.flush()  # the agent takes the block once this worker waits
             self._membership.wait(self._state.step, error)
             self._health = GroupHealth()
             try:
                 self._membership.join()
-                self._continue(self._membership.context, self._control, own, live)
+                self._continue(self._membership.context, self._control)
                 return
             except Exception as failed:
                 failures.void |= isinstance(failed, torch.AcceleratorError | torch.OutOfMemoryError)  # a fork follows
@@ -167,7 +169,6 @@ class Boundary:
                     if not self._membership.survives:
                         self._end(failed)
                     error, self._doubt = failed, True
-                    own, live = NOTHING, None
 
     def finish(self) -> None:
         """Snapshot the finished state, and wait until the snapshot is committed."""
@@ -231,32 +232,37 @@ class Boundary:
         self._allocated = [each for each in self._state.optimizers if optimizer_state.allocate(each)]
         self.regroup()
 
-    def _keep(self, context: Context, error: BaseException | None) -> tuple[Order, Live | None]:
-        """(the order of the state in this process, or `NOTHING` if it may not be whole, that state for others).
+    def _keep(self, context: Context, error: BaseException | None) -> None:
+        """Find out whether this process has a whole state, and whether it can give it to others.
 
         error: why the step under way does not count. On a GPU, others get the state from a snapshot.
         """
+        self._drop_own()
         state, noted = self._state, self._unchanged
         if context.warm_up or (error is not None and (noted is None or not noted.put_back(state.step))):
-            return NOTHING, None
-        own = (context.generation, state.step)
+            return
+        self._own = (context.generation, state.step)
         if self._membership is None or not self._membership.survives:
-            return own, None
+            return
         encoder = Encoder()
-        record = slots.Record(context.job, *own, 0, "", state.encode(encoder))
-        return own, Live(record, layout(encoder.tensors), encoder.tensors)
+        record = slots.Record(context.job, *self._own, 0, "", state.encode(encoder))
+        self._live = Live(record, layout(encoder.tensors), encoder.tensors)
 
-    def _continue(self, context: Context, control: Control, own: Order, live: Live | None) -> None:
-        """Go on in a new generation. own, live: what `_keep` found."""
+    def _drop_own(self) -> None:
+        """The state in this process may not be whole from now on."""
+        self._own, self._live = NOTHING, None
+
+    def _continue(self, context: Context, control: Control) -> None:
+        """Go on in a new generation."""
         state = self._state
         self._context, self._rank = context, rank_and_world()[0]
         self._group = cpu_group(self._device)
-        found = self._find(context, live)
+        found = self._find(context, self._live)
         begins = self.snapshots.writer is None and self.snapshots.section is None  # it is before its first step
         if not begins and (found is None or found.record.state["run"]["epoch"] != state.epoch):
             # The script is past the state's place, or its first state is lost. Every member comes to the same result.
             raise dist.DistError("the next generation begins in another epoch: the script must start again")
-        if found is not None and found.record.order != own:
+        if found is not None and found.record.order != self._own:
             self._load(found)
         if found is not None:  # newcomers have no gradients either
             for parameter in (parameter for model in self._models for parameter in model.parameters()):
@@ -296,21 +302,23 @@ class Boundary:
     def _destinations(self) -> dict[str, torch.Tensor]:
         """The tensors that receive a state. From now on, their values are not those that the script gave them."""
         self.snapshots.guard_copies()
+        self._drop_own()
         self._spoiled = True
         return self._state.destinations()
 
     def _load(self, found: Found) -> None:
         assert found.tensors is not None
         self.snapshots.guard_copies()
+        self._drop_own()
         self._state.load(found.record, found.tensors)
         self._spoiled = False
 
     def _tell_restored(self, control: Control, found: Found | None) -> None:
         """Say at which step this worker begins, and whether a snapshot of this node has that state."""
-        writer = self.snapshots.writer
-        if found is not None and (found.kept or (writer is not None and writer.written == found.record.order)):
-            control.copied = control.committed = self._state.step
-        self.snapshots.begin(found is not None and found.tensors is None)
+        writer, step = self.snapshots.writer, self._state.step
+        kept = found is not None and (found.kept or (writer is not None and writer.written == found.record.order))
+        control.begun = control.copied = control.committed = step if kept else NONE
+        self.snapshots.begin(saved=kept or found is None or found.tensors is not None)
         if self._unchanged is not None and self.loop.inside:
             self._unchanged.note(self._state.step)
         self.clock.begin()

@@ -117,8 +117,9 @@ class Copier:
 
     def _count(self, seconds: float, more: float, copying: Copying | Delayed | None) -> None:
         """Count what a snapshot cost: `seconds`, the time of its copies on the device, and `more`, only this once."""
-        self._stalls.append(_Stall(seconds, copying))
-        self.known = None
+        if not isinstance(copying, Delayed):  # it tells nothing about the others
+            self._stalls.append(_Stall(seconds, copying))
+            self.known = None
         self._control.stall += seconds + more
 
     def _tear(self, step: int, changed: list[str]) -> None:

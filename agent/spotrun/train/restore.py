@@ -129,6 +129,8 @@ def restore(
             verified = beside.submit(_verify, folder, context.job, best) if reads and own != trusted else None
             source = live if mine == best else None
             found, whole = _bring(folder, context.job, best, route(offers), group, into, mapped, source)
+        if mine != best and isinstance(found.tensors, Received):  # into the memory that was offered
+            live, mine = None, NOTHING
         damage = None if verified is None else verified.result()
         whole = whole and damage is None
         if not doubtful and not whole:

@@ -222,10 +222,7 @@ class Run:
         self._check_steps(loader)
         boundary, state, on_cpu = self._boundary, self._state, self.device.type == "cpu"
         boundary.clock.resume()
-        with (
-            boundary.loop,
-            boundary.snapshots.guard or nullcontext(),
-        ):  # the code after the loop may change the state in any way
+        with boundary.loop, boundary.snapshots.guard or nullcontext():  # later code may change the state in any way
             feed = self._feed(loader, accumulate)
             while (current := next(feed, None)) is not None:
                 self._batch = current
@@ -269,7 +266,7 @@ class Run:
         except Exception as error:
             if not boundary.void_if_a_peer_fails.handle(error):
                 raise
-        if (guard := boundary.snapshots.guard) is not None and self._batch.last:
+        if self._batch.last and (guard := boundary.snapshots.guard) is not None:
             guard()
 
     def log(self, **values: Any) -> None:

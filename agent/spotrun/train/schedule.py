@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -77,11 +76,11 @@ class Snapshots:
             return
         self.guard = CopyGuard(copier, stage, self._state.optimizers) if stage is not None else None
 
-    def begin(self, goes_on: bool) -> None:
-        """A generation begins with the state of this step. goes_on: it has stayed in this process's memory."""
-        self._base = self._state.step
-        if not goes_on:
-            self._newest = self._base
+    def begin(self, saved: bool) -> None:
+        """A generation begins with the state of this step. saved: no snapshot of it is needed soon."""
+        self._base = self._newest = self._state.step
+        if self.writer is not None and not saved:
+            self.writer.dropped = True
 
     def end_step(self, forced: bool, alone: bool) -> None:
         """Take a snapshot if it is forced or due. alone: without the node's other workers (see `Writer.take`)."""
@@ -123,10 +122,12 @@ class Snapshots:
             self.section.refuse()
 
     def give_up(self) -> None:
-        """As `settle`, but an error of a snapshot does not matter."""
+        """As `settle`, but an error of a snapshot does not matter: it is only logged."""
         for each in filter(None, (self.writer, self.section)):
-            with contextlib.suppress(Exception):  # as in `failures.leave`
+            try:
                 each.settle()
+            except Exception as error:
+                log.warning("a snapshot failed: %s", error)
 
     def renew(self, generation: int) -> None:
         """Go on in another generation. Nothing may be under way."""

@@ -23,7 +23,9 @@ from spotrun.train.encoding import Stateful
 from spotrun.train.parallel import Parallel
 from spotrun.train.sampler import ElasticSampler
 
-SMALL = 1 << 20  # bytes of all buffers together, up to which they are copied in each step
+SMALL = 1 << 20  # bytes of all buffers together: so many are copied in each step, not more
+
+_State = tuple[Any, Any, Any, int]  # a parameter, the name of a value, the value, its version
 
 _touched = False  # whether an optimizer, or the script by a parameter's `data`, may have changed the state in this step
 _watches = False
@@ -38,7 +40,9 @@ class Unchanged:
 
         objects: what `run.track` names. models: what `run.ddp` made.
         """
-        return cls(objects, models) if all(map(_is_known, [*models, *objects])) else None
+        modules = [*models, *(each for each in objects if isinstance(each, nn.Module))]
+        small = sum(each.nbytes for each in _buffers(modules)) <= SMALL
+        return cls(objects, models) if small and all(map(_is_known, [*models, *objects])) else None
 
     def __init__(self, objects: Collection[Stateful], models: Sequence[Parallel]) -> None:
         self._modules = [*models, *(each for each in objects if isinstance(each, nn.Module))]
@@ -47,15 +51,11 @@ class Unchanged:
         self._schedulers += [inner for each in self._schedulers for inner in _inside(each)]
         self._scalers = [each for each in objects if isinstance(each, torch.amp.GradScaler)]
         self._step = -1  # of the noted state; -1: none is noted
-        _watch()
-        for each in self._optimizers:
-            each.register_step_pre_hook(_touch)
-        buffers = _buffers(self._modules)
-        small = sum(each.nbytes for each in buffers) <= SMALL
-        self._copied = buffers if small else []
-        self._copies = [torch.empty_like(each) for each in self._copied]
-        self._fixed = _parameters(self._modules) + ([] if small else buffers)
+        self._watches = False
+        self._parameters, self._buffers = _parameters(self._modules), _buffers(self._modules)
+        self._copies = [torch.empty_like(each) for each in self._buffers]
         self._versions: list[int] = []
+        self._states: list[_State] = []
         self._groups: list[dict[str, Any]] = []
         self._fields: list[dict[str, Any]] = []
         self._scales: list[list[Any]] = []
@@ -63,10 +63,16 @@ class Unchanged:
     def note(self, step: int) -> None:
         """Note the state, which is that of this step."""
         global _touched
+        if not self._watches:
+            self._watches = True
+            _watch()
+            for each in self._optimizers:
+                each.register_step_pre_hook(_touch)
         self._step, _touched = step, False
-        self._versions = [each._version for each in self._fixed]
-        if self._copied:
-            torch._foreach_copy_(self._copies, [each.detach() for each in self._copied])
+        self._versions = [each._version for each in self._parameters]
+        if self._copies:
+            torch._foreach_copy_(self._copies, [each.detach() for each in self._buffers])
+        self._states = _states(self._optimizers)
         self._groups = [
             {key: value for key, value in group.items() if key != "params"} for group in _groups(self._optimizers)
         ]
@@ -79,20 +85,19 @@ class Unchanged:
 
     def put_back(self, step: int) -> bool:
         """Put back what is small. Returns whether all of the state is that of this step then."""
-        buffers, parameters = _buffers(self._modules), _parameters(self._modules)
-        fixed = parameters if self._copied else parameters + buffers
         groups = _groups(self._optimizers)
         if (
             step != self._step
             or _touched
-            or not _same(fixed, self._fixed)
-            or not _same(buffers if self._copied else [], self._copied)
-            or [each._version for each in fixed] != self._versions
+            or not _same(_parameters(self._modules), self._parameters)
+            or not _same(_buffers(self._modules), self._buffers)
+            or [each._version for each in self._parameters] != self._versions
+            or not _equal(_states(self._optimizers), self._states)
             or len(groups) != len(self._groups)
         ):
             return False
-        if self._copied:
-            torch._foreach_copy_([each.detach() for each in self._copied], self._copies)
+        if self._copies:
+            torch._foreach_copy_([each.detach() for each in self._buffers], self._copies)
         for group, values in zip(groups, self._groups, strict=True):
             group.update(values)
         for scheduler, fields in zip(self._schedulers, self._fields, strict=True):
@@ -101,6 +106,24 @@ class Unchanged:
         for scaler, noted in zip(self._scalers, self._scales, strict=True):
             scaler._scale, scaler._growth_tracker = noted
         return True
+
+
+def _states(optimizers: Iterable[torch.optim.Optimizer]) -> list[_State]:
+    """What the optimizers keep: each value with the version that it has."""
+    return [
+        (parameter, name, value, getattr(value, "_version", 0))
+        for optimizer in optimizers
+        for parameter, values in optimizer.state.items()
+        for name, value in values.items()
+    ]
+
+
+def _equal(found: Sequence[_State], noted: Sequence[_State]) -> bool:
+    """Whether it is the same. A value that is no tensor must be the same object."""
+    return len(found) == len(noted) and all(
+        one[0] is other[0] and one[1] == other[1] and one[2] is other[2] and one[3] == other[3]
+        for one, other in zip(found, noted, strict=True)
+    )
 
 
 def _same(found: Sequence[torch.Tensor], noted: Sequence[torch.Tensor]) -> bool:
@@ -133,12 +156,11 @@ def _inside(scheduler: Any) -> list[Any]:
 def _is_known(item: object) -> bool:
     """Whether nothing of it but its tensors, and what `Unchanged` notes, changes while a step computes gradients."""
     if isinstance(item, nn.Module):
-        return type(item).state_dict in (nn.Module.state_dict, Parallel.state_dict) and not any(
-            map(_has_more, item.modules())
-        )
+        return not any(map(_has_more, item.modules()))
     if isinstance(item, torch.optim.Optimizer):
         values = [value for group in item.param_groups for key, value in group.items() if key != "params"]
-        plain = type(item).state_dict is torch.optim.Optimizer.state_dict and not item._optimizer_state_dict_post_hooks
+        hooks = item._optimizer_state_dict_pre_hooks or item._optimizer_state_dict_post_hooks
+        plain = type(item).state_dict is torch.optim.Optimizer.state_dict and not hooks
         return plain and not any(isinstance(value, torch.Tensor) for value in values)
     if isinstance(item, lr_scheduler.LRScheduler):
         calls = getattr(item, "lr_lambdas", [])
@@ -149,13 +171,22 @@ def _is_known(item: object) -> bool:
 
 def _has_more(module: nn.Module) -> bool:
     """Whether the module's state has more than parameters and buffers."""
-    return type(module).get_extra_state is not nn.Module.get_extra_state or bool(module._state_dict_hooks)
+    kind, plain = type(module), nn.Module
+    return (
+        kind.state_dict not in (plain.state_dict, Parallel.state_dict)
+        or kind.get_extra_state is not plain.get_extra_state
+        or not kind._save_to_state_dict.__module__.startswith("torch.nn.")
+        or bool(module._state_dict_hooks or module._state_dict_pre_hooks)
+    )
 
 
-def _touch(*_: object) -> None:
+def _touch(_optimizer: object, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """An optimizer begins a step. In a void step it does nothing (see `IdleOptimizer`), unless a closure computes
+    gradients again.
+    """
     global _touched
-    if not failures.void:  # such a step of an optimizer changes nothing: see `IdleOptimizer`
-        _touched = True
+    given = (*args[1:], *options.values())  # torch counts the optimizer itself among the arguments
+    _touched = _touched or not failures.void or any(each is not None for each in given)
 
 
 def _watch() -> None:
