@@ -30,8 +30,9 @@ from spotrun.state.control import SIZE, Control
 from spotrun.train import slot_files
 from spotrun.train.encoding import DTYPES, Encoder, decode
 from spotrun.train.group_health import GroupHealth
+from spotrun.train.schedule import next_interval
 from spotrun.train.slot_files import Reader
-from spotrun.train.snapshot import Writer, next_interval
+from spotrun.train.snapshot import Writer
 from spotrun.train.staging import Staging
 from tests.helpers import wait_for
 from tests.train.blocks import block, encoding

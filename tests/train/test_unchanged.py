@@ -157,6 +157,10 @@ def step_by_closure(script: Script) -> None:
     script.optimizer.step(lambda: 1.0)
 
 
+def collect(script: Script) -> None:
+    script.noted.sees(([next(script.mean.parameters()).detach()],))
+
+
 def forget(script: Script) -> None:
     script.noted.forget()
 
@@ -179,6 +183,7 @@ def forget(script: Script) -> None:
         clear_state,
         count,
         step_by_closure,
+        collect,
     ],
 )
 def test_what_may_have_changed_the_state(script: Script, change: Callable[[Script], None]) -> None:
@@ -186,6 +191,20 @@ def test_what_may_have_changed_the_state(script: Script, change: Callable[[Scrip
     change(script)
     assert not script.noted.put_back(1)
     script.noted.note(2)
+    assert not script.noted.put_back(1)
+
+
+def test_a_collective_on_other_tensors_changes_nothing(script: Script) -> None:
+    script.noted.note(1)
+    script.noted.sees((torch.ones(3), [torch.ones(2)], 3))
+    assert script.noted.put_back(1)
+
+
+def test_an_optimizer_may_keep_anything(script: Script) -> None:
+    script.optimizer.state["step"] = 1  # type: ignore[index]
+    script.noted.note(1)
+    assert script.noted.put_back(1)
+    script.optimizer.state["step"] = 2  # type: ignore[index]
     assert not script.noted.put_back(1)
 
 
@@ -222,6 +241,23 @@ def hooked() -> nn.Module:
     return module
 
 
+def part() -> nn.Module:
+    """Its weight is a part of another tensor."""
+    module = nn.Linear(2, 2)
+    module.weight.data = torch.ones(3, 2)[:2]
+    return module
+
+
+class Lookahead(torch.optim.Optimizer):
+    """As timm's: it does not call `super().__init__`."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.base, self.param_groups = base, base.param_groups
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.base.state_dict()
+
+
 def large() -> nn.Module:
     """As a codebook that each forward pass changes by its `data`."""
     module = nn.Linear(2, 2)
@@ -247,6 +283,8 @@ def with_tensor(script: Script, value: torch.Tensor) -> Any:
         (lambda _: Counting(2, 2), False),
         (lambda _: hooked(), False),
         (lambda _: large(), False),
+        (lambda _: part(), False),
+        (lambda script: Lookahead(script.optimizer), False),
         (lambda script: with_lambda(script, Own()), False),
         (lambda script: with_lambda(script, lambda epoch: 0.9), True),
         (lambda script: with_tensor(script, torch.tensor(0.1)), False),

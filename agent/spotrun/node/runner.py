@@ -338,6 +338,7 @@ class Runner:
                 **uploads,
             )
         group, now = job.group, _phase(job, self._generations.not_started)
+        self._find_snapshot(group)  # after the phase: a drain is over when its snapshot is committed
         trains = group is not None and group.number > 0  # workers that warm up do not
         doing, since = self._generations.waiting
         if now == "preparing":

@@ -57,13 +57,23 @@ def record_path(folder: Path, slot: int) -> Path:
     return folder / f"{slot}.json"
 
 
-def commit(folder: Path, slot: int, record: Record) -> None:
-    """Write the slot's record. Its data must be complete."""
-    target = record_path(folder, slot)
+def commit(folder: Path, slot: int, record: Record, patience: float = 0.0) -> None:
+    """Write the slot's record. Its data must be complete. Raises OSError.
+
+    patience: seconds for which it tries again: another job may fill the memory that all of them share, for a moment.
+    """
+    target, until = record_path(folder, slot), time.monotonic() + patience
     partial = target.with_suffix(".part")
     text = json.dumps(asdict(record))
-    partial.write_text(json.dumps({"record": text, "xxh3": xxhash.xxh3_128_hexdigest(text.encode())}))
-    os.replace(partial, target)
+    while True:
+        try:
+            partial.write_text(json.dumps({"record": text, "xxh3": xxhash.xxh3_128_hexdigest(text.encode())}))
+            os.replace(partial, target)
+            return
+        except OSError:
+            if time.monotonic() >= until:
+                raise
+            time.sleep(0.05)
 
 
 def revoke(folder: Path, slot: int) -> None:

@@ -14,7 +14,7 @@ from spotrun.errors import SpotrunError
 from spotrun.state import slots
 from spotrun.state.control import ABLE, EXIT_DRAINED, EXIT_PEER, NEEDS_RELEASE, NONE, Context, Control
 from spotrun.state.points import Header, is_substitute
-from spotrun.train import distributed, failures, optimizer_state
+from spotrun.train import collectives, distributed, failures, optimizer_state
 from spotrun.train.distributed import LEAVE_WAIT, NotBegun, cpu_group, join_alone, leave_together, rank_and_world
 from spotrun.train.encoding import Encoder, refuse_sharded
 from spotrun.train.group_health import GroupHealth
@@ -76,7 +76,7 @@ class Boundary:
         self._allocated: list[torch.optim.Optimizer] = []  # those with a state that is not loaded yet
         self._idle: list[IdleOptimizer] = []  # the optimizers in a step that does not count
         self._doubt = False  # whether a state that this worker has saved may have been the reason for a failure
-        self._spoiled = False  # whether an incomplete state has overwritten the script's own state
+        self._spoiled = False  # whether another state has been written over the one that the script began with
         # Under spotrun, if another worker is gone, this process ends with an exit code of its own: the script is not at
         # fault. Elsewhere, the error goes to the script.
         self.exit_if_a_peer_fails = failures.Handled(self._end)
@@ -98,6 +98,8 @@ class Boundary:
             control.able = self._membership.able()
             if control.able == ABLE:
                 self._unchanged = Unchanged.of(state.objects.values(), self._models)
+            if self._unchanged is not None:
+                collectives.show(self._unchanged.sees)
         if self._context.warm_up:
             self._enter(control)
             return
@@ -128,8 +130,8 @@ class Boundary:
             self._leave(control)
         elif profile != NONE or self.profiling.profiler is not None:
             self.profiling.end_step(step)
-        if self._unchanged is not None and not 0 < self.clock.step_seconds < WORTH:
-            self._unchanged.note(step)
+        if not 0 < self.clock.step_seconds < WORTH:
+            self._note()
         self.clock.resume()
 
     def regroup(self) -> None:
@@ -232,6 +234,15 @@ class Boundary:
         self._allocated = [each for each in self._state.optimizers if optimizer_state.allocate(each)]
         self.regroup()
 
+    def _note(self) -> None:
+        """Note the state of the step that has ended. If that fails, the state will come from a snapshot."""
+        if self._unchanged is not None:
+            try:
+                self._unchanged.note(self._state.step)
+            except Exception as error:  # an object of the script is not what it seems
+                log.warning("after a failure, the state will come from a snapshot: %s", error)
+                self._unchanged = None
+
     def _keep(self, context: Context, error: BaseException | None) -> None:
         """Find out whether this process has a whole state, and whether it can give it to others.
 
@@ -269,6 +280,7 @@ class Boundary:
                 parameter.grad = None
         tracked = list(state.objects.values())
         equal = found is not None and all(any(each is model for each in tracked) for model in self._models)
+        self.snapshots.guard_copies()
         for model in self._models:
             model.rebuild(equal)
         if found is not None:
@@ -286,7 +298,7 @@ class Boundary:
     def _find(self, context: Context, live: Live | None = None) -> Found | None:
         """The state to continue from. Every rank must call this. live: that of this process, if it is whole."""
         writer = self.snapshots.writer
-        trusted = writer.written if writer is not None and not self._doubt else NOTHING
+        trusted = max(writer.written, self._own) if writer is not None and not self._doubt else NOTHING
         # An object that changes what it loads would damage the snapshot.
         may_map = self._device.type == "cpu" and self._state.only_reads()
         mapped = writer.mapped if writer is not None and may_map else lambda _: None
@@ -310,8 +322,8 @@ class Boundary:
         assert found.tensors is not None
         self.snapshots.guard_copies()
         self._drop_own()
+        self._spoiled = True
         self._state.load(found.record, found.tensors)
-        self._spoiled = False
 
     def _tell_restored(self, control: Control, found: Found | None) -> None:
         """Say at which step this worker begins, and whether a snapshot of this node has that state."""
@@ -319,8 +331,8 @@ class Boundary:
         kept = found is not None and (found.kept or (writer is not None and writer.written == found.record.order))
         control.begun = control.copied = control.committed = step if kept else NONE
         self.snapshots.begin(saved=kept or found is None or found.tensors is not None)
-        if self._unchanged is not None and self.loop.inside:
-            self._unchanged.note(self._state.step)
+        if self.loop.inside:
+            self._note()
         self.clock.begin()
         control.restored = time.time()
         control.base = control.step = self._state.step
@@ -340,10 +352,11 @@ class Boundary:
         if able == NEEDS_RELEASE:  # the others wait for local rank 0, as in `_enter`
             self.settle()
         together = leave_together(self._device, self._group, TOGETHER if able == NEEDS_RELEASE else LEAVE_WAIT)
-        if able != ABLE:  # others can have the state from the memory of this process
+        waits = able == ABLE and self.snapshots.has_begun(self._state.step)
+        if not waits:  # otherwise others can have the state from the memory of this process
             self.settle()
         # A drain without its snapshot loses steps. The exit code must show that.
-        lost = able != ABLE and writer is not None and writer.newest_step != self._state.step
+        lost = not waits and writer is not None and writer.newest_step != self._state.step
         # On a GPU, the end of the group would disturb a worker that still uses it. So this worker leaves only if all
         # have said that they are done, or if the agent releases it, which may come a moment after a peer's release.
         if not lost and able and (together or able != NEEDS_RELEASE or failures.becomes_void(LEAVE_WAIT)):

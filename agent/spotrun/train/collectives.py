@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch._C import _distributed_c10d as c10d
@@ -45,6 +45,7 @@ _NAMES = (
 )
 _handle: Callable[[Exception], bool] | None = None  # True: the error is handled, and is not raised
 _thread = 0  # the id of the thread whose errors are handled
+_sees: Callable[[Iterable[Any]], None] | None = None  # gets what that thread gives to collectives
 
 
 class _Done(c10d.FakeWork):
@@ -65,11 +66,19 @@ def handle_errors(handle: Callable[[Exception], bool]) -> None:
     _handle, _thread = handle, threading.get_ident()
 
 
+def show(sees: Callable[[Iterable[Any]], None]) -> None:
+    """From now on, `sees` gets the arguments of the collectives that the thread of `handle_errors` calls."""
+    global _sees
+    _sees = sees
+
+
 def _guarded(call: Callable[..., Any], result: Callable[[], Any]) -> Callable[..., Any]:
     """The call, or `result()` if its error is handled. For a collective, that is work that is done."""
 
     @functools.wraps(call)
     def guarded(*args: Any, **kwargs: Any) -> Any:
+        if _sees is not None and threading.get_ident() == _thread:
+            _sees((*args, *kwargs.values()))
         try:
             return call(*args, **kwargs)
         except Exception as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 
-from spotrun.state.control import Control
+from spotrun.state.control import NONE, Control
 
 SLOW = 0.5e9  # bytes per second: assumed rate of copying and hashing, until it is measured
 
@@ -19,6 +19,7 @@ class Progress:
 
     def __init__(self, control: Control) -> None:
         self._control = control
+        self.step = NONE  # of the newest snapshot that was begun
         self._size = 0  # bytes of the newest snapshot
         self._began = 0.0  # monotonic seconds
         self._paces: deque[float] = deque(maxlen=3)  # seconds per byte of the last snapshots
@@ -30,7 +31,7 @@ class Progress:
 
     def begin(self, step: int, size: int) -> None:
         """A snapshot of `size` bytes begins."""
-        self._size, self._began = size, time.monotonic()
+        self.step, self._size, self._began = step, size, time.monotonic()
         self._control.expected = self.expected
         self._control.begun = step
 

@@ -123,10 +123,9 @@ def restore(
         best, _ = best_of([each.best for each in offers])
         if best == NOTHING:
             return None
-        doubtful = any(each.slot == best != each.live and not each.trusted for each in offers)
-        reads = own == best != mine  # this process reads a slot, which `trusted` may not vouch for
+        doubtful = any(each.slot == best and not each.trusted for each in offers)
         with ThreadPoolExecutor(1, thread_name_prefix="verify") as beside:
-            verified = beside.submit(_verify, folder, context.job, best) if reads and own != trusted else None
+            verified = beside.submit(_verify, folder, context.job, best) if best == own != trusted else None
             source = live if mine == best else None
             found, whole = _bring(folder, context.job, best, route(offers), group, into, mapped, source)
         if mine != best and isinstance(found.tensors, Received):  # into the memory that was offered

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -15,11 +16,20 @@ from spotrun.train.encoding import Encoder
 from spotrun.train.metrics import Clock
 from spotrun.train.parallel import Parallel
 from spotrun.train.sections import Place, Section, Sections, equal_tensors
-from spotrun.train.snapshot import EAGER, PATIENCE, Writer, next_interval
+from spotrun.train.snapshot import EAGER, PATIENCE, Writer
 from spotrun.train.staging import stage_for
 from spotrun.train.training_state import TrainingState
 
 log = logging.getLogger(__name__)
+
+STALL_SHARE = 0.01  # share of training time that adaptive snapshots may cost
+
+
+def next_interval(stall: float, step_seconds: float) -> int:
+    """The smallest number of steps between snapshots that keeps a stall of `stall` seconds under 1 % of the time."""
+    if stall <= 0 or step_seconds <= 0:
+        return 1
+    return max(1, math.ceil(stall / (STALL_SHARE * max(step_seconds, 1e-6))))
 
 
 class Snapshots:
@@ -105,6 +115,10 @@ class Snapshots:
             self._take(writer, beside(), False, alone)
         elif self._base == step - 1:
             writer.make_room(self._state.encode)  # the first step has made the optimizer's state
+
+    def has_begun(self, step: int) -> bool:
+        """Whether the node's snapshot of this step has begun, if this worker takes it."""
+        return self.writer is None or self.writer.progress.step == step
 
     def guard_copies(self) -> None:
         """Call before the state changes outside a step: wait until it is copied."""

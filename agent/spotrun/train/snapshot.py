@@ -30,18 +30,11 @@ from spotrun.train.staging import Copying, Delayed, Stage
 
 log = logging.getLogger(__name__)
 
-STALL_SHARE = 0.01  # share of training time that adaptive snapshots may cost
 PATIENCE = 10.0  # seconds that an urgent snapshot waits for a slot that is being uploaded
 FALL_BACK = 1.0  # seconds after which it may overwrite the newest snapshot instead
 RESERVED = 5.0  # seconds in which the agent must begin to read a slot that it asked for
+LAST = 60.0  # seconds for which the record of an urgent snapshot is tried again
 EAGER = 64 << 20  # bytes: a larger slot is laid out beside training, unless the snapshot is urgent
-
-
-def next_interval(stall: float, step_seconds: float) -> int:
-    """The smallest number of steps between snapshots that keeps a stall of `stall` seconds under 1 % of the time."""
-    if stall <= 0 or step_seconds <= 0:
-        return 1
-    return max(1, math.ceil(stall / (STALL_SHARE * max(step_seconds, 1e-6))))
 
 
 @dataclass(frozen=True)
@@ -303,6 +296,7 @@ class Writer(Copier):
     def _commit(self, held: ExitStack, snapshot: _Snapshot) -> None:
         target, step = snapshot.slot, snapshot.step
         with held:
+            held.push(lambda kind, *_: None if kind is None else self._drop(snapshot))
             if not self._land(held, snapshot):
                 return
             mapped = self._slots[target].mapped
@@ -312,8 +306,8 @@ class Writer(Copier):
             self._committed[target] = (time.monotonic(), slots.last_read(self._folder, target))
             self._check_trouble(step)
             try:
-                slots.commit(self._folder, target, record)
-            except OSError as error:  # another job may have filled the memory that all of them share, for a moment
+                slots.commit(self._folder, target, record, LAST if isinstance(snapshot.copying, Delayed) else 0.0)
+            except OSError as error:
                 self._drop(snapshot)
                 log.warning("the snapshot of step %d is dropped: its record cannot be written: %s", step, error)
                 return

@@ -4,14 +4,15 @@ gloo fails before it changes a parameter. So if neither an optimizer nor the scr
 the step was for nothing, and no other is lost: the state need not come back from a snapshot. What is small and changes
 before the gradients are exchanged, such as the statistics of BatchNorm, is put back.
 
-Every in-place operation on a tensor raises its `_version`, but not one on its `data`. So a script that uses the `data`
-of a parameter in the step gets its state from a snapshot. So does a script that tracks objects of its own.
+Every in-place operation on a tensor raises its `_version`, but not one on its `data`, and no collective (torch 2.13).
+So a script that uses the `data` of a parameter in the step, or a collective on a tracked tensor, gets its state from a
+snapshot. So does a script that tracks objects of its own.
 """
 
 from __future__ import annotations
 
 import types
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -40,9 +41,18 @@ class Unchanged:
 
         objects: what `run.track` names. models: what `run.ddp` made.
         """
+        try:
+            return cls(objects, models) if cls._knows(objects, models) else None
+        except Exception:  # an object of the script is not what it seems
+            return None
+
+    @staticmethod
+    def _knows(objects: Collection[Stateful], models: Sequence[Parallel]) -> bool:
         modules = [*models, *(each for each in objects if isinstance(each, nn.Module))]
         small = sum(each.nbytes for each in _buffers(modules)) <= SMALL
-        return cls(objects, models) if small and all(map(_is_known, [*models, *objects])) else None
+        # A parameter that is a part of another tensor changes with it, and does not show it.
+        whole = all(each.untyped_storage().nbytes() <= each.nbytes for each in _parameters(modules))
+        return small and whole and all(map(_is_known, [*models, *objects]))
 
     def __init__(self, objects: Collection[Stateful], models: Sequence[Parallel]) -> None:
         self._modules = [*models, *(each for each in objects if isinstance(each, nn.Module))]
@@ -51,7 +61,8 @@ class Unchanged:
         self._schedulers += [inner for each in self._schedulers for inner in _inside(each)]
         self._scalers = [each for each in objects if isinstance(each, torch.amp.GradScaler)]
         self._step = -1  # of the noted state; -1: none is noted
-        self._watches = False
+        self._hooked = False
+        _watch()
         self._parameters, self._buffers = _parameters(self._modules), _buffers(self._modules)
         self._copies = [torch.empty_like(each) for each in self._buffers]
         self._versions: list[int] = []
@@ -63,9 +74,8 @@ class Unchanged:
     def note(self, step: int) -> None:
         """Note the state, which is that of this step."""
         global _touched
-        if not self._watches:
-            self._watches = True
-            _watch()
+        if not self._hooked:  # now: in the set-up, an optimizer with a hook would not get its state early
+            self._hooked = True
             for each in self._optimizers:
                 each.register_step_pre_hook(_touch)
         self._step, _touched = step, False
@@ -82,6 +92,14 @@ class Unchanged:
     def forget(self) -> None:
         """No state is noted any more."""
         self._step = -1
+
+    def sees(self, values: Iterable[Any]) -> None:
+        """The script gives these to a collective, which may write into their tensors."""
+        global _touched
+        if self._step >= 0 and not _touched:
+            places = {_place(each) for each in self._parameters}
+            places |= {_place(value) for _, _, value, _ in self._states if isinstance(value, torch.Tensor)}
+            _touched = any(_place(each) in places for each in _tensors(values))
 
     def put_back(self, step: int) -> bool:
         """Put back what is small. Returns whether all of the state is that of this step then."""
@@ -114,8 +132,21 @@ def _states(optimizers: Iterable[torch.optim.Optimizer]) -> list[_State]:
         (parameter, name, value, getattr(value, "_version", 0))
         for optimizer in optimizers
         for parameter, values in optimizer.state.items()
-        for name, value in values.items()
+        for name, value in (values.items() if isinstance(values, dict) else ((None, values),))
     ]
+
+
+def _place(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among these values, and in lists of them."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
 
 
 def _equal(found: Sequence[_State], noted: Sequence[_State]) -> bool:
@@ -159,9 +190,10 @@ def _is_known(item: object) -> bool:
         return not any(map(_has_more, item.modules()))
     if isinstance(item, torch.optim.Optimizer):
         values = [value for group in item.param_groups for key, value in group.items() if key != "params"]
-        hooks = item._optimizer_state_dict_pre_hooks or item._optimizer_state_dict_post_hooks
-        plain = type(item).state_dict is torch.optim.Optimizer.state_dict and not hooks
-        return plain and not any(isinstance(value, torch.Tensor) for value in values)
+        plain = type(item).state_dict is torch.optim.Optimizer.state_dict
+        if not plain or any(isinstance(value, torch.Tensor) for value in values):
+            return False
+        return not (item._optimizer_state_dict_pre_hooks or item._optimizer_state_dict_post_hooks)
     if isinstance(item, lr_scheduler.LRScheduler):
         calls = getattr(item, "lr_lambdas", [])
         plain = all(each is None or isinstance(each, types.FunctionType) for each in calls)

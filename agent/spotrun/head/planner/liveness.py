@@ -107,7 +107,7 @@ def _stalled(view: View, others: list[Node], last: float) -> bool:
     names = {member.node for member in view.job.following.members} if view.job.following else set()
     reporting = [n for n in others if n.connected and view.now - n.reported_at < 3 * HEARTBEAT]
     if names:  # members that leave have no step to complete after their stop; the others may have gone on without them
-        reporting = [n for n in reporting if n.name in names or n.phase != "drained"]
+        reporting = [n for n in reporting if n.name in names or (n.phase != "drained" and n.work.regroup != "waiting")]
     if not reporting:
         return False
     newest = max((w.stepped_at for n in reporting for w in (*n.work.workers, *n.work.before)), default=0.0)
