@@ -111,7 +111,8 @@ def steps(args: argparse.Namespace, folder: str) -> str:
         "More: how much longer than the bare loop, the median over the turns. In the third loop, the host waits until "
         "the device has finished the backward pass before it starts the optimizer. A mode that keeps the parameters in "
         "the GPU's memory after a failure would have to do this. The last loop takes no snapshots, and has run.ddp's "
-        "wrapper around the model.\n\n"
+        "wrapper around the model. If it is faster than the bare one, other differences of the loops outweigh what "
+        "spotrun costs.\n\n"
         "| loop | ms a step | more, µs (share) |\n|---|---|---|\n" + "".join(rows)
     )
 
@@ -133,14 +134,15 @@ def groups(args: argparse.Namespace, folder: str) -> str:
     """How long NCCL's groups take to begin and end."""
     found: list[Group] = part(_groups, folder)
     names = (
-        ("made", "made, with a first all-reduce"),
-        ("idle", "the device idle after an abort"),
-        ("left", "left, with the wait until the group before has ended"),
+        ("made", "make the group, with a first all-reduce"),
+        ("idle", "abort it, until the device is idle"),
+        ("left", "leave it, with the wait for the end of the group before"),
     )
     return (
-        f"An NCCL group of one process, while a kernel is under way, {len(found)} times; the one before ends "
-        "meanwhile: " + "; ".join(f"{name} {_span([getattr(each, key) for each in found])}" for key, name in names)
-    ) + ".\n"
+        f"An NCCL group of one process was made and left {len(found)} times, each time while a kernel ran and the "
+        "group before ended.\n\n"
+        + "".join(f"* {name}: {_span([getattr(each, key) for each in found])}\n" for key, name in names)
+    )
 
 
 def gate(args: argparse.Namespace, folder: str) -> str:

@@ -168,7 +168,7 @@ def prepare(plan: Plan, out: Path) -> None:
     torch.set_num_threads(1)
     out.mkdir(exist_ok=True)
     print_to(out / "log.txt")
-    boundary.WORTH = 0.0  # the steps of these scripts are short
+    boundary.SHORT_STEP = 0.0  # the steps of these scripts are short
     boundary.leave_together = functools.partial(leave_together, plan)  # type: ignore[attr-defined]
     if plan.together:
         copy_together(plan)

@@ -26,7 +26,7 @@ from spotrun.train.failures import is_peer_failure
 from spotrun.train.restore import NOTHING, Offer
 from spotrun.train.slot_files import layout
 from spotrun.train.snapshot import Writer
-from spotrun.train.transfer import Live
+from spotrun.train.transfer import OwnState
 from spotrun.wire import Failure
 from tests.helpers import wait_for
 from tests.train.blocks import block
@@ -247,7 +247,9 @@ def agree(environment: dict[str, str], step: int, out: str) -> None:
     context, own, encoder = Context.from_env(), torch.full((3_000_000,), float(step)), Encoder()
     assert context is not None
     tree = encoder.encode({"x": own}, "state")
-    live = Live(slots.Record("job", 1, step, 0, "", tree), layout(encoder.tensors), encoder.tensors) if step else None
+    live = (
+        OwnState(slots.Record("job", 1, step, 0, "", tree), layout(encoder.tensors), encoder.tensors) if step else None
+    )
     found = restore.restore(context, 0, None, NOTHING, lambda: {"state.x": own}, live=live)
     assert found is not None
     x = own if found.tensors is None else decode(found.record.state, found.tensors.tensor)["x"]
@@ -285,7 +287,7 @@ def test_a_state_in_memory_does_not_count_once_another_has_been_written_over_it(
         ([Offer(NOTHING, 0), Offer((1, 5), 0), Offer((1, 4), 0)], (1, 0, 2)),
         ([Offer((1, 5), 0), Offer(NOTHING, 1), Offer(NOTHING, 0), Offer(NOTHING, 1)], (0, 2, 3)),
         ([Offer(NOTHING, 0), Offer(NOTHING, 1), Offer((1, 5), 0), Offer(NOTHING, 1)], (2, 0, 1)),
-        # In memory: each rank has it, or has it not.
+        # Some ranks have the state in their memory.
         (
             [Offer((1, 4), 0, live=(1, 5)), Offer(NOTHING, 1, live=(1, 5)), Offer(NOTHING, 0), Offer(NOTHING, 1)],
             (0, 2, 3),
@@ -298,7 +300,7 @@ def test_a_state_in_memory_does_not_count_once_another_has_been_written_over_it(
         ([Offer((2, 5), 0), Offer((1, 3), 0, live=(1, 9)), Offer(NOTHING, 0)], (0, 1, 2)),
     ],
 )
-def test_the_way_of_a_state(offers: list[Offer], chain: tuple[int, ...]) -> None:
+def test_which_ranks_pass_the_state_on(offers: list[Offer], chain: tuple[int, ...]) -> None:
     """A node's slot is for all its ranks. A rank's memory is for itself, and it may be the donor."""
     assert restore.route(offers) == chain
 

@@ -277,7 +277,8 @@ class Runner:
             self._part_uploader.want(None)
             return
         saving = False
-        if group is not None and group.alive:  # the workers may be in the next generation before it is committed
+        if group is not None and group.alive:
+            # The snapshot may be committed after its workers have joined the next generation.
             in_time = group.number == ref.generation and group.committed < ref.step
             saving = in_time or (group.previous == ref.generation and group.writes_snapshot)
         if self._part_uploader.part is not None and self._saved != ref:

@@ -101,7 +101,8 @@ class Control:
     def renew(self, generation: int) -> None:
         """Begin another generation with the same worker, which waits for it (`left`).
 
-        Meanwhile, the worker may only write the snapshot of its last step. Then what it says of this snapshot stays.
+        Meanwhile, the worker may still write the snapshot of its last step. If it does, the fields of this snapshot are
+        kept.
         """
         kept = _SNAPSHOT if self.begun > self.committed else set[str]()
         for name in _INT_AT.keys() - _KEPT - kept:

@@ -20,6 +20,7 @@ from spotrun.train.encoding import Encoder, refuse_sharded
 from spotrun.train.group_health import GroupHealth
 from spotrun.train.idle_optimizer import IdleOptimizer
 from spotrun.train.metrics import Clock, Metrics
+from spotrun.train.noted_state import NotedState
 from spotrun.train.parallel import Parallel
 from spotrun.train.profiling import Profiling
 from spotrun.train.regroup import Loop, Membership
@@ -28,8 +29,7 @@ from spotrun.train.rng import reseed
 from spotrun.train.schedule import Snapshots
 from spotrun.train.slot_files import layout
 from spotrun.train.training_state import TrainingState
-from spotrun.train.transfer import Live
-from spotrun.train.unchanged import Unchanged
+from spotrun.train.transfer import OwnState
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ LAST = 60.0  # seconds for which the last snapshot is tried again
 AGAIN = 1.0  # seconds between two tries
 TOGETHER = 600.0  # seconds that workers on GPUs wait for each other, at most; the head has shorter limits for a drain
 LOGGED = 0.1  # seconds that a snapshot waits until what was logged before it is on the disk
-WORTH = 0.02  # seconds of a step from which on it is worth 10 microseconds that a failure costs no step before it
+SHORT_STEP = 0.02  # seconds: in shorter steps, the state is not noted, because this costs 10 microseconds a step
 
 
 class Boundary:
@@ -67,8 +67,8 @@ class Boundary:
         self._rank = rank_and_world()[0]
         self._membership = membership
         self._own: Order = NOTHING  # the generation and the step of the state in this process, if it is whole
-        self._live: Live | None = None  # that state, if others can have it from here
-        self._unchanged: Unchanged | None = None  # None: after a failure, the state comes from a snapshot
+        self._live: OwnState | None = None  # that state, if others can have it from here
+        self._noted: NotedState | None = None  # None: after a failure, the state comes from a snapshot
         self._health = GroupHealth()
         self.loop = Loop(self._leave_loop)
         self.must_regroup = False  # whether this worker must join another generation before it goes on
@@ -97,9 +97,9 @@ class Boundary:
             self._membership.look_at(state.objects.values(), encoder.tensors.values())
             control.able = self._membership.able()
             if control.able == ABLE:
-                self._unchanged = Unchanged.of(state.objects.values(), self._models)
-            if self._unchanged is not None:
-                collectives.show(self._unchanged.sees)
+                self._noted = NotedState.of(state.objects.values(), self._models)
+            if self._noted is not None:
+                collectives.observe(self._noted.check_collective)
         if self._context.warm_up:
             self._enter(control)
             return
@@ -130,7 +130,7 @@ class Boundary:
             self._leave(control)
         elif profile != NONE or self.profiling.profiler is not None:
             self.profiling.end_step(step)
-        if not 0 < self.clock.step_seconds < WORTH:
+        if not 0 < self.clock.step_seconds < SHORT_STEP:
             self._note()
         self.clock.resume()
 
@@ -155,7 +155,7 @@ class Boundary:
                 self._exit(self._control, EXIT_PEER if error or self._context.warm_up else EXIT_DRAINED)
             self.snapshots.refuse()
             if self._live is None:
-                self.snapshots.give_up()
+                self.snapshots.settle_quietly()
             self.metrics.flush()  # the agent takes the block once this worker waits
             self._membership.wait(self._state.step, error)
             self._health = GroupHealth()
@@ -193,8 +193,8 @@ class Boundary:
 
     def _leave_loop(self) -> None:
         """The script leaves its loop over `run.steps`. End this process if the step does not count."""
-        if self._unchanged is not None:  # only in a loop, all that has changed the state is in the steps
-            self._unchanged.forget()
+        if self._noted is not None:  # between two loops, the script may change the state without a step
+            self._noted.forget()
         with self.exit_if_a_peer_fails:
             failures.check(self._void)
 
@@ -236,20 +236,21 @@ class Boundary:
 
     def _note(self) -> None:
         """Note the state of the step that has ended. If that fails, the state will come from a snapshot."""
-        if self._unchanged is not None:
+        if self._noted is not None:
             try:
-                self._unchanged.note(self._state.step)
+                self._noted.note(self._state.step)
             except Exception as error:  # an object of the script is not what it seems
                 log.warning("after a failure, the state will come from a snapshot: %s", error)
-                self._unchanged = None
+                self._noted = None
 
     def _keep(self, context: Context, error: BaseException | None) -> None:
         """Find out whether this process has a whole state, and whether it can give it to others.
 
-        error: why the step under way does not count. On a GPU, others get the state from a snapshot.
+        error: why the step under way does not count; None: all steps count. On a GPU, others get the state from a
+        snapshot.
         """
         self._drop_own()
-        state, noted = self._state, self._unchanged
+        state, noted = self._state, self._noted
         if context.warm_up or (error is not None and (noted is None or not noted.put_back(state.step))):
             return
         self._own = (context.generation, state.step)
@@ -257,7 +258,7 @@ class Boundary:
             return
         encoder = Encoder()
         record = slots.Record(context.job, *self._own, 0, "", state.encode(encoder))
-        self._live = Live(record, layout(encoder.tensors), encoder.tensors)
+        self._live = OwnState(record, layout(encoder.tensors), encoder.tensors)
 
     def _drop_own(self) -> None:
         """The state in this process may not be whole from now on."""
@@ -289,13 +290,13 @@ class Boundary:
         if begins:
             self.snapshots.prepare(context, control, new=found is None)
         else:
-            self.snapshots.give_up()
+            self.snapshots.settle_quietly()
             self.snapshots.renew(context.generation)
         distributed.synchronize(self._device)  # DDP's constructor may have had collectives
         failures.check()
         self._tell_restored(control, found)
 
-    def _find(self, context: Context, live: Live | None = None) -> Found | None:
+    def _find(self, context: Context, live: OwnState | None = None) -> Found | None:
         """The state to continue from. Every rank must call this. live: that of this process, if it is whole."""
         writer = self.snapshots.writer
         trusted = max(writer.written, self._own) if writer is not None and not self._doubt else NOTHING
@@ -330,7 +331,7 @@ class Boundary:
         writer, step = self.snapshots.writer, self._state.step
         kept = found is not None and (found.kept or (writer is not None and writer.written == found.record.order))
         control.begun = control.copied = control.committed = step if kept else NONE
-        self.snapshots.begin(saved=kept or found is None or found.tensors is not None)
+        self.snapshots.begin(snapshot_soon=not kept and found is not None and found.tensors is None)
         if self.loop.inside:
             self._note()
         self.clock.begin()

@@ -45,7 +45,7 @@ _NAMES = (
 )
 _handle: Callable[[Exception], bool] | None = None  # True: the error is handled, and is not raised
 _thread = 0  # the id of the thread whose errors are handled
-_sees: Callable[[Iterable[Any]], None] | None = None  # gets what that thread gives to collectives
+_check: Callable[[Iterable[Any]], None] | None = None  # gets what that thread gives to collectives
 
 
 class _Done(c10d.FakeWork):
@@ -66,10 +66,10 @@ def handle_errors(handle: Callable[[Exception], bool]) -> None:
     _handle, _thread = handle, threading.get_ident()
 
 
-def show(sees: Callable[[Iterable[Any]], None]) -> None:
-    """From now on, `sees` gets the arguments of the collectives that the thread of `handle_errors` calls."""
-    global _sees
-    _sees = sees
+def observe(check: Callable[[Iterable[Any]], None]) -> None:
+    """From now on, `check` gets the arguments of the collectives that the thread of `handle_errors` calls."""
+    global _check
+    _check = check
 
 
 def _guarded(call: Callable[..., Any], result: Callable[[], Any]) -> Callable[..., Any]:
@@ -77,8 +77,8 @@ def _guarded(call: Callable[..., Any], result: Callable[[], Any]) -> Callable[..
 
     @functools.wraps(call)
     def guarded(*args: Any, **kwargs: Any) -> Any:
-        if _sees is not None and threading.get_ident() == _thread:
-            _sees((*args, *kwargs.values()))
+        if _check is not None and threading.get_ident() == _thread:
+            _check((*args, *kwargs.values()))
         try:
             return call(*args, **kwargs)
         except Exception as error:

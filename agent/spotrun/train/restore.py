@@ -26,7 +26,7 @@ from spotrun.state import slots
 from spotrun.state.control import Context
 from spotrun.train.distributed import rank_and_world
 from spotrun.train.slot_files import Reader, SlotFile
-from spotrun.train.transfer import Live, Received, chain_place, receive, send
+from spotrun.train.transfer import OwnState, Received, chain_place, receive, send
 
 log = logging.getLogger(__name__)
 
@@ -101,11 +101,11 @@ def restore(
     trusted: Order = NOTHING,
     into: Callable[[], Mapping[str, torch.Tensor]] = dict,
     mapped: Callable[[int], SlotFile | None] = lambda _: None,
-    live: Live | None = None,
+    live: OwnState | None = None,
 ) -> Found | None:
     """Find the best state, on every rank. None: there is none. Every rank must call this.
 
-    group: takes CPU tensors; None: the default group. trusted: the newest snapshot here, if this process wrote it.
+    group: takes CPU tensors; None: the default group. trusted: a snapshot of this order here needs no check.
     into: returns the tensors, by name, into which a received state goes. mapped: returns a slot's file, if this process
     has mapped it; else None. live: the state in this process's memory, if it is whole. Raises `DistError` if a state
     that another worker trusted arrives damaged.
@@ -187,7 +187,7 @@ def _bring(
     group: dist.ProcessGroup | None,
     into: Callable[[], Mapping[str, torch.Tensor]],
     mapped: Callable[[int], SlotFile | None],
-    live: Live | None,
+    live: OwnState | None,
 ) -> tuple[Found, bool]:
     """Do this rank's part of the transfer, if it has one: (the best state, whether what was received is whole)."""
     hop = chain_place(chain, rank_and_world()[0], group)

@@ -86,10 +86,13 @@ class Snapshots:
             return
         self.guard = CopyGuard(copier, stage, self._state.optimizers) if stage is not None else None
 
-    def begin(self, saved: bool) -> None:
-        """A generation begins with the state of this step. saved: no snapshot of it is needed soon."""
+    def begin(self, snapshot_soon: bool) -> None:
+        """A generation begins.
+
+        snapshot_soon: take a snapshot at the next chance. This node has the state in memory only.
+        """
         self._base = self._newest = self._state.step
-        if self.writer is not None and not saved:
+        if self.writer is not None and snapshot_soon:
             self.writer.dropped = True
 
     def end_step(self, forced: bool, alone: bool) -> None:
@@ -117,7 +120,7 @@ class Snapshots:
             writer.make_room(self._state.encode)  # the first step has made the optimizer's state
 
     def has_begun(self, step: int) -> bool:
-        """Whether the node's snapshot of this step has begun, if this worker takes it."""
+        """False if this worker takes the node's snapshots, and has not begun that of this step."""
         return self.writer is None or self.writer.progress.step == step
 
     def guard_copies(self) -> None:
@@ -135,7 +138,7 @@ class Snapshots:
         if self.section is not None:
             self.section.refuse()
 
-    def give_up(self) -> None:
+    def settle_quietly(self) -> None:
         """As `settle`, but an error of a snapshot does not matter: it is only logged."""
         for each in filter(None, (self.writer, self.section)):
             try:

@@ -26,14 +26,14 @@ from spotrun.train.encoding import Encoder
 from spotrun.train.progress import Progress
 from spotrun.train.sections import Place, Plan, Sections
 from spotrun.train.slot_files import Entries, SlotFile, layout
-from spotrun.train.staging import Copying, Delayed, Stage
+from spotrun.train.staging import Copying, DelayedCopies, Stage
 
 log = logging.getLogger(__name__)
 
 PATIENCE = 10.0  # seconds that an urgent snapshot waits for a slot that is being uploaded
 FALL_BACK = 1.0  # seconds after which it may overwrite the newest snapshot instead
 RESERVED = 5.0  # seconds in which the agent must begin to read a slot that it asked for
-LAST = 60.0  # seconds for which the record of an urgent snapshot is tried again
+RECORD_PATIENCE = 60.0  # seconds for which writing a record is tried again, if a thread makes all copies
 EAGER = 64 << 20  # bytes: a larger slot is laid out beside training, unless the snapshot is urgent
 
 
@@ -45,7 +45,7 @@ class _Snapshot:
     step: int
     tree: Any  # what is not a tensor, as JSON values
     entries: Entries
-    copying: Copying | Delayed | None  # copies under way; None: those of this worker are complete
+    copying: Copying | DelayedCopies | None  # copies under way; None: those of this worker are complete
     together: bool  # whether other workers copy a part of it
 
 
@@ -306,7 +306,12 @@ class Writer(Copier):
             self._committed[target] = (time.monotonic(), slots.last_read(self._folder, target))
             self._check_trouble(step)
             try:
-                slots.commit(self._folder, target, record, LAST if isinstance(snapshot.copying, Delayed) else 0.0)
+                slots.commit(
+                    self._folder,
+                    target,
+                    record,
+                    RECORD_PATIENCE if isinstance(snapshot.copying, DelayedCopies) else 0.0,
+                )
             except OSError as error:
                 self._drop(snapshot)
                 log.warning("the snapshot of step %d is dropped: its record cannot be written: %s", step, error)

@@ -88,8 +88,11 @@ class Copying:
             return self._changed
 
 
-class Delayed:
-    """Copies between tensors of the CPU, which `land` makes: another thread calls it. pairs: (source, target)."""
+class DelayedCopies:
+    """Copies between tensors on the CPU that are not made yet. Another thread makes them by `land`.
+
+    pairs: (source, target).
+    """
 
     def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._pairs, self._over = list(pairs), threading.Event()
@@ -101,7 +104,7 @@ class Delayed:
     doubt = guard
 
     def seconds(self) -> float:
-        """Training has not waited for the copies, as far as they know."""
+        """0: the copies do not measure whether training has waited for them in `guard`."""
         return 0.0
 
     def land(self) -> list[str]:
@@ -116,7 +119,7 @@ class Delayed:
 
 
 def stage_for(device: torch.device) -> Stage | None:
-    """The `Stage` of this device; None for the CPU, whose tensors are copied at once."""
+    """The `Stage` of this device; None for the CPU: its tensors need no staging."""
     return Staging(device) if device.type == "cuda" else None
 
 

@@ -61,7 +61,7 @@ class Source(Protocol):
         """The checksum of the header and all bytes after it. parts: these bytes."""
 
 
-class Live:
+class OwnState:
     """The state in this process's own tensors, all of them on the CPU. Nothing may change them while it is sent.
 
     record: has no checksum.
@@ -131,7 +131,10 @@ def messages(entries: Entries) -> list[Message]:
 
 
 def send(record: slots.Record, source: Source, hop: Hop) -> list[tuple[Any, torch.Tensor]]:
-    """Begin to send a state. Returns the sends under way with what they send: the source must not change before."""
+    """Begin to send a state. Returns the sends under way, each with its data.
+
+    The source must not change before all of them have ended.
+    """
     relay(json.dumps(asdict(record)).encode(), hop)
     relay(source.header, hop)
     parts = [source.bytes_of(each.start, each.stop, each.entries) for each in messages(source.entries)]

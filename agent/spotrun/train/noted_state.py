@@ -1,12 +1,12 @@
-"""Whether the tracked state is still that of the last step, after a step that does not count.
+"""Whether the tracked state is still that of the step before, after a step that does not count.
 
-gloo fails before it changes a parameter. So if neither an optimizer nor the script has changed the state in the step,
-the step was for nothing, and no other is lost: the state need not come back from a snapshot. What is small and changes
-before the gradients are exchanged, such as the statistics of BatchNorm, is put back.
+gloo fails before it changes a parameter. If neither an optimizer nor the script has changed the state in the step, the
+state in memory is still whole, and no snapshot is needed. Small things that change before the gradients are exchanged,
+such as the statistics of BatchNorm, are put back.
 
-Every in-place operation on a tensor raises its `_version`, but not one on its `data`, and no collective (torch 2.13).
-So a script that uses the `data` of a parameter in the step, or a collective on a tracked tensor, gets its state from a
-snapshot. So does a script that tracks objects of its own.
+An in-place operation on a tensor raises its `_version`. An operation on its `data` does not, nor does a collective
+(torch 2.13). So after a step that uses the `data` of a parameter, or a collective on a tracked tensor, the state comes
+from a snapshot. The same holds for a script that tracks objects of its own.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ SMALL = 1 << 20  # bytes of all buffers together: so many are copied in each ste
 
 _State = tuple[Any, Any, Any, int]  # a parameter, the name of a value, the value, its version
 
-_touched = False  # whether an optimizer, or the script by a parameter's `data`, may have changed the state in this step
+# Whether an optimizer, a use of a parameter's `data`, or a collective may have changed the state in this step.
+_touched = False
 _watches = False
 
 
-class Unchanged:
+class NotedState:
     """Notes the state of a step, and tells later whether it is still the same. For objects that are known: see `of`."""
 
     @classmethod
-    def of(cls, objects: Collection[Stateful], models: Sequence[Parallel]) -> Unchanged | None:
+    def of(cls, objects: Collection[Stateful], models: Sequence[Parallel]) -> NotedState | None:
         """None if an object may change in any way while a step computes gradients.
 
         objects: what `run.track` names. models: what `run.ddp` made.
@@ -93,7 +94,7 @@ class Unchanged:
         """No state is noted any more."""
         self._step = -1
 
-    def sees(self, values: Iterable[Any]) -> None:
+    def check_collective(self, values: Iterable[Any]) -> None:
         """The script gives these to a collective, which may write into their tensors."""
         global _touched
         if self._step >= 0 and not _touched:
@@ -185,7 +186,7 @@ def _inside(scheduler: Any) -> list[Any]:
 
 
 def _is_known(item: object) -> bool:
-    """Whether nothing of it but its tensors, and what `Unchanged` notes, changes while a step computes gradients."""
+    """Whether nothing of it but its tensors, and what `NotedState` notes, changes while a step computes gradients."""
     if isinstance(item, nn.Module):
         return not any(map(_has_more, item.modules()))
     if isinstance(item, torch.optim.Optimizer):

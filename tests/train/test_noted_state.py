@@ -11,10 +11,10 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel
 
-from spotrun.train import failures, unchanged
+from spotrun.train import failures, noted_state
 from spotrun.train.idle_optimizer import IdleOptimizer
+from spotrun.train.noted_state import NotedState
 from spotrun.train.parallel import Parallel
-from spotrun.train.unchanged import Unchanged
 from tests.train.generations import flatten
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -40,8 +40,8 @@ class Script:
         self.scaler = torch.amp.GradScaler("cpu")
         self.data = iter(torch.randn(9, 3, 4))
         self.step()
-        self.noted = Unchanged(self.objects, [self.model])
-        assert Unchanged.of(self.objects, [self.model])
+        self.noted = NotedState(self.objects, [self.model])
+        assert NotedState.of(self.objects, [self.model])
 
     @property
     def objects(self) -> list[Any]:
@@ -157,8 +157,8 @@ def step_by_closure(script: Script) -> None:
     script.optimizer.step(lambda: 1.0)
 
 
-def collect(script: Script) -> None:
-    script.noted.sees(([next(script.mean.parameters()).detach()],))
+def give_parameter_to_collective(script: Script) -> None:
+    script.noted.check_collective(([next(script.mean.parameters()).detach()],))
 
 
 def forget(script: Script) -> None:
@@ -183,7 +183,7 @@ def forget(script: Script) -> None:
         clear_state,
         count,
         step_by_closure,
-        collect,
+        give_parameter_to_collective,
     ],
 )
 def test_what_may_have_changed_the_state(script: Script, change: Callable[[Script], None]) -> None:
@@ -196,7 +196,7 @@ def test_what_may_have_changed_the_state(script: Script, change: Callable[[Scrip
 
 def test_a_collective_on_other_tensors_changes_nothing(script: Script) -> None:
     script.noted.note(1)
-    script.noted.sees((torch.ones(3), [torch.ones(2)], 3))
+    script.noted.check_collective((torch.ones(3), [torch.ones(2)], 3))
     assert script.noted.put_back(1)
 
 
@@ -241,7 +241,7 @@ def hooked() -> nn.Module:
     return module
 
 
-def part() -> nn.Module:
+def view_of_a_larger_tensor() -> nn.Module:
     """Its weight is a part of another tensor."""
     module = nn.Linear(2, 2)
     module.weight.data = torch.ones(3, 2)[:2]
@@ -261,7 +261,7 @@ class Lookahead(torch.optim.Optimizer):
 def large() -> nn.Module:
     """As a codebook that each forward pass changes by its `data`."""
     module = nn.Linear(2, 2)
-    module.register_buffer("table", torch.ones(unchanged.SMALL))
+    module.register_buffer("table", torch.ones(noted_state.SMALL))
     return module
 
 
@@ -283,7 +283,7 @@ def with_tensor(script: Script, value: torch.Tensor) -> Any:
         (lambda _: Counting(2, 2), False),
         (lambda _: hooked(), False),
         (lambda _: large(), False),
-        (lambda _: part(), False),
+        (lambda _: view_of_a_larger_tensor(), False),
         (lambda script: Lookahead(script.optimizer), False),
         (lambda script: with_lambda(script, Own()), False),
         (lambda script: with_lambda(script, lambda epoch: 0.9), True),
@@ -291,8 +291,6 @@ def with_tensor(script: Script, value: torch.Tensor) -> Any:
         (lambda _: nn.Linear(2, 2), True),
     ],
 )
-def test_objects_of_the_script_s_own_may_change_at_any_time(
-    script: Script, more: Callable[[Script], Any], known: bool
-) -> None:
-    found = Unchanged.of([*script.objects, more(script)], [script.model])
+def test_which_objects_can_be_kept_in_memory(script: Script, more: Callable[[Script], Any], known: bool) -> None:
+    found = NotedState.of([*script.objects, more(script)], [script.model])
     assert (found is not None) == known
