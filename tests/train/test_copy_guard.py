@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader
 import spotrun
 from spotrun.state import slots
 from spotrun.state.control import Context, Control
-from spotrun.train import schedule
+from spotrun.train import failures, schedule
 from spotrun.train.encoding import decode
 from spotrun.train.slot_files import Reader
 from spotrun.train.snapshot import Writer
@@ -150,11 +151,14 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Late:
 
 
 @pytest.fixture
-def folder(memory: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(memory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     Control(memory / "control", create=True).close()
     context = Context("job", 1, "n", str(memory / "control"), str(memory / "slots"), "", 1)
     monkeypatch.setenv(Context.VARIABLE, context.to_env())
-    return memory / "slots"
+    yield memory / "slots"
+    for settle in failures._settlers:  # otherwise a thread may write into the folder when it is gone
+        with suppress(Exception):
+            settle()
 
 
 def test_what_the_device_waits_makes_snapshots_rarer(
