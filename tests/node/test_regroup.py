@@ -6,9 +6,12 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from spotrun.node import generations
 from spotrun.node.workers import STARTING
 from spotrun.state.control import Invitation
 from spotrun.wire import Order, StateRef
@@ -159,6 +162,19 @@ async def test_a_node_that_joined_first_is_called_back(tmp_path: Path, args: lis
         (alone,) = await w.steps([C], 3, 3)
         assert pids(alone) == pids(early)
         assert (await w.bucket_log(bundle, 0, C, 0, "set up")).count("set up") == 1
+
+
+def test_workers_that_leave_as_soon_as_they_are_called_back_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have left before the agent looks again."""
+    group = SimpleNamespace(joining=True, released_at=0.0)
+
+    def release(called_back: SimpleNamespace) -> None:
+        called_back.joining, called_back.released_at = False, time.time()
+
+    monkeypatch.setattr(generations, "release", release)
+    call_back: Any = generations.Generations._call_back
+    assert call_back(None, group)
+    assert not call_back(None, group)
 
 
 async def test_workers_on_gpus_are_released_from_a_collective(tmp_path: Path) -> None:

@@ -105,9 +105,10 @@ class Generations:
 
         True: the workers still have time to leave. After that, they can join another generation.
         """
-        if group.joining:
-            release(group)
-        return group.joining and time.time() - group.released_at < CALL_BACK
+        if not group.joining:
+            return False
+        release(group)  # from now on, they may leave at any moment: then the next turn finds that they wait
+        return time.time() - group.released_at < CALL_BACK
 
     def _devices(self, job: Job) -> tuple[int, ...]:
         return job.devices or tuple(range(self._node.devices))
