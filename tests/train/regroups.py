@@ -34,6 +34,18 @@ def release(member: Member, generation: int) -> None:
     wake(str(worker_fifo(member.context.control)))
 
 
+def undisturbed_final(path: Path, nodes: str, interval: int, plan: dict[str, Any]) -> Any:
+    """Final state of a job with these nodes that nothing happens to. path: a new folder."""
+    path.mkdir()
+    whole = Regroups(path)
+    try:
+        whole.begin(nodes, interval, **dict.fromkeys(nodes, plan))
+        assert whole.end() == [0] * len(nodes), whole.cluster.log()
+        return whole.cluster.final()
+    finally:
+        whole.close()
+
+
 class Regroups:
     """A job whose workers live through its generations. The test is head and agent."""
 
@@ -93,6 +105,15 @@ class Regroups:
             Invitation({**environment, Context.VARIABLE: each.context.to_env()}, log).write(each.context.control)
             each.control.joins = self.cluster.generation
         self.members = members
+
+    def lose_a_newcomer(self, survivors: list[Member], interval: int) -> None:
+        """A spare dies while the survivors join a generation with it."""
+        spare = self.warm_up("d", interval)
+        spare.process.kill()
+        spare.process.join()
+        self.regroup(survivors, missing=1)
+        wait_for(lambda: all(each.control.entered > 0 for each in survivors), 60)
+        self.close_groups()  # what the agents do: the store goes
 
     def survivors(self) -> list[Member]:
         """All members but the second one, once that one has died."""

@@ -32,7 +32,7 @@ from tests.helpers import wait_for
 from tests.train import faults
 from tests.train.forks import forked
 from tests.train.generations import Cluster, everything, flatten
-from tests.train.regroups import Regroups, release
+from tests.train.regroups import Regroups, release, undisturbed_final
 
 ON_GPU = {"on_gpu": True}  # the plan of a worker whose device counts as a GPU
 
@@ -335,26 +335,14 @@ def test_a_death_costs_no_step_before_it(job: Regroups, tmp_path: Path, plan: di
     assert job.end() == [0, 0], job.cluster.log()
     assert [each.control.base for each in job.members] == [8, 8]
     assert job.cluster.seen() == everything
-    (tmp_path / "whole").mkdir()
-    whole = Regroups(tmp_path / "whole")
-    try:
-        whole.begin("ab", 1000, a=plan, b=plan)
-        assert whole.end() == [0, 0], whole.cluster.log()
-        assert flatten(job.cluster.final()) == flatten(whole.cluster.final())
-    finally:
-        whole.close()
+    assert flatten(job.cluster.final()) == flatten(undisturbed_final(tmp_path / "whole", "ab", 1000, plan))
 
 
 def test_deaths_again_and_again_cost_no_step(job: Regroups, undisturbed: Any) -> None:
     """Also that of a member that is about to get the state."""
     job.begin("abc", 1000, a={"die_at": 9}, b={"die_at": 8})
     survivors = job.survivors()
-    spare = job.warm_up("d", 1000)
-    spare.process.kill()
-    spare.process.join()
-    job.regroup(survivors, missing=1)
-    wait_for(lambda: all(each.control.entered > 0 for each in survivors), 60)
-    job.close_groups()
+    job.lose_a_newcomer(survivors, 1000)
     job.regroup([*survivors, job.warm_up("e", 1000)])
     job.members[0].process.join(60)
     survivors = job.members[1:]
@@ -389,12 +377,7 @@ def test_a_member_that_dies_while_it_joins(job: Regroups, undisturbed: Any) -> N
     """The others wait for the next generation, and nothing that the failed one has loaded stays."""
     job.begin("abc", 1, b={"die_at": 3})
     survivors = job.survivors()
-    spare = job.warm_up("d", 1)
-    spare.process.kill()
-    spare.process.join()
-    job.regroup(survivors, missing=1)
-    wait_for(lambda: all(each.control.entered > 0 for each in survivors), 60)
-    job.close_groups()  # what the agents do: the store goes
+    job.lose_a_newcomer(survivors, 1)
     job.regroup([*survivors, job.warm_up("e", 1)])
     assert job.end() == [0, 0, 0], job.cluster.log()
     assert flatten(job.cluster.final()) == flatten(undisturbed)

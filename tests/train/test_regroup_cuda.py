@@ -13,7 +13,7 @@ import pytest
 from spotrun.state.control import NEEDS_RELEASE, NONE
 from tests.helpers import wait_for
 from tests.train.generations import Cluster, everything, flatten
-from tests.train.regroups import Regroups, release
+from tests.train.regroups import Regroups, release, undisturbed_final
 
 gpu, gpus = pytest.mark.gpu, pytest.mark.gpu(devices=2)
 GLOO = {"backend": "gloo"}
@@ -136,14 +136,7 @@ def test_scripts_on_cuda_are_exact_after_a_death(job: Regroups, memory: Path, mo
     job.regroup([survivor, job.warm_up("d", 1, **plan)])
     assert job.end() == [0, 0], job.cluster.log()
     assert job.cluster.seen() == everything
-    (memory / "whole").mkdir()
-    whole = Regroups(memory / "whole")
-    try:
-        whole.begin("ab", 1, a=plan, b=plan)
-        assert whole.end() == [0, 0], whole.cluster.log()
-    finally:
-        whole.close()
-    assert flatten(job.cluster.final()) == flatten(whole.cluster.final())
+    assert flatten(job.cluster.final()) == flatten(undisturbed_final(memory / "whole", "ab", 1, plan))
 
 
 @gpu

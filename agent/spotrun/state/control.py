@@ -189,6 +189,7 @@ for _kind, _places in ((_int, _INT_AT), (_float, _FLOAT_AT)):
 _FROM_ZERO = {"generation", "pid", "rank", "total_steps"}
 # What lasts as long as the worker's process.
 _KEPT = {"pid", "able", "layout_0", "layout_1", "joins", "seed"}
+# What is said of a snapshot under way.
 _SNAPSHOT = {"begun", "copied", "committed", "expected", "took"}
 
 

@@ -235,13 +235,25 @@ class Boundary:
         self.regroup()
 
     def _note(self) -> None:
-        """Note the state of the step that has ended. If that fails, the state will come from a snapshot."""
+        """Note the state of the step that has ended."""
         if self._noted is not None:
             try:
                 self._noted.note(self._state.step)
-            except Exception as error:  # an object of the script is not what it seems
-                log.warning("after a failure, the state will come from a snapshot: %s", error)
-                self._noted = None
+            except Exception as error:
+                self._do_without(error)
+
+    def _put_back(self) -> bool:
+        """Whether the state is that of the step that has ended last."""
+        try:
+            return self._noted is not None and self._noted.put_back(self._state.step)
+        except Exception as error:
+            self._do_without(error)
+            return False
+
+    def _do_without(self, error: Exception) -> None:
+        """After a failure, take the state from a snapshot: an object of the script is not what it seems."""
+        log.warning("after a failure, the state comes from the newest snapshot: %s", error)
+        self._noted = None
 
     def _keep(self, context: Context, error: BaseException | None) -> None:
         """Find out whether this process has a whole state, and whether it can give it to others.
@@ -250,8 +262,8 @@ class Boundary:
         snapshot.
         """
         self._drop_own()
-        state, noted = self._state, self._noted
-        if context.warm_up or (error is not None and (noted is None or not noted.put_back(state.step))):
+        state = self._state
+        if context.warm_up or (error is not None and not self._put_back()):
             return
         self._own = (context.generation, state.step)
         if self._membership is None or not self._membership.survives:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from spotrun.state.control import Control
-from spotrun.train.staging import Copying, DelayedCopies, Stage
+from spotrun.train.staging import Copying, DelayedCopy, Stage
 
 log = logging.getLogger(__name__)
 
@@ -24,9 +24,7 @@ class _Stall:
     """What a snapshot cost training."""
 
     seconds: float
-    copying: (
-        Copying | DelayedCopies | None
-    )  # copies that may delay the device; None when their delay is part of `seconds`
+    copying: Copying | None  # copies that may delay the device; None when their delay is part of `seconds`
 
 
 class Copier:
@@ -37,7 +35,7 @@ class Copier:
 
     def __init__(self, control: Control, stage: Stage | None) -> None:
         self._control, self._stage = control, stage
-        self._copying: Copying | DelayedCopies | None = None  # copies that wait for their guard
+        self._copying: Copying | None = None  # copies that wait for their guard
         self._torn: frozenset[str] = frozenset()  # tensors that changed too early: training waits for their copies
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._running: Future[None] | None = None
@@ -92,16 +90,15 @@ class Copier:
 
     def _copy(
         self, tensors: dict[str, torch.Tensor], views: dict[str, torch.Tensor], beside: set[int], later: bool = False
-    ) -> Copying | DelayedCopies | None:
+    ) -> Copying | None:
         """Copy the tensors into the views of the same names. None: the copies are complete.
 
         beside: data pointers of tensors that nothing changes before the next `guard`. later: nothing changes any tensor
         before the next `guard`.
         """
         if later and self._stage is None:
-            return DelayedCopies(
-                [(tensor.resolve_conj().resolve_neg(), views[name]) for name, tensor in tensors.items()]
-            )
+            pairs = [(tensor.resolve_conj().resolve_neg(), views[name]) for name, tensor in tensors.items()]
+            return Copying(DelayedCopy(pairs), {})
         staged = {}
         for name, tensor in tensors.items():
             if self._stage is not None and self._stage.takes(tensor):
@@ -119,11 +116,10 @@ class Copier:
         pairs = [(tensor, views[name]) for name, tensor in staged.items()]
         return Copying(self._stage.start(pairs, [name in aside for name in staged]), aside)
 
-    def _count(self, seconds: float, more: float, copying: Copying | DelayedCopies | None) -> None:
+    def _count(self, seconds: float, more: float, copying: Copying | None) -> None:
         """Count what a snapshot cost: `seconds`, the time of its copies on the device, and `more`, only this once."""
-        if not isinstance(copying, DelayedCopies):  # its time says nothing about other snapshots
-            self._stalls.append(_Stall(seconds, copying))
-            self.known = None
+        self._stalls.append(_Stall(seconds, copying))
+        self.known = None
         self._control.stall += seconds + more
 
     def _tear(self, step: int, changed: list[str]) -> None:

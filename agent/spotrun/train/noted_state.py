@@ -214,8 +214,9 @@ def _has_more(module: nn.Module) -> bool:
 
 
 def _touch(_optimizer: object, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """An optimizer begins a step. In a void step it does nothing (see `IdleOptimizer`), unless a closure computes
-    gradients again.
+    """An optimizer begins a step.
+
+    In a void step it does nothing (see `IdleOptimizer`), unless a closure computes gradients again.
     """
     global _touched
     given = (*args[1:], *options.values())  # torch counts the optimizer itself among the arguments

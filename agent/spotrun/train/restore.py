@@ -63,8 +63,10 @@ class Found:
 
 @dataclass(frozen=True)
 class Offer:
-    """What a rank has. slot: its node's newest snapshot, which only local rank 0 offers. trusted: this process wrote
-    it. live: the state in the rank's own memory.
+    """What a rank has.
+
+    slot: its node's newest snapshot, which only local rank 0 offers. trusted: whether that needs no check. live: the
+    state in the rank's own memory.
     """
 
     slot: Order

@@ -35,7 +35,7 @@ from spotrun.train.copier import Copier
 from spotrun.train.encoding import Encoder
 from spotrun.train.parallel import Parallel
 from spotrun.train.slot_files import Entries, SlotFile, layout
-from spotrun.train.staging import Copying, DelayedCopies, Stage
+from spotrun.train.staging import Copying, Stage
 
 log = logging.getLogger(__name__)
 
@@ -252,7 +252,7 @@ class Section(Copier):
         self._answer(step, [])
         return True
 
-    def _land(self, held: ExitStack, step: int, copying: Copying | DelayedCopies) -> None:
+    def _land(self, held: ExitStack, step: int, copying: Copying) -> None:
         try:
             with held:
                 changed = copying.land()

@@ -26,14 +26,14 @@ from spotrun.train.encoding import Encoder
 from spotrun.train.progress import Progress
 from spotrun.train.sections import Place, Plan, Sections
 from spotrun.train.slot_files import Entries, SlotFile, layout
-from spotrun.train.staging import Copying, DelayedCopies, Stage
+from spotrun.train.staging import Copying, Stage
 
 log = logging.getLogger(__name__)
 
 PATIENCE = 10.0  # seconds that an urgent snapshot waits for a slot that is being uploaded
 FALL_BACK = 1.0  # seconds after which it may overwrite the newest snapshot instead
 RESERVED = 5.0  # seconds in which the agent must begin to read a slot that it asked for
-RECORD_PATIENCE = 60.0  # seconds for which writing a record is tried again, if a thread makes all copies
+AGAIN = 2.0  # seconds for which the record of a stop's snapshot is tried again: workers may wait for it to join others
 EAGER = 64 << 20  # bytes: a larger slot is laid out beside training, unless the snapshot is urgent
 
 
@@ -45,8 +45,9 @@ class _Snapshot:
     step: int
     tree: Any  # what is not a tensor, as JSON values
     entries: Entries
-    copying: Copying | DelayedCopies | None  # copies under way; None: those of this worker are complete
+    copying: Copying | None  # copies under way; None: those of this worker are complete
     together: bool  # whether other workers copy a part of it
+    alone: bool  # whether it is that of a stop, or the last one
 
 
 @dataclass
@@ -205,7 +206,7 @@ class Writer(Copier):
         beside: set[int],
         wait: bool,
         together: bool,
-        later: bool,
+        alone: bool,
     ) -> bool:
         """Copy the state into a slot whose lock is in `held`, and have it committed. See `take`."""
         started = time.monotonic()
@@ -224,12 +225,13 @@ class Writer(Copier):
         self.progress.begin(step, len(self._slots[target].mapped))
         slots.revoke(self._folder, target)
         own = self._own(encoder.tensors, plan) if together else encoder.tensors
-        self._copying = copying = self._copy(own, self._slots[target].views, beside, later)
+        self._copying = copying = self._copy(own, self._slots[target].views, beside, alone)
         self.dropped, self._together = False, together
         if copying is None and not together:
             self.progress.copied(step)
-        self._count(time.monotonic() - laid_out + laying - started, laid_out - laying, copying)
-        snapshot = _Snapshot(target, step, tree, plan.entries, copying, together)
+        if self._stage is not None or not alone:  # otherwise training does not wait for the copies
+            self._count(time.monotonic() - laid_out + laying - started, laid_out - laying, copying)
+        snapshot = _Snapshot(target, step, tree, plan.entries, copying, together, alone)
         self._running = self._pool.submit(self._commit, held.pop_all(), snapshot)
         self._share(target, plan)
         return True
@@ -306,12 +308,7 @@ class Writer(Copier):
             self._committed[target] = (time.monotonic(), slots.last_read(self._folder, target))
             self._check_trouble(step)
             try:
-                slots.commit(
-                    self._folder,
-                    target,
-                    record,
-                    RECORD_PATIENCE if isinstance(snapshot.copying, DelayedCopies) else 0.0,
-                )
+                slots.commit(self._folder, target, record, AGAIN if snapshot.alone else 0.0)
             except OSError as error:
                 self._drop(snapshot)
                 log.warning("the snapshot of step %d is dropped: its record cannot be written: %s", step, error)

@@ -88,26 +88,17 @@ class Copying:
             return self._changed
 
 
-class DelayedCopies:
-    """Copies between tensors on the CPU that are not made yet. Another thread makes them by `land`.
-
-    pairs: (source, target).
-    """
+class DelayedCopy:
+    """A `Copy` between tensors on the CPU, which `wait` makes: call it in another thread. pairs: (source, target)."""
 
     def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._pairs, self._over = list(pairs), threading.Event()
 
     def guard(self) -> None:
-        """Call before the sources may change: wait until they are copied."""
+        """Wait until the copies are made."""
         self._over.wait()
 
-    doubt = guard
-
-    def seconds(self) -> float:
-        """0: the copies do not measure whether training has waited for them in `guard`."""
-        return 0.0
-
-    def land(self) -> list[str]:
+    def wait(self) -> None:
         """Make the copies."""
         try:
             for source, target in self._pairs:
@@ -115,7 +106,10 @@ class DelayedCopies:
         finally:
             self._pairs.clear()
             self._over.set()
-        return []
+
+    def seconds(self) -> float:
+        """0: no device is delayed."""
+        return 0.0
 
 
 def stage_for(device: torch.device) -> Stage | None:
