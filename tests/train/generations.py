@@ -180,7 +180,7 @@ def prepare(plan: Plan, out: Path) -> None:
         training_state.TrainingState.load = faults.fail_on_device  # type: ignore[assignment,method-assign]
     if plan.abort_takes:
         distributed.abort_collectives = lambda group, device: time.sleep(plan.abort_takes)
-        regroup.LEAVE_WAIT = 1.0  # type: ignore[attr-defined]
+        regroup.LEAVE_WAIT, regroup.QUEUED = 1.0, 0.0  # type: ignore[attr-defined]
     if plan.stays:
         distributed.leave_process_group = functools.partial(faults.fail_after, plan.stays)
         regroup.LEAVE_WAIT, regroup.QUEUED = 2.0, 0.0  # type: ignore[attr-defined]
