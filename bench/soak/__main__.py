@@ -112,7 +112,8 @@ def _run(found: Scenario, keep: Path, known: Baselines) -> Outcome:
     folder = keep / f"seed-{found.seed}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    plan, kind = ", ".join(map(str, found.faults)), found.shape.name + (", as on GPUs" if found.gpu else "")
+    plan, kind = ", ".join(map(str, found.faults)), found.shape.name
+    kind += ", as on GPUs" * found.gpu + ", exact" * found.exact
     print(f"{time.strftime('%H:%M:%S')}  seed {found.seed}: {kind}, {found.size} nodes: {plan}", flush=True)
     outcome = drive(found, folder, known)
     if not outcome.problems:

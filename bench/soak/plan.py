@@ -84,7 +84,7 @@ class Scenario:
     """What a seed stands for.
 
     least, most: nodes; equal for a job of fixed size. spares: nodes that stand by. gpu: whether the workers act as on
-    GPUs: they restart after a peer's failure.
+    GPUs. exact: whether the job file says `exact: true`.
     """
 
     seed: int
@@ -94,6 +94,7 @@ class Scenario:
     faults: tuple[Fault, ...]
     spares: int = 0
     gpu: bool = False
+    exact: bool = False
 
     @property
     def fixed(self) -> bool:
@@ -120,7 +121,8 @@ class Scenario:
 def scenario(seed: int) -> Scenario:
     """The scenario of a seed. It has one to four faults.
 
-    Three of four jobs have a fixed size, one of three has a spare, and one of four acts as on GPUs.
+    Three of four jobs have a fixed size, one of three has a spare, and one of four acts as on GPUs. Half of these are
+    exact.
     """
     dice = random.Random(f"soak {seed}")
     shape = SHAPES[seed % len(SHAPES)]
@@ -129,7 +131,7 @@ def scenario(seed: int) -> Scenario:
     times = sorted(dice.uniform(0.05, 0.85) for _ in range(dice.randint(1, 4)))
     faults = tuple(_fault(dice, at) for at in times)
     spares, gpu = dice.random() < 1 / 3, dice.random() < 1 / 4
-    return Scenario(seed, shape, least, most, faults, int(spares), gpu)
+    return Scenario(seed, shape, least, most, faults, int(spares), gpu, gpu and dice.random() < 1 / 2)
 
 
 def _fault(dice: random.Random, at: float) -> Fault:

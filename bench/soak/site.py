@@ -71,6 +71,7 @@ class Site:
                 "args": scenario.arguments(str(self._out)),
                 "nodes": {"min": scenario.least, "max": scenario.most, "spares": scenario.spares},
                 "procs_per_node": 1,
+                "exact": scenario.exact,
                 "checkpoint_interval": "3s",
                 "grow_interval": "2s",
                 "hang_timeout": "30s",

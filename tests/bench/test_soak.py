@@ -33,7 +33,7 @@ def test_a_hundred_seeds_have_everything() -> None:
     assert {each.most for each in HUNDRED if each.fixed} == {1, 2, 3, 4}
     assert any(not each.fixed for each in HUNDRED)
     assert {each.spares for each in HUNDRED} == {0, 1}
-    assert {each.gpu for each in HUNDRED} == {False, True}
+    assert {(each.gpu, each.exact) for each in HUNDRED} == {(False, False), (True, False), (True, True)}
     assert {fault.seconds for each in HUNDRED for fault in each.faults if fault.kind == "preempt"} == set(NOTICES)
 
 
@@ -153,6 +153,8 @@ def test_the_table() -> None:
     assert "| all | 10 | 1 | 10 | 0 | 2.0 s, 2.0 s |" in text
     gpu = sum(each.scenario.gpu for each in outcomes)
     assert f"| of these, as on GPUs (`bench/soak/job/as_gpu.py`) | {gpu} |" in text
+    exact = sum(each.scenario.exact for each in outcomes)
+    assert f"| of these, with `exact: true` | {exact} |" in text
     assert set(LEGEND) == {shape.name for shape in SHAPES}
 
 

@@ -181,8 +181,8 @@ JOB_MISTAKES = {
         "script: train.py\nmax_restart: 1\n",
         [
             ":2: max_restart: 1: unknown key; allowed: name, script, args, nodes, devices, priority, pools, group,"
-            " labels, after, on, inputs, keep, keep_on_failure, procs_per_node, snapshot_interval, checkpoint_interval,"
-            " keep_checkpoints, deadline, budget, policy, zones, restart_time, work, max_restarts,"
+            " labels, after, on, inputs, keep, keep_on_failure, procs_per_node, snapshot_interval, exact,"
+            " checkpoint_interval, keep_checkpoints, deadline, budget, policy, zones, restart_time, work, max_restarts,"
             " hang_timeout, start_timeout, grow_interval,"
             " hold_idle, heartbeat_timeout, env, requirements; did you mean max_restarts?"
         ],

@@ -86,6 +86,7 @@ class Plan:
     backend: str = ""  # of its process group; empty: the default one
     gpu: str = ""  # the only GPU that it sees; empty: all
     on_gpu: bool = False  # its device counts as a GPU (see bench/soak/job/as_gpu.py)
+    exact: bool = False  # its job file says so
     cache: bool = False  # its model has a buffer that no state_dict has
     device_fails: bool = False  # its device fails when it gets a state again
     abort_takes: float = 0.0  # seconds that an abort takes; 0: no time

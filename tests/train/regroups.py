@@ -141,7 +141,7 @@ class Regroups:
         self.stack.close()
 
     def _fork(self, context: Context, group: dict[str, str], rank: int, plan: dict[str, Any]) -> Member:
-        context = replace(context, wakeup=str(self.wakeup))
+        context = replace(context, wakeup=str(self.wakeup), exact=plan.get("exact", False))
         environment = {
             **group,
             "RANK": str(rank),

@@ -35,6 +35,7 @@ from tests.train.generations import Cluster, everything, flatten
 from tests.train.regroups import Regroups, release, undisturbed_final
 
 ON_GPU = {"on_gpu": True}  # the plan of a worker whose device counts as a GPU
+EXACT = {"exact": True, **ON_GPU}
 
 
 @pytest.fixture(scope="module")
@@ -323,6 +324,9 @@ PLANS: dict[str, dict[str, Any]] = {
     "accumulate": {"accumulate": 3},
     "two models": {"two_models": True},
     "compiled": {"compiles": True},
+    "exact on a GPU": EXACT,
+    "exact on a GPU, accumulate": {"accumulate": 3, **EXACT},
+    "exact on a GPU, a collective of its own": {"collective": "last", **EXACT},
 }
 
 
@@ -331,11 +335,28 @@ def test_a_death_costs_no_step_before_it(job: Regroups, tmp_path: Path, plan: di
     """The survivors go on from their own memory, and a newcomer gets that state. No snapshot is taken before."""
     job.begin("ab", 1000, a=plan, b={"die_at": 8, **plan})
     survivors = job.survivors()
-    job.regroup([*survivors, job.warm_up("d", 1000, **plan)])
+    newcomer = job.warm_up("d", 1000, **plan)
+    for each in survivors if plan.get("on_gpu") else ():
+        release(each, job.cluster.generation)
+    job.regroup([*survivors, newcomer])
     assert job.end() == [0, 0], job.cluster.log()
+    assert [each.control.pid for each in job.members] == job.pids()
     assert [each.control.base for each in job.members] == [8, 8]
     assert job.cluster.seen() == everything
     assert flatten(job.cluster.final()) == flatten(undisturbed_final(tmp_path / "whole", "ab", 1000, plan))
+
+
+def test_a_step_on_a_gpu_that_is_exchanged_counts(job: Regroups, undisturbed: Any) -> None:
+    """A worker dies at its end. In exact mode, the others go on from there."""
+    job.begin("abc", 1000, a=EXACT, b={"die_at": 8, "die_in": "last", **EXACT}, c=EXACT)
+    survivors = job.survivors()
+    newcomer = job.warm_up("d", 1000, **EXACT)
+    for each in survivors:
+        release(each, job.cluster.generation)
+    job.regroup([*survivors, newcomer])
+    assert job.end() == [0, 0, 0], job.cluster.log()
+    assert [each.control.base for each in job.members] == [9] * 3
+    assert flatten(job.cluster.final()) == flatten(undisturbed)
 
 
 def test_deaths_again_and_again_cost_no_step(job: Regroups, undisturbed: Any) -> None:

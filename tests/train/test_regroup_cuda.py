@@ -72,6 +72,32 @@ def test_a_peers_death_on_cuda_over_nccl(job: Regroups) -> None:
     goes_on_alone(job)
 
 
+@gpu
+@pytest.mark.parametrize("more", [{}, {"two_models": True}, {"collective": "last"}], ids=str)
+def test_a_death_costs_an_exact_job_on_cuda_no_step(job: Regroups, memory: Path, more: dict[str, Any]) -> None:
+    """The survivor goes on from its memory on the device, and a newcomer gets that state. There is no snapshot."""
+    plan = {"exact": True, **GLOO, **more}
+    job.begin("ab", 1000, a=plan, b={"die_at": 8, **plan})
+    (survivor,) = job.survivors()
+    job.regroup([survivor, job.warm_up("d", 1000, **plan)])
+    assert job.end() == [0, 0], job.cluster.log()
+    assert [each.control.pid for each in job.members] == job.pids()
+    assert [each.control.base for each in job.members] == [8, 8]
+    assert flatten(job.cluster.final()) == flatten(undisturbed_final(memory / "whole", "ab", 1000, plan))
+
+
+@gpus
+def test_a_death_costs_an_exact_job_over_nccl_no_step(job: Regroups) -> None:
+    """NCCL's kernel waits until it is aborted. The host waits for it, so the state of the step before stays whole."""
+    job.begin("ab", 1000, a={"gpu": "0", "exact": True}, b={"gpu": "1", "exact": True, "die_at": 8})
+    (survivor,) = job.survivors()
+    release(survivor, job.cluster.generation)
+    job.regroup([survivor])
+    assert job.end() == [0], job.cluster.log()
+    assert survivor.control.base == 8
+    assert job.cluster.seen() == everything
+
+
 def goes_on_alone(job: Regroups) -> None:
     """The only worker goes on in its process, from a snapshot of the steps before the failure.
 

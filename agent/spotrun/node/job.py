@@ -206,6 +206,7 @@ class Job:
                 metrics=str(self.metrics),
                 wakeup=str(self._wakeups.path) if self._wakeups is not None else "",
                 warm_up=group.number == 0,
+                exact=self._spec.exact,
             )
             task = Task(
                 root=str(self.root),

@@ -26,6 +26,7 @@ from spotrun.spec.fields import (
     INTERVAL,
     LABEL,
     PRIORITY,
+    Bool,
     Duration,
     Int,
     Interval,
@@ -164,6 +165,8 @@ class JobSpec(Spec):
         default="auto", description=f"a whole number from 1 to {PROCS}, or auto: one for each device"
     )
     snapshot_interval: Auto = Field(default="auto", description="steps, a whole number, at least 1, or auto")
+    exact: Bool = Field(default=False, description="true or false")
+    """Whether a GPU's host waits for each step's gradients, so that a death without notice costs no completed step."""
     checkpoint_interval: Interval = Field(default=300.0, description=INTERVAL)
     keep_checkpoints: Int = Field(default=3, ge=1, description="a whole number, at least 1")
     deadline: Interval | None = Field(default=None, description=INTERVAL)

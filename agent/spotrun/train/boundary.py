@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from spotrun.state.points import Header, is_substitute
 from spotrun.train import collectives, distributed, failures, optimizer_state
 from spotrun.train.distributed import LEAVE_WAIT, NotBegun, cpu_group, join_alone, leave_together, rank_and_world
 from spotrun.train.encoding import Encoder, refuse_sharded
+from spotrun.train.exactness import Exactness
 from spotrun.train.group_health import GroupHealth
 from spotrun.train.idle_optimizer import IdleOptimizer
 from spotrun.train.metrics import Clock, Metrics
@@ -69,6 +70,10 @@ class Boundary:
         self._own: Order = NOTHING  # the generation and the step of the state in this process, if it is whole
         self._live: OwnState | None = None  # that state, if others can have it from here
         self._noted: NotedState | None = None  # None: after a failure, the state comes from a snapshot
+        self._exactness: Exactness | None = None  # only on a GPU, in exact mode
+        self._short_step = SHORT_STEP
+        self.confirm: Callable[[], None] = failures.check  # raises an error if the step under way does not count
+        self.doubt: Callable[[], None] = lambda: None  # call it if there was a collective that torch calls in C++
         self._health = GroupHealth()
         self.loop = Loop(self._leave_loop)
         self.must_regroup = False  # whether this worker must join another generation before it goes on
@@ -96,10 +101,14 @@ class Boundary:
             self._membership.loop = self.loop
             self._membership.look_at(state.objects.values(), encoder.tensors.values())
             control.able = self._membership.able()
-            if control.able == ABLE:
+            if self._context.exact:
+                self._short_step = 0.0
+            if control.able == NEEDS_RELEASE and self._context.exact:
+                self._exactness = exactness = Exactness(self._device)
+                self.confirm, self.doubt = exactness.confirm, exactness.doubt
+            if control.able == ABLE or self._exactness is not None:
                 self._noted = NotedState.of(state.objects.values(), self._models)
-            if self._noted is not None:
-                collectives.observe(self._noted.check_collective)
+                collectives.observe(self._check_collective)
         if self._context.warm_up:
             self._enter(control)
             return
@@ -130,7 +139,7 @@ class Boundary:
             self._leave(control)
         elif profile != NONE or self.profiling.profiler is not None:
             self.profiling.end_step(step)
-        if not 0 < self.clock.step_seconds < SHORT_STEP:
+        if not 0 < self.clock.step_seconds < self._short_step:
             self._note()
         self.clock.resume()
 
@@ -159,6 +168,8 @@ class Boundary:
             self.metrics.flush()  # the agent takes the block once this worker waits
             self._membership.wait(self._state.step, error)
             self._health = GroupHealth()
+            if self._exactness is not None:
+                self._exactness.renew()
             try:
                 self._membership.join()
                 self._continue(self._membership.context, self._control)
@@ -234,6 +245,12 @@ class Boundary:
         self._allocated = [each for each in self._state.optimizers if optimizer_state.allocate(each)]
         self.regroup()
 
+    def _check_collective(self, values: Iterable[Any]) -> None:
+        """The script gives these to a collective."""
+        self.doubt()
+        if self._noted is not None:
+            self._noted.check_collective(values)
+
     def _note(self) -> None:
         """Note the state of the step that has ended."""
         if self._noted is not None:
@@ -259,14 +276,14 @@ class Boundary:
         """Find out whether this process has a whole state, and whether it can give it to others.
 
         error: why the step under way does not count; None: all steps count. On a GPU, others get the state from a
-        snapshot.
+        snapshot, but for exact mode.
         """
         self._drop_own()
         state = self._state
         if context.warm_up or (error is not None and not self._put_back()):
             return
         self._own = (context.generation, state.step)
-        if self._membership is None or not self._membership.survives:
+        if self._membership is None or not (self._membership.survives or self._exactness is not None):
             return
         encoder = Encoder()
         record = slots.Record(context.job, *self._own, 0, "", state.encode(encoder))

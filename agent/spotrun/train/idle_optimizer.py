@@ -6,6 +6,13 @@ from typing import Any
 
 import torch
 
+_idle: set[torch.optim.Optimizer] = set()
+
+
+def is_idle(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer's `step` changes nothing now."""
+    return optimizer in _idle
+
 
 class IdleOptimizer:
     """Until `end`, the optimizer's `step` changes nothing and takes no time: the parameters have no gradients in it.
@@ -15,6 +22,8 @@ class IdleOptimizer:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._aside: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._optimizer = optimizer
+        _idle.add(optimizer)
         self._hooks = (
             optimizer.register_step_pre_hook(self._begin_step),
             optimizer.register_step_post_hook(self._end_step),
@@ -24,6 +33,7 @@ class IdleOptimizer:
         """From now on, the optimizer works."""
         for each in self._hooks:
             each.remove()
+        _idle.discard(self._optimizer)
 
     def _begin_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         for parameter in (each for group in optimizer.param_groups for each in group["params"]):

@@ -1,8 +1,8 @@
 """Whether the tracked state is still that of the step before, after a step that does not count.
 
-gloo fails before it changes a parameter. If neither an optimizer nor the script has changed the state in the step, the
-state in memory is still whole, and no snapshot is needed. Small things that change before the gradients are exchanged,
-such as the statistics of BatchNorm, are put back.
+gloo fails before it changes a parameter. On a GPU, exact mode sees to that (`train/exactness.py`). If neither an
+optimizer nor the script has changed the state in the step, the state in memory is still whole, and no snapshot is
+needed. Small things that change before the gradients are exchanged, such as the statistics of BatchNorm, are put back.
 
 An in-place operation on a tensor raises its `_version`. An operation on its `data` does not, nor does a collective
 (torch 2.13). So after a step that uses the `data` of a parameter, or a collective on a tracked tensor, the state comes
@@ -19,8 +19,8 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from spotrun.train import failures
 from spotrun.train.encoding import Stateful
+from spotrun.train.idle_optimizer import is_idle
 from spotrun.train.parallel import Parallel
 from spotrun.train.sampler import ElasticSampler
 
@@ -213,14 +213,14 @@ def _has_more(module: nn.Module) -> bool:
     )
 
 
-def _touch(_optimizer: object, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+def _touch(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> None:
     """An optimizer begins a step.
 
     In a void step it does nothing (see `IdleOptimizer`), unless a closure computes gradients again.
     """
     global _touched
     given = (*args[1:], *options.values())  # torch counts the optimizer itself among the arguments
-    _touched = _touched or not failures.void or any(each is not None for each in given)
+    _touched = _touched or not is_idle(optimizer) or any(each is not None for each in given)
 
 
 def _watch() -> None:

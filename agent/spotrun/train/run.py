@@ -52,8 +52,7 @@ def init(seed: int = 0, backend: str | None = None) -> Run:
         seed = operator.index(seed)
     except TypeError:
         raise SpotrunError(f"spotrun.init(seed={seed!r}): give a whole number") from None
-    context = Context.from_env()
-    control = None
+    context, control = Context.from_env(), None
     if context is not None:
         control = Control(Path(context.control))
         control.entered = entered
@@ -262,7 +261,7 @@ class Run:
         boundary.clock.part()
         try:
             (loss if weight == 1 else loss * weight).backward()  # type: ignore[no-untyped-call]
-            failures.check()
+            boundary.confirm() if self._batch.last else failures.check()
         except Exception as error:
             if not boundary.void_if_a_peer_fails.handle(error):
                 raise
@@ -324,7 +323,8 @@ class Run:
             for model in self._models:
                 if model.shares_buffers:
                     model.share_buffers()
-            failures.check()
+                    self._boundary.doubt()
+            self._boundary.confirm()
         except Exception as error:
             if not self._boundary.void_if_a_peer_fails.handle(error):
                 raise

@@ -62,7 +62,7 @@ class Source(Protocol):
 
 
 class OwnState:
-    """The state in this process's own tensors, all of them on the CPU. Nothing may change them while it is sent.
+    """The state in this process's own tensors. Nothing may change them while it is sent.
 
     record: has no checksum.
     """
@@ -78,7 +78,7 @@ class OwnState:
         parts = []
         for entry in (each for each in entries if each.stop > each.start):
             tensor = self._tensors[entry.name].detach().resolve_conj().resolve_neg().contiguous()
-            parts.append(_bytes(tensor)[max(0, start - entry.start) : stop - entry.start])
+            parts.append(_bytes(tensor)[max(0, start - entry.start) : stop - entry.start].cpu())
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def digest(self, parts: Sequence[torch.Tensor]) -> str:
@@ -226,7 +226,7 @@ def _unpack(message: Message, data: torch.Tensor, tensors: Mapping[str, torch.Te
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor, as bytes."""
-    found = torch.empty(0, dtype=torch.uint8)
+    found = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     at = tensor.storage_offset() * tensor.element_size()
     return found.set_(tensor.untyped_storage(), at, (tensor.nbytes,))  # type: ignore[call-overload, no-any-return]
 

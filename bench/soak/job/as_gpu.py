@@ -2,9 +2,11 @@
 
 A sum of gradients does not notice that a peer is gone: it waits until it is aborted. Then it returns as if it had
 succeeded, and the host goes on. Nothing in the device's memory can be trusted from then on. So this module then fills
-the models and the optimizers' states with NaN.
+the models and the optimizers' states with NaN, and in exact mode only the gradients.
 """
 
+import json
+import os
 import threading
 import time
 from collections.abc import Iterable
@@ -28,14 +30,18 @@ def imitate() -> None:
     """From now on, this worker's device counts as a GPU."""
     regroup.survives_failure = lambda device: False
     distributed.abort_collectives = _abort
-    distributed.synchronize = _synchronize
+    distributed.synchronize = distributed.synchronize_stream = _synchronize
     distributed._has_nccl = lambda group: group.size() > 1
     distributed._end_groups = _end_groups
 
 
 def hold(models: Iterable[Any], optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """The models, which `run.ddp` made, and the optimizers are in the device's memory. Call it in the set-up."""
-    _memory.extend([*models, *optimizers])
+    """The models, which `run.ddp` made, and the optimizers are in the device's memory. Call it in the set-up.
+
+    In exact mode, the host waits for the gradients, so nothing but the gradients is wrong after an abort.
+    """
+    if not json.loads(os.environ.get("SPOTRUN_CONTEXT", "{}")).get("exact"):
+        _memory.extend([*models, *optimizers])
     for model in models:
         model.register_comm_hook(None, _exchange)
 
