@@ -39,3 +39,15 @@ def send_a_part(record: Record, source: transfer.Source, hop: transfer.Hop) -> N
     transfer.send(record, source, hop)[0][0].wait()
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError
+
+
+def help_a_part(source: transfer.Source, number: int, helpers: int, to: int, group: Any) -> NoReturn:
+    transfer.help_send(source, number, helpers, to, group)[0][0].wait()
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+def help_wrongly(source: Any, number: int, helpers: int, to: int, group: Any) -> transfer.Sends:
+    right = source.bytes_of
+    source.bytes_of = lambda *args: right(*args) ^ 1
+    return transfer.help_send(source, number, helpers, to, group)

@@ -35,6 +35,7 @@ from spotrun.train import (
     restore,
     sections,
     training_state,
+    transfer,
 )
 from spotrun.train.copier import Copier
 from spotrun.train.schedule import Snapshots
@@ -83,6 +84,7 @@ class Plan:
     two_models: bool = False  # its script makes a step's second loss before the first one's backward, as GANs do
     together: bool = False  # the workers of a node copy each snapshot together, as soon as they can
     die_sending: bool = False  # it kills itself when it has sent a part of the state to another worker
+    helps: str = ""  # what it does when it helps to send the state: "and dies", "wrongly"; empty: it does it well
     backend: str = ""  # of its process group; empty: the default one
     gpu: str = ""  # the only GPU that it sees; empty: all
     on_gpu: bool = False  # its device counts as a GPU (see bench/soak/job/as_gpu.py)
@@ -185,8 +187,12 @@ def prepare(plan: Plan, out: Path) -> None:
     if plan.stays:
         distributed.leave_process_group = functools.partial(faults.fail_after, plan.stays)
         regroup.LEAVE_WAIT, regroup.QUEUED = 2.0, 0.0  # type: ignore[attr-defined]
+    transfer.ALONE = 64  # the tensors of these scripts are small
     if plan.die_sending:
         restore.send = faults.send_a_part  # type: ignore[assignment,attr-defined]
+    if plan.helps:
+        wrong = {"and dies": faults.help_a_part, "wrongly": faults.help_wrongly}[plan.helps]
+        restore.help_send = wrong  # type: ignore[assignment,attr-defined]
 
 
 @dataclass

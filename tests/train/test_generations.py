@@ -20,7 +20,7 @@ import spotrun
 from spotrun.errors import SpotrunError
 from spotrun.state import exit_note, slots
 from spotrun.state.control import EXIT_DRAINED, EXIT_PEER, NONE, Context
-from spotrun.train import failures, restore
+from spotrun.train import failures, restore, transfer
 from spotrun.train.encoding import Encoder, decode
 from spotrun.train.failures import is_peer_failure
 from spotrun.train.restore import NOTHING, Offer
@@ -138,6 +138,7 @@ def test_two_workers_on_a_node_share_its_snapshot(cluster: Cluster) -> None:
 def bring(environment: dict[str, str], trusted: restore.Order, gate: str, out: str) -> None:
     """Restore the state, once `gate` exists if the state is received; say what it is, and how many bytes were sent."""
     os.environ.update(environment)
+    restore.HELPERS = int(os.environ.get("HELPERS", "0"))
     sent = []
     real = dist.isend
     dist.isend = lambda tensor, *args, **kwargs: sent.append(tensor.nbytes) or real(tensor, *args, **kwargs)  # type: ignore[func-returns-value,misc]
@@ -181,11 +182,10 @@ def keep(cluster: Cluster, node: str, *steps: int) -> slots.Record:
     return cluster.newest(node)
 
 
+@pytest.mark.parametrize("helpers", [0, 7])
 @pytest.mark.parametrize("per_node", [1, 2])
-def test_who_needs_no_state_takes_no_part_in_a_transfer(
-    cluster: Cluster, per_node: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two nodes lack the state. They cannot take it yet: who has it goes on, and the donor sends it once."""
+def test_who_needs_no_state_takes_no_part_in_a_transfer(cluster: Cluster, per_node: int, helpers: int) -> None:
+    """Two nodes lack the state, and cannot take it yet. Who has it goes on. It is sent once, with or without helpers."""
     size = keep(cluster, "b", 7).size
     keep(cluster, "c", 7)
     world, gate = 4 * per_node, cluster.path / "gate"
@@ -193,13 +193,14 @@ def test_who_needs_no_state_takes_no_part_in_a_transfer(
     with meeting(world) as group:
         for rank in range(world):
             node, local_rank = "abcd"[rank // per_node], rank % per_node
-            environment = {**group, "RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+            environment = {**group, "RANK": str(rank), "LOCAL_RANK": str(local_rank), "HELPERS": str(helpers)}
             environment[Context.VARIABLE] = cluster.context(node, rank, 0).to_env()
             arguments = (environment, (1, 7) if node in "bc" else restore.NOTHING, str(gate), str(done[rank]))
             processes.append(forked.Process(target=bring, args=arguments, daemon=True))
             processes[-1].start()
         has = [rank for rank in range(world) if "abcd"[rank // per_node] == "c"]
-        wait_for(lambda: all(done[rank].exists() for rank in has), what="the end of those that have the state")
+        if not helpers:
+            wait_for(lambda: all(done[rank].exists() for rank in has), what="the end of those that have the state")
         assert not any(done[rank].exists() for rank in range(world) if "abcd"[rank // per_node] in "ad")
         gate.touch()
         for process in processes:
@@ -207,9 +208,11 @@ def test_who_needs_no_state_takes_no_part_in_a_transfer(
     assert [process.exitcode for process in processes] == [0] * world
     sent = [int(path.read_text()) for path in done]
     data = STATE["x"].nbytes + STATE["y"].nbytes  # type: ignore[attr-defined]
-    assert data < sent[per_node] < size  # the donor
-    assert sum(sent) == 2 * per_node * sent[per_node]  # once for each rank that lacks the state
-    assert all(sent[rank] == 0 for rank in has)
+    first = sum(sent[per_node : 3 * per_node])  # by the donor and its helpers
+    assert data < first < size
+    assert sum(sent) == 2 * per_node * first  # once for each rank that lacks the state
+    assert sent[per_node] > 0
+    assert [sent[rank] > 0 for rank in has] == [bool(helpers), False][:per_node]  # there is one large tensor
     assert all(not list(cluster.slots(node).glob("*.safetensors")) for node in "ad")
 
 
@@ -302,7 +305,66 @@ def test_a_state_in_memory_does_not_count_once_another_has_been_written_over_it(
 )
 def test_which_ranks_pass_the_state_on(offers: list[Offer], chain: tuple[int, ...]) -> None:
     """A node's slot is for all its ranks. A rank's memory is for itself, and it may be the donor."""
-    assert restore.route(offers) == chain
+    assert restore.route(offers).chain == chain
+
+
+LIVE = {"live": (1, 5), "mark": 7}
+
+
+@pytest.mark.parametrize(
+    ("offers", "helpers"),
+    [
+        ([Offer((1, 5), 0, mark=7), Offer((1, 5), 0, mark=7), Offer(NOTHING, 0)], (1,)),
+        ([Offer(NOTHING, 0), Offer((1, 5), 0, mark=7), Offer((1, 5), 0, mark=8), Offer((1, 5), 0, mark=7)], (3,)),
+        ([Offer((1, 5), 0, mark=7), Offer(NOTHING, 1), Offer((1, 5), 0, mark=7), Offer(NOTHING, 0)], (2, 1)),
+        ([Offer((1, 4), 0, **LIVE), Offer((1, 5), 0, mark=7), Offer(NOTHING, 0), Offer((1, 4), 0, **LIVE)], (3,)),
+        ([Offer((1, 5), 0), Offer((1, 5), 0), Offer(NOTHING, 0)], ()),
+        ([Offer((1, 5), 0, mark=7), Offer((1, 5), 0, mark=7)], ()),
+        ([Offer((1, 5), 0, mark=7), Offer((1, 5), 0, mark=7), Offer(NOTHING, 0, mark=restore.NO_HELP)], ()),
+        ([*[Offer((1, 5), 0, mark=7)] * 12, Offer(NOTHING, 0)], tuple(range(1, 8))),
+    ],
+)
+def test_which_ranks_help_the_donor(offers: list[Offer], helpers: tuple[int, ...]) -> None:
+    """Those with the same state, on other nodes first. A node's slot is for all its ranks."""
+    assert restore.route(offers).helpers == helpers
+
+
+SIZES = {"a": 90, "b": 400, "c": 130, "d": 400, "e": 0}
+
+
+def test_who_sends_what(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large tensors that are equal everywhere are spread. The donor sends the rest, and it counts."""
+    monkeypatch.setattr(transfer, "ALONE", 100)
+    monkeypatch.setattr(transfer, "CHUNK", 200)
+    tensors = {name: torch.zeros(size, dtype=torch.uint8) for name, size in SIZES.items()}
+    parts = transfer.messages(layout(tensors))
+    assert [each.entries[0].name for each in parts] == ["a", "b", "b", "c", "d", "d"]
+    assert transfer.shares(parts, "bcd", 1) == [0] * 6
+    assert transfer.shares(parts, "bc", 3) == [0, 1, 2, 0, 0, 0]
+    assert transfer.shares(parts, "abcd", 2) == [0, 1, 0, 1, 0, 1]
+
+
+def test_few_copies_of_a_gpus_state_are_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each send begins when an older one has ended."""
+    held: list[Work] = []
+
+    class Work:
+        def __init__(self, data: torch.Tensor) -> None:
+            self.data: torch.Tensor | None = data
+            held.append(self)
+
+        def wait(self) -> None:
+            held.remove(self)
+
+    monkeypatch.setattr(dist, "isend", lambda data, to, group: Work(data))
+    sends: transfer.Sends = []
+    for _ in range(10):
+        transfer._begin(sends, torch.zeros(8), 1, None, is_copy=True)
+        assert [work for work, _ in sends] == held
+        assert len(held) <= transfer.AHEAD
+    for work, _ in sends:
+        work.wait()
+    assert not held
 
 
 def test_a_fixed_interval_bounds_what_is_lost(cluster: Cluster) -> None:

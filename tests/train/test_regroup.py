@@ -448,6 +448,32 @@ def test_a_donor_that_dies_while_it_sends(job: Regroups, undisturbed: Any) -> No
     assert flatten(job.cluster.final()) == flatten(undisturbed)
 
 
+def test_a_helper_of_the_donor_that_dies_while_it_sends(job: Regroups, undisturbed: Any) -> None:
+    """The newcomer gets the state in the next generation."""
+    job.begin("abc", 1, b={"die_at": 3}, c={"helps": "and dies"})
+    donor, helper = job.survivors()
+    spare = job.warm_up("d", 1)
+    job.regroup([donor, helper, spare])
+    helper.process.join(60)
+    assert helper.process.exitcode == -signal.SIGKILL, job.cluster.log()
+    job.regroup([donor, spare, job.warm_up("e", 1)])
+    assert job.end() == [0, 0, 0], job.cluster.log()
+    assert flatten(job.cluster.final()) == flatten(undisturbed)
+
+
+def test_a_helper_with_another_state(job: Regroups, undisturbed: Any) -> None:
+    """The donor's checksum shows it. From then on, the donor sends all of the state."""
+    job.begin("abc", 1, b={"die_at": 3}, c={"helps": "wrongly"})
+    survivors = job.survivors()
+    job.regroup([*survivors, job.warm_up("d", 1)])
+    members = job.members
+    wait_for(lambda: all(each.control.left == EXIT_PEER for each in members), 60)
+    assert "the state of step 3 that rank 0 has sent is damaged" in job.cluster.log()
+    job.regroup(members)
+    assert job.end() == [0, 0, 0], job.cluster.log()
+    assert flatten(job.cluster.final()) == flatten(undisturbed)
+
+
 def test_a_newcomer_with_a_part_of_a_lost_state_needs_a_restart(job: Regroups) -> None:
     """The script's own first state is overwritten, so it cannot begin from that."""
     job.begin("ab", 1, a={"die_sending": True}, b={"die_at": 3})

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from spotrun.errors import SpotrunError
-from spotrun.state import slots
 from spotrun.state.control import ABLE, EXIT_DRAINED, EXIT_PEER, NEEDS_RELEASE, NONE, Context, Control
 from spotrun.state.points import Header, is_substitute
 from spotrun.train import collectives, distributed, failures, optimizer_state
@@ -28,7 +27,7 @@ from spotrun.train.regroup import Loop, Membership
 from spotrun.train.restore import NOTHING, Found, Order, restore
 from spotrun.train.rng import reseed
 from spotrun.train.schedule import Snapshots
-from spotrun.train.slot_files import layout
+from spotrun.train.sections import equal_tensors
 from spotrun.train.training_state import TrainingState
 from spotrun.train.transfer import OwnState
 
@@ -285,9 +284,7 @@ class Boundary:
         self._own = (context.generation, state.step)
         if self._membership is None or not (self._membership.survives or self._exactness is not None):
             return
-        encoder = Encoder()
-        record = slots.Record(context.job, *self._own, 0, "", state.encode(encoder))
-        self._live = OwnState(record, layout(encoder.tensors), encoder.tensors)
+        self._live = OwnState.of(context.job, self._own, state, equal_tensors(self._models, state.optimizers))
 
     def _drop_own(self) -> None:
         """The state in this process may not be whole from now on."""

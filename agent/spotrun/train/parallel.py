@@ -49,6 +49,7 @@ class Parallel(nn.Module):
         self.__dict__["shares_buffers"] = all(list(shares)) and any(True for _ in module.buffers())
         self.__dict__["_used"] = None
         self.__dict__["_left"] = None  # a weak reference to the DDP instance that was given up
+        self.__dict__["_equal"] = []  # its `equal_parameters`
         self.__dict__["_hooks"] = []  # arguments of `register_comm_hook`
         self.__dict__["_by_hand"] = False  # whether the script has ever kept gradients from the other ranks
         self.training = module.training
@@ -74,6 +75,7 @@ class Parallel(nn.Module):
     def unwrap(self) -> None:
         """Give up the DDP instance: its process group ends. `rebuild` makes another one."""
         if self._ddp is not None:
+            self.__dict__["_equal"] = self.equal_parameters()
             self.__dict__["_left"] = weakref.ref(self._ddp)
         self.__dict__["_ddp"] = None
         if self._used is not None:
@@ -90,6 +92,7 @@ class Parallel(nn.Module):
         """
         with _trainable(self.module, self._trained):
             self.__dict__["_ddp"] = self._wrap(equal)
+        self.__dict__["_equal"] = []
 
     def include(self) -> bool:
         """Exchange the gradients of further parameters, which the script has unfrozen or added. True: there are some.
@@ -161,19 +164,15 @@ class Parallel(nn.Module):
                 parameter.grad = torch.zeros_like(parameter)
 
     def equal_parameters(self) -> list[nn.Parameter]:
-        """The parameters that DDP keeps equal on all ranks.
+        """The parameters that DDP keeps equal on all ranks, or has kept equal until `unwrap`.
 
         Parameters without gradients are left out: DDP does nothing with them. The list is empty if each rank begins
         with its own values, or if a hook or the script (`no_sync`) decides which gradients are exchanged.
         """
         ddp = self._ddp
-        if (
-            ddp is None
-            or self._by_hand
-            or not self._options.get("init_sync", True)
-            or self._hooks
-            or ddp.mixed_precision
-        ):
+        if ddp is None:
+            return self._equal  # type: ignore[no-any-return]
+        if self._by_hand or not self._options.get("init_sync", True) or self._hooks or ddp.mixed_precision:
             return []
         ignored = ddp.parameters_to_ignore
         mine = ((name, each) for name, each in self.module.named_parameters() if self._trained.get(each))

@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,8 +24,8 @@ from spotrun.errors import CorruptError, NotFound, SpotrunError, StoreError
 from spotrun.state import slots
 from spotrun.state.control import Context
 from spotrun.train.distributed import rank_and_world
-from spotrun.train.slot_files import Reader, SlotFile
-from spotrun.train.transfer import OwnState, Received, chain_place, receive, send
+from spotrun.train.slot_files import Reader, SlotFile, mark_of
+from spotrun.train.transfer import OwnState, Received, Sends, Source, chain_place, help_send, receive, send
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +36,11 @@ BUCKET_PATIENCE = 300.0  # seconds to go on asking a bucket that does not answer
 BUCKET_PATIENCE_WITH_STATE = 30.0  # the same, if there is an older state in memory to continue from
 PAUSE = 30.0  # seconds between two such requests, at most
 READER_PATIENCE = 300.0  # seconds: limit for the agent to copy its part of a large snapshot to disk
+HELPERS = 7  # ranks that help the donor, at most
+NO_HELP = -1  # mark of a rank that takes the state only from one donor
+WIDTH = 16  # whole numbers that a rank tells the others; a release that tells more of them still understands this one
+
+_no_help = False  # whether parts from several ranks made no whole state: they have different ones
 
 
 def best_of(offers: Sequence[Order]) -> tuple[Order, int]:
@@ -52,7 +56,7 @@ class Found:
     record: slots.Record
     tensors: Reader | Received | None  # None: the state is that of this process already
     kept: bool  # whether this node has it in a slot
-    sending: list[tuple[Any, torch.Tensor]]  # what goes to another rank; see `settle`
+    sending: Sends  # what goes to another rank; see `settle`
 
     def settle(self) -> None:
         """Wait until the next rank has the state. Raises if that rank is gone."""
@@ -66,34 +70,54 @@ class Offer:
     """What a rank has.
 
     slot: its node's newest snapshot, which only local rank 0 offers. trusted: whether that needs no check. live: the
-    state in the rank's own memory.
+    state in the rank's own memory. mark: see `Source.mark`, for the newer of both; or `NO_HELP`.
     """
 
     slot: Order
     local_rank: int
     trusted: bool = False
     live: Order = NOTHING
+    mark: int = 0
 
     @property
     def best(self) -> Order:
         return max(self.slot, self.live)
 
 
-def route(offers: Sequence[Offer]) -> tuple[int, ...]:
-    """The ranks that pass the best state on: the donor, then every rank that has it neither in memory nor in a slot.
+@dataclass(frozen=True)
+class Route:
+    """How the best state travels.
 
-    offers: of every rank, in order. A rank that has the state in its memory is the donor, if there is one.
+    chain: the ranks that pass it on: the donor, then every rank that has it neither in memory nor in a slot. helpers:
+    other ranks that send a part of it to the second in the chain.
+    """
+
+    chain: tuple[int, ...]
+    helpers: tuple[int, ...] = ()
+
+
+def route(offers: Sequence[Offer]) -> Route:
+    """How to bring the best state to all ranks.
+
+    offers: of every rank, in order. A rank that has the state in its memory is the donor, if there is one. Helpers are
+    on as many nodes as possible.
     """
     best, donor = best_of([offer.best for offer in offers])
-    if any(offer.live == best for offer in offers):
+    in_memory = any(offer.live == best for offer in offers)
+    if in_memory:
         _, donor = best_of([offer.live for offer in offers])
-    chain, lacks = [donor], False
+    mark = offers[donor].mark
+    chain, helpers, first = [donor], list[int](), offers[0]
     for rank, offer in enumerate(offers):
         if offer.local_rank == 0:
-            lacks = offer.slot != best
-        if lacks and offer.live != best:
+            first = offer
+        if first.slot != best and offer.live != best:
             chain.append(rank)
-    return tuple(chain)
+        elif rank != donor and ((offer.live == best and offer.mark == mark) if in_memory else first.mark == mark):
+            helpers.append(rank)
+    if len(chain) == 1 or mark <= 0 or any(offer.mark == NO_HELP for offer in offers):
+        helpers.clear()
+    return Route(tuple(chain), tuple(sorted(helpers, key=lambda rank: offers[rank].local_rank)[:HELPERS]))
 
 
 def restore(
@@ -112,16 +136,21 @@ def restore(
     has mapped it; else None. live: the state in this process's memory, if it is whole. Raises `DistError` if a state
     that another worker trusted arrives damaged.
     """
+    global _no_help
     folder, mine = Path(context.slots), NOTHING if live is None else live.record.order
     folder.mkdir(parents=True, exist_ok=True)
     for _ in range(ROUNDS):
         # One process of each node looks. The others find the result in the same folder.
-        own = _offer(folder, context.job) if local_rank == 0 else NOTHING
+        kept = _newest(folder, context.job) if local_rank == 0 else None
+        own, mark = (NOTHING, 0) if kept is None else (kept.order, mark_of(kept.xxh3))
         best, _ = best_of([(each[0], each[1]) for each in _gather(max(own, mine), group)])
         if rank_and_world()[0] == 0 and (fetched := _newer_checkpoint(context, folder, best)):
             own = trusted = fetched  # the download has compared its checksums with the manifest's
-        told = _gather((*own, local_rank, int(own == trusted), *mine), group)
-        offers = [Offer((each[0], each[1]), each[2], bool(each[3]), (each[4], each[5])) for each in told]
+            mark = 0
+        if live is not None and mine >= own:
+            mark = live.mark
+        told = _gather((*own, local_rank, int(own == trusted), *mine, NO_HELP if _no_help else mark), group)
+        offers = [Offer((each[0], each[1]), each[2], bool(each[3]), (each[4], each[5]), each[6]) for each in told]
         best, _ = best_of([each.best for each in offers])
         if best == NOTHING:
             return None
@@ -129,7 +158,9 @@ def restore(
         with ThreadPoolExecutor(1, thread_name_prefix="verify") as beside:
             verified = beside.submit(_verify, folder, context.job, best) if best == own != trusted else None
             source = live if mine == best else None
-            found, whole = _bring(folder, context.job, best, route(offers), group, into, mapped, source)
+            way = route(offers)
+            found, whole = _bring(folder, context.job, best, way, group, into, mapped, source)
+            _no_help |= bool(way.helpers) and not whole
         if mine != best and isinstance(found.tensors, Received):  # into the memory that was offered
             live, mine = None, NOTHING
         damage = None if verified is None else verified.result()
@@ -146,7 +177,7 @@ def restore(
     raise SpotrunError(f"the state of job {context.job} was damaged each time that it was read: see the warnings above")
 
 
-def _offer(folder: Path, job: str) -> Order:
+def _newest(folder: Path, job: str) -> slots.Record | None:
     """The newest snapshot here. Its data is not verified, but all of it is there."""
     for slot, record in slots.newest(folder, job):
         try:
@@ -154,8 +185,8 @@ def _offer(folder: Path, job: str) -> Order:
         except (CorruptError, OSError) as error:
             _pass_over(folder, slot, record, error)
         else:
-            return record.order
-    return NOTHING
+            return record
+    return None
 
 
 def _verify(folder: Path, job: str, order: Order) -> CorruptError | None:
@@ -185,16 +216,23 @@ def _bring(
     folder: Path,
     job: str,
     best: Order,
-    chain: tuple[int, ...],
+    way: Route,
     group: dist.ProcessGroup | None,
     into: Callable[[], Mapping[str, torch.Tensor]],
     mapped: Callable[[int], SlotFile | None],
     live: OwnState | None,
 ) -> tuple[Found, bool]:
     """Do this rank's part of the transfer, if it has one: (the best state, whether what was received is whole)."""
-    hop = chain_place(chain, rank_and_world()[0], group)
+    rank = rank_and_world()[0]
+    hop = chain_place(way.chain, rank, group, way.helpers)
+
+    def give(record: slots.Record, source: Source) -> Sends:
+        if rank in way.helpers:
+            return help_send(source, way.helpers.index(rank) + 1, len(way.helpers), way.chain[1], group)
+        return [] if hop is None else send(record, source, hop)
+
     if live is not None:
-        return Found(live.record, None, False, [] if hop is None else send(live.record, live, hop)), True
+        return Found(live.record, None, False, give(live.record, live)), True
     if hop is not None and hop.before is not None:
         record, received, whole = receive(into(), hop)
         if not whole:
@@ -202,7 +240,7 @@ def _bring(
         return Found(record, received, kept=False, sending=[]), whole
     slot, record = _slot_of(folder, job, best)
     reader = Reader(folder, slot, mapped(slot), record.xxh3)
-    return Found(record, reader, kept=True, sending=[] if hop is None else send(record, reader, hop)), True
+    return Found(record, reader, kept=True, sending=give(record, reader)), True
 
 
 def _newer_checkpoint(context: Context, folder: Path, best: Order) -> Order | None:
@@ -266,8 +304,8 @@ def _gather(own: Sequence[int], group: dist.ProcessGroup | None) -> list[list[in
     _, world = rank_and_world()
     if world == 1:
         return [list(own)]
-    found = [torch.zeros(len(own), dtype=torch.int64) for _ in range(world)]
-    dist.all_gather(found, torch.tensor(own, dtype=torch.int64), group=group)
+    found = [torch.zeros(WIDTH, dtype=torch.int64) for _ in range(world)]
+    dist.all_gather(found, torch.tensor([*own, *[0] * (WIDTH - len(own))], dtype=torch.int64), group=group)
     return [each.tolist() for each in found]
 
 

@@ -6,7 +6,7 @@ import ctypes
 import fcntl
 import mmap
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,6 +78,11 @@ class SlotFile:
         return self.flat[start:stop]
 
 
+def mark_of(xxh3: str) -> int:
+    """A number from 1 to 2^63 - 1 for the checksum of a slot."""
+    return int(xxh3[:15] or "0", 16) | 1
+
+
 class Reader:
     """Reads a committed slot. The slot may be overwritten soon: copy what is kept.
 
@@ -86,7 +91,7 @@ class Reader:
     """
 
     def __init__(self, folder: Path, slot: int, mapped: SlotFile | None = None, xxh3: str = "") -> None:
-        self._path, self._xxh3 = slots.data_path(folder, slot), xxh3
+        self._path, self._xxh3, self.is_copied = slots.data_path(folder, slot), xxh3, False
         self.entries, self._begin = shards.read_header(self._path)
         self._flat = _map_to_read(self._path) if mapped is None else mapped.flat
         self._views = _views(self._flat, self.entries, self._begin)
@@ -100,7 +105,20 @@ class Reader:
         """A range of the bytes after the header, in the map."""
         return self._flat[self._begin + start : self._begin + stop]
 
-    def digest(self, parts: Sequence[torch.Tensor]) -> str:
+    @property
+    def equal(self) -> Collection[str]:
+        """The names of all tensors: slots with the same checksum are the same."""
+        return [entry.name for entry in self.entries]
+
+    @property
+    def mark(self) -> int:
+        """A number from the checksum that the slot's record has."""
+        return mark_of(self._xxh3)
+
+    def hash(self, data: torch.Tensor) -> None:
+        """The slot's record has the checksum."""
+
+    def digest(self) -> str:
         """The checksum that the slot's record has."""
         return self._xxh3
 

@@ -3,13 +3,17 @@
 The donor reads it from a slot, or from its own tensors. The bytes travel as they lie in a slot, and their checksum
 follows them. A receiver hashes what has arrived while the rest arrives, and writes no file: its next snapshot fills its
 slot.
+
+One connection rarely fills a network: AWS limits it to 5 or 10 Gbit/s
+(https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/ec2-instance-network-bandwidth.html). So other ranks that have the
+same state help the donor: they send some of the large tensors to the first receiver. The donor's checksum is of all.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -19,21 +23,31 @@ import xxhash
 
 from spotrun.errors import CorruptError
 from spotrun.state import shards, slots
-from spotrun.train.encoding import TORCH
-from spotrun.train.slot_files import Entries
+from spotrun.train.encoding import TORCH, Encoder
+from spotrun.train.sections import Place, place
+from spotrun.train.slot_files import Entries, layout
+from spotrun.train.training_state import TrainingState
 
 CHUNK = 64 << 20  # bytes in one message, at most
 ALONE = 1 << 20  # bytes of a tensor that has messages of its own; smaller ones share them
 DIGEST = 32  # characters of a checksum
+AHEAD = 4  # messages of a GPU's state that are in the host's memory at a time
 
 
 @dataclass(frozen=True)
 class Hop:
-    """A worker's place in the chain: the ranks from which it receives and to which it sends. None: there is none."""
+    """A worker's place in the chain: the ranks from which it receives and to which it sends. None: there is none.
+
+    helpers: ranks that send a part to the first receiver. Only the donor and the first receiver know them.
+    """
 
     before: int | None
     after: int | None
     group: dist.ProcessGroup | None  # takes CPU tensors
+    helpers: tuple[int, ...] = ()
+
+
+Sends = list[tuple[Any, torch.Tensor]]  # under way, each with its data
 
 
 @dataclass(frozen=True)
@@ -46,9 +60,22 @@ class Message:
 
 
 class Source(Protocol):
-    """What a donor sends."""
+    """What a donor sends.
+
+    equal: names of tensors that are the same in all sources with this `mark`. is_copied: whether `bytes_of` takes
+    memory.
+    """
 
     entries: Entries
+    is_copied: bool
+
+    @property
+    def equal(self) -> Collection[str]:
+        """See above."""
+
+    @property
+    def mark(self) -> int:
+        """A number from 1 to 2^63 - 1; 0: no other source is the same."""
 
     @property
     def header(self) -> bytes:
@@ -57,18 +84,39 @@ class Source(Protocol):
     def bytes_of(self, start: int, stop: int, entries: Entries) -> torch.Tensor:
         """A range of the bytes after the header, which has only bytes of these entries."""
 
-    def digest(self, parts: Sequence[torch.Tensor]) -> str:
-        """The checksum of the header and all bytes after it. parts: these bytes."""
+    def hash(self, data: torch.Tensor) -> None:
+        """Take the next bytes, from the first one after the header on."""
+
+    def digest(self) -> str:
+        """The checksum of the header and all bytes after it, each of which has been given to `hash`."""
 
 
 class OwnState:
     """The state in this process's own tensors. Nothing may change them while it is sent.
 
-    record: has no checksum.
+    record: has no checksum. equal: names of tensors that are equal on all ranks.
     """
 
-    def __init__(self, record: slots.Record, entries: Entries, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.record, self.entries, self._tensors = record, entries, tensors
+    def __init__(
+        self, record: slots.Record, entries: Entries, tensors: Mapping[str, torch.Tensor], equal: Collection[str] = ()
+    ) -> None:
+        self.record, self.entries, self._tensors, self.equal = record, entries, tensors, sorted(equal)
+        self.is_copied = any(each.device.type != "cpu" for each in tensors.values())
+        self._hashed = xxhash.xxh3_128(self.header)
+
+    @classmethod
+    def of(cls, job: str, order: tuple[int, int], state: TrainingState, equal: Collection[Place]) -> OwnState:
+        """The state of this (generation, step). equal: where the tensors are that are equal on all ranks."""
+        encoder = Encoder()
+        record = slots.Record(job, *order, 0, "", state.encode(encoder))
+        names = {name for name, each in encoder.tensors.items() if place(each) in equal}
+        return cls(record, layout(encoder.tensors), encoder.tensors, names)
+
+    @property
+    def mark(self) -> int:
+        """See `Source`. The other ranks have the same names, shapes and types."""
+        text = "\n".join(self.equal).encode()
+        return xxhash.xxh3_64_intdigest(self.header + text) >> 1 | 1 if text else 0
 
     @property
     def header(self) -> bytes:
@@ -81,11 +129,12 @@ class OwnState:
             parts.append(_bytes(tensor)[max(0, start - entry.start) : stop - entry.start].cpu())
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def digest(self, parts: Sequence[torch.Tensor]) -> str:
-        hashed = xxhash.xxh3_128(self.header)
-        for each in parts:
-            hashed.update(each.numpy().data)
-        return hashed.hexdigest()
+    def hash(self, data: torch.Tensor) -> None:
+        self._hashed.update(data.numpy().data)
+
+    def digest(self) -> str:
+        found, self._hashed = self._hashed.hexdigest(), xxhash.xxh3_128(self.header)
+        return found
 
 
 class Received:
@@ -130,23 +179,54 @@ def messages(entries: Entries) -> list[Message]:
     return found
 
 
-def send(record: slots.Record, source: Source, hop: Hop) -> list[tuple[Any, torch.Tensor]]:
+def shares(parts: Sequence[Message], equal: Collection[str], senders: int) -> list[int]:
+    """Who sends each message: 0 is the donor, the others are helpers. Each sends about the same number of bytes."""
+    equal, loads, found = set(equal), [0] * senders, []
+    for each in parts:
+        first = each.entries[0]
+        sender = loads.index(min(loads)) if _is_alone(first) and first.name in equal else 0
+        loads[sender] += each.stop - each.start
+        found.append(sender)
+    return found
+
+
+def send(record: slots.Record, source: Source, hop: Hop) -> Sends:
     """Begin to send a state. Returns the sends under way, each with its data.
 
     The source must not change before all of them have ended.
     """
-    relay(json.dumps(asdict(record)).encode(), hop)
-    relay(source.header, hop)
-    parts = [source.bytes_of(each.start, each.stop, each.entries) for each in messages(source.entries)]
-    sends = [_begin(each, hop) for each in parts]
-    # Other threads send meanwhile.
-    return [*sends, _begin(torch.frombuffer(bytearray(source.digest(parts).encode()), dtype=torch.uint8), hop)]
-
-
-def _begin(data: torch.Tensor, hop: Hop) -> tuple[Any, torch.Tensor]:
-    """Begin to send to the next rank."""
     assert hop.after is not None
-    return dist.isend(data, hop.after, group=hop.group), data
+    who = shares(messages(source.entries), source.equal, 1 + len(hop.helpers))
+    relay(json.dumps({"record": asdict(record), "who": who}).encode(), hop)
+    relay(source.header, hop)
+    sends: Sends = []
+    for each, sender in zip(messages(source.entries), who, strict=True):
+        data = source.bytes_of(each.start, each.stop, each.entries)
+        if sender == 0:
+            _begin(sends, data, hop.after, hop.group, source.is_copied)
+        source.hash(data)  # other threads send meanwhile
+    digest = torch.frombuffer(bytearray(source.digest().encode()), dtype=torch.uint8)
+    _begin(sends, digest, hop.after, hop.group)
+    return sends
+
+
+def help_send(source: Source, number: int, helpers: int, to: int, group: dist.ProcessGroup | None) -> Sends:
+    """Begin to send a helper's part, as `send`. number: the helper's, from 1 to `helpers`. to: the first receiver."""
+    sends: Sends = []
+    parts = messages(source.entries)
+    for each, sender in zip(parts, shares(parts, source.equal, 1 + helpers), strict=True):
+        if sender == number:
+            data = source.bytes_of(each.start, each.stop, each.entries)
+            _begin(sends, data, to, group, source.is_copied)
+    return sends
+
+
+def _begin(sends: Sends, data: torch.Tensor, to: int, group: dist.ProcessGroup | None, is_copy: bool = False) -> None:
+    """Begin to send data, and add it to `sends`. is_copy: wait so that few copies are in memory."""
+    if is_copy and len(sends) >= AHEAD:
+        work, _ = sends.pop(0)  # gloo (torch 2.13) waits for ever if it is asked to wait again
+        work.wait()
+    sends.append((dist.isend(data, to, group=group), data))
 
 
 def receive(into: Mapping[str, torch.Tensor], hop: Hop) -> tuple[slots.Record, Received, bool]:
@@ -154,29 +234,58 @@ def receive(into: Mapping[str, torch.Tensor], hop: Hop) -> tuple[slots.Record, R
 
     into: tensors by name. Those of the right shape and type receive the values; the others are made.
     """
-    record = slots.Record(**json.loads(relay(None, hop)))
+    told = json.loads(relay(None, hop))
     header = relay(None, hop)
     entries = shards.parse_header(header[8:])
     tensors = {entry.name: _destination(entry, into.get(entry.name)) for entry in entries}
     hashed = xxhash.xxh3_128(header)
-    passed_on: list[tuple[Any, torch.Tensor]] = []
-    with ThreadPoolExecutor(1, thread_name_prefix="checksum") as beside:
-        for each in messages(entries):
-            data = _room(each, tensors)
-            # One at a time: with several, gloo (torch 2.13) does not always notice the sender's death.
-            dist.recv(data, hop.before, group=hop.group)
+    passed_on: Sends = []
+    digest = torch.empty(DIGEST, dtype=torch.uint8)
+    parts = messages(entries)
+    who = [*told["who"], 0] if hop.helpers else [0] * (len(parts) + 1)
+    rooms = [*(_room(each, tensors) for each in parts), digest]
+    with ThreadPoolExecutor(1, thread_name_prefix="checksum") as beside, _Lanes(hop) as lanes:
+        arrivals = [lanes.begin(data, sender) for data, sender in zip(rooms, who, strict=True)]
+        for each, data, arrival in zip(parts, rooms, arrivals, strict=False):
+            arrival.result()
             if hop.after is not None:
-                passed_on.append(_begin(data, hop))
+                _begin(passed_on, data, hop.after, hop.group)
             beside.submit(hashed.update, data.numpy().data)
             if not _is_alone(each.entries[0]):
                 _unpack(each, data, tensors)
-        digest = torch.empty(DIGEST, dtype=torch.uint8)
-        dist.recv(digest, hop.before, group=hop.group)
+        arrivals[-1].result()
         if hop.after is not None:
-            passed_on.append(_begin(digest, hop))
+            _begin(passed_on, digest, hop.after, hop.group)
         for work, _ in passed_on:
             work.wait()
-    return record, Received(tensors), hashed.hexdigest() == digest.numpy().tobytes().decode(errors="replace")
+    whole = hashed.hexdigest() == digest.numpy().tobytes().decode(errors="replace")
+    return slots.Record(**told["record"]), Received(tensors), whole
+
+
+class _Lanes:
+    """Receives from the donor and its helpers at the same time, a thread for each of them.
+
+    From each of them one message at a time: with several, gloo (torch 2.13) does not always notice the sender's death.
+    """
+
+    def __init__(self, hop: Hop) -> None:
+        assert hop.before is not None
+        self._senders, self._group = (hop.before, *hop.helpers), hop.group
+        self._threads = [ThreadPoolExecutor(1, thread_name_prefix="receive") for _ in self._senders]
+
+    def begin(self, data: torch.Tensor, sender: int) -> Future[Any]:
+        """Receive this after all that is to come from this sender before it. sender: as in `shares`."""
+        return self._threads[sender].submit(dist.recv, data, self._senders[sender], group=self._group)
+
+    def __enter__(self) -> _Lanes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing begins any more. A message that arrives now either comes, or its sender is gone."""
+        for each in self._threads:
+            each.shutdown(wait=False, cancel_futures=True)
+        for each in self._threads:
+            each.shutdown()
 
 
 def relay(data: bytes | None, hop: Hop) -> bytes:
@@ -231,9 +340,12 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return found.set_(tensor.untyped_storage(), at, (tensor.nbytes,))  # type: ignore[call-overload, no-any-return]
 
 
-def chain_place(chain: Sequence[int], rank: int, group: dist.ProcessGroup | None) -> Hop | None:
+def chain_place(
+    chain: Sequence[int], rank: int, group: dist.ProcessGroup | None, helpers: tuple[int, ...] = ()
+) -> Hop | None:
     """The rank's place in the chain; None: it has none, or nobody else is in the chain."""
     if rank not in chain or len(chain) == 1:
         return None
     at = chain.index(rank)
-    return Hop(chain[at - 1] if at else None, chain[at + 1] if at + 1 < len(chain) else None, group)
+    before, after = chain[at - 1] if at else None, chain[at + 1] if at + 1 < len(chain) else None
+    return Hop(before, after, group, helpers if at < 2 else ())
