@@ -109,10 +109,9 @@ def steps(args: argparse.Namespace, folder: str) -> str:
         f"What a step costs: four loops make {TURN} steps in turn, {len(found)} times, with a model of 50 M "
         f"parameters. The device has finished before and after a turn's last {TURN - FIRST} steps, whose time counts. "
         "More: how much longer than the bare loop, the median over the turns. In the third loop, the host waits until "
-        "the device has finished the backward pass before it starts the optimizer. A mode that keeps the parameters in "
-        "the GPU's memory after a failure would have to do this. The last loop takes no snapshots, and has run.ddp's "
-        "wrapper around the model. If it is faster than the bare one, other differences of the loops outweigh what "
-        "spotrun costs.\n\n"
+        "the device has finished the backward pass before it starts the optimizer. With `exact: true`, spotrun does "
+        "this in each step. The last loop takes no snapshots, and has run.ddp's wrapper around the model. If it is "
+        "faster than the bare one, other differences of the loops outweigh what spotrun costs.\n\n"
         "| loop | ms a step | more, µs (share) |\n|---|---|---|\n" + "".join(rows)
     )
 

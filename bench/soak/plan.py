@@ -121,8 +121,8 @@ class Scenario:
 def scenario(seed: int) -> Scenario:
     """The scenario of a seed. It has one to four faults.
 
-    Three of four jobs have a fixed size, one of three has a spare, and one of four acts as on GPUs. Half of these are
-    exact.
+    Three of four jobs have a fixed size, one of three has a spare, and one of four acts as on GPUs. Half of those
+    that act as on GPUs say `exact: true`.
     """
     dice = random.Random(f"soak {seed}")
     shape = SHAPES[seed % len(SHAPES)]

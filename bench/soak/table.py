@@ -47,7 +47,7 @@ def render(outcomes: Sequence[Outcome], machine: str, day: str) -> str:
     if gpu := [outcome for outcome in outcomes if outcome.scenario.gpu]:
         lines.append(_row("of these, as on GPUs (`bench/soak/job/as_gpu.py`)", gpu))
         if exact := [outcome for outcome in gpu if outcome.scenario.exact]:
-            lines.append(_row("of these, with `exact: true`", exact))
+            lines.append(_row("as on GPUs, with `exact: true`", exact))
     counted = Counter(fault.kind for outcome in outcomes for fault in outcome.done)
     lines += ["", "Faults: " + ", ".join(f"{kind} {counted[kind]}" for kind in FAULTS) + "."]
     for outcome in failed:

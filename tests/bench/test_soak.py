@@ -154,7 +154,7 @@ def test_the_table() -> None:
     gpu = sum(each.scenario.gpu for each in outcomes)
     assert f"| of these, as on GPUs (`bench/soak/job/as_gpu.py`) | {gpu} |" in text
     exact = sum(each.scenario.exact for each in outcomes)
-    assert f"| of these, with `exact: true` | {exact} |" in text
+    assert f"| as on GPUs, with `exact: true` | {exact} |" in text
     assert set(LEGEND) == {shape.name for shape in SHAPES}
 
 

@@ -34,33 +34,33 @@ def backward(_: Exactness) -> None:
     torch.ones(1, requires_grad=True).sum().backward()  # type: ignore[no-untyped-call]
 
 
-def doubt(exact: Exactness) -> None:
-    exact.doubt()
+def expect(exact: Exactness) -> None:
+    exact.expect()
 
 
 def renew(exact: Exactness) -> None:
     exact.renew()
 
 
-@pytest.mark.parametrize("exchange", [backward, doubt, renew])
+@pytest.mark.parametrize("exchange", [backward, expect, renew])
 def test_it_waits_once_for_each_exchange(
     exact: Exactness, waits: list[torch.device], exchange: Callable[[Exactness], None]
 ) -> None:
     for count in (1, 2):
         exchange(exact)
-        exact.confirm()
-        exact.confirm()
+        exact.wait()
+        exact.wait()
         assert waits == [CPU] * count
 
 
-def test_a_step_that_is_known_counts_when_the_generation_ends_later(exact: Exactness) -> None:
+def test_a_step_that_is_exchanged_counts_when_the_generation_ends_later(exact: Exactness) -> None:
     backward(exact)
-    exact.confirm()
+    exact.wait()
     failures.void = True
-    exact.confirm()
+    exact.wait()
     backward(exact)
     with pytest.raises(dist.DistError):
-        exact.confirm()
+        exact.wait()
 
 
 def abort() -> None:
@@ -77,24 +77,24 @@ def test_an_abort_while_it_waits(exact: Exactness, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(distributed, "synchronize_stream", lambda device: abort())
     for _ in range(2):
         with pytest.raises(dist.DistError):
-            exact.confirm()
+            exact.wait()
 
 
 def test_an_error_of_the_group(exact: Exactness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group_health, "error", lambda: "COMM_ERROR")
     with pytest.raises(dist.DistError, match="COMM_ERROR"):
-        exact.confirm()
+        exact.wait()
 
 
 def test_aborts_of_the_last_generation_do_not_count(exact: Exactness) -> None:
     group_health.count_abort()
     exact.renew()
-    exact.confirm()
+    exact.wait()
 
 
-def test_a_backward_pass_that_fails_is_not_known(exact: Exactness, waits: list[Any]) -> None:
-    exact.confirm()
+def test_a_backward_pass_that_fails_may_have_begun_one(exact: Exactness, waits: list[Any]) -> None:
+    exact.wait()
     with pytest.raises(RuntimeError):
         torch.ones(1).sum().backward()  # type: ignore[no-untyped-call]
-    exact.confirm()
+    exact.wait()
     assert len(waits) == 2

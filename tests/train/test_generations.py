@@ -185,7 +185,7 @@ def keep(cluster: Cluster, node: str, *steps: int) -> slots.Record:
 @pytest.mark.parametrize("helpers", [0, 7])
 @pytest.mark.parametrize("per_node", [1, 2])
 def test_who_needs_no_state_takes_no_part_in_a_transfer(cluster: Cluster, per_node: int, helpers: int) -> None:
-    """Two nodes lack the state, and cannot take it yet. Who has it goes on. It is sent once, with or without helpers."""
+    """Two nodes lack the state, and cannot take it yet. Who has it goes on, or helps. It is sent once."""
     size = keep(cluster, "b", 7).size
     keep(cluster, "c", 7)
     world, gate = 4 * per_node, cluster.path / "gate"

@@ -346,8 +346,8 @@ def test_a_death_costs_no_step_before_it(job: Regroups, tmp_path: Path, plan: di
     assert flatten(job.cluster.final()) == flatten(undisturbed_final(tmp_path / "whole", "ab", 1000, plan))
 
 
-def test_a_step_on_a_gpu_that_is_exchanged_counts(job: Regroups, undisturbed: Any) -> None:
-    """A worker dies at its end. In exact mode, the others go on from there."""
+def test_a_step_counts_once_its_gradients_are_exchanged(job: Regroups, undisturbed: Any) -> None:
+    """In exact mode, a worker on a GPU dies at the end of a step. The others go on from this step."""
     job.begin("abc", 1000, a=EXACT, b={"die_at": 8, "die_in": "last", **EXACT}, c=EXACT)
     survivors = job.survivors()
     newcomer = job.warm_up("d", 1000, **EXACT)

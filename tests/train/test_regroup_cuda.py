@@ -74,7 +74,7 @@ def test_a_peers_death_on_cuda_over_nccl(job: Regroups) -> None:
 
 @gpu
 @pytest.mark.parametrize("more", [{}, {"two_models": True}, {"collective": "last"}], ids=str)
-def test_a_death_costs_an_exact_job_on_cuda_no_step(job: Regroups, memory: Path, more: dict[str, Any]) -> None:
+def test_an_exact_job_on_cuda_loses_no_step(job: Regroups, memory: Path, more: dict[str, Any]) -> None:
     """The survivor goes on from its memory on the device, and a newcomer gets that state. There is no snapshot."""
     plan = {"exact": True, **GLOO, **more}
     job.begin("ab", 1000, a=plan, b={"die_at": 8, **plan})
@@ -87,7 +87,7 @@ def test_a_death_costs_an_exact_job_on_cuda_no_step(job: Regroups, memory: Path,
 
 
 @gpus
-def test_a_death_costs_an_exact_job_over_nccl_no_step(job: Regroups) -> None:
+def test_an_exact_job_over_nccl_loses_no_step(job: Regroups) -> None:
     """NCCL's kernel waits until it is aborted. The host waits for it, so the state of the step before stays whole."""
     job.begin("ab", 1000, a={"gpu": "0", "exact": True}, b={"gpu": "1", "exact": True, "die_at": 8})
     (survivor,) = job.survivors()

@@ -21,7 +21,7 @@ from pydantic import (
 )
 
 from spotrun.errors import SpecError
-from spotrun.spec.fields import DURATION, INTERVAL, LABEL, Bool, Duration, Int, Interval, Spec, Str, label
+from spotrun.spec.fields import BOOL, DURATION, INTERVAL, LABEL, Bool, Duration, Int, Interval, Spec, Str, label
 from spotrun.spec.file import Conflict, File, Place, nearest, refuse
 from spotrun.spec.machine_types import EFA_ISLAND, EFAS, GPUS, NVLINK_5, OLD_GPUS
 from spotrun.spec.notices import GCE_LONG_NOTICE
@@ -93,10 +93,10 @@ class PoolSpec(Spec):
 class NetworkSpec(Spec):
     """What the machines' network offers."""
 
-    efa: Bool = Field(default=False, description="true or false")  # Elastic Fabric Adapters, on AWS
-    placement: Bool | None = Field(default=None, description="true or false")
+    efa: Bool = Field(default=False, description=BOOL)  # Elastic Fabric Adapters, on AWS
+    placement: Bool | None = Field(default=None, description=BOOL)
     """Whether a pool's machines are close to each other. Default: true on AWS, false on Google Cloud."""
-    nat: Bool = Field(default=True, description="true or false")
+    nat: Bool = Field(default=True, description=BOOL)
     """A way out to the internet, for example for a job's requirements. Without it: only the cloud's own endpoints."""
     cidr: Annotated[str, Strict(), AfterValidator(_cidr)] = Field(
         default="10.77.0.0/16", description="a private IPv4 range from /16 to /20, such as 10.77.0.0/16"
@@ -112,7 +112,7 @@ class MarketSpec(Spec):
     capacity: Int | None = Field(default=None, ge=0, description="a whole number, 0 or more")
     """The most machines. If there are more, the cloud takes spot machines."""
     notice: Duration | None = Field(default=None, description=DURATION)  # before machines are taken for `capacity`
-    dry: Bool | None = Field(default=None, description="true or false")
+    dry: Bool | None = Field(default=None, description=BOOL)
     """Whether no machine is given. Present machines stay."""
     obtainability: float | None = Field(default=None, ge=0, le=1, description="a number from 0 to 1")
     """What the cloud says: how likely a pool gets its `max` machines."""
@@ -135,7 +135,7 @@ class LocalSpec(Spec):
     queue_delay: Duration = Field(default=1.0, description=DURATION)
     """Seconds until a request for flex machines has its turn. Then it gets all of them at once, or goes on waiting."""
     market: tuple[MarketSpec, ...] = Field(default=(), description="a list of changes of the market")
-    share_torch: Bool = Field(default=True, description="true or false")
+    share_torch: Bool = Field(default=True, description=BOOL)
     """Whether the machines share one import of torch. A machine of a cloud imports torch for itself."""
 
 

@@ -77,6 +77,7 @@ Duration = Annotated[float, BeforeValidator(parse_duration)]
 Interval = Annotated[float, BeforeValidator(parse_duration), AfterValidator(positive)]
 Int = Annotated[int, Strict()]
 Bool = Annotated[bool, Strict()]
+BOOL = "true or false, without quotes"
 Str = Annotated[str, Strict(), Field(min_length=1)]
 Text = Annotated[str, BeforeValidator(text)]
 DURATION = "seconds, or a number with s, m, h or d, such as 90s or 5m"

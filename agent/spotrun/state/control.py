@@ -249,7 +249,7 @@ class Context:
     metrics: str = ""  # folder for what the script logs, on the node's disk (see `spotrun.state.points`); empty: none
     wakeup: str = ""  # path of the FIFO that wakes the agent (see `spotrun.state.wakeup`); empty: there is none
     warm_up: bool = False  # whether the worker is in no generation yet: it waits for one when its set-up is done
-    exact: bool = False  # whether all completed steps should count after a peer's death
+    exact: bool = False  # the job file's key
 
     VARIABLE = "SPOTRUN_CONTEXT"
 

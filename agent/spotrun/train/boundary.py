@@ -37,7 +37,7 @@ LAST = 60.0  # seconds for which the last snapshot is tried again
 AGAIN = 1.0  # seconds between two tries
 TOGETHER = 600.0  # seconds that workers on GPUs wait for each other, at most; the head has shorter limits for a drain
 LOGGED = 0.1  # seconds that a snapshot waits until what was logged before it is on the disk
-SHORT_STEP = 0.02  # seconds: in shorter steps, the state is not noted, because this costs 10 microseconds a step
+SHORT_STEP = 0.02  # seconds: without exact mode, shorter steps are not noted, because this costs 10 microseconds a step
 
 
 class Boundary:
@@ -71,8 +71,8 @@ class Boundary:
         self._noted: NotedState | None = None  # None: after a failure, the state comes from a snapshot
         self._exactness: Exactness | None = None  # only on a GPU, in exact mode
         self._short_step = SHORT_STEP
-        self.confirm: Callable[[], None] = failures.check  # raises an error if the step under way does not count
-        self.doubt: Callable[[], None] = lambda: None  # call it if there was a collective that torch calls in C++
+        self.await_collectives: Callable[[], None] = failures.check  # raises an error if the step does not count
+        self.expect_collective: Callable[[], None] = lambda: None  # one may be under way: wait before the step counts
         self._health = GroupHealth()
         self.loop = Loop(self._leave_loop)
         self.must_regroup = False  # whether this worker must join another generation before it goes on
@@ -104,10 +104,12 @@ class Boundary:
                 self._short_step = 0.0
             if control.able == NEEDS_RELEASE and self._context.exact:
                 self._exactness = exactness = Exactness(self._device)
-                self.confirm, self.doubt = exactness.confirm, exactness.doubt
+                self.await_collectives, self.expect_collective = exactness.wait, exactness.expect
             if control.able == ABLE or self._exactness is not None:
                 self._noted = NotedState.of(state.objects.values(), self._models)
                 collectives.observe(self._check_collective)
+            if self._context.exact and self._noted is None:
+                log.warning("exact: true does not help this script: after a death, the newest snapshot counts")
         if self._context.warm_up:
             self._enter(control)
             return
@@ -246,7 +248,7 @@ class Boundary:
 
     def _check_collective(self, values: Iterable[Any]) -> None:
         """The script gives these to a collective."""
-        self.doubt()
+        self.expect_collective()
         if self._noted is not None:
             self._noted.check_collective(values)
 
@@ -274,8 +276,8 @@ class Boundary:
     def _keep(self, context: Context, error: BaseException | None) -> None:
         """Find out whether this process has a whole state, and whether it can give it to others.
 
-        error: why the step under way does not count; None: all steps count. On a GPU, others get the state from a
-        snapshot, but for exact mode.
+        error: why the step under way does not count; None: all steps count. On a GPU, others get the state from this
+        process only in exact mode.
         """
         self._drop_own()
         state = self._state

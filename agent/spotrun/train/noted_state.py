@@ -1,6 +1,6 @@
 """Whether the tracked state is still that of the step before, after a step that does not count.
 
-gloo fails before it changes a parameter. On a GPU, exact mode sees to that (`train/exactness.py`). If neither an
+gloo fails before it changes a parameter. On a GPU, this is so only in exact mode (`train/exactness.py`). If neither an
 optimizer nor the script has changed the state in the step, the state in memory is still whole, and no snapshot is
 needed. Small things that change before the gradients are exchanged, such as the statistics of BatchNorm, are put back.
 

@@ -6,9 +6,9 @@ worker, and a fork takes its place: the worker need not know which of the two co
 
 On a GPU, a collective does not notice that a peer is gone. So the agent tells the worker, whose thread aborts what is
 under way. An aborted kernel returns as if it had succeeded, and the host may have queued the optimizer's step: all that
-is in the device's memory counts as lost. What the script tracks comes back from the newest snapshot that was committed
-before the abort. If a model has a changing tensor that no snapshot has, if the device goes on for too long, or if it
-reports an error, the worker ends, and a fork takes its place.
+is in the device's memory counts as lost, except in exact mode (`train/exactness.py`). What the script tracks comes back
+from the newest snapshot that was committed before the abort. If a model has a changing tensor that no snapshot has, if
+the device goes on for too long, or if it reports an error, the worker ends, and a fork takes its place.
 """
 
 from __future__ import annotations

@@ -83,6 +83,17 @@ class Offer:
     def best(self) -> Order:
         return max(self.slot, self.live)
 
+    @property
+    def numbers(self) -> list[int]:
+        """What the other ranks `read`."""
+        return [*self.slot, self.local_rank, int(self.trusted), *self.live, self.mark]
+
+    @classmethod
+    def read(cls, numbers: Sequence[int]) -> Offer:
+        """The offer with these numbers. More of them are ignored."""
+        at, slot_step, local_rank, trusted, live_at, live_step, mark = numbers[:7]
+        return cls((at, slot_step), local_rank, bool(trusted), (live_at, live_step), mark)
+
 
 @dataclass(frozen=True)
 class Route:
@@ -142,23 +153,18 @@ def restore(
     for _ in range(ROUNDS):
         # One process of each node looks. The others find the result in the same folder.
         kept = _newest(folder, context.job) if local_rank == 0 else None
-        own, mark = (NOTHING, 0) if kept is None else (kept.order, mark_of(kept.xxh3))
+        own = NOTHING if kept is None else kept.order
         best, _ = best_of([(each[0], each[1]) for each in _gather(max(own, mine), group)])
         if rank_and_world()[0] == 0 and (fetched := _newer_checkpoint(context, folder, best)):
             own = trusted = fetched  # the download has compared its checksums with the manifest's
-            mark = 0
-        if live is not None and mine >= own:
-            mark = live.mark
-        told = _gather((*own, local_rank, int(own == trusted), *mine, NO_HELP if _no_help else mark), group)
-        offers = [Offer((each[0], each[1]), each[2], bool(each[3]), (each[4], each[5]), each[6]) for each in told]
-        best, _ = best_of([each.best for each in offers])
-        if best == NOTHING:
+        offer = Offer(own, local_rank, own == trusted, mine, _mark(kept, own, live))
+        offers = [Offer.read(each) for each in _gather(offer.numbers, group)]
+        if (best := max(each.best for each in offers)) == NOTHING:
             return None
         doubtful = any(each.slot == best and not each.trusted for each in offers)
         with ThreadPoolExecutor(1, thread_name_prefix="verify") as beside:
             verified = beside.submit(_verify, folder, context.job, best) if best == own != trusted else None
-            source = live if mine == best else None
-            way = route(offers)
+            way, source = route(offers), live if mine == best else None
             found, whole = _bring(folder, context.job, best, way, group, into, mapped, source)
             _no_help |= bool(way.helpers) and not whole
         if mine != best and isinstance(found.tensors, Received):  # into the memory that was offered
@@ -187,6 +193,15 @@ def _newest(folder: Path, job: str) -> slots.Record | None:
         else:
             return record
     return None
+
+
+def _mark(kept: slots.Record | None, own: Order, live: OwnState | None) -> int:
+    """The mark of an offer with the snapshot `own` and with `live`. kept: the newest snapshot here."""
+    if _no_help:
+        return NO_HELP
+    if live is not None and live.record.order >= own:
+        return live.mark
+    return mark_of(kept.xxh3) if kept is not None and kept.order == own else 0
 
 
 def _verify(folder: Path, job: str, order: Order) -> CorruptError | None:

@@ -261,7 +261,7 @@ class Run:
         boundary.clock.part()
         try:
             (loss if weight == 1 else loss * weight).backward()  # type: ignore[no-untyped-call]
-            boundary.confirm() if self._batch.last else failures.check()
+            (boundary.await_collectives if self._batch.last else failures.check)()
         except Exception as error:
             if not boundary.void_if_a_peer_fails.handle(error):
                 raise
@@ -323,8 +323,8 @@ class Run:
             for model in self._models:
                 if model.shares_buffers:
                     model.share_buffers()
-                    self._boundary.doubt()
-            self._boundary.confirm()
+                    self._boundary.expect_collective()
+            self._boundary.await_collectives()
         except Exception as error:
             if not self._boundary.void_if_a_peer_fails.handle(error):
                 raise

@@ -274,7 +274,7 @@ class _Lanes:
         self._threads = [ThreadPoolExecutor(1, thread_name_prefix="receive") for _ in self._senders]
 
     def begin(self, data: torch.Tensor, sender: int) -> Future[Any]:
-        """Receive this after all that is to come from this sender before it. sender: as in `shares`."""
+        """Receive this after all that has been begun with this sender. sender: as in `shares`."""
         return self._threads[sender].submit(dist.recv, data, self._senders[sender], group=self._group)
 
     def __enter__(self) -> _Lanes:

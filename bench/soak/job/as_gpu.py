@@ -1,8 +1,8 @@
 """A GPU's collectives and memory, imitated on the CPU.
 
 A sum of gradients does not notice that a peer is gone: it waits until it is aborted. Then it returns as if it had
-succeeded, and the host goes on. Nothing in the device's memory can be trusted from then on. So this module then fills
-the models and the optimizers' states with NaN, and in exact mode only the gradients.
+succeeded, and the host goes on. So this module then fills the gradients with NaN. Without exact mode, it also fills the
+models and the optimizers' states, because the host may have started the optimizer's step.
 """
 
 import json
