@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import signal
 import time
@@ -31,6 +32,7 @@ from spotrun.train import (
     distributed,
     failures,
     group_health,
+    noted_state,
     regroup,
     restore,
     sections,
@@ -80,7 +82,7 @@ class Plan:
     scales: bool = False  # its script uses a GradScaler and does not track it
     compiles: bool = False  # its model is compiled, and each compilation is written down
     freezes: bool = False  # it does not kill itself, but stops, so that its connections stay
-    find_unused: bool = False  # its script has DDP look for unused parameters
+    ddp: dict[str, Any] = field(default_factory=dict)  # its script's options for `run.ddp`
     two_models: bool = False  # its script makes a step's second loss before the first one's backward, as GANs do
     together: bool = False  # the workers of a node copy each snapshot together, as soon as they can
     die_sending: bool = False  # it kills itself when it has sent a part of the state to another worker
@@ -89,6 +91,7 @@ class Plan:
     gpu: str = ""  # the only GPU that it sees; empty: all
     on_gpu: bool = False  # its device counts as a GPU (see bench/soak/job/as_gpu.py)
     exact: bool = False  # its job file says so
+    spoilt: bool = False  # a sum that a peer's abort has spoilt seems right to it
     cache: bool = False  # its model has a buffer that no state_dict has
     device_fails: bool = False  # its device fails when it gets a state again
     abort_takes: float = 0.0  # seconds that an abort takes; 0: no time
@@ -115,8 +118,7 @@ def usual(plan: Plan, out: Path) -> None:
     if plan.reads_size:
         print("set up for", run.world_size, "workers", flush=True)
     module = build(plan, out)
-    options = {"find_unused_parameters": True} if plan.find_unused else {}
-    model: Any = nn.parallel.DistributedDataParallel(module) if plan.own_ddp else run.ddp(module, **options)
+    model: Any = nn.parallel.DistributedDataParallel(module) if plan.own_ddp else run.ddp(module, **plan.ddp)
     if plan.hooks:
         note: Any = out / f"hook-{os.getpid()}"
         model.register_comm_hook(State(note) if plan.stateful else note, hook)
@@ -171,7 +173,7 @@ def prepare(plan: Plan, out: Path) -> None:
     torch.set_num_threads(1)
     out.mkdir(exist_ok=True)
     print_to(out / "log.txt")
-    boundary.SHORT_STEP = 0.0  # the steps of these scripts are short
+    noted_state.SHARE = math.inf  # the steps of these scripts are short
     boundary.leave_together = functools.partial(leave_together, plan)  # type: ignore[attr-defined]
     if plan.together:
         copy_together(plan)
@@ -179,6 +181,8 @@ def prepare(plan: Plan, out: Path) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = plan.gpu
     if plan.on_gpu:
         as_gpu.imitate()
+    if plan.spoilt:
+        as_gpu.spoil()
     if plan.device_fails:
         training_state.TrainingState.load = faults.fail_on_device  # type: ignore[assignment,method-assign]
     if plan.abort_takes:

@@ -106,9 +106,9 @@ class Regroups:
             each.control.joins = self.cluster.generation
         self.members = members
 
-    def lose_a_newcomer(self, survivors: list[Member], interval: int) -> None:
+    def lose_a_newcomer(self, survivors: list[Member], interval: int, **plan: Any) -> None:
         """A spare dies while the survivors join a generation with it."""
-        spare = self.warm_up("d", interval)
+        spare = self.warm_up("d", interval, **plan)
         spare.process.kill()
         spare.process.join()
         self.regroup(survivors, missing=1)

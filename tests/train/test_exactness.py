@@ -1,100 +1,131 @@
-"""Exact mode: when the host knows that a GPU's results are right."""
+"""Exact mode: when the host knows that a GPU's results are right. Here, gloo's collectives count as the GPU's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+import os
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch.nn.parallel import DistributedDataParallel
 
 from spotrun.train import distributed, failures, group_health
 from spotrun.train.exactness import Exactness
+from tests.train.forks import forked
+from tests.train.meeting import meeting
 
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.device]]:
-    """Each wait for the device."""
-    monkeypatch.setattr(torch.autograd, "backward", torch.autograd.backward)
-    found: list[torch.device] = []
-    monkeypatch.setattr(distributed, "synchronize_stream", found.append)
-    yield found
-    failures.void = False
+def together(scenario: Callable[[int, Exactness], object], folder: Path) -> list[str]:
+    """What the scenario returns on each of two ranks."""
+    with meeting(2) as group:
+        places = [folder / str(rank) for rank in range(2)]
+        processes = [forked.Process(target=play, args=(group, rank, scenario, places[rank])) for rank in range(2)]
+        for each in processes:
+            each.start()
+        for each in processes:
+            each.join(60)
+            each.kill()
+    return [place.read_text() for place in places]
 
 
-@pytest.fixture
-def exact(waits: list[torch.device]) -> Exactness:
-    return Exactness(CPU)
+def play(group: dict[str, str], rank: int, scenario: Callable[[int, Exactness], object], out: Path) -> None:
+    os.environ.update({**group, "RANK": str(rank)})
+    dist.init_process_group("gloo")
+    exact = Exactness(CPU)
+    exact.renew(None)
+    out.write_text(str(scenario(rank, exact)))
+    os._exit(0)
 
 
-def backward(_: Exactness) -> None:
-    torch.ones(1, requires_grad=True).sum().backward()  # type: ignore[no-untyped-call]
+def outcome(exact: Exactness) -> str:
+    """Whether a wait says that the results are right."""
+    try:
+        exact.wait()
+    except Exception as error:
+        return "wrong" if failures.is_peer_failure(error) else repr(error)
+    return "right"
 
 
-def expect(exact: Exactness) -> None:
-    exact.expect()
+def all_reduce() -> None:
+    dist.all_reduce(torch.ones(1))
 
 
-def renew(exact: Exactness) -> None:
-    exact.renew()
+def functional_all_reduce() -> None:
+    torch.relu(functional.all_reduce(torch.ones(1), "sum", dist.group.WORLD))
 
 
-@pytest.mark.parametrize("exchange", [backward, expect, renew])
-def test_it_waits_once_for_each_exchange(
-    exact: Exactness, waits: list[torch.device], exchange: Callable[[Exactness], None]
+def backward() -> None:
+    """Of a script that does not call `run.backward`."""
+    DistributedDataParallel(torch.nn.Linear(2, 1))(torch.ones(1, 2)).sum().backward()
+
+
+def counts_waits(_: int, exact: Exactness) -> object:
+    waits: list[torch.device] = []
+    distributed.synchronize = waits.append  # type: ignore[assignment]
+    found = []
+    for exchange in (all_reduce, functional_all_reduce, backward):
+        exchange()
+        found += [outcome(exact), outcome(exact)]
+    return found.count("right"), len(waits)
+
+
+def test_it_waits_once_for_each_exchange(tmp_path: Path) -> None:
+    assert together(counts_waits, tmp_path) == [str((6, 3))] * 2
+
+
+def knows_it_before(_: int, exact: Exactness) -> object:
+    all_reduce()
+    found = [outcome(exact)]
+    failures.void = True
+    found.append(outcome(exact))
+    all_reduce()
+    return [*found, outcome(exact)]
+
+
+def test_a_step_that_is_exchanged_counts_if_the_generation_ends_later(tmp_path: Path) -> None:
+    assert together(knows_it_before, tmp_path) == [str(["right", "right", "wrong"])] * 2
+
+
+def aborts(rank: int, exact: Exactness) -> object:
+    """Rank 1's kernel is aborted, and that of rank 0 gets what it has left."""
+    all_reduce()
+    if rank == 1:
+        failures.void = True
+    return outcome(exact)
+
+
+def aborts_by_itself(rank: int, exact: Exactness) -> object:
+    all_reduce()
+    if rank == 1:
+        group_health.count_abort()
+    return outcome(exact)
+
+
+def reports_an_error(rank: int, exact: Exactness) -> object:
+    all_reduce()
+    if rank == 1:
+        group_health.error = lambda: "COMM_ERROR"
+    return outcome(exact)
+
+
+@pytest.mark.parametrize("scenario", [aborts, aborts_by_itself, reports_an_error])
+def test_no_rank_trusts_a_step_in_which_one_has_aborted(
+    tmp_path: Path, scenario: Callable[[int, Exactness], object]
 ) -> None:
-    for count in (1, 2):
-        exchange(exact)
-        exact.wait()
-        exact.wait()
-        assert waits == [CPU] * count
+    assert together(scenario, tmp_path) == ["wrong"] * 2
 
 
-def test_a_step_that_is_exchanged_counts_when_the_generation_ends_later(exact: Exactness) -> None:
-    backward(exact)
-    exact.wait()
-    failures.void = True
-    exact.wait()
-    backward(exact)
-    with pytest.raises(dist.DistError):
-        exact.wait()
-
-
-def abort() -> None:
-    failures.void = True
-
-
-def abort_by_the_script() -> None:
+def has_aborted_before(_: int, exact: Exactness) -> object:
     group_health.count_abort()
+    exact.renew(None)
+    all_reduce()
+    return outcome(exact)
 
 
-@pytest.mark.parametrize("abort", [abort, abort_by_the_script])
-def test_an_abort_while_it_waits(exact: Exactness, monkeypatch: pytest.MonkeyPatch, abort: Callable[[], None]) -> None:
-    """The aborted kernel returns as if it had succeeded."""
-    monkeypatch.setattr(distributed, "synchronize_stream", lambda device: abort())
-    for _ in range(2):
-        with pytest.raises(dist.DistError):
-            exact.wait()
-
-
-def test_an_error_of_the_group(exact: Exactness, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group_health, "error", lambda: "COMM_ERROR")
-    with pytest.raises(dist.DistError, match="COMM_ERROR"):
-        exact.wait()
-
-
-def test_aborts_of_the_last_generation_do_not_count(exact: Exactness) -> None:
-    group_health.count_abort()
-    exact.renew()
-    exact.wait()
-
-
-def test_a_backward_pass_that_fails_may_have_begun_one(exact: Exactness, waits: list[Any]) -> None:
-    exact.wait()
-    with pytest.raises(RuntimeError):
-        torch.ones(1).sum().backward()  # type: ignore[no-untyped-call]
-    exact.wait()
-    assert len(waits) == 2
+def test_aborts_of_the_last_generation_do_not_count(tmp_path: Path) -> None:
+    assert together(has_aborted_before, tmp_path) == ["right"] * 2

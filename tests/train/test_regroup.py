@@ -346,16 +346,49 @@ def test_a_death_costs_no_step_before_it(job: Regroups, tmp_path: Path, plan: di
     assert flatten(job.cluster.final()) == flatten(undisturbed_final(tmp_path / "whole", "ab", 1000, plan))
 
 
-def test_a_step_counts_once_its_gradients_are_exchanged(job: Regroups, undisturbed: Any) -> None:
-    """In exact mode, a worker on a GPU dies at the end of a step. The others go on from this step."""
-    job.begin("abc", 1000, a=EXACT, b={"die_at": 8, "die_in": "last", **EXACT}, c=EXACT)
+def test_a_step_counts_once_its_gradients_are_exchanged(job: Regroups, tmp_path: Path) -> None:
+    """In exact mode, a worker on a GPU dies in the rest of a step. The others go on from this step."""
+    plan = {"ddp": {"broadcast_buffers": False}, **EXACT}
+    job.begin("ab", 1000, a=plan, b={"die_at": 8, "die_in": "last", **plan})
+    (survivor,) = job.survivors()
+    newcomer = job.warm_up("d", 1000, **plan)
+    release(survivor, job.cluster.generation)
+    job.regroup([survivor, newcomer])
+    assert job.end() == [0, 0], job.cluster.log()
+    assert [each.control.base for each in job.members] == [9] * 2
+    assert flatten(job.cluster.final()) == flatten(undisturbed_final(tmp_path / "whole", "ab", 1000, plan))
+
+
+@pytest.mark.parametrize("spoilt", [False, True], ids=["both aborted", "one aborted, one spoilt by that"])
+def test_a_sum_that_another_workers_abort_has_spoilt(job: Regroups, spoilt: bool) -> None:
+    """NCCL marks what an aborted kernel sends as valid. Nothing but the workers' meeting shows that it is wrong."""
+    # DDP looks for unused parameters, and exchanges buffers, over gloo, which would fail.
+    plan = {"ddp": {"find_unused_parameters": False, "broadcast_buffers": False}, **EXACT}
+    job.begin("abc", 1000, a=plan, b={"die_at": 8, **plan}, c={"spoilt": spoilt, **plan})
+    first, last = job.survivors()
+    newcomer = job.warm_up("d", 1000, **plan)
+    release(first, job.cluster.generation)
+    wait_for(lambda: first.control.left == EXIT_PEER, 60)
+    if not spoilt:
+        release(last, job.cluster.generation)
+    job.regroup([first, last, newcomer])
+    assert job.end() == [0, 0, 0], job.cluster.log()
+    assert [each.control.pid for each in job.members] == job.pids()
+    assert [each.control.base for each in job.members] == [8] * 3
+    assert job.cluster.seen() == everything
+    assert all(bool(each.isfinite().all()) for each in job.cluster.final()["model"].values())
+
+
+def test_a_second_death_while_they_join(job: Regroups, undisturbed: Any) -> None:
+    """In exact mode, workers on GPUs keep their state, as on the CPU."""
+    job.begin("abc", 1000, a=EXACT, b={"die_at": 8, **EXACT}, c=EXACT)
     survivors = job.survivors()
-    newcomer = job.warm_up("d", 1000, **EXACT)
     for each in survivors:
         release(each, job.cluster.generation)
-    job.regroup([*survivors, newcomer])
+    job.lose_a_newcomer(survivors, 1000, **EXACT)
+    job.regroup([*survivors, job.warm_up("e", 1000, **EXACT)])
     assert job.end() == [0, 0, 0], job.cluster.log()
-    assert [each.control.base for each in job.members] == [9] * 3
+    assert [each.control.base for each in job.members] == [8] * 3
     assert flatten(job.cluster.final()) == flatten(undisturbed)
 
 

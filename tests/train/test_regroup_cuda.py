@@ -18,7 +18,7 @@ from tests.train.regroups import Regroups, release, undisturbed_final
 gpu, gpus = pytest.mark.gpu, pytest.mark.gpu(devices=2)
 GLOO = {"backend": "gloo"}
 # Otherwise DDP rearranges its buckets, which changes the order in which the gradients of three workers are added.
-KEEPS_BUCKETS = {"find_unused": True, **GLOO}
+KEEPS_BUCKETS: dict[str, Any] = {"ddp": {"find_unused_parameters": True}, **GLOO}
 
 
 @pytest.fixture(scope="module")

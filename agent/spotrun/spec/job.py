@@ -167,7 +167,7 @@ class JobSpec(Spec):
     )
     snapshot_interval: Auto = Field(default="auto", description="steps, a whole number, at least 1, or auto")
     exact: Bool = Field(default=False, description=BOOL)
-    """true: after a death, usually only the step under way is lost, also on GPUs and in steps under 20 ms."""
+    """true: after a death, usually only the step under way is lost, also on GPUs and in short steps."""
     checkpoint_interval: Interval = Field(default=300.0, description=INTERVAL)
     keep_checkpoints: Int = Field(default=3, ge=1, description="a whole number, at least 1")
     deadline: Interval | None = Field(default=None, description=INTERVAL)

@@ -37,7 +37,6 @@ LAST = 60.0  # seconds for which the last snapshot is tried again
 AGAIN = 1.0  # seconds between two tries
 TOGETHER = 600.0  # seconds that workers on GPUs wait for each other, at most; the head has shorter limits for a drain
 LOGGED = 0.1  # seconds that a snapshot waits until what was logged before it is on the disk
-SHORT_STEP = 0.02  # seconds: without exact mode, shorter steps are not noted, because this costs 10 microseconds a step
 
 
 class Boundary:
@@ -70,9 +69,8 @@ class Boundary:
         self._live: OwnState | None = None  # that state, if others can have it from here
         self._noted: NotedState | None = None  # None: after a failure, the state comes from a snapshot
         self._exactness: Exactness | None = None  # only on a GPU, in exact mode
-        self._short_step = SHORT_STEP
+        self._unsure = False  # whether a message of this step may be wrong, because an abort has spoilt it
         self.await_collectives: Callable[[], None] = failures.check  # raises an error if the step does not count
-        self.expect_collective: Callable[[], None] = lambda: None  # one may be under way: wait before the step counts
         self._health = GroupHealth()
         self.loop = Loop(self._leave_loop)
         self.must_regroup = False  # whether this worker must join another generation before it goes on
@@ -100,16 +98,16 @@ class Boundary:
             self._membership.loop = self.loop
             self._membership.look_at(state.objects.values(), encoder.tensors.values())
             control.able = self._membership.able()
-            if self._context.exact:
-                self._short_step = 0.0
-            if control.able == NEEDS_RELEASE and self._context.exact:
-                self._exactness = exactness = Exactness(self._device)
-                self.await_collectives, self.expect_collective = exactness.wait, exactness.expect
-            if control.able == ABLE or self._exactness is not None:
-                self._noted = NotedState.of(state.objects.values(), self._models)
+            if control.able == ABLE or (control.able == NEEDS_RELEASE and self._context.exact):
+                self._noted = NotedState.of(state.objects.values(), self._models, always=self._context.exact)
+            if self._noted is not None:
                 collectives.observe(self._check_collective)
-            if self._context.exact and self._noted is None:
+            elif self._context.exact:
                 log.warning("exact: true does not help this script: after a death, the newest snapshot counts")
+            if self._noted is not None and control.able == NEEDS_RELEASE:
+                self._exactness = Exactness(self._device)
+                self._exactness.renew(self._group)
+                self.await_collectives = self._exactness.wait
         if self._context.warm_up:
             self._enter(control)
             return
@@ -129,6 +127,7 @@ class Boundary:
             return
         stop_at, snapshot_at, profile = self.clock.tick(control, step)
         draining = step == stop_at
+        self._note()
         try:
             self.snapshots.end_step(draining or step == snapshot_at, alone=draining)
         except Exception as error:
@@ -140,8 +139,6 @@ class Boundary:
             self._leave(control)
         elif profile != NONE or self.profiling.profiler is not None:
             self.profiling.end_step(step)
-        if not 0 < self.clock.step_seconds < self._short_step:
-            self._note()
         self.clock.resume()
 
     def regroup(self) -> None:
@@ -169,8 +166,6 @@ class Boundary:
             self.metrics.flush()  # the agent takes the block once this worker waits
             self._membership.wait(self._state.step, error)
             self._health = GroupHealth()
-            if self._exactness is not None:
-                self._exactness.renew()
             try:
                 self._membership.join()
                 self._continue(self._membership.context, self._control)
@@ -180,7 +175,7 @@ class Boundary:
                 if not failures.is_peer_failure(failed):
                     raise
                 if not isinstance(failed, NotBegun):
-                    if not self._membership.survives:
+                    if not self._membership.survives and (self._exactness is None or self._own == NOTHING):
                         self._end(failed)
                     error, self._doubt = failed, True
 
@@ -246,17 +241,21 @@ class Boundary:
         self._allocated = [each for each in self._state.optimizers if optimizer_state.allocate(each)]
         self.regroup()
 
-    def _check_collective(self, values: Iterable[Any]) -> None:
-        """The script gives these to a collective."""
-        self.expect_collective()
+    def _check_collective(self, name: str, values: Iterable[Any]) -> None:
+        """The script gives these to a collective of this name."""
         if self._noted is not None:
             self._noted.check_collective(values)
+        if self._exactness is not None and name in collectives.MESSAGES:
+            self._unsure = True
 
     def _note(self) -> None:
-        """Note the state of the step that has ended."""
+        """Note the state of the step that has ended, if that pays."""
         if self._noted is not None:
             try:
-                self._noted.note(self._state.step)
+                self._noted.note_if_it_pays(self._state.step, self.clock.step_seconds)
+                if self._unsure:
+                    self._noted.forget()
+                self._unsure = False
             except Exception as error:
                 self._do_without(error)
 
@@ -277,14 +276,14 @@ class Boundary:
         """Find out whether this process has a whole state, and whether it can give it to others.
 
         error: why the step under way does not count; None: all steps count. On a GPU, others get the state from this
-        process only in exact mode.
+        process only in exact mode: after a stop, it is in a snapshot.
         """
         self._drop_own()
         state = self._state
         if context.warm_up or (error is not None and not self._put_back()):
             return
         self._own = (context.generation, state.step)
-        if self._membership is None or not (self._membership.survives or self._exactness is not None):
+        if self._membership is None or not (self._membership.survives or (self._exactness is not None and error)):
             return
         self._live = OwnState.of(context.job, self._own, state, equal_tensors(self._models, state.optimizers))
 
@@ -297,6 +296,8 @@ class Boundary:
         state = self._state
         self._context, self._rank = context, rank_and_world()[0]
         self._group = cpu_group(self._device)
+        if self._exactness is not None:
+            self._exactness.renew(self._group)
         found = self._find(context, self._live)
         begins = self.snapshots.writer is None and self.snapshots.section is None  # it is before its first step
         if not begins and (found is None or found.record.state["run"]["epoch"] != state.epoch):

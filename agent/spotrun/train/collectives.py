@@ -43,9 +43,10 @@ _NAMES = (
     "scatter",
     "send",
 )
+MESSAGES = ("recv", "recv_anysource", "send")  # between two ranks
 _handle: Callable[[Exception], bool] | None = None  # True: the error is handled, and is not raised
 _thread = 0  # the id of the thread whose errors are handled
-_check: Callable[[Iterable[Any]], None] | None = None  # gets what that thread gives to collectives
+_check: Callable[[str, Iterable[Any]], None] | None = None  # gets what that thread gives to collectives
 
 
 class _Done(c10d.FakeWork):
@@ -66,8 +67,8 @@ def handle_errors(handle: Callable[[Exception], bool]) -> None:
     _handle, _thread = handle, threading.get_ident()
 
 
-def observe(check: Callable[[Iterable[Any]], None]) -> None:
-    """From now on, `check` gets the arguments of the collectives that the thread of `handle_errors` calls."""
+def observe(check: Callable[[str, Iterable[Any]], None]) -> None:
+    """From now on, `check` gets the name and arguments of the collectives that the thread of `handle_errors` calls."""
     global _check
     _check = check
 
@@ -78,7 +79,7 @@ def _guarded(call: Callable[..., Any], result: Callable[[], Any]) -> Callable[..
     @functools.wraps(call)
     def guarded(*args: Any, **kwargs: Any) -> Any:
         if _check is not None and threading.get_ident() == _thread:
-            _check((*args, *kwargs.values()))
+            _check(call.__name__, (*args, *kwargs.values()))
         try:
             return call(*args, **kwargs)
         except Exception as error:

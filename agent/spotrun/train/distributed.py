@@ -66,12 +66,6 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def synchronize_stream(device: torch.device) -> None:
-    """Wait until the device has done all work of the current stream. Raises an error of the device."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
-
-
 def rank_and_world() -> tuple[int, int]:
     """(rank, world size) of this process; (0, 1) without a process group."""
     if dist.is_available() and dist.is_initialized():

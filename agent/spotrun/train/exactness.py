@@ -2,14 +2,16 @@
 
 The kernel of an aborted NCCL collective returns as if it had succeeded. Without exact mode, the host has usually queued
 the optimizer's step by then, so all of the state counts as lost. In exact mode, the host waits at the end of a step's
-last `run.backward`. It waits again at the step's end if there was another collective. An abort is announced before it
-begins. So if none is announced when the wait is over, the results are right, and the state of this step is whole if a
-later step fails.
+last `run.backward`. It waits again at the step's end if there was another collective.
+
+An abort spoils the results of other ranks, too: an aborted kernel sends its neighbours what it has, marked as valid
+(NCCL 2.28, `prims_ll.h`, `prims_simple.h`). So each wait ends with a collective of gloo, which a rank joins only if its
+results have come without an abort. When this collective succeeds, no rank had aborted anything before its results were
+there. So they are right on every rank, and the state of this step is whole if a later step fails.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -18,45 +20,45 @@ import torch.distributed as dist
 from spotrun.train import distributed, failures
 from spotrun.train.group_health import GroupHealth
 
+_CPU = torch.device("cpu")
+
 
 class Exactness:
-    """Makes the host wait for collectives on this device."""
+    """Makes the host wait for collectives on this device. Every rank waits equally often."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._group: Any = None  # takes CPU tensors; None: the default group
         self._health = GroupHealth()
-        self._done = False  # whether no collective has begun since the last wait
-        self._watch_backward()
+        self._waited = 0  # collectives that are known to have succeeded
 
-    def renew(self) -> None:
-        """Another generation begins. Aborts of the last one do not count."""
-        self._health = GroupHealth()
-        self._done = False
-
-    def expect(self) -> None:
-        """A collective may begin now."""
-        self._done = False
+    def renew(self, group: dist.ProcessGroup | None) -> None:
+        """Another generation begins. group: takes CPU tensors; None: the default group."""
+        self._group, self._health, self._waited = group, GroupHealth(), 0
 
     def wait(self) -> None:
-        """Wait until the collectives of this step are done. Raises `DistError` if a result may be wrong."""
-        if self._done:
+        """Wait until the collectives so far are done on all ranks. Raises an error if a result may be wrong."""
+        if dist.get_world_size() == 1:
+            failures.check()
             return
-        distributed.synchronize_stream(self._device)
+        if self._begun() == self._waited:
+            return
+        distributed.synchronize(self._device)
         failures.check()
         if why := self._health.trouble():
             raise dist.DistError(f"the step does not count: {why}")
-        self._done = True
+        self._meet()
+        self._waited = self._begun()
 
-    def _watch_backward(self) -> None:
-        """From now on, notice backward passes, in which DDP exchanges gradients, even without `run.backward`."""
-        backward: Any = torch.autograd.backward
+    def _begun(self) -> int:
+        """Collectives that have begun in this generation on the device. Messages between two ranks do not count."""
+        whole: Any = dist.group.WORLD
+        return int(whole._get_backend(self._device)._get_sequence_number_for_group())
 
-        @functools.wraps(backward)
-        def noted(*args: Any, **options: Any) -> None:
-            self.expect()
-            try:
-                backward(*args, **options)
-            finally:
-                self.expect()
+    def _meet(self) -> None:
+        """Wait until every rank calls this. Raises an error if one is gone.
 
-        torch.autograd.backward = noted
+        The future, unlike the work, gives its error to no handler of the script's collectives.
+        """
+        whole: Any = self._group or dist.group.WORLD
+        whole._get_backend(_CPU).allreduce([torch.zeros(1)]).get_future().wait()

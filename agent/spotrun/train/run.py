@@ -323,7 +323,6 @@ class Run:
             for model in self._models:
                 if model.shares_buffers:
                     model.share_buffers()
-                    self._boundary.expect_collective()
             self._boundary.await_collectives()
         except Exception as error:
             if not self._boundary.void_if_a_peer_fails.handle(error):

@@ -21,6 +21,7 @@ ABORT, END = 1.0, 0.5  # seconds that an abort, and the end of a group, take
 PATIENCE = 60.0  # seconds until a collective that nobody aborts fails
 _memory: list[Any] = []  # models and optimizers
 _aborted: list[Any] = [None]  # the process group whose collectives were aborted last
+_spoilt = [False]  # see `spoil`
 _really_end_groups = distributed._end_groups
 _idle = threading.Event()  # no collective is under way
 _idle.set()
@@ -30,9 +31,14 @@ def imitate() -> None:
     """From now on, this worker's device counts as a GPU."""
     regroup.survives_failure = lambda device: False
     distributed.abort_collectives = _abort
-    distributed.synchronize = distributed.synchronize_stream = _synchronize
+    distributed.synchronize = _synchronize
     distributed._has_nccl = lambda group: group.size() > 1
     distributed._end_groups = _end_groups
+
+
+def spoil() -> None:
+    """From now on, a peer's aborted kernel sends what it has to this worker, marked as valid."""
+    _spoilt[0] = True
 
 
 def hold(models: Iterable[Any], optimizers: Iterable[torch.optim.Optimizer]) -> None:
@@ -70,7 +76,7 @@ def _exchange(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.
         group._get_backend(buffer.device).allreduce([buffer]).get_future().wait()
     except RuntimeError:
         until = time.monotonic() + PATIENCE
-        while _aborted[0] is not group:
+        while _aborted[0] is not group and not _spoilt[0]:
             if time.monotonic() > until:
                 raise
             time.sleep(0.002)
