@@ -41,12 +41,12 @@ override NO      := 0 n no false off N No NO False FALSE Off OFF
 override YES     := 1 y yes true on Y Yes YES True TRUE On ON
 
 .DEFAULT_GOAL := help
-.PHONY: help plan up train jobs status cost advise follow dashboard logs stacks profile runs show diff rerun tag note rm export tensorboard ssh run preempt kill relaunch stop pause resume priority simulate down acceptance image images image-versions image-trial test test-fast test-clouds test-gpu test-image lint bench-recovery bench-overhead bench-footprint bench-synth bench-startup bench-snapshots bench-jobs bench-scale bench-capacity bench-metrics bench-dashboard bench-gpu soak clean
+.PHONY: help plan up train jobs status cost advise follow dashboard logs stacks profile runs show diff rerun tag note rm export tensorboard ssh run preempt kill relaunch stop pause resume priority simulate down acceptance image images image-versions image-trial test test-fast test-clouds test-gpu test-image lint bench-recovery bench-overhead bench-footprint bench-synth bench-startup bench-snapshots bench-transfer bench-jobs bench-scale bench-capacity bench-metrics bench-dashboard bench-gpu soak clean
 
 # No task checks what was typed for these targets. So check it first, if there is anything to check.
 ifneq ($(strip $(SPOTRUN_TYPED) $(word 2,$(MAKECMDGOALS))),)
 image images image-trial: typed-ready
-image-versions test test-fast test-clouds test-gpu test-image lint bench-recovery bench-overhead bench-footprint bench-synth bench-startup bench-snapshots bench-jobs bench-scale bench-capacity bench-metrics bench-dashboard bench-gpu soak: typed-dev
+image-versions test test-fast test-clouds test-gpu test-image lint bench-recovery bench-overhead bench-footprint bench-synth bench-startup bench-snapshots bench-transfer bench-jobs bench-scale bench-capacity bench-metrics bench-dashboard bench-gpu soak: typed-dev
 .PHONY: typed-ready typed-dev
 typed-ready: $(READY)
 typed-dev: $(VENV)/.installed-dev
@@ -212,6 +212,9 @@ bench-startup: $(VENV)/.installed-dev ## measure how long an agent takes to join
 
 bench-snapshots: $(VENV)/.installed-dev ## measure how long snapshots delay training; writes bench/RESULTS.md
 	@$(VENV)/bin/python -m bench.snapshots $(ARGS)
+
+bench-transfer: $(VENV)/.installed-dev ## measure how long a newcomer waits for the state; writes bench/RESULTS.md
+	@$(VENV)/bin/python -m bench.transfer $(ARGS)
 
 bench-jobs: $(VENV)/.installed-dev ## measure how long an urgent job waits for a machine of a full cluster; writes bench/RESULTS.md
 	@$(VENV)/bin/python -m bench.jobs $(ARGS)

@@ -58,7 +58,9 @@ TAKES = {
     **dict.fromkeys(("help", "clean", "image-versions", "image-trial"), ()),
     **dict.fromkeys(("test", "test-fast", "test-clouds", "test-gpu", "test-image"), ()),
     **dict.fromkeys(("bench-recovery", "bench-overhead", "bench-footprint", "bench-synth", "bench-startup"), ()),
-    **dict.fromkeys(("bench-snapshots", "bench-jobs", "bench-scale", "bench-capacity", "bench-metrics"), ()),
+    **dict.fromkeys(
+        ("bench-snapshots", "bench-transfer", "bench-jobs", "bench-scale", "bench-capacity", "bench-metrics"), ()
+    ),
     **dict.fromkeys(("bench-dashboard", "bench-gpu"), ()),
 }
 _COMMON = ("CLUSTER", "JSON")
