@@ -74,7 +74,7 @@ def work(job: Demand, stalls: Mapping[str, Stall], until: float) -> Outcome:
         for name, stall in stalls.items():
             needed = sum(need.machines for need in placed.needs if name in need.pools)
             stall.asked = min(stall.most, max(needed, members.get(name, 0)))
-        chosen = _chosen(placed, usable, members, job.min)
+        chosen = trains_on(placed, usable, members, job.min)
         if chosen != members:
             if members and chosen:  # between two generations, the head sees none
                 chosen, step = {}, 1.0
@@ -94,7 +94,7 @@ def work(job: Demand, stalls: Mapping[str, Stall], until: float) -> Outcome:
     return outcome
 
 
-def _chosen(placed: Placement, usable: Mapping[str, int], members: Mapping[str, int], least: int) -> dict[str, int]:
+def trains_on(placed: Placement, usable: Mapping[str, int], members: Mapping[str, int], least: int) -> dict[str, int]:
     """How many machines of each pool train; none if they are fewer than the job needs."""
     chosen, left = dict[str, int](), placed.max
     for name in sorted(placed.use, key=lambda name: -members.get(name, 0)):

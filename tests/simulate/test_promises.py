@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from spotrun.head.capacity.observe import demand, situation
@@ -74,7 +74,15 @@ def test_the_earliest_deadline_that_is_offered_and_each_later_one_are_met(
     assert outcome.met, (outcome.finished, job.deadline, outcome.log)
 
 
+PRICE_RISES = (
+    Zone("a", ((0.0, 0.0), (6720.0, 1.0), (8700.0, 0.0)), ((0.0, 0.6),)),
+    Zone("b", ((0.0, 0.0), (2280.0, 1.0)), ((0.0, 0.6), (8520.0, 1.0), (8700.0, 0.6))),
+)
+"""The budget moves the job to the cheaper zone. Between two generations, the deadline alone speaks for the other."""
+
+
 @settings(max_examples=150, deadline=None)
+@example(spot=PRICE_RISES, budget=175, hours=1.0, nodes=2, on_demand=True, keys="deadline")
 @given(
     spot=zones(),
     budget=st.integers(10, 400),

@@ -1,5 +1,9 @@
 """The policy of jobs with a budget: if the money left does not pay for the work left, the job is treated as `cheapest`.
 
+A move that has begun is finished. Between two generations, a job has no members. So its policies may count on other
+machines than before the move, and the money may pay for them, or not pay any more. If the job followed these policies
+back to the machines that it has just left, it would go back and forth without end.
+
 The budget itself is kept elsewhere: `planner.spending` stops the job while there is money left to save its state.
 """
 
@@ -8,7 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from spotrun.head.capacity.policies.cheapest import cheapest
-from spotrun.head.capacity.policies.zones import price, rate
+from spotrun.head.capacity.policies.zones import price, rate, usable
 from spotrun.head.capacity.situation import Demand, Placement, Policy, Situation
 
 
@@ -16,12 +20,17 @@ def within_budget(policy: Policy) -> Policy:
     """The policy, as far as its machines are likely to end the job within the budget; else `cheapest`."""
 
     def bounded(seen: Situation, job: Demand, before: Placement | None) -> Placement:
+        begun = before if before is not None and _begins(seen, job, before) else None
+        if begun is not None and begun.thrifty:
+            return begun
         # Each of the two policies continues its own last placement.
         was_thrifty = before is not None and before.thrifty
         wanted = policy(seen, job, None if was_thrifty else before)
         cost = expected_cost(seen, job, wanted)
         if job.budget is None or cost is None or cost <= job.budget:
             return wanted
+        if begun is not None and (expected_cost(seen, job, begun) or 0.0) < cost:
+            return begun
         thrifty = cheapest(seen, job, before if was_thrifty else None)
         least = expected_cost(seen, job, thrifty)
         if least is None or least >= cost:
@@ -31,6 +40,12 @@ def within_budget(policy: Policy) -> Policy:
         return replace(thrifty, reason=f"{thrifty.reason}; {why}", thrifty=True)
 
     return bounded
+
+
+def _begins(seen: Situation, job: Demand, before: Placement) -> bool:
+    """Whether the job has no members, but where it was placed, enough machines are ready: a generation begins soon."""
+    ready = sum(usable(job, offer) for offer in seen.offers if offer.name in before.use)
+    return not any(job.members.values()) and ready >= job.min
 
 
 def expected_cost(seen: Situation, job: Demand, placement: Placement) -> float | None:
