@@ -14,7 +14,7 @@ from spotrun.head.capacity.place import place
 from spotrun.head.capacity.policies.deadline import MARGIN
 from spotrun.head.capacity.policies.zones import need
 from spotrun.head.capacity.promise import refusal
-from spotrun.head.capacity.situation import Demand, Offer, Placement, Situation
+from spotrun.head.capacity.situation import Demand, History, Offer, Placement, Situation
 from spotrun.head.capacity.sizes import Pool
 from spotrun.head.job_state import Progress
 from spotrun.head.speeds import Speed
@@ -153,6 +153,18 @@ def test_a_deadline_that_will_be_missed_is_told() -> None:
     assert fallen(-10).reason == "the point of no return: 8.0 h of work on safe machines, 0 s to spare"
     late = "the point of no return: 8.0 h of work on safe machines, 90 s too long for the deadline"
     assert fallen(-90 - MARGIN).reason == late
+
+
+def test_a_job_on_safe_machines_does_not_ask_for_spot_machines_that_cost_more() -> None:
+    """It would give up these machines while they boot, and then ask for them again."""
+    past = History(short_at=START - 60, short_with=1)
+    found = (
+        Offer(Pool("spot-a", 2, 2, supply="short"), "a", price=0.6),
+        Offer(Pool("spot-b", 2, 0), "b", price=1.7, history=past),
+        Offer(Pool("steady", 2, 2), "c", "on-demand", price=1.2, usable=2),
+    )
+    one = replace(job(8, 12, max=2, members={"steady": 2}), min=2)
+    assert asked(place(Situation(START, found, (one,)))["j"]) == [("steady",), ("spot-a",)]
 
 
 ASKED = Placement(frozenset({"spot-a"}), (need(1, (Offer(Pool("steady", 1, 0), "c", "on-demand"),)),))

@@ -76,8 +76,7 @@ def _place(seen: Situation, job: Demand, before: Placement | None, view: Outlook
     # A second of waiting costs a second of the spare time. So does a second on spot, if it is done again later.
     last = seen.now + max(1.0, view.spare - limit)  # at least a second from now: the margin has room for that
     if choice == "safe":
-        wants_spot = view.on == "safe" and not ready and _would_move(game, job, view)
-        needs = view.wish.needs if wants_spot else ()
+        needs = _spot_to_move_to(seen, job, view) if view.on == "safe" and not ready else ()
         what = "a move to spot would not pay" if ready else "safe machines cost less than waiting for spot"
         found = replace(_safe(job, view, needs, f"{what}: {left}"), rest_until=seen.now)
         return replace(found, wake=seen.now + max(job.restart, view.work / AGAIN))
@@ -181,6 +180,15 @@ def _would_move(game: Game, job: Demand, view: Outlook) -> bool:
     tables = solve(game)
     moved = tables.game.move + tables.at(tables.spot, view.work, view.spare - tables.game.move)
     return moved <= tables.at(tables.stay, view.work, view.spare)
+
+
+def _spot_to_move_to(seen: Situation, job: Demand, view: Outlook) -> tuple[Need, ...]:
+    """What a job on safe machines asks of spot pools: machines of those zones to which a move would pay.
+
+    Another zone may be likelier to have machines, but too dear. The job would give them up as soon as they boot.
+    """
+    found = [zone.pools for zone in zones(seen, job, ("spot",)) if _would_move(_game(job, view, zone), job, view)]
+    return tuple(need for need in view.wish.needs if any(need.pools <= pools for pools in found))
 
 
 def _game(job: Demand, view: Outlook, spot: Zone) -> Game:
