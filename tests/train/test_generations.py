@@ -212,7 +212,7 @@ def test_who_needs_no_state_takes_no_part_in_a_transfer(cluster: Cluster, per_no
     assert data < first < size
     assert sum(sent) == 2 * per_node * first  # once for each rank that lacks the state
     assert sent[per_node] > 0
-    assert [sent[rank] > 0 for rank in has] == [bool(helpers), False][:per_node]  # there is one large tensor
+    assert any(sent[rank] > 0 for rank in has) == bool(helpers)
     assert all(not list(cluster.slots(node).glob("*.safetensors")) for node in "ad")
 
 

@@ -392,6 +392,32 @@ def test_a_second_death_while_they_join(job: Regroups, undisturbed: Any) -> None
     assert flatten(job.cluster.final()) == flatten(undisturbed)
 
 
+@pytest.mark.parametrize("plan", [{}, EXACT], ids=["on the CPU", "exact, on a GPU"])
+def test_a_newcomers_death_in_its_first_step(job: Regroups, undisturbed: Any, plan: dict[str, Any]) -> None:
+    """The others have just sent it the state. They still have it."""
+    job.begin("abc", 1000, a=plan, b={"die_at": 8, **plan}, c=plan)
+    survivors = job.survivors()
+    newcomer = job.warm_up("d", 1000, die_at=8, **plan)
+    for each in survivors if plan else ():
+        release(each, job.cluster.generation)
+    job.regroup([*survivors, newcomer])
+    newcomer.process.join(60)
+    assert newcomer.process.exitcode == -signal.SIGKILL, job.cluster.log()
+    for each in survivors if plan else ():
+        release(each, job.cluster.generation)
+    job.regroup([*survivors, job.warm_up("e", 1000, **plan)])
+    assert job.end() == [0, 0, 0], job.cluster.log()
+    assert [each.control.base for each in job.members] == [8] * 3
+    assert flatten(job.cluster.final()) == flatten(undisturbed)
+
+
+def test_a_rank_that_cannot_be_exact(job: Regroups) -> None:
+    """Then none is: the others would wait for it."""
+    job.begin("ab", 1, a={"reads_size": True, **EXACT}, b=EXACT)
+    assert job.end() == [0, 0], job.cluster.log()
+    assert job.cluster.seen() == everything
+
+
 def test_deaths_again_and_again_cost_no_step(job: Regroups, undisturbed: Any) -> None:
     """Also that of a member that is about to get the state."""
     job.begin("abc", 1000, a={"die_at": 9}, b={"die_at": 8})

@@ -24,7 +24,7 @@ from spotrun.train.noted_state import NotedState
 from spotrun.train.parallel import Parallel
 from spotrun.train.profiling import Profiling
 from spotrun.train.regroup import Loop, Membership
-from spotrun.train.restore import NOTHING, Found, Order, restore
+from spotrun.train.restore import NOTHING, Found, Order, gather, restore
 from spotrun.train.rng import reseed
 from spotrun.train.schedule import Snapshots
 from spotrun.train.sections import equal_tensors
@@ -79,11 +79,9 @@ class Boundary:
         self._idle: list[IdleOptimizer] = []  # the optimizers in a step that does not count
         self._doubt = False  # whether a state that this worker has saved may have been the reason for a failure
         self._spoiled = False  # whether another state has been written over the one that the script began with
-        # Under spotrun, if another worker is gone, this process ends with an exit code of its own: the script is not at
-        # fault. Elsewhere, the error goes to the script.
+        # Under spotrun, if another worker is gone, this process ends with an exit code of its own.
         self.exit_if_a_peer_fails = failures.Handled(self._end)
-        # If another worker is gone, the step under way does not count, and `regroup` follows at its end. Where that is
-        # not possible: as above.
+        # If another worker is gone, the step under way does not count, and `regroup` follows. If it cannot: as above.
         self.void_if_a_peer_fails = failures.Handled(self._make_void)
 
     def begin(self) -> None:
@@ -106,7 +104,6 @@ class Boundary:
                 log.warning("exact: true does not help this script: after a death, the newest snapshot counts")
             if self._noted is not None and control.able == NEEDS_RELEASE:
                 self._exactness = Exactness(self._device)
-                self._exactness.renew(self._group)
                 self.await_collectives = self._exactness.wait
         if self._context.warm_up:
             self._enter(control)
@@ -251,26 +248,10 @@ class Boundary:
     def _note(self) -> None:
         """Note the state of the step that has ended, if that pays."""
         if self._noted is not None:
-            try:
-                self._noted.note_if_it_pays(self._state.step, self.clock.step_seconds)
-                if self._unsure:
-                    self._noted.forget()
-                self._unsure = False
-            except Exception as error:
-                self._do_without(error)
-
-    def _put_back(self) -> bool:
-        """Whether the state is that of the step that has ended last."""
-        try:
-            return self._noted is not None and self._noted.put_back(self._state.step)
-        except Exception as error:
-            self._do_without(error)
-            return False
-
-    def _do_without(self, error: Exception) -> None:
-        """After a failure, take the state from a snapshot: an object of the script is not what it seems."""
-        log.warning("after a failure, the state comes from the newest snapshot: %s", error)
-        self._noted = None
+            self._noted.note_if_it_pays(self._state.step, self.clock.step_seconds)
+            if self._unsure:
+                self._noted.forget()
+            self._unsure = False
 
     def _keep(self, context: Context, error: BaseException | None) -> None:
         """Find out whether this process has a whole state, and whether it can give it to others.
@@ -280,7 +261,9 @@ class Boundary:
         """
         self._drop_own()
         state = self._state
-        if context.warm_up or (error is not None and not self._put_back()):
+        if context.warm_up or (
+            error is not None and not (self._noted is not None and self._noted.put_back(state.step))
+        ):
             return
         self._own = (context.generation, state.step)
         if self._membership is None or not (self._membership.survives or (self._exactness is not None and error)):
@@ -296,8 +279,6 @@ class Boundary:
         state = self._state
         self._context, self._rank = context, rank_and_world()[0]
         self._group = cpu_group(self._device)
-        if self._exactness is not None:
-            self._exactness.renew(self._group)
         found = self._find(context, self._live)
         begins = self.snapshots.writer is None and self.snapshots.section is None  # it is before its first step
         if not begins and (found is None or found.record.state["run"]["epoch"] != state.epoch):
@@ -311,6 +292,8 @@ class Boundary:
         tracked = list(state.objects.values())
         equal = found is not None and all(any(each is model for each in tracked) for model in self._models)
         self.snapshots.guard_copies()
+        if not equal and self._exactness is not None:  # DDP sends all models: an abort may spoil them
+            self._drop_own()
         for model in self._models:
             model.rebuild(equal)
         if found is not None:
@@ -323,10 +306,17 @@ class Boundary:
             self.snapshots.renew(context.generation)
         distributed.synchronize(self._device)  # DDP's constructor may have had collectives
         failures.check()
+        self.await_collectives()
         self._tell_restored(control, found)
 
     def _find(self, context: Context, live: OwnState | None = None) -> Found | None:
         """The state to continue from. Every rank must call this. live: that of this process, if it is whole."""
+        if self._exactness is not None:
+            self._exactness.renew(self._group)
+        able = self._exactness is not None or (self._membership is not None and self._membership.survives)
+        if context.exact and not all(each[0] for each in gather([int(able)], self._group)):
+            self._exactness = self._noted = None  # a rank cannot wait for one that does not
+            self.await_collectives = failures.check
         writer = self.snapshots.writer
         trusted = max(writer.written, self._own) if writer is not None and not self._doubt else NOTHING
         # An object that changes what it loads would damage the snapshot.
@@ -361,6 +351,7 @@ class Boundary:
         kept = found is not None and (found.kept or (writer is not None and writer.written == found.record.order))
         control.begun = control.copied = control.committed = step if kept else NONE
         self.snapshots.begin(snapshot_soon=not kept and found is not None and found.tensors is None)
+        self._unsure = False
         if self.loop.inside:
             self._note()
         self.clock.begin()

@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 of_group: frozenset[str] = frozenset()  # names of sockets, see `sockets`
+broken = False  # whether `break_all` has been called since this process joined the group
 meeting_place: tuple[str, int] | None = None  # (host, port) of the store at which this process waits for others
 
 
@@ -21,6 +22,8 @@ def break_all() -> None:
     After a hang, which is rare, the agent ends the worker. If this process meets others, this returns when the meeting
     has ended.
     """
+    global broken
+    broken = True
     _shut_down()
     while meeting_place is not None:  # torch connects again, and waits for an answer without a limit (torch 2.13)
         time.sleep(0.05)

@@ -137,6 +137,7 @@ def join_process_group(
             )
     finally:
         connections.of_group = frozenset(connections.sockets().keys() - before.keys())
+        connections.broken = False
     return True
 
 

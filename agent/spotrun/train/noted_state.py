@@ -11,6 +11,7 @@ from a snapshot. The same holds for a script that tracks objects of its own.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 import types
@@ -35,6 +36,8 @@ _State = tuple[Any, Any, Any, int]  # a parameter, the name of a value, the valu
 # Whether an optimizer, a use of a parameter's `data`, or a collective may have changed the state in this step.
 _touched = False
 _watches = False
+
+log = logging.getLogger(__name__)
 
 
 class NotedState:
@@ -61,6 +64,7 @@ class NotedState:
 
     def __init__(self, objects: Collection[Stateful], models: Sequence[Parallel], always: bool = False) -> None:
         self._always = always
+        self._lost = False  # whether an object of the script is not what it seems
         self._seconds = math.inf  # that a note takes
         self._skipped = 0  # steps since the last note
         self._places: set[int] | None = None  # where the memory of the noted tensors is; None: not known yet
@@ -82,13 +86,19 @@ class NotedState:
 
     def note_if_it_pays(self, step: int, step_seconds: float) -> None:
         """Note the state, unless that takes too large a part of a step. step_seconds: of a usual step; 0: unknown."""
+        if self._lost:
+            return
         self._skipped += 1
         known = self._skipped < AGAIN and step_seconds > 0 and self._seconds < math.inf
         if not self._always and known and self._seconds > SHARE * step_seconds:
             return
         began = time.perf_counter()
-        self.note(step)
-        self._seconds, self._skipped = min(self._seconds, time.perf_counter() - began), 0
+        try:
+            self.note(step)
+        except Exception as error:
+            self._do_without(error)
+        took, self._skipped = time.perf_counter() - began, 0
+        self._seconds = took if self._seconds == math.inf else 0.5 * (self._seconds + took)
 
     def note(self, step: int) -> None:
         """Note the state, which is that of this step."""
@@ -123,6 +133,18 @@ class NotedState:
 
     def put_back(self, step: int) -> bool:
         """Put back what is small. Returns whether all of the state is that of this step then."""
+        try:
+            return not self._lost and self._put_back(step)
+        except Exception as error:
+            self._do_without(error)
+            return False
+
+    def _do_without(self, error: Exception) -> None:
+        log.warning("after a failure, the state comes from the newest snapshot: %s", error)
+        self._lost = True
+        self.forget()
+
+    def _put_back(self, step: int) -> bool:
         groups = _groups(self._optimizers)
         if (
             step != self._step

@@ -37,10 +37,12 @@ BUCKET_PATIENCE_WITH_STATE = 30.0  # the same, if there is an older state in mem
 PAUSE = 30.0  # seconds between two such requests, at most
 READER_PATIENCE = 300.0  # seconds: limit for the agent to copy its part of a large snapshot to disk
 HELPERS = 7  # ranks that help the donor, at most
-NO_HELP = -1  # mark of a rank that takes the state only from one donor
+NO_HELP = -1  # mark of a rank with a state that only one donor may send
 WIDTH = 16  # whole numbers that a rank tells the others; a release that tells more of them still understands this one
 
-_no_help = False  # whether parts from several ranks made no whole state: they have different ones
+# The step of the newest state that ranks have sent together. If it is offered again, no step has been made since. Perhaps
+# a part was wrong, because the ranks have different states, or one of them is gone. So the donor sends it alone.
+_helped = NOTHING[1]
 
 
 def best_of(offers: Sequence[Order]) -> tuple[Order, int]:
@@ -147,26 +149,26 @@ def restore(
     has mapped it; else None. live: the state in this process's memory, if it is whole. Raises `DistError` if a state
     that another worker trusted arrives damaged.
     """
-    global _no_help
+    global _helped
     folder, mine = Path(context.slots), NOTHING if live is None else live.record.order
     folder.mkdir(parents=True, exist_ok=True)
     for _ in range(ROUNDS):
         # One process of each node looks. The others find the result in the same folder.
         kept = _newest(folder, context.job) if local_rank == 0 else None
         own = NOTHING if kept is None else kept.order
-        best, _ = best_of([(each[0], each[1]) for each in _gather(max(own, mine), group)])
+        best, _ = best_of([(each[0], each[1]) for each in gather(max(own, mine), group)])
         if rank_and_world()[0] == 0 and (fetched := _newer_checkpoint(context, folder, best)):
             own = trusted = fetched  # the download has compared its checksums with the manifest's
         offer = Offer(own, local_rank, own == trusted, mine, _mark(kept, own, live))
-        offers = [Offer.read(each) for each in _gather(offer.numbers, group)]
+        offers = [Offer.read(each) for each in gather(offer.numbers, group)]
         if (best := max(each.best for each in offers)) == NOTHING:
             return None
         doubtful = any(each.slot == best and not each.trusted for each in offers)
         with ThreadPoolExecutor(1, thread_name_prefix="verify") as beside:
             verified = beside.submit(_verify, folder, context.job, best) if best == own != trusted else None
             way, source = route(offers), live if mine == best else None
+            _helped = best[1] if way.helpers else _helped
             found, whole = _bring(folder, context.job, best, way, group, into, mapped, source)
-            _no_help |= bool(way.helpers) and not whole
         if mine != best and isinstance(found.tensors, Received):  # into the memory that was offered
             live, mine = None, NOTHING
         damage = None if verified is None else verified.result()
@@ -174,7 +176,7 @@ def restore(
         if not doubtful and not whole:
             raise dist.DistError(f"the state of step {best[1]} arrived damaged")
         # All ranks must know whether each rank has the whole state: if one snapshot is damaged, all ranks pass over it.
-        if not doubtful or all(each[0] for each in _gather([int(whole)], group)):
+        if not doubtful or all(each[0] for each in gather([int(whole)], group)):
             return found
         found.settle()
         if damage is not None:  # only now: until the gather above, the node's other workers looked for this snapshot
@@ -197,7 +199,7 @@ def _newest(folder: Path, job: str) -> slots.Record | None:
 
 def _mark(kept: slots.Record | None, own: Order, live: OwnState | None) -> int:
     """The mark of an offer with the snapshot `own` and with `live`. kept: the newest snapshot here."""
-    if _no_help:
+    if 0 <= _helped == max(own, NOTHING if live is None else live.record.order)[1]:
         return NO_HELP
     if live is not None and live.record.order >= own:
         return live.mark
@@ -314,7 +316,7 @@ def _free_slot(folder: Path, job: str) -> int:
     return 1 - found[0][0] if found else 0
 
 
-def _gather(own: Sequence[int], group: dist.ProcessGroup | None) -> list[list[int]]:
+def gather(own: Sequence[int], group: dist.ProcessGroup | None) -> list[list[int]]:
     """The values of every rank."""
     _, world = rank_and_world()
     if world == 1:

@@ -91,7 +91,7 @@ class Reader:
     """
 
     def __init__(self, folder: Path, slot: int, mapped: SlotFile | None = None, xxh3: str = "") -> None:
-        self._path, self._xxh3, self.is_copied = slots.data_path(folder, slot), xxh3, False
+        self._path, self.xxh3, self.is_copied = slots.data_path(folder, slot), xxh3, False
         self.entries, self._begin = shards.read_header(self._path)
         self._flat = _map_to_read(self._path) if mapped is None else mapped.flat
         self._views = _views(self._flat, self.entries, self._begin)
@@ -113,14 +113,7 @@ class Reader:
     @property
     def mark(self) -> int:
         """A number from the checksum that the slot's record has."""
-        return mark_of(self._xxh3)
-
-    def hash(self, data: torch.Tensor) -> None:
-        """The slot's record has the checksum."""
-
-    def digest(self) -> str:
-        """The checksum that the slot's record has."""
-        return self._xxh3
+        return mark_of(self.xxh3)
 
     def tensor(self, name: str) -> torch.Tensor:
         """A copy of the tensor."""
