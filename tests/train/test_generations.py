@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import spotrun
 from spotrun.errors import SpotrunError
 from spotrun.state import exit_note, slots
 from spotrun.state.control import EXIT_DRAINED, EXIT_PEER, NONE, Context
-from spotrun.train import failures, restore, transfer
+from spotrun.train import connections, failures, restore, transfer
 from spotrun.train.encoding import Encoder, decode
 from spotrun.train.failures import is_peer_failure
 from spotrun.train.restore import NOTHING, Offer
@@ -342,6 +343,23 @@ def test_who_sends_what(monkeypatch: pytest.MonkeyPatch) -> None:
     assert transfer.shares(parts, "bcd", 1) == [0] * 6
     assert transfer.shares(parts, "bc", 3) == [0, 1, 2, 0, 0, 0]
     assert transfer.shares(parts, "abcd", 2) == [0, 1, 0, 1, 0, 1]
+
+
+def test_a_receiver_ends_when_its_connections_are_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gloo does not always notice that a sender is gone."""
+    gone, broken = threading.Event(), threading.Event()
+    monkeypatch.setattr(dist, "recv", lambda data, sender, group: gone.wait(60) if sender else None)
+    monkeypatch.setattr(connections, "broken", False)
+    monkeypatch.setattr(connections, "break_all", broken.set)
+    monkeypatch.setattr(transfer, "LOOK", 0.01)
+    lanes = transfer._Lanes(transfer.Hop(0, None, None, helpers=(1,)))
+    first, second = (lanes.begin(lambda: torch.zeros(1), sender) for sender in (0, 1))
+    assert lanes.result(first).numel() == 1
+    threading.Timer(0.1, lambda: setattr(connections, "broken", True)).start()
+    with pytest.raises(dist.DistError), lanes:
+        lanes.result(second)
+    assert broken.is_set()
+    gone.set()
 
 
 def test_few_copies_of_a_gpus_state_are_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,13 +98,16 @@ class Boundary:
             control.able = self._membership.able()
             if control.able == ABLE or (control.able == NEEDS_RELEASE and self._context.exact):
                 self._noted = NotedState.of(state.objects.values(), self._models, always=self._context.exact)
+            if self._noted is not None and control.able == NEEDS_RELEASE:
+                self._exactness = Exactness.of(self._device)
+                if self._exactness is not None:
+                    self.await_collectives = self._exactness.wait
+                else:
+                    self._noted = None
             if self._noted is not None:
                 collectives.observe(self._check_collective)
             elif self._context.exact:
                 log.warning("exact: true does not help this script: after a death, the newest snapshot counts")
-            if self._noted is not None and control.able == NEEDS_RELEASE:
-                self._exactness = Exactness(self._device)
-                self.await_collectives = self._exactness.wait
         if self._context.warm_up:
             self._enter(control)
             return

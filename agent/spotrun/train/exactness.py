@@ -28,8 +28,15 @@ _CPU = torch.device("cpu")
 class Exactness:
     """Makes the host wait for collectives on this device. Every rank waits equally often."""
 
+    @classmethod
+    def of(cls, device: torch.device) -> Exactness | None:
+        """None: the device's backend does not number its collectives."""
+        try:
+            return cls(device)
+        except RuntimeError:
+            return None
+
     def __init__(self, device: torch.device) -> None:
-        """Raises `RuntimeError` if the device's backend does not number its collectives."""
         self._device = device
         self._group: Any = None  # takes CPU tensors; None: the default group
         self._health = GroupHealth()

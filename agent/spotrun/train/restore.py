@@ -40,8 +40,8 @@ HELPERS = 7  # ranks that help the donor, at most
 NO_HELP = -1  # mark of a rank with a state that only one donor may send
 WIDTH = 16  # whole numbers that a rank tells the others; a release that tells more of them still understands this one
 
-# The step of the newest state that ranks have sent together. If it is offered again, no step has been made since. Perhaps
-# a part was wrong, because the ranks have different states, or one of them is gone. So the donor sends it alone.
+# The step of the newest state that ranks have sent together. If it is offered again, no step has been made since:
+# perhaps a part was wrong, because the ranks have different states, or one of them is gone. Then the donor sends all.
 _helped = NOTHING[1]
 
 
