@@ -30,7 +30,6 @@ from spotrun.state.slots import Record
 from spotrun.train import (
     boundary,
     distributed,
-    exactness,
     failures,
     group_health,
     noted_state,
@@ -175,7 +174,6 @@ def prepare(plan: Plan, out: Path) -> None:
     out.mkdir(exist_ok=True)
     print_to(out / "log.txt")
     noted_state.SHARE = math.inf  # the steps of these scripts are short
-    exactness.COUNTS = True  # the scripts send no messages
     boundary.leave_together = functools.partial(leave_together, plan)  # type: ignore[attr-defined]
     if plan.together:
         copy_together(plan)

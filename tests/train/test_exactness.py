@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch.nn.parallel import DistributedDataParallel
 
-from spotrun.train import distributed, exactness, failures, group_health
+from spotrun.train import distributed, failures, group_health
 from spotrun.train.exactness import Exactness
 from tests.train.forks import forked
 from tests.train.meeting import meeting
@@ -36,7 +36,6 @@ def together(scenario: Callable[[int, Exactness], object], folder: Path) -> list
 def play(group: dict[str, str], rank: int, scenario: Callable[[int, Exactness], object], out: Path) -> None:
     os.environ.update({**group, "RANK": str(rank)})
     dist.init_process_group("gloo")
-    exactness.COUNTS = True  # there are no messages
     exact = Exactness(CPU)
     exact.renew(None)
     out.write_text(str(scenario(rank, exact)))

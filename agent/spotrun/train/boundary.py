@@ -247,6 +247,7 @@ class Boundary:
             self._noted.check_collective(values)
         if self._exactness is not None and name in collectives.MESSAGES:
             self._unsure = True
+            self._exactness.messages += 1
 
     def _note(self) -> None:
         """Note the state of the step that has ended, if that pays."""

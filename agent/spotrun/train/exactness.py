@@ -17,11 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from spotrun.state.control import NONE
 from spotrun.train import distributed, failures
 from spotrun.train.group_health import GroupHealth
 
-COUNTS = False  # whether gloo's number is that of collectives; tests without other messages say so
 _CPU = torch.device("cpu")
 
 
@@ -40,18 +38,20 @@ class Exactness:
         self._device = device
         self._group: Any = None  # takes CPU tensors; None: the default group
         self._health = GroupHealth()
-        self._waited = self._begun()  # collectives that are known to have succeeded; NONE: that cannot be said
+        self.messages = 0  # between two ranks that the script has sent or received in this generation
+        self._waited = self._begun()  # collectives that are known to have succeeded
 
     def renew(self, group: dist.ProcessGroup | None) -> None:
         """Another generation begins. group: takes CPU tensors; None: the default group."""
-        self._group, self._health, self._waited = group, GroupHealth(), self._begun()
+        self._group, self._health, self.messages = group, GroupHealth(), 0
+        self._waited = self._begun()
 
     def wait(self) -> None:
         """Wait until the collectives so far are done on all ranks. Raises an error if a result may be wrong."""
         if dist.get_world_size() == 1:
             failures.check()
             return
-        if self._begun() == self._waited != NONE:
+        if self._begun() == self._waited:
             return
         distributed.synchronize(self._device)
         failures.check()
@@ -61,11 +61,11 @@ class Exactness:
         self._waited = self._begun()
 
     def _begun(self) -> int:
-        """Collectives that have begun on the device in this generation; NONE: gloo counts messages, too."""
+        """Collectives that have begun on the device in this generation: the same number on all ranks."""
         whole: Any = dist.group.WORLD
         backend = whole._get_backend(self._device)
         begun = int(backend._get_sequence_number_for_group())
-        return NONE if isinstance(backend, dist.ProcessGroupGloo) and not COUNTS else begun
+        return begun - self.messages if isinstance(backend, dist.ProcessGroupGloo) else begun  # NCCL counts none
 
     def _meet(self) -> None:
         """Wait until every rank calls this. Raises an error if one is gone.
