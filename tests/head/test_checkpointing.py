@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from spotrun.head.presence import Presence
 from spotrun.head.status import conditions
 from spotrun.head.timeouts import TIMEOUTS
 from spotrun.head.view import Node, View
-from spotrun.wire import JobReport, Part, StateRef, Trouble
+from spotrun.wire import JobReport, Manifest, Part, StateRef, Trouble
 from tests.head.views import NOW, A, B, C, job, node, view
+from tests.head.world import World
 
 REF = StateRef(generation=1, step=48)
 FULL = "no room for a part of 9 MiB in /var/lib/spotrun/parts: 1 MiB are free"
@@ -167,3 +169,25 @@ def test_events_tell_when_saving_begins_to_fail_and_when_it_succeeds_again() -> 
     assert say(bad.model_copy(update={"trouble": other})) == ["a cannot save its part, and tries again: HTTP 403"]
     saved = good.model_copy(update={"parts": (Part(step=48, generation=1, index=0, parts=1, files=()),)})
     assert say(saved) == ["a saves again, after 3 tries that failed"]
+
+
+@pytest.mark.parametrize("completed", [None, 24, 48, 72])
+async def test_a_new_head_does_not_wait_for_a_checkpoint_that_is_complete(
+    tmp_path: Path, completed: int | None
+) -> None:
+    """The last head died after it had written the manifest of a checkpoint, before it wrote down that it had."""
+    world = World(tmp_path)
+    state, now = await world.started(), world.clock()
+    state = state.replace(phase="draining", saving=Saving(ref=REF, holders=(A, B), since=now + 60))
+    world.head.journal.forget(state.id)
+    await world.head.journal.write(state, [], now)
+    if completed:
+        manifest = Manifest(job=state.id, generation=1, step=completed, created=now, files=())
+        await world.head.journal.complete(manifest, keep=3)
+    world.new_head(2)
+    found, _ = await world.head.journal.take_up(state.id, 2, now)
+    if completed and completed >= REF.step:
+        assert found.saving is None
+        assert found.newest == (1, completed)
+    else:
+        assert found.saving == Saving(ref=REF, holders=(A, B), since=now)

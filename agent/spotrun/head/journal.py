@@ -204,7 +204,8 @@ class Journal:
     async def take_up(self, job: str, epoch: int, now: float) -> tuple[JobState, list[Event]]:
         """A job that head `epoch` takes over, with the checkpoints that are in the bucket, and its events.
 
-        If the clock of the last head was ahead of this head's clock, times after `now` become `now`.
+        If the clock of the last head was ahead of this head's clock, times after `now` become `now`. A checkpoint is no
+        longer under way if the last head died between completing it and writing that down.
         """
         async with self._lock(job):
             state = await self._read(job, own=True)
@@ -216,6 +217,9 @@ class Journal:
         state = state.replace(checkpoints=tuple(complete), epoch=epoch, timeline=timeline)
         if (kept := state.kept_node) and (most := state.spec.keep_on_failure):
             state = state.replace(kept_node=kept.replace(until=min(kept.until, now + most)))
+        if saving := state.saving:
+            over = (saving.ref.generation, saving.ref.step) <= state.newest
+            state = state.replace(saving=None if over else saving.replace(since=min(saving.since, now)))
         past = {name: min(getattr(state, name), now) for name in ("saved_at", "given_up_at", "ordered_at")}
         return state.replace(**past), events
 
